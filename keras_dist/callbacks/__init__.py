@@ -1,0 +1,24 @@
+"""What happens around the training loop, one callback a file."""
+
+from keras_dist.callbacks.average_statistics import AverageStatistics
+from keras_dist.callbacks.broadcast_variables import BroadcastVariables
+from keras_dist.callbacks.learning_rate_warmup import LearningRateWarmup
+from keras_dist.callbacks.metric_average import MetricAverage
+from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy
+from keras_dist.callbacks.stop_together import StopTogether
+from keras_dist.callbacks.throughput import Throughput
+from keras_dist.callbacks.training_time import TrainingTime
+from keras_dist.callbacks.writers import destination, is_writer
+
+__all__ = [
+    "AverageStatistics",
+    "BroadcastVariables",
+    "LearningRateWarmup",
+    "MetricAverage",
+    "StopAtAccuracy",
+    "StopTogether",
+    "Throughput",
+    "TrainingTime",
+    "destination",
+    "is_writer",
+]

@@ -1,0 +1,85 @@
+"""Scale the learning rate, gradually."""
+
+import functools
+from typing import Any
+
+import keras
+
+from keras_dist import comm, optimizer, scaling, step
+
+
+class LearningRateWarmup(keras.callbacks.Callback):
+    """Lets updates see the learning rate times a factor that rises from 1.
+
+    The factor rises batch by batch to its full value over `warmup_epochs` and stays
+    there (Goyal et al., 2017, https://arxiv.org/abs/1706.02677). It depends on
+    `optimizer.iterations`, so it goes on where it was after a restore. The optimizer's
+    own `learning_rate` stays the rate for one process: other callbacks read and set
+    it, and files hold it, without knowing of the factor.
+
+    Args:
+        warmup_epochs: Epochs until the full factor; 0 for the full factor at once.
+        lr_scaling: The full factor: `"linear"` (the number of ranks), `"sqrt"`,
+            `"none"`, a positive number, or a function of the number of ranks.
+        steps_per_epoch: Steps of an epoch on one rank, where Keras does not know.
+
+    Raises:
+        ValueError: If `warmup_epochs` is negative, the rule is unknown, or the steps
+            of an epoch are not known.
+    """
+
+    def __init__(
+        self,
+        warmup_epochs: float,
+        *,
+        lr_scaling: scaling.LearningRateRule = "linear",
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if warmup_epochs < 0:
+            raise ValueError(
+                "`warmup_epochs` must not be negative. "
+                f"Received: warmup_epochs={warmup_epochs}"
+            )
+        self.warmup_epochs = warmup_epochs
+        self.lr_scaling = lr_scaling
+        self.steps_per_epoch = steps_per_epoch
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        step.install(model)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        steps = self.steps_per_epoch or self.params.get("steps")
+        if self.warmup_epochs and not steps:
+            raise ValueError(
+                "The number of steps of an epoch is not known, so the warm-up cannot "
+                "tell how long it is. Received: data of unknown length. Pass "
+                "`steps_per_epoch` to LearningRateWarmup or to fit."
+            )
+        full = scaling.rate_factor(self.lr_scaling, size=comm.size())
+        optimizer.scale_rate(
+            self.model.optimizer,
+            rate_factor_of_step(
+                full=full, warmup_steps=round(self.warmup_epochs * (steps or 0))
+            ),
+        )
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        optimizer.unscale_rate(self.model.optimizer)
+        step.uninstall(self.model)
+
+
+def rate_factor_of_step(*, full: float, warmup_steps: int) -> Any:
+    """The factor as a function of the step, in tensors; `None` for always 1."""
+    if full == 1.0:
+        return None
+    if warmup_steps <= 0:
+        return lambda step: full
+    return functools.partial(_warmup, full=full, warmup_steps=warmup_steps)
+
+
+def _warmup(step: Any, *, full: float, warmup_steps: int) -> Any:
+    # `scaling.warmup_factor`, on a tensor inside the compiled update.
+    share = keras.ops.cast(step, "float32") / warmup_steps
+    return 1.0 + (full - 1.0) * keras.ops.minimum(share, 1.0)

@@ -1,0 +1,81 @@
+"""Stop when the model is good enough."""
+
+from typing import Any
+
+import keras
+
+from keras_dist import comm
+
+
+class StopAtAccuracy(keras.callbacks.Callback):
+    """Stops all ranks after the same epoch, when a metric has reached its target.
+
+    Args:
+        target: Value of the metric that is good enough, for example 0.95.
+        patience: Epochs in a row at or above `target` before training stops.
+        monitor: Name of the metric in the logs. An epoch without an evaluation does
+            not count.
+
+    Raises:
+        ValueError: If `patience` is less than 1; or, on all ranks, if `monitor` is
+            not in the logs.
+    """
+
+    def __init__(
+        self, target: float, patience: int = 1, monitor: str = "val_accuracy"
+    ) -> None:
+        super().__init__()
+        if patience < 1:
+            raise ValueError(
+                f"`patience` must be at least 1. Received: patience={patience}"
+            )
+        self.target = target
+        self.patience = patience
+        self.monitor = monitor
+        self._reached = 0
+        self._was_seen = False
+        self._has_evaluated = False
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._reached = 0
+        self._was_seen = False
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._has_evaluated = False
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._has_evaluated = True
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        logs = logs or {}
+        is_due = self._has_evaluated or not self.monitor.startswith("val_")
+        # All ranks decide on the same value, and all hear of a missing one.
+        values = comm.gather(
+            float(logs[self.monitor]) if self.monitor in logs else None
+        )
+        if None in values:
+            if is_due:
+                raise _missing(self.monitor, logs, values.index(None))
+            return
+        self._was_seen = True
+        value = sum(values) / len(values)
+        self._reached = self._reached + 1 if value >= self.target else 0
+        if self._reached >= self.patience:
+            self.model.stop_training = True
+            if comm.rank() == 0 and self.params.get("verbose"):
+                print(
+                    f"\nStopping after epoch {epoch + 1}: {self.monitor} {value:.4f} "
+                    f"has reached {self.target}."
+                )
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        if not self._was_seen and logs:
+            raise _missing(self.monitor, logs, comm.rank())
+
+
+def _missing(monitor: str, logs: dict[str, Any], rank: int) -> ValueError:
+    return ValueError(
+        f"The metric {monitor!r} that StopAtAccuracy monitors is not in the logs of "
+        f"rank {rank}. Received: logs with {sorted(logs)}. Pass one of these as "
+        "`monitor`, add the metric to `compile`, or pass `validation_data`."
+    )

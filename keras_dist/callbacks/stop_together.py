@@ -1,0 +1,28 @@
+"""All ranks stop after the same epoch, whichever asked for it."""
+
+from typing import Any
+
+import keras
+
+from keras_dist import comm, step
+
+
+class StopTogether(keras.callbacks.Callback):
+    """Grants `model.stop_training = True` of any rank to all ranks, at an epoch's end.
+
+    A rank that stopped alone would leave the others waiting in the next averaging.
+    Stands last in a list, after every callback that may want to stop.
+    """
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        step.install(model).stops_together = comm.size() > 1
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if comm.size() == 1:
+            return  # granted already
+        wish = step.session_of(self.model).wants_to_stop
+        step.grant_stop(self.model, is_agreed=comm.sum(int(wish)) > 0)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        step.uninstall(self.model)

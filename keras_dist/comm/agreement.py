@@ -1,0 +1,63 @@
+"""Find out before a collective whether the ranks can do it together."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from keras_dist.comm.collectives import gather
+
+Result = TypeVar("Result")
+
+# Errors that another rank raises as its own kind; every other becomes RuntimeError.
+_KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
+
+
+def agree(facts: Mapping[str, Any], *, advice: str) -> None:
+    """Raise the same error on all ranks where the ranks do not hold equal facts.
+
+    The alternative is a hang: a rank that takes another number of steps, or averages
+    another number of tensors, leaves the others waiting for ever.
+
+    Args:
+        facts: What has to be equal on all ranks, by a name for the message.
+        advice: What the user can do about a difference, one sentence.
+
+    Raises:
+        ValueError: On all ranks, naming the first fact that differs and what each
+            rank holds.
+    """
+    everyone = gather(dict(facts))
+    names = list(dict.fromkeys(name for held in everyone for name in held))
+    for name in names:
+        values = [held.get(name, "nothing") for held in everyone]
+        if any(value != values[0] for value in values):
+            held = "; ".join(f"rank {r}: {value}" for r, value in enumerate(values))
+            raise ValueError(
+                f"The ranks disagree on {name}. Received: {held}. {advice}"
+            )
+
+
+def together(work: Callable[[], Result]) -> Result:
+    """Do local `work` on every rank; an error on one rank is raised on all.
+
+    Returns:
+        What `work` returned on this rank.
+
+    Raises:
+        Exception: This rank's own error; or, where this rank's work succeeded, a
+            `ValueError`, `TypeError` or `RuntimeError` with the message of the first
+            rank that failed.
+    """
+    error: Exception | None = None
+    result = None
+    try:
+        result = work()
+    except Exception as caught:  # any error has to be told to the other ranks
+        error = caught
+    told = None if error is None else (type(error).__name__, str(error))
+    failures = [(r, failure) for r, failure in enumerate(gather(told)) if failure]
+    if error is not None:
+        raise error
+    if failures:
+        rank, (kind, text) = failures[0]
+        raise _KINDS.get(kind, RuntimeError)(f"On rank {rank}: {text}")
+    return result  # type: ignore[return-value]

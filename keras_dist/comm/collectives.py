@@ -1,0 +1,258 @@
+"""Talk to the other ranks: average, sum, broadcast, gather."""
+
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dist.comm import runtime, transport
+
+# One message of a broadcast of many arrays holds at most this many bytes, so that
+# the copy it is packed in stays small beside the model.
+_MESSAGE_BYTES = 64 * 2**20
+
+
+def average(value: Any) -> Any:
+    """Mean of `value` over all ranks.
+
+    Args:
+        value: A tensor, a variable, a NumPy array, a number, or a list, tuple or
+            dict of these, of the same structure and shapes on every rank.
+
+    Returns:
+        The same structure. Whole numbers become float64.
+
+    Raises:
+        TypeError: If `value` holds something else.
+
+    >>> average({"loss": 0.25})  # without a launcher: one rank
+    {'loss': 0.25}
+    """
+    return keras.tree.map_structure(_averaged, value)
+
+
+def sum(value: Any) -> Any:
+    """Sum of `value` over all ranks; arguments, result and errors as `average`.
+
+    >>> sum([1, 2])
+    [1, 2]
+    """
+    return keras.tree.map_structure(_summed, value)
+
+
+def broadcast(value: Any, root_rank: int = 0) -> Any:
+    """The value that `root_rank` passes, on every rank.
+
+    Args:
+        value: A tensor or variable (of one shape on all ranks), or any Python
+            object that can be pickled; the other ranks' values are ignored.
+        root_rank: The rank whose value it is.
+
+    Raises:
+        ValueError: If there is no such rank.
+
+    >>> broadcast("from the first rank")
+    'from the first rank'
+    """
+    horovod, world = runtime.connection()
+    if not 0 <= root_rank < world.size:
+        raise ValueError(
+            f"`root_rank` must be from 0 to {world.size - 1}. Received: {root_rank}"
+        )
+    if horovod is None:
+        return value
+    if _is_tensor(value):
+        tensor = _tensor(value)
+        name = _name("broadcast")
+        return _over_wire(
+            tensor,
+            lambda x: transport.broadcast(horovod, x, root_rank=root_rank, name=name),
+        )
+    message = pickle.dumps(value if world.rank == root_rank else None)
+    return pickle.loads(_gather_bytes(message)[root_rank])
+
+
+def gather(value: Any) -> list[Any]:
+    """The values of all ranks, as a list in rank order, on every rank.
+
+    Args:
+        value: A tensor or variable (shapes may differ between the ranks), or any
+            Python object that can be pickled.
+
+    >>> gather("mine")
+    ['mine']
+    """
+    horovod, _ = runtime.connection()
+    if horovod is None:
+        return [value]
+    if _is_tensor(value):
+        value = keras.ops.convert_to_numpy(value)
+        return [tf.convert_to_tensor(array) for array in gather(value)]
+    return [pickle.loads(message) for message in _gather_bytes(pickle.dumps(value))]
+
+
+def broadcast_arrays(arrays: Sequence[np.ndarray], root_rank: int) -> list[np.ndarray]:
+    """Arrays of the root rank, in few messages; same shapes and dtypes everywhere."""
+    horovod, _ = runtime.connection()
+    if horovod is None:
+        return list(arrays)
+    result: list[np.ndarray] = []
+    for start, stop in _messages([array.nbytes for array in arrays]):
+        part = arrays[start:stop]
+        packed = np.concatenate([array.reshape(-1).view(np.uint8) for array in part])
+        tensor = tf.convert_to_tensor(packed)
+        message = transport.broadcast(
+            horovod, tensor, root_rank=root_rank, name="keras_dist.broadcast_arrays"
+        ).numpy()
+        ends = np.cumsum([array.nbytes for array in part])[:-1]
+        for array, received in zip(part, np.split(message, ends), strict=True):
+            result.append(received.view(array.dtype).reshape(array.shape))
+    return result
+
+
+def sum_tensors(tensors: Sequence[Any], *, name: str, dtype: Any) -> list[Any]:
+    """Sums of many tensors over all ranks by ONE collective.
+
+    Args:
+        tensors: Tensors of static or dynamic shape, of any float or integer dtype.
+        name: Name of the collective: fixed and the same on all ranks, since Horovod
+            matches by name and waits for ever for one that some rank calls otherwise.
+        dtype: Dtype on the wire, in which the sum is taken.
+
+    Returns:
+        Tensors of dtype `dtype`, in the order and the shapes of `tensors`.
+    """
+    horovod, _ = runtime.connection()
+    if horovod is None or not tensors:
+        return [tf.cast(tensor, dtype) for tensor in tensors]
+    flat = tf.concat([tf.reshape(tf.cast(t, dtype), [-1]) for t in tensors], axis=0)
+    total = transport.allreduce_sum(horovod, flat, name=name)
+    parts = tf.split(total, [_num_elements(tensor) for tensor in tensors])
+    return [
+        tf.reshape(part, tensor.shape if _is_static(tensor) else tf.shape(tensor))
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
+
+
+def _averaged(value: Any) -> Any:
+    _check_number(value)
+    _, world = runtime.connection()
+    return _summed(_floating(value)) / world.size
+
+
+def _summed(value: Any) -> Any:
+    _check_number(value)
+    horovod, _ = runtime.connection()
+    if horovod is None:
+        return value
+    if isinstance(value, (int, float)):
+        array = np.asarray(value, np.int64 if isinstance(value, int) else np.float64)
+        return _reduce(horovod, tf.constant(array)).numpy().item()
+    tensor = _reduce(horovod, _tensor(value))
+    return tensor.numpy() if isinstance(value, (np.ndarray, np.generic)) else tensor
+
+
+def _reduce(horovod: Any, tensor: Any) -> Any:
+    if tensor.dtype == tf.bool:
+        tensor = tf.cast(tensor, tf.int64)
+    name = _name("sum")
+    return _over_wire(tensor, lambda x: transport.allreduce_sum(horovod, x, name=name))
+
+
+def _over_wire(tensor: Any, collective: Callable[[Any], Any]) -> Any:
+    """Horovod carries no bfloat16, no bool and no small or unsigned integers."""
+    wire = tensor.dtype
+    if wire in (tf.bfloat16, tf.float16):
+        wire = tf.float32
+    elif not wire.is_floating:
+        wire = tf.int64
+    return tf.cast(collective(tf.cast(tensor, wire)), tensor.dtype)
+
+
+def _gather_bytes(message: bytes) -> list[bytes]:
+    """The messages of all ranks, by two collectives: the lengths, and the bytes."""
+    horovod, _ = runtime.connection()
+    if horovod is None:
+        return [message]
+    lengths = transport.allgather(
+        horovod,
+        tf.constant([len(message)], tf.int64),
+        name="keras_dist.gather_lengths",
+    ).numpy()
+    data = transport.allgather(
+        horovod,
+        tf.constant(np.frombuffer(message, np.uint8)),
+        name="keras_dist.gather_bytes",
+    ).numpy()
+    ends = np.cumsum(lengths)
+    return [
+        data[end - length : end].tobytes()
+        for end, length in zip(ends, lengths, strict=True)
+    ]
+
+
+def _messages(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Consecutive pieces [start, stop) of at most `_MESSAGE_BYTES` where they can be.
+
+    >>> _messages([10, 20, 64 * 2**20, 5])
+    [(0, 2), (2, 3), (3, 4)]
+    """
+    pieces, start, filled = [], 0, 0
+    for index, size in enumerate(sizes):
+        if index > start and filled + size > _MESSAGE_BYTES:
+            pieces.append((start, index))
+            start, filled = index, 0
+        filled += size
+    return pieces + ([(start, len(sizes))] if len(sizes) > start else [])
+
+
+def _name(verb: str) -> str:
+    """A name that is the same on every rank, however often each one traced before."""
+    if tf.executing_eagerly():
+        return f"keras_dist.{verb}"
+    return tf.compat.v1.get_default_graph().unique_name(f"keras_dist.{verb}")
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, keras.Variable) or tf.is_tensor(value)
+
+
+def _tensor(value: Any) -> Any:
+    return tf.convert_to_tensor(
+        value.value if isinstance(value, keras.Variable) else value
+    )
+
+
+def _floating(value: Any) -> Any:
+    if isinstance(value, (int, float)):
+        return float(value)
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value if value.dtype.kind == "f" else value.astype(np.float64)
+    tensor = _tensor(value)
+    return tensor if tensor.dtype.is_floating else tf.cast(tensor, tf.float64)
+
+
+def _is_static(tensor: Any) -> bool:
+    return tensor.shape.is_fully_defined()
+
+
+def _num_elements(tensor: Any) -> Any:
+    if _is_static(tensor):
+        return math.prod(tensor.shape)
+    return tf.size(tensor)
+
+
+def _check_number(value: Any) -> None:
+    if _is_tensor(value) or isinstance(value, (int, float, np.generic)):
+        return
+    if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
+        return
+    raise TypeError(
+        "Only numbers, arrays and tensors, and lists, tuples and dicts of these, can "
+        f"be summed or averaged over the ranks. Received: {value!r} of type "
+        f"{type(value).__name__}. `gather` and `broadcast` take any object."
+    )

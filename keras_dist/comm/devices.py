@@ -1,0 +1,95 @@
+"""Which device a rank computes on: one GPU each, or its share of the cores."""
+
+import os
+import warnings
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from keras_dist.comm.world import World
+
+# A user who has set one of these has chosen the threads already.
+_THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a rank computes on: `kind` is "GPU" or "CPU".
+
+    Args:
+        kind: "GPU" or "CPU".
+        index: Number of the GPU on its host; 0 for CPU.
+        threads: Threads of one operation, 0 for TensorFlow's own choice.
+    """
+
+    kind: str = "CPU"
+    index: int = 0
+    threads: int = 0
+
+    def __str__(self) -> str:
+        if self.kind == "GPU":
+            return f"GPU {self.index}"
+        if not self.threads:
+            return "CPU"
+        return f"CPU, {self.threads} thread{'s' if self.threads > 1 else ''} each"
+
+
+def threads_of_rank(*, cores: int, local_size: int) -> int:
+    """Threads of one rank when `local_size` ranks share `cores`; at least 1.
+
+    >>> [threads_of_rank(cores=8, local_size=n) for n in (1, 2, 3, 16)]
+    [8, 4, 2, 1]
+    """
+    return max(1, cores // local_size)
+
+
+def choose_device(world: World) -> Device:
+    """Take this rank's GPU or its share of the cores, before TensorFlow starts.
+
+    TensorFlow fixes devices and threads when it first computes (a model with an
+    `Input` is enough). Called too late, this warns, says what to do, and leaves
+    things as they are.
+
+    Returns:
+        The device as it is in use afterwards.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    if gpus:
+        index = world.local_rank % len(gpus)
+        try:
+            tf.config.set_visible_devices(gpus[index], "GPU")
+            tf.config.experimental.set_memory_growth(gpus[index], True)
+        except RuntimeError:
+            if tf.config.get_visible_devices("GPU") != [gpus[index]]:
+                _warn_too_late(f"every rank of this host uses {len(gpus)} GPUs")
+        return Device("GPU", index)
+    return Device("CPU", 0, _share_threads(world))
+
+
+def _share_threads(world: World) -> int:
+    chosen = tf.config.threading.get_intra_op_parallelism_threads()
+    if chosen or any(variable in os.environ for variable in _THREAD_VARIABLES):
+        return int(chosen)
+    cores = len(os.sched_getaffinity(0))
+    share = threads_of_rank(cores=cores, local_size=world.local_size)
+    if world.local_size == 1:
+        return share
+    try:
+        tf.config.threading.set_intra_op_parallelism_threads(share)
+        if not tf.config.threading.get_inter_op_parallelism_threads():
+            tf.config.threading.set_inter_op_parallelism_threads(share)
+    except RuntimeError:
+        _warn_too_late(
+            f"{world.local_size} ranks with {cores} threads each share {cores} cores"
+        )
+        return cores
+    return share
+
+
+def _warn_too_late(what_happens: str) -> None:
+    warnings.warn(
+        "TensorFlow had already started when keras_dist was to choose the device of "
+        f"this rank, so {what_happens}. Import keras_dist, or call "
+        "keras_dist.init(), before the first model or tensor is made.",
+        stacklevel=4,
+    )

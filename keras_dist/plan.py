@@ -1,0 +1,193 @@
+"""What is going to happen, as one frozen value that prints itself."""
+
+import math
+from dataclasses import dataclass
+
+_WIDTH = 76
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows and steps of the training or the validation data.
+
+    Args:
+        kind: What becomes of the data, in words.
+        batch_size: Rows of a batch of one rank, `None` where the data decides it.
+        total: Rows of all ranks together, where known.
+        of_rank: Rows of the first rank, where they are dealt.
+        left_out: Rows of an epoch that no rank reads.
+        steps_before: Steps of an epoch on one process, where known.
+        steps: Steps of an epoch on each rank, where known.
+        rule: The rule that made `steps` of a number that the user gave, or "".
+    """
+
+    kind: str
+    batch_size: int | None = None
+    total: int | None = None
+    of_rank: int | None = None
+    left_out: int = 0
+    steps_before: int | None = None
+    steps: int | None = None
+    rule: str = ""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """The learning rate before and after.
+
+    Args:
+        before: The rate for one process, as text.
+        after: The rate of the updates, as text.
+        rule: The rule that gave the factor, as text.
+        factor: The full factor.
+        warmup_epochs: Epochs until the full factor.
+        stretch: A schedule is read at step × this.
+        is_schedule: Whether the rate is a function of the step.
+    """
+
+    before: str
+    after: str
+    rule: str
+    factor: float
+    warmup_epochs: float = 0
+    stretch: int = 1
+    is_schedule: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every decision of one call of `dist_fit`, as plain data.
+
+    `str(plan)` is the box that the first rank prints before the first step.
+    """
+
+    version: str
+    size: int
+    hosts: int
+    device: str
+    transport: str
+    training: Rows
+    validation: Rows | None
+    rates: tuple[Rate, ...]
+    epochs: int
+    is_compiled: bool
+    writers: tuple[tuple[str, str], ...]
+
+    def lines(self) -> list[tuple[str, str]]:
+        """What is decided, as pairs of a label and a sentence without a period."""
+        lines = [("ranks", self._ranks())]
+        if self.size > 1:
+            lines.append(("transport", self.transport))
+        batch = self.training.batch_size
+        if batch is not None:
+            together = f" per rank, {batch * self.size:,} global"
+            lines.append(("batch", f"{batch:,} rows" + together * (self.size > 1)))
+        else:
+            lines.append(("batch", "as the data comes, per rank"))
+        lines.append(("data", self.training.kind))
+        lines += _rows_lines("rows", self.training, self.size)
+        lines += _steps_lines("steps", self.training, self.size)
+        if self.validation is not None:
+            lines += _validation_lines(self.validation, self.size)
+        lines += [
+            ("learning rate", text) for rate in self.rates for text in _texts(rate)
+        ]
+        if self.is_compiled and self.size > 1:
+            lines.append(
+                ("XLA", "forward and backward, then update; averaging between")
+            )
+        if self.size > 1:
+            for name, place in self.writers:
+                lines.append(("first rank only", f"{name} → {place}"))
+        return lines
+
+    def __str__(self) -> str:
+        title = f"─ keras_dist {self.version} "
+        label_width = max(len(label) for label, _ in self.lines())
+        body = []
+        for label, text in self.lines():
+            for place, piece in enumerate(_wrap(text, _WIDTH - label_width - 5)):
+                left = label if place == 0 else ""
+                body.append(f"{left:<{label_width}}  {piece}")
+        return "\n".join(
+            ["╭" + title + "─" * (_WIDTH - len(title) - 2) + "╮"]
+            + [f"│ {line:<{_WIDTH - 4}} │" for line in body]
+            + ["╰" + "─" * (_WIDTH - 2) + "╯"]
+        )
+
+    def _ranks(self) -> str:
+        if self.size == 1:
+            return f"1 (serial), {self.device}"
+        where = "1 host" if self.hosts == 1 else f"{self.hosts} hosts"
+        return f"{self.size} on {where}, {self.device}"
+
+
+def format_number(value: float) -> str:
+    """A number as short as it can be told, in a column of text.
+
+    >>> [format_number(value) for value in (0.1, 2.0, 1e-05, 0.30000000000000004)]
+    ['0.1', '2', '1e-05', '0.3']
+    """
+    return f"{value:.6g}"
+
+
+def _rows_lines(label: str, rows: Rows, size: int) -> list[tuple[str, str]]:
+    if rows.total is None:
+        return []
+    if rows.of_rank is None:
+        of_this = " on this rank" if size > 1 else ""
+        return [(label, f"{rows.total:,}{of_this}")]
+    used = rows.total - rows.left_out
+    low, high = used // size, math.ceil(used / size)
+    each = f"{low:,}" if low == high else f"{low:,} or {high:,}"
+    left_out = f", {rows.left_out:,} left out of each epoch" if rows.left_out else ""
+    return [(label, f"{rows.total:,} → {each} per rank{left_out}")]
+
+
+def _steps_lines(label: str, rows: Rows, size: int) -> list[tuple[str, str]]:
+    if rows.steps is None:
+        return []
+    rule = f" ({rows.rule})" if rows.rule else ""
+    before = "" if rows.steps_before is None else f"{rows.steps_before:,} → "
+    if size == 1 and rows.steps_before in (None, rows.steps):
+        before = ""
+    return [(label, f"{before}{rows.steps:,} an epoch{rule}")]
+
+
+def _validation_lines(rows: Rows, size: int) -> list[tuple[str, str]]:
+    # On one line, since nothing is left out and nothing is updated.
+    details = _rows_lines("", rows, size) + _steps_lines("", rows, size)
+    text = ", ".join(text for _, text in details).replace("an epoch", "steps")
+    text = text.replace(" per rank", "")
+    return [("validation", f"{rows.kind}" + (f": {text}" if text else ""))]
+
+
+def _texts(rate: Rate) -> list[str]:
+    warmup = (
+        f", reached after {format_number(rate.warmup_epochs)} epochs of warm-up"
+        if rate.warmup_epochs and rate.factor != 1
+        else ""
+    )
+    change = (
+        rate.before
+        if rate.factor == 1
+        else f"{rate.before} → {rate.after} ({rate.rule}{warmup})"
+    )
+    if rate.is_schedule and rate.stretch > 1:
+        return [change, f"schedule read at step × {rate.stretch}"]
+    return [change]
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    lines = [""]
+    for word in text.split(" "):
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
+            lines.append(word)
+        else:
+            lines[-1] = f"{lines[-1]} {word}".strip()
+    # A path longer than the box is cut in pieces; nothing of it is lost.
+    return [
+        line[start : start + width]
+        for line in lines
+        for start in range(0, max(len(line), 1), width)
+    ]

@@ -1,0 +1,211 @@
+"""Deal arrays to the ranks row by row."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dist.sharding.rows import left_out_rows, shard_rows, steps_of_rows
+
+_UNEVEN = (tf.RaggedTensor, tf.SparseTensor)
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Inputs, targets and sample weights of the same rows, as Keras takes them.
+
+    Args:
+        x: Array-like of shape `(rows, …)`, or a list, tuple or dict of them.
+        y: The same for the targets, or `None`.
+        sample_weight: The same for the weights, or `None`.
+    """
+
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+
+    def __post_init__(self) -> None:
+        lengths = {len(leaf) for leaf in self._leaves()}
+        if len(lengths) != 1:
+            shapes = [tuple(np.shape(leaf)) for leaf in self._leaves()]
+            raise ValueError(
+                "All arrays must have the same number of rows. "
+                f"Received: arrays of the shapes {shapes}"
+            )
+
+    @property
+    def num_rows(self) -> int:
+        """Length of the first axis."""
+        return len(self._leaves()[0])
+
+    def row_shapes(self) -> list[tuple[int, ...]]:
+        """Shape of one row of each array."""
+        return [tuple(np.shape(leaf))[1:] for leaf in self._leaves()]
+
+    def parts(self) -> tuple[Any, ...]:
+        """`(x,)`, `(x, y)` or `(x, y, sample_weight)`, as a data set yields them."""
+        if self.sample_weight is not None:
+            weight = self.sample_weight
+            if keras.tree.is_nested(self.y) and not keras.tree.is_nested(weight):
+                # One weight a row for all outputs, as Keras does for arrays.
+                weight = keras.tree.map_structure(lambda _: weight, self.y)
+            return (self.x, self.y, weight)
+        return (self.x,) if self.y is None else (self.x, self.y)
+
+    def __getitem__(self, rows: slice) -> "Arrays":
+        """The arrays of some rows only; NumPy arrays are views and not copied."""
+
+        def cut(leaf: Any) -> Any:
+            return None if leaf is None else leaf[rows]
+
+        return Arrays(
+            *(
+                keras.tree.map_structure(cut, part)
+                for part in (self.x, self.y, self.sample_weight)
+            )
+        )
+
+    def _leaves(self) -> list[Any]:
+        everything = keras.tree.flatten((self.x, self.y, self.sample_weight))
+        return [leaf for leaf in everything if leaf is not None]
+
+
+def is_arrays(data: Any) -> bool:
+    """Whether `data` is an array-like, or a structure of nothing else."""
+    if data is None or isinstance(data, tf.data.Dataset):
+        return False
+    leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+    return bool(leaves) and all(
+        hasattr(leaf, "shape")
+        and (tf.is_tensor(leaf) or hasattr(leaf, "__array__"))
+        and not isinstance(leaf, _UNEVEN)
+        for leaf in leaves
+    )
+
+
+def is_ragged_or_sparse(data: Any) -> bool:
+    """Whether `data` holds a tensor whose rows cannot be told apart by place."""
+    return any(isinstance(leaf, _UNEVEN) for leaf in keras.tree.flatten(data))
+
+
+def as_arrays(x: Any, y: Any = None, sample_weight: Any = None) -> Arrays:
+    """`Arrays` of pandas, NumPy and TensorFlow values; pandas becomes NumPy."""
+
+    def plain(leaf: Any) -> Any:
+        return leaf if leaf is None or tf.is_tensor(leaf) else np.asarray(leaf)
+
+    return Arrays(
+        *(keras.tree.map_structure(plain, part) for part in (x, y, sample_weight))
+    )
+
+
+def split_validation(arrays: Arrays, fraction: float) -> tuple[Arrays, Arrays]:
+    """Training and validation rows, the last `fraction` for validation, as in Keras.
+
+    It is cut before anything is dealt, so that no row is in both on any rank.
+
+    Raises:
+        ValueError: If one of the two parts would be empty.
+    """
+    split_at = int(arrays.num_rows * (1.0 - fraction))
+    if not 0 < split_at < arrays.num_rows:
+        raise ValueError(
+            "Both parts of a validation split need at least one row. Received: "
+            f"validation_split={fraction} of {arrays.num_rows} rows. Pass more data, "
+            "or another fraction."
+        )
+    return arrays[slice(0, split_at)], arrays[slice(split_at, None)]
+
+
+def deal_validation(arrays: Arrays, *, rank: int, size: int) -> Arrays:
+    """This rank's rows for an evaluation; where it has none, the first row.
+
+    Keras cannot evaluate nothing: a rank without a row evaluates one that belongs to
+    another rank, and its metrics must not be counted.
+    """
+    if rank >= arrays.num_rows:
+        return arrays[slice(0, 1)]
+    return arrays[shard_rows(arrays.num_rows, rank=rank, size=size)]
+
+
+def deal_training(
+    arrays: Arrays,
+    *,
+    batch_size: int,
+    rank: int,
+    size: int,
+    shuffle: bool | str,
+    seed: int,
+) -> tf.data.Dataset:
+    """This rank's part of every global batch, pass after pass without end.
+
+    The order of the rows is one permutation a pass, drawn from `seed` on every rank
+    alike, so that each row is seen once a pass and the order does not depend on the
+    number of ranks. The stream goes on over the epochs, because Keras makes and drops
+    iterators at their ends in a way that a count of passes could not follow.
+
+    Args:
+        arrays: All rows; every rank holds them.
+        batch_size: Rows of one rank's batch.
+        rank: This rank.
+        size: Number of ranks.
+        shuffle: `True`, `False`, or `"batch"` to shuffle inside global batches only.
+        seed: Of the permutations, the same on all ranks.
+
+    Returns:
+        A data set of batches `(x, …)` of shape `(batch_size, …)`; the last of a pass
+        may be smaller.
+    """
+    num_rows = arrays.num_rows
+    steps = steps_of_rows(num_rows, batch_size=batch_size, size=size)
+    left_out = left_out_rows(num_rows, batch_size=batch_size, size=size)
+    global_batch = batch_size * size
+    tensors = keras.tree.map_structure(
+        _as_keras_reads, keras.tree.lists_to_tuples(arrays.parts())
+    )
+
+    def order(number: tf.Tensor) -> tf.Tensor:
+        rows = tf.range(num_rows, dtype=tf.int64)
+        if shuffle and shuffle != "batch":
+            rows = tf.random.experimental.stateless_shuffle(rows, [seed, number])
+        return rows[: num_rows - left_out]
+
+    def batches(number: tf.Tensor) -> tf.data.Dataset:
+        rows = order(number)
+
+        def batch(step: tf.Tensor) -> tf.Tensor:
+            together = rows[step * global_batch : (step + 1) * global_batch]
+            if shuffle == "batch":
+                together = tf.random.experimental.stateless_shuffle(
+                    together, [seed, number * steps + step]
+                )
+            return together[rank::size]
+
+        return tf.data.Dataset.range(steps).map(batch)
+
+    def read(rows: tf.Tensor) -> Any:
+        return keras.tree.map_structure(
+            lambda leaf: None if leaf is None else tf.gather(leaf, rows), tensors
+        )
+
+    passes = tf.data.Dataset.counter()
+    dataset = passes.flat_map(batches).map(
+        read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+    )
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = (
+        tf.data.experimental.AutoShardPolicy.OFF
+    )
+    return dataset.with_options(options).prefetch(tf.data.AUTOTUNE)
+
+
+def _as_keras_reads(leaf: Any) -> Any:
+    """A tensor in the dtype that Keras gives to arrays: floats become `floatx`."""
+    if leaf is None:
+        return None
+    tensor = tf.convert_to_tensor(leaf)
+    return (
+        tf.cast(tensor, keras.config.floatx()) if tensor.dtype.is_floating else tensor
+    )

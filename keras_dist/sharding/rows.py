@@ -1,0 +1,59 @@
+"""Which rows belong to which rank: arithmetic only.
+
+One process with the global batch reads rows 0 … G − 1, then G … 2G − 1, and so on.
+N ranks read the very same batches together: of each, rank r takes rows r, r + N, ….
+"""
+
+
+def shard_rows(num_rows: int, *, rank: int, size: int) -> slice:
+    """Rows that belong to one rank: every `size`-th row, starting at `rank`.
+
+    >>> [list(range(7))[shard_rows(7, rank=r, size=3)] for r in range(3)]
+    [[0, 3, 6], [1, 4], [2, 5]]
+    """
+    return slice(rank, num_rows, size)
+
+
+def left_out_rows(num_rows: int, *, batch_size: int, size: int) -> int:
+    """Rows of a pass that no rank reads: a last global batch smaller than `size`.
+
+    Every rank has to take every step, and a step needs a row.
+
+    >>> left_out_rows(101, batch_size=10, size=2), left_out_rows(62, batch_size=10, size=3)
+    (1, 2)
+    """
+    tail = num_rows % (batch_size * size)
+    return tail if tail < size else 0
+
+
+def steps_of_rows(num_rows: int, *, batch_size: int, size: int) -> int:
+    """Steps of a pass over `num_rows` rows, the same on every rank.
+
+    >>> steps_of_rows(101, batch_size=10, size=2)
+    5
+    """
+    used = num_rows - left_out_rows(num_rows, batch_size=batch_size, size=size)
+    return -(-used // (batch_size * size))
+
+
+def rows_of_batch(
+    step: int, num_rows: int, *, batch_size: int, rank: int, size: int
+) -> range:
+    """Places, in the order of a pass, of the rows that `rank` reads at `step`.
+
+    >>> [list(rows_of_batch(1, 7, batch_size=2, rank=r, size=2)) for r in range(2)]
+    [[4, 6], [5]]
+    """
+    used = num_rows - left_out_rows(num_rows, batch_size=batch_size, size=size)
+    start = step * batch_size * size
+    return range(start + rank, min(start + batch_size * size, used), size)
+
+
+def rows_of_rank(num_rows: int, *, batch_size: int, rank: int, size: int) -> int:
+    """How many rows `rank` reads in a pass over `num_rows` rows.
+
+    >>> [rows_of_rank(101, batch_size=10, rank=r, size=3) for r in range(3)]
+    [34, 34, 33]
+    """
+    used = num_rows - left_out_rows(num_rows, batch_size=batch_size, size=size)
+    return len(range(rank, used, size))

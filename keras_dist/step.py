@@ -1,0 +1,239 @@
+"""The train step on many ranks: weigh by rows, keep collectives out of XLA."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dist import comm, metrics, mixin
+from keras_dist.optimizer import (
+    apply_recorded,
+    average_gradients,
+    recording,
+    weighted_by,
+)
+
+
+@dataclass
+class Session:
+    """What a model that trains on many ranks remembers during one fit.
+
+    Args:
+        before_first_step: Called in order, outside of any graph, when the first
+            train step is about to run and the model is built.
+        rows: Rows that this rank has trained on since the count was read.
+        in_step: Inside a step, metrics stay this rank's own.
+        averages_metrics: Whether results are taken over all ranks.
+        has_validation_rows: `False` where this rank evaluates but must not count.
+        planned_steps: Steps of an epoch that all ranks agreed on, if known.
+        steps_done: Steps of the present epoch on this rank.
+        is_jitted: Whether Keras asked for XLA.
+        stops_together: Whether a wish to stop waits until all ranks know of it.
+        wants_to_stop: Whether this rank wishes to stop.
+        exact_names: Names of results over all ranks, of the last training epoch
+            (`False`) and, with "val_" before each, of the last evaluation (`True`).
+    """
+
+    before_first_step: list[Callable[[], None]] = field(default_factory=list)
+    rows: Any = None
+    has_started: bool = False
+    in_step: bool = False
+    is_evaluating: bool = False
+    averages_metrics: bool = False
+    has_validation_rows: bool = True
+    planned_steps: int | None = None
+    steps_done: int = 0
+    is_jitted: bool = False
+    stops_together: bool = False
+    wants_to_stop: bool = False
+    exact_names: dict[bool, set[str]] = field(default_factory=dict)
+
+
+def install(model: Any) -> Session:
+    """Let `model` train with the other ranks; a second time gives the same session.
+
+    The train function is made anew: one that was traced before averages nothing.
+    """
+    if not mixin.has(model, DistributedStep):
+        # The number of rows stays out of the model's tracked state, or it would be
+        # saved with it.
+        with tf.init_scope():
+            session = Session(rows=tf.Variable(0, dtype=tf.int64, trainable=False))
+        object.__setattr__(model, "_distributed_session", session)
+        mixin.add(model, DistributedStep)
+        model.train_function = None
+        model.test_function = None
+    return session_of(model)
+
+
+def uninstall(model: Any) -> None:
+    """Make `model` a plain Keras model again."""
+    if mixin.has(model, DistributedStep):
+        stopped = model.stop_training
+        mixin.remove(model, DistributedStep)
+        model.stop_training = stopped
+        model.train_function = None
+        model.test_function = None
+
+
+def session_of(model: Any) -> Session:
+    """The session of a model on which `install` was called."""
+    return model._distributed_session
+
+
+class DistributedStep:
+    """Mixin for a model: what Keras's own loop calls, on many ranks."""
+
+    _distributed_session: Session
+
+    def train_step(self: Any, data: Any) -> Any:
+        session = self._distributed_session
+        if not session.has_started:
+            session.has_started = True
+            # Outside of the graph that is being traced, so that it happens once, now.
+            with tf.init_scope(), _inside_step(session):
+                comm.together(lambda: _build(self, data))
+                for hook in session.before_first_step:
+                    hook()
+        rows = _num_rows(data)
+        session.rows.assign_add(tf.cast(rows, tf.int64))
+        own_step = super().train_step
+        with _inside_step(session), weighted_by(rows):
+            if session.is_jitted:
+                return _in_two_halves(own_step, data)
+            return own_step(data)
+
+    def test_step(self: Any, data: Any) -> Any:
+        with _inside_step(self._distributed_session):
+            return super().test_step(data)  # type: ignore[misc]
+
+    def make_train_function(self: Any, force: bool = False) -> Any:
+        session = self._distributed_session
+        asked = self.jit_compile
+        session.is_jitted = bool(asked) and comm.size() > 1
+        # XLA cannot compile a collective: `train_step` compiles what is around it.
+        self.jit_compile = asked and not session.is_jitted
+        try:
+            return super().make_train_function(force)  # type: ignore[misc]
+        finally:
+            self.jit_compile = asked
+
+    def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        session = self._distributed_session
+        session.is_evaluating = True
+        try:
+            return super().evaluate(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            session.is_evaluating = False
+
+    def get_metrics_result(self: Any) -> Any:
+        own_result = super().get_metrics_result  # type: ignore[misc]
+        session = self._distributed_session
+        if session.in_step or not session.averages_metrics:
+            return own_result()
+        if not session.is_evaluating:
+            _check_all_steps_done(session)
+        has_rows = session.has_validation_rows or not session.is_evaluating
+        result = metrics.global_result(self.metrics, own_result, has_rows=has_rows)
+        prefix = "val_" if session.is_evaluating else ""
+        session.exact_names[session.is_evaluating] = {prefix + name for name in result}
+        return result
+
+    @property
+    def stop_training(self: Any) -> bool:
+        return self.__dict__.get("stop_training", False)
+
+    @stop_training.setter
+    def stop_training(self: Any, value: bool) -> None:
+        # A wish of this rank alone: `StopTogether` grants it when all have heard of it.
+        session = self._distributed_session
+        session.wants_to_stop = bool(value)
+        if not (value and session.stops_together):
+            self.__dict__["stop_training"] = bool(value)
+
+
+def grant_stop(model: Any, *, is_agreed: bool) -> None:
+    """Let Keras's loop see that training stops; the same on all ranks."""
+    model.__dict__["stop_training"] = is_agreed
+
+
+@contextlib.contextmanager
+def _inside_step(session: Session) -> Iterator[None]:
+    before, session.in_step = session.in_step, True
+    try:
+        yield
+    finally:
+        session.in_step = before
+
+
+def _in_two_halves(own_step: Callable[[Any], Any], data: Any) -> Any:
+    """Forward and backward compiled, averaging between, update compiled."""
+    calls: list[Any] = []
+
+    @tf.function(jit_compile=True)
+    def first_half(data: Any) -> Any:
+        with recording() as recorded:
+            logs = own_step(data)
+        calls[:] = recorded
+        return logs, [
+            [None if g is None else tf.convert_to_tensor(g) for g in call.gradients]
+            for call in recorded
+        ]
+
+    logs, gradients = first_half(data)
+    averaged = [
+        average_gradients(call.optimizer, own)
+        for call, own in zip(calls, gradients, strict=True)
+    ]
+
+    @tf.function(jit_compile=True)
+    def second_half(averaged: Any) -> None:
+        for call, mean in zip(calls, averaged, strict=True):
+            apply_recorded(call, mean)
+
+    second_half(averaged)
+    return logs
+
+
+def _build(model: Any, data: Any) -> None:
+    """Make all variables of the model, its metrics and its optimizer.
+
+    Weights and optimizer state are copied to all ranks before the first step, and
+    XLA cannot make variables, so everything has to be there by then.
+    """
+    try:
+        model._symbolic_build(data_batch=data)
+    except Exception as error:
+        # A model that cannot be run on shapes alone still builds itself as it runs.
+        if not model.built:
+            warnings.warn(
+                f"{type(model).__name__} could not be built from the shapes of its "
+                f"first batch ({type(error).__name__}: {error}). Build it before the "
+                "fit, for example by calling it on one batch.",
+                stacklevel=2,
+            )
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built and model.built:
+        optimizer.build(model.trainable_variables)
+
+
+def _num_rows(data: Any) -> Any:
+    """Rows in a batch: the length of the first axis of its first tensor."""
+    for leaf in keras.tree.flatten(data):
+        if leaf is not None and len(leaf.shape):
+            return tf.shape(leaf)[0] if leaf.shape[0] is None else leaf.shape[0]
+    return 1
+
+
+def _check_all_steps_done(session: Session) -> None:
+    planned, done = session.planned_steps, session.steps_done
+    if planned is not None and done < planned:
+        raise RuntimeError(
+            f"Rank {comm.rank()} ran out of data: it did {done} of the {planned} "
+            "steps of this epoch, and the other ranks wait for it. Give every rank "
+            "enough batches, pass a smaller `steps_per_epoch`, or repeat the data."
+        )

@@ -1,0 +1,44 @@
+"""What the tests on several ranks compare."""
+
+import hashlib
+
+import keras
+import numpy as np
+
+import keras_dist
+
+
+def state_of(model):
+    """All weights and the optimizer's state, as arrays."""
+    variables = [*model.weights, *model.optimizer.variables]
+    return [keras.ops.convert_to_numpy(variable) for variable in variables]
+
+
+def largest_difference(model, oracle):
+    """Largest difference between two models' states, relative to the largest value."""
+    differences = [0.0]
+    for own, expected in zip(state_of(model), state_of(oracle), strict=True):
+        scale = max(1e-3, float(np.abs(expected).max(initial=0.0)))
+        gap = np.abs(own.astype("float64") - expected.astype("float64"))
+        differences.append(float(gap.max(initial=0.0)) / scale)
+    return max(differences)
+
+
+def assert_equal_to_the_bit(model):
+    """Every rank holds the same bits in the weights and the optimizer's state."""
+    digest = hashlib.sha256()
+    for array in state_of(model):
+        digest.update(array.tobytes())
+    assert len(set(keras_dist.gather(digest.hexdigest()))) == 1
+
+
+def raises_everywhere(kind, call):
+    """The messages of all ranks, each of which must raise `kind`."""
+    message = None
+    try:
+        call()
+    except kind as error:
+        message = str(error)
+    messages = keras_dist.gather(message)
+    assert None not in messages, f"not every rank raised: {messages}"
+    return messages

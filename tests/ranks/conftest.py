@@ -1,0 +1,52 @@
+"""Every rank runs every test here, in the same order; the oracle is plain Keras."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_dist
+
+
+@pytest.fixture
+def world():
+    """The place of this process."""
+    return keras_dist.init()
+
+
+@pytest.fixture(autouse=True)
+def one_seed():
+    """Every test starts from the same random state on every rank."""
+    keras.utils.set_random_seed(7)
+
+
+@pytest.fixture
+def rows():
+    """101 rows of five numbers and a label, the same on every rank."""
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(101, 5)).astype("float32")
+    y = (x.sum(axis=1) > 0).astype("float32")
+    return x, y
+
+
+@pytest.fixture
+def make_model():
+    """Makes the same small model at every call, from the same initial weights."""
+
+    def make(optimizer=None, *, seed=3, **compiled):
+        keras.utils.set_random_seed(seed)
+        model = keras.Sequential(
+            [
+                keras.Input((5,)),
+                keras.layers.Dense(8, activation="tanh"),
+                keras.layers.Dense(1, activation="sigmoid"),
+            ]
+        )
+        compiled.setdefault("metrics", ["accuracy", "auc"])
+        model.compile(
+            optimizer or keras.optimizers.SGD(0.1, momentum=0.9),
+            "binary_crossentropy",
+            **compiled,
+        )
+        return model
+
+    return make

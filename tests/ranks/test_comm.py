@@ -1,0 +1,119 @@
+"""Collectives give every rank the same, for tensors and for Python objects."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from claims import raises_everywhere
+
+import keras_dist
+from keras_dist import comm
+
+
+def test_the_world_is_the_launchers(world):
+    """Ranks are numbered from 0 and all of them are here."""
+    assert keras_dist.gather(world.rank) == list(range(world.size))
+    assert (keras_dist.rank(), keras_dist.size()) == (world.rank, world.size)
+    assert world.local_size == world.size
+    assert keras_dist.local_rank() == world.local_rank == world.rank
+    assert keras_dist.local_size() == world.local_size
+    assert keras_dist.init() is keras_dist.init()
+
+
+def test_cores_are_shared_out(world):
+    """No more threads than this rank's share of the cores."""
+    if world.size > 1:
+        threads = tf.config.threading.get_intra_op_parallelism_threads()
+        assert threads == comm.device().threads >= 1
+
+
+def test_numbers_arrays_and_tensors_are_summed_and_averaged(world):
+    """Each kind comes back as its own kind."""
+    total = sum(range(world.size))
+    assert keras_dist.sum(world.rank) == total
+    assert keras_dist.average(world.rank) == pytest.approx(total / world.size)
+    assert keras_dist.average({"a": [1.0 * world.rank]}) == {"a": [total / world.size]}
+    array = np.arange(3) * world.rank
+    assert keras_dist.sum(array).tolist() == (np.arange(3) * total).tolist()
+    for dtype in ("float64", "float32", "float16", "bfloat16", "int32", "uint8"):
+        tensor = tf.cast([world.rank, 1], dtype)
+        summed = keras_dist.sum(tensor)
+        assert summed.dtype == tensor.dtype
+        assert tf.cast(summed, "int64").numpy().tolist() == [total, world.size]
+    assert keras_dist.average(tf.constant([True, False])).numpy().tolist() == [1, 0]
+
+
+def test_collectives_work_inside_a_graph(world):
+    """Twice the same collective in one graph, traced more often on one rank."""
+
+    @tf.function
+    def both(x):
+        return keras_dist.sum(x), keras_dist.average(x)
+
+    if world.rank == 0:
+        # A trace more on one rank must not change the names of the next one.
+        both.get_concrete_function(tf.TensorSpec([7]))
+    summed, averaged = both(tf.ones([2]))
+    assert summed.numpy().tolist() == [world.size] * 2
+    assert averaged.numpy().tolist() == [1.0, 1.0]
+
+
+def test_objects_are_broadcast_and_gathered(world):
+    """Any object, of another size on each rank."""
+    mine = {"rank": world.rank, "text": "é" * world.rank}
+    assert keras_dist.gather(mine) == [
+        {"rank": rank, "text": "é" * rank} for rank in range(world.size)
+    ]
+    last = world.size - 1
+    assert keras_dist.broadcast(mine, last) == {"rank": last, "text": "é" * last}
+    ragged = keras_dist.gather(tf.fill([world.rank], world.rank))
+    assert [tensor.shape[0] for tensor in ragged] == list(range(world.size))
+    tensor = tf.constant([world.rank, 5], tf.bfloat16)
+    assert keras_dist.broadcast(tensor, last).numpy().tolist() == [last, 5]
+
+
+def test_many_arrays_are_broadcast_in_few_messages(world, monkeypatch):
+    """Shapes and dtypes survive, scalars and empty arrays too."""
+    monkeypatch.setattr("keras_dist.comm.collectives._MESSAGE_BYTES", 16)
+    arrays = [
+        np.full((2, 3), world.rank, "float32"),
+        np.asarray(world.rank, "int64"),
+        np.zeros((0, 4)),
+        tf.fill([2], tf.cast(world.rank, tf.bfloat16)).numpy(),
+    ]
+    for array, received in zip(
+        arrays, comm.broadcast_arrays(arrays, world.size - 1), strict=True
+    ):
+        assert (received.shape, received.dtype) == (array.shape, array.dtype)
+        assert (received.astype("int64") == world.size - 1).all()
+
+
+def test_what_cannot_be_summed_is_refused(world):
+    """An error instead of a collective that other ranks would wait in."""
+    for message in raises_everywhere(TypeError, lambda: keras_dist.sum("text")):
+        assert "'text'" in message
+    for message in raises_everywhere(
+        ValueError, lambda: keras_dist.broadcast(1, root_rank=world.size)
+    ):
+        assert f"Received: {world.size}" in message
+
+
+def test_an_error_on_one_rank_is_raised_on_all(world):
+    """`together` tells everyone; `agree` names who holds what."""
+
+    def work():
+        if world.rank == world.size - 1:
+            raise ValueError("no more tea")
+        return 1
+
+    for message in raises_everywhere(ValueError, lambda: comm.together(work)):
+        assert "no more tea" in message
+    assert comm.together(lambda: 2) == 2
+    comm.agree({"size": world.size}, advice="")
+    if world.size > 1:
+        for message in raises_everywhere(
+            ValueError,
+            lambda: comm.agree({"place": world.rank}, advice="Do something."),
+        ):
+            assert "disagree on place" in message
+            assert f"rank {world.size - 1}: {world.size - 1}" in message
+            assert message.endswith("Do something.")

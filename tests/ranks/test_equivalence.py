@@ -1,0 +1,229 @@
+"""N ranks give the weights, metrics and state of one process with the global batch."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from claims import assert_equal_to_the_bit, largest_difference
+
+import keras_dist
+
+OPTIMIZERS = {
+    "sgd": lambda rate: keras.optimizers.SGD(rate, momentum=0.9, nesterov=True),
+    "adam": lambda rate: keras.optimizers.Adam(rate / 10),
+    "adamw": lambda rate: keras.optimizers.AdamW(
+        rate / 10, weight_decay=0.01, clipnorm=0.05
+    ),
+}
+
+
+def usable(rows, world, batch_size):
+    """One process's rows without those that no rank can take at the tail."""
+    x, y = rows
+    tail = len(x) % (batch_size * world.size)
+    used = len(x) - (tail if tail < world.size else 0)
+    return x[:used], y[:used]
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_equals_one_process(world, rows, make_model, name, is_jitted):
+    """Weights, optimizer state and every metric, over ragged epochs."""
+    x, y = rows
+    arguments = {"epochs": 3, "shuffle": False, "verbose": 0}
+    arguments["validation_data"] = (x[:57], y[:57])
+    oracle = make_model(OPTIMIZERS[name](0.1 * world.size), jit_compile=is_jitted)
+    expected = oracle.fit(
+        *usable(rows, world, 8), batch_size=8 * world.size, **arguments
+    )
+    # Other initial weights on the other ranks: only the first rank's may count.
+    model = make_model(
+        OPTIMIZERS[name](0.1), seed=3 + world.rank, jit_compile=is_jitted
+    )
+    history = keras_dist.dist_fit(model, x, y, batch_size=8, **arguments)
+    # Dividing by a small second moment, Adam amplifies what rounding leaves.
+    assert largest_difference_of_rates(model, oracle, world) < 1e-5
+    assert_equal_to_the_bit(model)
+    for metric, values in expected.history.items():
+        assert history.history[metric] == pytest.approx(values, abs=2e-6), metric
+    assert len(set(map(str, keras_dist.gather(history.history)))) == 1
+
+
+def largest_difference_of_rates(model, oracle, world):
+    """Compare two models of which the oracle's rate was multiplied by hand."""
+    rate = float(model.optimizer.learning_rate)
+    assert float(oracle.optimizer.learning_rate) == pytest.approx(rate * world.size)
+    oracle.optimizer.learning_rate = rate
+    return largest_difference(model, oracle)
+
+
+def test_every_initial_weight_is_the_first_ranks(world, rows, make_model):
+    """No step is made from different weights, also where Keras builds late."""
+    x, y = rows
+    seen = []
+
+    class Late(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = keras.layers.Dense(3)
+            self.outer = keras.layers.Dense(1, activation="sigmoid")
+
+        def call(self, x):
+            return self.outer(self.inner(x))
+
+    keras.utils.set_random_seed(world.rank)
+    late = Late()
+    unbuilt = keras.Sequential([keras.layers.Dense(1, activation="sigmoid")])
+    for model in (late, unbuilt, make_model(seed=world.rank)):
+        if model is not unbuilt:
+            model.compile(keras.optimizers.Adam(), "binary_crossentropy")
+        else:
+            model.compile("adam", "mse", run_eagerly=True)
+        keras_dist.dist_fit(model, x, y, batch_size=40, epochs=1, verbose=0)
+        assert_equal_to_the_bit(model)
+        seen.append(model.optimizer.iterations.numpy())
+    steps = -(-101 // (40 * world.size))
+    assert seen == [steps] * 3
+
+
+def test_shuffled_rows_are_seen_once_an_epoch_by_all_ranks_together(world):
+    """One permutation an epoch, another one the next, the same for every size."""
+    x = np.arange(20, dtype="float32")[:, None]
+    seen = []
+
+    class Watch(keras.Model):
+        def call(self, x):
+            return x * self.weight
+
+        def build(self, shape):
+            self.weight = self.add_weight(shape=())
+            self.built = True
+
+        def train_step(self, data):
+            seen.append(data[0].numpy().ravel().tolist())
+            return super().train_step(data)
+
+    model = Watch()
+    model.compile("sgd", "mse", run_eagerly=True)
+    keras.utils.set_random_seed(5)
+    keras_dist.dist_fit(model, x, x, batch_size=12 // world.size, epochs=2, verbose=0)
+    everyone = keras_dist.gather(seen)
+    per_epoch = len(seen) // 2
+    orders = []
+    for epoch in range(2):
+        order = []
+        for step in range(epoch * per_epoch, (epoch + 1) * per_epoch):
+            batch = [None] * sum(len(own[step]) for own in everyone)
+            for rank, own in enumerate(everyone):
+                batch[rank :: world.size] = own[step]
+            order += batch
+        assert sorted(order) == list(range(20))
+        orders.append(order)
+    if world.size > 1:
+        assert orders[0] != orders[1]
+        # From the seed alone: what three ranks see is what two see.
+        keras.utils.set_random_seed(5)
+        import random
+
+        seed = random.getrandbits(31)
+        expected = tf.random.experimental.stateless_shuffle(
+            tf.range(20, dtype=tf.int64), [seed, 0]
+        )
+        assert orders[0] == expected.numpy().tolist()
+
+
+def test_weights_of_rows_and_classes_mean_the_same(world, rows, make_model):
+    """`sample_weight`, `class_weight` and `validation_split` as on one process."""
+    x, y = usable(rows, world, 8)
+    weight = np.linspace(0.1, 2, len(x)).astype("float32")
+    common = {"epochs": 2, "shuffle": False, "verbose": 0, "validation_split": 0.2}
+    for extra in ({"sample_weight": weight}, {"class_weight": {0: 0.3, 1: 2.0}}):
+        oracle = make_model(weighted_metrics=["mse"])
+        # 80 rows stay for training: no tail on 1 rank, one without loss on 2 and 3.
+        rows_left = 96 if world.size == 3 else 100
+        cut = {
+            key: value[:rows_left] if key == "sample_weight" else value
+            for key, value in extra.items()
+        }
+        expected = oracle.fit(
+            x[:rows_left], y[:rows_left], batch_size=8 * world.size, **common, **cut
+        )
+        model = make_model(weighted_metrics=["mse"])
+        history = keras_dist.dist_fit(
+            model,
+            x[:rows_left],
+            y[:rows_left],
+            batch_size=8,
+            lr_scaling="none",
+            **common,
+            **cut,
+        )
+        assert largest_difference(model, oracle) < 1e-5
+        for metric, values in expected.history.items():
+            assert history.history[metric] == pytest.approx(values, abs=2e-6), metric
+
+
+def test_moving_statistics_are_the_same_on_all_ranks(world, rows):
+    """BatchNormalization evaluates and saves one model, not one a rank."""
+    x, y = rows
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [
+            keras.Input((5,)),
+            keras.layers.Dense(6),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.5),
+            keras.layers.Dense(1, activation="sigmoid"),
+        ]
+    )
+    model.compile("adam", "binary_crossentropy", metrics=["accuracy"])
+    history = keras_dist.dist_fit(
+        model, x, y, batch_size=8, epochs=2, validation_data=rows, verbose=0
+    )
+    assert_equal_to_the_bit(model)
+    # What was validated is the model that is left.
+    loss, accuracy = model.evaluate(x, y, verbose=0)
+    assert history.history["val_loss"][-1] == pytest.approx(loss, abs=1e-6)
+    assert history.history["val_accuracy"][-1] == pytest.approx(accuracy, abs=1e-6)
+
+
+def test_each_rank_draws_its_own_dropout_masks(world, rows):
+    """Random states differ between the ranks, and one seed makes them again."""
+    x, y = rows
+
+    def states():
+        keras.utils.set_random_seed(11)
+        model = keras.Sequential(
+            [keras.Input((5,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+        )
+        model.compile("sgd", "mse")
+        keras_dist.dist_fit(model, x, y, batch_size=40, epochs=1, verbose=0)
+        state = [v for v in model.variables if v.name == "seed_generator_state"]
+        return keras_dist.gather(state[0].numpy().tolist())
+
+    first, again = states(), states()
+    assert first == again
+    assert len({tuple(state) for state in first}) == world.size
+
+
+def test_mixed_precision_skips_together(world, rows):
+    """An inf on one rank only: all ranks skip the update and halve the scale."""
+    x, y = rows
+    x, y = np.array(x[:96]), y[:96]
+    keras.utils.set_random_seed(1)
+    policy = keras.mixed_precision.DTypePolicy("mixed_float16")
+    inputs = keras.Input((5,))
+    outputs = keras.layers.Dense(1, dtype=policy)(inputs)
+    model = keras.Model(
+        inputs, keras.layers.Activation("linear", dtype="float32")(outputs)
+    )
+    inner = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.01))
+    optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=1024.0)
+    model.compile(optimizer, "mse")
+    x[-1] = np.inf  # the last row belongs to the last rank
+    keras_dist.dist_fit(
+        model, x, y, batch_size=96 // world.size, epochs=3, shuffle=False, verbose=0
+    )
+    assert_equal_to_the_bit(model)
+    assert float(optimizer.dynamic_scale) == 1024.0 / 8
+    assert int(inner.iterations) == 0
