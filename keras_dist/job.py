@@ -1,6 +1,5 @@
 """From the arguments of one call to what this rank is going to do."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,16 +9,6 @@ import tensorflow as tf
 from keras_dist import callbacks as ours
 from keras_dist import comm, optimizer, plan, scaling, sharding
 from keras_dist.version import __version__
-
-# Ours that change logs or state come before the user's callbacks, which read them;
-# ours that act on what the others did come after.
-_FIRST = (
-    ours.AverageStatistics,
-    ours.MetricAverage,
-    ours.Throughput,
-    ours.TrainingTime,
-)
-_LAST = (ours.StopAtAccuracy, ours.StopTogether, ours.BroadcastVariables)
 
 
 @dataclass(frozen=True)
@@ -68,10 +57,12 @@ class Job:
         facts["whether there is validation data"] = self.validation is not None
         facts["the learning rate's factor"] = self.factor
         facts["the steps of the warm-up"] = self.warmup_steps
-        facts["the callbacks"] = [
+        # A user's own callback may be on one rank only: it has no collective in it.
+        facts["the callbacks of Keras and keras_dist"] = [
             type(callback).__name__
             for callback in self.arguments["callbacks"]
-            if not ours.is_writer(callback)
+            if type(callback).__module__.split(".")[0] in ("keras", "keras_dist")
+            and not ours.is_writer(callback)
         ]
         return facts
 
@@ -90,8 +81,8 @@ def check_model(model: Any) -> None:
         )
     if not model.compiled:
         raise ValueError(
-            "The model must be compiled, so that its optimizer can be made to average. "
-            f"Received: the uncompiled model {model.name!r}. Call model.compile(…) first."
+            "The model must be compiled: its optimizer is what averages. Received: the "
+            f"uncompiled model {model.name!r}. Call model.compile(…) first."
         )
     if tf.distribute.has_strategy() or not _has_default_strategy(model):
         raise ValueError(
@@ -116,39 +107,19 @@ def prepare(model: Any, fit: dict[str, Any], options: Options, *, seed: int) -> 
     check_model(model)
     world = comm.init()
     factor = scaling.rate_factor(options.lr_scaling, size=world.size)
+    stretch = scaling.stretch(options.steps_scaling, size=world.size)
     split = sharding.Split(world.rank, world.size, options.shard, seed)
     training, validation = _feeds(fit, options, split)
-    callbacks = arrange(fit["callbacks"], options)
-    has_own_warmup = any(isinstance(c, ours.LearningRateWarmup) for c in callbacks)
-    if options.target_accuracy is not None and validation is None:
+    if options.target_accuracy is not None and not _has_validation(fit):
         raise ValueError(
             "`target_accuracy` is an accuracy on validation data. Received: "
             f"target_accuracy={options.target_accuracy} and no validation data. Pass "
             "`validation_data`, or StopAtAccuracy(target, monitor=…) in `callbacks`."
         )
-    verbose = fit["verbose"]
-    arguments = (
-        fit
-        | training.arguments
-        | {
-            "callbacks": [
-                c for c in callbacks if world.is_first or not ours.is_writer(c)
-            ],
-            "verbose": verbose if world.is_first else 0,
-            "validation_split": 0.0,
-            "validation_data": None,
-        }
-    )
-    if validation is not None:
-        given = validation.arguments
-        arguments |= {
-            "validation_data": _packed(given),
-            "validation_steps": validation.steps if fit["validation_steps"] else None,
-            "validation_batch_size": validation.batch_size,
-        }
-    stretch = scaling.stretch(options.steps_scaling, size=world.size)
+    callbacks = ours.arrange(fit["callbacks"], options.target_accuracy)
+    has_own_warmup = any(isinstance(c, ours.LearningRateWarmup) for c in callbacks)
     return Job(
-        arguments=arguments,
+        arguments=_arguments(fit, training, validation, callbacks),
         training=training,
         validation=validation,
         factor=factor,
@@ -161,52 +132,42 @@ def prepare(model: Any, fit: dict[str, Any], options: Options, *, seed: int) -> 
             hosts=-(-world.size // world.local_size),
             device=str(comm.device()),
             transport=comm.transport_name(),
-            training=_rows(training, options.steps_scaling, fit["steps_per_epoch"]),
-            validation=validation
-            and _rows(
-                validation, options.validation_steps_scaling, fit["validation_steps"]
-            ),
+            training=_rows(training, options.steps_scaling),
+            validation=None
+            if validation is None
+            else _rows(validation, options.validation_steps_scaling),
             rates=_rates(model, options, factor, stretch, has_own_warmup),
             epochs=fit["epochs"],
             is_compiled=bool(model.jit_compile),
-            writers=tuple(
-                (type(c).__name__, ours.destination(c))
-                for c in callbacks
-                if ours.is_writer(c)
-            ),
+            writers=ours.destinations(callbacks),
         ),
     )
 
 
-def arrange(given: Any, options: Options | None = None) -> list[Any]:
-    """The user's callbacks with ours around them, none of ours twice.
+def _arguments(
+    fit: dict[str, Any],
+    training: sharding.Feed,
+    validation: sharding.Feed | None,
+    callbacks: list[Any],
+) -> dict[str, Any]:
+    """Of `Model.fit`, with this rank's data, and files left to the first rank."""
+    is_first = comm.rank() == 0
+    arguments = fit | training.arguments
+    arguments["callbacks"] = [c for c in callbacks if is_first or not ours.is_writer(c)]
+    arguments["verbose"] = fit["verbose"] if is_first else 0
+    if validation is not None:
+        given = validation.arguments
+        arguments |= {
+            "validation_split": 0.0,
+            "validation_data": _packed(given),
+            "validation_steps": validation.steps if fit["validation_steps"] else None,
+            "validation_batch_size": validation.batch_size,
+        }
+    return arguments
 
-    Args:
-        given: What the user passed as `callbacks`.
-        options: Of the fit.
-    """
-    if isinstance(given, keras.callbacks.CallbackList):
-        given = given.callbacks
-    users = keras.tree.flatten(given) if given else []
-    size = comm.size()
-    added: list[type] = [ours.Throughput]
-    if size > 1:
-        added += [
-            ours.AverageStatistics,
-            ours.MetricAverage,
-            ours.StopTogether,
-            ours.BroadcastVariables,
-        ]
-    every = [*users, *(cls() for cls in added if not _has(users, cls))]
-    if options is not None and options.target_accuracy is not None:
-        every.append(ours.StopAtAccuracy(options.target_accuracy))
-    first = [c for cls in _FIRST for c in every if isinstance(c, cls)]
-    last = [c for cls in _LAST for c in every if isinstance(c, cls)]
-    return [
-        *first,
-        *(c for c in every if not isinstance(c, _FIRST + _LAST)),
-        *last,
-    ]
+
+def _has_validation(fit: dict[str, Any]) -> bool:
+    return fit["validation_data"] is not None or bool(fit["validation_split"])
 
 
 def _feeds(
@@ -214,7 +175,8 @@ def _feeds(
 ) -> tuple[sharding.Feed, sharding.Feed | None]:
     training_data = fit["x"], fit["y"], fit["sample_weight"]
     validation_data = fit["validation_data"]
-    if fit["validation_split"] and validation_data is None:
+    is_held_out = fit["validation_split"] and validation_data is None
+    if is_held_out and (split.size > 1 or sharding.is_arrays(training_data)):
         training_data, validation_data = sharding.hold_out(
             *training_data, fit["validation_split"]
         )
@@ -230,7 +192,7 @@ def _feeds(
     if validation_data is not None:
         validation = sharding.validation_feed(
             validation_data,
-            batch_size=fit["validation_batch_size"] or training.batch_size,
+            batch_size=fit["validation_batch_size"] or fit["batch_size"],
             steps=fit["validation_steps"],
             steps_rule=options.validation_steps_scaling,
             split=split,
@@ -244,10 +206,6 @@ def _feeds(
             multiples=True,
         )
     return training, validation
-
-
-def _has(callbacks: Sequence[Any], cls: type) -> bool:
-    return any(isinstance(callback, cls) for callback in callbacks)
 
 
 def _has_default_strategy(model: Any) -> bool:
@@ -276,7 +234,7 @@ def _warmup_steps(warmup_epochs: float, steps: int | None) -> int:
     return round(warmup_epochs * (steps or 0))
 
 
-def _rows(feed: sharding.Feed, rule: Any, given_steps: int | None) -> plan.Rows:
+def _rows(feed: sharding.Feed, rule: Any) -> plan.Rows:
     named = rule if isinstance(rule, (str, int, float)) else "your function"
     return plan.Rows(
         kind=feed.kind,
@@ -286,7 +244,7 @@ def _rows(feed: sharding.Feed, rule: Any, given_steps: int | None) -> plan.Rows:
         left_out=feed.left_out,
         steps_before=feed.steps_before,
         steps=feed.steps,
-        rule=f"steps scaled: {named}" if given_steps else "",
+        rule=f"steps scaled: {named}" if feed.is_scaled else "",
     )
 
 

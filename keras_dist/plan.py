@@ -98,7 +98,7 @@ class Plan:
             )
         if self.size > 1:
             for name, place in self.writers:
-                lines.append(("first rank only", f"{name} → {place}"))
+                lines.append(("first rank", f"{name} → {place}"))
         return lines
 
     def __str__(self) -> str:
@@ -106,7 +106,7 @@ class Plan:
         label_width = max(len(label) for label, _ in self.lines())
         body = []
         for label, text in self.lines():
-            for place, piece in enumerate(_wrap(text, _WIDTH - label_width - 5)):
+            for place, piece in enumerate(_wrap(text, _WIDTH - label_width - 6)):
                 left = label if place == 0 else ""
                 body.append(f"{left:<{label_width}}  {piece}")
         return "\n".join(
@@ -164,7 +164,7 @@ def _validation_lines(rows: Rows, size: int) -> list[tuple[str, str]]:
 
 def _texts(rate: Rate) -> list[str]:
     warmup = (
-        f", reached after {format_number(rate.warmup_epochs)} epochs of warm-up"
+        f", after {format_number(rate.warmup_epochs)} epochs of warm-up"
         if rate.warmup_epochs and rate.factor != 1
         else ""
     )

@@ -102,7 +102,9 @@ def scaled_steps(
     >>> scaled_steps(3, 100, size=4, multiples=True)
     75
     """
-    factor: Any = {"divide": 1, "none": size}.get(rule) if _is_text(rule) else None
+    factor: Any = None
+    if isinstance(rule, str):
+        factor = {"divide": 1, "none": size}.get(rule)
     if multiples and _is_number(rule):
         factor = rule
     if not callable(rule) and (factor is None or not 0 < factor < math.inf):
@@ -139,10 +141,6 @@ def stretch(rule: StepsRule, *, size: int) -> int:
 def _ceil(value: float, size: int) -> int:
     # 0.1 × 30 is a hair above 3 in binary, and must not become 4.
     return math.ceil(round(value / size, 9))
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _is_number(value: Any) -> bool:

@@ -101,7 +101,7 @@ class DistributedStep:
                     hook()
         rows = _num_rows(data)
         session.rows.assign_add(tf.cast(rows, tf.int64))
-        own_step = super().train_step
+        own_step = super().train_step  # type: ignore[misc]
         with _inside_step(session), weighted_by(rows):
             if session.is_jitted:
                 return _in_two_halves(own_step, data)

@@ -1,5 +1,6 @@
 """What happens around the training loop, one callback a file."""
 
+from keras_dist.callbacks.arrange import arrange
 from keras_dist.callbacks.average_statistics import AverageStatistics
 from keras_dist.callbacks.broadcast_variables import BroadcastVariables
 from keras_dist.callbacks.learning_rate_warmup import LearningRateWarmup
@@ -8,7 +9,7 @@ from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy
 from keras_dist.callbacks.stop_together import StopTogether
 from keras_dist.callbacks.throughput import Throughput
 from keras_dist.callbacks.training_time import TrainingTime
-from keras_dist.callbacks.writers import destination, is_writer
+from keras_dist.callbacks.writers import destinations, is_writer
 
 __all__ = [
     "AverageStatistics",
@@ -19,6 +20,7 @@ __all__ = [
     "StopTogether",
     "Throughput",
     "TrainingTime",
-    "destination",
+    "arrange",
+    "destinations",
     "is_writer",
 ]

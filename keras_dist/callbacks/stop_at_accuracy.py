@@ -35,10 +35,12 @@ class StopAtAccuracy(keras.callbacks.Callback):
         self._reached = 0
         self._was_seen = False
         self._has_evaluated = False
+        self._line = ""
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._reached = 0
         self._was_seen = False
+        self._line = ""
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._has_evaluated = False
@@ -62,15 +64,17 @@ class StopAtAccuracy(keras.callbacks.Callback):
         self._reached = self._reached + 1 if value >= self.target else 0
         if self._reached >= self.patience:
             self.model.stop_training = True
-            if comm.rank() == 0 and self.params.get("verbose"):
-                print(
-                    f"\nStopping after epoch {epoch + 1}: {self.monitor} {value:.4f} "
-                    f"has reached {self.target}."
-                )
+            self._line = (
+                f"stopped after epoch {epoch + 1}: {self.monitor} {value:.4f} has "
+                f"reached {self.target}"
+            )
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if not self._was_seen and logs:
             raise _missing(self.monitor, logs, comm.rank())
+        # Only now: the progress bar has ended its line.
+        if self._line and comm.rank() == 0 and self.params.get("verbose"):
+            print(self._line, flush=True)
 
 
 def _missing(monitor: str, logs: dict[str, Any], rank: int) -> ValueError:

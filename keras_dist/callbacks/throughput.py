@@ -43,10 +43,8 @@ class Throughput(keras.callbacks.Callback):
         rate = rows / max(seconds for _, seconds in measured)
         if logs is not None:
             logs["rows_per_second"] = rate
-        self._line = (
-            f"epoch {epoch + 1}: {rate:,.0f} rows/s on {len(measured)} rank"
-            + ("s" if len(measured) > 1 else "")
-        )
+        ranks = f"{len(measured)} rank{'s' if len(measured) > 1 else ''}"
+        self._line = f"epoch {epoch + 1}: {rate:,.0f} rows/s on {ranks}"
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._print()

@@ -1,5 +1,7 @@
 """Callbacks of Keras that write: they run on the first rank only."""
 
+from collections.abc import Sequence
+
 import keras
 
 # Every rank holds the same weights and logs, and two processes that write one file
@@ -27,12 +29,22 @@ def is_writer(callback: keras.callbacks.Callback) -> bool:
     return isinstance(callback, _WRITERS)
 
 
-def destination(callback: keras.callbacks.Callback) -> str:
-    """Where a callback that writes does so, as the user gave it.
+def destinations(
+    callbacks: Sequence[keras.callbacks.Callback],
+) -> tuple[tuple[str, str], ...]:
+    """Name and place, as the user gave it, of each callback that writes.
 
-    >>> destination(keras.callbacks.CSVLogger("log.csv"))
-    'log.csv'
+    >>> destinations([keras.callbacks.CSVLogger("log.csv")])
+    (('CSVLogger', 'log.csv'),)
     """
+    return tuple(
+        (type(callback).__name__, _place(callback))
+        for callback in callbacks
+        if is_writer(callback)
+    )
+
+
+def _place(callback: keras.callbacks.Callback) -> str:
     for place in _PLACES:
         if isinstance(found := getattr(callback, place, None), str):
             return found

@@ -51,10 +51,9 @@ def world_of(horovod: ModuleType) -> World:
 def describe(horovod: ModuleType) -> str:
     """Name of the transport in use: Gloo or MPI, with NCCL between GPUs."""
     control = "MPI" if horovod.mpi_built() and horovod.mpi_enabled() else "Gloo"
-    has_gpu = bool(tf.config.get_visible_devices("GPU"))
-    return (
-        f"NCCL ({control} for control)" if horovod.nccl_built() and has_gpu else control
-    )
+    if horovod.nccl_built() and tf.config.get_visible_devices("GPU"):
+        return f"NCCL ({control} for control)"
+    return control
 
 
 def allreduce_sum(horovod: ModuleType, tensor: Any, *, name: str) -> Any:

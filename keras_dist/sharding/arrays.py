@@ -206,6 +206,6 @@ def _as_keras_reads(leaf: Any) -> Any:
     if leaf is None:
         return None
     tensor = tf.convert_to_tensor(leaf)
-    return (
-        tf.cast(tensor, keras.config.floatx()) if tensor.dtype.is_floating else tensor
-    )
+    if tensor.dtype.is_floating:
+        tensor = tf.cast(tensor, keras.config.floatx())
+    return tensor

@@ -19,8 +19,8 @@ def left_out_rows(num_rows: int, *, batch_size: int, size: int) -> int:
 
     Every rank has to take every step, and a step needs a row.
 
-    >>> left_out_rows(101, batch_size=10, size=2), left_out_rows(62, batch_size=10, size=3)
-    (1, 2)
+    >>> left_out_rows(101, batch_size=10, size=2)
+    1
     """
     tail = num_rows % (batch_size * size)
     return tail if tail < size else 0

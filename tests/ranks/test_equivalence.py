@@ -1,5 +1,7 @@
 """N ranks give the weights, metrics and state of one process with the global batch."""
 
+import random
+
 import keras
 import numpy as np
 import pytest
@@ -25,12 +27,14 @@ def usable(rows, world, batch_size):
     return x[:used], y[:used]
 
 
-@pytest.mark.parametrize("is_jitted", [False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "is_jitted"),
+    [("sgd", False), ("adam", False), ("adamw", False), ("sgd", True), ("adam", True)],
+)
 def test_training_equals_one_process(world, rows, make_model, name, is_jitted):
     """Weights, optimizer state and every metric, over ragged epochs."""
     x, y = rows
-    arguments = {"epochs": 3, "shuffle": False, "verbose": 0}
+    arguments = {"epochs": 2, "shuffle": False, "verbose": 0}
     arguments["validation_data"] = (x[:57], y[:57])
     oracle = make_model(OPTIMIZERS[name](0.1 * world.size), jit_compile=is_jitted)
     expected = oracle.fit(
@@ -123,8 +127,6 @@ def test_shuffled_rows_are_seen_once_an_epoch_by_all_ranks_together(world):
         assert orders[0] != orders[1]
         # From the seed alone: what three ranks see is what two see.
         keras.utils.set_random_seed(5)
-        import random
-
         seed = random.getrandbits(31)
         expected = tf.random.experimental.stateless_shuffle(
             tf.range(20, dtype=tf.int64), [seed, 0]
@@ -214,9 +216,7 @@ def test_mixed_precision_skips_together(world, rows):
     policy = keras.mixed_precision.DTypePolicy("mixed_float16")
     inputs = keras.Input((5,))
     outputs = keras.layers.Dense(1, dtype=policy)(inputs)
-    model = keras.Model(
-        inputs, keras.layers.Activation("linear", dtype="float32")(outputs)
-    )
+    model = keras.Model(inputs, outputs)
     inner = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.01))
     optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=1024.0)
     model.compile(optimizer, "mse")

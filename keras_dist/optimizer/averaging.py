@@ -1,7 +1,7 @@
-"""Average gradients over the ranks before each update, at the scaled rate."""
+"""Average gradients over the ranks before each update."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import count
@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, mixin
+from keras_dist.optimizer.parts import parts
 
 # Rows that the gradients now being computed are a mean over; `None`: not known, all
 # ranks count alike. Set around a train step, read when the step is traced.
@@ -42,15 +43,6 @@ class _Averaging:
 
     number: int
     is_checked: bool = False
-
-
-@dataclass
-class _Rate:
-    """What an optimizer whose rate is scaled remembers."""
-
-    factor: Callable[[Any], Any] | None  # of the step; `None` for 1
-    stretch: int
-    is_updating: bool = False
 
 
 def DistributedOptimizer(optimizer: Any) -> Any:  # noqa: N802 - Horovod's own name
@@ -95,30 +87,6 @@ def is_distributed(optimizer: Any) -> bool:
     return any(mixin.has(part, AveragesGradients) for part in parts(optimizer))
 
 
-def parts(optimizer: Any) -> list[Any]:
-    """`optimizer` and those inside it (of a `LossScaleOptimizer`), outermost first."""
-    found = [optimizer]
-    while (inner := getattr(found[-1], "inner_optimizer", None)) is not None:
-        found.append(inner)
-    return found
-
-
-def optimizers_of(model: Any) -> list[Any]:
-    """The compiled optimizer, and those that a custom train step keeps on `model`."""
-    return [
-        value
-        for value in {id(v): v for v in vars(model).values()}.values()
-        if isinstance(value, keras.optimizers.Optimizer)
-    ]
-
-
-def schedule_of(optimizer: Any) -> Any:
-    """The `LearningRateSchedule` of an optimizer, or `None` where it has a number."""
-    rate = getattr(parts(optimizer)[-1], "_learning_rate", None)
-    is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
-    return rate if is_schedule else None
-
-
 def hoist(optimizer: Any) -> None:
     """Move averaging from an optimizer inside to the outermost one.
 
@@ -147,29 +115,6 @@ def averaging(optimizer: Any) -> Iterator[None]:
     finally:
         if was_plain:
             mixin.remove(optimizer, AveragesGradients)
-
-
-def scale_rate(
-    optimizer: Any, factor: Callable[[Any], Any] | None, *, stretch: int = 1
-) -> None:
-    """Let updates see the learning rate × `factor`, and schedules step × `stretch`.
-
-    Only inside the update: at all other times `optimizer.learning_rate` is the plain
-    rate, so that callbacks which read and set it, and checkpoints, never scale twice.
-
-    Args:
-        optimizer: A Keras optimizer; the innermost one has the rate.
-        factor: Factor as a function of the step (an integer tensor), or `None` for 1.
-        stretch: Steps of one process that one step here stands for.
-    """
-    leaf = parts(optimizer)[-1]
-    object.__setattr__(leaf, "_rate", _Rate(factor, stretch))
-    mixin.add(leaf, ScalesRate)
-
-
-def unscale_rate(optimizer: Any) -> None:
-    """Take `scale_rate` back."""
-    mixin.remove(parts(optimizer)[-1], ScalesRate)
 
 
 @contextlib.contextmanager
@@ -214,7 +159,9 @@ def average_gradients(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
         gradients: Tensors, `tf.IndexedSlices` or `None`.
     """
     state: _Averaging = optimizer._averaging
-    dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
+    dense: list[Any] = [
+        None if g is None else tf.convert_to_tensor(g) for g in gradients
+    ]
     if not state.is_checked:
         _check_same_gradients(dense)
         state.is_checked = True
@@ -225,8 +172,7 @@ def average_gradients(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
         places = [
             place
             for place, gradient in enumerate(dense)
-            if gradient is not None
-            and (gradient.dtype == tf.float64) == (wire == tf.float64)
+            if gradient is not None and _wire_of(gradient) == wire
         ]
         if not places:
             continue
@@ -240,6 +186,10 @@ def average_gradients(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
         for place, summed in zip(places, sums, strict=True):
             result[place] = tf.cast(summed / total, dense[place].dtype)
     return result
+
+
+def _wire_of(gradient: Any) -> Any:
+    return tf.float64 if gradient.dtype == tf.float64 else tf.float32
 
 
 def _check_same_gradients(gradients: Sequence[Any]) -> None:
@@ -271,34 +221,3 @@ class AveragesGradients:
         if comm.size() > 1 and grads and not _is_averaged.get():
             grads = average_gradients(self, grads)
         return super().apply(grads, trainable_variables)  # type: ignore[misc]
-
-
-class ScalesRate:
-    """Mixin for the innermost optimizer: the scaled rate lives inside `apply`."""
-
-    _rate: _Rate
-
-    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
-        self._rate.is_updating = True
-        try:
-            return super().apply(grads, trainable_variables)  # type: ignore[misc]
-        finally:
-            self._rate.is_updating = False
-
-    @property
-    def learning_rate(self) -> Any:
-        rate = super().learning_rate  # type: ignore[misc]
-        schedule = schedule_of(self)
-        stretch, factor = self._rate.stretch, self._rate.factor
-        if stretch != 1 and schedule is not None:
-            rate = schedule(self._iterations * stretch)  # type: ignore[attr-defined]
-        if not self._rate.is_updating or factor is None:
-            return rate
-        # `iterations` counts updates; warm-up counts batches, as Keras's schedules do.
-        batches = self.iterations * (self.gradient_accumulation_steps or 1)  # type: ignore[attr-defined]
-        scale = factor(batches)
-        return rate * keras.ops.cast(scale, keras.ops.convert_to_tensor(rate).dtype)
-
-    @learning_rate.setter
-    def learning_rate(self, value: Any) -> None:
-        super(ScalesRate, type(self)).learning_rate.fset(self, value)  # type: ignore[attr-defined]

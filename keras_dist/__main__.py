@@ -1,0 +1,76 @@
+"""The command `keras-dist`, also as `python -m keras_dist`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from keras_dist.install import InstallError, install_horovod
+from keras_dist.version import __version__
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit code.
+
+    Args:
+        argv: The arguments after the command's name; by default the process's own.
+    """
+    options = _parser().parse_args(argv)
+    try:
+        return options.run(options)
+    except (InstallError, OSError) as error:
+        print(f"keras-dist: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nkeras-dist: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="keras-dist", description="Train Keras models on many processes."
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"keras-dist {__version__}"
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_install_horovod(commands)
+    return parser
+
+
+def _add_install_horovod(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "install-horovod",
+        help="build Horovod for the TensorFlow of this environment",
+        description=(
+            "Build Horovod for the TensorFlow that is installed in this environment, "
+            "with Gloo, and with MPI and NCCL where they are found. Takes about two "
+            "minutes on two cores."
+        ),
+    )
+    command.add_argument(
+        "--mpi",
+        action=argparse.BooleanOptionalAction,
+        help="with MPI; by default where Open MPI is found",
+    )
+    command.add_argument(
+        "--nccl",
+        action=argparse.BooleanOptionalAction,
+        help="with NCCL; by default where NCCL and nvcc are found",
+    )
+    command.add_argument(
+        "--if-needed",
+        action="store_true",
+        help="do nothing where a Horovod for exactly this TensorFlow is installed",
+    )
+    command.set_defaults(run=_install_horovod)
+
+
+def _install_horovod(options: argparse.Namespace) -> int:
+    install_horovod(
+        mpi=options.mpi, nccl=options.nccl, only_if_needed=options.if_needed
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

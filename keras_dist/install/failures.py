@@ -1,0 +1,93 @@
+"""What to tell the user about a command that failed."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+_LAST_LINES = 20
+
+# What the output of a failed build says, and what helps; the first that fits is told.
+# CMake begins a line with "-- " where it goes on without what it did not find.
+_REMEDIES = (
+    (
+        r"No space left on device",
+        "The disk is full. Free some space, or set TMPDIR to a folder that has 2 GB.",
+    ),
+    (
+        r"Killed|[Cc]annot allocate memory|virtual memory exhausted",
+        "The memory is full. Compile one file at a time: set MAKEFLAGS=-j1.",
+    ),
+    (
+        r"Python\.h: No such file",
+        "The headers of Python are missing: apt-get install python3-dev",
+    ),
+    (
+        r"mpi\.h: No such file|(?<!-- )Could NOT find MPI",
+        "Open MPI cannot be used: apt-get install libopenmpi-dev openmpi-bin, or pass "
+        "--no-mpi.",
+    ),
+    (
+        r"nccl\.h: No such file|(?<!-- )Could NOT find NCCL",
+        "NCCL cannot be used: pip install nvidia-nccl-cu12, or pass --no-nccl.",
+    ),
+    (
+        r"unsupported GNU version|No CMAKE_CUDA_COMPILER|Cannot find `nvcc`"
+        r"|(?<!-- )Could NOT find CUDAToolkit",
+        "The CUDA toolkit cannot be used, or not with this g++. Install another, set "
+        "CUDA_HOME to its folder, or pass --no-nccl.",
+    ),
+    (
+        r"No CMAKE_C(XX)?_COMPILER could be found|not able to compile a simple test",
+        "The C++ compiler cannot be used: apt-get install g++",
+    ),
+    (
+        r"fatal error: (bits/|c?std|features\.h|string|vector)\S*: No such file",
+        "The headers of C++ are missing: apt-get install build-essential",
+    ),
+    (
+        r"externally-managed-environment",
+        "This Python belongs to the system. Make a virtual environment: "
+        "apt-get install python3-venv && python3 -m venv .venv",
+    ),
+    (
+        r"Temporary failure in name resolution|Max retries exceeded"
+        r"|Failed to establish a new connection|No matching distribution found",
+        "pip could not fetch a package. Check the network, and pip's settings with "
+        "`pip config list`.",
+    ),
+)
+
+
+class InstallError(RuntimeError):
+    """Horovod was not installed; the message says why and what to do."""
+
+
+def remedy_for(output: str) -> str:
+    """What helps against a failure that is known, or an empty string.
+
+    >>> remedy_for("fatal error: mpi.h: No such file or directory")[:25]
+    'Open MPI cannot be used: '
+    """
+    for pattern, remedy in _REMEDIES:
+        if re.search(pattern, output):
+            return remedy
+    return ""
+
+
+def describe_failure(what: str, *, code: int, output: Sequence[str], log: Path) -> str:
+    """The message about a command that failed: its end, the whole, and what helps.
+
+    Args:
+        what: What was being done.
+        code: The exit code.
+        output: The lines that it printed.
+        log: File of the whole output.
+    """
+    tail = [f"    {line.rstrip()}" for line in output[-_LAST_LINES:]]
+    lines = [
+        f"{what} failed with exit code {code}. The last lines of its output:",
+        *tail,
+        f"The whole output is in {log}",
+        remedy_for("".join(output)),
+    ]
+    return "\n".join(line for line in lines if line)

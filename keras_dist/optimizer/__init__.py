@@ -1,0 +1,29 @@
+"""Average gradients over the ranks before each update, at the scaled rate."""
+
+from keras_dist.optimizer.averaging import (
+    DistributedOptimizer,
+    apply_recorded,
+    average_gradients,
+    averaging,
+    hoist,
+    is_distributed,
+    recording,
+    weighted_by,
+)
+from keras_dist.optimizer.parts import optimizers_of
+from keras_dist.optimizer.rate import scale_rate, schedule_of, unscale_rate
+
+__all__ = [
+    "DistributedOptimizer",
+    "apply_recorded",
+    "average_gradients",
+    "averaging",
+    "hoist",
+    "is_distributed",
+    "optimizers_of",
+    "recording",
+    "scale_rate",
+    "schedule_of",
+    "unscale_rate",
+    "weighted_by",
+]

@@ -1,0 +1,80 @@
+"""The scaled learning rate, which exists only inside an update."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from keras_dist import mixin
+from keras_dist.optimizer.parts import parts
+
+
+@dataclass
+class _Rate:
+    """What an optimizer whose rate is scaled remembers."""
+
+    factor: Callable[[Any], Any] | None  # of the step; `None` for 1
+    stretch: int
+    is_updating: bool = False
+
+
+def scale_rate(
+    optimizer: Any, factor: Callable[[Any], Any] | None, *, stretch: int = 1
+) -> None:
+    """Let updates see the learning rate × `factor`, and schedules step × `stretch`.
+
+    Only inside the update: at all other times `optimizer.learning_rate` is the plain
+    rate, so that callbacks which read and set it, and checkpoints, never scale twice.
+
+    Args:
+        optimizer: A Keras optimizer; the innermost one has the rate.
+        factor: Factor as a function of the step (an integer tensor), or `None` for 1.
+        stretch: Steps of one process that one step here stands for.
+    """
+    leaf = parts(optimizer)[-1]
+    object.__setattr__(leaf, "_rate", _Rate(factor, stretch))
+    mixin.add(leaf, ScalesRate)
+
+
+def unscale_rate(optimizer: Any) -> None:
+    """Take `scale_rate` back."""
+    mixin.remove(parts(optimizer)[-1], ScalesRate)
+
+
+def schedule_of(optimizer: Any) -> Any:
+    """The `LearningRateSchedule` of an optimizer, or `None` where it has a number."""
+    rate = getattr(parts(optimizer)[-1], "_learning_rate", None)
+    is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
+    return rate if is_schedule else None
+
+
+class ScalesRate:
+    """Mixin for the innermost optimizer: the scaled rate lives inside `apply`."""
+
+    _rate: _Rate
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+        self._rate.is_updating = True
+        try:
+            return super().apply(grads, trainable_variables)  # type: ignore[misc]
+        finally:
+            self._rate.is_updating = False
+
+    @property
+    def learning_rate(self) -> Any:
+        rate = super().learning_rate  # type: ignore[misc]
+        schedule = schedule_of(self)
+        stretch, factor = self._rate.stretch, self._rate.factor
+        if stretch != 1 and schedule is not None:
+            rate = schedule(self._iterations * stretch)  # type: ignore[attr-defined]
+        if not self._rate.is_updating or factor is None:
+            return rate
+        # `iterations` counts updates; warm-up counts batches, as Keras's schedules do.
+        batches = self.iterations * (self.gradient_accumulation_steps or 1)  # type: ignore[attr-defined]
+        scale = factor(batches)
+        return rate * keras.ops.cast(scale, keras.ops.convert_to_tensor(rate).dtype)
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        super(ScalesRate, type(self)).learning_rate.fset(self, value)  # type: ignore[attr-defined,misc]

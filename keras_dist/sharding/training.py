@@ -1,0 +1,167 @@
+"""The share of one rank in the data that is trained on."""
+
+from typing import Any
+
+from keras_dist import scaling
+from keras_dist.sharding.arrays import (
+    Arrays,
+    as_arrays,
+    deal_training,
+    is_arrays,
+    is_ragged_or_sparse,
+)
+from keras_dist.sharding.feed import KERAS_BATCH_SIZE, Feed, Split
+from keras_dist.sharding.rows import left_out_rows, rows_of_rank, steps_of_rows
+from keras_dist.sharding.streams import known_steps
+
+
+def training_feed(
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    *,
+    batch_size: int | None,
+    shuffle: bool | str,
+    steps_per_epoch: int | None,
+    steps_rule: scaling.StepsRule,
+    split: Split,
+) -> Feed:
+    """This rank's training data.
+
+    Raises:
+        ValueError: If there is no data, there are fewer rows than ranks, or the number
+            of steps cannot be known beforehand.
+    """
+    if x is None:
+        raise ValueError(
+            "There is no data to train on. Received: x=None. Pass arrays, a "
+            "tf.data.Dataset, a keras.utils.PyDataset or a generator as `x`."
+        )
+    given = {"x": x, "y": y, "sample_weight": sample_weight, "shuffle": shuffle}
+    steps = scaling.scaled_steps(steps_rule, steps_per_epoch, size=split.size)
+    if not is_arrays((x, y, sample_weight)):
+        return _stream_feed(given, batch_size, steps_per_epoch, steps, split)
+    arrays = as_arrays(x, y, sample_weight)
+    _check_rows(arrays, split)
+    # Keras's own default: 32, or as many rows as the steps need.
+    own_size = -(-arrays.num_rows // steps_per_epoch) if steps_per_epoch else None
+    batch_size = _checked_batch_size(batch_size or own_size or KERAS_BATCH_SIZE)
+    if split.size == 1 or split.shard == "none":
+        given |= {"batch_size": batch_size, "steps_per_epoch": steps}
+        return _own_arrays_feed(given, arrays, steps_per_epoch, split)
+    sizes = {"batch_size": batch_size, "size": split.size}
+    in_a_pass = steps_of_rows(arrays.num_rows, **sizes)
+    dataset = deal_training(
+        arrays,
+        batch_size=batch_size,
+        rank=split.rank,
+        size=split.size,
+        shuffle=shuffle,
+        seed=split.seed,
+    )
+    steps = steps or in_a_pass
+    return Feed(
+        # The data set has it all: Keras takes none of these beside one.
+        dict.fromkeys(["y", "sample_weight", "batch_size"])
+        | {"x": dataset, "steps_per_epoch": steps, "shuffle": False},
+        kind="arrays, dealt row by row, " + ("shuffled" if shuffle else "in order"),
+        batch_size=batch_size,
+        num_rows=arrays.num_rows,
+        rank_rows=rows_of_rank(arrays.num_rows, rank=split.rank, **sizes),
+        left_out=left_out_rows(arrays.num_rows, **sizes),
+        is_scaled=steps_per_epoch is not None,
+        steps_before=steps_per_epoch or -(-arrays.num_rows // batch_size),
+        steps=steps,
+        facts={
+            "the number of rows": arrays.num_rows,
+            "the shapes of the rows": arrays.row_shapes(),
+            "the batch size": batch_size,
+            "the steps of an epoch": steps,
+        },
+    )
+
+
+def _own_arrays_feed(
+    given: dict[str, Any], arrays: Arrays, steps_before: int | None, split: Split
+) -> Feed:
+    batch_size, steps = given["batch_size"], given["steps_per_epoch"]
+    in_a_pass = -(-arrays.num_rows // batch_size)
+    return Feed(
+        given,
+        kind="arrays, already split" if split.size > 1 else "arrays",
+        batch_size=batch_size,
+        num_rows=arrays.num_rows,
+        is_scaled=steps_before is not None,
+        steps_before=steps_before,
+        steps=min(steps or in_a_pass, in_a_pass),
+        facts={
+            "the shapes of the rows": arrays.row_shapes(),
+            "the batches of a pass over its rows": in_a_pass,
+            "the steps of an epoch": steps,
+        },
+    )
+
+
+def _stream_feed(
+    given: dict[str, Any],
+    batch_size: int | None,
+    steps_before: int | None,
+    steps: int | None,
+    split: Split,
+) -> Feed:
+    x = given["x"]
+    if split.size > 1 and split.shard == "auto" and is_ragged_or_sparse(given):
+        raise ValueError(
+            "Ragged and sparse tensors cannot be dealt to the ranks. Received: x of "
+            f"type {type(x).__name__}. Pass dense arrays, or split the data yourself "
+            'and pass shard="none" with a tf.data.Dataset.'
+        )
+    known = known_steps(x)
+    if split.size > 1 and steps is None and known is None:
+        raise ValueError(
+            "The ranks cannot tell how many steps an epoch has, and one that ran out "
+            f"of data alone would leave the others waiting. Received: x of type "
+            f"{type(x).__name__} of unknown length, steps_per_epoch=None. "
+            "Pass `steps_per_epoch`."
+        )
+    if known == 0:
+        raise ValueError(
+            "There is no data to train on. Received: "
+            f"x of type {type(x).__name__} without a batch."
+        )
+    return Feed(
+        given | {"batch_size": batch_size, "steps_per_epoch": steps},
+        kind=f"{type(x).__name__.lstrip('_')}, taken as already split",
+        batch_size=batch_size,
+        is_scaled=steps_before is not None,
+        steps_before=steps_before,
+        steps=steps if known is None else min(steps or known, known),
+        is_known=known is not None,
+        facts={
+            "the batches of a pass over its data": known,
+            "the steps of an epoch": steps,
+        },
+    )
+
+
+def _check_rows(arrays: Arrays, split: Split) -> None:
+    if arrays.num_rows == 0:
+        raise ValueError(
+            "There is no data to train on. Received: arrays of 0 rows. Pass at least "
+            "one row for each rank."
+        )
+    if split.shard == "auto" and arrays.num_rows < split.size:
+        raise ValueError(
+            "Each rank needs at least one row. "
+            f"Received: {arrays.num_rows} rows for {split.size} ranks. "
+            f"Pass more data, or start at most {arrays.num_rows} processes."
+        )
+
+
+def _checked_batch_size(batch_size: Any) -> int:
+    if not hasattr(batch_size, "__index__") or batch_size < 1:
+        raise ValueError(
+            "`batch_size`, the rows of one rank's batch, must be a whole number of at "
+            f"least 1. Received: batch_size={batch_size!r}"
+        )
+    return int(batch_size)

@@ -1,0 +1,191 @@
+"""What would make the ranks part is an error on all of them, before training."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from claims import raises_everywhere
+
+import keras_dist
+
+
+def fit(model, *args, **kwargs):
+    """A call that the tests expect to fail."""
+    return lambda: keras_dist.dist_fit(model, *args, verbose=0, **kwargs)
+
+
+def test_no_data_and_too_few_rows(world, make_model):
+    """A rank without a row could take no step."""
+    model = make_model()
+    for data in ((), (np.zeros((0, 5)), np.zeros(0))):
+        for message in raises_everywhere(ValueError, fit(model, *data)):
+            assert "There is no data to train on" in message
+    if world.size > 1:
+        few = np.zeros((world.size - 1, 5)), np.zeros(world.size - 1)
+        for message in raises_everywhere(ValueError, fit(model, *few)):
+            assert f"{world.size - 1} rows for {world.size} ranks" in message
+        empty = np.zeros((0, 5)), np.zeros(0)
+        x = np.zeros((9, 5)), np.zeros(9)
+        for message in raises_everywhere(
+            ValueError, fit(model, *x, validation_data=empty)
+        ):
+            assert "nothing to validate on" in message
+
+
+def test_unusable_models(world, rows):
+    """Not a model, not compiled, or distributed by TensorFlow already."""
+    for message in raises_everywhere(TypeError, fit("model", *rows)):
+        assert "must be a keras.Model" in message
+    plain = keras.Sequential([keras.layers.Dense(1)])
+    for message in raises_everywhere(ValueError, fit(plain, *rows)):
+        assert "model.compile" in message
+    with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
+        other = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+        other.compile("sgd", "mse")
+    for message in raises_everywhere(ValueError, fit(other, *rows)):
+        assert "OneDeviceStrategy" in message
+
+
+def test_unknown_rules_and_negative_factors(make_model, rows):
+    """Every rule says what it takes."""
+    bad = {
+        "lr_scaling": ("cubic", -1.0, 0, float("inf"), lambda size: -size),
+        "steps_scaling": ("halve", 2.0, None, lambda steps, size: 0),
+        "validation_steps_scaling": ("halve", -3, 0),
+        "shard": ("rows", None),
+        "warmup_epochs": (-1,),
+    }
+    for name, values in bad.items():
+        for value in values:
+            call = fit(make_model(), *rows, steps_per_epoch=3, **{name: value})
+            for message in raises_everywhere(ValueError, call):
+                assert "Received: " in message, (name, value)
+    call = fit(make_model(), *rows, target_accuracy=0.5)
+    for message in raises_everywhere(ValueError, call):
+        assert "validation_data" in message
+    for batch_size in (-3, 2.5):
+        call = fit(make_model(), *rows, batch_size=batch_size)
+        for message in raises_everywhere(ValueError, call):
+            assert f"batch_size={batch_size}" in message
+
+
+def test_ranks_that_differ(world, make_model, rows):
+    """Rows, steps, epochs, shapes, variables, callbacks: named with who has what."""
+    if world.size == 1:
+        pytest.skip("one rank cannot differ")
+    x, y = rows
+    own = len(x) - world.rank
+    differing = [
+        (fit(make_model(), x[:own], y[:own]), "the number of rows"),
+        (fit(make_model(), x, y, epochs=1 + world.rank), "`epochs`"),
+        (fit(make_model(), x, y, batch_size=8 + world.rank), "the batch size"),
+        (
+            fit(
+                make_model(),
+                x,
+                y,
+                batch_size=4,
+                steps_per_epoch=9 * (1 + world.rank),
+            ),
+            "the steps of an epoch",
+        ),
+        (
+            fit(
+                make_model(),
+                x[: 60 - 30 * world.rank],
+                y[: 60 - 30 * world.rank],
+                shard="none",
+                batch_size=10,
+            ),
+            "the batches of a pass over its rows",
+        ),
+        (
+            fit(
+                make_model(),
+                tf.data.Dataset.from_tensor_slices((x, y)).batch(10 + 10 * world.rank),
+            ),
+            "the batches of a pass over its data",
+        ),
+        (
+            fit(
+                make_model(),
+                x,
+                y,
+                callbacks=[keras.callbacks.TerminateOnNaN()] if world.rank else [],
+            ),
+            "the callbacks",
+        ),
+    ]
+    for call, fact in differing:
+        for message in raises_everywhere(ValueError, call):
+            assert f"disagree on {fact}" in message
+            assert "rank 1: " in message
+
+
+def test_ranks_that_made_different_models(world, rows):
+    """Found before the first step, for built models and for late ones."""
+    if world.size == 1:
+        pytest.skip("one rank cannot differ")
+    for first in ([], [keras.Input((5,))]):
+        wide = keras.Sequential([*first, keras.layers.Dense(1 + world.rank)])
+        wide.compile("sgd", lambda y, prediction: keras.ops.mean(prediction))
+        for message in raises_everywhere(ValueError, fit(wide, *rows)):
+            assert "disagree on the shape of variable 0" in message
+        deep = keras.Sequential(
+            [*first, *(keras.layers.Dense(1) for _ in range(1 + world.rank))]
+        )
+        deep.compile("sgd", "mse")
+        for message in raises_everywhere(ValueError, fit(deep, *rows)):
+            assert "disagree on the number of variables" in message
+
+
+def test_data_of_unknown_length_needs_steps(world, make_model, rows):
+    """A rank that ran dry alone would leave the others waiting."""
+    if world.size == 1:
+        pytest.skip("one rank waits for nobody")
+
+    def batches():
+        while True:
+            yield rows
+
+    for message in raises_everywhere(ValueError, fit(make_model(), batches())):
+        assert "Pass `steps_per_epoch`" in message
+    ragged = tf.ragged.constant([[1.0], [1.0, 2.0]] * 4)
+    for message in raises_everywhere(ValueError, fit(make_model(), ragged, ragged)):
+        assert "Ragged and sparse" in message
+
+
+def test_a_variable_with_a_gradient_on_one_rank_only(world, rows):
+    """It would be averaged by some ranks and not by others."""
+    if world.size == 1:
+        pytest.skip("one rank cannot differ")
+
+    class Uneven(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.used, self.spare = keras.layers.Dense(1), keras.layers.Dense(1)
+
+        def call(self, x):
+            y = self.used(x)
+            other = self.spare(x)
+            return y + other if keras_dist.rank() == 0 else y
+
+    model = Uneven()
+    model.compile("sgd", "mse")
+    for message in raises_everywhere(ValueError, fit(model, *rows)):
+        assert "disagree on gradient 2" in message
+
+
+def test_after_an_error_the_model_is_plain_and_trains(make_model, rows):
+    """Nothing of a failed fit is left on the model."""
+    model = make_model()
+    own = type(model), type(model.optimizer)
+
+    class Fails(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            raise KeyError("user error")
+
+    raises_everywhere(KeyError, fit(model, *rows, callbacks=[Fails()]))
+    assert (type(model), type(model.optimizer)) == own
+    keras_dist.dist_fit(model, *rows, verbose=0)
+    assert (type(model), type(model.optimizer)) == own

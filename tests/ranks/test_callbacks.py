@@ -1,0 +1,320 @@
+"""Callbacks act alike on every rank, alone in a list and within `dist_fit`."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from claims import (
+    assert_equal_to_the_bit,
+    largest_difference,
+    raises_everywhere,
+    state_of,
+)
+
+import keras_dist
+
+
+def deal(rows, world):
+    """This rank's rows by hand, as users of the callbacks alone do it."""
+    return tuple(array[:96][world.rank :: world.size] for array in rows)
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_callbacks_alone_train_like_one_process(world, rows, make_model, is_jitted):
+    """Plain `model.fit`, our optimizer and our callbacks one by one."""
+    x, y = (array[:96] for array in rows)
+    arguments = {"epochs": 3, "shuffle": False, "verbose": 0}
+    oracle = make_model(keras.optimizers.SGD(0.1 * world.size))
+    expected = oracle.fit(
+        x, y, batch_size=8 * world.size, validation_data=(x, y), **arguments
+    )
+    own = deal(rows, world)
+    model = make_model(
+        keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)),
+        seed=world.rank + 3,
+        jit_compile=is_jitted,
+    )
+    history = model.fit(
+        *own,
+        batch_size=8,
+        validation_data=own,
+        callbacks=[
+            keras_dist.AverageStatistics(),
+            keras_dist.MetricAverage(),
+            keras_dist.LearningRateWarmup(0),
+            keras_dist.Throughput(),
+            keras_dist.TrainingTime(),
+            keras_dist.StopTogether(),
+            keras_dist.BroadcastVariables(),
+        ],
+        **arguments,
+    )
+    oracle.optimizer.learning_rate = 0.1
+    assert largest_difference(model, oracle) < 1e-5
+    assert_equal_to_the_bit(model)
+    for metric, values in expected.history.items():
+        assert history.history[metric] == pytest.approx(values, abs=2e-6), metric
+    extra = {"rows_per_second", "training_seconds"}
+    assert set(history.history) == set(expected.history) | extra
+
+
+def test_an_optimizer_that_does_not_average_is_found(world, rows, make_model):
+    """The silent failure of Horovod's own layer on Keras 3 is an error here."""
+    if world.size == 1:
+        pytest.skip("one rank averages nothing")
+    model = make_model()
+    for message in raises_everywhere(
+        ValueError,
+        lambda: model.fit(
+            *rows, verbose=0, callbacks=[keras_dist.BroadcastVariables()]
+        ),
+    ):
+        assert "does not average" in message
+
+
+def test_another_root_can_be_copied(world, rows, make_model):
+    """`root_rank` says whose weights all ranks start from."""
+    last = world.size - 1
+    model = make_model(
+        keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0 + 1e-9)),
+        seed=world.rank,
+    )
+    kernel = keras_dist.broadcast(model.get_weights()[0], last)
+    model.fit(
+        *deal(rows, world),
+        batch_size=48,
+        verbose=0,
+        callbacks=[keras_dist.BroadcastVariables(root_rank=last)],
+    )
+    assert np.allclose(model.get_weights()[0], kernel, atol=1e-6)
+
+
+def test_a_custom_loop_averages(world, rows, make_model):
+    """`DistributedOptimizer` in a hand-written loop, traced and eager."""
+    x, y = (array[:96] for array in rows)
+    loss = keras.losses.BinaryCrossentropy()
+
+    def train(optimizer, x, y, steps, wrap):
+        model = make_model(optimizer)
+        optimizer.build(model.trainable_variables)
+
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                value = loss(y, model(x, training=True))
+            gradients = tape.gradient(value, model.trainable_variables)
+            optimizer.apply_gradients(
+                zip(gradients, model.trainable_variables, strict=True)
+            )
+
+        run = wrap(step)
+        for part in range(steps):
+            batch = slice(part * len(x) // steps, (part + 1) * len(x) // steps)
+            run(tf.constant(x[batch]), tf.constant(y[batch, None]))
+        return model
+
+    for wrap in (tf.function, lambda step: step):
+        oracle = train(keras.optimizers.Adam(), x, y, 4, lambda step: step)
+        optimizer = keras_dist.DistributedOptimizer(keras.optimizers.Adam())
+        model = train(optimizer, *deal((x, y), world), 4, wrap)
+        assert largest_difference(model, oracle) < 1e-5
+        assert_equal_to_the_bit(model)
+
+
+@pytest.mark.parametrize("patience", [1, 2])
+def test_all_ranks_stop_at_the_same_epoch(world, rows, make_model, patience):
+    """After `patience` epochs in a row at or above the target."""
+    values = [0.4, 0.6, 0.4, 0.6, 0.7, 0.8]
+
+    class Scripted(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            # Ranks that see other values still decide together.
+            logs["val_accuracy"] = values[epoch] + 0.01 * keras_dist.rank()
+
+    stop = keras_dist.StopAtAccuracy(0.6, patience)
+    history = keras_dist.dist_fit(
+        make_model(),
+        *rows,
+        batch_size=40,
+        epochs=6,
+        verbose=0,
+        validation_data=rows,
+        callbacks=[stop, Scripted()],
+    )
+    assert len(history.epoch) == {1: 2, 2: 5}[patience]
+
+
+def test_target_accuracy_stops(world, rows, make_model, capsys):
+    """`target_accuracy` of `dist_fit` adds the callback; one rank says so."""
+    history = keras_dist.dist_fit(
+        make_model(),
+        *rows,
+        batch_size=8,
+        epochs=50,
+        verbose=2,
+        validation_data=rows,
+        target_accuracy=0.9,
+    )
+    reached = history.history["val_accuracy"]
+    assert reached[-1] >= 0.9 and all(value < 0.9 for value in reached[:-1])
+    said = "stopped after epoch" in capsys.readouterr().out
+    assert keras_dist.gather(said) == [rank == 0 for rank in range(world.size)]
+
+
+def test_an_unknown_metric_is_an_error_on_all_ranks(rows, make_model):
+    """The message lists what could have been meant."""
+    for monitor, data in (("val_acc", rows), ("accurate", None), ("val_acc", None)):
+        call = {"validation_data": data, "verbose": 0, "epochs": 2}
+        stop = keras_dist.StopAtAccuracy(0.6, monitor=monitor)
+        for message in raises_everywhere(
+            ValueError,
+            lambda call=call, stop=stop: keras_dist.dist_fit(
+                make_model(), *rows, callbacks=[stop], **call
+            ),
+        ):
+            assert repr(monitor) in message and "'accuracy'" in message
+
+
+def test_a_wish_of_one_rank_stops_all(world, rows, make_model):
+    """`stop_training` set by the last rank, in a batch or at an epoch's end."""
+
+    class Wish(keras.callbacks.Callback):
+        def __init__(self, moment):
+            super().__init__()
+            self.moment = moment
+
+        def wish(self, moment, epoch):
+            if (moment, epoch) == self.moment and world.rank == world.size - 1:
+                self.model.stop_training = True
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.wish("batch", self.epoch)
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.wish("epoch", epoch)
+
+    for moment in ("batch", 1), ("epoch", 1):
+        model = make_model()
+        history = keras_dist.dist_fit(
+            model, *rows, batch_size=8, epochs=5, verbose=0, callbacks=[Wish(moment)]
+        )
+        assert len(history.epoch) == 2
+        assert_equal_to_the_bit(model)
+
+
+def test_throughput_counts_the_rows_of_all_ranks(world, rows, make_model, capsys):
+    """Rows per second in the history, one line an epoch on the first rank."""
+    from_history = keras_dist.dist_fit(
+        make_model(), *rows, batch_size=8, epochs=2, verbose=2
+    ).history["rows_per_second"]
+    lines = [
+        line for line in capsys.readouterr().out.splitlines() if " rows/s " in line
+    ]
+    assert len(lines) == (2 if world.rank == 0 else 0)
+    assert len(from_history) == 2 and min(from_history) > 0
+    assert len(set(keras_dist.gather(from_history[0]))) == 1
+    keras_dist.dist_fit(make_model(), *rows, batch_size=8, verbose=0)
+    assert capsys.readouterr().out == ""
+
+
+def test_files_are_written_by_the_first_rank(world, rows, make_model, tmp_path):
+    """Each rank has a folder of its own here, and only the first one's fills."""
+    csv, backup = str(tmp_path / "log.csv"), str(tmp_path / "backup")
+    keras_dist.dist_fit(
+        make_model(),
+        *rows,
+        batch_size=8,
+        epochs=2,
+        verbose=0,
+        callbacks=[
+            keras.callbacks.CSVLogger(csv),
+            keras.callbacks.ModelCheckpoint(str(tmp_path / "model.keras")),
+            keras.callbacks.TensorBoard(str(tmp_path / "board")),
+            keras.callbacks.BackupAndRestore(backup),
+        ],
+    )
+    written = sorted(path.name for path in tmp_path.iterdir())
+    expected = ["board", "log.csv", "model.keras"]
+    assert set(expected) <= set(written) if world.rank == 0 else written == []
+    if world.rank == 0:
+        header = (tmp_path / "log.csv").read_text().splitlines()[0]
+        assert "rows_per_second" in header and "accuracy" in header
+
+
+def test_a_backup_restores_all_ranks(world, rows, make_model, tmp_path):
+    """The first rank restores weights and epoch, and the others follow."""
+
+    class Interrupt(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 2:
+                raise KeyboardInterrupt
+
+    def fit(model, *callbacks):
+        backup = keras.callbacks.BackupAndRestore(str(tmp_path / "backup"))
+        return keras_dist.dist_fit(
+            model,
+            *rows,
+            batch_size=8,
+            epochs=4,
+            shuffle=False,
+            verbose=0,
+            callbacks=[backup, *callbacks],
+        )
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(make_model(), Interrupt())
+    model = make_model(seed=20 + world.rank)
+    assert fit(model).epoch == [2, 3]
+    whole = make_model()
+    keras_dist.dist_fit(whole, *rows, batch_size=8, epochs=4, shuffle=False, verbose=0)
+    assert_equal_to_the_bit(model)
+    assert all(
+        (own == other).all()
+        for own, other in zip(state_of(model), state_of(whole), strict=True)
+    )
+
+
+def test_callbacks_that_decide_act_alike(world, rows, make_model):
+    """EarlyStopping and ReduceLROnPlateau see the same numbers on every rank."""
+    model = make_model(keras.optimizers.SGD(0.5))
+    noise = np.random.default_rng(1).integers(0, 2, 101).astype("float32")
+    history = keras_dist.dist_fit(
+        model,
+        rows[0],
+        noise,
+        batch_size=8,
+        epochs=12,
+        verbose=0,
+        validation_split=0.3,
+        callbacks=[
+            keras.callbacks.EarlyStopping(patience=3, restore_best_weights=True),
+            keras.callbacks.ReduceLROnPlateau(patience=1, factor=0.5),
+        ],
+    )
+    assert_equal_to_the_bit(model)
+    rates = keras_dist.gather(history.history["learning_rate"])
+    assert all(rate == rates[0] for rate in rates) and rates[0][-1] < 0.5
+    assert len(history.epoch) < 12
+
+
+def test_values_without_a_metric_are_averaged(world, rows):
+    """What a custom `train_step` returns by itself is the mean over the ranks."""
+
+    class Custom(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            super().train_step(data)
+            return {"mine": keras.ops.cast(keras_dist.rank(), "float32")}
+
+    model = Custom()
+    model.compile("sgd", "mse")
+    history = keras_dist.dist_fit(model, *rows, verbose=0)
+    assert history.history["mine"] == [pytest.approx((world.size - 1) / 2)]

@@ -1,0 +1,224 @@
+"""Every kind of data trains, and the plan says what becomes of it."""
+
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from claims import assert_equal_to_the_bit, largest_difference, raises_everywhere
+
+import keras_dist
+
+_LOADS_PLAIN = """
+import sys
+class Blocks:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("keras_dist", "horovod"):
+            raise ImportError("blocked: " + name)
+sys.meta_path.insert(0, Blocks())
+import keras
+for path in sys.argv[1:]:
+    model = keras.models.load_model(path)
+    print(type(model).__name__, type(model.optimizer).__name__,
+          float(model.optimizer.learning_rate), model.count_params())
+"""
+
+
+def test_the_plan_is_printed_once_and_says_all(world, rows, make_model, capsys):
+    """One box on the first rank; `verbose=0` silences it."""
+    keras_dist.dist_fit(
+        make_model(),
+        *rows,
+        batch_size=8,
+        verbose=2,
+        warmup_epochs=3,
+        steps_per_epoch=12,
+        validation_data=rows,
+        callbacks=[keras.callbacks.CSVLogger("/dev/null")],
+    )
+    box = capsys.readouterr().out
+    if world.rank > 0:
+        assert box == ""
+    elif world.size == 1:
+        assert "1 (serial)" in box and "12 an epoch" in box
+    else:
+        n = world.size
+        for text in (
+            f"{n} on 1 host, CPU, ",
+            "Gloo",
+            f"8 rows per rank, {8 * n} global",
+            "101 → ",
+            f"12 → {-(-12 // n)} an epoch (steps scaled: divide)",
+            f"0.1 → 0.{n} (linear: × {n}, after 3 epochs of warm-up)",
+            "CSVLogger → /dev/null",
+            "dealt row by row",
+        ):
+            assert text in box, text
+        assert len({len(line) for line in box.splitlines()[:5]}) == 1
+    keras_dist.dist_fit(make_model(), *rows, batch_size=8, verbose=0)
+    assert capsys.readouterr().out == ""
+
+
+def test_data_already_split_trains_alike(world, rows, make_model):
+    """Arrays with `shard="none"`, a data set, a sequence and a generator."""
+    x, y = (array[:96] for array in rows)
+    size, rank = world.size, world.rank
+    own = x[rank::size], y[rank::size]
+    steps = 96 // (8 * size)
+
+    class Sequence(keras.utils.PyDataset):
+        def __len__(self):
+            return steps
+
+        def __getitem__(self, index):
+            part = slice(index * 8, (index + 1) * 8)
+            return own[0][part], own[1][part]
+
+    def generate():
+        while True:
+            for index in range(steps):
+                part = slice(index * 8, (index + 1) * 8)
+                yield own[0][part], own[1][part]
+
+    dataset = tf.data.Dataset.from_tensor_slices(own).batch(8)
+    arguments = {"epochs": 2, "shuffle": False, "verbose": 0}
+    oracle = make_model(keras.optimizers.SGD(0.1 * size))
+    oracle.fit(x, y, batch_size=8 * size, **arguments)
+    oracle.optimizer.learning_rate = 0.1
+    kinds = {
+        "arrays": {"x": own[0], "y": own[1], "batch_size": 8, "shard": "none"},
+        "dataset": {"x": dataset},
+        "endless": {"x": dataset.repeat(), "steps_per_epoch": steps * size},
+        "sequence": {"x": Sequence()},
+        "generator": {"x": generate(), "steps_per_epoch": steps * size},
+    }
+    for kind, data in kinds.items():
+        model = make_model(keras.optimizers.SGD(0.1))
+        keras_dist.dist_fit(model, **data, **arguments)
+        assert largest_difference(model, oracle) < 1e-5, kind
+        assert_equal_to_the_bit(model)
+
+
+def test_a_rank_that_runs_dry_says_so(world, rows, make_model):
+    """An error that ends the job instead of a wait without end."""
+
+    def generate():
+        for _ in range(3):
+            yield rows
+
+    def fit():
+        keras_dist.dist_fit(
+            make_model(), generate(), steps_per_epoch=5 * world.size, verbose=0
+        )
+
+    if world.size > 1:
+        for message in raises_everywhere(RuntimeError, fit):
+            assert "3 of the 5 steps" in message
+
+
+def test_structures_of_arrays_are_dealt(world, rows):
+    """Dicts and lists of arrays, float64 and tensors, like Keras itself."""
+    x, y = (array[:96] for array in rows)
+
+    def make():
+        keras.utils.set_random_seed(2)
+        a, b = keras.Input((5,), name="a"), keras.Input((5,), name="b")
+        first = keras.layers.Dense(1, name="first")(a)
+        second = keras.layers.Dense(1, name="second")(keras.layers.Add()([a, b]))
+        model = keras.Model({"a": a, "b": b}, {"first": first, "second": second})
+        model.compile(
+            keras.optimizers.SGD(0.05),
+            {"first": "mse", "second": "mae"},
+            metrics={"first": ["mae"], "second": ["mse"]},
+        )
+        return model
+
+    inputs = {"a": x.astype("float64"), "b": tf.constant(x) * 2}
+    targets = {"first": y, "second": y * 3}
+    arguments = {"epochs": 2, "shuffle": False, "verbose": 0}
+    weight = np.linspace(0, 1, 96)
+    oracle = make()
+    expected = oracle.fit(
+        inputs,
+        targets,
+        batch_size=8 * world.size,
+        sample_weight={"first": weight, "second": weight},
+        **arguments,
+    )
+    model = make()
+    history = keras_dist.dist_fit(
+        model,
+        inputs,
+        targets,
+        batch_size=8,
+        sample_weight=weight if world.size > 1 else {"first": weight, "second": weight},
+        lr_scaling="none",
+        **arguments,
+    )
+    assert largest_difference(model, oracle) < 1e-5
+    for metric, values in expected.history.items():
+        assert history.history[metric] == pytest.approx(values, abs=2e-6), metric
+
+
+def test_evaluate_is_exact_for_any_number_of_rows(world, rows, make_model):
+    """Each row once, also with fewer rows than ranks; `predict` is Keras's."""
+    x, y = rows
+    model = make_model(metrics=["accuracy", "auc", keras.metrics.TruePositives()])
+    many = keras_dist.DistributedModel(model)
+    for num_rows in (101, 57, 2, 1):
+        data = x[:num_rows], y[:num_rows]
+        expected = model.evaluate(*data, verbose=0, return_dict=True)
+        given = many.evaluate(*data, batch_size=8, verbose=0, return_dict=True)
+        assert given == pytest.approx(expected, abs=1e-6), num_rows
+        as_list = many.evaluate(*data, verbose=0)
+        assert as_list == pytest.approx(model.evaluate(*data, verbose=0), abs=1e-6)
+    assert (many.predict(x, verbose=0) == model.predict(x, verbose=0)).all()
+    for message in raises_everywhere(ValueError, lambda: many.evaluate(x[:0], y[:0])):
+        assert message
+
+
+def test_a_distributed_model_is_the_model(world, rows, make_model):
+    """`fit` with defaults given once; every other attribute is the model's."""
+    model = make_model(keras.optimizers.SGD(0.1))
+    many = keras_dist.DistributedModel(model, lr_scaling="none")
+    oracle = make_model(keras.optimizers.SGD(0.1))
+    x, y = (array[:96] for array in rows)
+    arguments = {"epochs": 1, "shuffle": False, "verbose": 0}
+    many.fit(x, y, 8, **arguments)
+    oracle.fit(x, y, 8 * world.size, **arguments)
+    assert largest_difference(model, oracle) < 1e-5
+    assert many.count_params() == model.count_params()
+    many.stop_training = True
+    assert model.stop_training and "summary" in dir(many)
+    assert (many(x[:2]) == model(x[:2])).numpy().all()
+    with pytest.raises(TypeError):
+        keras_dist.DistributedModel(model, batch=3)
+
+
+def test_saved_files_are_plain(world, rows, tmp_path, make_model):
+    """Saved during or after the fit, they load without keras_dist and Horovod."""
+    model = make_model(keras.optimizers.Adam(0.01))
+    during, after = str(tmp_path / "during.keras"), str(tmp_path / "after.keras")
+    keras_dist.dist_fit(
+        model,
+        *rows,
+        batch_size=8,
+        verbose=0,
+        callbacks=[keras.callbacks.ModelCheckpoint(during)],
+    )
+    model.save(after)
+    assert keras.optimizers.serialize(model.optimizer)["module"] == "keras.optimizers"
+    if world.rank == 0:
+        printed = subprocess.run(
+            [sys.executable, "-c", _LOADS_PLAIN, during, after],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.splitlines()
+        assert [line.split()[:2] for line in printed] == [["Sequential", "Adam"]] * 2
+        for line in printed:  # the unscaled rate, and all weights
+            assert float(line.split()[2]) == pytest.approx(0.01)
+            assert int(line.split()[3]) == model.count_params()
+    keras_dist.gather(None)  # the others wait, or the launcher ends a slow first rank

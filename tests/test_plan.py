@@ -1,0 +1,90 @@
+"""The box that tells the user what is going to happen."""
+
+import dataclasses
+
+import pytest
+
+from keras_dist import plan
+
+PLAN = plan.Plan(
+    version="1.2.3",
+    size=4,
+    hosts=2,
+    device="CPU, 1 thread each",
+    transport="Gloo",
+    training=plan.Rows(
+        "arrays, dealt row by row",
+        64,
+        60001,
+        15000,
+        1,
+        938,
+        235,
+        "steps scaled: divide",
+    ),
+    validation=plan.Rows("arrays, dealt row by row", 64, 10000, 2500, 0, 157, 40),
+    rates=(plan.Rate("0.1", "0.4", "linear: × 4", 4.0, 5),),
+    epochs=3,
+    is_compiled=False,
+    writers=(("CSVLogger", "logs/log.csv"),),
+)
+
+
+def test_the_box_says_everything():
+    """Ranks, transport, batches, rows, steps, rates, writers; before and after."""
+    box = str(PLAN)
+    for text in (
+        "keras_dist 1.2.3",
+        "4 on 2 hosts, CPU, 1 thread each",
+        "64 rows per rank, 256 global",
+        "60,001 → 15,000 per rank, 1 left out of each epoch",
+        "938 → 235 an epoch (steps scaled: divide)",
+        "10,000 → 2,500, 157 → 40 steps",
+        "0.1 → 0.4 (linear: × 4, after 5 epochs of warm-up)",
+        "CSVLogger → logs/log.csv",
+    ):
+        assert text in box
+
+
+def test_every_line_of_the_box_is_as_wide():
+    """Also with a path that is longer than the box, of which nothing is lost."""
+    path = "/very/long/" + "path/" * 40 + "end.csv"
+    long = dataclasses.replace(PLAN, writers=(("CSVLogger", path),))
+    lines = str(long).splitlines()
+    assert {len(line) for line in lines} == {76}
+    whole = "".join(line[2:-2].strip() for line in lines)
+    assert path in whole
+
+
+def test_one_rank_is_told_in_fewer_words():
+    """No transport, nothing dealt, nothing scaled."""
+    serial = dataclasses.replace(
+        PLAN,
+        size=1,
+        hosts=1,
+        training=plan.Rows("arrays", 64, 100, steps=2),
+        validation=None,
+        rates=(plan.Rate("0.1", "0.1", "linear: × 1", 1.0, 5),),
+    )
+    box = str(serial)
+    for text in ("1 (serial)", "64 rows ", "2 an epoch", "learning rate  0.1 "):
+        assert text in box
+    for text in ("transport", "global", "→", "warm-up"):
+        assert text not in box
+
+
+def test_a_schedule_says_at_which_step_it_is_read():
+    """The one thing that `steps_scaling` changes about it."""
+    rate = plan.Rate("CosineDecay", "CosineDecay × 4", "linear: × 4", 4.0, 0, 4, True)
+    box = str(dataclasses.replace(PLAN, rates=(rate,)))
+    assert "CosineDecay → CosineDecay × 4" in box
+    assert "schedule read at step × 4" in box
+
+
+@pytest.mark.parametrize(
+    "name", [field.name for field in dataclasses.fields(plan.Plan)]
+)
+def test_a_plan_cannot_be_changed(name):
+    """What was printed is what happens."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(PLAN, name, None)

@@ -1,0 +1,161 @@
+"""Without a launcher: plain Keras, the same numbers, no Horovod needed."""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+import keras_dist
+
+_WITHOUT_HOROVOD = """
+import sys
+class Blocks:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "horovod":
+            raise ImportError("no Horovod here")
+sys.meta_path.insert(0, Blocks())
+import keras, keras_dist, numpy as np
+model = keras.Sequential([keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+print(keras_dist.init(), keras_dist.rank(), keras_dist.size(), keras_dist.average(3))
+keras_dist.dist_fit(model, np.ones((4, 2)), np.ones(4), verbose=0)
+print("trained")
+"""
+
+_TOO_LATE = """
+import tensorflow as tf
+tf.constant(1) + 1
+import keras_dist
+"""
+
+
+def run(code, **environ):
+    """A fresh interpreter, and what it said."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def rows():
+    """Rows of a small problem."""
+    x = np.random.default_rng(0).normal(size=(50, 4))
+    return x, (x.sum(axis=1) > 0).astype("float32")
+
+
+def make_model():
+    """The same model at every call."""
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [
+            keras.layers.Dense(6, activation="relu"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.2),
+            keras.layers.Dense(1, activation="sigmoid"),
+        ]
+    )
+    model.compile("adam", "binary_crossentropy", metrics=["accuracy", "auc"])
+    return model
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"validation_split": 0.2},
+        {"batch_size": 8, "steps_per_epoch": 3, "shuffle": "batch"},
+        {"class_weight": {0: 1.0, 1: 3.0}, "shuffle": False},
+    ],
+)
+def test_one_process_is_plain_keras_to_the_bit(rows, arguments):
+    """Weights and history of `model.fit`; the throughput is all that is added."""
+    expected, model = make_model(), make_model()
+    plain = expected.fit(*rows, epochs=3, verbose=0, **arguments)
+    ours = keras_dist.dist_fit(model, *rows, epochs=3, verbose=0, **arguments)
+    for own, other in zip(model.get_weights(), expected.get_weights(), strict=True):
+        assert (own == other).all()
+    assert set(ours.history) - set(plain.history) == {"rows_per_second"}
+    for name, values in plain.history.items():
+        assert ours.history[name] == values
+    assert ours.params == plain.params and model.history is ours
+
+
+def test_all_arguments_of_fit_are_taken():
+    """In Keras's order, so that positional arguments mean the same."""
+
+    own = list(inspect.signature(keras_dist.dist_fit).parameters.values())
+    keras_own = list(inspect.signature(keras.Model.fit).parameters.values())[1:]
+    for ours, theirs in zip(own[1:], keras_own, strict=False):
+        assert (ours.name, ours.default) == (theirs.name, theirs.default)
+    assert all(extra.kind is extra.KEYWORD_ONLY for extra in own[1 + len(keras_own) :])
+
+
+def test_horovod_is_not_needed():
+    """The package imports and trains where Horovod cannot be imported."""
+    done = run(_WITHOUT_HOROVOD)
+    assert done.returncode == 0, done.stderr
+    world, last = done.stdout.splitlines()
+    assert world == "World(rank=0, size=1, local_rank=0, local_size=1) 0 1 3.0"
+    assert last == "trained"
+
+
+def test_a_launcher_without_horovod_is_an_error_that_names_the_command():
+    """Each process would otherwise train a model of its own."""
+    for environ in (
+        {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"},
+        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+        {"PMI_RANK": "1", "PMI_SIZE": "2"},
+    ):
+        done = run(_WITHOUT_HOROVOD, **environ)
+        assert done.returncode != 0
+        assert "keras-dist install-horovod" in done.stderr
+        assert "no Horovod here" in done.stderr
+
+
+def test_threads_are_shared_early_and_never_against_the_user():
+    """Too late is said; a number of threads that the user has set stays."""
+    launched = {
+        "HOROVOD_RANK": "1",
+        "HOROVOD_SIZE": "2",
+        "HOROVOD_LOCAL_RANK": "1",
+        "HOROVOD_LOCAL_SIZE": "2",
+    }
+    report = (
+        "import tensorflow as tf, keras_dist\n"
+        "print(tf.config.threading.get_intra_op_parallelism_threads())"
+    )
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert run(report, **launched).stdout.strip() == str(share)
+    own = "import tensorflow as tf\ntf.config.threading."
+    own += "set_intra_op_parallelism_threads(7)\n"
+    assert run(own + report, **launched).stdout.strip() == "7"
+    assert run(report, **launched, OMP_NUM_THREADS="3").stdout.strip() == "0"
+    assert run(report).stdout.strip() == "0"
+    late = run(_TOO_LATE, **launched)
+    assert late.returncode == 0
+    assert "before the first model or tensor" in late.stderr
+
+
+def test_another_backend_is_refused():
+    """The package is for TensorFlow."""
+    pretend = "import keras; keras.backend.backend = lambda: 'jax'; import keras_dist"
+    done = run(pretend)
+    assert "needs Keras's TensorFlow backend. Received: the jax" in done.stderr
+
+
+def test_the_world_is_frozen_and_said_once():
+    """`init` is idempotent, and its answer cannot be changed."""
+    world = keras_dist.init()
+    assert world is keras_dist.init() and world == keras_dist.World()
+    with pytest.raises(AttributeError):
+        world.rank = 3
+    assert json.dumps(keras_dist.gather({"a": 1})) == '[{"a": 1}]'
+    assert keras_dist.broadcast("x") == "x" and keras_dist.sum([1, 2]) == [1, 2]

@@ -1,0 +1,151 @@
+"""Which rows each rank reads: every small case, against one process."""
+
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_dist.sharding import arrays, rows, streams
+
+CASES = list(itertools.product(range(1, 5), range(1, 6), range(1, 40)))
+
+
+def test_every_row_belongs_to_exactly_one_rank():
+    """Shards are disjoint and cover everything."""
+    for size in range(1, 8):
+        for num_rows in range(50):
+            dealt = [
+                row
+                for rank in range(size)
+                for row in range(num_rows)[
+                    rows.shard_rows(num_rows, rank=rank, size=size)
+                ]
+            ]
+            assert sorted(dealt) == list(range(num_rows))
+
+
+def test_ranks_read_the_batches_of_one_process():
+    """Interleaved, a step of all ranks is one global batch in its own order."""
+    for size, batch_size, num_rows in CASES:
+        if num_rows < size:
+            continue
+        left_out = rows.left_out_rows(num_rows, batch_size=batch_size, size=size)
+        assert 0 <= left_out < size
+        read, counts = [], [0] * size
+        for step in range(
+            rows.steps_of_rows(num_rows, batch_size=batch_size, size=size)
+        ):
+            own = [
+                rows.rows_of_batch(
+                    step, num_rows, batch_size=batch_size, rank=rank, size=size
+                )
+                for rank in range(size)
+            ]
+            assert all(1 <= len(part) <= batch_size for part in own)
+            together = sorted(row for part in own for row in part)
+            assert together == list(range(together[0], together[0] + len(together)))
+            read += together
+            counts = [
+                count + len(part) for count, part in zip(counts, own, strict=True)
+            ]
+        assert read == list(range(num_rows - left_out))
+        assert counts == [
+            rows.rows_of_rank(num_rows, batch_size=batch_size, rank=rank, size=size)
+            for rank in range(size)
+        ]
+
+
+@pytest.mark.parametrize("shuffle", [False, True, "batch"])
+def test_the_data_set_deals_what_the_arithmetic_says(shuffle):
+    """Pass after pass; each row once a pass; the order independent of the size."""
+    num_rows, batches = 23, {}
+    data = arrays.as_arrays(np.arange(num_rows), np.arange(num_rows) * 2.0)
+    for size, batch_size in ((1, 6), (2, 3), (3, 2)):
+        streams_of_ranks = [
+            iter(
+                arrays.deal_training(
+                    data,
+                    batch_size=batch_size,
+                    rank=rank,
+                    size=size,
+                    shuffle=shuffle,
+                    seed=5,
+                )
+            )
+            for rank in range(size)
+        ]
+        steps = rows.steps_of_rows(num_rows, batch_size=batch_size, size=size)
+        passes = []
+        for _ in range(2):
+            order = []
+            for step in range(steps):
+                parts = [next(stream) for stream in streams_of_ranks]
+                together = [None] * sum(len(part[0]) for part in parts)
+                for rank, (x, y) in enumerate(parts):
+                    together[rank::size] = x.numpy().tolist()
+                    assert (y.numpy() == 2 * x.numpy()).all()
+                    assert y.dtype == tf.float32
+                assert len(parts[0][0]) <= batch_size
+                order += together
+                if shuffle == "batch":
+                    assert sorted(together) == list(
+                        range(step * 6, step * 6 + len(together))
+                    )
+            assert sorted(order) == list(range(num_rows))
+            passes.append(order)
+        batches[size] = passes
+        assert (passes[0] == passes[1]) == (shuffle is False)
+    assert batches[1] == batches[2] == batches[3]
+
+
+def test_a_tail_smaller_than_the_ranks_is_left_out_and_changes():
+    """Other rows each epoch, when they are shuffled."""
+    data = arrays.as_arrays(np.arange(7))
+    stream = iter(
+        arrays.deal_training(data, batch_size=2, rank=0, size=3, shuffle=True, seed=1)
+    )
+    first = {tuple(next(stream)[0].numpy().tolist()) for _ in range(20)}
+    assert all(len(batch) == 2 for batch in first) and len(first) > 3
+
+
+def test_arrays_are_told_from_streams():
+    """Arrays, tensors and structures of them, and nothing else."""
+    x = np.zeros((3, 2))
+    for data in (x, tf.constant(x), {"a": x, "b": [x, x]}, (x, None, x)):
+        assert arrays.is_arrays(data)
+    dataset = tf.data.Dataset.from_tensors(x)
+    for data in (
+        None,
+        dataset,
+        iter([x]),
+        "text",
+        [1.0, 2.0],
+        tf.ragged.constant([[1]]),
+    ):
+        assert not arrays.is_arrays(data)
+
+
+def test_arrays_of_different_lengths_are_refused():
+    """By their shapes."""
+    with pytest.raises(ValueError, match=r"\(3, 2\), \(4,\)"):
+        arrays.as_arrays(np.zeros((3, 2)), np.zeros(4))
+
+
+def test_the_validation_split_is_the_end_of_the_rows():
+    """As in Keras; an empty part is an error."""
+    data = arrays.as_arrays(np.arange(10), np.arange(10))
+    training, validation = arrays.split_validation(data, 0.3)
+    assert training.x.tolist() == list(range(7)) and validation.y.tolist() == [7, 8, 9]
+    for fraction in (0.95, 1.0):
+        with pytest.raises(ValueError, match=f"validation_split={fraction}"):
+            arrays.split_validation(data, fraction)
+
+
+def test_lengths_of_streams():
+    """Finite ones are known, endless and unknown ones are not."""
+    dataset = tf.data.Dataset.range(7)
+    assert streams.known_steps(dataset) == 7
+    assert streams.known_steps(dataset.repeat()) is None
+    assert streams.known_steps(dataset.filter(lambda x: x > 3)) is None
+    assert streams.known_steps(iter([1])) is None
