@@ -92,8 +92,8 @@ def test_ranks_that_differ(world, make_model, rows):
         (
             fit(
                 make_model(),
-                x[: 60 - 30 * world.rank],
-                y[: 60 - 30 * world.rank],
+                x[: 60 - 20 * world.rank],
+                y[: 60 - 20 * world.rank],
                 shard="none",
                 batch_size=10,
             ),

@@ -33,6 +33,7 @@ def test_callbacks_alone_train_like_one_process(world, rows, make_model, is_jitt
         keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)),
         seed=world.rank + 3,
         jit_compile=is_jitted,
+        run_eagerly=False,
     )
     history = model.fit(
         *own,

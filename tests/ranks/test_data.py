@@ -132,6 +132,7 @@ def test_structures_of_arrays_are_dealt(world, rows):
             keras.optimizers.SGD(0.05),
             {"first": "mse", "second": "mae"},
             metrics={"first": ["mae"], "second": ["mse"]},
+            run_eagerly=True,
         )
         return model
 

@@ -36,18 +36,19 @@ def test_training_equals_one_process(world, rows, make_model, name, is_jitted):
     x, y = rows
     arguments = {"epochs": 2, "shuffle": False, "verbose": 0}
     arguments["validation_data"] = (x[:57], y[:57])
-    oracle = make_model(OPTIMIZERS[name](0.1 * world.size), jit_compile=is_jitted)
+    compiled = {"jit_compile": is_jitted, "run_eagerly": False}
+    compiled["metrics"] = ["accuracy", "auc"]
+    oracle = make_model(OPTIMIZERS[name](0.1 * world.size), **compiled)
     expected = oracle.fit(
         *usable(rows, world, 8), batch_size=8 * world.size, **arguments
     )
     # Other initial weights on the other ranks: only the first rank's may count.
-    model = make_model(
-        OPTIMIZERS[name](0.1), seed=3 + world.rank, jit_compile=is_jitted
-    )
+    model = make_model(OPTIMIZERS[name](0.1), seed=3 + world.rank, **compiled)
     history = keras_dist.dist_fit(model, x, y, batch_size=8, **arguments)
     # Dividing by a small second moment, Adam amplifies what rounding leaves.
     assert largest_difference_of_rates(model, oracle, world) < 1e-5
     assert_equal_to_the_bit(model)
+    assert history.history.keys() == {*expected.history, "rows_per_second"}
     for metric, values in expected.history.items():
         assert history.history[metric] == pytest.approx(values, abs=2e-6), metric
     assert len(set(map(str, keras_dist.gather(history.history)))) == 1

@@ -25,7 +25,7 @@ class Slope(keras.Model):
 def slope(optimizer):
     """A compiled `Slope`."""
     model = Slope()
-    model.compile(optimizer, lambda y, prediction: prediction[..., 0])
+    model.compile(optimizer, lambda y, prediction: prediction[..., 0], run_eagerly=True)
     return model
 
 

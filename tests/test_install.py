@@ -1,0 +1,300 @@
+"""`keras-dist install-horovod`: what it decides and says, without any build."""
+
+import dataclasses
+import io
+import itertools
+import shlex
+from pathlib import Path
+
+import pytest
+
+from keras_dist import __main__ as command
+from keras_dist.install import InstallError, build, facts, failures, flags, requirements
+from keras_dist.install.progress import Progress, percent_of
+
+NCCL = facts.Nccl(Path("/opt/n c/include"), Path("/opt/n c/lib/libnccl.so.2"))
+COMPLETE = facts.Facts(
+    tensorflow="2.21.0",
+    has_open_mpi=True,
+    cuda_home=Path("/usr/local/cuda"),
+    nccl=NCCL,
+    cores=3,
+)
+BARE = facts.Facts(
+    tensorflow=None,
+    distribution="tensorflow-cpu",
+    has_pip=False,
+    has_compiler=False,
+    has_make=False,
+    is_managed=True,
+)
+CHOICES = [flags.Choice(*pair) for pair in itertools.product((False, True), repeat=2)]
+
+
+def environment(choice=CHOICES[0], environ=None):
+    """The environment of a build in /t."""
+    return flags.build_environment(
+        environ or {},
+        facts=COMPLETE,
+        choice=choice,
+        tools=Path("/t/tools"),
+        nccl_home=Path("/t/nccl"),
+    )
+
+
+def make_files(folder, *names):
+    """Empty files, with their folders."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    return folder
+
+
+def test_the_homes_that_the_user_names_are_searched_first():
+    """A CUDA or NCCL of the user's own wins over the system's."""
+    environ = {"NCCL_HOME": "/my/nccl", "CUDA_HOME": "/my/cuda", "PATH": ""}
+    wheels = [Path("/site-packages")]
+    nccl = facts.nccl_homes(environ, wheels)
+    assert nccl[0] == Path("/my/nccl")
+    assert nccl[-1] == Path("/site-packages/nvidia/nccl")
+    assert facts.cuda_homes(environ, wheels)[0] == Path("/my/cuda")
+
+
+@pytest.mark.parametrize("name", ["lib/libnccl.so.2", "lib64/libnccl.so"])
+def test_nccl_is_found_with_either_name_of_its_library(tmp_path, name):
+    """PyPI's wheel has only `libnccl.so.2`; a header or a library alone is none."""
+    header = make_files(tmp_path / "a", "include/nccl.h")
+    library = make_files(tmp_path / "b", name)
+    assert facts.find_nccl([header, library]) is None
+    home = make_files(tmp_path / "c", "include/nccl.h", name)
+    found = facts.find_nccl([header, library, home])
+    assert found == facts.Nccl(home / "include", home / name)
+
+
+def test_nvcc_counts_only_where_it_runs_and_has_headers(tmp_path):
+    """Wrapper scripts, broken compilers and the assembler's wheel are no toolkit."""
+    homes = [tmp_path / name for name in ("wrapper", "broken", "headers", "toolkit")]
+    wrapper, broken, headers, toolkit = homes
+    for home in (broken, headers, toolkit):
+        make_files(home, "include/cuda_runtime.h")
+    for home, code in ((wrapper, 0), (broken, 1), (toolkit, 0)):
+        make_files(home, "bin/nvcc")
+        says = "echo release 13.0" if code == 0 else "echo no such driver"
+        (home / "bin/nvcc").write_text(f"#!/bin/sh\n{says}\nexit {code}\n")
+        (home / "bin/nvcc").chmod(0o755)
+    assert facts.find_cuda(homes) == toolkit
+    assert facts.find_cuda(homes[:3]) is None
+
+
+def test_exactly_the_tensorflow_versions_from_2_18_to_2_21_are_supported():
+    """Also their patch releases and release candidates; no others."""
+    supported = {(2, 18), (2, 19), (2, 20), (2, 21)}
+    for major, minor, rest in itertools.product(range(4), range(30), (".0", ".1rc2")):
+        version = f"{major}.{minor}{rest}"
+        assert requirements.is_supported(version) == ((major, minor) in supported)
+    assert not requirements.is_supported("unknown")
+
+
+def test_only_what_is_asked_for_is_missed():
+    """Without MPI and NCCL, Horovod is built with Gloo alone."""
+    plain = dataclasses.replace(COMPLETE, has_open_mpi=False, cuda_home=None, nccl=None)
+    for mpi, nccl in itertools.product((False, True), repeat=2):
+        assert requirements.find_missing(COMPLETE, mpi=mpi, nccl=nccl) == []
+        missing = requirements.find_missing(plain, mpi=mpi, nccl=nccl)
+        assert len(missing) == mpi + 2 * nccl
+
+
+def test_all_that_is_missing_is_told_at_once():
+    """One message, with one command for all the Debian packages, each named once."""
+    missing = requirements.find_missing(BARE, mpi=True, nccl=True)
+    text = requirements.explain(missing)
+    assert "TensorFlow, 2.18 to 2.21. Received: none for Python 3.12." in text
+    assert "apt-get install python3-venv g++ make libopenmpi-dev openmpi-bin\n" in text
+    assert "python -m ensurepip" in text
+    assert "nvidia-nccl-cu12" in text
+    assert len(missing) == 9
+
+
+def test_nccl_with_tensorflow_cpu_says_which_distribution_is_needed():
+    """Its library lacks a symbol that Horovod's GPU code needs."""
+    cpu = dataclasses.replace(COMPLETE, distribution="tensorflow-cpu")
+    text = requirements.explain(requirements.find_missing(cpu, mpi=False, nccl=True))
+    assert "`tensorflow`. Received: `tensorflow-cpu`." in text
+    assert "pip install tensorflow==2.21.0" in text
+
+
+def test_what_is_not_asked_for_is_built_where_it_is_found():
+    """`None` follows the facts; yes and no do not."""
+    plain = facts.Facts(tensorflow="2.21.0")
+    for mpi, nccl in itertools.product((False, True), repeat=2):
+        for found in (plain, COMPLETE):
+            assert flags.choose(found, mpi=mpi, nccl=nccl) == flags.Choice(mpi, nccl)
+    assert flags.choose(plain, mpi=None, nccl=None) == flags.Choice(False, False)
+    assert flags.choose(COMPLETE, mpi=None, nccl=None) == flags.Choice(True, True)
+    cpu = dataclasses.replace(COMPLETE, distribution="tensorflow-cpu")
+    assert flags.choose(cpu, mpi=None, nccl=None) == flags.Choice(True, False)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_every_build_is_for_tensorflow_with_gloo(choice):
+    """MPI is always said yes or no: left unsaid, CMake takes whatever it finds."""
+    env = environment(choice)
+    assert env["HOROVOD_WITH_GLOO"] == env["HOROVOD_WITH_TENSORFLOW"] == "1"
+    assert ("HOROVOD_WITH_MPI" in env) == choice.mpi
+    assert ("HOROVOD_WITHOUT_MPI" in env) != choice.mpi
+    assert (env.get("HOROVOD_GPU_OPERATIONS") == "NCCL") == choice.nccl
+    assert env["MAKEFLAGS"] == "-j3"
+
+
+def test_the_settings_of_the_user_are_kept_unless_they_contradict_the_choice():
+    """Ours come after the user's flags, and the tools before the user's folders."""
+    mine = {"CXXFLAGS": "-g", "LDFLAGS": "-L/x", "MAKEFLAGS": "-j1", "PATH": "/usr/bin"}
+    mine |= {"HOROVOD_BUILD_CUDA_CC_LIST": "80", "PYTHONPATH": "/mine"}
+    env = environment(environ=mine | {"HOROVOD_GPU_ALLREDUCE": "NCCL"})
+    # The shell that make starts takes the inner quotes away.
+    flag = "-DTENSORFLOW_VERSION=(__LINE__==23?0:2018000000)"
+    assert shlex.split(env["CXXFLAGS"]) == ["-g", flag]
+    assert env["LDFLAGS"] == "-L/x -Wl,-s"
+    assert env["MAKEFLAGS"] == "-j1"
+    assert env["HOROVOD_BUILD_CUDA_CC_LIST"] == "80"
+    assert env["PATH"] == "/t/tools/bin:/usr/bin"
+    assert env["PYTHONPATH"] == "/t/tools:/mine"
+    assert "HOROVOD_GPU_ALLREDUCE" not in env
+
+
+def test_nccl_is_found_at_run_time_in_its_own_folder():
+    """The linker is told the folder, a space in it and all, and no temporary one."""
+    env = environment(flags.Choice(nccl=True))
+    assert shlex.split(env["LDFLAGS"]) == ["-Wl,-s", "-Wl,-rpath,/opt/n c/lib"]
+    assert env["HOROVOD_NCCL_HOME"] == "/t/nccl"
+    assert env["PATH"].split(":")[:2] == ["/t/tools/bin", "/usr/local/cuda/bin"]
+    assert "rpath" not in environment()["LDFLAGS"]
+
+
+def test_the_linker_gets_nccl_under_a_name_that_it_knows(tmp_path):
+    """A script that names the library, and the headers beside it."""
+    wheel = make_files(tmp_path / "w", "include/nccl.h", "lib/libnccl.so.2")
+    found = dataclasses.replace(COMPLETE, nccl=facts.find_nccl([wheel]))
+    flags.link_nccl(found, tmp_path / "home")
+    script = (tmp_path / "home/lib/libnccl.a").read_text()
+    assert script == f'INPUT("{wheel}/lib/libnccl.so.2")\n'
+    assert (tmp_path / "home/include/nccl.h").samefile(wheel / "include/nccl.h")
+
+
+def test_percent_is_read_from_the_lines_of_make():
+    """pip indents them; other lines with a percent sign tell nothing."""
+    for percent in range(101):
+        assert percent_of(f"  [{percent:3d}%] Building CXX") == percent
+    for line in ("", "Downloading 37%", "[1/4]", "-- [x]"):
+        assert percent_of(line) is None
+
+
+def test_a_log_gets_a_line_each_ten_percent():
+    """At most eleven lines, however much the build prints."""
+    stream, clock = io.StringIO(), itertools.count()
+    shown = Progress("Building", stream, is_terminal=False, clock=lambda: next(clock))
+    for percent in range(101):
+        shown.read(f"[{percent:3d}%] Building")
+        shown.read("cc1plus: warning")
+    shown.finish()
+    lines = stream.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == [str(n) for n in range(0, 101, 10)]
+
+
+def test_a_terminal_gets_one_line_that_never_goes_back():
+    """It ends once, at the end; lower percents of a second target are left out."""
+    stream = io.StringIO()
+    shown = Progress("Building", stream, is_terminal=True, clock=lambda: 7.0)
+    for line in ("[ 50%] a", "no percent", "[ 20%] b", "[ 60%] c"):
+        shown.read(line)
+    shown.finish()
+    assert stream.getvalue() == "\rBuilding: 50 %, 0 s\rBuilding: 60 %, 0 s\n"
+
+
+KNOWN = [
+    ("a.cc:1:10: fatal error: mpi.h: No such file or directory", "libopenmpi-dev"),
+    ("CMake Error: Could NOT find MPI (missing: MPI_CXX_FOUND)", "libopenmpi-dev"),
+    ("CMake Error: Could NOT find NCCL", "nvidia-nccl-cu12"),
+    ("fatal error: cstdint: No such file or directory", "build-essential"),
+    ("No CMAKE_CXX_COMPILER could be found.", "g++"),
+    ("error: unsupported GNU version! gcc versions later than 12", "--no-nccl"),
+    ("g++: fatal error: Killed signal terminated program", "MAKEFLAGS=-j1"),
+    ("write: No space left on device", "TMPDIR"),
+    ("ERROR: No matching distribution found for horovod==0.28.1", "network"),
+]
+
+
+@pytest.mark.parametrize(("line", "remedy"), KNOWN)
+def test_a_known_failure_says_what_helps(line, remedy):
+    """The package to install, or the setting to change."""
+    # CMake goes on without a library, in every build: no failure.
+    harmless = "-- Could NOT find MPI\n-- Could NOT find CUDAToolkit\n"
+    assert failures.remedy_for(harmless) == ""
+    assert remedy in failures.remedy_for(f"{harmless}{line}\nlast line\n")
+
+
+def test_a_failure_shows_the_end_and_names_the_log():
+    """Twenty lines, the exit code, and where the others are."""
+    output = [f"line {n}\n" for n in range(100)]
+    text = failures.describe_failure("It", code=2, output=output, log=Path("/t/x.log"))
+    assert text.startswith("It failed with exit code 2.")
+    assert text.endswith("/t/x.log")
+    assert "line 80\n" in text
+    assert "line 79\n" not in text
+
+
+BUILT = build.Built("0.28.1", "2.21.0", "2.21.0", gloo=True, mpi=False, nccl=False)
+
+
+def test_the_last_line_says_what_was_built():
+    """For which TensorFlow, and with which transports."""
+    assert str(BUILT) == (
+        "Horovod 0.28.1 is built for TensorFlow 2.21.0: Gloo yes, MPI no, NCCL no."
+    )
+
+
+def test_a_horovod_is_enough_where_it_fits_tensorflow_and_has_what_is_asked_for():
+    """More than was asked for is enough; another TensorFlow or Horovod is not."""
+    assert build.is_enough(BUILT, mpi=None, nccl=None)
+    assert build.is_enough(BUILT, mpi=False, nccl=False)
+    assert not build.is_enough(BUILT, mpi=True, nccl=None)
+    assert not build.is_enough(BUILT, mpi=None, nccl=True)
+    more = dataclasses.replace(BUILT, mpi=True, nccl=True)
+    assert build.is_enough(more, mpi=True, nccl=False)
+    for field in ("tensorflow", "built_for", "horovod"):
+        other = dataclasses.replace(BUILT, **{field: "2.20.0"})
+        assert not build.is_enough(other, mpi=None, nccl=None)
+
+
+def test_the_options_reach_the_build(monkeypatch):
+    """Yes, no, and left open, for each of the two."""
+    calls = []
+    monkeypatch.setattr(command, "install_horovod", lambda **kw: calls.append(kw))
+    words = {None: [], True: ["--{}"], False: ["--no-{}"]}
+    for mpi, nccl in itertools.product(words, repeat=2):
+        options = [word.format("mpi") for word in words[mpi]]
+        options += [word.format("nccl") for word in words[nccl]]
+        assert command.main(["install-horovod", *options]) == 0
+        assert calls.pop() == {"mpi": mpi, "nccl": nccl, "only_if_needed": False}
+
+
+def test_a_failure_is_a_message_and_exit_code_1(monkeypatch, capsys):
+    """On stderr, without a traceback."""
+
+    def fail(**_):
+        raise InstallError("No compiler.")
+
+    monkeypatch.setattr(command, "install_horovod", fail)
+    assert command.main(["install-horovod"]) == 1
+    printed = capsys.readouterr()
+    assert printed.err == "keras-dist: No compiler.\n"
+    assert printed.out == ""
+
+
+def test_something_missing_stops_before_the_build(monkeypatch):
+    """Nothing is fetched or built where the build could not end well."""
+    monkeypatch.setattr(build, "detect", lambda: BARE)
+    monkeypatch.setattr(build, "build_and_install", lambda *_: pytest.fail("built"))
+    with pytest.raises(InstallError, match="Horovod cannot be built here"):
+        build.install_horovod()
