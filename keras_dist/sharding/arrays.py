@@ -178,8 +178,9 @@ def deal_training(
         def batch(step: tf.Tensor) -> tf.Tensor:
             together = rows[step * global_batch : (step + 1) * global_batch]
             if shuffle == "batch":
+                place = number * steps + step
                 together = tf.random.experimental.stateless_shuffle(
-                    together, [seed, number * steps + step]
+                    together, [seed, place]
                 )
             return together[rank::size]
 
@@ -190,10 +191,12 @@ def deal_training(
             lambda leaf: None if leaf is None else tf.gather(leaf, rows), tensors
         )
 
-    passes = tf.data.Dataset.counter()
-    dataset = passes.flat_map(batches).map(
-        read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
-    )
+    rows_of_batches = tf.data.Dataset.counter().flat_map(batches)
+    return _unsharded(rows_of_batches.map(read, tf.data.AUTOTUNE, deterministic=True))
+
+
+def _unsharded(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Read ahead, and divided by nobody else."""
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = (
         tf.data.experimental.AutoShardPolicy.OFF
