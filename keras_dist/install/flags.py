@@ -65,8 +65,8 @@ def choose(facts: Facts, *, mpi: bool | None, nccl: bool | None) -> Choice:
 def runtime_requirements(python: tuple[int, int]) -> list[str]:
     """What Horovod imports at run time; distutils left Python with 3.12.
 
-    >>> runtime_requirements((3, 13))[-1]
-    'setuptools<81'
+    >>> [runtime_requirements((3, minor))[-1] for minor in (11, 12, 13)]
+    ['packaging', 'setuptools<81', 'setuptools<81']
     """
     wanted = ["cloudpickle", "psutil", "pyyaml", "packaging"]
     return [*wanted, "setuptools<81"] if python >= (3, 12) else wanted

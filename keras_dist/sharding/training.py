@@ -46,34 +46,36 @@ def training_feed(
     # Keras's own default: 32, or as many rows as the steps need.
     own_size = -(-arrays.num_rows // steps_per_epoch) if steps_per_epoch else None
     batch_size = _checked_batch_size(batch_size or own_size or KERAS_BATCH_SIZE)
+    given |= {"batch_size": batch_size, "steps_per_epoch": steps}
     if split.size == 1 or split.shard == "none":
-        given |= {"batch_size": batch_size, "steps_per_epoch": steps}
         return _own_arrays_feed(given, arrays, steps_per_epoch, split)
+    return _dealt_feed(given, arrays, steps_per_epoch, split)
+
+
+def _dealt_feed(
+    given: dict[str, Any], arrays: Arrays, steps_before: int | None, split: Split
+) -> Feed:
+    batch_size, shuffle = given["batch_size"], given["shuffle"]
+    num_rows = arrays.num_rows
     sizes = {"batch_size": batch_size, "size": split.size}
-    in_a_pass = steps_of_rows(arrays.num_rows, **sizes)
     dataset = deal_training(
-        arrays,
-        batch_size=batch_size,
-        rank=split.rank,
-        size=split.size,
-        shuffle=shuffle,
-        seed=split.seed,
+        arrays, rank=split.rank, shuffle=shuffle, seed=split.seed, **sizes
     )
-    steps = steps or in_a_pass
+    steps = given["steps_per_epoch"] or steps_of_rows(num_rows, **sizes)
     return Feed(
         # The data set has it all: Keras takes none of these beside one.
         dict.fromkeys(["y", "sample_weight", "batch_size"])
         | {"x": dataset, "steps_per_epoch": steps, "shuffle": False},
         kind="arrays, dealt row by row, " + ("shuffled" if shuffle else "in order"),
         batch_size=batch_size,
-        num_rows=arrays.num_rows,
-        rank_rows=rows_of_rank(arrays.num_rows, rank=split.rank, **sizes),
-        left_out=left_out_rows(arrays.num_rows, **sizes),
-        is_scaled=steps_per_epoch is not None,
-        steps_before=steps_per_epoch or -(-arrays.num_rows // batch_size),
+        num_rows=num_rows,
+        rank_rows=rows_of_rank(num_rows, rank=split.rank, **sizes),
+        left_out=left_out_rows(num_rows, **sizes),
+        is_scaled=steps_before is not None,
+        steps_before=steps_before or -(-num_rows // batch_size),
         steps=steps,
         facts={
-            "the number of rows": arrays.num_rows,
+            "the number of rows": num_rows,
             "the shapes of the rows": arrays.row_shapes(),
             "the batch size": batch_size,
             "the steps of an epoch": steps,
