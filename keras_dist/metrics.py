@@ -40,11 +40,8 @@ def global_result(
     try:
         for variable, summed in zip(variables, everyone, strict=True):
             variable.assign(keras.ops.cast(_reduced(variable, summed), variable.dtype))
-        # A result may be the variable itself, which gets its own state back below.
-        return {
-            name: tf.identity(keras.ops.convert_to_tensor(value))
-            for name, value in result().items()
-        }
+        # Copies: a result may be the variable itself, which gets its own state back.
+        return {name: _host(value) for name, value in result().items()}
     finally:
         for variable, state in zip(variables, own, strict=True):
             variable.assign(state)
@@ -54,3 +51,8 @@ def _reduced(variable: Any, summed: Any) -> Any:
     """A state's own way to add up: Keras's metrics all declare "sum"."""
     is_mean = getattr(variable, "aggregation", "sum") == "mean"
     return summed / comm.size() if is_mean else summed
+
+
+def _host(value: Any) -> Any:
+    array = np.array(keras.ops.convert_to_numpy(value))
+    return float(array) if array.ndim == 0 else array
