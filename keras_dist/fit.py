@@ -121,14 +121,20 @@ def distributed(model: Any, job: Job) -> Iterator[None]:
         session.has_validation_rows = job.validation is None or job.validation.has_rows
         if not job.training.is_known:
             session.planned_steps = job.training.steps
-        factor = rate_factor_of_step(full=job.factor, warmup_steps=job.warmup_steps)
         for found in optimizer.optimizers_of(model):
             if comm.size() > 1:
                 stack.enter_context(optimizer.averaging(found))
-            if not job.has_own_warmup and (factor or job.stretch > 1):
-                optimizer.scale_rate(found, factor, stretch=job.stretch)
-                stack.callback(optimizer.unscale_rate, found)
+            stack.callback(optimizer.unscale_rate, found)
+        # Only when all is built: a MultiOptimizer may not know its parts before.
+        session.before_first_step.append(lambda: _scale_rates(model, job))
         yield
+
+
+def _scale_rates(model: Any, job: Job) -> None:
+    factor = rate_factor_of_step(full=job.factor, warmup_steps=job.warmup_steps)
+    if factor is not None or job.stretch > 1:
+        for found in optimizer.optimizers_of(model):
+            optimizer.scale_rate(found, factor, stretch=job.stretch)
 
 
 class DistributedModel:

@@ -1,6 +1,6 @@
 """From the arguments of one call to what this rank is going to do."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -34,8 +34,6 @@ class Job:
         factor: Full factor on the learning rate.
         stretch: A schedule is read at step × this.
         warmup_steps: Steps until the full factor.
-        has_own_warmup: Whether the user's list has a `LearningRateWarmup`, which
-            then scales the rate.
         plan: All of it, to be read.
     """
 
@@ -45,7 +43,6 @@ class Job:
     factor: float
     stretch: int
     warmup_steps: int
-    has_own_warmup: bool
     plan: plan.Plan
 
     def facts(self) -> dict[str, Any]:
@@ -106,6 +103,8 @@ def prepare(model: Any, fit: dict[str, Any], options: Options, *, seed: int) -> 
     """
     check_model(model)
     world = comm.init()
+    callbacks = ours.arrange(fit["callbacks"], options.target_accuracy)
+    callbacks, options = _take_over_warmup(callbacks, options)
     factor = scaling.rate_factor(options.lr_scaling, size=world.size)
     stretch = scaling.stretch(options.steps_scaling, size=world.size)
     split = sharding.Split(world.rank, world.size, options.shard, seed)
@@ -116,8 +115,6 @@ def prepare(model: Any, fit: dict[str, Any], options: Options, *, seed: int) -> 
             f"target_accuracy={options.target_accuracy} and no validation data. Pass "
             "`validation_data`, or StopAtAccuracy(target, monitor=…) in `callbacks`."
         )
-    callbacks = ours.arrange(fit["callbacks"], options.target_accuracy)
-    has_own_warmup = any(isinstance(c, ours.LearningRateWarmup) for c in callbacks)
     return Job(
         arguments=_arguments(fit, training, validation, callbacks),
         training=training,
@@ -125,7 +122,6 @@ def prepare(model: Any, fit: dict[str, Any], options: Options, *, seed: int) -> 
         factor=factor,
         stretch=stretch,
         warmup_steps=_warmup_steps(options.warmup_epochs, training.steps),
-        has_own_warmup=has_own_warmup,
         plan=plan.Plan(
             version=__version__,
             size=world.size,
@@ -136,12 +132,27 @@ def prepare(model: Any, fit: dict[str, Any], options: Options, *, seed: int) -> 
             validation=None
             if validation is None
             else _rows(validation, options.validation_steps_scaling),
-            rates=_rates(model, options, factor, stretch, has_own_warmup),
+            rates=_rates(model, options, factor, stretch),
             epochs=fit["epochs"],
             is_compiled=bool(model.jit_compile),
             writers=ours.destinations(callbacks),
         ),
     )
+
+
+def _take_over_warmup(
+    callbacks: list[Any], options: Options
+) -> tuple[list[Any], Options]:
+    """Do what a `LearningRateWarmup` in the list says, and do nothing twice."""
+    for callback in callbacks:
+        if isinstance(callback, ours.LearningRateWarmup):
+            options = replace(
+                options,
+                lr_scaling=callback.lr_scaling,
+                warmup_epochs=callback.warmup_epochs,
+            )
+    others = [c for c in callbacks if not isinstance(c, ours.LearningRateWarmup)]
+    return others, options
 
 
 def _arguments(
@@ -249,24 +260,28 @@ def _rows(feed: sharding.Feed, rule: Any) -> plan.Rows:
 
 
 def _rates(
-    model: Any, options: Options, factor: float, stretch: int, has_own_warmup: bool
+    model: Any, options: Options, factor: float, stretch: int
 ) -> tuple[plan.Rate, ...]:
+    rule = options.lr_scaling
+    if not isinstance(rule, str):
+        rule = "your function" if callable(rule) else "your factor"
     rates = []
-    for found in optimizer.optimizers_of(model):
-        schedule = optimizer.schedule_of(found)
+    for leaf in (
+        leaf
+        for found in optimizer.optimizers_of(model)
+        for leaf in optimizer.leaves(found)
+    ):
+        schedule = optimizer.schedule_of(leaf)
         if schedule is None:
-            now = float(keras.ops.convert_to_numpy(found.learning_rate))
+            now = float(keras.ops.convert_to_numpy(leaf.learning_rate))
             before, after = plan.format_number(now), plan.format_number(now * factor)
         else:
             before = type(schedule).__name__
             after = f"{before} × {plan.format_number(factor)}"
-        rule = options.lr_scaling
-        if not isinstance(rule, str):
-            rule = "your function" if callable(rule) else "your factor"
         rates.append(
             plan.Rate(
                 before=before,
-                after=after if not has_own_warmup else "as LearningRateWarmup says",
+                after=after,
                 rule=f"{rule}: × {plan.format_number(factor)}",
                 factor=factor,
                 warmup_epochs=options.warmup_epochs,

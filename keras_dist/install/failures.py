@@ -6,6 +6,9 @@ from pathlib import Path
 
 _LAST_LINES = 20
 
+_TRACEBACK = "Traceback (most recent call last)"
+_ERROR = re.compile(r"\berror: |CMake Error")
+
 # What the output of a failed build says, and what helps; the first that fits is told.
 # CMake begins a line with "-- " where it goes on without what it did not find.
 _REMEDIES = (
@@ -83,11 +86,24 @@ def describe_failure(what: str, *, code: int, output: Sequence[str], log: Path) 
         output: The lines that it printed.
         log: File of the whole output.
     """
-    tail = [f"    {line.rstrip()}" for line in output[-_LAST_LINES:]]
     lines = [
         f"{what} failed with exit code {code}. The last lines of its output:",
-        *tail,
+        *(f"    {line.rstrip()}" for line in telling_lines(output)),
         f"The whole output is in {log}",
         remedy_for("".join(output)),
     ]
-    return "\n".join(line for line in lines if line)
+    return "\n".join(line for line in lines if line.strip())
+
+
+def telling_lines(output: Sequence[str]) -> list[str]:
+    """The last lines before Python and pip told, at length, that a command failed.
+
+    Where several files are compiled at once, the others go on for a while: the first
+    error is put in front where it is not among the last lines.
+    """
+    stops = [n for n, line in enumerate(output) if _TRACEBACK in line]
+    is_command = any("CalledProcessError" in line for line in output)
+    end = stops[-1] if stops and is_command else len(output)
+    tail = list(output[max(0, end - _LAST_LINES) : end])
+    first = next((line for line in output[:end] if _ERROR.search(line)), None)
+    return tail if first is None or first in tail else [first, "...", *tail]

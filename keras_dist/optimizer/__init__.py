@@ -10,7 +10,7 @@ from keras_dist.optimizer.averaging import (
     recording,
     weighted_by,
 )
-from keras_dist.optimizer.parts import optimizers_of
+from keras_dist.optimizer.parts import leaves, optimizers_of
 from keras_dist.optimizer.rate import scale_rate, schedule_of, unscale_rate
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "averaging",
     "hoist",
     "is_distributed",
+    "leaves",
     "optimizers_of",
     "recording",
     "scale_rate",

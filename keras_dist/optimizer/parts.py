@@ -14,6 +14,20 @@ def optimizers_of(model: Any) -> list[Any]:
     ]
 
 
+def leaves(optimizer: Any) -> list[Any]:
+    """The optimizers that update variables, and so have a rate: the innermost ones.
+
+    A `LossScaleOptimizer` has one inside, a `MultiOptimizer` several, of which it may
+    know only when it is built. Every other optimizer is its own leaf.
+    """
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is not None:
+        return leaves(inner)
+    # Keras has it from 3.14 on.
+    multi = getattr(keras.optimizers, "MultiOptimizer", ())
+    return list(optimizer.optimizers) if isinstance(optimizer, multi) else [optimizer]
+
+
 def parts(optimizer: Any) -> list[Any]:
     """`optimizer` and those inside it (of a `LossScaleOptimizer`), outermost first."""
     found = [optimizer]

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from keras_dist import mixin
-from keras_dist.optimizer.parts import parts
+from keras_dist.optimizer.parts import leaves
 
 
 @dataclass
@@ -28,29 +28,30 @@ def scale_rate(
     rate, so that callbacks which read and set it, and checkpoints, never scale twice.
 
     Args:
-        optimizer: A Keras optimizer; the innermost one has the rate.
+        optimizer: A Keras optimizer, built if it is a `MultiOptimizer`.
         factor: Factor as a function of the step (an integer tensor), or `None` for 1.
         stretch: Steps of one process that one step here stands for.
     """
-    leaf = parts(optimizer)[-1]
-    object.__setattr__(leaf, "_rate", _Rate(factor, stretch))
-    mixin.add(leaf, ScalesRate)
+    for leaf in leaves(optimizer):
+        object.__setattr__(leaf, "_rate", _Rate(factor, stretch))
+        mixin.add(leaf, ScalesRate)
 
 
 def unscale_rate(optimizer: Any) -> None:
     """Take `scale_rate` back."""
-    mixin.remove(parts(optimizer)[-1], ScalesRate)
+    for leaf in leaves(optimizer):
+        mixin.remove(leaf, ScalesRate)
 
 
-def schedule_of(optimizer: Any) -> Any:
+def schedule_of(leaf: Any) -> Any:
     """The `LearningRateSchedule` of an optimizer, or `None` where it has a number."""
-    rate = getattr(parts(optimizer)[-1], "_learning_rate", None)
+    rate = getattr(leaf, "_learning_rate", None)
     is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
     return rate if is_schedule else None
 
 
 class ScalesRate:
-    """Mixin for the innermost optimizer: the scaled rate lives inside `apply`."""
+    """Mixin for a leaf: the scaled rate lives inside `apply`."""
 
     _rate: _Rate
 
