@@ -1,0 +1,53 @@
+# The four verbs of this project: setup, check, test, demo.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+# TensorFlow's start-up lines hide what these commands print.
+export TF_CPP_MIN_LOG_LEVEL ?= 3
+
+.DEFAULT_GOAL := help
+.PHONY: help setup check test demo
+
+help:
+	@echo "make setup   a virtual environment in .venv, with Horovod built for its TensorFlow"
+	@echo "make check   format, lint, types and fast tests"
+	@echo "make test    all tests, those on several processes too"
+	@echo "make demo    train a model on two processes"
+	@echo "PYTHON=...   the Python of the environment (now: $(PYTHON))"
+
+setup: $(READY)
+
+# The stamp is newer than pyproject.toml where nothing is left to do.
+$(READY): pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { \
+	    echo "$(PYTHON) was not found."; \
+	    echo "On Debian or Ubuntu: apt-get install python3 python3-venv"; \
+	    echo "Or name another one: make setup PYTHON=/path/to/python3"; exit 1; } >&2
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
+	    echo "Python 3.11, 3.12 or 3.13 is needed. Received: $$($(PYTHON) --version)."; \
+	    echo "Name another one: make setup PYTHON=python3.12"; exit 1; } >&2
+	@packages=""; \
+	command -v $(firstword $(CXX)) >/dev/null || packages="$$packages g++"; \
+	$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || packages="$$packages python3-venv"; \
+	test -z "$$packages" || { \
+	    echo "These Debian and Ubuntu packages, or others like them, are missing:$$packages"; \
+	    echo "As root, or after sudo: apt-get install$$packages"; exit 1; } >&2
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install -e '.[dev]'
+	$(BIN)/python -m keras_dist install-horovod --if-needed --no-mpi --no-nccl
+	@touch $@
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests --ignore tests/test_ranks.py \
+	    --ignore tests/test_examples.py --ignore tests/test_readme.py
+
+test: setup
+	$(BIN)/python -m pytest tests
+
+demo: setup
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/horovodrun -np 2 $(BIN)/python examples/digits.py
