@@ -10,12 +10,8 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, metrics, mixin
-from keras_dist.optimizer import (
-    apply_recorded,
-    average_gradients,
-    recording,
-    weighted_by,
-)
+from keras_dist.halves import Halves
+from keras_dist.optimizer import weighted_by
 
 
 @dataclass
@@ -104,7 +100,13 @@ class DistributedStep:
         own_step = super().train_step  # type: ignore[misc]
         with _inside_step(session), weighted_by(rows):
             if session.is_jitted:
-                return _in_two_halves(own_step, data)
+                halves = Halves(own_step)
+                reason = halves.why_not(data)
+                if reason is None:
+                    return halves.run(data)
+                session.is_jitted = False
+                if comm.rank() == 0:
+                    warnings.warn(f"Training without XLA: {reason}.", stacklevel=2)
             return own_step(data)
 
     def test_step(self: Any, data: Any) -> Any:
@@ -168,35 +170,6 @@ def _inside_step(session: Session) -> Iterator[None]:
         yield
     finally:
         session.in_step = before
-
-
-def _in_two_halves(own_step: Callable[[Any], Any], data: Any) -> Any:
-    """Forward and backward compiled, averaging between, update compiled."""
-    calls: list[Any] = []
-
-    @tf.function(jit_compile=True)
-    def first_half(data: Any) -> Any:
-        with recording() as recorded:
-            logs = own_step(data)
-        calls[:] = recorded
-        return logs, [
-            [None if g is None else tf.convert_to_tensor(g) for g in call.gradients]
-            for call in recorded
-        ]
-
-    logs, gradients = first_half(data)
-    averaged = [
-        average_gradients(call.optimizer, own)
-        for call, own in zip(calls, gradients, strict=True)
-    ]
-
-    @tf.function(jit_compile=True)
-    def second_half(averaged: Any) -> None:
-        for call, mean in zip(calls, averaged, strict=True):
-            apply_recorded(call, mean)
-
-    second_half(averaged)
-    return logs
 
 
 def _build(model: Any, data: Any) -> None:

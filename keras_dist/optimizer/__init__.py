@@ -2,6 +2,7 @@
 
 from keras_dist.optimizer.averaging import (
     DistributedOptimizer,
+    Recorded,
     apply_recorded,
     average_gradients,
     averaging,
@@ -15,6 +16,7 @@ from keras_dist.optimizer.rate import scale_rate, schedule_of, unscale_rate
 
 __all__ = [
     "DistributedOptimizer",
+    "Recorded",
     "apply_recorded",
     "average_gradients",
     "averaging",

@@ -1,0 +1,87 @@
+"""A train step in two compiled halves, with the averaging between them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dist.optimizer import (
+    Recorded,
+    apply_recorded,
+    average_gradients,
+    recording,
+)
+
+
+class Halves:
+    """Forward and backward compiled by XLA, then averaging, then the update compiled.
+
+    XLA cannot compile a collective. So the user's own train step runs inside a
+    compiled function, where `apply` only records the gradients; they are averaged
+    outside of it; and `apply` is carried out inside a second one.
+
+    Args:
+        own_step: The model's own `train_step`; all its variables exist.
+    """
+
+    def __init__(self, own_step: Callable[[Any], Any]) -> None:
+        self._own_step = own_step
+        self._calls: list[Recorded] = []
+        self._first_half = tf.function(self._record, jit_compile=True)
+        self._second_half = tf.function(self._apply, jit_compile=True)
+
+    def why_not(self, data: Any) -> str | None:
+        """Why the step cannot be halved for batches like `data`; `None` if it can.
+
+        Nothing is run: the step is traced, and translated for XLA with a batch of two
+        rows where the number of rows varies.
+        """
+        specs = keras.tree.map_structure(_spec, data)
+        with tf.init_scope():
+            try:
+                self._first_half.get_concrete_function(specs)
+                if len(self._calls) != 1:
+                    return f"its train step makes {len(self._calls)} updates, not one"
+                static = keras.tree.map_structure(_with_two_rows, specs)
+                self._first_half.experimental_get_compiler_ir(static)(stage="hlo")
+            except Exception as error:  # whatever it is, the step runs without XLA
+                return f"XLA cannot compile this model ({_first_line(error)})"
+        return None
+
+    def run(self, data: Any) -> Any:
+        """One train step; returns what the model's own returns."""
+        logs, gradients = self._first_half(data)
+        averaged = [
+            average_gradients(call.optimizer, own)
+            for call, own in zip(self._calls, gradients, strict=True)
+        ]
+        self._second_half(averaged)
+        return logs
+
+    def _record(self, data: Any) -> Any:
+        with recording() as calls:
+            logs = self._own_step(data)
+        self._calls[:] = calls
+        return logs, [
+            [None if g is None else tf.convert_to_tensor(g) for g in call.gradients]
+            for call in calls
+        ]
+
+    def _apply(self, averaged: Any) -> None:
+        for call, gradients in zip(self._calls, averaged, strict=True):
+            apply_recorded(call, gradients)
+
+
+def _spec(leaf: Any) -> Any:
+    return None if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype)
+
+
+def _with_two_rows(spec: Any) -> Any:
+    if spec is None:
+        return None
+    return tf.TensorSpec([2 if n is None else n for n in spec.shape], spec.dtype)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"

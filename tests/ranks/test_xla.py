@@ -1,0 +1,95 @@
+"""`jit_compile=True`: the same weights, and one line where XLA cannot do it."""
+
+import keras
+import pytest
+import tensorflow as tf
+from claims import assert_equal_to_the_bit, largest_difference
+
+import keras_dist
+
+ARGUMENTS = {"epochs": 1, "shuffle": False, "verbose": 0}
+
+
+class Uncompilable(keras.layers.Layer):
+    """A layer of an operation that XLA does not have."""
+
+    def call(self, x):
+        tf.strings.as_string(x)
+        return tf.py_function(lambda x: x, [x], x.dtype) * 0 + x
+
+    def compute_output_spec(self, x):
+        return x
+
+
+class TwoUpdates(keras.Model):
+    """Like a GAN: two optimizers, the second update computed after the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = keras.layers.Dense(4), keras.layers.Dense(1)
+        self.other = keras.optimizers.Adam(0.01)
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+    def train_step(self, data):
+        x, y = data
+        for layer, optimizer in (
+            (self.first, self.optimizer),
+            (self.second, self.other),
+        ):
+            with tf.GradientTape() as tape:
+                loss = keras.ops.mean((self(x)[:, 0] - y) ** 2)
+            weights = layer.trainable_variables
+            optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def test_a_model_that_xla_cannot_compile_trains_without(world, rows, make_model):
+    """It falls back, with one line on the first rank."""
+    if world.size == 1:
+        pytest.skip("one rank trains as Keras does")
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((5,)), Uncompilable(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", jit_compile=True)
+    with pytest.warns(UserWarning) if world.rank == 0 else _no_warning() as warned:
+        keras_dist.dist_fit(model, *rows, batch_size=8, **ARGUMENTS)
+    if world.rank == 0:
+        lines = [str(w.message) for w in warned if "without XLA" in str(w.message)]
+        assert len(lines) == 1 and "XLA cannot compile this model" in lines[0]
+    assert_equal_to_the_bit(model)
+    assert model.jit_compile
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_two_optimizers_in_one_step_equal_one_process(world, rows, is_jitted):
+    """Each averages; with XLA too, where the step cannot be halved."""
+    x, y = (array[:96] for array in rows)
+
+    def train(fit, rate, batch_size):
+        keras.utils.set_random_seed(4)
+        model = TwoUpdates()
+        model(x[:1])
+        model.other.build(model.second.trainable_variables)
+        model.optimizer = keras.optimizers.SGD(rate)
+        model.other.learning_rate = rate
+        model.compile(model.optimizer, jit_compile=is_jitted)
+        model.optimizer.build(model.first.trainable_variables)
+        fit(model, x, y, batch_size=batch_size, **ARGUMENTS)
+        model.optimizer.learning_rate = model.other.learning_rate = 0.0
+        return model
+
+    expected = train(keras.Model.fit, 0.01 * world.size, 8 * world.size)
+    model = train(keras_dist.dist_fit, 0.01, 8)
+    assert largest_difference(model, expected) < 1e-5
+    for own, other in zip(model.other.variables, expected.other.variables, strict=True):
+        assert own.numpy() == pytest.approx(other.numpy(), rel=1e-4, abs=1e-6)
+    assert_equal_to_the_bit(model)
+
+
+class _no_warning:
+    def __enter__(self):
+        return []
+
+    def __exit__(self, *error):
+        return False
