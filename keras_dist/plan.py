@@ -163,11 +163,11 @@ def _validation_lines(rows: Rows, size: int) -> list[tuple[str, str]]:
 
 
 def _texts(rate: Rate) -> list[str]:
-    warmup = (
-        f", after {format_number(rate.warmup_epochs)} epochs of warm-up"
-        if rate.warmup_epochs and rate.factor != 1
-        else ""
-    )
+    warmup = ""
+    if rate.warmup_epochs and rate.factor != 1:
+        plural = "" if rate.warmup_epochs == 1 else "s"
+        epochs = f"{format_number(rate.warmup_epochs)} epoch{plural}"
+        warmup = f", after {epochs} of warm-up"
     change = (
         rate.before
         if rate.factor == 1

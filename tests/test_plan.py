@@ -79,6 +79,8 @@ def test_a_schedule_says_at_which_step_it_is_read():
     box = str(dataclasses.replace(PLAN, rates=(rate,)))
     assert "CosineDecay → CosineDecay × 4" in box
     assert "schedule read at step × 4" in box
+    rate = dataclasses.replace(PLAN.rates[0], warmup_epochs=1)
+    assert "after 1 epoch of warm-up" in str(dataclasses.replace(PLAN, rates=(rate,)))
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,6 @@ def validation_feed(
     steps: int | None,
     steps_rule: scaling.StepsRule,
     split: Split,
-    name: str = "validation_steps_scaling",
 ) -> Feed:
     """This rank's share of the data that is evaluated.
 
@@ -49,19 +48,23 @@ def validation_feed(
         steps: Steps that a script for one process asked for, or `None` for all.
         steps_rule: What happens to them.
         split: How data is divided.
-        name: Name of the rule's argument, for errors.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     after = scaling.scaled_steps(
-        steps_rule, steps, size=split.size, name=name, multiples=True
+        steps_rule,
+        steps,
+        size=split.size,
+        name="validation_steps_scaling",
+        multiples=True,
     )
     given = {"x": x, "y": y, "sample_weight": sample_weight}
     if split.size == 1 or split.shard == "none" or not is_arrays(tuple(given.values())):
-        is_split = split.size > 1
+        kind = "arrays" if is_arrays(x) else type(x).__name__.lstrip("_")
         return Feed(
             given,
-            kind="already split" if is_split else "whole",
+            kind=kind + ", taken as already split" * (split.size > 1),
             batch_size=batch_size,
+            num_rows=len(keras.tree.flatten(x)[0]) if is_arrays(x) else None,
             is_scaled=steps is not None,
             steps_before=steps,
             steps=after,

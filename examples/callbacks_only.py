@@ -1,0 +1,63 @@
+"""A script that keeps its own `model.fit`, with the callbacks of keras_dist.
+
+    horovodrun -np 2 python examples/callbacks_only.py
+
+`dist_fit` does all of this by itself; here every part can be seen, and left out.
+"""
+
+import keras
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+import keras_dist
+
+keras.utils.set_random_seed(0)
+rank, size = keras_dist.rank(), keras_dist.size()
+
+
+def own_share(rows):
+    """Every `size`-th row from `rank` on: as many on every rank, or one would wait."""
+    return rows[: len(rows) // size * size][rank::size]
+
+
+images, labels = load_digits(return_X_y=True)  # 1,797 rows of 8 × 8 pixels, 0 to 16
+split = train_test_split(images / 16, labels, random_state=0)
+x, x_val, y, y_val = (own_share(rows) for rows in split)
+
+model = keras.Sequential(
+    [
+        keras.Input((64,)),
+        keras.layers.Dense(64, activation="relu"),
+        keras.layers.Dense(10, activation="softmax"),
+    ]
+)
+model.compile(
+    # Averages the gradients of all ranks before each update.
+    keras_dist.DistributedOptimizer(keras.optimizers.Adam()),
+    "sparse_categorical_crossentropy",
+    metrics=["accuracy"],
+)
+
+callbacks = [
+    # Makes the metrics those of all ranks. First: the others read them.
+    keras_dist.MetricAverage(),
+    # Prints the rows per second of all ranks together.
+    keras_dist.Throughput(),
+    # Prints the seconds that the training took.
+    keras_dist.TrainingTime(),
+    # Multiplies the learning rate by the number of ranks, in steps over two epochs.
+    keras_dist.LearningRateWarmup(warmup_epochs=2),
+    # Stops all ranks after the same epoch.
+    keras_dist.StopAtAccuracy(0.95),
+    # Copies the first rank's weights to all before the first step. Last.
+    keras_dist.BroadcastVariables(),
+]
+
+model.fit(
+    x,
+    y,
+    validation_data=(x_val, y_val),
+    epochs=50,
+    callbacks=callbacks,
+    verbose=2 if rank == 0 else 0,
+)

@@ -1,0 +1,60 @@
+"""A wide residual network on Fashion-MNIST, on one process: plain Keras.
+
+    python examples/fashion_mnist_single.py
+
+`fashion_mnist.py` is the same on many processes: compare the two with `diff`.
+"""
+
+import argparse
+from pathlib import Path
+
+import keras
+from data import load_fashion_mnist
+from wide_resnet import wide_resnet
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int, default=128, help="of one process")
+parser.add_argument("--val-batch-size", type=int, default=500, help="of one process")
+parser.add_argument("--epochs", type=int, default=40)
+parser.add_argument("--base-lr", type=float, default=0.05, help="of one process")
+parser.add_argument("--wd", type=float, default=1e-4, help="weight decay (L2)")
+parser.add_argument("--width", type=int, default=1, help="10 for a GPU")
+parser.add_argument("--log-dir", type=Path, help="for TensorBoard and epochs.csv")
+parser.add_argument("--rows", type=int, help="only the first so many rows of each set")
+arguments = parser.parse_args()
+
+
+def learning_rate(epoch: int) -> float:
+    """The base rate, divided by ten at each of the epochs 15, 25 and 35."""
+    return arguments.base_lr * 0.1 ** sum(epoch >= drop for drop in (15, 25, 35))
+
+
+(x, y), validation_data = load_fashion_mnist(arguments.rows)
+
+model = wide_resnet(
+    mean=x.mean(), variance=x.var(), width=arguments.width, wd=arguments.wd
+)
+model.compile(
+    optimizer=keras.optimizers.SGD(arguments.base_lr, momentum=0.9, nesterov=True),
+    loss="sparse_categorical_crossentropy",
+    metrics=["accuracy"],
+)
+
+callbacks = [keras.callbacks.LearningRateScheduler(learning_rate)]
+if arguments.log_dir is not None:
+    arguments.log_dir.mkdir(parents=True, exist_ok=True)
+    callbacks += [
+        keras.callbacks.TensorBoard(str(arguments.log_dir)),
+        keras.callbacks.CSVLogger(str(arguments.log_dir / "epochs.csv")),
+    ]
+
+model.fit(
+    x,
+    y,
+    batch_size=arguments.batch_size,
+    validation_data=validation_data,
+    validation_batch_size=arguments.val_batch_size,
+    epochs=arguments.epochs,
+    callbacks=callbacks,
+    verbose=2,
+)

@@ -1,0 +1,78 @@
+"""Start a command as a user does, on one process or under the launcher."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+# A rank that waits for another one fails after a minute.
+_STALL_LIMITS = {
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "10",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60",
+}
+
+
+def launch(
+    command: list[str],
+    *,
+    ranks: int | None,
+    timeout: float,
+    env: dict[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run `command` from the root of the repository until it ends.
+
+    Args:
+        command: A program and its arguments.
+        ranks: Under `horovodrun`, on so many ranks; `None` for without a launcher.
+        timeout: Seconds after which the command and all it started are ended.
+        env: Variables to set beside those of this process.
+
+    Returns:
+        The exit code, and what was printed: under `horovodrun` each line with its
+        rank before it, as in "[0]<stdout>:".
+
+    Raises:
+        TimeoutError: With what was printed so far.
+    """
+    if ranks is not None:
+        horovodrun = Path(sys.executable).with_name("horovodrun")
+        command = [str(horovodrun), "-np", str(ranks), *command]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **_STALL_LIMITS, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # so that the whole group can be ended
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        stdout, stderr = _end(process)
+        raise TimeoutError(
+            f"{' '.join(command)} did not end within {timeout} s.\n{stdout}\n{stderr}"
+        ) from None
+    except BaseException:  # the test run itself was interrupted
+        _end(process)
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
+    _signal(process, signal.SIGTERM)
+    try:
+        # The launcher gives its ranks some seconds to end.
+        return process.communicate(timeout=20)
+    except subprocess.TimeoutExpired:
+        _signal(process, signal.SIGKILL)  # the launcher's ranks end with it
+        return process.communicate()
+
+
+def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+        os.killpg(process.pid, number)
