@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import comm, metrics, mixin
+from keras_dist import batch_norm, comm, metrics, mixin
 from keras_dist.halves import Halves
 from keras_dist.optimizer import weighted_by
 
@@ -71,6 +71,7 @@ def uninstall(model: Any) -> None:
     if mixin.has(model, DistributedStep):
         stopped = model.stop_training
         mixin.remove(model, DistributedStep)
+        batch_norm.desynchronize(model)
         model.stop_training = stopped
         model.train_function = None
         model.test_function = None
@@ -93,6 +94,7 @@ class DistributedStep:
             # Outside of the graph that is being traced, so that it happens once, now.
             with tf.init_scope(), _inside_step(session):
                 comm.together(lambda: _build(self, data))
+                batch_norm.synchronize(self)
                 for hook in session.before_first_step:
                     hook()
         rows = _num_rows(data)

@@ -22,6 +22,7 @@ FLOORS = {
     "comm": 1,
     "optimizer": 2,
     "metrics": 2,
+    "batch_norm": 2,
     "halves": 2,
     "step": 2,
     "callbacks": 2,

@@ -6,8 +6,10 @@ from keras_dist.comm.collectives import (
     broadcast,
     broadcast_arrays,
     gather,
+    stack,
     sum,
     sum_tensors,
+    total,
 )
 from keras_dist.comm.devices import Device
 from keras_dist.comm.runtime import (
@@ -37,8 +39,10 @@ __all__ = [
     "prepare",
     "rank",
     "size",
+    "stack",
     "sum",
     "sum_tensors",
     "together",
+    "total",
     "transport_name",
 ]

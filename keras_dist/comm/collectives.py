@@ -138,6 +138,27 @@ def sum_tensors(tensors: Sequence[Any], *, name: str, dtype: Any) -> list[Any]:
     ]
 
 
+def stack(tensor: Any, *, verb: str) -> Any:
+    """Tensors of one shape of all ranks, as rows of one; inside a graph or not.
+
+    Args:
+        tensor: The same shape and dtype on every rank.
+        verb: What it is for: part of the collective's name.
+    """
+    horovod, _ = runtime.connection()
+    if horovod is None:
+        return tensor[tf.newaxis]
+    return transport.allgather(horovod, tensor[tf.newaxis], name=_name(verb))
+
+
+def total(tensor: Any, *, verb: str) -> Any:
+    """Sum of a float tensor over all ranks; inside a graph or not."""
+    horovod, _ = runtime.connection()
+    if horovod is None:
+        return tensor
+    return transport.allreduce_sum(horovod, tensor, name=_name(verb))
+
+
 def _averaged(value: Any) -> Any:
     _check_number(value)
     _, world = runtime.connection()

@@ -9,6 +9,7 @@ from keras_dist.optimizer.averaging import (
     hoist,
     is_distributed,
     recording,
+    rows_now,
     weighted_by,
 )
 from keras_dist.optimizer.parts import leaves, optimizers_of
@@ -25,6 +26,7 @@ __all__ = [
     "leaves",
     "optimizers_of",
     "recording",
+    "rows_now",
     "scale_rate",
     "schedule_of",
     "unscale_rate",

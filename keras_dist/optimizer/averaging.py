@@ -127,6 +127,11 @@ def weighted_by(rows: Any) -> Iterator[None]:
         _rows.reset(token)
 
 
+def rows_now() -> Any:
+    """Rows that the gradients now being computed are a mean over, or `None`."""
+    return _rows.get()
+
+
 @contextlib.contextmanager
 def recording() -> Iterator[list[Recorded]]:
     """Inside the block, averaging optimizers record their updates and make none."""

@@ -1,0 +1,91 @@
+"""Batch normalization by the statistics of the global batch."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dist import comm, mixin
+from keras_dist.optimizer import rows_now
+
+
+def synchronize(model: Any) -> None:
+    """Let `BatchNormalization(synchronized=True)` layers see the rows of all ranks.
+
+    Keras synchronizes them within `tf.distribute` only: on the ranks of Horovod such a
+    layer would silently normalize by its own rank's rows.
+    """
+    for layer in _synchronized_layers(model):
+        mixin.add(layer, GlobalMoments)
+
+
+def desynchronize(model: Any) -> None:
+    """Take `synchronize` back."""
+    for layer in _synchronized_layers(model):
+        mixin.remove(layer, GlobalMoments)
+
+
+class GlobalMoments:
+    """Mixin for a `BatchNormalization`: mean and variance of the global batch."""
+
+    def _moments(self: Any, inputs: Any, mask: Any) -> Any:
+        if comm.size() == 1:
+            return super()._moments(inputs, mask)  # type: ignore[misc]
+        count, mean, squares = _own_moments(inputs, mask, self._reduction_axes)
+        shape = tf.shape(mean)
+        own = tf.concat(
+            [tf.reshape(count, [1]), tf.reshape(mean, [-1]), tf.reshape(squares, [-1])],
+            axis=0,
+        )
+        everyone = _gathered(own)
+        counts = everyone[:, :1]
+        means, squares = tf.split(everyone[:, 1:], 2, axis=1)
+        # Chan et al., 1983: no difference of large numbers, as E[x²] − E[x]² would be.
+        total = tf.maximum(tf.reduce_sum(counts), 1.0)
+        mean = tf.reduce_sum(counts * means, axis=0) / total
+        spread = counts * tf.square(means - mean)
+        variance = tf.reduce_sum(squares + spread, axis=0) / total
+        return (
+            tf.cast(tf.reshape(mean, shape), inputs.dtype),
+            tf.cast(tf.reshape(variance, shape), inputs.dtype),
+        )
+
+
+def _synchronized_layers(model: Any) -> list[Any]:
+    return [
+        layer
+        for layer in model._flatten_layers(include_self=False)
+        if isinstance(layer, keras.layers.BatchNormalization)
+        and getattr(layer, "synchronized", False)
+    ]
+
+
+def _own_moments(inputs: Any, mask: Any, axes: Any) -> tuple[Any, Any, Any]:
+    """Count, mean and sum of squared distances of this rank's values, in float32."""
+    x = tf.cast(inputs, tf.float32)
+    if mask is None:
+        weights = tf.ones_like(x)
+    else:
+        weights = tf.cast(tf.expand_dims(mask, -1), tf.float32) * tf.ones_like(x)
+    counts = tf.reduce_sum(weights, axes)
+    mean = tf.math.divide_no_nan(tf.reduce_sum(x * weights, axes), counts)
+    shape = [1 if axis in axes else size for axis, size in enumerate(inputs.shape)]
+    distance = (x - tf.reshape(mean, shape)) * weights
+    squares = tf.reduce_sum(tf.square(distance), axes)
+    return tf.reduce_max(counts), mean, squares
+
+
+@tf.custom_gradient
+def _gathered(own: Any) -> Any:
+    """Vectors of all ranks as rows of a matrix; every rank's loss reaches each."""
+    rows = rows_now()
+    everyone = comm.stack(own, verb="moments")
+
+    def gradient(upstream: Any) -> Any:
+        # Gradients are averaged by rows later on: what the other ranks' losses say of
+        # this rank's values has to be weighted the same way, and to undergo that once.
+        weight = tf.cast(1 if rows is None else rows, upstream.dtype)
+        total = comm.total(upstream * weight, verb="moments_gradient")
+        return total[comm.rank()] / weight
+
+    return everyone, gradient

@@ -1,0 +1,79 @@
+"""BatchNormalization: moving statistics by rows, and the global batch's on demand."""
+
+import keras
+import numpy as np
+import pytest
+from claims import assert_equal_to_the_bit, largest_difference
+
+import keras_dist
+from keras_dist import mixin
+from keras_dist.batch_norm import GlobalMoments
+
+
+def make_model(is_synchronized, run_eagerly=True, masks=False):
+    """Two normalizations, far from zero mean, in a model of vectors or sequences."""
+    keras.utils.set_random_seed(2)
+    inputs = keras.Input((4, 5) if masks else (5,))
+    x = keras.layers.Masking()(inputs) if masks else inputs
+    x = keras.layers.BatchNormalization(synchronized=is_synchronized)(x)
+    x = keras.layers.Dense(6, activation="tanh", bias_initializer="ones")(x)
+    x = keras.layers.BatchNormalization(synchronized=is_synchronized)(x)
+    if masks:
+        x = keras.layers.GlobalAveragePooling1D()(x)
+    model = keras.Model(inputs, keras.layers.Dense(1)(x))
+    model.compile(keras.optimizers.SGD(0.05), "mse", run_eagerly=run_eagerly)
+    return model
+
+
+def used(rows, world):
+    """Rows of which the last global batch is ragged but has one for every rank."""
+    x, y = rows
+    return 10.0 + x[:95], y[:95]
+
+
+@pytest.mark.parametrize("run_eagerly", [True, False])
+@pytest.mark.parametrize("masks", [False, True])
+def test_synchronized_layers_equal_one_process(world, rows, run_eagerly, masks):
+    """Weights, moving statistics and gradients, with ragged batches and masks."""
+    x, y = used(rows, world)
+    if masks:
+        x = np.repeat(x[:, None], 4, axis=1) * np.arange(1, 5)[:, None]
+        # Sequences of different lengths: ranks differ in what they count.
+        x[np.arange(4)[None, :] > np.arange(len(x))[:, None] % 4] = 0.0
+    arguments = {"epochs": 2, "shuffle": False, "verbose": 0}
+    expected = make_model(False, run_eagerly, masks)
+    expected.fit(x, y, batch_size=8 * world.size, **arguments)
+    model = make_model(True, run_eagerly, masks)
+    keras_dist.dist_fit(model, x, y, batch_size=8, lr_scaling="none", **arguments)
+    assert largest_difference(model, expected) < 1e-5
+    assert_equal_to_the_bit(model)
+    assert not any(mixin.has(layer, GlobalMoments) for layer in model.layers)
+
+
+def test_moving_statistics_are_weighted_by_rows(world):
+    """A rank with fewer rows counts less; frozen layers keep their bits."""
+    keras.utils.set_random_seed(1)
+    own_rows = 4 + 3 * world.rank
+    x = np.full((own_rows, 2), float(world.rank), "float32")
+    frozen = keras.layers.Dense(2, trainable=False)
+    model = keras.Sequential(
+        [
+            keras.Input((2,)),
+            frozen,
+            keras.layers.BatchNormalization(momentum=0.0),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile("sgd", "mse", run_eagerly=True)
+    before = [keras_dist.broadcast(weight) for weight in frozen.get_weights()]
+    keras_dist.dist_fit(
+        model, x, np.zeros(own_rows), batch_size=20, shard="none", verbose=0
+    )
+    own_mean = frozen(x[:1]).numpy()[0]
+    everyone = keras_dist.gather((own_rows, own_mean))
+    expected = sum(count * mean for count, mean in everyone)
+    expected /= sum(count for count, _ in everyone)
+    moving_mean = model.layers[1].moving_mean.numpy()
+    assert moving_mean == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    for weight, old in zip(frozen.get_weights(), before, strict=True):
+        assert (weight == old).all()
