@@ -165,6 +165,8 @@ def _arguments(
     is_first = comm.rank() == 0
     arguments = fit | training.arguments
     arguments["callbacks"] = [c for c in callbacks if is_first or not ours.is_writer(c)]
+    if training.epoch is not None:
+        arguments["callbacks"].append(ours.NextEpoch(training.epoch))
     arguments["verbose"] = fit["verbose"] if is_first else 0
     if validation is not None:
         given = validation.arguments

@@ -62,25 +62,18 @@ def test_the_data_set_deals_what_the_arithmetic_says(shuffle):
     num_rows, batches = 23, {}
     data = arrays.as_arrays(np.arange(num_rows), np.arange(num_rows) * 2.0)
     for size, batch_size in ((1, 6), (2, 3), (3, 2)):
-        streams_of_ranks = [
-            iter(
-                arrays.deal_training(
-                    data,
-                    batch_size=batch_size,
-                    rank=rank,
-                    size=size,
-                    shuffle=shuffle,
-                    seed=5,
-                )
-            )
-            for rank in range(size)
-        ]
-        steps = rows.steps_of_rows(num_rows, batch_size=batch_size, size=size)
         passes = []
-        for _ in range(2):
+        steps = rows.steps_of_rows(num_rows, batch_size=batch_size, size=size)
+        for number in range(2):
             order = []
-            for step in range(steps):
-                parts = [next(stream) for stream in streams_of_ranks]
+            parts_of_steps = zip(
+                *(
+                    read(data, batch_size, rank, size, shuffle, steps, number)
+                    for rank in range(size)
+                ),
+                strict=True,
+            )
+            for step, parts in enumerate(parts_of_steps):
                 together = [None] * sum(len(part[0]) for part in parts)
                 for rank, (x, y) in enumerate(parts):
                     together[rank::size] = x.numpy().tolist()
@@ -89,9 +82,8 @@ def test_the_data_set_deals_what_the_arithmetic_says(shuffle):
                 assert len(parts[0][0]) <= batch_size
                 order += together
                 if shuffle == "batch":
-                    assert sorted(together) == list(
-                        range(step * 6, step * 6 + len(together))
-                    )
+                    first = step * 6
+                    assert sorted(together) == list(range(first, first + len(together)))
             assert sorted(order) == list(range(num_rows))
             passes.append(order)
         batches[size] = passes
@@ -99,13 +91,48 @@ def test_the_data_set_deals_what_the_arithmetic_says(shuffle):
     assert batches[1] == batches[2] == batches[3]
 
 
+def read(data, batch_size, rank, size, shuffle, steps, number):
+    """The batches of one rank in one epoch."""
+    epoch = tf.Variable(number, dtype=tf.int64)
+    dataset = arrays.deal_training(
+        data,
+        batch_size=batch_size,
+        rank=rank,
+        size=size,
+        shuffle=shuffle,
+        seed=5,
+        steps=steps,
+        epoch=epoch,
+    )
+    assert int(dataset.cardinality()) == steps
+    return list(dataset)
+
+
+def test_epochs_shorter_and_longer_than_a_pass_go_on_where_they_ended():
+    """Any number of steps an epoch cuts the same stream of passes."""
+    data = arrays.as_arrays(np.arange(11))
+    in_a_pass = rows.steps_of_rows(11, batch_size=2, size=2)
+    whole = [
+        batch[0].numpy().tolist()
+        for number in range(8)
+        for batch in read(data, 2, 1, 2, True, in_a_pass, number)
+    ]
+    for steps in range(1, 8):
+        cut = [
+            batch[0].numpy().tolist()
+            for number in range(3)
+            for batch in read(data, 2, 1, 2, True, steps, number)
+        ]
+        assert cut == whole[: 3 * steps]
+
+
 def test_a_tail_smaller_than_the_ranks_is_left_out_and_changes():
     """Other rows each epoch, when they are shuffled."""
     data = arrays.as_arrays(np.arange(7))
-    stream = iter(
-        arrays.deal_training(data, batch_size=2, rank=0, size=3, shuffle=True, seed=1)
-    )
-    first = {tuple(next(stream)[0].numpy().tolist()) for _ in range(20)}
+    first = {
+        tuple(read(data, 2, 0, 3, True, 1, number)[0][0].numpy().tolist())
+        for number in range(12)
+    }
     assert all(len(batch) == 2 for batch in first) and len(first) > 3
 
 

@@ -5,6 +5,7 @@ from keras_dist.callbacks.average_statistics import AverageStatistics
 from keras_dist.callbacks.broadcast_variables import BroadcastVariables
 from keras_dist.callbacks.learning_rate_warmup import LearningRateWarmup
 from keras_dist.callbacks.metric_average import MetricAverage
+from keras_dist.callbacks.next_epoch import NextEpoch
 from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy
 from keras_dist.callbacks.stop_together import StopTogether
 from keras_dist.callbacks.throughput import Throughput
@@ -16,6 +17,7 @@ __all__ = [
     "BroadcastVariables",
     "LearningRateWarmup",
     "MetricAverage",
+    "NextEpoch",
     "StopAtAccuracy",
     "StopTogether",
     "Throughput",

@@ -138,13 +138,15 @@ def deal_training(
     size: int,
     shuffle: bool | str,
     seed: int,
+    steps: int,
+    epoch: tf.Variable,
 ) -> tf.data.Dataset:
-    """This rank's part of every global batch, pass after pass without end.
+    """This rank's part of every global batch of an epoch.
 
-    The order of the rows is one permutation a pass, drawn from `seed` on every rank
-    alike, so that each row is seen once a pass and the order does not depend on the
-    number of ranks. The stream goes on over the epochs, because Keras makes and drops
-    iterators at their ends in a way that a count of passes could not follow.
+    The order of the rows is one permutation a pass, a function of `seed` and the number
+    of the pass: the same on every rank, each row once a pass, whatever the number of
+    ranks. Which epoch is read stands in a variable, because Keras makes more iterators
+    than there are epochs, and one that counted them would be wrong.
 
     Args:
         arrays: All rows; every rank holds them.
@@ -153,46 +155,56 @@ def deal_training(
         size: Number of ranks.
         shuffle: `True`, `False`, or `"batch"` to shuffle inside global batches only.
         seed: Of the permutations, the same on all ranks.
+        steps: Batches of an epoch; it begins where the one before has ended.
+        epoch: Number of the epoch that an iterator made from now on reads, int64.
 
     Returns:
-        A data set of batches `(x, …)` of shape `(batch_size, …)`; the last of a pass
-        may be smaller.
+        A data set of `steps` batches `(x, …)` of shape `(batch_size, …)`; the last of a
+        pass may be smaller.
     """
-    num_rows = arrays.num_rows
-    steps = steps_of_rows(num_rows, batch_size=batch_size, size=size)
-    left_out = left_out_rows(num_rows, batch_size=batch_size, size=size)
-    global_batch = batch_size * size
+    sizes = {"batch_size": batch_size, "size": size}
+    in_a_pass = steps_of_rows(arrays.num_rows, **sizes)
+    num_used = arrays.num_rows - left_out_rows(arrays.num_rows, **sizes)
     tensors = keras.tree.map_structure(
         _as_keras_reads, keras.tree.lists_to_tuples(arrays.parts())
     )
 
-    def order(number: tf.Tensor) -> tf.Tensor:
-        rows = tf.range(num_rows, dtype=tf.int64)
+    def batches(number: tf.Tensor, begin: tf.Tensor) -> tf.data.Dataset:
+        rows = tf.range(arrays.num_rows, dtype=tf.int64)
         if shuffle and shuffle != "batch":
-            rows = tf.random.experimental.stateless_shuffle(rows, [seed, number])
-        return rows[: num_rows - left_out]
-
-    def batches(number: tf.Tensor) -> tf.data.Dataset:
-        rows = order(number)
+            rows = _permuted(rows, seed, number)
+        rows = rows[:num_used]
 
         def batch(step: tf.Tensor) -> tf.Tensor:
-            together = rows[step * global_batch : (step + 1) * global_batch]
+            together = rows[step * batch_size * size : (step + 1) * batch_size * size]
             if shuffle == "batch":
-                place = number * steps + step
-                together = tf.random.experimental.stateless_shuffle(
-                    together, [seed, place]
-                )
+                together = _permuted(together, seed, number * in_a_pass + step)
             return together[rank::size]
 
-        return tf.data.Dataset.range(steps).map(batch)
+        first = begin - number * in_a_pass
+        return tf.data.Dataset.range(
+            tf.maximum(first, 0), tf.minimum(first + steps, in_a_pass)
+        ).map(batch)
+
+    def passes(_: tf.Tensor) -> tf.data.Dataset:
+        begin = epoch.read_value() * steps
+        numbers = tf.data.Dataset.range(
+            begin // in_a_pass, (begin + steps - 1) // in_a_pass + 1
+        )
+        return numbers.flat_map(lambda number: batches(number, begin))
 
     def read(rows: tf.Tensor) -> Any:
         return keras.tree.map_structure(
             lambda leaf: None if leaf is None else tf.gather(leaf, rows), tensors
         )
 
-    rows_of_batches = tf.data.Dataset.counter().flat_map(batches)
-    return _unsharded(rows_of_batches.map(read, tf.data.AUTOTUNE, deterministic=True))
+    rows_of_batches = tf.data.Dataset.range(1).flat_map(passes)
+    dataset = rows_of_batches.map(read, tf.data.AUTOTUNE, deterministic=True)
+    return _unsharded(dataset.apply(tf.data.experimental.assert_cardinality(steps)))
+
+
+def _permuted(rows: tf.Tensor, seed: int, number: Any) -> tf.Tensor:
+    return tf.random.experimental.stateless_shuffle(rows, [seed, number])
 
 
 def _unsharded(dataset: tf.data.Dataset) -> tf.data.Dataset:

@@ -23,6 +23,7 @@ class Feed:
         is_scaled: Whether they come from a number that the user gave.
         is_known: Whether the steps cannot turn out fewer.
         has_rows: `False` if another rank's row stands in, which must not count.
+        epoch: Variable in which the data reads the number of the epoch, if it does.
         facts: What has to be equal on all ranks.
     """
 
@@ -37,6 +38,7 @@ class Feed:
     is_scaled: bool = False
     is_known: bool = True
     has_rows: bool = True
+    epoch: Any = None
     facts: dict[str, Any] = field(default_factory=dict)
 
 

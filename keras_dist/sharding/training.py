@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import tensorflow as tf
+
 from keras_dist import scaling
 from keras_dist.sharding.arrays import (
     Arrays,
@@ -58,14 +60,21 @@ def _dealt_feed(
     batch_size, shuffle = given["batch_size"], given["shuffle"]
     num_rows = arrays.num_rows
     sizes = {"batch_size": batch_size, "size": split.size}
-    dataset = deal_training(
-        arrays, rank=split.rank, shuffle=shuffle, seed=split.seed, **sizes
-    )
     steps = given["steps_per_epoch"] or steps_of_rows(num_rows, **sizes)
+    epoch = tf.Variable(0, dtype=tf.int64, trainable=False)
+    dataset = deal_training(
+        arrays,
+        rank=split.rank,
+        shuffle=shuffle,
+        seed=split.seed,
+        steps=steps,
+        epoch=epoch,
+        **sizes,
+    )
     return Feed(
         # The data set has it all: Keras takes none of these beside one.
-        dict.fromkeys(["y", "sample_weight", "batch_size"])
-        | {"x": dataset, "steps_per_epoch": steps, "shuffle": False},
+        dict.fromkeys(["y", "sample_weight", "batch_size", "steps_per_epoch"])
+        | {"x": dataset, "shuffle": False},
         kind="arrays, dealt row by row, " + ("shuffled" if shuffle else "in order"),
         batch_size=batch_size,
         num_rows=num_rows,
@@ -74,6 +83,7 @@ def _dealt_feed(
         is_scaled=steps_before is not None,
         steps_before=steps_before or -(-num_rows // batch_size),
         steps=steps,
+        epoch=epoch,
         facts={
             "the number of rows": num_rows,
             "the shapes of the rows": arrays.row_shapes(),
