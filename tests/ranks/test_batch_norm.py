@@ -9,6 +9,8 @@ import keras_dist
 from keras_dist import mixin
 from keras_dist.batch_norm import GlobalMoments
 
+pytestmark = pytest.mark.several_ranks
+
 
 def make_model(is_synchronized, run_eagerly=True, masks=False):
     """Two normalizations, far from zero mean, in a model of vectors or sequences."""
@@ -41,7 +43,8 @@ def test_synchronized_layers_equal_one_process(world, rows, run_eagerly, masks):
         # Sequences of different lengths: ranks differ in what they count.
         x[np.arange(4)[None, :] > np.arange(len(x))[:, None] % 4] = 0.0
     arguments = {"epochs": 2, "shuffle": False, "verbose": 0}
-    expected = make_model(False, run_eagerly, masks)
+    # One rank is Keras's own, which synchronizes with less exact arithmetic.
+    expected = make_model(world.size == 1, run_eagerly, masks)
     expected.fit(x, y, batch_size=8 * world.size, **arguments)
     model = make_model(True, run_eagerly, masks)
     keras_dist.dist_fit(model, x, y, batch_size=8, lr_scaling="none", **arguments)

@@ -176,8 +176,10 @@ def test_evaluate_is_exact_for_any_number_of_rows(world, rows, make_model):
         as_list = many.evaluate(*data, verbose=0)
         assert as_list == pytest.approx(model.evaluate(*data, verbose=0), abs=1e-6)
     assert (many.predict(x, verbose=0) == model.predict(x, verbose=0)).all()
-    for message in raises_everywhere(ValueError, lambda: many.evaluate(x[:0], y[:0])):
-        assert message
+    if world.size > 1:
+        nothing = x[:0], y[:0]
+        for message in raises_everywhere(ValueError, lambda: many.evaluate(*nothing)):
+            assert "nothing to validate on" in message
 
 
 def test_a_distributed_model_is_the_model(world, rows, make_model):

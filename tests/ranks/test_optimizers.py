@@ -9,6 +9,8 @@ from claims import assert_equal_to_the_bit, largest_difference
 
 import keras_dist
 
+pytestmark = pytest.mark.several_ranks
+
 # Arguments that each optimizer is tried with, beside its rate. One that Keras adds is
 # not in this table yet, and fails the test of completeness below.
 ARGUMENTS = {

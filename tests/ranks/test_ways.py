@@ -7,6 +7,8 @@ from claims import assert_equal_to_the_bit, largest_difference
 
 import keras_dist
 
+pytestmark = pytest.mark.several_ranks
+
 ARGUMENTS = {"epochs": 2, "shuffle": False, "verbose": 0}
 
 
