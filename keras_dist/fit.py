@@ -105,7 +105,7 @@ def dist_fit(
     comm.agree(job.facts(), advice=_ADVICE)
     if world.is_first and verbose != 0:
         print(job.plan, flush=True)
-    with distributed(model, job):
+    with comm.explained(), distributed(model, job):
         return model.fit(**job.arguments)
 
 

@@ -22,6 +22,7 @@ from keras_dist.comm.runtime import (
     size,
     transport_name,
 )
+from keras_dist.comm.transport import explained
 from keras_dist.comm.world import World
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "broadcast",
     "broadcast_arrays",
     "device",
+    "explained",
     "gather",
     "init",
     "local_rank",

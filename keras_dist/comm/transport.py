@@ -1,6 +1,8 @@
 """The door to Horovod: the only file that imports it."""
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -56,16 +58,38 @@ def describe(horovod: ModuleType) -> str:
     return control
 
 
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Inside the block, the end of another rank is told in one line.
+
+    Raises:
+        RuntimeError: In place of TensorFlow's error, where Horovod was shut down by
+            another rank while this one waited for it.
+    """
+    try:
+        yield
+    except tf.errors.UnknownError as error:
+        if "Horovod has been shut down" not in str(error):
+            raise
+        raise RuntimeError(
+            "Another rank has ended while this one waited for it. "
+            "Its own error, printed by that rank, is the cause."
+        ) from None
+
+
+@explained()
 def allreduce_sum(horovod: ModuleType, tensor: Any, *, name: str) -> Any:
     """Sum of `tensor` over all ranks; the same bits on every rank."""
     return horovod.allreduce(tensor, op=horovod.Sum, name=name)
 
 
+@explained()
 def allgather(horovod: ModuleType, tensor: Any, *, name: str) -> Any:
     """The tensors of all ranks, joined along their first axis in rank order."""
     return horovod.allgather(tensor, name=name)
 
 
+@explained()
 def broadcast(horovod: ModuleType, tensor: Any, *, root_rank: int, name: str) -> Any:
     """The tensor of `root_rank`, on every rank."""
     return horovod.broadcast(tensor, root_rank=root_rank, name=name)
