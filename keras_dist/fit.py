@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -100,13 +101,31 @@ def dist_fit(
         target_accuracy=target_accuracy,
     )
     world = comm.init()
-    seed = comm.broadcast(random.getrandbits(31))
+    seed = comm.broadcast(_seed_of_order(model))
     job = comm.together(lambda: prepare(model, given, options, seed=seed))
     comm.agree(job.facts(), advice=_ADVICE)
     if world.is_first and verbose != 0:
-        print(job.plan, flush=True)
+        _print(str(job.plan))
     with comm.explained(), distributed(model, job):
         return model.fit(**job.arguments)
+
+
+def _seed_of_order(model: Any) -> int:
+    """A seed that follows from `keras.utils.set_random_seed` and draws nothing from it.
+
+    Random numbers that the script draws later are those that it draws on one process.
+    The updates made so far are added, so that the next fit has another order.
+    """
+    generator = random.Random()
+    generator.setstate(random.getstate())
+    made = getattr(getattr(model, "optimizer", None), "iterations", 0)
+    return (generator.getrandbits(31) + int(made)) % 2**31
+
+
+def _print(text: str) -> None:
+    # A terminal that knows no box characters must not end the training.
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding), flush=True)
 
 
 _FIT_ARGUMENTS = tuple(inspect.signature(keras.Model.fit).parameters)[1:]

@@ -1,14 +1,17 @@
 """Without a launcher: plain Keras, the same numbers, no Horovod needed."""
 
 import inspect
+import io
 import json
 import os
+import random
 import subprocess
 import sys
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import keras_dist
 
@@ -86,6 +89,21 @@ def test_one_process_is_plain_keras_to_the_bit(rows, arguments):
     for name, values in plain.history.items():
         assert ours.history[name] == values
     assert ours.params == plain.params and model.history is ours
+
+
+def test_the_fit_takes_no_random_numbers_and_no_special_terminal(rows, monkeypatch):
+    """What the script draws afterwards is what it draws after `model.fit`."""
+    drawn = []
+    for fit in (keras.Model.fit, keras_dist.dist_fit):
+        model = make_model()
+        fit(model, *rows, verbose=0)
+        drawn.append((random.random(), np.random.random(), tf.random.uniform([])))
+    assert drawn[0] == drawn[1]
+    ascii_only = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", ascii_only)
+    keras_dist.dist_fit(make_model(), *rows, verbose=2)
+    ascii_only.seek(0)
+    assert "keras_dist" in ascii_only.read()
 
 
 def test_all_arguments_of_fit_are_taken():
