@@ -8,14 +8,20 @@ import keras_dist
 
 
 def pytest_configure(config):
-    """Registers the mark of tests that say nothing on one rank."""
+    """Registers the marks of tests that need not run on every number of ranks."""
     config.addinivalue_line("markers", "several_ranks: one rank is plain Keras")
+    config.addinivalue_line("markers", "two_ranks: slow, and the same code on three")
 
 
 def pytest_collection_modifyitems(items):
-    """Leaves out on one rank what would compare Keras with itself."""
-    if keras_dist.size() == 1:
-        items[:] = [i for i in items if not i.get_closest_marker("several_ranks")]
+    """Leaves out what would compare Keras with itself, and repeat what is slow."""
+    marks = {1: {"several_ranks", "two_ranks"}, 3: {"two_ranks"}}
+    left_out = marks.get(keras_dist.size(), set())
+    items[:] = [
+        item
+        for item in items
+        if not left_out & {mark.name for mark in item.iter_markers()}
+    ]
 
 
 @pytest.fixture

@@ -33,7 +33,9 @@ def used(rows, world):
     return 10.0 + x[:95], y[:95]
 
 
-@pytest.mark.parametrize("run_eagerly", [True, False])
+@pytest.mark.parametrize(
+    "run_eagerly", [True, pytest.param(False, marks=pytest.mark.two_ranks)]
+)
 @pytest.mark.parametrize("masks", [False, True])
 def test_synchronized_layers_equal_one_process(world, rows, run_eagerly, masks):
     """Weights, moving statistics and gradients, with ragged batches and masks."""

@@ -19,7 +19,9 @@ def deal(rows, world):
     return tuple(array[:96][world.rank :: world.size] for array in rows)
 
 
-@pytest.mark.parametrize("is_jitted", [False, True])
+@pytest.mark.parametrize(
+    "is_jitted", [False, pytest.param(True, marks=pytest.mark.two_ranks)]
+)
 def test_callbacks_alone_train_like_one_process(world, rows, make_model, is_jitted):
     """Plain `model.fit`, our optimizer and our callbacks one by one."""
     x, y = (array[:96] for array in rows)

@@ -29,7 +29,13 @@ def usable(rows, world, batch_size):
 
 @pytest.mark.parametrize(
     ("name", "is_jitted"),
-    [("sgd", False), ("adam", False), ("adamw", False), ("sgd", True), ("adam", True)],
+    [
+        ("sgd", False),
+        ("adam", False),
+        ("adamw", False),
+        pytest.param("sgd", True, marks=pytest.mark.several_ranks),
+        pytest.param("adam", True, marks=pytest.mark.several_ranks),
+    ],
 )
 def test_training_equals_one_process(world, rows, make_model, name, is_jitted):
     """Weights, optimizer state and every metric, over ragged epochs."""
