@@ -4,44 +4,10 @@
 time, not the model.
 """
 
-import keras
+import importlib.util
+from typing import Any
 
-if keras.backend.backend() != "tensorflow":
-    raise ImportError(
-        "keras_dist needs Keras's TensorFlow backend. "
-        f"Received: the {keras.backend.backend()} backend. "
-        "Set KERAS_BACKEND=tensorflow before Keras is imported."
-    )
-
-from keras_dist.callbacks import (  # noqa: E402 - after the check of the backend
-    AverageStatistics,
-    BroadcastVariables,
-    LearningRateWarmup,
-    MetricAverage,
-    StopAtAccuracy,
-    StopTogether,
-    Throughput,
-    TrainingTime,
-)
-from keras_dist.comm import (  # noqa: E402
-    World,
-    average,
-    broadcast,
-    gather,
-    init,
-    local_rank,
-    local_size,
-    prepare,
-    rank,
-    size,
-    sum,
-)
-from keras_dist.fit import DistributedModel, dist_fit  # noqa: E402
-from keras_dist.optimizer import DistributedOptimizer  # noqa: E402
-from keras_dist.version import __version__  # noqa: E402
-
-prepare()
-del prepare
+from keras_dist.version import __version__
 
 __all__ = [
     "AverageStatistics",
@@ -67,3 +33,54 @@ __all__ = [
     "size",
     "sum",
 ]
+
+_missing = [n for n in ("tensorflow", "keras") if importlib.util.find_spec(n) is None]
+
+if not _missing:
+    import keras
+
+    if keras.backend.backend() != "tensorflow":
+        raise ImportError(
+            "keras_dist needs Keras's TensorFlow backend. "
+            f"Received: the {keras.backend.backend()} backend. "
+            "Set KERAS_BACKEND=tensorflow before Keras is imported."
+        )
+
+    from keras_dist.callbacks import (
+        AverageStatistics,
+        BroadcastVariables,
+        LearningRateWarmup,
+        MetricAverage,
+        StopAtAccuracy,
+        StopTogether,
+        Throughput,
+        TrainingTime,
+    )
+    from keras_dist.comm import (
+        World,
+        average,
+        broadcast,
+        gather,
+        init,
+        local_rank,
+        local_size,
+        prepare,
+        rank,
+        size,
+        sum,
+    )
+    from keras_dist.fit import DistributedModel, dist_fit
+    from keras_dist.optimizer import DistributedOptimizer
+
+    prepare()
+    del prepare
+else:
+    # The command that builds Horovod has to start also here, and say what it needs.
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'keras_dist' has no attribute {name!r}")
+        raise ImportError(
+            f"keras_dist.{name} needs TensorFlow 2.18 to 2.21 and Keras 3. "
+            f"Received: an environment without {' and '.join(_missing)}. "
+            "Run: pip install 'tensorflow>=2.18,<2.22' 'keras>=3.5'"
+        )

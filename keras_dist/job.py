@@ -133,7 +133,6 @@ def prepare(model: Any, fit: dict[str, Any], options: Options, *, seed: int) -> 
             if validation is None
             else _rows(validation, options.validation_steps_scaling),
             rates=_rates(model, options, factor, stretch),
-            epochs=fit["epochs"],
             is_compiled=bool(model.jit_compile),
             writers=ours.destinations(callbacks),
         ),

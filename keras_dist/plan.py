@@ -69,7 +69,6 @@ class Plan:
     training: Rows
     validation: Rows | None
     rates: tuple[Rate, ...]
-    epochs: int
     is_compiled: bool
     writers: tuple[tuple[str, str], ...]
 

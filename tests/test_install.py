@@ -3,7 +3,10 @@
 import dataclasses
 import io
 import itertools
+import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -298,3 +301,20 @@ def test_something_missing_stops_before_the_build(monkeypatch):
     monkeypatch.setattr(build, "build_and_install", lambda *_: pytest.fail("built"))
     with pytest.raises(InstallError, match="Horovod cannot be built here"):
         build.install_horovod()
+
+
+def test_without_tensorflow_the_command_says_which_package_to_install():
+    """And the package can be imported: only its use says what is missing."""
+    env = {"PYTHONPATH": str(Path(__file__).parents[1]), "PATH": os.environ["PATH"]}
+    python = [sys.executable, "-S"]  # without the packages of the environment
+
+    def run(*arguments):
+        return subprocess.run(
+            [*python, *arguments], env=env, capture_output=True, text=True, check=False
+        )
+
+    done = run("-m", "keras_dist", "install-horovod")
+    assert done.returncode == 1
+    assert "pip install 'tensorflow>=2.18,<2.22'" in done.stderr
+    done = run("-c", "import keras_dist; keras_dist.dist_fit")
+    assert "without tensorflow and keras. Run: pip install" in done.stderr

@@ -24,7 +24,6 @@ PLAN = plan.Plan(
     ),
     validation=plan.Rows("arrays, dealt row by row", 64, 10000, 2500, 0, 157, 40),
     rates=(plan.Rate("0.1", "0.4", "linear: × 4", 4.0, 5),),
-    epochs=3,
     is_compiled=False,
     writers=(("CSVLogger", "logs/log.csv"),),
 )

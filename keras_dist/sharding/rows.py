@@ -36,19 +36,6 @@ def steps_of_rows(num_rows: int, *, batch_size: int, size: int) -> int:
     return -(-used // (batch_size * size))
 
 
-def rows_of_batch(
-    step: int, num_rows: int, *, batch_size: int, rank: int, size: int
-) -> range:
-    """Places, in the order of a pass, of the rows that `rank` reads at `step`.
-
-    >>> [list(rows_of_batch(1, 7, batch_size=2, rank=r, size=2)) for r in range(2)]
-    [[4, 6], [5]]
-    """
-    used = num_rows - left_out_rows(num_rows, batch_size=batch_size, size=size)
-    start = step * batch_size * size
-    return range(start + rank, min(start + batch_size * size, used), size)
-
-
 def rows_of_rank(num_rows: int, *, batch_size: int, rank: int, size: int) -> int:
     """How many rows `rank` reads in a pass over `num_rows` rows.
 
