@@ -1,4 +1,4 @@
-# The four verbs of this project: setup, check, test, demo.
+# The verbs of this project.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,13 +8,15 @@ READY := .venv/.ready
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo
+.PHONY: help setup check test demo equivalence fuzz
 
 help:
 	@echo "make setup   a virtual environment in .venv, with Horovod built for its TensorFlow"
 	@echo "make check   format, lint, types and fast tests"
 	@echo "make test    all tests, those on several processes too"
 	@echo "make demo    train a model on two processes"
+	@echo "make equivalence   write docs/equivalence.md: every case on 2 and 3 processes"
+	@echo "make fuzz    try random cases: FIRST=0 COUNT=200"
 	@echo "PYTHON=...   the Python of the environment (now: $(PYTHON))"
 
 setup: $(READY)
@@ -51,3 +53,11 @@ test: setup
 
 demo: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/horovodrun -np 2 $(BIN)/python examples/digits.py
+
+equivalence: setup
+	$(BIN)/python tests/equivalence.py
+
+FIRST ?= 0
+COUNT ?= 200
+fuzz: setup
+	$(BIN)/python tests/equivalence.py fuzz $(FIRST) $(COUNT)

@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -12,7 +12,9 @@ import keras
 from keras_dist import comm, optimizer, scaling, sharding, step
 from keras_dist.callbacks import is_writer
 from keras_dist.callbacks.learning_rate_warmup import rate_factor_of_step
-from keras_dist.job import Job, Options, check_model, prepare
+from keras_dist.checks import check_model
+from keras_dist.job import Job, prepare
+from keras_dist.options import Options
 
 _ADVICE = "Start every rank with the same script, arguments and data."
 
@@ -42,6 +44,10 @@ def dist_fit(
     validation_steps_scaling: scaling.StepsRule = "divide",
     shard: str = "auto",
     target_accuracy: float | None = None,
+    op: str = "average",
+    compression: str | None = None,
+    local_layers: Sequence[Any] = (),
+    process_set: Sequence[int] | None = None,
 ) -> keras.callbacks.History:
     """Train `model` on all ranks as `model.fit` trains it on one process.
 
@@ -71,6 +77,9 @@ def dist_fit(
             batches counts as already split. `"none"`: you have split all data.
         target_accuracy: Stop when `val_accuracy` has reached it: adds
             `StopAtAccuracy(target_accuracy)`.
+        op, compression, local_layers, process_set: How gradients are averaged, as in
+            `DistributedOptimizer`. In a process set, its ranks are all that there are:
+            its first one prints and writes.
 
     Returns:
         The `History` of the fit, the same on every rank.
@@ -99,15 +108,19 @@ def dist_fit(
         validation_steps_scaling=validation_steps_scaling,
         shard=shard,
         target_accuracy=target_accuracy,
+        op=op,
+        compression=compression,
+        local_layers=local_layers,
+        process_set=process_set,
     )
-    world = comm.init()
-    seed = comm.broadcast(_seed_of_order(model))
-    job = comm.together(lambda: prepare(model, given, options, seed=seed))
-    comm.agree(job.facts(), advice=_ADVICE)
-    if world.is_first and verbose != 0:
-        _print(str(job.plan))
-    with comm.explained(), distributed(model, job):
-        return model.fit(**job.arguments)
+    with comm.within(process_set):
+        seed = comm.broadcast(_seed_of_order(model))
+        job = comm.together(lambda: prepare(model, given, options, seed=seed))
+        comm.agree(job.facts(), advice=_ADVICE)
+        if comm.rank() == 0 and verbose != 0:
+            _print(str(job.plan))
+        with comm.explained(), distributed(model, job):
+            return model.fit(**job.arguments)
 
 
 def _seed_of_order(model: Any) -> int:
@@ -138,11 +151,12 @@ def distributed(model: Any, job: Job) -> Iterator[None]:
         session = step.install(model)
         stack.callback(step.uninstall, model)
         session.has_validation_rows = job.validation is None or job.validation.has_rows
+        session.rows_of_all = job.training.rows_of_all
         if not job.training.is_known:
             session.planned_steps = job.training.steps
         for found in optimizer.optimizers_of(model):
             if comm.size() > 1:
-                stack.enter_context(optimizer.averaging(found))
+                stack.enter_context(optimizer.averaging(found, job.averaging))
             stack.callback(optimizer.unscale_rate, found)
         # Only when all is built: a MultiOptimizer may not know its parts before.
         session.before_first_step.append(lambda: _scale_rates(model, job))
@@ -166,7 +180,8 @@ class DistributedModel:
         model: A `keras.Model`.
         **options: Defaults for the arguments that `dist_fit` has and `Model.fit` does
             not: `lr_scaling`, `warmup_epochs`, `steps_scaling`,
-            `validation_steps_scaling`, `shard`, `target_accuracy`.
+            `validation_steps_scaling`, `shard`, `target_accuracy`, `op`,
+            `compression`, `local_layers`, `process_set`.
 
     Raises:
         TypeError: If an option is unknown.
@@ -205,40 +220,42 @@ class DistributedModel:
         Returns:
             What `keras.Model.evaluate` returns for all rows, the same on every rank.
         """
-        world = comm.init()
         options = Options(**self.options)
-
-        def prepared() -> sharding.Feed:
-            check_model(self.model)
-            return sharding.validation_feed(
-                x if y is None and sample_weight is None else (x, y, sample_weight),
-                batch_size=batch_size,
-                steps=steps,
-                steps_rule=options.validation_steps_scaling,
-                split=sharding.Split(world.rank, world.size, options.shard),
+        with comm.within(options.process_set):
+            feed = comm.together(
+                lambda: self._feed((x, y, sample_weight), batch_size, steps, options)
             )
+            comm.agree(feed.facts, advice=_ADVICE)
+            session = step.install(self.model)
+            session.averages_metrics = True
+            session.has_validation_rows = feed.has_rows
+            is_first = comm.rank() == 0
+            given = keras.tree.flatten(callbacks or [])
+            try:
+                return self.model.evaluate(
+                    **feed.arguments,
+                    batch_size=batch_size,
+                    verbose=verbose if is_first else 0,
+                    steps=feed.steps if steps else None,
+                    callbacks=[c for c in given if is_first or not is_writer(c)]
+                    or None,
+                    return_dict=return_dict,
+                )
+            finally:
+                step.uninstall(self.model)
 
-        feed = comm.together(prepared)
-        comm.agree(feed.facts, advice=_ADVICE)
-        kept = [
-            callback
-            for callback in keras.tree.flatten(callbacks or [])
-            if world.is_first or not is_writer(callback)
-        ]
-        session = step.install(self.model)
-        session.averages_metrics = True
-        session.has_validation_rows = feed.has_rows
-        try:
-            return self.model.evaluate(
-                **feed.arguments,
-                batch_size=batch_size,
-                verbose=verbose if world.is_first else 0,
-                steps=feed.steps if steps else None,
-                callbacks=kept or None,
-                return_dict=return_dict,
-            )
-        finally:
-            step.uninstall(self.model)
+    def _feed(
+        self, parts: Any, batch_size: int | None, steps: int | None, options: Options
+    ) -> sharding.Feed:
+        check_model(self.model)
+        x, y, sample_weight = parts
+        return sharding.validation_feed(
+            x if y is None and sample_weight is None else parts,
+            batch_size=batch_size,
+            steps=steps,
+            steps_rule=options.validation_steps_scaling,
+            split=sharding.Split(comm.rank(), comm.size(), options.shard),
+        )
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """`keras.Model.predict`: every rank predicts all of the rows it is given."""

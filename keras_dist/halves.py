@@ -9,8 +9,8 @@ import tensorflow as tf
 from keras_dist.optimizer import (
     Recorded,
     apply_recorded,
-    average_gradients,
     recording,
+    share_gradients,
 )
 
 
@@ -53,7 +53,7 @@ class Halves:
         """One train step; returns what the model's own returns."""
         logs, gradients = self._first_half(data)
         averaged = [
-            average_gradients(call.optimizer, own)
+            share_gradients(call.optimizer, own, call.variables)
             for call, own in zip(self._calls, gradients, strict=True)
         ]
         self._second_half(averaged)

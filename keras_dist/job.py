@@ -4,23 +4,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from keras_dist import callbacks as ours
 from keras_dist import comm, optimizer, plan, scaling, sharding
+from keras_dist.checks import check_local_layers, check_model
+from keras_dist.options import Options
 from keras_dist.version import __version__
-
-
-@dataclass(frozen=True)
-class Options:
-    """The arguments of `dist_fit` that `Model.fit` does not have."""
-
-    lr_scaling: scaling.LearningRateRule = "linear"
-    warmup_epochs: float = 0
-    steps_scaling: scaling.StepsRule = "divide"
-    validation_steps_scaling: scaling.StepsRule = "divide"
-    shard: str = "auto"
-    target_accuracy: float | None = None
 
 
 @dataclass(frozen=True)
@@ -31,6 +20,7 @@ class Job:
         arguments: Of `keras.Model.fit`, for this rank.
         training: This rank's training data.
         validation: This rank's validation data, if there is any.
+        averaging: How gradients become those of all ranks.
         factor: Full factor on the learning rate.
         stretch: A schedule is read at step × this.
         warmup_steps: Steps until the full factor.
@@ -40,6 +30,7 @@ class Job:
     arguments: dict[str, Any]
     training: sharding.Feed
     validation: sharding.Feed | None
+    averaging: optimizer.Averaging
     factor: float
     stretch: int
     warmup_steps: int
@@ -52,6 +43,10 @@ class Job:
         names = ("epochs", "initial_epoch", "validation_freq", "class_weight")
         facts |= {f"`{name}`": self.arguments[name] for name in names}
         facts["whether there is validation data"] = self.validation is not None
+        facts["`op` and `compression`"] = (
+            self.averaging.op,
+            self.averaging.compression,
+        )
         facts["the learning rate's factor"] = self.factor
         facts["the steps of the warm-up"] = self.warmup_steps
         # A user's own callback may be on one rank only: it has no collective in it.
@@ -62,31 +57,6 @@ class Job:
             and not ours.is_writer(callback)
         ]
         return facts
-
-
-def check_model(model: Any) -> None:
-    """Raise where `model` cannot be trained on many ranks.
-
-    Raises:
-        TypeError: If it is not a Keras model.
-        ValueError: If it is not compiled, or under a `tf.distribute` strategy.
-    """
-    if not isinstance(model, keras.Model):
-        raise TypeError(
-            "`model` must be a keras.Model. "
-            f"Received: {model!r} of type {type(model).__name__}"
-        )
-    if not model.compiled:
-        raise ValueError(
-            "The model must be compiled: its optimizer is what averages. Received: the "
-            f"uncompiled model {model.name!r}. Call model.compile(…) first."
-        )
-    if tf.distribute.has_strategy() or not _has_default_strategy(model):
-        raise ValueError(
-            "The model is already distributed by TensorFlow. Received: a model under "
-            f"{type(model.distribute_strategy).__name__}. Make and compile it outside "
-            "of `strategy.scope()`: keras_dist starts one process per device instead."
-        )
 
 
 def prepare(model: Any, fit: dict[str, Any], options: Options, *, seed: int) -> Job:
@@ -102,6 +72,9 @@ def prepare(model: Any, fit: dict[str, Any], options: Options, *, seed: int) -> 
         ValueError: If an argument is unusable.
     """
     check_model(model)
+    averaging = options.averaging()
+    optimizer.check_usable(averaging)
+    check_local_layers(model, averaging)
     world = comm.init()
     callbacks = ours.arrange(fit["callbacks"], options.target_accuracy)
     callbacks, options = _take_over_warmup(callbacks, options)
@@ -119,6 +92,7 @@ def prepare(model: Any, fit: dict[str, Any], options: Options, *, seed: int) -> 
         arguments=_arguments(fit, training, validation, callbacks),
         training=training,
         validation=validation,
+        averaging=averaging,
         factor=factor,
         stretch=stretch,
         warmup_steps=_warmup_steps(options.warmup_epochs, training.steps),
@@ -165,7 +139,7 @@ def _arguments(
     arguments = fit | training.arguments
     arguments["callbacks"] = [c for c in callbacks if is_first or not ours.is_writer(c)]
     if training.epoch is not None:
-        arguments["callbacks"].append(ours.NextEpoch(training.epoch))
+        arguments["callbacks"].append(ours.NextEpoch(training.epoch, training.steps))
     arguments["verbose"] = fit["verbose"] if is_first else 0
     if validation is not None:
         given = validation.arguments
@@ -218,10 +192,6 @@ def _feeds(
             multiples=True,
         )
     return training, validation
-
-
-def _has_default_strategy(model: Any) -> bool:
-    return model.distribute_strategy is tf.distribute.get_strategy()
 
 
 def _packed(given: dict[str, Any]) -> Any:

@@ -9,9 +9,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import batch_norm, comm, metrics, mixin
+from keras_dist import batch_norm, comm, losses, metrics, mixin
 from keras_dist.halves import Halves
-from keras_dist.optimizer import weighted_by
+from keras_dist.optimizer import averages_by_rows, weighted_by
 
 
 @dataclass
@@ -22,6 +22,9 @@ class Session:
         before_first_step: Called in order, outside of any graph, when the first
             train step is about to run and the model is built.
         rows: Rows that this rank has trained on since the count was read.
+        position: Number of the next step, counted from the beginning of epoch 0.
+        rows_of_all: Rows that all ranks together read at a step, as a function of its
+            number, where that is known beforehand.
         in_step: Inside a step, metrics stay this rank's own.
         averages_metrics: Whether results are taken over all ranks.
         has_validation_rows: `False` where this rank evaluates but must not count.
@@ -36,6 +39,8 @@ class Session:
 
     before_first_step: list[Callable[[], None]] = field(default_factory=list)
     rows: Any = None
+    position: Any = None
+    rows_of_all: Callable[[Any], Any] | None = None
     has_started: bool = False
     in_step: bool = False
     is_evaluating: bool = False
@@ -55,10 +60,13 @@ def install(model: Any) -> Session:
     The train function is made anew: one that was traced before averages nothing.
     """
     if not mixin.has(model, DistributedStep):
-        # The number of rows stays out of the model's tracked state, or it would be
-        # saved with it.
+        # These numbers stay out of the model's tracked state, or they would be saved
+        # with it.
         with tf.init_scope():
-            session = Session(rows=tf.Variable(0, dtype=tf.int64, trainable=False))
+            rows, position = (
+                tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(2)
+            )
+            session = Session(rows=rows, position=position)
         object.__setattr__(model, "_distributed_session", session)
         mixin.add(model, DistributedStep)
         model.train_function = None
@@ -97,10 +105,17 @@ class DistributedStep:
                 batch_norm.synchronize(self)
                 for hook in session.before_first_step:
                     hook()
+        data = _after_updates(self, data)
         rows = _num_rows(data)
         session.rows.assign_add(tf.cast(rows, tf.int64))
+        of_all = None
+        if session.rows_of_all is not None:
+            of_all = session.rows_of_all(session.position.read_value())
+            session.position.assign_add(1)
         own_step = super().train_step  # type: ignore[misc]
-        with _inside_step(session), weighted_by(rows):
+        by_rows = averages_by_rows(self) and comm.size() > 1
+        exact = losses.of_all_rows() if by_rows else contextlib.nullcontext()
+        with _inside_step(session), weighted_by(rows, of_all), exact:
             if session.is_jitted:
                 halves = Halves(own_step)
                 reason = halves.why_not(data)
@@ -194,6 +209,21 @@ def _build(model: Any, data: Any) -> None:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built and model.built:
         optimizer.build(model.trainable_variables)
+
+
+def _after_updates(model: Any, data: Any) -> Any:
+    """The same data, there when the updates of the step before have been made.
+
+    Several steps may stand in one graph. Collectives have the same names in each, and
+    those of two steps must not be under way at once.
+    """
+    if tf.executing_eagerly():
+        return data
+    reads = [tf.convert_to_tensor(v.value) for v in model.trainable_variables]
+    with tf.control_dependencies(reads):
+        return keras.tree.map_structure(
+            lambda leaf: None if leaf is None else tf.identity(leaf), data
+        )
 
 
 def _num_rows(data: Any) -> Any:

@@ -9,10 +9,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-# A rank that waits for another one fails after a minute.
-_STALL_LIMITS = {
+_HOROVOD = {
+    # A rank that waits for another one fails after a minute.
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "10",
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60",
+    # Several ranks share a core here, and take it from each other as they look around.
+    "HOROVOD_CYCLE_TIME": "5",
 }
 
 
@@ -44,7 +46,7 @@ def launch(
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**os.environ, **_STALL_LIMITS, **(env or {})},
+        env={**os.environ, **_HOROVOD, **(env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,21 +1,29 @@
-"""Give all ranks the same moving statistics."""
+"""Give all ranks the same state, also where no gradient changes it."""
 
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_dist import comm, step
+from keras_dist import comm, optimizer, step
 
 
 class AverageStatistics(keras.callbacks.Callback):
-    """Averages weights that no gradient changes, such as moving statistics.
+    """Brings together what each rank has gathered by itself.
 
-    `BatchNormalization` keeps a moving mean and variance of the rows that it has seen,
-    on each rank its own. They are averaged by the rows of each rank, before each
-    evaluation and at the end of each epoch, so that every rank evaluates, and the first
-    rank saves, the same model.
-    Weights that are equal on all ranks (of frozen layers) keep their bits.
+    Before each evaluation and at the end of each epoch, so that every rank evaluates,
+    and the first rank saves, the same model. Each weight that no gradient changes
+    follows one rule, by the `aggregation` that its author gave to it:
+
+    - none or `"mean"`: numbers with a fraction, such as the moving mean and variance of
+      `BatchNormalization`, are averaged by the rows of each rank; whole numbers, such
+      as counters of steps, are the first rank's;
+    - `"sum"`: what the ranks have added since the last time is added up, as for a
+      counter of rows;
+    - `"only_first_replica"`: the first rank's.
+
+    Weights that are equal on all ranks (of frozen layers) keep their bits. Gradients
+    that are accumulated for an update to come are summed.
 
     Stands before callbacks that save or evaluate.
     """
@@ -23,40 +31,108 @@ class AverageStatistics(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
         self._has_changed = False
+        self._is_united = False
+        self._before: dict[int, Any] = {}
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
-        step.install(model)
+        session = step.install(model)
+        if self._remember not in session.before_first_step:
+            session.before_first_step.append(self._remember)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        # What another fit has left is equal on all ranks.
+        self._is_united = comm.size() > 1
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._is_united:
+            self._is_united = False
+            for found in _between_updates(self.model):
+                optimizer.divide(found)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._has_changed = True
 
     def on_test_begin(self, logs: Any = None) -> None:
-        self._average()
+        self._unite()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._average()
+        self._unite()
 
     def on_train_end(self, logs: Any = None) -> None:
         step.uninstall(self.model)
 
-    def _average(self) -> None:
+    def _unite(self) -> None:
         if comm.size() == 1 or not self._has_changed:
             return
         self._has_changed = False
-        variables = [
-            variable
-            for variable in self.model.non_trainable_weights
-            if keras.backend.is_float_dtype(variable.dtype)
-        ]
-        # In float64 the weighted mean of equal float32 values is exact.
-        rows = tf.cast(step.session_of(self.model).rows, tf.float64)
-        weighted = [
-            tf.cast(keras.ops.convert_to_tensor(variable), tf.float64) * rows
-            for variable in variables
-        ]
-        *sums, total = comm.sum_tensors(
-            [*weighted, rows], name="keras_dist.statistics", dtype=tf.float64
-        )
-        for variable, summed in zip(variables, sums, strict=True):
-            variable.assign(keras.ops.cast(summed / total, variable.dtype))
+        self._is_united = True
+        for found in _between_updates(self.model):
+            optimizer.unite(found)
+        by_rule = _variables(self.model)
+        _average(by_rule["mean"], step.session_of(self.model).rows)
+        _add_up(by_rule["sum"], self._before)
+        _copy(by_rule["first"])
+        self._remember()
+
+    def _remember(self) -> None:
+        self._before = {
+            id(variable): keras.ops.convert_to_numpy(variable)
+            for variable in _variables(self.model)["sum"]
+        }
+
+
+def _variables(model: Any) -> dict[str, list[Any]]:
+    """Weights that no gradient changes and the ranks share, by their rule."""
+    found: dict[str, list[Any]] = {"mean": [], "sum": [], "first": []}
+    local = optimizer.local_ids(model)
+    for variable in model.non_trainable_weights:
+        if id(variable) in local:
+            continue
+        # Keras 3.5 calls everything "mean" that says nothing else.
+        aggregation = getattr(variable, "aggregation", None)
+        if aggregation == "sum":
+            found["sum"].append(variable)
+        elif aggregation == "only_first_replica":
+            found["first"].append(variable)
+        elif keras.backend.is_float_dtype(variable.dtype):
+            found["mean"].append(variable)
+        elif keras.backend.is_int_dtype(variable.dtype):
+            found["first"].append(variable)
+    return found
+
+
+def _average(variables: list[Any], rows: Any) -> None:
+    # In float64 the weighted mean of equal float32 values is exact.
+    rows = tf.cast(rows, tf.float64)
+    *sums, total = comm.sum_tensors(
+        [tf.cast(keras.ops.convert_to_tensor(v), tf.float64) * rows for v in variables]
+        + [rows],
+        name="keras_dist.statistics",
+        dtype=tf.float64,
+    )
+    for variable, summed in zip(variables, sums, strict=True):
+        variable.assign(keras.ops.cast(summed / total, variable.dtype))
+
+
+def _add_up(variables: list[Any], before: dict[int, Any]) -> None:
+    for variable in variables:
+        start = before[id(variable)]
+        added = comm.sum(keras.ops.convert_to_numpy(variable) - start)
+        variable.assign(start + added)
+
+
+def _copy(variables: list[Any]) -> None:
+    arrays = [keras.ops.convert_to_numpy(variable) for variable in variables]
+    received = comm.broadcast_arrays(arrays, 0) if arrays else []
+    for variable, value in zip(variables, received, strict=True):
+        variable.assign(value)
+
+
+def _between_updates(model: Any) -> list[Any]:
+    """Optimizers that average and have gradients of some batches not yet used."""
+    return [
+        found
+        for found in optimizer.optimizers_of(model)
+        if optimizer.is_distributed(found) and optimizer.is_between_updates(found)
+    ]

@@ -46,7 +46,8 @@ class BroadcastVariables(keras.callbacks.Callback):
             optimizer.hoist(model.optimizer)
         session = step.install(model)
         if self.broadcast not in session.before_first_step:
-            session.before_first_step.append(self.broadcast)
+            # First: what the other hooks see is what all ranks start from.
+            session.before_first_step.insert(0, self.broadcast)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         # A fit that was restored on the root goes on at the same epoch on all ranks.
@@ -83,7 +84,8 @@ def _state(model: Any) -> tuple[list[Any], list[Any]]:
     variables = list(model.weights)
     for found in optimizer.optimizers_of(model):
         variables += found.variables
-    return list({id(v): v for v in variables}.values()), seeds
+    local = optimizer.local_ids(model)
+    return list({id(v): v for v in variables if id(v) not in local}.values()), seeds
 
 
 def _facts(variables: list[Any], seeds: list[Any]) -> dict[str, Any]:

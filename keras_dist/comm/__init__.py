@@ -6,15 +6,14 @@ from keras_dist.comm.collectives import (
     broadcast,
     broadcast_arrays,
     gather,
-    stack,
     sum,
-    sum_tensors,
-    total,
 )
+from keras_dist.comm.compressed import sum_compressed
 from keras_dist.comm.devices import Device
+from keras_dist.comm.process_sets import init, within
 from keras_dist.comm.runtime import (
     device,
-    init,
+    has_mpi,
     local_rank,
     local_size,
     prepare,
@@ -22,12 +21,20 @@ from keras_dist.comm.runtime import (
     size,
     transport_name,
 )
+from keras_dist.comm.tensors import (
+    adaptive_sum,
+    gather_rows,
+    stack,
+    sum_tensors,
+    total,
+)
 from keras_dist.comm.transport import explained
 from keras_dist.comm.world import World
 
 __all__ = [
     "Device",
     "World",
+    "adaptive_sum",
     "agree",
     "average",
     "broadcast",
@@ -35,6 +42,8 @@ __all__ = [
     "device",
     "explained",
     "gather",
+    "gather_rows",
+    "has_mpi",
     "init",
     "local_rank",
     "local_size",
@@ -43,8 +52,10 @@ __all__ = [
     "size",
     "stack",
     "sum",
+    "sum_compressed",
     "sum_tensors",
     "together",
     "total",
     "transport_name",
+    "within",
 ]

@@ -11,7 +11,9 @@ Result = TypeVar("Result")
 _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
 
 
-def agree(facts: Mapping[str, Any], *, advice: str) -> None:
+def agree(
+    facts: Mapping[str, Any], *, advice: str, names: Mapping[str, str] | None = None
+) -> None:
     """Raise the same error on all ranks where the ranks do not hold equal facts.
 
     The alternative is a hang: a rank that takes another number of steps, or averages
@@ -20,19 +22,20 @@ def agree(facts: Mapping[str, Any], *, advice: str) -> None:
     Args:
         facts: What has to be equal on all ranks, by a name for the message.
         advice: What the user can do about a difference, one sentence.
+        names: What this rank calls a fact beside its name, for the message.
 
     Raises:
         ValueError: On all ranks, naming the first fact that differs and what each
             rank holds.
     """
     everyone = gather(dict(facts))
-    names = list(dict.fromkeys(name for held in everyone for name in held))
-    for name in names:
+    for name in dict.fromkeys(name for held in everyone for name in held):
         values = [held.get(name, "nothing") for held in everyone]
         if any(value != values[0] for value in values):
             held = "; ".join(f"rank {r}: {value}" for r, value in enumerate(values))
+            also = f" ({names[name]})" if names and name in names else ""
             raise ValueError(
-                f"The ranks disagree on {name}. Received: {held}. {advice}"
+                f"The ranks disagree on {name}{also}. Received: {held}. {advice}"
             )
 
 

@@ -1,6 +1,5 @@
-"""Talk to the other ranks: average, sum, broadcast, gather."""
+"""Talk to the other ranks: average, sum, broadcast, gather, of any value."""
 
-import math
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm import runtime, transport
+from keras_dist.comm.tensors import name_of
 
 # One message of a broadcast of many arrays holds at most this many bytes, so that
 # the copy it is packed in stays small beside the model.
@@ -58,19 +58,19 @@ def broadcast(value: Any, root_rank: int = 0) -> Any:
     >>> broadcast("from the first rank")
     'from the first rank'
     """
-    horovod, world = runtime.connection()
+    link, world = runtime.connection()
     if not 0 <= root_rank < world.size:
         raise ValueError(
             f"`root_rank` must be from 0 to {world.size - 1}. Received: {root_rank}"
         )
-    if horovod is None:
+    if link is None:
         return value
     if _is_tensor(value):
         tensor = _tensor(value)
-        name = _name("broadcast")
+        name = name_of("broadcast")
         return _over_wire(
             tensor,
-            lambda x: transport.broadcast(horovod, x, root_rank=root_rank, name=name),
+            lambda x: transport.broadcast(link, x, root_rank=root_rank, name=name),
         )
     message = pickle.dumps(value if world.rank == root_rank else None)
     return pickle.loads(_gather_bytes(message)[root_rank])
@@ -86,8 +86,8 @@ def gather(value: Any) -> list[Any]:
     >>> gather("mine")
     ['mine']
     """
-    horovod, _ = runtime.connection()
-    if horovod is None:
+    link, _ = runtime.connection()
+    if link is None:
         return [value]
     if _is_tensor(value):
         value = keras.ops.convert_to_numpy(value)
@@ -97,8 +97,8 @@ def gather(value: Any) -> list[Any]:
 
 def broadcast_arrays(arrays: Sequence[np.ndarray], root_rank: int) -> list[np.ndarray]:
     """Arrays of the root rank, in few messages; same shapes and dtypes everywhere."""
-    horovod, _ = runtime.connection()
-    if horovod is None:
+    link, _ = runtime.connection()
+    if link is None:
         return list(arrays)
     result: list[np.ndarray] = []
     for start, stop in _messages([array.nbytes for array in arrays]):
@@ -106,57 +106,12 @@ def broadcast_arrays(arrays: Sequence[np.ndarray], root_rank: int) -> list[np.nd
         packed = np.concatenate([array.reshape(-1).view(np.uint8) for array in part])
         tensor = tf.convert_to_tensor(packed)
         message = transport.broadcast(
-            horovod, tensor, root_rank=root_rank, name="keras_dist.broadcast_arrays"
+            link, tensor, root_rank=root_rank, name="keras_dist.broadcast_arrays"
         ).numpy()
         ends = np.cumsum([array.nbytes for array in part])[:-1]
         for array, received in zip(part, np.split(message, ends), strict=True):
             result.append(received.view(array.dtype).reshape(array.shape))
     return result
-
-
-def sum_tensors(tensors: Sequence[Any], *, name: str, dtype: Any) -> list[Any]:
-    """Sums of many tensors over all ranks by ONE collective.
-
-    Args:
-        tensors: Tensors of static or dynamic shape, of any float or integer dtype.
-        name: Name of the collective: fixed and the same on all ranks, since Horovod
-            matches by name and waits for ever for one that some rank calls otherwise.
-        dtype: Dtype on the wire, in which the sum is taken.
-
-    Returns:
-        Tensors of dtype `dtype`, in the order and the shapes of `tensors`.
-    """
-    horovod, _ = runtime.connection()
-    if horovod is None or not tensors:
-        return [tf.cast(tensor, dtype) for tensor in tensors]
-    flat = tf.concat([tf.reshape(tf.cast(t, dtype), [-1]) for t in tensors], axis=0)
-    total = transport.allreduce_sum(horovod, flat, name=name)
-    parts = tf.split(total, [_num_elements(tensor) for tensor in tensors])
-    return [
-        tf.reshape(part, tensor.shape if _is_static(tensor) else tf.shape(tensor))
-        for part, tensor in zip(parts, tensors, strict=True)
-    ]
-
-
-def stack(tensor: Any, *, verb: str) -> Any:
-    """Tensors of one shape of all ranks, as rows of one; inside a graph or not.
-
-    Args:
-        tensor: The same shape and dtype on every rank.
-        verb: What it is for: part of the collective's name.
-    """
-    horovod, _ = runtime.connection()
-    if horovod is None:
-        return tensor[tf.newaxis]
-    return transport.allgather(horovod, tensor[tf.newaxis], name=_name(verb))
-
-
-def total(tensor: Any, *, verb: str) -> Any:
-    """Sum of a float tensor over all ranks; inside a graph or not."""
-    horovod, _ = runtime.connection()
-    if horovod is None:
-        return tensor
-    return transport.allreduce_sum(horovod, tensor, name=_name(verb))
 
 
 def _averaged(value: Any) -> Any:
@@ -167,21 +122,21 @@ def _averaged(value: Any) -> Any:
 
 def _summed(value: Any) -> Any:
     _check_number(value)
-    horovod, _ = runtime.connection()
-    if horovod is None:
+    link, _ = runtime.connection()
+    if link is None:
         return value
     if isinstance(value, (int, float)):
         array = np.asarray(value, np.int64 if isinstance(value, int) else np.float64)
-        return _reduce(horovod, tf.constant(array)).numpy().item()
-    tensor = _reduce(horovod, _tensor(value))
+        return _reduce(link, tf.constant(array)).numpy().item()
+    tensor = _reduce(link, _tensor(value))
     return tensor.numpy() if isinstance(value, (np.ndarray, np.generic)) else tensor
 
 
-def _reduce(horovod: Any, tensor: Any) -> Any:
+def _reduce(link: Any, tensor: Any) -> Any:
     if tensor.dtype == tf.bool:
         tensor = tf.cast(tensor, tf.int64)
-    name = _name("sum")
-    return _over_wire(tensor, lambda x: transport.allreduce_sum(horovod, x, name=name))
+    name = name_of("sum")
+    return _over_wire(tensor, lambda x: transport.allreduce_sum(link, x, name=name))
 
 
 def _over_wire(tensor: Any, collective: Callable[[Any], Any]) -> Any:
@@ -196,16 +151,16 @@ def _over_wire(tensor: Any, collective: Callable[[Any], Any]) -> Any:
 
 def _gather_bytes(message: bytes) -> list[bytes]:
     """The messages of all ranks, by two collectives: the lengths, and the bytes."""
-    horovod, _ = runtime.connection()
-    if horovod is None:
+    link, _ = runtime.connection()
+    if link is None:
         return [message]
     lengths = transport.allgather(
-        horovod,
+        link,
         tf.constant([len(message)], tf.int64),
         name="keras_dist.gather_lengths",
     ).numpy()
     data = transport.allgather(
-        horovod,
+        link,
         tf.constant(np.frombuffer(message, np.uint8)),
         name="keras_dist.gather_bytes",
     ).numpy()
@@ -231,13 +186,6 @@ def _messages(sizes: Sequence[int]) -> list[tuple[int, int]]:
     return pieces + ([(start, len(sizes))] if len(sizes) > start else [])
 
 
-def _name(verb: str) -> str:
-    """A name that is the same on every rank, however often each one traced before."""
-    if tf.executing_eagerly():
-        return f"keras_dist.{verb}"
-    return tf.compat.v1.get_default_graph().unique_name(f"keras_dist.{verb}")
-
-
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, keras.Variable) or tf.is_tensor(value)
 
@@ -255,16 +203,6 @@ def _floating(value: Any) -> Any:
         return value if value.dtype.kind == "f" else value.astype(np.float64)
     tensor = _tensor(value)
     return tensor if tensor.dtype.is_floating else tf.cast(tensor, tf.float64)
-
-
-def _is_static(tensor: Any) -> bool:
-    return tensor.shape.is_fully_defined()
-
-
-def _num_elements(tensor: Any) -> Any:
-    if _is_static(tensor):
-        return math.prod(tensor.shape)
-    return tf.size(tensor)
 
 
 def _check_number(value: Any) -> None:

@@ -1,7 +1,9 @@
 """Connect this process with the others, once."""
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import ModuleType
 
 from keras_dist.comm import transport
 from keras_dist.comm.devices import Device, choose_device
@@ -10,14 +12,19 @@ from keras_dist.comm.world import World, launched
 
 @dataclass
 class _Runtime:
-    """What this process knows of its place; filled by `prepare` and `init`."""
+    """What this process knows of its place; filled by `prepare` and `start`."""
 
     device: Device | None = None
     world: World | None = None
-    horovod: ModuleType | None = field(default=None, repr=False)
+    link: transport.Link | None = field(default=None, repr=False)
 
 
 _runtime = _Runtime()
+
+# Inside `only`: the link to some of the ranks, and the place of this process there.
+_current: ContextVar[tuple[transport.Link | None, World] | None] = ContextVar(
+    "current", default=None
+)
 
 
 def prepare() -> None:
@@ -32,67 +39,83 @@ def prepare() -> None:
         _runtime.device = choose_device(found[1])
 
 
-def init() -> World:
-    """Connect with the other ranks and return the place of this process.
-
-    The first call starts Horovod when a launcher (`horovodrun`, `mpirun`) started
-    this process, and chooses the device: one GPU per local rank with memory growth,
-    or this rank's share of the cores. Later calls return the same value. Without a
-    launcher this is the serial run: rank 0 of 1, no Horovod needed.
-
-    Returns:
-        A `World(rank, size, local_rank, local_size)`.
-
-    Raises:
-        RuntimeError: If a launcher started this process and Horovod is unusable.
-
-    >>> init()
-    World(rank=0, size=1, local_rank=0, local_size=1)
-    """
+def start(*, is_divided: bool = False) -> World:
+    """Connect with the other ranks, the first time; the place of this process."""
     if _runtime.world is None:
         prepare()
         found = launched()
         if found is None:
             _runtime.world = World()
         else:
-            _runtime.horovod = transport.connect(*found)
-            _runtime.world = transport.world_of(_runtime.horovod)
-    return _runtime.world
+            _runtime.link = transport.connect(*found, is_divided=is_divided)
+            _runtime.world = transport.world_of(_runtime.link)
+    return _place()[1]
 
 
-def connection() -> tuple[ModuleType | None, World]:
-    """Horovod, or `None` where this rank is alone, and this rank's place."""
-    world = init()
-    return (_runtime.horovod if world.size > 1 else None), world
+def is_started() -> bool:
+    """Whether `start` was called before."""
+    return _runtime.world is not None
+
+
+def is_within() -> bool:
+    """Whether this is inside a block of `only`."""
+    return _current.get() is not None
+
+
+@contextlib.contextmanager
+def only(link: transport.Link, world: World) -> Iterator[None]:
+    """Inside the block, the ranks of `link` are all that there are."""
+    token = _current.set((link, world))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def connection() -> tuple[transport.Link | None, World]:
+    """The link to the other ranks, `None` where there are none, and one's own place."""
+    start()
+    link, world = _place()
+    return (link if world.size > 1 else None), world
 
 
 def device() -> Device:
     """What this rank computes on."""
-    init()
+    start()
     return _runtime.device or Device()
 
 
 def transport_name() -> str:
     """How the ranks talk: "Gloo", "MPI", "NCCL (…)", or "none" on one rank."""
-    horovod, _ = connection()
-    return "none" if horovod is None else transport.describe(horovod)
+    link, _ = connection()
+    return "none" if link is None else transport.describe(link)
+
+
+def has_mpi() -> bool:
+    """Whether the ranks talk over MPI."""
+    link, _ = connection()
+    return link is not None and transport.has_mpi(link)
 
 
 def rank() -> int:
     """Number of this process, from 0 (the first rank) to `size()` − 1."""
-    return init().rank
+    return start().rank
 
 
 def size() -> int:
     """How many processes train together."""
-    return init().size
+    return start().size
 
 
 def local_rank() -> int:
     """Number of this process on its host, from 0."""
-    return init().local_rank
+    return start().local_rank
 
 
 def local_size() -> int:
     """How many of the processes run on this host."""
-    return init().local_size
+    return start().local_size
+
+
+def _place() -> tuple[transport.Link | None, World]:
+    return _current.get() or (_runtime.link, _runtime.world or World())

@@ -2,7 +2,9 @@
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -13,13 +15,33 @@ from keras_dist.comm.world import World
 _INSTALL = "keras-dist install-horovod"
 
 
-def connect(launcher: str, expected: World) -> ModuleType:
-    """Horovod, initialized; every rank that the launcher started calls this.
+@dataclass(frozen=True)
+class Link:
+    """Horovod, and the ranks that a collective is for.
+
+    Args:
+        horovod: The module `horovod.tensorflow`, initialized.
+        process_set: Horovod's own object for the ranks that take part.
+    """
+
+    horovod: ModuleType
+    process_set: Any
+
+
+def connect(launcher: str, expected: World, *, is_divided: bool = False) -> Link:
+    """A link to all ranks; every rank that the launcher started calls this.
+
+    Args:
+        launcher: What started this process, for messages.
+        expected: The place that the launcher gave to it.
+        is_divided: Whether `divide` is going to be called.
 
     Raises:
         RuntimeError: If Horovod is missing, was built without TensorFlow, or
             connects other processes than the launcher started.
     """
+    if is_divided:
+        os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
     try:
         horovod = importlib.import_module("horovod.tensorflow")
         horovod.init()
@@ -37,11 +59,19 @@ def connect(launcher: str, expected: World) -> ModuleType:
             f"{horovod.size()}. Its build probably lacks the transport of this "
             f"launcher. Run `{_INSTALL} --mpi`, or start with `horovodrun --gloo`."
         )
-    return horovod
+    return Link(horovod, horovod.global_process_set)
 
 
-def world_of(horovod: ModuleType) -> World:
+def divide(link: Link, ranks: Sequence[int]) -> Link:
+    """A link to some of the ranks; all ranks call this, in the same order."""
+    if len(ranks) == link.horovod.size():
+        return link
+    return Link(link.horovod, link.horovod.add_process_set(list(ranks)))
+
+
+def world_of(link: Link) -> World:
     """The place of this process as Horovod knows it."""
+    horovod = link.horovod
     return World(
         rank=horovod.rank(),
         size=horovod.size(),
@@ -50,10 +80,15 @@ def world_of(horovod: ModuleType) -> World:
     )
 
 
-def describe(horovod: ModuleType) -> str:
+def has_mpi(link: Link) -> bool:
+    """Whether the ranks talk over MPI, which alone knows Adasum on CPUs."""
+    return link.horovod.mpi_built() and link.horovod.mpi_enabled()
+
+
+def describe(link: Link) -> str:
     """Name of the transport in use: Gloo or MPI, with NCCL between GPUs."""
-    control = "MPI" if horovod.mpi_built() and horovod.mpi_enabled() else "Gloo"
-    if horovod.nccl_built() and tf.config.get_visible_devices("GPU"):
+    control = "MPI" if has_mpi(link) else "Gloo"
+    if link.horovod.nccl_built() and tf.config.get_visible_devices("GPU"):
         return f"NCCL ({control} for control)"
     return control
 
@@ -77,19 +112,53 @@ def explained() -> Iterator[None]:
         ) from None
 
 
+def _common(link: Link, name: str) -> dict[str, Any]:
+    """Arguments of every collective.
+
+    The name is taken as it is. By itself Horovod puts TensorFlow's scopes before it,
+    in which Keras's names of layers stand: one rank that has made one more model would
+    call them otherwise, and all would wait for ever.
+    """
+    return {"name": name, "ignore_name_scope": True, "process_set": link.process_set}
+
+
 @explained()
-def allreduce_sum(horovod: ModuleType, tensor: Any, *, name: str) -> Any:
+def allreduce_sum(link: Link, tensor: Any, *, name: str) -> Any:
     """Sum of `tensor` over all ranks; the same bits on every rank."""
-    return horovod.allreduce(tensor, op=horovod.Sum, name=name)
+    common = _common(link, name)
+    return link.horovod.allreduce(tensor, op=link.horovod.Sum, **common)
 
 
 @explained()
-def allgather(horovod: ModuleType, tensor: Any, *, name: str) -> Any:
+def allreduce_adasum(link: Link, tensor: Any, *, name: str) -> Any:
+    """The adaptive sum of `tensor` over all ranks (Maleki et al., 2021)."""
+    common = _common(link, name)
+    return link.horovod.allreduce(tensor, op=link.horovod.Adasum, **common)
+
+
+@explained()
+def allgather(link: Link, tensor: Any, *, name: str) -> Any:
     """The tensors of all ranks, joined along their first axis in rank order."""
-    return horovod.allgather(tensor, name=name)
+    return link.horovod.allgather(tensor, **_common(link, name))
 
 
 @explained()
-def broadcast(horovod: ModuleType, tensor: Any, *, root_rank: int, name: str) -> Any:
+def alltoall(link: Link, tensor: Any, *, name: str) -> Any:
+    """Slice r of every rank's tensor, on rank r, joined in rank order.
+
+    Args:
+        link: The ranks that take part.
+        tensor: Its first axis is as long as there are ranks.
+        name: The same on all ranks.
+    """
+    return link.horovod.alltoall(tensor, **_common(link, name))
+
+
+@explained()
+def broadcast(link: Link, tensor: Any, *, root_rank: int, name: str) -> Any:
     """The tensor of `root_rank`, on every rank."""
-    return horovod.broadcast(tensor, root_rank=root_rank, name=name)
+    # Horovod counts the root among all ranks, also within a set.
+    ranks = link.process_set.ranks
+    root = ranks[root_rank] if ranks else root_rank
+    common = _common(link, name)
+    return link.horovod.broadcast(tensor, root_rank=root, **common)

@@ -1,34 +1,45 @@
 """Average gradients over the ranks before each update, at the scaled rate."""
 
+from keras_dist.optimizer.accumulation import divide, is_between_updates, unite
 from keras_dist.optimizer.averaging import (
     DistributedOptimizer,
     Recorded,
     apply_recorded,
-    average_gradients,
+    averages_by_rows,
     averaging,
     hoist,
     is_distributed,
+    local_ids,
     recording,
-    rows_now,
-    weighted_by,
 )
+from keras_dist.optimizer.options import Averaging, check_usable
 from keras_dist.optimizer.parts import leaves, optimizers_of
 from keras_dist.optimizer.rate import scale_rate, schedule_of, unscale_rate
+from keras_dist.optimizer.sharing import share_gradients
+from keras_dist.optimizer.weights import rows_now, share_now, weighted_by
 
 __all__ = [
+    "Averaging",
     "DistributedOptimizer",
     "Recorded",
     "apply_recorded",
-    "average_gradients",
+    "averages_by_rows",
     "averaging",
+    "check_usable",
+    "divide",
     "hoist",
+    "is_between_updates",
     "is_distributed",
     "leaves",
+    "local_ids",
     "optimizers_of",
     "recording",
     "rows_now",
     "scale_rate",
     "schedule_of",
+    "share_gradients",
+    "share_now",
+    "unite",
     "unscale_rate",
     "weighted_by",
 ]

@@ -8,14 +8,11 @@ from itertools import count
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from keras_dist import comm, mixin
-from keras_dist.optimizer.parts import parts
-
-# Rows that the gradients now being computed are a mean over; `None`: not known, all
-# ranks count alike. Set around a train step, read when the step is traced.
-_rows: ContextVar[Any] = ContextVar("rows", default=None)
+from keras_dist.optimizer.options import Averaging, check_usable
+from keras_dist.optimizer.parts import optimizers_of, parts
+from keras_dist.optimizer.sharing import State, share_gradients
 
 # Where `apply` leaves its gradients while a step is only recorded.
 _record: ContextVar["list[Recorded] | None"] = ContextVar("record", default=None)
@@ -37,15 +34,14 @@ class Recorded:
     variables: Sequence[Any] | None
 
 
-@dataclass
-class _Averaging:
-    """What an optimizer that averages remembers."""
-
-    number: int
-    is_checked: bool = False
-
-
-def DistributedOptimizer(optimizer: Any) -> Any:  # noqa: N802 - Horovod's own name
+def DistributedOptimizer(  # noqa: N802 - Horovod's own name
+    optimizer: Any,
+    *,
+    op: str = "average",
+    compression: str | None = None,
+    local_layers: Sequence[Any] = (),
+    process_set: Sequence[int] | None = None,
+) -> Any:
     """Make `optimizer` average its gradients over all ranks before each update.
 
     For scripts that call `model.fit` themselves with the callbacks of this package,
@@ -59,12 +55,24 @@ def DistributedOptimizer(optimizer: Any) -> Any:  # noqa: N802 - Horovod's own n
     Args:
         optimizer: A `keras.optimizers.Optimizer`; with mixed precision the outermost
             one, or simply the one given to `compile`.
+        op: `"average"`, by the rows of each rank where they are known; `"sum"`; or
+            `"adasum"` (Maleki et al., 2021), which needs ranks that talk over MPI, and
+            2, 4, 8, … of them.
+        compression: `"fp16"` or `"bf16"`: gradients of float32 travel in two bytes a
+            number, scaled so that none overflows, and are summed in float32. `None`: as
+            they are.
+        local_layers: Layers of the model that each rank trains for itself, on its own
+            rows: their gradients are weighed, but never averaged.
+        process_set: The ranks to average over, one of the groups given to
+            `keras_dist.init`. `None`: all.
 
     Returns:
         The same object.
 
     Raises:
-        TypeError: If `optimizer` is not a Keras optimizer.
+        TypeError: If `optimizer` is not a Keras optimizer, or `local_layers` are not
+            layers.
+        ValueError: If an option is unknown, or cannot be used here.
 
     >>> optimizer = DistributedOptimizer(keras.optimizers.Adam(1e-3))
     >>> type(optimizer).__name__
@@ -76,8 +84,15 @@ def DistributedOptimizer(optimizer: Any) -> Any:  # noqa: N802 - Horovod's own n
             f"Received: {optimizer!r} of type {type(optimizer).__name__}"
         )
     comm.init()
+    options = Averaging(op, compression, local_layers, process_set)
+    check_usable(options)
+    return _averages(optimizer, options)
+
+
+def _averages(optimizer: Any, options: Averaging) -> Any:
     if not mixin.has(optimizer, AveragesGradients):
-        object.__setattr__(optimizer, "_averaging", _Averaging(next(_numbers)))
+        state = State(next(_numbers), options)
+        object.__setattr__(optimizer, "_averaging", state)
         mixin.add(optimizer, AveragesGradients)
     return optimizer
 
@@ -85,6 +100,36 @@ def DistributedOptimizer(optimizer: Any) -> Any:  # noqa: N802 - Horovod's own n
 def is_distributed(optimizer: Any) -> bool:
     """Whether `optimizer`, or one that it holds inside, averages its gradients."""
     return any(mixin.has(part, AveragesGradients) for part in parts(optimizer))
+
+
+def averages_by_rows(model: Any) -> bool:
+    """Whether the gradients of `model` are averaged, and not summed in another way."""
+    states = [
+        part._averaging
+        for optimizer in optimizers_of(model)
+        for part in parts(optimizer)
+        if mixin.has(part, AveragesGradients)
+    ]
+    return bool(states) and all(state.options.op == "average" for state in states)
+
+
+def local_ids(model: Any) -> set[int]:
+    """Identities of the variables that each rank keeps to itself, slots with them.
+
+    Keras does not say which variable of an optimizer belongs to which of the model; its
+    name begins with that one's path.
+    """
+    found: set[int] = set()
+    for optimizer in optimizers_of(model):
+        for part in parts(optimizer):
+            if not mixin.has(part, AveragesGradients):
+                continue
+            layers = part._averaging.options.local_layers
+            local = [weight for layer in layers for weight in layer.weights]
+            paths = tuple(weight.path.replace("/", "_") + "_" for weight in local)
+            slots = [v for v in optimizer.variables if v.name.startswith(paths)]
+            found |= {id(variable) for variable in [*local, *slots]}
+    return found
 
 
 def hoist(optimizer: Any) -> None:
@@ -97,39 +142,28 @@ def hoist(optimizer: Any) -> None:
     inside = [p for p in parts(optimizer)[1:] if mixin.has(p, AveragesGradients)]
     for part in inside:
         mixin.remove(part, AveragesGradients)
-    if inside:
-        DistributedOptimizer(optimizer)
+        _averages(optimizer, part._averaging.options)
 
 
 @contextlib.contextmanager
-def averaging(optimizer: Any) -> Iterator[None]:
+def averaging(optimizer: Any, options: Averaging) -> Iterator[None]:
     """Average the gradients of `optimizer` inside the block.
 
-    Afterwards it is as before: plain, or averaging if the user had made it so.
+    Afterwards it is as before: plain, or averaging if the user had made it so. Then its
+    own options hold, unless `options` says something else than to average all.
     """
     hoist(optimizer)
     was_plain = not mixin.has(optimizer, AveragesGradients)
-    DistributedOptimizer(optimizer)
+    state: State = _averages(optimizer, options)._averaging
+    before = state.options
+    if options != Averaging():
+        state.options = options
     try:
         yield
     finally:
+        state.options = before
         if was_plain:
             mixin.remove(optimizer, AveragesGradients)
-
-
-@contextlib.contextmanager
-def weighted_by(rows: Any) -> Iterator[None]:
-    """Inside the block, average by `rows`, the rows in this rank's batch."""
-    token = _rows.set(rows)
-    try:
-        yield
-    finally:
-        _rows.reset(token)
-
-
-def rows_now() -> Any:
-    """Rows that the gradients now being computed are a mean over, or `None`."""
-    return _rows.get()
 
 
 @contextlib.contextmanager
@@ -152,68 +186,6 @@ def apply_recorded(call: Recorded, averaged: Sequence[Any]) -> None:
         _is_averaged.reset(token)
 
 
-def average_gradients(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
-    """Mean of each gradient over all ranks, by one collective for each dtype.
-
-    The mean is weighted by the rows of each rank where they are known: the sum of
-    gradient × rows, over the sum of rows, which is the gradient of the global batch
-    also when its last part is ragged.
-
-    Args:
-        optimizer: An optimizer that averages.
-        gradients: Tensors, `tf.IndexedSlices` or `None`.
-    """
-    state: _Averaging = optimizer._averaging
-    dense: list[Any] = [
-        None if g is None else tf.convert_to_tensor(g) for g in gradients
-    ]
-    if not state.is_checked:
-        _check_same_gradients(dense)
-        state.is_checked = True
-    rows = _rows.get()
-    result: list[Any] = list(dense)
-    # Horovod carries no bfloat16, and float16 is too narrow for a sum.
-    for wire in (tf.float32, tf.float64):
-        places = [
-            place
-            for place, gradient in enumerate(dense)
-            if gradient is not None and _wire_of(gradient) == wire
-        ]
-        if not places:
-            continue
-        weight = tf.cast(1 if rows is None else rows, wire)
-        weighted = [tf.cast(dense[place], wire) * weight for place in places]
-        *sums, total = comm.sum_tensors(
-            [*weighted, weight],
-            name=f"keras_dist.gradients.{state.number}.{wire.name}",
-            dtype=wire,
-        )
-        for place, summed in zip(places, sums, strict=True):
-            result[place] = tf.cast(summed / total, dense[place].dtype)
-    return result
-
-
-def _wire_of(gradient: Any) -> Any:
-    return tf.float64 if gradient.dtype == tf.float64 else tf.float32
-
-
-def _check_same_gradients(gradients: Sequence[Any]) -> None:
-    # Once, at the first update: ranks trace that one together, but one of them alone
-    # may trace again later, when its last batch has a new shape.
-    with tf.init_scope():
-        comm.agree(
-            {"the number of gradients": len(gradients)}
-            | {
-                f"gradient {place}": "none"
-                if gradient is None
-                else f"{gradient.dtype.name} of shape {tuple(gradient.shape)}"
-                for place, gradient in enumerate(gradients)
-            },
-            advice="Make the same model on every rank, and let every variable take "
-            "part in the loss on all ranks or on none.",
-        )
-
-
 class AveragesGradients:
     """Mixin for the outermost optimizer: average, then update."""
 
@@ -224,5 +196,5 @@ class AveragesGradients:
             calls.append(Recorded(self, grads, trainable_variables))
             return None
         if comm.size() > 1 and grads and not _is_averaged.get():
-            grads = average_gradients(self, grads)
+            grads = share_gradients(self, grads, trainable_variables)
         return super().apply(grads, trainable_variables)  # type: ignore[misc]

@@ -1,5 +1,6 @@
 """What one rank gives to Keras in place of the user's data."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,8 @@ class Feed:
         is_known: Whether the steps cannot turn out fewer.
         has_rows: `False` if another rank's row stands in, which must not count.
         epoch: Variable in which the data reads the number of the epoch, if it does.
+        rows_of_all: Rows that all ranks together read at a step of the fit, as a
+            function of its number (a tensor), where that is known beforehand.
         facts: What has to be equal on all ranks.
     """
 
@@ -39,6 +42,7 @@ class Feed:
     is_known: bool = True
     has_rows: bool = True
     epoch: Any = None
+    rows_of_all: Callable[[Any], Any] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
 

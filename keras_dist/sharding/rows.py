@@ -4,6 +4,8 @@ One process with the global batch reads rows 0 … G − 1, then G … 2G − 1,
 N ranks read the very same batches together: of each, rank r takes rows r, r + N, ….
 """
 
+from typing import Any
+
 
 def shard_rows(num_rows: int, *, rank: int, size: int) -> slice:
     """Rows that belong to one rank: every `size`-th row, starting at `rank`.
@@ -44,3 +46,24 @@ def rows_of_rank(num_rows: int, *, batch_size: int, rank: int, size: int) -> int
     """
     used = num_rows - left_out_rows(num_rows, batch_size=batch_size, size=size)
     return len(range(rank, used, size))
+
+
+def rows_of_step(step: Any, num_rows: int, *, batch_size: int, size: int) -> Any:
+    """How many rows all ranks together read at a step of a fit, pass after pass.
+
+    Args:
+        step: A number, or a tensor of one; then so is the result.
+        num_rows: Rows of the data.
+        batch_size: Rows of one rank's batch.
+        size: Number of ranks.
+
+    >>> [rows_of_step(n, 101, batch_size=10, size=2) for n in (0, 4, 5, 9)]
+    [20, 20, 20, 20]
+    >>> [rows_of_step(n, 105, batch_size=10, size=2) for n in (0, 4, 5, 6, 11)]
+    [20, 20, 5, 20, 5]
+    """
+    used = num_rows - left_out_rows(num_rows, batch_size=batch_size, size=size)
+    steps = steps_of_rows(num_rows, batch_size=batch_size, size=size)
+    in_all = batch_size * size
+    is_last = (step % steps) // (steps - 1) if steps > 1 else 1
+    return in_all - is_last * (steps * in_all - used)

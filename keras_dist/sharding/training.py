@@ -13,7 +13,12 @@ from keras_dist.sharding.arrays import (
     is_ragged_or_sparse,
 )
 from keras_dist.sharding.feed import KERAS_BATCH_SIZE, Feed, Split
-from keras_dist.sharding.rows import left_out_rows, rows_of_rank, steps_of_rows
+from keras_dist.sharding.rows import (
+    left_out_rows,
+    rows_of_rank,
+    rows_of_step,
+    steps_of_rows,
+)
 from keras_dist.sharding.streams import known_steps
 
 
@@ -84,6 +89,7 @@ def _dealt_feed(
         steps_before=steps_before or -(-num_rows // batch_size),
         steps=steps,
         epoch=epoch,
+        rows_of_all=lambda step: rows_of_step(step, num_rows, **sizes),
         facts={
             "the number of rows": num_rows,
             "the shapes of the rows": arrays.row_shapes(),

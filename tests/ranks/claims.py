@@ -16,12 +16,27 @@ def state_of(model):
 
 def largest_difference(model, oracle):
     """Largest difference between two models' states, relative to the largest value."""
+    return difference_of_states(state_of(model), state_of(oracle))
+
+
+def difference_of_states(states, expected_states):
+    """The same of two lists of arrays."""
     differences = [0.0]
-    for own, expected in zip(state_of(model), state_of(oracle), strict=True):
+    for own, expected in zip(states, expected_states, strict=True):
         scale = max(1e-3, float(np.abs(expected).max(initial=0.0)))
         gap = np.abs(own.astype("float64") - expected.astype("float64"))
         differences.append(float(gap.max(initial=0.0)) / scale)
     return max(differences)
+
+
+def share_out(jobs):
+    """What all `jobs` return, on every rank: each rank does its part of them."""
+    rank, size = keras_dist.rank(), keras_dist.size()
+    own = {place: jobs[place]() for place in range(rank, len(jobs), size)}
+    done = {}
+    for part in keras_dist.gather(own):
+        done |= part
+    return [done[place] for place in range(len(jobs))]
 
 
 def assert_equal_to_the_bit(model):

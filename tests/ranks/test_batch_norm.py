@@ -33,9 +33,7 @@ def used(rows, world):
     return 10.0 + x[:95], y[:95]
 
 
-@pytest.mark.parametrize(
-    "run_eagerly", [True, pytest.param(False, marks=pytest.mark.two_ranks)]
-)
+@pytest.mark.parametrize("run_eagerly", [True, False])
 @pytest.mark.parametrize("masks", [False, True])
 def test_synchronized_layers_equal_one_process(world, rows, run_eagerly, masks):
     """Weights, moving statistics and gradients, with ragged batches and masks."""
@@ -55,6 +53,7 @@ def test_synchronized_layers_equal_one_process(world, rows, run_eagerly, masks):
     assert not any(mixin.has(layer, GlobalMoments) for layer in model.layers)
 
 
+@pytest.mark.three_ranks
 def test_moving_statistics_are_weighted_by_rows(world):
     """A rank with fewer rows counts less; frozen layers keep their bits."""
     keras.utils.set_random_seed(1)

@@ -20,7 +20,7 @@ def deal(rows, world):
 
 
 @pytest.mark.parametrize(
-    "is_jitted", [False, pytest.param(True, marks=pytest.mark.two_ranks)]
+    "is_jitted", [False, pytest.param(True, marks=pytest.mark.several_ranks)]
 )
 def test_callbacks_alone_train_like_one_process(world, rows, make_model, is_jitted):
     """Plain `model.fit`, our optimizer and our callbacks one by one."""
@@ -75,6 +75,7 @@ def test_an_optimizer_that_does_not_average_is_found(world, rows, make_model):
         assert "does not average" in message
 
 
+@pytest.mark.three_ranks
 def test_another_root_can_be_copied(world, rows, make_model):
     """`root_rank` says whose weights all ranks start from."""
     last = world.size - 1
@@ -177,6 +178,7 @@ def test_an_unknown_metric_is_an_error_on_all_ranks(rows, make_model):
             assert repr(monitor) in message and "'accuracy'" in message
 
 
+@pytest.mark.three_ranks
 def test_a_wish_of_one_rank_stops_all(world, rows, make_model):
     """`stop_training` set by the last rank, in a batch or at an epoch's end."""
 
@@ -304,6 +306,7 @@ def test_callbacks_that_decide_act_alike(world, rows, make_model):
     assert len(history.epoch) == 4
 
 
+@pytest.mark.three_ranks
 def test_values_without_a_metric_are_averaged(world, rows):
     """What a custom `train_step` returns by itself is the mean over the ranks."""
 

@@ -8,6 +8,8 @@ from claims import raises_everywhere
 import keras_dist
 from keras_dist import comm
 
+pytestmark = pytest.mark.three_ranks
+
 
 def test_the_world_is_the_launchers(world):
     """Ranks are numbered from 0 and all of them are here."""

@@ -118,6 +118,7 @@ def test_a_rank_that_runs_dry_says_so(world, rows, make_model):
             assert "3 of the 5 steps" in message
 
 
+@pytest.mark.three_ranks
 def test_structures_of_arrays_are_dealt(world, rows):
     """Dicts and lists of arrays, float64 and tensors, like Keras itself."""
     x, y = (array[:96] for array in rows)
@@ -163,6 +164,7 @@ def test_structures_of_arrays_are_dealt(world, rows):
         assert history.history[metric] == pytest.approx(values, abs=2e-6), metric
 
 
+@pytest.mark.three_ranks
 def test_evaluate_is_exact_for_any_number_of_rows(world, rows, make_model):
     """Each row once, also with fewer rows than ranks; `predict` is Keras's."""
     x, y = rows

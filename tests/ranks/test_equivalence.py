@@ -30,11 +30,15 @@ def usable(rows, world, batch_size):
 @pytest.mark.parametrize(
     ("name", "is_jitted"),
     [
-        ("sgd", False),
+        pytest.param("sgd", False, marks=pytest.mark.three_ranks),
         ("adam", False),
         ("adamw", False),
         pytest.param("sgd", True, marks=pytest.mark.several_ranks),
-        pytest.param("adam", True, marks=pytest.mark.several_ranks),
+        pytest.param(
+            "adam",
+            True,
+            marks=[pytest.mark.several_ranks, pytest.mark.three_ranks],
+        ),
     ],
 )
 def test_training_equals_one_process(world, rows, make_model, name, is_jitted):
@@ -97,6 +101,7 @@ def test_every_initial_weight_is_the_first_ranks(world, rows, make_model):
     assert seen == [steps] * 3
 
 
+@pytest.mark.three_ranks
 def test_shuffled_rows_are_seen_once_an_epoch_by_all_ranks_together(world):
     """One permutation an epoch, another one the next, the same for every size."""
     x = np.arange(20, dtype="float32")[:, None]
@@ -196,6 +201,7 @@ def test_moving_statistics_are_the_same_on_all_ranks(world, rows):
     assert history.history["val_accuracy"][-1] == pytest.approx(accuracy, abs=1e-6)
 
 
+@pytest.mark.three_ranks
 def test_each_rank_draws_its_own_dropout_masks(world, rows):
     """Random states differ between the ranks, and one seed makes them again."""
     x, y = rows
@@ -215,6 +221,7 @@ def test_each_rank_draws_its_own_dropout_masks(world, rows):
     assert len({tuple(state) for state in first}) == world.size
 
 
+@pytest.mark.three_ranks
 def test_mixed_precision_skips_together(world, rows):
     """An inf on one rank only: all ranks skip the update and halve the scale."""
     x, y = rows

@@ -43,6 +43,7 @@ def moves(model, world, steps=4, epochs=1, **options):
     return np.diff(seen).tolist()
 
 
+@pytest.mark.three_ranks
 def test_rules_scale_the_update_and_not_the_rate(world):
     """Linear, square root, none, a number, a function; the rate itself stays."""
     rules = {

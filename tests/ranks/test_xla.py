@@ -7,7 +7,7 @@ from claims import assert_equal_to_the_bit, largest_difference
 
 import keras_dist
 
-pytestmark = pytest.mark.two_ranks
+pytestmark = pytest.mark.several_ranks
 
 ARGUMENTS = {"epochs": 1, "shuffle": False, "verbose": 0}
 

@@ -1,0 +1,48 @@
+"""What a model must be, to be trained on many ranks."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dist import optimizer
+
+
+def check_model(model: Any) -> None:
+    """Raise where `model` cannot be trained on many ranks.
+
+    Raises:
+        TypeError: If it is not a Keras model.
+        ValueError: If it is not compiled, or under a `tf.distribute` strategy.
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            "`model` must be a keras.Model. "
+            f"Received: {model!r} of type {type(model).__name__}"
+        )
+    if not model.compiled:
+        raise ValueError(
+            "The model must be compiled: its optimizer is what averages. Received: the "
+            f"uncompiled model {model.name!r}. Call model.compile(…) first."
+        )
+    if tf.distribute.has_strategy() or not _has_default_strategy(model):
+        raise ValueError(
+            "The model is already distributed by TensorFlow. Received: a model under "
+            f"{type(model.distribute_strategy).__name__}. Make and compile it outside "
+            "of `strategy.scope()`: keras_dist starts one process per device instead."
+        )
+
+
+def check_local_layers(model: Any, averaging: optimizer.Averaging) -> None:
+    """Raise where a layer to be kept local is not one of `model`."""
+    known = {id(layer) for layer in model._flatten_layers(include_self=False)}
+    for layer in averaging.local_layers:
+        if id(layer) not in known:
+            raise ValueError(
+                "`local_layers` must be layers of the model. "
+                f"Received: {layer!r}, which {model.name!r} does not have."
+            )
+
+
+def _has_default_strategy(model: Any) -> bool:
+    return model.distribute_strategy is tf.distribute.get_strategy()

@@ -1,0 +1,55 @@
+"""Losses of one rank's rows as parts of the loss of the global batch."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dist import comm
+from keras_dist.optimizer import rows_now, share_now
+
+
+@contextlib.contextmanager
+def of_all_rows() -> Iterator[None]:
+    """Inside the block, the mean of losses by rows is the loss of the global batch.
+
+    A loss that is a mean over its rows is so already. One that adds up its rows, or
+    divides by how much was not masked or by how much the rows weigh, is not: it is
+    multiplied by what makes it so, its part of that sum over its part of the rows.
+
+    Keras calls losses in many places, also in a user's own train step, and all of them
+    by `keras.losses.Loss.__call__`: this is the one place to do it.
+    """
+    plain = keras.losses.Loss.__call__
+
+    def call(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        value = plain(loss, y_true, y_pred, sample_weight)
+        mask = getattr(y_pred, "_keras_mask", None)
+        factor = _factor(loss.reduction, mask, sample_weight)
+        return value if factor is None else value * tf.cast(factor, value.dtype)
+
+    keras.losses.Loss.__call__ = call
+    try:
+        yield
+    finally:
+        keras.losses.Loss.__call__ = plain
+
+
+def _factor(reduction: Any, mask: Any, sample_weight: Any) -> Any:
+    if rows_now() is None:
+        return None
+    if reduction == "sum":
+        return 1 / share_now(tf.float32)
+    if reduction in ("sum_over_batch_size", "mean") and mask is not None:
+        divisor = tf.reduce_sum(tf.cast(mask, tf.float32))
+    elif reduction == "mean_with_sample_weight" and sample_weight is not None:
+        weight = tf.cast(sample_weight, tf.float32)
+        if mask is not None:
+            weight *= tf.cast(tf.reshape(mask, tf.shape(weight)), tf.float32)
+        divisor = tf.reduce_sum(weight)
+    else:
+        return None
+    part = tf.math.divide_no_nan(divisor, comm.total(divisor, verb="losses"))
+    return part / share_now(tf.float32)

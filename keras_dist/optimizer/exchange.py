@@ -1,0 +1,121 @@
+"""What travels between the ranks: their own gradients in, those of all ranks out."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist import comm
+from keras_dist.optimizer import sparse
+from keras_dist.optimizer.options import Averaging
+
+
+def exchange(
+    gradients: Sequence[Any], weight: Any, options: Averaging, *, name: str
+) -> tuple[list[Any], Any]:
+    """Gradients of all ranks, the dense ones of a dtype by one collective.
+
+    Args:
+        gradients: Tensors or `tf.IndexedSlices`, of the same kinds and shapes on all
+            ranks.
+        weight: What this rank's gradients count in an average: the rows that they are
+            a mean over.
+        options: Of the averaging.
+        name: Fixed and the same on all ranks: Horovod matches collectives by name.
+
+    Returns:
+        Of each gradient the mean over all ranks by weight, or the sum without any, or
+        the adaptive sum; tensors of float32, or float64 where a gradient is that. And
+        the sum of the weights.
+    """
+    if options.op != "average":
+        weight = 1
+    if options.op == "adasum":  # it compares whole gradients
+        gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+    result: list[Any] = [None] * len(gradients)
+    total: Any = None
+    wires = [_wire_of(gradient) for gradient in gradients]
+    for wire in sorted(set(wires), key=str):
+        places = [place for place, own in enumerate(wires) if own == wire]
+        summed, total = _sums(
+            [gradients[place] for place in places],
+            tf.cast(weight, wire),
+            options,
+            name=f"{name}.{wire.name}",
+        )
+        for place, gradient in zip(places, summed, strict=True):
+            result[place] = gradient
+    return result, total
+
+
+def _sums(
+    gradients: list[Any], weight: Any, options: Averaging, *, name: str
+) -> tuple[list[Any], Any]:
+    """As `exchange`, for gradients of one dtype on the wire: that of `weight`."""
+    wire = weight.dtype
+    is_rows = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
+    rows = [
+        sparse.merged(gradient)
+        for gradient, alone in zip(gradients, is_rows, strict=True)
+        if alone
+    ]
+    dense = [
+        tf.cast(gradient, wire)
+        for gradient, alone in zip(gradients, is_rows, strict=True)
+        if not alone
+    ]
+    counts = [sparse.counts_of_ranks(part, wire) for part in rows]
+    sums, total, counts = _dense_sums(dense, weight, counts, options, name=name)
+    is_mean = options.op == "average"
+    places = iter(range(len(rows)))
+    dense_sums = iter(sums)
+    result = []
+    for gradient, alone in zip(gradients, is_rows, strict=True):
+        if not alone:
+            result.append(next(dense_sums))
+            continue
+        place = next(places)
+        weighted = tf.IndexedSlices(
+            tf.cast(rows[place].values, wire) * weight, rows[place].indices
+        )
+        summed = sparse.sum_of_ranks(
+            weighted, tuple(gradient.shape), counts[place], name=f"{name}.{place}"
+        )
+        result.append(summed / total if is_mean else summed)
+    return result, total
+
+
+def _dense_sums(
+    dense: list[Any], weight: Any, counts: list[Any], options: Averaging, *, name: str
+) -> tuple[list[Any], Any, list[Any]]:
+    """Means or sums of dense gradients, of the weights, and of counts of rows."""
+    wire = weight.dtype
+    if options.op == "adasum":
+        sums = [
+            comm.adaptive_sum(tensor, name=f"{name}.{place}")
+            for place, tensor in enumerate(dense)
+        ]
+        return sums, weight * comm.size(), []
+    is_mean = options.op == "average"
+    if options.compression and wire == tf.float32 and dense:
+        flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in dense], axis=0)
+        vector, total = comm.sum_compressed(
+            flat, weight, kind=options.compression, name=name, is_mean=is_mean
+        )
+        parts = tf.split(vector, [tensor.shape.num_elements() for tensor in dense])
+        sums = [tf.reshape(p, t.shape) for p, t in zip(parts, dense, strict=True)]
+        return sums, total, comm.sum_tensors(counts, name=f"{name}.counts", dtype=wire)
+    weighted = [tensor * weight for tensor in dense]
+    everything = comm.sum_tensors([*weighted, weight, *counts], name=name, dtype=wire)
+    sums, total = everything[: len(dense)], everything[len(dense)]
+    if is_mean:
+        sums = [summed / total for summed in sums]
+    return sums, total, everything[len(dense) + 1 :]
+
+
+def _wire_of(gradient: Any) -> Any:
+    """Dtype in which a gradient travels and is summed.
+
+    Horovod carries no bfloat16, and float16 is too narrow for a sum.
+    """
+    return tf.float64 if gradient.dtype == tf.float64 else tf.float32

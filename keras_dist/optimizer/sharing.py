@@ -1,0 +1,176 @@
+"""From a rank's own gradients to those that Keras is to apply."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist import comm
+from keras_dist.optimizer.accumulation import (
+    accumulates,
+    accumulators_of,
+    is_update,
+    take,
+)
+from keras_dist.optimizer.exchange import exchange
+from keras_dist.optimizer.options import Averaging
+from keras_dist.optimizer.weights import rows_now, share_now
+
+
+@dataclass
+class State:
+    """What an optimizer that averages remembers.
+
+    Args:
+        number: Its place among all of them, the same on all ranks.
+        options: Of the averaging.
+        is_checked: Whether the ranks have compared their gradients.
+    """
+
+    number: int
+    options: Averaging
+    is_checked: bool = False
+
+
+def share_gradients(
+    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any] | None
+) -> list[Any]:
+    """This rank's gradients in, those that Keras is to apply out.
+
+    By default that is the mean of each over all ranks, weighted by the rows of each
+    where they are known: the sum of gradient × rows, over the sum of rows, which is the
+    gradient of the global batch also when its last part is ragged.
+
+    Args:
+        optimizer: An optimizer that averages.
+        gradients: Tensors, `tf.IndexedSlices` or `None`.
+        variables: What they are the gradients of; `None`: all that it was built for.
+    """
+    state: State = optimizer._averaging
+    known = list(optimizer._trainable_variables if variables is None else variables)
+    with comm.within(state.options.process_set):
+        if comm.size() == 1:
+            return list(gradients)
+        local = state.options.local_ids()
+        is_shared = [
+            gradient is not None and id(variable) not in local
+            for gradient, variable in zip(gradients, known, strict=True)
+        ]
+        if not state.is_checked:
+            _check_same_gradients(gradients, known, local)
+            state.is_checked = True
+        if accumulates(optimizer) and not optimizer.built:
+            with tf.init_scope():
+                optimizer.build(known)
+        share = _accumulated if accumulates(optimizer) else _averaged
+        return share(optimizer, gradients, known, is_shared)
+
+
+def _averaged(
+    optimizer: Any,
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    is_shared: Sequence[bool],
+) -> list[Any]:
+    state: State = optimizer._averaging
+    rows = rows_now()
+    weight = 1 if rows is None else rows
+    shared = [
+        _with_shape(gradient, variable)
+        for gradient, variable, counts in zip(
+            gradients, variables, is_shared, strict=True
+        )
+        if counts
+    ]
+    name = f"keras_dist.gradients.{state.number}"
+    result, total = exchange(shared, weight, state.options, name=name)
+    everyone = iter(result)
+    return [
+        _part(gradient, weight, total, state.options)
+        if gradient is None or not counts
+        else tf.cast(next(everyone), gradient.dtype)
+        for gradient, counts in zip(gradients, is_shared, strict=True)
+    ]
+
+
+def _part(gradient: Any, weight: Any, total: Any, options: Averaging) -> Any:
+    """The gradient of a local variable: its part of the loss of all rows."""
+    if gradient is None or options.op != "average":
+        return gradient
+    if total is None:
+        factor = share_now(gradient.dtype)
+    else:
+        factor = tf.cast(weight, gradient.dtype) / tf.cast(total, gradient.dtype)
+    return tf.convert_to_tensor(gradient) * factor
+
+
+def _accumulated(
+    optimizer: Any,
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    is_shared: Sequence[bool],
+) -> list[Any]:
+    """Each rank adds up its own part; the ranks talk when an update is due."""
+    state: State = optimizer._averaging
+    options = state.options
+    factor = 1.0
+    if options.op == "average":
+        factor, options = share_now(tf.float64), replace(options, op="sum")
+    parts_of_all = [
+        None
+        if gradient is None
+        else tf.convert_to_tensor(gradient) * tf.cast(factor, gradient.dtype)
+        for gradient in gradients
+    ]
+    places = [place for place, counts in enumerate(is_shared) if counts]
+    own: list[Any] = [parts_of_all[place] for place in places]
+    accumulators = accumulators_of(optimizer, [variables[place] for place in places])
+
+    def update() -> list[Any]:
+        added_up = [take(a, g) for a, g in zip(accumulators, own, strict=True)]
+        name = f"keras_dist.accumulated.{state.number}"
+        sums, _ = exchange(added_up, 1, options, name=name)
+        return [tf.cast(s, g.dtype) for s, g in zip(sums, own, strict=True)]
+
+    result = tf.cond(is_update(optimizer), update, lambda: list(own)) if own else []
+    for place, gradient in zip(places, result, strict=True):
+        parts_of_all[place] = gradient
+    return parts_of_all
+
+
+def _with_shape(gradient: Any, variable: Any) -> Any:
+    """Rows of a gradient know the shape of the whole, which TensorFlow may not."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    shape = tf.constant(tuple(variable.shape), tf.int64)
+    return tf.IndexedSlices(gradient.values, gradient.indices, shape)
+
+
+def _check_same_gradients(
+    gradients: Sequence[Any], variables: Sequence[Any], local: set[int]
+) -> None:
+    # Once, at the first update: ranks trace that one together, but one of them alone
+    # may trace again later, when its last batch has a new shape.
+    own = {
+        f"gradient {place}": (gradient, variable)
+        for place, (gradient, variable) in enumerate(
+            zip(gradients, variables, strict=True)
+        )
+        if id(variable) not in local
+    }
+    with tf.init_scope():
+        comm.agree(
+            {"the number of gradients": len(gradients)}
+            | {name: _described(*pair) for name, pair in own.items()},
+            names={name: f"of {variable.path}" for name, (_, variable) in own.items()},
+            advice="Make the same model on every rank, and let every variable take "
+            "part in the loss on all ranks or on none.",
+        )
+
+
+def _described(gradient: Any, variable: Any) -> str:
+    if gradient is None:
+        return "none"
+    kind = "rows of " if isinstance(gradient, tf.IndexedSlices) else ""
+    return f"{kind}{gradient.dtype.name} of shape {tuple(variable.shape)}"

@@ -1,0 +1,32 @@
+"""The arguments of `dist_fit` that `Model.fit` does not have."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keras_dist import optimizer, scaling
+
+
+@dataclass(frozen=True)
+class Options:
+    """Every keyword of `dist_fit` beside those of `Model.fit`, with its default."""
+
+    lr_scaling: scaling.LearningRateRule = "linear"
+    warmup_epochs: float = 0
+    steps_scaling: scaling.StepsRule = "divide"
+    validation_steps_scaling: scaling.StepsRule = "divide"
+    shard: str = "auto"
+    target_accuracy: float | None = None
+    op: str = "average"
+    compression: str | None = None
+    local_layers: Sequence[Any] = ()
+    process_set: Sequence[int] | None = None
+
+    def averaging(self) -> optimizer.Averaging:
+        """Those that say how gradients become those of all ranks, checked."""
+        return optimizer.Averaging(
+            op=self.op,
+            compression=self.compression,
+            local_layers=tuple(self.local_layers),
+            process_set=self.process_set,
+        )

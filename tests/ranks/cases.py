@@ -1,0 +1,483 @@
+"""What has to equal one process: the rows of `docs/equivalence.md`.
+
+Each case trains on one process with the global batch, by plain Keras, and on all ranks.
+"""
+
+import inspect
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from claims import difference_of_states, share_out, state_of
+from models import SUBJECTS
+
+import keras_dist
+
+RATE = 0.01
+EPOCHS = 2
+
+# Tolerances of arithmetic in two bytes: the rounding of a number, a few times.
+HALF = 2.0**-8
+BRAIN = 2.0**-5
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration of model, optimizer, data and options.
+
+    Args:
+        part: What it is about.
+        name: Of the case, in words.
+        subject: Name of the model in `models.SUBJECTS`.
+        oracle: The same of the model of one process, where it is another one.
+        optimizer: Makes the optimizer for a learning rate.
+        rows: How many rows there are.
+        batch_size: Of one rank.
+        compiled: Arguments of `compile`.
+        arguments: Of both `fit` and `dist_fit`; arrays have a value for each row.
+        options: Of `dist_fit` alone.
+        factor: On the learning rate of one process, as a function of the ranks.
+        tolerance: Where the arithmetic itself is exact.
+        orders: How many other orders of summing tell what rounding does to it.
+        on_three: Whether the tests try it on three ranks too, and not the table alone.
+    """
+
+    part: str
+    name: str
+    subject: str = "perceptron"
+    optimizer: Callable[[float], Any] = keras.optimizers.SGD
+    oracle: str | None = None
+    rows: int = 48
+    batch_size: int = 8
+    compiled: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    factor: Callable[[int], float] = float
+    tolerance: float = 1e-5
+    on_three: bool = False
+    orders: int = 3
+
+    @property
+    def title(self) -> str:
+        """Part and name, which no other case has."""
+        return f"{self.part}: {self.name}"
+
+    def measure(self, size: int, expected: Any) -> tuple[float, float, Any]:
+        """Largest relative difference, the tolerance that holds, and our model.
+
+        Args:
+            size: How many ranks there are.
+            expected: `state_of_one_process(size)`.
+        """
+        model = self.on_all_ranks()
+        difference = difference_of_states(state_of(model), expected)
+        tolerance = self.tolerance
+        if difference > tolerance:
+            # A sign, or a division by a small moment, makes more of rounding: as much
+            # as between runs of one process that sum the same batches in other orders.
+            others = share_out(
+                [
+                    lambda seed=seed: self.state_of_one_process(size, seed)
+                    for seed in range(self.orders)
+                ]
+            )
+            tolerance = max(difference_of_states(other, expected) for other in others)
+        return difference, tolerance, model
+
+    def state_of_one_process(self, size: int, seed: int | None = None) -> Any:
+        """Weights and optimizer state of the oracle, as arrays."""
+        return state_of(self.on_one_process(size, seed))
+
+    def on_all_ranks(self) -> Any:
+        """The model that the ranks train together."""
+        x, y = SUBJECTS[self.subject].rows(self.rows)
+        model = self._compiled(self.subject, RATE)
+        options = {"shuffle": False, "epochs": EPOCHS} | self.arguments | self.options
+        keras.utils.set_random_seed(5)  # from which the order of the rows follows
+        keras_dist.dist_fit(
+            model, x, y, batch_size=self.batch_size, verbose=0, **options
+        )
+        return model
+
+    def on_one_process(self, size: int, seed: int | None = None) -> Any:
+        """The oracle; with a seed, the rows of each batch are in another order."""
+        x, y = SUBJECTS[self.subject].rows(self.rows)
+        model = self._compiled(self.oracle or self.subject, RATE * self.factor(size))
+        # One fit where the order is always the same: the end of a fit changes weights
+        # where an optimizer keeps their moving average.
+        fits = EPOCHS if self.arguments.get("shuffle") else 1
+        for epoch in range(fits):
+            rows = self._order(epoch, size, seed)
+            arguments = {
+                name: value[rows] if isinstance(value, np.ndarray) else value
+                for name, value in self.arguments.items()
+            }
+            model.fit(
+                *keras.tree.map_structure(lambda leaf, rows=rows: leaf[rows], (x, y)),
+                batch_size=self.batch_size * size,
+                epochs=EPOCHS // fits,
+                verbose=0,
+                **arguments | {"shuffle": False},
+            )
+        for leaf in getattr(model.optimizer, "optimizers", [model.optimizer]):
+            leaf.learning_rate = RATE
+        return model
+
+    def _compiled(self, name: str, rate: float) -> Any:
+        subject = SUBJECTS[name]
+        keras.utils.set_random_seed(3)
+        model = subject.make()
+        compiled = {"loss": subject.loss, "run_eagerly": True} | self.compiled
+        model.compile(self.optimizer(rate), **compiled)
+        return model
+
+    def _order(self, epoch: int, size: int, seed: int | None) -> Any:
+        """The rows that one process reads in an epoch, in order."""
+        rows = np.arange(self.rows)
+        if self.arguments.get("shuffle"):
+            drawn = random.Random(5).getrandbits(31)
+            rows = tf.random.experimental.stateless_shuffle(rows, [drawn, epoch])
+            rows = rows.numpy()
+        together = self.batch_size * size
+        tail = self.rows % together
+        rows = rows[: self.rows - (tail if tail < size else 0)]
+        if seed is None:
+            return rows
+        generator = np.random.default_rng(seed)
+        starts = range(0, len(rows), together)
+        return np.concatenate(
+            [generator.permutation(rows[start : start + together]) for start in starts]
+        )
+
+
+# Arguments that each optimizer is tried with, beside its rate. One that Keras adds is
+# not in this table yet, and fails the test of completeness.
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "Adadelta": {},
+    "Adafactor": {},
+    "Adagrad": {},
+    "Adam": {"amsgrad": True},
+    "AdamW": {"weight_decay": 0.01},
+    "Adamax": {"clipvalue": 0.01},
+    "Ftrl": {},
+    "Lamb": {},
+    "Lion": {},
+    "Muon": {},
+    "Nadam": {"global_clipnorm": 0.02},
+    "RMSprop": {"momentum": 0.5, "centered": True, "clipnorm": 0.02},
+    "SGD": {"momentum": 0.9, "nesterov": True, "use_ema": True, "weight_decay": 0.01},
+    "ScheduleFreeAdamW": {},
+}
+
+# They hold other optimizers, or are none; tried in cases of their own.
+OTHERS = {"LossScaleOptimizer", "MultiOptimizer", "Optimizer", "OptimizerMap"}
+
+# On three ranks one whose clipping couples variables; averaging, which is ours, is the
+# same code for all.
+_ON_THREE = {"Nadam"}
+
+
+def optimizer_names() -> set[str]:
+    """All classes of `keras.optimizers`."""
+    members = vars(keras.optimizers).items()
+    return {name for name, member in members if inspect.isclass(member)}
+
+
+def momentum(rate: float, **arguments: Any) -> Any:
+    """SGD with momentum."""
+    return keras.optimizers.SGD(rate, momentum=0.9, **arguments)
+
+
+def adam(rate: float, **arguments: Any) -> Any:
+    """Adam."""
+    return keras.optimizers.Adam(rate, **arguments)
+
+
+def several(rate: float, is_callable: bool) -> Any:
+    """Adam, and SGD for the biases."""
+    biases, others = keras.optimizers.SGD(rate), keras.optimizers.Adam(rate)
+    if is_callable:
+        return keras.optimizers.MultiOptimizer(
+            lambda variable: biases if "bias" in variable.path else others
+        )
+    return keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(others, {".*bias": biases})
+    )
+
+
+def _optimizers() -> list[Case]:
+    cases = []
+    for name, arguments in OPTIMIZERS.items():
+        cls = getattr(keras.optimizers, name, None)
+        if cls is None:
+            continue  # this Keras does not have it
+        told = ", ".join(f"{key}={value}" for key, value in arguments.items())
+        cases.append(
+            Case(
+                "optimizers",
+                f"{name}({told})",
+                "regularized",
+                lambda rate, cls=cls, arguments=arguments: cls(
+                    learning_rate=rate, **arguments
+                ),
+                on_three=name in _ON_THREE,
+            )
+        )
+    if "MultiOptimizer" in optimizer_names():
+        for is_callable in (False, True):
+            cases.append(
+                Case(
+                    "optimizers",
+                    f"MultiOptimizer of {'a function' if is_callable else 'a map'}",
+                    "regularized",
+                    lambda rate, is_callable=is_callable: several(rate, is_callable),
+                )
+            )
+    return cases
+
+
+def _accumulation() -> list[Case]:
+    def every_third(rate: float) -> Any:
+        return momentum(rate, clipnorm=0.02, gradient_accumulation_steps=3)
+
+    def every_second(rate: float) -> Any:
+        return adam(rate, gradient_accumulation_steps=2)
+
+    in_graph = {"run_eagerly": False, "steps_per_execution": 2}
+    part = "accumulation"
+    return [
+        Case(part, "three batches, clipped", "regularized", every_third),
+        Case(
+            part,
+            "two batches, 101 rows",
+            "perceptron",
+            every_second,
+            rows=101,
+            on_three=True,
+        ),
+        Case(
+            part,
+            "two batches, odd epochs, in a graph",
+            "perceptron",
+            every_second,
+            rows=101,
+            batch_size=15,
+            compiled=in_graph,
+        ),
+        Case(part, "two batches of an embedding", "embedding", every_second),
+        Case(
+            part,
+            "mixed_float16 with two batches",
+            "half",
+            every_second,
+            tolerance=HALF,
+        ),
+    ]
+
+
+def _data() -> list[Case]:
+    weights = np.linspace(0.1, 2, 101).astype("float32")
+    by_class = {0: 0.3, 1: 2.0}
+    part = "data"
+    return [
+        Case(part, "101 rows", "perceptron", momentum, rows=101),
+        Case(
+            part,
+            "101 rows, shuffled",
+            "perceptron",
+            adam,
+            rows=101,
+            batch_size=9,
+            arguments={"shuffle": True},
+            on_three=True,
+        ),
+        Case(part, "a last batch of four rows", "perceptron", momentum, rows=52),
+        Case(
+            part,
+            "sample_weight",
+            "perceptron",
+            adam,
+            rows=101,
+            arguments={"sample_weight": weights},
+        ),
+        Case(
+            part,
+            "class_weight",
+            "perceptron",
+            adam,
+            rows=101,
+            arguments={"class_weight": by_class},
+        ),
+    ]
+
+
+def _precision() -> list[Case]:
+    part = "mixed precision"
+    return [
+        Case(part, "mixed_float16", "half", momentum, tolerance=HALF),
+        Case(part, "mixed_bfloat16", "brain", momentum, tolerance=BRAIN),
+        Case(part, "bfloat16", "all brain", momentum, tolerance=2 * BRAIN),
+    ]
+
+
+def _compiled() -> list[Case]:
+    jitted = {"run_eagerly": False, "jit_compile": True}
+    part = "XLA"
+    return [
+        Case(part, "SGD", "perceptron", momentum, rows=101, compiled=jitted),
+        Case(
+            part,
+            "Adam, two batches an update",
+            "perceptron",
+            lambda rate: adam(rate, gradient_accumulation_steps=2),
+            compiled=jitted,
+        ),
+        Case(
+            part,
+            "a convolution",
+            "convolution",
+            adam,
+            compiled=jitted,
+        ),
+    ]
+
+
+def _embeddings() -> list[Case]:
+    in_graph = {"run_eagerly": False}
+    part = "embeddings"
+    return [
+        Case(part, "SGD, sent whole", "embedding", momentum),
+        Case(
+            part,
+            "SGD, sent as rows",
+            "large embedding",
+            momentum,
+            rows=101,
+            on_three=True,
+        ),
+        Case(part, "as rows, in a graph", "large embedding", compiled=in_graph),
+        Case(
+            part,
+            "Adam, as of a dense gradient",
+            "large embedding",
+            adam,
+            oracle="large dense embedding",
+        ),
+    ]
+
+
+def _ways() -> list[Case]:
+    in_graph = {"run_eagerly": False, "steps_per_execution": 4}
+    part = "ways to train"
+    return [
+        Case(part, "Sequential without Input", "unbuilt", momentum),
+        Case(part, "dicts in and out", "two inputs", adam),
+        Case(part, "repeated layer names", "repeated names", momentum),
+        Case(part, "compute_loss, add_loss, a spare variable", "own loss", momentum),
+        Case(part, "a train_step of one's own", "own step", adam),
+        Case(part, "pictures", "convolution", adam),
+        Case(
+            part,
+            "four steps an execution, and a tail",
+            "perceptron",
+            momentum,
+            batch_size=7,
+            compiled=in_graph,
+        ),
+    ]
+
+
+def _statistics() -> list[Case]:
+    part = "statistics"
+    return [
+        Case(
+            part,
+            "BatchNormalization(synchronized=True)",
+            "normalized",
+            rows=95,
+        ),
+        Case(
+            part,
+            "the same, Adam, in a graph",
+            "normalized",
+            adam,
+            rows=95,
+            compiled={"run_eagerly": False},
+            on_three=True,
+        ),
+    ]
+
+
+def _losses() -> list[Case]:
+    def adding_up() -> Any:
+        return keras.losses.BinaryCrossentropy(reduction="sum")
+
+    part = "losses"
+    return [
+        Case(part, "padded words", "tagger", momentum, rows=101, on_three=True),
+        Case(
+            part,
+            'reduction="sum"',
+            "regularized",
+            momentum,
+            rows=101,
+            compiled={"loss": adding_up()},
+            on_three=True,
+        ),
+    ]
+
+
+def _options() -> list[Case]:
+    part = "options"
+    return [
+        Case(
+            part,
+            'op="sum"',
+            "perceptron",
+            keras.optimizers.SGD,
+            options={"op": "sum", "lr_scaling": "none"},
+            factor=lambda size: float(size),
+        ),
+        Case(
+            part,
+            'compression="fp16"',
+            "perceptron",
+            momentum,
+            rows=101,
+            options={"compression": "fp16"},
+            tolerance=HALF,
+            on_three=True,
+        ),
+        Case(
+            part,
+            'compression="bf16"',
+            "perceptron",
+            momentum,
+            rows=101,
+            options={"compression": "bf16"},
+            tolerance=BRAIN,
+        ),
+        Case(part, 'lr_scaling="sqrt"', options={"lr_scaling": "sqrt"}, factor=_root),
+    ]
+
+
+def _root(size: int) -> float:
+    return size**0.5
+
+
+CASES: list[Case] = [
+    *_optimizers(),
+    *_accumulation(),
+    *_data(),
+    *_precision(),
+    *_compiled(),
+    *_embeddings(),
+    *_ways(),
+    *_statistics(),
+    *_losses(),
+    *_options(),
+]

@@ -1,0 +1,78 @@
+"""Random small configurations, each a function of its seed alone."""
+
+import random
+from typing import Any
+
+import keras
+import numpy as np
+from cases import OPTIMIZERS, Case, optimizer_names
+
+# Models that take a weight for each row; the others have several targets or words.
+_WEIGHTED = {"perceptron", "unbuilt", "regularized", "convolution", "repeated names"}
+
+# Keras squares repeated rows of an embedding one by one, where all others square sums.
+_ORACLES = {"embedding": "dense embedding", "large embedding": "large dense embedding"}
+
+_SUBJECTS = [
+    *_WEIGHTED,
+    *_ORACLES,
+    "normalized",
+    "own loss",
+    "own step",
+    "tagger",
+    "two inputs",
+]
+
+_CLIPS = [{}, {}, {"clipnorm": 0.05}, {"global_clipnorm": 0.05}, {"clipvalue": 0.02}]
+
+
+def draw(seed: int) -> tuple[int, Case]:
+    """How many ranks, and what they train."""
+    draws = random.Random(seed)
+    subject = draws.choice(sorted(_SUBJECTS))
+    arguments: dict[str, Any] = {}
+    rows = draws.randint(6, 45)
+    if draws.random() < 0.4:
+        arguments["shuffle"] = True
+    if subject in _WEIGHTED and draws.random() < 0.4:
+        weights = np.random.default_rng(seed).uniform(0.1, 2, rows)
+        arguments["sample_weight"] = weights.astype("float32")
+    name, optimizer = _optimizer(draws, is_shuffled="shuffle" in arguments)
+    how, compiled = _compiled(draws)
+    case = Case(
+        "fuzz",
+        f"{seed}: {subject}, {name}, {how}, {rows} rows, {', '.join(arguments)}",
+        subject,
+        optimizer,
+        oracle=_ORACLES.get(subject),
+        rows=rows,
+        batch_size=draws.randint(2, 9),
+        compiled=compiled,
+        arguments=arguments,
+        orders=12,
+    )
+    return draws.choice([2, 3]), case
+
+
+def _optimizer(draws: random.Random, *, is_shuffled: bool) -> tuple[str, Any]:
+    name = draws.choice(sorted(set(OPTIMIZERS) & optimizer_names()))
+    arguments: dict[str, Any] = dict(draws.choice(_CLIPS))
+    arguments["gradient_accumulation_steps"] = draws.choice([None, None, 2, 3])
+    if draws.random() < 0.3:
+        arguments["weight_decay"] = 0.01
+    # The end of a fit changes the weights then; shuffled, the oracle makes two fits.
+    if draws.random() < 0.2 and not is_shuffled:
+        arguments["use_ema"] = True
+    told = ", ".join(f"{key}={value}" for key, value in arguments.items() if value)
+    cls = getattr(keras.optimizers, name)
+    return f"{name}({told})", lambda rate: cls(learning_rate=rate, **arguments)
+
+
+def _compiled(draws: random.Random) -> tuple[str, dict[str, Any]]:
+    kind = draws.random()
+    if kind < 0.8:
+        return "eager", {}
+    if kind < 0.9:
+        return "XLA", {"run_eagerly": False, "jit_compile": True}
+    steps = draws.randint(1, 3)
+    return f"graph of {steps}", {"run_eagerly": False, "steps_per_execution": steps}

@@ -1,0 +1,156 @@
+"""State that is not averaged as gradients are: local layers, counters, statistics."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from claims import assert_equal_to_the_bit, raises_everywhere
+from models import vectors
+
+import keras_dist
+
+pytestmark = pytest.mark.several_ranks
+
+
+def tower(seed):
+    """A layer that each rank may keep to itself."""
+    initializer = keras.initializers.GlorotUniform(seed=seed)
+    return keras.layers.Dense(4, activation="tanh", kernel_initializer=initializer)
+
+
+def head():
+    """What all share."""
+    initializer = keras.initializers.GlorotUniform(seed=99)
+    return keras.layers.Dense(1, kernel_initializer=initializer)
+
+
+class Towers(keras.Model):
+    """One process: the rows of each rank go through that rank's tower."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.towers = [tower(seed) for seed in range(size)]
+        self.head = head()
+
+    def call(self, inputs):
+        x, rank = inputs
+        outputs = [self.head(own(x)) for own in self.towers]
+        chosen = tf.one_hot(rank, len(outputs))
+        return keras.ops.sum(keras.ops.concatenate(outputs, axis=1) * chosen, axis=1)
+
+
+@pytest.mark.parametrize(
+    "batches", [pytest.param(None, marks=pytest.mark.three_ranks), 2]
+)
+def test_local_layers_train_on_the_rows_of_their_rank(world, batches):
+    """Their gradients are parts of the loss of the global batch, on each rank."""
+    x, y = vectors(16 * world.size)
+
+    def optimizer(rate):
+        return keras.optimizers.SGD(
+            rate, momentum=0.5, gradient_accumulation_steps=batches
+        )
+
+    common = {"epochs": 3, "shuffle": False, "verbose": 0}
+    expected = Towers(world.size)
+    expected.compile(optimizer(0.1), "mse", run_eagerly=True)
+    ranks = np.arange(len(x)) % world.size
+    expected.fit((x, ranks), y, batch_size=8 * world.size, **common)
+    own, shared = tower(world.rank), head()
+    model = keras.Sequential([keras.Input((5,)), own, shared])
+    model.compile(optimizer(0.1), "mse", run_eagerly=True)
+    keras_dist.dist_fit(
+        model, x, y, batch_size=8, lr_scaling="none", local_layers=[own], **common
+    )
+    for layer, oracle in (
+        (own, expected.towers[world.rank]),
+        (shared, expected.head),
+    ):
+        for weight, other in zip(layer.weights, oracle.weights, strict=True):
+            assert weight.numpy() == pytest.approx(other.numpy(), rel=1e-5, abs=1e-6)
+    kernels = keras_dist.gather(own.kernel.numpy())
+    assert not np.allclose(kernels[0], kernels[-1])
+
+
+def test_options_that_cannot_be_used_are_errors_on_all_ranks(world, make_model, rows):
+    """Each says what was received and what to do."""
+    stranger = keras.layers.Dense(1)
+    for kind, said, options in (
+        (ValueError, '"average", "sum" or "adasum"', {"op": "mean"}),
+        (ValueError, 'None, "fp16" or "bf16"', {"compression": "int8"}),
+        (ValueError, "Leave one out", {"op": "adasum", "compression": "fp16"}),
+        (ValueError, "Adasum", {"op": "adasum"}),
+        (ValueError, "does not have", {"local_layers": [stranger]}),
+        (TypeError, "list of layers", {"local_layers": ["dense"]}),
+        (ValueError, "keras_dist.init", {"process_set": [0, 1]}),
+    ):
+        model = make_model()
+
+        def call(model=model, options=options):
+            keras_dist.dist_fit(model, *rows, verbose=0, **options)
+
+        if options == {"op": "adasum"} and keras_dist.comm.has_mpi():
+            continue  # there it works, on two ranks
+        for message in raises_everywhere(kind, call):
+            assert said in message and "Received: " in message
+    with pytest.raises(RuntimeError, match="first call"):
+        keras_dist.init(process_sets=[[0]])
+    with pytest.raises(ValueError, match="ranks from 0"):
+        keras_dist.init(process_sets=[[0, world.size]])
+
+
+class Counters(keras.layers.Layer):
+    """Counts what it sees, by each of the rules for state without a gradient."""
+
+    def build(self, shape):
+        def add(dtype, aggregation):
+            return self.add_weight(
+                shape=(),
+                dtype=dtype,
+                initializer="zeros",
+                trainable=False,
+                aggregation=aggregation,
+            )
+
+        self.rows = add("int64", "sum")
+        self.total = add("float32", "sum")
+        self.steps = add("int64", "mean")
+        self.first = add("float32", "only_first_replica")
+        self.built = True
+
+    def call(self, x):
+        self.rows.assign_add(keras.ops.cast(keras.ops.shape(x)[0], "int64"))
+        self.total.assign_add(keras.ops.sum(x))
+        self.steps.assign_add(1)
+        self.first.assign(float(keras_dist.rank()) + 1.0)
+        return x
+
+
+@pytest.mark.three_ranks
+def test_state_without_a_gradient_follows_its_own_rule(world):
+    """`aggregation`: rows are added up over the ranks, steps are not."""
+    x, y = vectors(48)
+    counters = Counters()
+    model = keras.Sequential([keras.Input((5,)), counters, keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    before = [int(counters.rows), float(counters.total), int(counters.steps)]
+    keras_dist.dist_fit(model, x, y, batch_size=8, epochs=2, verbose=0)
+    assert_equal_to_the_bit(model)
+    assert int(counters.rows) - before[0] == 2 * 48
+    added = float(counters.total) - before[1]
+    assert added == pytest.approx(2 * float(x.sum()), rel=1e-4)
+    assert int(counters.steps) - before[2] == 2 * (48 // (8 * world.size))
+    assert float(counters.first) == 1.0
+
+
+def test_what_was_adapted_before_keeps_its_bits(world):
+    """A `Normalization` layer is the same before and after."""
+    x, y = vectors(48)
+    layer = keras.layers.Normalization()
+    layer.adapt(x)
+    before = [weight.numpy() for weight in layer.weights]
+    model = keras.Sequential([keras.Input((5,)), layer, keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    keras_dist.dist_fit(model, x, y, batch_size=8, verbose=0)
+    for weight, old in zip(layer.weights, before, strict=True):
+        assert (weight.numpy() == old).all()

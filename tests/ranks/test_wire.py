@@ -1,0 +1,121 @@
+"""What travels between the ranks: how many collectives, and how many bytes."""
+
+from collections import Counter
+
+import keras
+import numpy as np
+import pytest
+from models import SUBJECTS
+
+import keras_dist
+from keras_dist import comm
+from keras_dist.comm import transport
+
+pytestmark = pytest.mark.several_ranks
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """Counts collectives of gradients, and their bytes, of eager steps."""
+    calls, moved = Counter(), Counter()
+    for verb in ("allreduce_sum", "allgather", "alltoall"):
+        own = getattr(transport, verb)
+
+        def counted(link, tensor, *, name, _verb=verb, _own=own, **more):
+            if name.startswith(("keras_dist.gradients", "keras_dist.accumulated")):
+                calls[_verb] += 1
+                moved[_verb] += tensor.dtype.size * int(np.prod(tensor.shape))
+            return _own(link, tensor, name=name, **more)
+
+        monkeypatch.setattr(transport, verb, counted)
+    return calls, moved
+
+
+def fit(name, optimizer, rows=48, **options):
+    """Six steps of a model, on any number of ranks."""
+    subject = SUBJECTS[name]
+    keras.utils.set_random_seed(3)
+    model = subject.make()
+    model.compile(optimizer, subject.loss, run_eagerly=True)
+    x, y = subject.rows(rows * keras_dist.size())
+    keras_dist.dist_fit(model, x, y, batch_size=8, epochs=1, verbose=0, **options)
+    return model
+
+
+def test_one_collective_an_update(sent):
+    """All gradients of a dtype go together, also where batches are accumulated."""
+    calls, _ = sent
+    fit("perceptron", "adam")
+    assert calls == {"allreduce_sum": 6}
+    calls.clear()
+    fit("perceptron", keras.optimizers.Adam(gradient_accumulation_steps=3))
+    assert calls == {"allreduce_sum": 2}
+
+
+def test_an_embedding_sends_the_rows_that_were_read(sent):
+    """Or all of its table, where that is less."""
+    calls, moved = sent
+    fit("large embedding", "sgd")
+    assert calls == {"allreduce_sum": 6, "allgather": 12}
+    table = 500 * 3 * 4
+    assert moved["allgather"] < 6 * table / 4
+    # The dense layer, the weight, and how many rows each rank has.
+    assert moved["allreduce_sum"] == 6 * 4 * (13 + 1 + keras_dist.size())
+    for counter in sent:
+        counter.clear()
+    fit("tiny embedding", "sgd")
+    assert calls == {"allreduce_sum": 12}
+
+
+def test_repeated_rows_are_merged_before_they_are_sent(sent):
+    """A batch reads 32 words, but each of at most ten only is sent once."""
+    _, moved = sent
+    fit("large embedding", "sgd", rows=8)
+    assert moved["allgather"] <= 10 * (3 * 4 + 4)
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_compressed_gradients_travel_in_two_bytes(sent, kind):
+    """Two collectives of half the bytes, where a sum moves every byte twice."""
+    calls, moved = sent
+    model = fit("perceptron", "sgd", compression=kind)
+    numbers = sum(weight.numpy().size for weight in model.weights)
+    size = keras_dist.size()
+    padded = -(-numbers // size) * size
+    assert calls == {"alltoall": 6, "allgather": 6}
+    header = 8
+    assert moved["alltoall"] == 6 * (2 * padded + header * size)
+    assert moved["allgather"] == 6 * (2 * padded // size + header)
+
+
+@pytest.mark.three_ranks
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-8, 1.0, 1e6, 1e30])
+def test_compression_neither_overflows_nor_vanishes(world, kind, magnitude):
+    """Gradients of any size come out with the digits of their format."""
+    own = np.random.default_rng(world.rank).normal(size=41).astype("float32")
+    everyone = np.stack(keras_dist.gather(own)).astype("float64") * magnitude
+    weights = np.arange(1.0, world.size + 1)
+    vector, total = comm.sum_compressed(
+        own * np.float32(magnitude),
+        weights[world.rank],
+        kind=kind,
+        name="keras_dist.tested",
+        is_mean=True,
+    )
+    expected = (weights[:, None] * everyone).sum(axis=0) / weights.sum()
+    assert float(total) == weights.sum()
+    digits = 2.0**-10 if kind == "fp16" else 2.0**-7
+    assert np.abs(vector.numpy() - expected).max() < digits * np.abs(everyone).max()
+
+
+@pytest.mark.three_ranks
+def test_an_inf_on_one_rank_is_an_inf_on_all(world):
+    """So that the loss scale of mixed precision is halved by all together."""
+    own = np.ones(8, "float32")
+    own[3] = np.inf if world.rank == world.size - 1 else 1.0
+    vector, _ = comm.sum_compressed(
+        own, 1.0, kind="fp16", name="keras_dist.tested", is_mean=True
+    )
+    assert not np.isfinite(vector.numpy()[3])
+    assert np.isfinite(vector.numpy()[0])
