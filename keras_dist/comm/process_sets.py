@@ -1,11 +1,14 @@
 """Who am I, and the groups of ranks that train apart."""
 
+import atexit
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from keras_dist.comm import runtime, transport
 from keras_dist.comm.agreement import agree
+from keras_dist.comm.collectives import gather
 from keras_dist.comm.world import World, launched
 
 _sets: dict[tuple[int, ...], transport.Link] = {}
@@ -52,7 +55,15 @@ def init(*, process_sets: Sequence[Sequence[int]] = ()) -> World:
     link, _ = runtime.connection()
     if link is not None:
         _sets.update({ranks: transport.divide(link, ranks) for ranks in sets})
+        atexit.register(_wait_for_all)  # comes before Horovod's own shutdown
     return world
+
+
+def _wait_for_all() -> None:
+    """The first rank to end would end Horovod for the sets that still train."""
+    # After an error the others in its set wait for this rank: then Horovod has to end.
+    if getattr(sys, "last_value", None) is None:
+        gather("the end")
 
 
 @contextlib.contextmanager
