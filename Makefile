@@ -8,7 +8,7 @@ READY := .venv/.ready
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo equivalence fuzz
+.PHONY: help setup check test demo equivalence fuzz mutations
 
 help:
 	@echo "make setup   a virtual environment in .venv, with Horovod built for its TensorFlow"
@@ -17,6 +17,7 @@ help:
 	@echo "make demo    train a model on two processes"
 	@echo "make equivalence   write docs/equivalence.md: every case on 2 and 3 processes"
 	@echo "make fuzz    try random cases: FIRST=0 COUNT=200"
+	@echo "make mutations   break one line at a time, and see a test fail"
 	@echo "PYTHON=...   the Python of the environment (now: $(PYTHON))"
 
 setup: $(READY)
@@ -61,3 +62,6 @@ FIRST ?= 0
 COUNT ?= 200
 fuzz: setup
 	$(BIN)/python tests/equivalence.py fuzz $(FIRST) $(COUNT)
+
+mutations: setup
+	$(BIN)/python tests/mutations.py

@@ -409,6 +409,14 @@ def _statistics() -> list[Case]:
             compiled={"run_eagerly": False},
             on_three=True,
         ),
+        Case(
+            part,
+            "the same, two steps an execution",
+            "normalized",
+            adam,
+            rows=95,
+            compiled={"run_eagerly": False, "steps_per_execution": 2},
+        ),
     ]
 
 

@@ -127,12 +127,12 @@ def in_precision(policy):
     return keras.Sequential([keras.Input((5,)), keras.layers.Dense(1, dtype=policy)])
 
 
-def tagger():
+def tagger(layer=keras.layers.Embedding):
     """Masked sequences with a loss for each word that is not padding."""
     return keras.Sequential(
         [
             keras.Input((6,), dtype="int32"),
-            keras.layers.Embedding(11, 4, mask_zero=True),
+            layer(11, 4, mask_zero=True),
             keras.layers.Dense(3, activation="tanh"),
             keras.layers.Dense(1),
         ]
@@ -237,6 +237,7 @@ SUBJECTS = {
     "brain": Subject(lambda: in_precision("mixed_bfloat16"), vectors),
     "all brain": Subject(lambda: in_precision("bfloat16"), vectors),
     "tagger": Subject(tagger, sentences),
+    "dense tagger": Subject(lambda: tagger(DenseEmbedding), sentences),
     "two inputs": Subject(two_inputs, nested),
     "normalized": Subject(normalized, far),
     "convolution": Subject(convolution, pictures),

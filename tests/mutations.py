@@ -1,0 +1,238 @@
+"""Breaks one line at a time, and sees a test fail: `make mutations`.
+
+A test that passes when what it is about is broken is no test. Each mutation is made in
+a copy of the repository, where the tests named beside it run on two ranks.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+# A broken collective may leave the ranks waiting: that is a failure too.
+SECONDS = 240
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One line that makes something exact, and what replaces it.
+
+    Args:
+        part: What is broken.
+        file: In which file of the package.
+        line: What stands there once.
+        broken: What stands there instead.
+        tests: The test file, and words of the tests in it.
+    """
+
+    part: str
+    file: str
+    line: str
+    broken: str
+    tests: tuple[str, str]
+
+
+MUTATIONS = [
+    Mutation(
+        "every optimizer: gradients are averaged",
+        "optimizer/averaging.py",
+        "grads = share_gradients(self, grads, trainable_variables)",
+        "pass",
+        ("test_cases.py", "Nadam"),
+    ),
+    Mutation(
+        "accumulation: ranks talk once per update",
+        "optimizer/sharing.py",
+        "share = _accumulated if accumulates(optimizer) else _averaged",
+        "share = _averaged",
+        ("test_wire.py", "one_collective"),
+    ),
+    Mutation(
+        "accumulation: nothing is left behind",
+        "optimizer/accumulation.py",
+        "accumulator.assign(tf.zeros_like(accumulator.value))",
+        "pass",
+        ("test_cases.py", "accumulation and clipped"),
+    ),
+    Mutation(
+        "accumulation: an epoch ends with what one process holds",
+        "callbacks/average_statistics.py",
+        "            optimizer.divide(found)",
+        "            pass",
+        ("test_cases.py", "accumulation and 101"),
+    ),
+    Mutation(
+        "data: weighted by rows",
+        "optimizer/sharing.py",
+        "weight = 1 if rows is None else rows",
+        "weight = 1",
+        ("test_cases.py", "data and 101"),
+    ),
+    Mutation(
+        "data: one permutation for all ranks",
+        "sharding/arrays.py",
+        "return tf.random.experimental.stateless_shuffle(rows, [seed, number])",
+        "return tf.random.experimental.stateless_shuffle(rows, [seed + 1, number])",
+        ("test_cases.py", "shuffled"),
+    ),
+    Mutation(
+        "mixed precision: averaged before the check for inf",
+        "optimizer/averaging.py",
+        "    for part in inside:\n        mixin.remove",
+        "    for part in []:\n        mixin.remove",
+        ("test_equivalence.py", "mixed_precision"),
+    ),
+    Mutation(
+        "XLA: averaging between the halves",
+        "halves.py",
+        "share_gradients(call.optimizer, own, call.variables)",
+        "own",
+        ("test_cases.py", "XLA and SGD"),
+    ),
+    Mutation(
+        "embeddings: repeated rows are merged",
+        "optimizer/exchange.py",
+        "sparse.merged(gradient)",
+        "gradient",
+        ("test_wire.py", "merged"),
+    ),
+    Mutation(
+        "embeddings: the rows of every rank",
+        "optimizer/sparse.py",
+        "for rank in range(comm.size()):",
+        "for rank in range(1):",
+        ("test_cases.py", "rows"),
+    ),
+    Mutation(
+        "ways to train: a gradient on one rank only is found",
+        "optimizer/sharing.py",
+        "_check_same_gradients(gradients, known, local)",
+        "pass",
+        ("test_bad_input.py", "one_rank_only"),
+    ),
+    Mutation(
+        "ways to train: names without those of layers",
+        "comm/transport.py",
+        '"ignore_name_scope": True',
+        '"ignore_name_scope": False',
+        ("test_cases.py", "statistics and graph"),
+    ),
+    Mutation(
+        "statistics: of the global batch",
+        "batch_norm.py",
+        "if comm.size() == 1:",
+        "if True:",
+        ("test_cases.py", "statistics and synchronized"),
+    ),
+    Mutation(
+        "statistics: averaged by rows",
+        "callbacks/average_statistics.py",
+        "    rows = tf.cast(rows, tf.float64)",
+        "    rows = tf.constant(1.0, tf.float64)",
+        ("test_batch_norm.py", "weighted_by_rows"),
+    ),
+    Mutation(
+        "state: counters are added up",
+        "callbacks/average_statistics.py",
+        "added = comm.sum(keras.ops.convert_to_numpy(variable) - start)",
+        "added = keras.ops.convert_to_numpy(variable) - start",
+        ("test_local.py", "rule"),
+    ),
+    Mutation(
+        "losses: masks",
+        "losses.py",
+        "return part / share_now(tf.float32)",
+        "return None",
+        ("test_cases.py", "padded"),
+    ),
+    Mutation(
+        "options: float16 has a scale",
+        "comm/compressed.py",
+        'if kind == "bf16":',
+        "if True:",
+        ("test_wire.py", "overflows"),
+    ),
+    Mutation(
+        "options: local layers are weighed",
+        "optimizer/sharing.py",
+        "return tf.convert_to_tensor(gradient) * factor",
+        "return gradient",
+        ("test_local.py", "local_layers"),
+    ),
+    Mutation(
+        "metrics: summed over the ranks",
+        "metrics.py",
+        "if comm.size() == 1:",
+        "if True:",
+        ("test_data.py", "evaluate"),
+    ),
+    Mutation(
+        "start: all ranks have the first rank's weights",
+        "callbacks/broadcast_variables.py",
+        "            variable.assign(value)\n        for variable, value in zip(seeds",
+        "            pass\n        for variable, value in zip(seeds",
+        ("test_equivalence.py", "initial_weight"),
+    ),
+    Mutation(
+        "stop: together",
+        "callbacks/stop_together.py",
+        "if comm.size() == 1:",
+        "if True:",
+        ("test_callbacks.py", "wish_of_one_rank"),
+    ),
+]
+
+
+def is_noticed(mutation: Mutation) -> bool:
+    """Whether a test fails where the line is broken."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in ("keras_dist", "tests"):
+            shutil.copytree(ROOT / name, copy / name)
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        path = copy / "keras_dist" / mutation.file
+        text = path.read_text()
+        if text.count(mutation.line) != 1:
+            sys.exit(f"Not once in {mutation.file}: {mutation.line}")
+        path.write_text(text.replace(mutation.line, mutation.broken))
+        file, words = mutation.tests
+        horovodrun = Path(sys.executable).with_name("horovodrun")
+        tests = ["-m", "pytest", "-x", "-q", f"tests/ranks/{file}", "-k", words]
+        process = subprocess.Popen(
+            [str(horovodrun), "-np", "2", sys.executable, *tests],
+            cwd=copy,
+            env={**os.environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "70"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            told, _ = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # the launcher ends its ranks
+            process.communicate()
+            return True
+        # No test at all would end with an error too.
+        return " failed" in told or "has been shut down" in told
+
+
+def main(words: list[str]) -> int:
+    """Tries those whose part has one of `words`, or all; returns the exit code."""
+    chosen = [m for m in MUTATIONS if not words or any(w in m.part for w in words)]
+    missed = []
+    for mutation in chosen:
+        noticed = is_noticed(mutation)
+        print(f"{'noticed' if noticed else 'MISSED '}  {mutation.part}", flush=True)
+        missed += [] if noticed else [mutation]
+    print(f"{len(chosen) - len(missed)} of {len(chosen)} mutations noticed")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
