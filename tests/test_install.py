@@ -17,7 +17,7 @@ from keras_dist.install.progress import Progress, percent_of
 
 NCCL = facts.Nccl(Path("/opt/n c/include"), Path("/opt/n c/lib/libnccl.so.2"))
 COMPLETE = facts.Facts(
-    tensorflow="2.21.0",
+    tensorflow="2.20.0",
     has_open_mpi=True,
     cuda_home=Path("/usr/local/cuda"),
     nccl=NCCL,
@@ -124,12 +124,20 @@ def test_nccl_with_tensorflow_cpu_says_which_distribution_is_needed():
     cpu = dataclasses.replace(COMPLETE, distribution="tensorflow-cpu")
     text = requirements.explain(requirements.find_missing(cpu, mpi=False, nccl=True))
     assert "`tensorflow`. Received: `tensorflow-cpu`." in text
-    assert "pip install tensorflow==2.21.0" in text
+    assert "pip install tensorflow==2.20.0" in text
+
+
+def test_nccl_needs_a_tensorflow_that_horovod_can_be_loaded_beside():
+    """From 2.21 on it is an error where it is asked for, and left out where not."""
+    new = dataclasses.replace(COMPLETE, tensorflow="2.21.0")
+    text = requirements.explain(requirements.find_missing(new, mpi=False, nccl=True))
+    assert "TensorFlow 2.18 to 2.20" in text and "Received: 2.21.0." in text
+    assert flags.choose(new, mpi=False, nccl=None) == flags.Choice(False, False)
 
 
 def test_what_is_not_asked_for_is_built_where_it_is_found():
     """`None` follows the facts; yes and no do not."""
-    plain = facts.Facts(tensorflow="2.21.0")
+    plain = facts.Facts(tensorflow="2.20.0")
     for mpi, nccl in itertools.product((False, True), repeat=2):
         for found in (plain, COMPLETE):
             assert flags.choose(found, mpi=mpi, nccl=nccl) == flags.Choice(mpi, nccl)

@@ -97,7 +97,13 @@ def install_horovod(
     missing = find_missing(facts, mpi=bool(mpi), nccl=bool(nccl))
     if missing:
         raise InstallError(explain(missing))
-    build_and_install(facts, choose(facts, mpi=mpi, nccl=nccl))
+    choice = choose(facts, mpi=mpi, nccl=nccl)
+    if nccl is None and facts.cuda_home and facts.nccl and not choice.nccl:
+        print(
+            "NCCL is here, but is left out: it needs the distribution `tensorflow`, "
+            f"2.18 to 2.20. Received: {facts.distribution} {facts.tensorflow}."
+        )
+    build_and_install(facts, choice)
     there, error = probe()
     if there is None:
         raise InstallError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keras_dist.install.facts import Facts
+from keras_dist.install.requirements import supports_nccl
 
 HOROVOD = "0.28.1"
 
@@ -55,6 +56,7 @@ def choose(facts: Facts, *, mpi: bool | None, nccl: bool | None) -> Choice:
         facts.cuda_home is not None
         and facts.nccl is not None
         and facts.distribution == "tensorflow"
+        and supports_nccl(facts.tensorflow)
     )
     return Choice(
         mpi=facts.has_open_mpi if mpi is None else mpi,

@@ -10,6 +10,10 @@ from keras_dist.install.facts import Facts
 FIRST_TENSORFLOW = (2, 18)
 LAST_TENSORFLOW = (2, 21)
 
+# From TensorFlow 2.21 on, its library lacks the function with which Horovod's GPU code
+# finds the stream of a device (`AsGpuStreamValue`): it is built, but cannot be loaded.
+LAST_TENSORFLOW_WITH_NCCL = (2, 20)
+
 _PIP_TENSORFLOW = "pip install 'tensorflow>=2.18,<2.22'"
 
 
@@ -34,10 +38,21 @@ def is_supported(version: str) -> bool:
     >>> [is_supported(version) for version in ("2.17.1", "2.18.0", "2.21.1", "2.22.0")]
     [False, True, True, False]
     """
+    return _is_between(version, FIRST_TENSORFLOW, LAST_TENSORFLOW)
+
+
+def supports_nccl(version: str | None) -> bool:
+    """Whether Horovod 0.28.1 can be loaded with NCCL beside this TensorFlow.
+
+    >>> [supports_nccl(version) for version in ("2.18.0", "2.20.0", "2.21.0", None)]
+    [True, True, False, False]
+    """
+    return _is_between(version or "", FIRST_TENSORFLOW, LAST_TENSORFLOW_WITH_NCCL)
+
+
+def _is_between(version: str, first: tuple[int, int], last: tuple[int, int]) -> bool:
     match = re.match(r"(\d+)\.(\d+)", version)
-    if match is None:
-        return False
-    return FIRST_TENSORFLOW <= (int(match[1]), int(match[2])) <= LAST_TENSORFLOW
+    return match is not None and first <= (int(match[1]), int(match[2])) <= last
 
 
 def find_missing(facts: Facts, *, mpi: bool, nccl: bool) -> list[Missing]:
@@ -121,6 +136,14 @@ def _missing_nccl(facts: Facts) -> list[Missing]:
                 f"Received: `{facts.distribution}`.",
                 f"pip uninstall -y {facts.distribution} && "
                 f"pip install tensorflow=={facts.tensorflow}",
+            )
+        )
+    if facts.tensorflow is not None and not supports_nccl(facts.tensorflow):
+        found.append(
+            Missing(
+                "for NCCL, TensorFlow 2.18 to 2.20: a later one lacks a function that "
+                f"Horovod's GPU code calls. Received: {facts.tensorflow}.",
+                "pip install 'tensorflow>=2.18,<2.21'",
             )
         )
     if facts.cuda_home is None:
