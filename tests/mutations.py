@@ -57,7 +57,7 @@ MUTATIONS = [
         "optimizer/accumulation.py",
         "accumulator.assign(tf.zeros_like(accumulator.value))",
         "pass",
-        ("test_cases.py", "accumulation and clipped"),
+        ("test_cases.py", "accumulation and 101"),
     ),
     Mutation(
         "accumulation: an epoch ends with what one process holds",
@@ -71,7 +71,7 @@ MUTATIONS = [
         "optimizer/sharing.py",
         "weight = 1 if rows is None else rows",
         "weight = 1",
-        ("test_cases.py", "data and 101"),
+        ("test_equivalence.py", "sgd-False"),
     ),
     Mutation(
         "data: one permutation for all ranks",
@@ -92,7 +92,7 @@ MUTATIONS = [
         "halves.py",
         "share_gradients(call.optimizer, own, call.variables)",
         "own",
-        ("test_cases.py", "XLA and SGD"),
+        ("test_equivalence.py", "sgd-True"),
     ),
     Mutation(
         "embeddings: repeated rows are merged",
@@ -127,7 +127,7 @@ MUTATIONS = [
         "batch_norm.py",
         "if comm.size() == 1:",
         "if True:",
-        ("test_cases.py", "statistics and synchronized"),
+        ("test_batch_norm.py", "equal_one_process"),
     ),
     Mutation(
         "statistics: averaged by rows",

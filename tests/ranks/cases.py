@@ -489,3 +489,26 @@ CASES: list[Case] = [
     *_losses(),
     *_options(),
 ]
+
+# What `make equivalence` alone tries: other tests, or cases beside them, are so like
+# them that the tests can spare the time.
+TABLE_ONLY = {
+    "XLA: SGD",
+    "XLA: a convolution",
+    "accumulation: three batches, clipped",
+    "data: 101 rows",
+    "data: a last batch of four rows",
+    "data: class_weight",
+    "data: sample_weight",
+    "embeddings: SGD, sent whole",
+    "mixed precision: mixed_bfloat16",
+    "optimizers: Adadelta()",
+    "optimizers: Adagrad()",
+    "optimizers: Adamax(clipvalue=0.01)",
+    "optimizers: Ftrl()",
+    "optimizers: MultiOptimizer of a map",
+    "optimizers: RMSprop(momentum=0.5, centered=True, clipnorm=0.02)",
+    'options: lr_scaling="sqrt"',
+    "statistics: BatchNormalization(synchronized=True)",
+    "statistics: the same, two steps an execution",
+}

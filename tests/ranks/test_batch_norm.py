@@ -12,16 +12,15 @@ from keras_dist.batch_norm import GlobalMoments
 pytestmark = pytest.mark.several_ranks
 
 
-def make_model(is_synchronized, run_eagerly=True, masks=False):
-    """Two normalizations, far from zero mean, in a model of vectors or sequences."""
+def make_model(is_synchronized, run_eagerly=True):
+    """Two normalizations, far from zero mean, in a model of masked sequences."""
     keras.utils.set_random_seed(2)
-    inputs = keras.Input((4, 5) if masks else (5,))
-    x = keras.layers.Masking()(inputs) if masks else inputs
+    inputs = keras.Input((4, 5))
+    x = keras.layers.Masking()(inputs)
     x = keras.layers.BatchNormalization(synchronized=is_synchronized)(x)
     x = keras.layers.Dense(6, activation="tanh", bias_initializer="ones")(x)
     x = keras.layers.BatchNormalization(synchronized=is_synchronized)(x)
-    if masks:
-        x = keras.layers.GlobalAveragePooling1D()(x)
+    x = keras.layers.GlobalAveragePooling1D()(x)
     model = keras.Model(inputs, keras.layers.Dense(1)(x))
     model.compile(keras.optimizers.SGD(0.05), "mse", run_eagerly=run_eagerly)
     return model
@@ -34,19 +33,17 @@ def used(rows, world):
 
 
 @pytest.mark.parametrize("run_eagerly", [True, False])
-@pytest.mark.parametrize("masks", [False, True])
-def test_synchronized_layers_equal_one_process(world, rows, run_eagerly, masks):
+def test_synchronized_layers_equal_one_process(world, rows, run_eagerly):
     """Weights, moving statistics and gradients, with ragged batches and masks."""
     x, y = used(rows, world)
-    if masks:
-        x = np.repeat(x[:, None], 4, axis=1) * np.arange(1, 5)[:, None]
-        # Sequences of different lengths: ranks differ in what they count.
-        x[np.arange(4)[None, :] > np.arange(len(x))[:, None] % 4] = 0.0
+    x = np.repeat(x[:, None], 4, axis=1) * np.arange(1, 5)[:, None]
+    # Sequences of different lengths: ranks differ in what they count.
+    x[np.arange(4)[None, :] > np.arange(len(x))[:, None] % 4] = 0.0
     arguments = {"epochs": 2, "shuffle": False, "verbose": 0}
     # One rank is Keras's own, which synchronizes with less exact arithmetic.
-    expected = make_model(world.size == 1, run_eagerly, masks)
+    expected = make_model(world.size == 1, run_eagerly)
     expected.fit(x, y, batch_size=8 * world.size, **arguments)
-    model = make_model(True, run_eagerly, masks)
+    model = make_model(True, run_eagerly)
     keras_dist.dist_fit(model, x, y, batch_size=8, lr_scaling="none", **arguments)
     assert largest_difference(model, expected) < 1e-5
     assert_equal_to_the_bit(model)

@@ -1,7 +1,7 @@
 """The rows of `docs/equivalence.md`: N ranks give the state of one process."""
 
 import pytest
-from cases import CASES, OPTIMIZERS, OTHERS, optimizer_names
+from cases import CASES, OPTIMIZERS, OTHERS, TABLE_ONLY, optimizer_names
 from claims import assert_equal_to_the_bit, share_out
 
 import keras_dist
@@ -36,6 +36,7 @@ def test_every_optimizer_of_keras_is_tried():
             marks=pytest.mark.three_ranks if case.on_three else [],
         )
         for case in CASES
+        if case.title not in TABLE_ONLY
     ],
 )
 def test_a_case_equals_one_process(world, oracles, case):
