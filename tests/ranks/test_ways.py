@@ -12,23 +12,6 @@ pytestmark = pytest.mark.several_ranks
 ARGUMENTS = {"epochs": 2, "shuffle": False, "verbose": 0}
 
 
-def both(make, rows, world, batch_size=8, compiled=None):
-    """The same model trained on one process and on all ranks."""
-    x, y = (array[:96] for array in rows)
-    models = []
-    for fit, rate, size in (
-        (keras.Model.fit, 0.05 * world.size, batch_size * world.size),
-        (keras_dist.dist_fit, 0.05, batch_size),
-    ):
-        keras.utils.set_random_seed(6)
-        model = make()
-        model.compile(keras.optimizers.SGD(rate, momentum=0.5), **(compiled or {}))
-        fit(model, x, y, batch_size=size, **ARGUMENTS)
-        model.optimizer.learning_rate = 0.05
-        models.append(model)
-    return models
-
-
 def assert_equal(models):
     """The claim of this file."""
     assert largest_difference(*models) < 1e-5
