@@ -163,10 +163,17 @@ def _check_same_gradients(
         comm.agree(
             {"the number of gradients": len(gradients)}
             | {name: _described(*pair) for name, pair in own.items()},
-            names={name: f"of {variable.path}" for name, (_, variable) in own.items()},
+            names={
+                name: f"of {_name(variable)}" for name, (_, variable) in own.items()
+            },
             advice="Make the same model on every rank, and let every variable take "
             "part in the loss on all ranks or on none.",
         )
+
+
+def _name(variable: Any) -> str:
+    """Its path in the model; a plain `tf.Variable` has none."""
+    return getattr(variable, "path", variable.name)
 
 
 def _described(gradient: Any, variable: Any) -> str:

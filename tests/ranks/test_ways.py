@@ -84,3 +84,11 @@ def test_a_loop_of_ones_own(world, rows):
             step(tf.constant(x[batch][part]), tf.constant(y[batch][part]))
         models.append(model)
     assert_equal(models)
+
+
+def test_variables_of_tensorflow_are_averaged_too(world):
+    """A loop of one's own may have made them itself."""
+    variable = tf.Variable([0.0])
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.apply([tf.constant([float(world.rank)])], [variable])
+    assert variable.numpy() == pytest.approx([-(world.size - 1) / 2])
