@@ -99,6 +99,48 @@ def test_options_that_cannot_be_used_are_errors_on_all_ranks(world, make_model, 
         keras_dist.init(process_sets=[[0, world.size]])
 
 
+@pytest.mark.several_ranks
+def test_adasum_is_the_formula_of_its_paper(world):
+    """On two ranks that talk over MPI: what of a gradient the other has too is halved.
+
+    Start it by `mpirun -np 2`, with a Horovod built by `install-horovod --mpi`.
+    """
+    if not keras_dist.comm.has_mpi() or world.size != 2:
+        pytest.skip("Adasum needs two ranks that talk over MPI.")
+    x, y = vectors(16)
+
+    def make():
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+        return model
+
+    start = [weight.numpy() for weight in make().weights]
+    steps = []
+    for part in (slice(0, None, 2), slice(1, None, 2)):
+        alone = make()
+        alone.fit(x[part], y[part], batch_size=8, shuffle=False, verbose=0)
+        after = [weight.numpy() for weight in alone.weights]
+        steps.append([new - old for new, old in zip(after, start, strict=True)])
+    model = make()
+    keras_dist.dist_fit(
+        model,
+        x,
+        y,
+        batch_size=8,
+        op="adasum",
+        lr_scaling="none",
+        shuffle=False,
+        verbose=0,
+    )
+    assert_equal_to_the_bit(model)
+    for weight, old, a, b in zip(model.weights, start, *steps, strict=True):
+        both = (a * b).sum()
+        expected = old + a * (1 - both / (a * a).sum() / 2)
+        expected += b * (1 - both / (b * b).sum() / 2)
+        assert weight.numpy() == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
 class Counters(keras.layers.Layer):
     """Counts what it sees, by each of the rules for state without a gradient."""
 
