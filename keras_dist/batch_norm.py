@@ -61,12 +61,15 @@ def _synchronized_layers(model: Any) -> list[Any]:
 
 
 def _own_moments(inputs: Any, mask: Any, axes: Any) -> tuple[Any, Any, Any]:
-    """Count, mean and sum of squared distances of this rank's values, in float32."""
-    x = tf.cast(inputs, tf.float32)
+    """Count, mean and sum of squared distances of this rank's values, in float32.
+
+    Values in float64 stay in float64.
+    """
+    x = tf.cast(inputs, tf.float64 if inputs.dtype == tf.float64 else tf.float32)
     if mask is None:
         weights = tf.ones_like(x)
     else:
-        weights = tf.cast(tf.expand_dims(mask, -1), tf.float32) * tf.ones_like(x)
+        weights = tf.cast(tf.expand_dims(mask, -1), x.dtype) * tf.ones_like(x)
     counts = tf.reduce_sum(weights, axes)
     mean = tf.math.divide_no_nan(tf.reduce_sum(x * weights, axes), counts)
     shape = [1 if axis in axes else size for axis, size in enumerate(inputs.shape)]
