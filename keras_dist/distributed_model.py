@@ -1,10 +1,12 @@
 """A Keras model whose methods use all ranks: `DistributedModel`."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 
-from keras_dist import comm, sharding, step
+from keras_dist import comm, mixin, sharding, step
 from keras_dist.callbacks import is_writer
 from keras_dist.checks import check_model
 from keras_dist.fit import dist_fit
@@ -69,23 +71,15 @@ class DistributedModel:
                 lambda: self._feed((x, y, sample_weight), batch_size, steps, options)
             )
             comm.agree(feed.facts, advice=_ADVICE)
-            session = step.install(self.model)
-            session.averages_metrics = True
-            session.has_validation_rows = feed.has_rows
-            is_first = comm.rank() == 0
-            given = keras.tree.flatten(callbacks or [])
-            try:
+            with _evaluating(self.model, has_rows=feed.has_rows):
                 return self.model.evaluate(
                     **feed.arguments,
                     batch_size=batch_size,
-                    verbose=verbose if is_first else 0,
+                    verbose=verbose if comm.rank() == 0 else 0,
                     steps=feed.steps if steps else None,
-                    callbacks=[c for c in given if is_first or not is_writer(c)]
-                    or None,
+                    callbacks=_of_this_rank(callbacks),
                     return_dict=return_dict,
                 )
-            finally:
-                step.uninstall(self.model)
 
     def _feed(
         self, parts: Any, batch_size: int | None, steps: int | None, options: Options
@@ -118,3 +112,34 @@ class DistributedModel:
 
     def __repr__(self) -> str:
         return f"DistributedModel({self.model!r})"
+
+
+def _of_this_rank(callbacks: Any) -> list[Any] | None:
+    """Callbacks without those that write, on all ranks but the first."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = callbacks.callbacks
+    given = keras.tree.flatten(callbacks or [])
+    return [c for c in given if comm.rank() == 0 or not is_writer(c)] or None
+
+
+@contextlib.contextmanager
+def _evaluating(model: Any, *, has_rows: bool) -> Iterator[None]:
+    """Inside the block, `model.evaluate` gives the metrics of all ranks.
+
+    Args:
+        model: A compiled model; it may be in the middle of a fit.
+        has_rows: `False` where this rank evaluates but must not count.
+    """
+    is_training = mixin.has(model, step.DistributedStep)
+    session = step.install(model)
+    names = ("averages_metrics", "has_validation_rows", "is_evaluating", "is_shared")
+    before = {name: getattr(session, name) for name in names}
+    session.averages_metrics = session.is_shared = True
+    session.has_validation_rows, session.is_evaluating = has_rows, False
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(session, name, value)
+        if not is_training:
+            step.uninstall(model)

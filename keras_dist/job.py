@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from keras_dist import callbacks as ours
-from keras_dist import comm, optimizer, plan, scaling, sharding
+from keras_dist import comm, metrics, optimizer, plan, scaling, sharding
 from keras_dist.checks import check_local_layers, check_model
 from keras_dist.options import Options
 from keras_dist.version import __version__
@@ -103,12 +103,12 @@ def prepare(model: Any, fit: dict[str, Any], options: Options, *, seed: int) -> 
             device=str(comm.device()),
             transport=comm.transport_name(),
             training=_rows(training, options.steps_scaling),
-            validation=None
-            if validation is None
-            else _rows(validation, options.validation_steps_scaling),
+            validation=validation
+            and _rows(validation, options.validation_steps_scaling),
             rates=_rates(model, options, factor, stretch),
             is_compiled=bool(model.jit_compile),
             writers=ours.destinations(callbacks),
+            metrics=metrics.exceptions(model.metrics),
         ),
     )
 
