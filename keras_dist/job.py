@@ -88,6 +88,7 @@ def prepare(model: Any, fit: dict[str, Any], options: Options, *, seed: int) -> 
             f"target_accuracy={options.target_accuracy} and no validation data. Pass "
             "`validation_data`, or StopAtAccuracy(target, monitor=…) in `callbacks`."
         )
+    rule = options.validation_steps_scaling
     return Job(
         arguments=_arguments(fit, training, validation, callbacks),
         training=training,
@@ -103,8 +104,7 @@ def prepare(model: Any, fit: dict[str, Any], options: Options, *, seed: int) -> 
             device=str(comm.device()),
             transport=comm.transport_name(),
             training=_rows(training, options.steps_scaling),
-            validation=validation
-            and _rows(validation, options.validation_steps_scaling),
+            validation=_rows(validation, rule) if validation else None,
             rates=_rates(model, options, factor, stretch),
             is_compiled=bool(model.jit_compile),
             writers=ours.destinations(callbacks),
