@@ -11,12 +11,14 @@ from keras_dist.callbacks import is_writer
 from keras_dist.checks import check_model
 from keras_dist.fit import dist_fit
 from keras_dist.options import Options
+from keras_dist.predictions import predict_dealt, rows_to_predict
+from keras_dist.sharding import is_arrays
 
 _ADVICE = "Start every rank with the same script, arguments and data."
 
 
 class DistributedModel:
-    """A Keras model whose `fit` and `evaluate` use all ranks.
+    """A Keras model whose `fit`, `evaluate` and `predict` use all ranks.
 
     Every other attribute, read or set, is the model's own: `compile`, `save`,
     `summary`, `weights` and so on.
@@ -94,9 +96,58 @@ class DistributedModel:
             split=sharding.Split(comm.rank(), comm.size(), options.shard),
         )
 
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """`keras.Model.predict`: every rank predicts all of the rows it is given."""
-        return self.model.predict(*args, **kwargs)
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: str | int = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+        *,
+        gather: bool = True,
+    ) -> Any:
+        """As `keras.Model.predict`: arrays are dealt, each rank predicts its share.
+
+        Data that is not arrays (`tf.data.Dataset`, `PyDataset`, generator, ragged and
+        sparse tensors), and any with `shard="none"`, is predicted by every rank as it
+        was given, and nothing is gathered.
+
+        Args:
+            x, batch_size, verbose, steps, callbacks: As in `keras.Model.predict`.
+                `batch_size` is the batch of one rank; `steps` are those of one process
+                with that batch. The first rank alone prints, and runs callbacks that
+                write files.
+            gather: `False` for this rank's share alone, rows `[rank::size]`: where all
+                predictions together are too many to hold, or too slow to send.
+
+        Returns:
+            What `keras.Model.predict` returns for all rows, in their order, on every
+            rank: an array, or a structure of arrays.
+
+        Raises:
+            ValueError: On all ranks, if there is no row, the ranks hold different rows
+                or weights, or an output has not one value for each row.
+        """
+        options = Options(**self.options)
+        arguments = {
+            "batch_size": batch_size,
+            "verbose": verbose if comm.rank() == 0 else 0,
+            "callbacks": _of_this_rank(callbacks),
+        }
+        check_model(self.model, is_compiled=False)
+        with comm.within(options.process_set):
+            if comm.size() == 1 or options.shard == "none" or not is_arrays(x):
+                return self.model.predict(x, steps=steps, **arguments)
+            arrays = comm.together(
+                lambda: rows_to_predict(x, batch_size=batch_size, steps=steps)
+            )
+            local = {id(w) for layer in options.local_layers for w in layer.weights}
+            return predict_dealt(
+                arrays,
+                lambda rows: self.model.predict(rows, **arguments),
+                lambda: [w for w in self.model.weights if id(w) not in local],
+                gather=gather,
+            )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
