@@ -502,23 +502,28 @@ def test_fashion_mnist_is_validated_alike_on_any_number_of_ranks():
     images = np.frombuffer(contents[0], np.uint8, count * 784, offset=16)
     x = images.reshape(count, 784).astype("float32") / 255
     y = np.eye(10, dtype="float32")[np.frombuffer(contents[1], np.uint8, count, 8)]
-    kernel = np.linalg.lstsq(x[:2000], y[:2000] * 5, rcond=1e-3)[0]
-    model = keras.Sequential([keras.Input((784,)), keras.layers.Dense(10, "softmax")])
-    model.layers[0].set_weights([kernel, np.zeros(10)])
+    means = (x[:2000].T @ y[:2000]) / y[:2000].sum(axis=0)  # an image of each class
+    model = keras.Sequential(
+        [keras.Input((784,)), keras.layers.Dense(10, activation="softmax")]
+    )
+    model.layers[0].set_weights([means / 5, -np.square(means).sum(axis=0) / 10])
     model.compile(
         keras.optimizers.SGD(0.0),  # the same weights all along
         "categorical_crossentropy",
         metrics=["accuracy", "auc", keras.metrics.F1Score("macro", name="f1")],
     )
-    expected = model.evaluate(x, y, 64, verbose=0, return_dict=True)
-    assert expected["accuracy"] > 0.75 and set(expected) == {
-        "loss",
-        "accuracy",
-        "auc",
-        "f1",
-    }
+    expected = model.evaluate(x, y, 500, verbose=0, return_dict=True)
+    assert expected["accuracy"] > 0.6
     many = keras_dist.DistributedModel(model)
-    history = many.fit(x[:64], y[:64], 32, verbose=0, validation_data=(x, y)).history
-    for name, value in many.evaluate(x, y, 64, verbose=0, return_dict=True).items():
+    history = many.fit(
+        x[:64],
+        y[:64],
+        verbose=0,
+        validation_data=(x, y),
+        validation_batch_size=500,
+    ).history
+    told = many.evaluate(x, y, 500, verbose=0, return_dict=True)
+    assert set(told) == {"loss", "accuracy", "auc", "f1"}
+    for name, value in told.items():
         assert value == pytest.approx(expected[name], abs=1e-6), name
         assert history[f"val_{name}"] == [pytest.approx(expected[name], abs=1e-6)], name
