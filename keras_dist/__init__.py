@@ -69,7 +69,8 @@ if not _missing:
         size,
         sum,
     )
-    from keras_dist.fit import DistributedModel, dist_fit
+    from keras_dist.distributed_model import DistributedModel
+    from keras_dist.fit import dist_fit
     from keras_dist.optimizer import DistributedOptimizer
 
     prepare()

@@ -8,8 +8,12 @@ import tensorflow as tf
 from keras_dist import optimizer
 
 
-def check_model(model: Any) -> None:
-    """Raise where `model` cannot be trained on many ranks.
+def check_model(model: Any, *, is_compiled: bool = True) -> None:
+    """Raise where `model` cannot be used on many ranks.
+
+    Args:
+        model: What the user calls a model.
+        is_compiled: Whether it has to be compiled.
 
     Raises:
         TypeError: If it is not a Keras model.
@@ -20,7 +24,7 @@ def check_model(model: Any) -> None:
             "`model` must be a keras.Model. "
             f"Received: {model!r} of type {type(model).__name__}"
         )
-    if not model.compiled:
+    if is_compiled and not model.compiled:
         raise ValueError(
             "The model must be compiled: its optimizer is what averages. Received: the "
             f"uncompiled model {model.name!r}. Call model.compile(…) first."

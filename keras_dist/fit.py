@@ -1,4 +1,4 @@
-"""The recipe: `dist_fit` and `DistributedModel`."""
+"""The recipe: `dist_fit`."""
 
 import contextlib
 import inspect
@@ -9,10 +9,8 @@ from typing import Any
 
 import keras
 
-from keras_dist import comm, optimizer, scaling, sharding, step
-from keras_dist.callbacks import is_writer
+from keras_dist import comm, optimizer, scaling, step
 from keras_dist.callbacks.learning_rate_warmup import rate_factor_of_step
-from keras_dist.checks import check_model
 from keras_dist.job import Job, prepare
 from keras_dist.options import Options
 
@@ -168,110 +166,3 @@ def _scale_rates(model: Any, job: Job) -> None:
     if factor is not None or job.stretch > 1:
         for found in optimizer.optimizers_of(model):
             optimizer.scale_rate(found, factor, stretch=job.stretch)
-
-
-class DistributedModel:
-    """A Keras model whose `fit` and `evaluate` use all ranks.
-
-    Every other attribute, read or set, is the model's own: `compile`, `save`,
-    `summary`, `weights` and so on.
-
-    Args:
-        model: A `keras.Model`.
-        **options: Defaults for the arguments that `dist_fit` has and `Model.fit` does
-            not: `lr_scaling`, `warmup_epochs`, `steps_scaling`,
-            `validation_steps_scaling`, `shard`, `target_accuracy`, `op`,
-            `compression`, `local_layers`, `process_set`.
-
-    Raises:
-        TypeError: If an option is unknown.
-
-    >>> model = DistributedModel(keras.Sequential([keras.layers.Dense(1)]))
-    >>> model.compile("sgd", "mse")
-    >>> model.fit([[0.0]], [[1.0]], verbose=0).epoch  # doctest: +SKIP
-    [0]
-    """
-
-    def __init__(self, model: Any, **options: Any) -> None:
-        Options(**options)  # names are checked here, values when they are used
-        object.__setattr__(self, "model", model)
-        object.__setattr__(self, "options", options)
-
-    def fit(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
-        """`dist_fit(model, …)`: all arguments of `keras.Model.fit`, and its own."""
-        return dist_fit(self.model, *args, **{**self.options, **kwargs})
-
-    def evaluate(
-        self,
-        x: Any = None,
-        y: Any = None,
-        batch_size: int | None = None,
-        verbose: str | int = "auto",
-        sample_weight: Any = None,
-        steps: int | None = None,
-        callbacks: Any = None,
-        return_dict: bool = False,
-    ) -> Any:
-        """As `keras.Model.evaluate`: each row once over all ranks, exact metrics.
-
-        Arrays are dealt to the ranks row by row. `steps` are those of one process and
-        follow `validation_steps_scaling`.
-
-        Returns:
-            What `keras.Model.evaluate` returns for all rows, the same on every rank.
-        """
-        options = Options(**self.options)
-        with comm.within(options.process_set):
-            feed = comm.together(
-                lambda: self._feed((x, y, sample_weight), batch_size, steps, options)
-            )
-            comm.agree(feed.facts, advice=_ADVICE)
-            session = step.install(self.model)
-            session.averages_metrics = True
-            session.has_validation_rows = feed.has_rows
-            is_first = comm.rank() == 0
-            given = keras.tree.flatten(callbacks or [])
-            try:
-                return self.model.evaluate(
-                    **feed.arguments,
-                    batch_size=batch_size,
-                    verbose=verbose if is_first else 0,
-                    steps=feed.steps if steps else None,
-                    callbacks=[c for c in given if is_first or not is_writer(c)]
-                    or None,
-                    return_dict=return_dict,
-                )
-            finally:
-                step.uninstall(self.model)
-
-    def _feed(
-        self, parts: Any, batch_size: int | None, steps: int | None, options: Options
-    ) -> sharding.Feed:
-        check_model(self.model)
-        x, y, sample_weight = parts
-        return sharding.validation_feed(
-            x if y is None and sample_weight is None else parts,
-            batch_size=batch_size,
-            steps=steps,
-            steps_rule=options.validation_steps_scaling,
-            split=sharding.Split(comm.rank(), comm.size(), options.shard),
-        )
-
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """`keras.Model.predict`: every rank predicts all of the rows it is given."""
-        return self.model.predict(*args, **kwargs)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.model, name, value)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self.model)})
-
-    def __repr__(self) -> str:
-        return f"DistributedModel({self.model!r})"

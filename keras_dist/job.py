@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from keras_dist import callbacks as ours
-from keras_dist import comm, optimizer, plan, scaling, sharding
+from keras_dist import comm, metrics, optimizer, plan, scaling, sharding
 from keras_dist.checks import check_local_layers, check_model
 from keras_dist.options import Options
 from keras_dist.version import __version__
@@ -88,6 +88,7 @@ def prepare(model: Any, fit: dict[str, Any], options: Options, *, seed: int) -> 
             f"target_accuracy={options.target_accuracy} and no validation data. Pass "
             "`validation_data`, or StopAtAccuracy(target, monitor=…) in `callbacks`."
         )
+    rule = options.validation_steps_scaling
     return Job(
         arguments=_arguments(fit, training, validation, callbacks),
         training=training,
@@ -103,12 +104,11 @@ def prepare(model: Any, fit: dict[str, Any], options: Options, *, seed: int) -> 
             device=str(comm.device()),
             transport=comm.transport_name(),
             training=_rows(training, options.steps_scaling),
-            validation=None
-            if validation is None
-            else _rows(validation, options.validation_steps_scaling),
+            validation=_rows(validation, rule) if validation else None,
             rates=_rates(model, options, factor, stretch),
             is_compiled=bool(model.jit_compile),
             writers=ours.destinations(callbacks),
+            metrics=metrics.exceptions(model.metrics),
         ),
     )
 

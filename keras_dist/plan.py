@@ -58,7 +58,8 @@ class Rate:
 class Plan:
     """Every decision of one call of `dist_fit`, as plain data.
 
-    `str(plan)` is the box that the first rank prints before the first step.
+    `str(plan)` is the box that the first rank prints before the first step. `metrics`
+    are those whose state is not summed, each with its rule.
     """
 
     version: str
@@ -71,6 +72,7 @@ class Plan:
     rates: tuple[Rate, ...]
     is_compiled: bool
     writers: tuple[tuple[str, str], ...]
+    metrics: tuple[tuple[str, str], ...] = ()
 
     def lines(self) -> list[tuple[str, str]]:
         """What is decided, as pairs of a label and a sentence without a period."""
@@ -96,6 +98,9 @@ class Plan:
                 ("XLA", "forward and backward, then update; averaging between")
             )
         if self.size > 1:
+            if self.metrics:
+                rules = [f"{name}: {rule}" for name, rule in self.metrics]
+                lines.append(("metrics", "; ".join([*rules, "all others summed"])))
             for name, place in self.writers:
                 lines.append(("first rank", f"{name} → {place}"))
         return lines

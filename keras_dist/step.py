@@ -27,18 +27,20 @@ class Session:
             number, where that is known beforehand.
         in_step: Inside a step, metrics stay this rank's own.
         averages_metrics: Whether results are taken over all ranks.
+        seen: Batches, rows, and rows of the last batch, that the metrics have been
+            shown since they were reset.
         has_validation_rows: `False` where this rank evaluates but must not count.
+        is_shared: Whether all ranks make the present evaluation together.
         planned_steps: Steps of an epoch that all ranks agreed on, if known.
         steps_done: Steps of the present epoch on this rank.
         is_jitted: Whether Keras asked for XLA.
         stops_together: Whether a wish to stop waits until all ranks know of it.
         wants_to_stop: Whether this rank wishes to stop.
-        exact_names: Names of results over all ranks, of the last training epoch
-            (`False`) and, with "val_" before each, of the last evaluation (`True`).
     """
 
     before_first_step: list[Callable[[], None]] = field(default_factory=list)
     rows: Any = None
+    seen: Any = None
     position: Any = None
     rows_of_all: Callable[[Any], Any] | None = None
     has_started: bool = False
@@ -46,12 +48,12 @@ class Session:
     is_evaluating: bool = False
     averages_metrics: bool = False
     has_validation_rows: bool = True
+    is_shared: bool = False
     planned_steps: int | None = None
     steps_done: int = 0
     is_jitted: bool = False
     stops_together: bool = False
     wants_to_stop: bool = False
-    exact_names: dict[bool, set[str]] = field(default_factory=dict)
 
 
 def install(model: Any) -> Session:
@@ -63,10 +65,11 @@ def install(model: Any) -> Session:
         # These numbers stay out of the model's tracked state, or they would be saved
         # with it.
         with tf.init_scope():
-            rows, position = (
-                tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(2)
+            rows, position, seen = (
+                tf.Variable(value, dtype=tf.int64, trainable=False)
+                for value in (0, 0, [0, 0, 0])
             )
-            session = Session(rows=rows, position=position)
+            session = Session(rows=rows, position=position, seen=seen)
         object.__setattr__(model, "_distributed_session", session)
         mixin.add(model, DistributedStep)
         model.train_function = None
@@ -108,6 +111,7 @@ class DistributedStep:
         data = _after_updates(self, data)
         rows = _num_rows(data)
         session.rows.assign_add(tf.cast(rows, tf.int64))
+        _count(session, rows)
         of_all = None
         if session.rows_of_all is not None:
             of_all = session.rows_of_all(session.position.read_value())
@@ -127,7 +131,9 @@ class DistributedStep:
             return own_step(data)
 
     def test_step(self: Any, data: Any) -> Any:
-        with _inside_step(self._distributed_session):
+        session = self._distributed_session
+        _count(session, _num_rows(data))
+        with _inside_step(session):
             return super().test_step(data)  # type: ignore[misc]
 
     def make_train_function(self: Any, force: bool = False) -> Any:
@@ -143,24 +149,29 @@ class DistributedStep:
 
     def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
         session = self._distributed_session
+        before = session.is_evaluating, session.is_shared
+        # Keras's own loop says so. An evaluation that a callback makes is its own
+        # affair: perhaps it runs on one rank only.
+        is_loop = kwargs.get("_use_cached_eval_dataset", False)
         session.is_evaluating = True
+        session.is_shared = is_loop or (session.is_shared and not before[0])
         try:
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
         finally:
-            session.is_evaluating = False
+            session.is_evaluating, session.is_shared = before
+
+    def reset_metrics(self: Any) -> None:
+        self._distributed_session.seen.assign([0, 0, 0])
+        super().reset_metrics()  # type: ignore[misc]
 
     def get_metrics_result(self: Any) -> Any:
-        own_result = super().get_metrics_result  # type: ignore[misc]
-        session = self._distributed_session
-        if session.in_step or not session.averages_metrics:
-            return own_result()
-        if not session.is_evaluating:
-            _check_all_steps_done(session)
-        has_rows = session.has_validation_rows or not session.is_evaluating
-        result = metrics.global_result(self.metrics, own_result, has_rows=has_rows)
-        prefix = "val_" if session.is_evaluating else ""
-        session.exact_names[session.is_evaluating] = {prefix + name for name in result}
-        return result
+        return _results(self, super().get_metrics_result)  # type: ignore[misc]
+
+    def _get_metrics_result_or_logs(self: Any, logs: Any) -> Any:
+        # What Keras's loops log: the results, or what the last step has returned.
+        if comm.size() == 1 or not _is_of_all(self._distributed_session):
+            return super()._get_metrics_result_or_logs(logs)  # type: ignore[misc]
+        return _results(self, super().get_metrics_result, logs)  # type: ignore[misc]
 
     @property
     def stop_training(self: Any) -> bool:
@@ -178,6 +189,31 @@ class DistributedStep:
 def grant_stop(model: Any, *, is_agreed: bool) -> None:
     """Let Keras's loop see that training stops; the same on all ranks."""
     model.__dict__["stop_training"] = is_agreed
+
+
+def _is_of_all(session: Session) -> bool:
+    """Whether a result that is read now is one over all ranks."""
+    if session.in_step or not session.averages_metrics:
+        return False
+    return session.is_shared or not session.is_evaluating
+
+
+def _count(session: Session, rows: Any) -> None:
+    rows = tf.cast(rows, tf.int64)
+    steps, so_far, _ = tf.unstack(session.seen.read_value())
+    session.seen.assign(tf.stack([steps + 1, so_far + rows, rows]))
+
+
+def _results(model: Any, own_result: Callable[[], Any], logs: Any = None) -> Any:
+    session = session_of(model)
+    if not _is_of_all(session):
+        return own_result()
+    if not session.is_evaluating:
+        _check_all_steps_done(session)
+    steps, rows, last_rows = session.seen.numpy().tolist()
+    has_rows = session.has_validation_rows or not session.is_evaluating
+    seen = metrics.Seen(rows, steps, last_rows, has_rows)
+    return metrics.global_result(model.metrics, own_result, seen=seen, logs=logs)
 
 
 @contextlib.contextmanager

@@ -166,10 +166,24 @@ MUTATIONS = [
     ),
     Mutation(
         "metrics: summed over the ranks",
-        "metrics.py",
+        "metrics/result.py",
         "if comm.size() == 1:",
         "if True:",
-        ("test_data.py", "evaluate"),
+        ("test_metrics.py", "own_rule"),
+    ),
+    Mutation(
+        "metrics: a rank without rows does not count",
+        "metrics/states.py",
+        'factors = {"sum": has_rows,',
+        'factors = {"sum": True,',
+        ("test_metrics.py", "all_metrics_of_a_fit"),
+    ),
+    Mutation(
+        "metrics: values of the last step by the rows of its batch",
+        "metrics/result.py",
+        "seen.has_rows and seen.steps == last",
+        "seen.has_rows",
+        ("test_metrics.py", "without_a_metric"),
     ),
     Mutation(
         "start: all ranks have the first rank's weights",

@@ -31,6 +31,8 @@ FLOORS = {
     "checks": 3,
     "job": 3,
     "fit": 3,
+    "predictions": 3,
+    "distributed_model": 3,
     "__init__": 4,
     "install": 4,
     "__main__": 5,

@@ -26,6 +26,7 @@ PLAN = plan.Plan(
     rates=(plan.Rate("0.1", "0.4", "linear: × 4", 4.0, 5),),
     is_compiled=False,
     writers=(("CSVLogger", "logs/log.csv"),),
+    metrics=(("largest", "by its own merge_states"),),
 )
 
 
@@ -41,6 +42,7 @@ def test_the_box_says_everything():
         "10,000 → 2,500, 157 → 40 steps",
         "0.1 → 0.4 (linear: × 4, after 5 epochs of warm-up)",
         "CSVLogger → logs/log.csv",
+        "largest: by its own merge_states; all others summed",
     ):
         assert text in box
 
@@ -68,7 +70,7 @@ def test_one_rank_is_told_in_fewer_words():
     box = str(serial)
     for text in ("1 (serial)", "64 rows ", "2 an epoch", "learning rate  0.1 "):
         assert text in box
-    for text in ("transport", "global", "→", "warm-up"):
+    for text in ("transport", "global", "→", "warm-up", "summed"):
         assert text not in box
 
 

@@ -1,6 +1,6 @@
 """Who am I, choose the device, talk to the others."""
 
-from keras_dist.comm.agreement import agree, together
+from keras_dist.comm.agreement import agree, share, together
 from keras_dist.comm.collectives import (
     average,
     broadcast,
@@ -49,6 +49,7 @@ __all__ = [
     "local_size",
     "prepare",
     "rank",
+    "share",
     "size",
     "stack",
     "sum",

@@ -50,17 +50,43 @@ def together(work: Callable[[], Result]) -> Result:
             `ValueError`, `TypeError` or `RuntimeError` with the message of the first
             rank that failed.
     """
-    error: Exception | None = None
-    result = None
+    result, error = _tried(work)
+    _raise_first(error, gather(_told(error)))
+    return result  # type: ignore[return-value]
+
+
+def share(work: Callable[[], Result]) -> list[Result]:
+    """Do local `work` on every rank, and tell all ranks what it returned.
+
+    Returns:
+        What `work` returned on each rank, in rank order; it must be picklable.
+
+    Raises:
+        Exception: As `together`.
+    """
+    result, error = _tried(work)
+    everyone = gather((result, _told(error)))
+    _raise_first(error, [told for _, told in everyone])
+    return [result for result, _ in everyone]
+
+
+def _tried(work: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
     try:
-        result = work()
+        return work(), None
     except Exception as caught:  # any error has to be told to the other ranks
-        error = caught
-    told = None if error is None else (type(error).__name__, str(error))
-    failures = [(r, failure) for r, failure in enumerate(gather(told)) if failure]
+        return None, caught
+
+
+def _told(error: Exception | None) -> tuple[str, str] | None:
+    return None if error is None else (type(error).__name__, str(error))
+
+
+def _raise_first(
+    error: Exception | None, everyone: list[tuple[str, str] | None]
+) -> None:
     if error is not None:
         raise error
-    if failures:
-        rank, (kind, text) = failures[0]
-        raise _KINDS.get(kind, RuntimeError)(f"On rank {rank}: {text}")
-    return result  # type: ignore[return-value]
+    for rank, told in enumerate(everyone):
+        if told is not None:
+            kind, text = told
+            raise _KINDS.get(kind, RuntimeError)(f"On rank {rank}: {text}")

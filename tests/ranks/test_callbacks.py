@@ -304,25 +304,3 @@ def test_callbacks_that_decide_act_alike(world, rows, make_model):
     rates = keras_dist.gather(history.history["learning_rate"])
     assert all(rate == rates[0] for rate in rates) and rates[0][-1] < 0.5
     assert len(history.epoch) == 4
-
-
-@pytest.mark.three_ranks
-def test_values_without_a_metric_are_averaged(world, rows):
-    """What a custom `train_step` returns by itself is the mean over the ranks."""
-
-    class Custom(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = keras.layers.Dense(1)
-
-        def call(self, x):
-            return self.dense(x)
-
-        def train_step(self, data):
-            super().train_step(data)
-            return {"mine": keras.ops.cast(keras_dist.rank(), "float32")}
-
-    model = Custom()
-    model.compile("sgd", "mse")
-    history = keras_dist.dist_fit(model, *rows, verbose=0)
-    assert history.history["mine"] == [pytest.approx((world.size - 1) / 2)]

@@ -1,0 +1,196 @@
+"""A Keras model whose methods use all ranks: `DistributedModel`."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from keras_dist import comm, mixin, sharding, step
+from keras_dist.callbacks import is_writer
+from keras_dist.checks import check_model
+from keras_dist.fit import dist_fit
+from keras_dist.options import Options
+from keras_dist.predictions import predict_dealt, rows_to_predict
+from keras_dist.sharding import is_arrays
+
+_ADVICE = "Start every rank with the same script, arguments and data."
+
+
+class DistributedModel:
+    """A Keras model whose `fit`, `evaluate` and `predict` use all ranks.
+
+    Every other attribute, read or set, is the model's own: `compile`, `save`,
+    `summary`, `weights` and so on.
+
+    Args:
+        model: A `keras.Model`.
+        **options: Defaults for the arguments that `dist_fit` has and `Model.fit` does
+            not: `lr_scaling`, `warmup_epochs`, `steps_scaling`,
+            `validation_steps_scaling`, `shard`, `target_accuracy`, `op`,
+            `compression`, `local_layers`, `process_set`.
+
+    Raises:
+        TypeError: If an option is unknown.
+
+    >>> model = DistributedModel(keras.Sequential([keras.layers.Dense(1)]))
+    >>> model.compile("sgd", "mse")
+    >>> model.fit([[0.0]], [[1.0]], verbose=0).epoch  # doctest: +SKIP
+    [0]
+    """
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        Options(**options)  # names are checked here, values when they are used
+        object.__setattr__(self, "model", model)
+        object.__setattr__(self, "options", options)
+
+    def fit(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
+        """`dist_fit(model, …)`: all arguments of `keras.Model.fit`, and its own."""
+        return dist_fit(self.model, *args, **{**self.options, **kwargs})
+
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: str | int = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """As `keras.Model.evaluate`: each row once over all ranks, exact metrics.
+
+        Arrays are dealt to the ranks row by row. `steps` are those of one process and
+        follow `validation_steps_scaling`.
+
+        Returns:
+            What `keras.Model.evaluate` returns for all rows, the same on every rank.
+        """
+        options = Options(**self.options)
+        with comm.within(options.process_set):
+            feed = comm.together(
+                lambda: self._feed((x, y, sample_weight), batch_size, steps, options)
+            )
+            comm.agree(feed.facts, advice=_ADVICE)
+            with _evaluating(self.model, has_rows=feed.has_rows):
+                return self.model.evaluate(
+                    **feed.arguments,
+                    batch_size=batch_size,
+                    verbose=verbose if comm.rank() == 0 else 0,
+                    steps=feed.steps if steps else None,
+                    callbacks=_of_this_rank(callbacks),
+                    return_dict=return_dict,
+                )
+
+    def _feed(
+        self, parts: Any, batch_size: int | None, steps: int | None, options: Options
+    ) -> sharding.Feed:
+        check_model(self.model)
+        x, y, sample_weight = parts
+        return sharding.validation_feed(
+            x if y is None and sample_weight is None else parts,
+            batch_size=batch_size,
+            steps=steps,
+            steps_rule=options.validation_steps_scaling,
+            split=sharding.Split(comm.rank(), comm.size(), options.shard),
+        )
+
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: str | int = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+        *,
+        gather: bool = True,
+    ) -> Any:
+        """As `keras.Model.predict`: arrays are dealt, each rank predicts its share.
+
+        Data that is not arrays (`tf.data.Dataset`, `PyDataset`, generator, ragged and
+        sparse tensors), and any with `shard="none"`, is predicted by every rank as it
+        was given, and nothing is gathered.
+
+        Args:
+            x, batch_size, verbose, steps, callbacks: As in `keras.Model.predict`.
+                `batch_size` is the batch of one rank; `steps` are those of one process
+                with that batch. The first rank alone prints, and runs callbacks that
+                write files.
+            gather: `False` for this rank's share alone, rows `[rank::size]`: where all
+                predictions together are too many to hold, or too slow to send.
+
+        Returns:
+            What `keras.Model.predict` returns for all rows, in their order, on every
+            rank: an array, or a structure of arrays.
+
+        Raises:
+            ValueError: On all ranks, if there is no row, the ranks hold different rows
+                or weights, or an output has not one value for each row.
+        """
+        options = Options(**self.options)
+        arguments = {
+            "batch_size": batch_size,
+            "verbose": verbose if comm.rank() == 0 else 0,
+            "callbacks": _of_this_rank(callbacks),
+        }
+        check_model(self.model, is_compiled=False)
+        with comm.within(options.process_set):
+            if comm.size() == 1 or options.shard == "none" or not is_arrays(x):
+                return self.model.predict(x, steps=steps, **arguments)
+            arrays = comm.together(
+                lambda: rows_to_predict(x, batch_size=batch_size, steps=steps)
+            )
+            local = {id(w) for layer in options.local_layers for w in layer.weights}
+            return predict_dealt(
+                arrays,
+                lambda rows: self.model.predict(rows, **arguments),
+                lambda: [w for w in self.model.weights if id(w) not in local],
+                gather=gather,
+            )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.model, name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.model)})
+
+    def __repr__(self) -> str:
+        return f"DistributedModel({self.model!r})"
+
+
+def _of_this_rank(callbacks: Any) -> list[Any] | None:
+    """Callbacks without those that write, on all ranks but the first."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = callbacks.callbacks
+    given = keras.tree.flatten(callbacks or [])
+    return [c for c in given if comm.rank() == 0 or not is_writer(c)] or None
+
+
+@contextlib.contextmanager
+def _evaluating(model: Any, *, has_rows: bool) -> Iterator[None]:
+    """Inside the block, `model.evaluate` gives the metrics of all ranks.
+
+    Args:
+        model: A compiled model; it may be in the middle of a fit.
+        has_rows: `False` where this rank evaluates but must not count.
+    """
+    is_training = mixin.has(model, step.DistributedStep)
+    session = step.install(model)
+    names = ("averages_metrics", "has_validation_rows", "is_evaluating", "is_shared")
+    before = {name: getattr(session, name) for name in names}
+    session.averages_metrics = session.is_shared = True
+    session.has_validation_rows, session.is_evaluating = has_rows, False
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(session, name, value)
+        if not is_training:
+            step.uninstall(model)

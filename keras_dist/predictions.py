@@ -1,0 +1,128 @@
+"""Predict rows on all ranks, and put the predictions in the order of the rows."""
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_dist import comm
+from keras_dist.sharding.arrays import Arrays, as_arrays, deal_validation
+
+_ADVICE = "Give every rank the same model, weights, data and arguments."
+
+# Predictions are gathered in pieces of at most so many bytes of each rank.
+_MESSAGE_BYTES = 64 * 2**20
+
+
+def rows_to_predict(x: Any, *, batch_size: int | None, steps: int | None) -> Arrays:
+    """The rows that one process predicts.
+
+    Args:
+        x: Array-like of shape `(rows, …)`, or a list, tuple or dict of them.
+        batch_size: Rows of a batch.
+        steps: Batches of one process, or `None` for all.
+
+    Raises:
+        ValueError: If there is no row.
+    """
+    arrays = as_arrays(x)
+    if arrays.num_rows == 0:
+        raise ValueError(
+            "There is nothing to predict. Received: arrays of 0 rows. Pass at least "
+            "one row."
+        )
+    if steps is None:
+        return arrays
+    # Keras's own default: as many rows a batch as the steps need.
+    together = batch_size or math.ceil(arrays.num_rows / steps)
+    return arrays[slice(0, steps * together)]
+
+
+def predict_dealt(
+    arrays: Arrays,
+    predict: Callable[[Any], Any],
+    weights: Callable[[], Sequence[Any]],
+    *,
+    gather: bool,
+) -> Any:
+    """The predictions of all rows, of which each rank computes its share.
+
+    Args:
+        arrays: All rows; every rank holds them.
+        predict: Predicts arrays of rows, without talking to the other ranks.
+        weights: What has to be equal on all ranks; called when the model is built.
+        gather: `False` for this rank's share, rows `[rank::size]`, alone.
+
+    Raises:
+        ValueError: On all ranks, if they hold different rows or weights, or if the
+            outputs are not one for each row.
+    """
+    rank, size = comm.rank(), comm.size()
+    comm.agree(
+        {
+            "the number of rows": arrays.num_rows,
+            "the shapes of the rows": arrays.row_shapes(),
+            "`gather`": gather,
+        },
+        advice=_ADVICE,
+    )
+    own = deal_validation(arrays, rank=rank, size=size)
+    # A rank without a row has predicted one of another rank, for its shape.
+    has_rows = rank < arrays.num_rows
+
+    def outputs_of_rows() -> Any:
+        outputs = predict(own.x)
+        for leaf in keras.tree.flatten(outputs):
+            _check_rows(leaf, own.num_rows)
+        return keras.tree.map_structure(
+            lambda leaf: leaf if has_rows or leaf is None else leaf[:0], outputs
+        )
+
+    outputs = comm.together(outputs_of_rows)
+    leaves = [leaf for leaf in keras.tree.flatten(outputs) if leaf is not None]
+    kinds = [(leaf.shape[1:], str(leaf.dtype)) for leaf in leaves]
+    comm.agree(
+        {"the weights": _checksum(weights()), "the shapes of the predictions": kinds},
+        advice=_ADVICE,
+        names={"the weights": "these are checksums"},
+    )
+    if not gather:
+        return outputs
+    return keras.tree.map_structure(
+        lambda leaf: None if leaf is None else _gathered(leaf, arrays.num_rows), outputs
+    )
+
+
+def _gathered(leaf: np.ndarray, num_rows: int) -> np.ndarray:
+    """The rows of all ranks in their order, a piece at a time."""
+    size = comm.size()
+    whole = np.empty((num_rows, *leaf.shape[1:]), leaf.dtype)
+    row_bytes = max(1, leaf.dtype.itemsize * math.prod(leaf.shape[1:]))
+    piece = max(1, _MESSAGE_BYTES // row_bytes)
+    for begin in range(0, math.ceil(num_rows / size), piece):
+        for rank, part in enumerate(comm.gather(leaf[begin : begin + piece])):
+            first = begin * size + rank
+            whole[first : first + len(part) * size : size] = part
+    return whole
+
+
+def _check_rows(leaf: Any, num_rows: int) -> None:
+    is_array = isinstance(leaf, np.ndarray) and leaf.ndim > 0
+    if leaf is not None and not (is_array and len(leaf) == num_rows):
+        kind = f"{type(leaf).__name__} of shape {tuple(leaf.shape)}"
+        raise ValueError(
+            "Predictions can be put in the order of the rows where there is one of one "
+            f"shape for each row. Received: an output of type {kind} for {num_rows} "
+            'rows. Pass the rows of each rank yourself and DistributedModel(…, shard="'
+            'none"), or use model.predict.'
+        )
+
+
+def _checksum(weights: Sequence[Any]) -> int:
+    checksum = 0
+    for weight in weights:
+        checksum = zlib.crc32(keras.ops.convert_to_numpy(weight).tobytes(), checksum)
+    return checksum

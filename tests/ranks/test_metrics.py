@@ -1,0 +1,529 @@
+"""Metrics of many ranks are those of one process on all rows."""
+
+import gzip
+import inspect
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from claims import raises_everywhere
+
+import keras_dist
+from keras_dist.metrics import Seen, global_result
+
+NUM_ROWS, NUM_CLASSES = 61, 3
+
+
+def kinds():
+    """The data of each kind of metric, the same on every rank: targets, predictions."""
+    generator = np.random.default_rng(5)
+    shape = (NUM_ROWS, NUM_CLASSES)
+    labels = generator.integers(0, NUM_CLASSES, NUM_ROWS)
+    scores = generator.dirichlet(np.ones(NUM_CLASSES), NUM_ROWS).astype("float32")
+    one_hot = np.eye(NUM_CLASSES, dtype="float32")[labels]
+    guessed = np.where(generator.random(NUM_ROWS) < 0.7, labels, 0)
+    positive = generator.random(shape).astype("float32")
+    return {
+        "labels": (labels, guessed),
+        "sparse": (labels, scores),
+        "one hot": (one_hot, scores),
+        "guesses": (one_hot, np.eye(NUM_CLASSES, dtype="float32")[guessed]),
+        "binary": ((labels > 0).astype("float32")[:, None], scores[:, 1:2]),
+        "signed": (one_hot * 2 - 1, positive * 2 - 1),
+        "positive": (positive + 0.1, scores + 0.1),
+        "centered": (positive - 0.5, positive * 0.6 + scores * 0.2 - 0.4),
+        "values": (positive,),
+    }
+
+
+# How each metric of Keras is made, and the data that it is given.
+CASES = {
+    "AUC": [({}, "binary"), ({"curve": "PR", "multi_label": True}, "one hot")],
+    "Accuracy": [({}, "labels")],
+    "BinaryAccuracy": [({}, "binary")],
+    "BinaryCrossentropy": [({}, "binary")],
+    "BinaryIoU": [({}, "binary")],
+    "CategoricalAccuracy": [({}, "one hot")],
+    "CategoricalCrossentropy": [({}, "one hot")],
+    "CategoricalHinge": [({}, "one hot")],
+    "ConcordanceCorrelation": [({}, "positive")],
+    "CosineSimilarity": [({}, "signed")],
+    "F1Score": [({}, "one hot"), ({"average": "macro"}, "one hot")],
+    "FBetaScore": [({"beta": 0.5, "average": "micro"}, "one hot")],
+    "FalseNegatives": [({}, "binary")],
+    "FalsePositives": [({"thresholds": [0.2, 0.4]}, "binary")],
+    "Hinge": [({}, "signed")],
+    "IoU": [({"num_classes": NUM_CLASSES, "target_class_ids": [0, 2]}, "labels")],
+    "KLDivergence": [({}, "one hot")],
+    "LogCoshError": [({}, "positive")],
+    "Mean": [({}, "values")],
+    "MeanAbsoluteError": [({}, "positive")],
+    "MeanAbsolutePercentageError": [({}, "positive")],
+    "MeanIoU": [({"num_classes": NUM_CLASSES}, "labels")],
+    "MeanMetricWrapper": [({"fn": keras.losses.huber}, "positive")],
+    "MeanSquaredError": [({}, "positive"), ({"dtype": "float64"}, "positive")],
+    "MeanSquaredLogarithmicError": [({}, "positive")],
+    "OneHotIoU": [
+        ({"num_classes": NUM_CLASSES, "target_class_ids": [0, 1]}, "guesses")
+    ],
+    "OneHotMeanIoU": [({"num_classes": NUM_CLASSES}, "guesses")],
+    "PearsonCorrelation": [({}, "positive")],
+    "Poisson": [({}, "positive")],
+    "Precision": [({}, "binary"), ({"top_k": 2, "class_id": 1}, "one hot")],
+    "PrecisionAtRecall": [({"recall": 0.5}, "binary")],
+    "R2Score": [({}, "centered"), ({"num_regressors": 2}, "centered")],
+    "Recall": [({"thresholds": [0.2, 0.4]}, "binary")],
+    "RecallAtPrecision": [({"precision": 0.6}, "binary")],
+    "RootMeanSquaredError": [({}, "positive")],
+    "SensitivityAtSpecificity": [({"specificity": 0.5}, "binary")],
+    "SparseCategoricalAccuracy": [({}, "sparse")],
+    "SparseCategoricalCrossentropy": [({}, "sparse")],
+    "SparseTopKCategoricalAccuracy": [({"k": 2}, "sparse")],
+    "SpecificityAtSensitivity": [({"sensitivity": 0.5}, "binary")],
+    "SquaredHinge": [({}, "signed")],
+    "Sum": [({}, "values")],
+    "TopKCategoricalAccuracy": [({"k": 2}, "one hot")],
+    "TrueNegatives": [({}, "binary")],
+    "TruePositives": [({}, "binary")],
+}
+
+
+def all_of_keras():
+    """Names of all metrics of Keras but the one that others are made of."""
+    return {
+        name
+        for name, member in vars(keras.metrics).items()
+        if inspect.isclass(member)
+        and issubclass(member, keras.metrics.Metric)
+        and member is not keras.metrics.Metric
+    }
+
+
+def shown(metrics, data, rows, weight):
+    """The metrics after rows of their data, in two batches."""
+    for name, (metric, kind) in metrics.items():
+        metric.reset_state()
+        for batch in (rows[:5], rows[5:]) if len(rows) > 5 else (rows,):
+            arrays = [array[batch] for array in data[kind]]
+            try:
+                metric.update_state(
+                    *arrays, sample_weight=None if weight is None else weight[batch]
+                )
+            except Exception as error:
+                raise AssertionError(name) from error
+    return {name: metric for name, (metric, _) in metrics.items()}
+
+
+def results_of(metrics):
+    """Name and result of each."""
+    return {name: metric.result() for name, metric in metrics.items()}
+
+
+def values_of(metrics):
+    """State of each, as arrays."""
+    return [v.numpy() for metric in metrics.values() for v in metric.variables]
+
+
+def made(names):
+    """The metrics of all cases of these names."""
+    return {
+        f"{name} {place}": (getattr(keras.metrics, name)(**options), kind)
+        for name in sorted(names)
+        for place, (options, kind) in enumerate(CASES[name])
+    }
+
+
+def shards(rank, size):
+    """Ways to divide the rows: a name, this rank's rows, whether they count."""
+    rows, is_last = np.arange(NUM_ROWS), rank == size - 1
+    yield "dealt", rows[rank::size], True
+    if size > 1:
+        begin, end = (9 * place * (place + 1) // 2 for place in (rank, rank + 1))
+        yield "uneven", rows[begin : None if is_last else end], True
+        dealt = rows[rank :: size - 1]
+        yield "none on the last", rows[:1] if is_last else dealt, not is_last
+
+
+@pytest.mark.three_ranks
+def test_every_metric_of_keras_is_that_of_one_process(world):
+    """All members, weighted or not, in uneven shards, and with a rank without a row."""
+    known = all_of_keras()
+    assert known <= set(CASES), f"no case for {known - set(CASES)}"
+    assert len(known) >= len(CASES) - 2  # the two of which Keras 3.5 has none yet
+    data, whole, own = kinds(), made(known), made(known)
+    weights = np.random.default_rng(1).uniform(0, 2, NUM_ROWS).astype("float32")
+    rows = np.arange(NUM_ROWS)
+    expected = {}
+    for is_weighted, weight in ((False, None), (True, weights)):
+        results = results_of(shown(whole, data, rows, weight))
+        # Copies: some results are the variable itself.
+        expected[is_weighted] = {n: np.array(value) for n, value in results.items()}
+    for shard, part, has_rows in shards(world.rank, world.size):
+        is_weighted = shard != "dealt"
+        metrics = shown(own, data, part, weights if is_weighted else None)
+        before = values_of(metrics)
+        given = global_result(
+            list(metrics.values()),
+            lambda metrics=metrics: results_of(metrics),
+            seen=Seen(len(part), has_rows=has_rows),
+        )
+        for name, value in expected[is_weighted].items():
+            assert np.asarray(given[name]) == pytest.approx(
+                value, abs=1e-6, rel=1e-6
+            ), (name, shard)
+        after = values_of(metrics)
+        assert all((a == b).all() for a, b in zip(before, after, strict=True))
+
+
+class Largest(keras.metrics.Metric):
+    """A state that does not add up, with its own rule."""
+
+    def __init__(self, name="largest"):
+        super().__init__(name=name)
+        self.value = self.add_variable((), lambda *_, **__: -np.inf, name="value")
+
+    def reset_state(self):
+        self.value.assign(-np.inf)
+
+    def update_state(self, y_true, y_pred=None, sample_weight=None):
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(y_true)))
+
+    def merge_states(self, states):
+        """The largest of all."""
+        self.value.assign(max(value for (value,) in states))
+
+    def result(self):
+        return self.value + 0.0
+
+
+class Rows(keras.metrics.Metric):
+    """Whole numbers, by several rules, and a result that is a dict."""
+
+    def __init__(self, name="rows"):
+        super().__init__(name=name)
+        of = {"shape": (), "initializer": "zeros", "dtype": "int64"}
+        self.count = self.add_variable(**of, name="count")
+        self.version = self.add_variable(
+            **of, name="version", aggregation="only_first_replica"
+        )
+        self.level = self.add_variable((), "zeros", aggregation="mean", name="level")
+
+    def update_state(self, y_true, y_pred=None, sample_weight=None):
+        self.count.assign_add(2**60 + 1)
+        self.version.assign(keras_dist.rank() + 7)
+        self.level.assign(keras.ops.mean(y_true))
+
+    def result(self):
+        return {
+            "count": self.count,
+            "version": self.version,
+            "level": self.level,
+        }
+
+
+class InPython(keras.metrics.Metric):
+    """Has no variable: a mean that is kept in Python."""
+
+    def __init__(self, name="in_python"):
+        super().__init__(name=name)
+        self.values = []
+
+    def reset_state(self):
+        self.values.clear()
+
+    def update_state(self, y_true, y_pred=None, sample_weight=None):
+        self.values += np.ravel(y_true).tolist()
+
+    def result(self):
+        return float(np.mean(self.values))
+
+
+class Nested(keras.metrics.Metric):
+    """Made of other metrics, and without a variable of its own."""
+
+    def __init__(self, name="nested"):
+        super().__init__(name=name)
+        self.parts = [keras.metrics.Mean(name="mean"), Largest(), InPython()]
+
+    def update_state(self, y_true, y_pred=None, sample_weight=None):
+        for part in self.parts:
+            part.update_state(y_true)
+
+    def reset_state(self):
+        for part in self.parts:
+            part.reset_state()
+
+    def result(self):
+        return sum(part.result() for part in self.parts)
+
+
+@pytest.mark.several_ranks
+@pytest.mark.three_ranks
+def test_a_metric_may_have_its_own_rule(world):
+    """`merge_states`, `aggregation`, none, and metrics inside of others; all digits."""
+    own = np.arange(world.rank + 2, dtype="float32") + 10 * world.rank
+    everything = np.concatenate(keras_dist.gather(own))
+    metrics = {m.name: m for m in (Largest(), Rows(), InPython(), Nested())}
+    for metric in metrics.values():
+        metric.update_state(own)
+    given = global_result(
+        list(metrics.values()), lambda: results_of(metrics), seen=Seen(len(own))
+    )
+    mean = pytest.approx(everything.mean(), rel=1e-6)
+    assert given["largest"] == everything.max()
+    assert given["rows"] == {
+        "count": world.size * (2**60 + 1),
+        "version": 7,
+        "level": mean,
+    }
+    assert given["in_python"] == mean
+    assert given["nested"] == pytest.approx(
+        2 * everything.mean() + everything.max(), rel=1e-6
+    )
+    assert results_of(metrics)["in_python"] == own.mean()
+    assert results_of(metrics)["largest"].numpy() == own.max()
+
+
+@pytest.mark.several_ranks
+def test_the_plan_names_metrics_that_are_not_summed(world, rows, make_model, capsys):
+    """Before the first batch, on the first rank."""
+    metrics = [Largest(), Rows(), InPython(), "mae", keras.metrics.F1Score()]
+    model = make_model(metrics=metrics)
+    keras_dist.dist_fit(model, rows[0], rows[1][:, None], batch_size=64, verbose=2)
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    if world.rank == 0:
+        assert "largest: by its own merge_states; rows: state averaged by rows" in said
+        assert "in_python: result averaged by rows" in said
+        box = said.split("╰")[0]
+        assert "mae:" not in box and "f1_score:" not in box
+
+
+@pytest.mark.several_ranks
+def test_ranks_with_other_metrics_are_told_which(world, rows, make_model):
+    """Names and shapes are compared before the collective."""
+    last = world.size - 1
+    extra = [keras.metrics.MeanSquaredError(name="extra")] if world.rank == last else []
+    classes = keras.metrics.MeanIoU(num_classes=2 + world.rank, name="iou")
+
+    def logs(model, data):
+        keras.Model.test_step(model, data)
+        return {f"from_{world.rank}": 1.0}
+
+    class Own(keras.Model):
+        test_step = logs
+
+    own = Own()
+    own.call = lambda x: keras.ops.sum(x, axis=1, keepdims=True)
+    for metrics, said in (
+        (["mae", *extra], f"Rank {last} has the metric"),
+        ([classes], "disagree on the state of the metric 'iou'"),
+        (None, "the names in the logs"),
+    ):
+        model = make_model(metrics=metrics)
+        if metrics is None:
+            own.compile(loss="mse", run_eagerly=True)
+            model = own
+        many = keras_dist.DistributedModel(model)
+        messages = raises_everywhere(
+            ValueError, lambda many=many: many.evaluate(*rows, verbose=0)
+        )
+        for message in messages:
+            assert said in message and "Received: rank 0: " in message
+
+
+def two_outputs():
+    """Losses per output, metrics of all kinds, trackers of a model and of a layer."""
+
+    class Watched(keras.layers.Dense):
+        def __init__(self, units, **options):
+            super().__init__(units, **options)
+            self.size = keras.metrics.Mean(name="size")
+
+        def call(self, inputs):
+            outputs = super().call(inputs)
+            self.size.update_state(keras.ops.abs(outputs))
+            return outputs
+
+    class Two(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first = Watched(1, activation="sigmoid")
+            self.second = keras.layers.Dense(2)
+            self.largest = Largest()
+
+        def call(self, x):
+            self.largest.update_state(x)
+            return {"first": self.first(x), "second": self.second(x)}
+
+    keras.utils.set_random_seed(4)
+    model = Two()
+    model.compile(
+        keras.optimizers.SGD(0.05),
+        {"first": "binary_crossentropy", "second": "mse"},
+        loss_weights={"first": 1.0, "second": 0.3},
+        metrics={"first": ["auc", "accuracy"], "second": [keras.metrics.R2Score()]},
+        weighted_metrics={"first": ["accuracy"], "second": ["mae"]},
+        run_eagerly=True,
+    )
+    return model
+
+
+@pytest.mark.several_ranks
+@pytest.mark.three_ranks
+def test_all_metrics_of_a_fit_are_those_of_one_process(world, rows):
+    """Per output, weighted or not, tracked by the model or a layer; also `evaluate`."""
+    x, y = (array[:99] for array in rows)
+    targets = {"first": y[:, None], "second": np.stack([y * 2, x[:, 0]], axis=1)}
+    few = {name: target[:7] for name, target in targets.items()}
+    weight = np.linspace(0.5, 2, 99).astype("float32")
+    weights = {"first": weight, "second": weight[::-1].copy()}
+    light = {name: part[:7] for name, part in weights.items()}
+    common = {
+        "validation_data": (x[:7], few, light),
+        "epochs": 2,
+        "shuffle": False,
+        "verbose": 0,
+        "sample_weight": weights,
+    }
+    expected, model = two_outputs(), two_outputs()
+    # Built alike, and not by a batch that the metrics would remember.
+    for either in (expected, model):
+        either(x[:1])
+        either.reset_metrics()
+    plain = expected.fit(x, targets, batch_size=16 * world.size, **common).history
+    given = keras_dist.dist_fit(
+        model, x, targets, batch_size=16, lr_scaling="none", **common
+    ).history
+    assert set(given) - set(plain) == {"rows_per_second"} and len(plain) > 15
+    for name, values in plain.items():
+        assert given[name] == pytest.approx(values, abs=3e-6), name
+    many = keras_dist.DistributedModel(model)
+    for count in (99, 2, 1):
+        part = x[:count], {name: target[:count] for name, target in targets.items()}
+        with np.errstate(all="ignore"):
+            values = model.evaluate(*part, verbose=0, return_dict=True)
+        told = many.evaluate(*part, verbose=0, return_dict=True)
+        assert told == pytest.approx(values, abs=2e-6, nan_ok=True), count
+
+
+class Custom(keras.Model):
+    """Steps of its own, which return values with and without a metric behind them."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        return logs | {"mine": keras.ops.mean(data[0])}
+
+    def test_step(self, data):
+        logs = super().test_step(data)
+        return logs | {"mine": keras.ops.mean(data[0])}
+
+
+@pytest.mark.several_ranks
+@pytest.mark.three_ranks
+def test_values_without_a_metric_are_those_of_one_process_last_step(world, rows):
+    """Averaged by the rows of the last batch; metrics beside them stay exact."""
+    x, y = rows
+    ragged = 8 * world.size + 1  # the last batch of all has one row, on one rank
+    models = [Custom(), Custom()]
+    for model in models:
+        model.compile(
+            keras.optimizers.SGD(0.0), "mse", metrics=["mae"], run_eagerly=True
+        )
+    common = {
+        "shuffle": False,
+        "verbose": 0,
+        "validation_data": (x[:ragged], y[:ragged]),
+    }
+    plain = models[0].fit(x[:99], y[:99], 8 * world.size, **common).history
+    given = keras_dist.dist_fit(models[1], x[:99], y[:99], 8, **common).history
+    for name in ("loss", "mae", "mine", "val_loss", "val_mae", "val_mine"):
+        assert given[name] == pytest.approx(plain[name], abs=2e-6), name
+    many = keras_dist.DistributedModel(models[1])
+    told = many.evaluate(x[:ragged], y[:ragged], 8, verbose=0, return_dict=True)
+    assert told["mine"] == pytest.approx(plain["val_mine"][0], abs=2e-6)
+
+
+@pytest.mark.several_ranks
+def test_an_evaluation_of_a_callback_is_its_own(world, rows, make_model):
+    """It may run on one rank; one of a `DistributedModel` in a fit is of all ranks."""
+    x, y = rows
+    alone, together = [], []
+
+    class Tests(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if world.rank == 0:
+                alone.append(self.model.evaluate(x[:9], y[:9], verbose=0))
+            many = keras_dist.DistributedModel(self.model)
+            together.append(many.evaluate(x[:9], y[:9], verbose=0))
+
+    model = make_model()
+    history = keras_dist.dist_fit(
+        model, x, y, epochs=2, verbose=0, validation_data=rows, callbacks=[Tests()]
+    )
+    expected = model.evaluate(x[:9], y[:9], verbose=0)
+    assert together[-1] == pytest.approx(expected, abs=1e-6)
+    assert not alone or alone[-1] == pytest.approx(expected, abs=1e-6)
+    values = model.evaluate(x, y, verbose=0)
+    assert history.history["val_loss"][-1] == pytest.approx(values[0], abs=1e-6)
+    assert len(set(keras_dist.gather(tuple(history.history["val_loss"])))) == 1
+
+
+FASHION_MNIST = (
+    Path("/usr/share/datasets/fashion-mnist"),
+    Path.home() / ".keras/datasets/fashion-mnist",
+)
+FOLDERS = [
+    folder
+    for folder in FASHION_MNIST
+    if (folder / "train-images-idx3-ubyte.gz").exists()
+]
+
+
+@pytest.mark.three_ranks
+@pytest.mark.skipif(
+    not FOLDERS,
+    reason="Fashion-MNIST is not on this machine (Debian: dataset-fashion-mnist)",
+)
+def test_fashion_mnist_is_validated_alike_on_any_number_of_ranks():
+    """Loss, accuracy, AUC and F1 of 10,007 rows, in a fit and by `evaluate`."""
+    contents = [
+        gzip.decompress((FOLDERS[0] / f"train-{name}-ubyte.gz").read_bytes())
+        for name in ("images-idx3", "labels-idx1")
+    ]
+    count = 10_007
+    images = np.frombuffer(contents[0], np.uint8, count * 784, offset=16)
+    x = images.reshape(count, 784).astype("float32") / 255
+    y = np.eye(10, dtype="float32")[np.frombuffer(contents[1], np.uint8, count, 8)]
+    means = (x[:2000].T @ y[:2000]) / y[:2000].sum(axis=0)  # an image of each class
+    model = keras.Sequential(
+        [keras.Input((784,)), keras.layers.Dense(10, activation="softmax")]
+    )
+    model.layers[0].set_weights([means / 5, -np.square(means).sum(axis=0) / 10])
+    model.compile(
+        keras.optimizers.SGD(0.0),  # the same weights all along
+        "categorical_crossentropy",
+        metrics=["accuracy", "auc", keras.metrics.F1Score("macro", name="f1")],
+    )
+    expected = model.evaluate(x, y, 500, verbose=0, return_dict=True)
+    assert expected["accuracy"] > 0.6
+    many = keras_dist.DistributedModel(model)
+    history = many.fit(
+        x[:64],
+        y[:64],
+        verbose=0,
+        validation_data=(x, y),
+        validation_batch_size=500,
+    ).history
+    told = many.evaluate(x, y, 500, verbose=0, return_dict=True)
+    assert set(told) == {"loss", "accuracy", "auc", "f1"}
+    for name, value in told.items():
+        assert value == pytest.approx(expected[name], abs=1e-6), name
+        assert history[f"val_{name}"] == [pytest.approx(expected[name], abs=1e-6)], name
