@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from keras_dist import comm, optimizer, scaling, sharding, step
-from keras_dist.callbacks import is_writer
+from keras_dist.callbacks import on_this_rank
 from keras_dist.callbacks.learning_rate_warmup import rate_factor_of_step
 from keras_dist.checks import check_model
 from keras_dist.job import Job, prepare
@@ -149,7 +149,8 @@ def distributed(model: Any, job: Job) -> Iterator[None]:
     """Inside the block, `model` trains with the other ranks; then it is plain again."""
     with contextlib.ExitStack() as stack:
         session = step.install(model)
-        stack.callback(step.uninstall, model)
+        session.is_held = True
+        stack.callback(step.uninstall, model, is_end=True)
         session.has_validation_rows = job.validation is None or job.validation.has_rows
         session.rows_of_all = job.training.rows_of_all
         if not job.training.is_known:
@@ -237,8 +238,7 @@ class DistributedModel:
                     batch_size=batch_size,
                     verbose=verbose if is_first else 0,
                     steps=feed.steps if steps else None,
-                    callbacks=[c for c in given if is_first or not is_writer(c)]
-                    or None,
+                    callbacks=on_this_rank(given) or None,
                     return_dict=return_dict,
                 )
             finally:

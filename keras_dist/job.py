@@ -18,6 +18,7 @@ class Job:
 
     Args:
         arguments: Of `keras.Model.fit`, for this rank.
+        callbacks: Ours and the user's, those of the first rank too.
         training: This rank's training data.
         validation: This rank's validation data, if there is any.
         averaging: How gradients become those of all ranks.
@@ -28,6 +29,7 @@ class Job:
     """
 
     arguments: dict[str, Any]
+    callbacks: list[Any]
     training: sharding.Feed
     validation: sharding.Feed | None
     averaging: optimizer.Averaging
@@ -52,9 +54,9 @@ class Job:
         # A user's own callback may be on one rank only: it has no collective in it.
         facts["the callbacks of Keras and keras_dist"] = [
             type(callback).__name__
-            for callback in self.arguments["callbacks"]
+            for callback in self.callbacks
             if type(callback).__module__.split(".")[0] in ("keras", "keras_dist")
-            and not ours.is_writer(callback)
+            and not ours.runs_on_first_rank_only(callback)
         ]
         return facts
 
@@ -90,6 +92,7 @@ def prepare(model: Any, fit: dict[str, Any], options: Options, *, seed: int) -> 
         )
     return Job(
         arguments=_arguments(fit, training, validation, callbacks),
+        callbacks=callbacks,
         training=training,
         validation=validation,
         averaging=averaging,
@@ -137,7 +140,7 @@ def _arguments(
     """Of `Model.fit`, with this rank's data, and files left to the first rank."""
     is_first = comm.rank() == 0
     arguments = fit | training.arguments
-    arguments["callbacks"] = [c for c in callbacks if is_first or not ours.is_writer(c)]
+    arguments["callbacks"] = ours.on_this_rank(callbacks)
     if training.epoch is not None:
         arguments["callbacks"].append(ours.NextEpoch(training.epoch, training.steps))
     arguments["verbose"] = fit["verbose"] if is_first else 0

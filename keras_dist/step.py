@@ -9,9 +9,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import batch_norm, comm, losses, metrics, mixin
+from keras_dist import batch_norm, comm, losses, metrics, mixin, saving
 from keras_dist.halves import Halves
-from keras_dist.optimizer import averages_by_rows, weighted_by
+from keras_dist.optimizer import averages_by_rows, carrying, weighted_by
 
 
 @dataclass
@@ -33,6 +33,11 @@ class Session:
         is_jitted: Whether Keras asked for XLA.
         stops_together: Whether a wish to stop waits until all ranks know of it.
         wants_to_stop: Whether this rank wishes to stop.
+        wish: The same as a number, which travels with the gradients.
+        heard: Wishes of all ranks that have arrived with gradients; equal on all.
+        is_held: Whether callbacks leave it to `dist_fit` to end the session: others,
+            at the end of the training, still save and evaluate with it.
+        progress: Epochs that are done and the last batch, for files of weights.
         exact_names: Names of results over all ranks, of the last training epoch
             (`False`) and, with "val_" before each, of the last evaluation (`True`).
     """
@@ -51,6 +56,10 @@ class Session:
     is_jitted: bool = False
     stops_together: bool = False
     wants_to_stop: bool = False
+    wish: Any = None
+    heard: Any = None
+    is_held: bool = False
+    progress: tuple[int, int] | None = None
     exact_names: dict[bool, set[str]] = field(default_factory=dict)
 
 
@@ -66,7 +75,9 @@ def install(model: Any) -> Session:
             rows, position = (
                 tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(2)
             )
-            session = Session(rows=rows, position=position)
+            with tf.device("CPU:0"):  # read after each batch
+                wish, heard = (tf.Variable(0.0, trainable=False) for _ in range(2))
+            session = Session(rows=rows, position=position, wish=wish, heard=heard)
         object.__setattr__(model, "_distributed_session", session)
         mixin.add(model, DistributedStep)
         model.train_function = None
@@ -74,9 +85,14 @@ def install(model: Any) -> Session:
     return session_of(model)
 
 
-def uninstall(model: Any) -> None:
-    """Make `model` a plain Keras model again."""
-    if mixin.has(model, DistributedStep):
+def uninstall(model: Any, *, is_end: bool = False) -> None:
+    """Make `model` a plain Keras model again, unless a fit of `dist_fit` goes on.
+
+    Args:
+        model: On which `install` was called.
+        is_end: Whether that fit is over too.
+    """
+    if mixin.has(model, DistributedStep) and (is_end or not session_of(model).is_held):
         stopped = model.stop_training
         mixin.remove(model, DistributedStep)
         batch_norm.desynchronize(model)
@@ -90,7 +106,7 @@ def session_of(model: Any) -> Session:
     return model._distributed_session
 
 
-class DistributedStep:
+class DistributedStep(saving.SavesWhole):
     """Mixin for a model: what Keras's own loop calls, on many ranks."""
 
     _distributed_session: Session
@@ -115,7 +131,8 @@ class DistributedStep:
         own_step = super().train_step  # type: ignore[misc]
         by_rows = averages_by_rows(self) and comm.size() > 1
         exact = losses.of_all_rows() if by_rows else contextlib.nullcontext()
-        with _inside_step(session), weighted_by(rows, of_all), exact:
+        wish = carrying(session.wish, session.heard)
+        with _inside_step(session), weighted_by(rows, of_all), exact, wish:
             if session.is_jitted:
                 halves = Halves(own_step)
                 reason = halves.why_not(data)
@@ -164,13 +181,19 @@ class DistributedStep:
 
     @property
     def stop_training(self: Any) -> bool:
+        session = self._distributed_session
+        if session.stops_together and _has_heard(session):
+            return True
         return self.__dict__.get("stop_training", False)
 
     @stop_training.setter
     def stop_training(self: Any, value: bool) -> None:
-        # A wish of this rank alone: `StopTogether` grants it when all have heard of it.
+        # A wish of this rank alone, which all hear of after the next batch, or from
+        # `StopTogether` at the end of the epoch.
         session = self._distributed_session
         session.wants_to_stop = bool(value)
+        with tf.init_scope():
+            session.wish.assign(float(session.wants_to_stop))
         if not (value and session.stops_together):
             self.__dict__["stop_training"] = bool(value)
 
@@ -178,6 +201,22 @@ class DistributedStep:
 def grant_stop(model: Any, *, is_agreed: bool) -> None:
     """Let Keras's loop see that training stops; the same on all ranks."""
     model.__dict__["stop_training"] = is_agreed
+    session_of(model).heard.assign(0.0)
+
+
+@contextlib.contextmanager
+def alone(model: Any) -> Iterator[None]:
+    """Inside the block this rank evaluates by itself: the others do not take part."""
+    session = session_of(model)
+    before, session.averages_metrics = session.averages_metrics, False
+    try:
+        yield
+    finally:
+        session.averages_metrics = before
+
+
+def _has_heard(session: Session) -> bool:
+    return tf.executing_eagerly() and float(session.heard.numpy()) > 0
 
 
 @contextlib.contextmanager
@@ -236,7 +275,7 @@ def _num_rows(data: Any) -> Any:
 
 def _check_all_steps_done(session: Session) -> None:
     planned, done = session.planned_steps, session.steps_done
-    if planned is not None and done < planned:
+    if planned is not None and done < planned and not _has_heard(session):
         raise RuntimeError(
             f"Rank {comm.rank()} ran out of data: it did {done} of the {planned} "
             "steps of this epoch, and the other ranks wait for it. Give every rank "
