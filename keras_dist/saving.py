@@ -1,6 +1,8 @@
 """Files that are there whole, or as they were before."""
 
 import contextlib
+import errno
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from keras_dist import comm
 _STAMP = "keras_dist_training"
 
 
-def replace(path: Any, write: Callable[[str], Any]) -> Any:
+def replace(path: Any, write: Callable[[str], Any], *, num_bytes: int = 0) -> Any:
     """Let `write` make a file beside `path`, which then takes its place at once.
 
     A full disk or a process that is killed leaves at `path` what was there before, and
@@ -23,15 +25,21 @@ def replace(path: Any, write: Callable[[str], Any]) -> Any:
     Args:
         path: Of a local file, in a folder that exists.
         write: Makes a file at the path that it is given, of the same ending.
+        num_bytes: About what it takes, where it is HDF5 that writes.
 
     Returns:
         What `write` returns.
+
+    Raises:
+        OSError: If there is no room for the file.
     """
     target = os.path.realpath(path)
     folder, name = os.path.split(target)
     # Always the same name: what a killed process has left is overwritten, not kept.
     part = os.path.join(folder, f".keras_dist.{comm.rank()}.{name[-200:]}")
     try:
+        if num_bytes:
+            _reserve(part, max(num_bytes, _size(target)))
         result = write(part)
         _settle(part)
         with contextlib.suppress(OSError):  # the mode that the user has given to it
@@ -66,7 +74,12 @@ class SavesWhole:
         own = super().save  # type: ignore[misc]
         if not (_is_replaceable(filepath) and overwrite):
             return own(filepath, overwrite, *args, **kwargs)
-        return replace(filepath, lambda part: own(part, True, *args, **kwargs))
+        return replace(
+            filepath,
+            lambda part: own(part, True, *args, **kwargs),
+            # There HDF5 writes to memory.
+            num_bytes=0 if str(filepath).endswith(".keras") else _num_bytes(self),
+        )
 
     def save_weights(
         self: Any, filepath: Any, overwrite: bool = True, *args: Any, **kwargs: Any
@@ -84,7 +97,7 @@ class SavesWhole:
                 with h5py.File(part, "r+") as file:
                     file.attrs[_STAMP] = stamp
 
-        return replace(filepath, write)
+        return replace(filepath, write, num_bytes=_num_bytes(self))
 
 
 def _is_replaceable(path: Any) -> bool:
@@ -98,6 +111,29 @@ def _is_replaceable(path: Any) -> bool:
     if os.path.exists(target) and not os.path.isfile(target):
         return False
     return "://" not in str(path) and os.path.isdir(os.path.dirname(target))
+
+
+def _num_bytes(model: Any) -> int:
+    """About the size of a file of HDF5 with the model's state."""
+    found = getattr(model, "optimizer", None)
+    variables = [*model.variables, *(found.variables if found is not None else ())]
+    numbers = sum(math.prod(v.shape) for v in variables)
+    # Nearly all are of four bytes; and HDF5's own headers.
+    return 4 * numbers + 2048 * (len(variables) + 4)
+
+
+def _size(path: str) -> int:
+    return os.path.getsize(path) if os.path.exists(path) else 0
+
+
+def _reserve(path: str, num_bytes: int) -> None:
+    """Raise where there is no room: HDF5 ends the process when a write fails."""
+    with open(path, "wb") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
 
 
 def _settle(path: str) -> None:
