@@ -78,8 +78,7 @@ def prepare(model: Any, fit: dict[str, Any], options: Options, *, seed: int) -> 
     optimizer.check_usable(averaging)
     check_local_layers(model, averaging)
     world = comm.init()
-    callbacks = ours.arrange(fit["callbacks"], options.target_accuracy)
-    callbacks, options = _take_over_warmup(callbacks, options)
+    callbacks, options = _take_over_warmup(fit["callbacks"], options)
     factor = scaling.rate_factor(options.lr_scaling, size=world.size)
     stretch = scaling.stretch(options.steps_scaling, size=world.size)
     split = sharding.Split(world.rank, world.size, options.shard, seed)
@@ -116,10 +115,9 @@ def prepare(model: Any, fit: dict[str, Any], options: Options, *, seed: int) -> 
     )
 
 
-def _take_over_warmup(
-    callbacks: list[Any], options: Options
-) -> tuple[list[Any], Options]:
+def _take_over_warmup(given: Any, options: Options) -> tuple[list[Any], Options]:
     """Do what a `LearningRateWarmup` in the list says, and do nothing twice."""
+    callbacks = ours.arrange(given, options.target_accuracy)
     for callback in callbacks:
         if isinstance(callback, ours.LearningRateWarmup):
             options = replace(
