@@ -25,6 +25,7 @@ __all__ = [
     "average",
     "broadcast",
     "dist_fit",
+    "first_rank_only",
     "gather",
     "init",
     "local_rank",
@@ -55,6 +56,7 @@ if not _missing:
         StopTogether,
         Throughput,
         TrainingTime,
+        first_rank_only,
     )
     from keras_dist.comm import (
         World,

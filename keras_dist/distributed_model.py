@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from keras_dist import comm, mixin, sharding, step
-from keras_dist.callbacks import is_writer
+from keras_dist.callbacks import on_this_rank
 from keras_dist.checks import check_model
 from keras_dist.fit import dist_fit
 from keras_dist.options import Options
@@ -166,11 +166,10 @@ class DistributedModel:
 
 
 def _of_this_rank(callbacks: Any) -> list[Any] | None:
-    """Callbacks without those that write, on all ranks but the first."""
+    """Callbacks that run on this rank: those that write, on the first one."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
-    given = keras.tree.flatten(callbacks or [])
-    return [c for c in given if comm.rank() == 0 or not is_writer(c)] or None
+    return on_this_rank(keras.tree.flatten(callbacks or [])) or None
 
 
 @contextlib.contextmanager

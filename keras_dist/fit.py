@@ -147,11 +147,10 @@ def distributed(model: Any, job: Job) -> Iterator[None]:
     """Inside the block, `model` trains with the other ranks; then it is plain again."""
     with contextlib.ExitStack() as stack:
         session = step.install(model)
-        stack.callback(step.uninstall, model)
+        session.is_held = True
+        stack.callback(step.uninstall, model, is_end=True)
         session.has_validation_rows = job.validation is None or job.validation.has_rows
         session.rows_of_all = job.training.rows_of_all
-        if not job.training.is_known:
-            session.planned_steps = job.training.steps
         for found in optimizer.optimizers_of(model):
             if comm.size() > 1:
                 stack.enter_context(optimizer.averaging(found, job.averaging))

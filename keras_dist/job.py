@@ -18,6 +18,7 @@ class Job:
 
     Args:
         arguments: Of `keras.Model.fit`, for this rank.
+        callbacks: Ours and the user's, those of the first rank too.
         training: This rank's training data.
         validation: This rank's validation data, if there is any.
         averaging: How gradients become those of all ranks.
@@ -28,6 +29,7 @@ class Job:
     """
 
     arguments: dict[str, Any]
+    callbacks: list[Any]
     training: sharding.Feed
     validation: sharding.Feed | None
     averaging: optimizer.Averaging
@@ -52,9 +54,9 @@ class Job:
         # A user's own callback may be on one rank only: it has no collective in it.
         facts["the callbacks of Keras and keras_dist"] = [
             type(callback).__name__
-            for callback in self.arguments["callbacks"]
+            for callback in self.callbacks
             if type(callback).__module__.split(".")[0] in ("keras", "keras_dist")
-            and not ours.is_writer(callback)
+            and not ours.runs_on_first_rank_only(callback)
         ]
         return facts
 
@@ -76,8 +78,7 @@ def prepare(model: Any, fit: dict[str, Any], options: Options, *, seed: int) -> 
     optimizer.check_usable(averaging)
     check_local_layers(model, averaging)
     world = comm.init()
-    callbacks = ours.arrange(fit["callbacks"], options.target_accuracy)
-    callbacks, options = _take_over_warmup(callbacks, options)
+    callbacks, options = _take_over_warmup(fit["callbacks"], options)
     factor = scaling.rate_factor(options.lr_scaling, size=world.size)
     stretch = scaling.stretch(options.steps_scaling, size=world.size)
     split = sharding.Split(world.rank, world.size, options.shard, seed)
@@ -91,6 +92,7 @@ def prepare(model: Any, fit: dict[str, Any], options: Options, *, seed: int) -> 
     rule = options.validation_steps_scaling
     return Job(
         arguments=_arguments(fit, training, validation, callbacks),
+        callbacks=callbacks,
         training=training,
         validation=validation,
         averaging=averaging,
@@ -113,10 +115,9 @@ def prepare(model: Any, fit: dict[str, Any], options: Options, *, seed: int) -> 
     )
 
 
-def _take_over_warmup(
-    callbacks: list[Any], options: Options
-) -> tuple[list[Any], Options]:
+def _take_over_warmup(given: Any, options: Options) -> tuple[list[Any], Options]:
     """Do what a `LearningRateWarmup` in the list says, and do nothing twice."""
+    callbacks = ours.arrange(given, options.target_accuracy)
     for callback in callbacks:
         if isinstance(callback, ours.LearningRateWarmup):
             options = replace(
@@ -137,7 +138,7 @@ def _arguments(
     """Of `Model.fit`, with this rank's data, and files left to the first rank."""
     is_first = comm.rank() == 0
     arguments = fit | training.arguments
-    arguments["callbacks"] = [c for c in callbacks if is_first or not ours.is_writer(c)]
+    arguments["callbacks"] = ours.on_this_rank(callbacks)
     if training.epoch is not None:
         arguments["callbacks"].append(ours.NextEpoch(training.epoch, training.steps))
     arguments["verbose"] = fit["verbose"] if is_first else 0

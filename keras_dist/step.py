@@ -3,57 +3,15 @@
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_dist import batch_norm, comm, losses, metrics, mixin
+from keras_dist import batch_norm, comm, losses, metrics, mixin, saving
 from keras_dist.halves import Halves
-from keras_dist.optimizer import averages_by_rows, weighted_by
-
-
-@dataclass
-class Session:
-    """What a model that trains on many ranks remembers during one fit.
-
-    Args:
-        before_first_step: Called in order, outside of any graph, when the first
-            train step is about to run and the model is built.
-        rows: Rows that this rank has trained on since the count was read.
-        position: Number of the next step, counted from the beginning of epoch 0.
-        rows_of_all: Rows that all ranks together read at a step, as a function of its
-            number, where that is known beforehand.
-        in_step: Inside a step, metrics stay this rank's own.
-        averages_metrics: Whether results are taken over all ranks.
-        seen: Batches, rows, and rows of the last batch, that the metrics have been
-            shown since they were reset.
-        has_validation_rows: `False` where this rank evaluates but must not count.
-        is_shared: Whether all ranks make the present evaluation together.
-        planned_steps: Steps of an epoch that all ranks agreed on, if known.
-        steps_done: Steps of the present epoch on this rank.
-        is_jitted: Whether Keras asked for XLA.
-        stops_together: Whether a wish to stop waits until all ranks know of it.
-        wants_to_stop: Whether this rank wishes to stop.
-    """
-
-    before_first_step: list[Callable[[], None]] = field(default_factory=list)
-    rows: Any = None
-    seen: Any = None
-    position: Any = None
-    rows_of_all: Callable[[Any], Any] | None = None
-    has_started: bool = False
-    in_step: bool = False
-    is_evaluating: bool = False
-    averages_metrics: bool = False
-    has_validation_rows: bool = True
-    is_shared: bool = False
-    planned_steps: int | None = None
-    steps_done: int = 0
-    is_jitted: bool = False
-    stops_together: bool = False
-    wants_to_stop: bool = False
+from keras_dist.optimizer import averages_by_rows, carrying, weighted_by
+from keras_dist.session import Session
 
 
 def install(model: Any) -> Session:
@@ -69,7 +27,11 @@ def install(model: Any) -> Session:
                 tf.Variable(value, dtype=tf.int64, trainable=False)
                 for value in (0, 0, [0, 0, 0])
             )
-            session = Session(rows=rows, position=position, seen=seen)
+            with tf.device("CPU:0"):  # read after each batch
+                wish, heard = (tf.Variable(0.0, trainable=False) for _ in range(2))
+            session = Session(
+                rows=rows, position=position, seen=seen, wish=wish, heard=heard
+            )
         object.__setattr__(model, "_distributed_session", session)
         mixin.add(model, DistributedStep)
         model.train_function = None
@@ -77,9 +39,14 @@ def install(model: Any) -> Session:
     return session_of(model)
 
 
-def uninstall(model: Any) -> None:
-    """Make `model` a plain Keras model again."""
-    if mixin.has(model, DistributedStep):
+def uninstall(model: Any, *, is_end: bool = False) -> None:
+    """Make `model` a plain Keras model again, unless a fit of `dist_fit` goes on.
+
+    Args:
+        model: On which `install` was called.
+        is_end: Whether that fit is over too.
+    """
+    if mixin.has(model, DistributedStep) and (is_end or not session_of(model).is_held):
         stopped = model.stop_training
         mixin.remove(model, DistributedStep)
         batch_norm.desynchronize(model)
@@ -93,7 +60,7 @@ def session_of(model: Any) -> Session:
     return model._distributed_session
 
 
-class DistributedStep:
+class DistributedStep(saving.SavesWhole):
     """Mixin for a model: what Keras's own loop calls, on many ranks."""
 
     _distributed_session: Session
@@ -119,7 +86,8 @@ class DistributedStep:
         own_step = super().train_step  # type: ignore[misc]
         by_rows = averages_by_rows(self) and comm.size() > 1
         exact = losses.of_all_rows() if by_rows else contextlib.nullcontext()
-        with _inside_step(session), weighted_by(rows, of_all), exact:
+        wish = carrying(session.wish, session.heard)
+        with _inside_step(session), weighted_by(rows, of_all), exact, wish:
             if session.is_jitted:
                 halves = Halves(own_step)
                 reason = halves.why_not(data)
@@ -175,13 +143,19 @@ class DistributedStep:
 
     @property
     def stop_training(self: Any) -> bool:
+        session = self._distributed_session
+        if session.stops_together and _has_heard(session):
+            return True
         return self.__dict__.get("stop_training", False)
 
     @stop_training.setter
     def stop_training(self: Any, value: bool) -> None:
-        # A wish of this rank alone: `StopTogether` grants it when all have heard of it.
+        # A wish of this rank alone, which all hear of after the next batch, or from
+        # `StopTogether` at the end of the epoch.
         session = self._distributed_session
         session.wants_to_stop = bool(value)
+        with tf.init_scope():
+            session.wish.assign(float(session.wants_to_stop))
         if not (value and session.stops_together):
             self.__dict__["stop_training"] = bool(value)
 
@@ -189,6 +163,22 @@ class DistributedStep:
 def grant_stop(model: Any, *, is_agreed: bool) -> None:
     """Let Keras's loop see that training stops; the same on all ranks."""
     model.__dict__["stop_training"] = is_agreed
+    session_of(model).heard.assign(0.0)
+
+
+@contextlib.contextmanager
+def alone(model: Any) -> Iterator[None]:
+    """Inside the block this rank evaluates by itself: the others do not take part."""
+    session = session_of(model)
+    before, session.averages_metrics = session.averages_metrics, False
+    try:
+        yield
+    finally:
+        session.averages_metrics = before
+
+
+def _has_heard(session: Session) -> bool:
+    return tf.executing_eagerly() and float(session.heard.numpy()) > 0
 
 
 def _is_of_all(session: Session) -> bool:
@@ -208,8 +198,6 @@ def _results(model: Any, own_result: Callable[[], Any], logs: Any = None) -> Any
     session = session_of(model)
     if not _is_of_all(session):
         return own_result()
-    if not session.is_evaluating:
-        _check_all_steps_done(session)
     steps, rows, last_rows = session.seen.numpy().tolist()
     has_rows = session.has_validation_rows or not session.is_evaluating
     seen = metrics.Seen(rows, steps, last_rows, has_rows)
@@ -268,13 +256,3 @@ def _num_rows(data: Any) -> Any:
         if leaf is not None and len(leaf.shape):
             return tf.shape(leaf)[0] if leaf.shape[0] is None else leaf.shape[0]
     return 1
-
-
-def _check_all_steps_done(session: Session) -> None:
-    planned, done = session.planned_steps, session.steps_done
-    if planned is not None and done < planned:
-        raise RuntimeError(
-            f"Rank {comm.rank()} ran out of data: it did {done} of the {planned} "
-            "steps of this epoch, and the other ranks wait for it. Give every rank "
-            "enough batches, pass a smaller `steps_per_epoch`, or repeat the data."
-        )

@@ -25,6 +25,8 @@ FLOORS = {
     "batch_norm": 2,
     "halves": 2,
     "losses": 2,
+    "saving": 2,
+    "session": 2,
     "step": 2,
     "callbacks": 2,
     "options": 3,

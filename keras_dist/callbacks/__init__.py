@@ -1,6 +1,6 @@
 """What happens around the training loop, one callback a file."""
 
-from keras_dist.callbacks.arrange import arrange
+from keras_dist.callbacks.arrange import arrange, on_this_rank
 from keras_dist.callbacks.average_statistics import AverageStatistics
 from keras_dist.callbacks.broadcast_variables import BroadcastVariables
 from keras_dist.callbacks.learning_rate_warmup import LearningRateWarmup
@@ -10,7 +10,11 @@ from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy
 from keras_dist.callbacks.stop_together import StopTogether
 from keras_dist.callbacks.throughput import Throughput
 from keras_dist.callbacks.training_time import TrainingTime
-from keras_dist.callbacks.writers import destinations, is_writer
+from keras_dist.callbacks.writers import (
+    destinations,
+    first_rank_only,
+    runs_on_first_rank_only,
+)
 
 __all__ = [
     "AverageStatistics",
@@ -24,5 +28,7 @@ __all__ = [
     "TrainingTime",
     "arrange",
     "destinations",
-    "is_writer",
+    "first_rank_only",
+    "on_this_rank",
+    "runs_on_first_rank_only",
 ]

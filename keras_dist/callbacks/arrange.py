@@ -1,22 +1,30 @@
 """The order in which callbacks have to stand, whichever the user gave."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 
 from keras_dist import comm
 from keras_dist.callbacks.average_statistics import AverageStatistics
+from keras_dist.callbacks.backup_epoch import BackupEpoch
 from keras_dist.callbacks.broadcast_variables import BroadcastVariables
+from keras_dist.callbacks.effective_rate import EffectiveRate
 from keras_dist.callbacks.metric_average import MetricAverage
 from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy
 from keras_dist.callbacks.stop_together import StopTogether
 from keras_dist.callbacks.throughput import Throughput
 from keras_dist.callbacks.training_time import TrainingTime
+from keras_dist.callbacks.user_callbacks import UserCallbacks
+from keras_dist.callbacks.writers import runs_on_first_rank_only
 
 # Ours that change logs or state come before the user's callbacks, which read them;
 # ours that act on what the others did come after.
-_FIRST = (AverageStatistics, MetricAverage, Throughput, TrainingTime)
+_FIRST = (AverageStatistics, MetricAverage, Throughput, TrainingTime, EffectiveRate)
 _LAST = (StopAtAccuracy, StopTogether, BroadcastVariables)
+
+# Keras looks for these in the list itself.
+_KERAS_OWN = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
 
 _ON_ONE_RANK: tuple[type, ...] = (Throughput,)
 _ON_MANY_RANKS: tuple[type, ...] = (
@@ -43,8 +51,37 @@ def arrange(given: Any, target_accuracy: float | None = None) -> list[Any]:
             every.append(cls())
     if target_accuracy is not None:
         every.append(StopAtAccuracy(target_accuracy))
+    boards = _all_of(keras.callbacks.TensorBoard, every)
+    if boards or comm.size() > 1:
+        every.append(EffectiveRate(boards))
+    if backups := _all_of(keras.callbacks.BackupAndRestore, every):
+        every.insert(0, BackupEpoch(backups))
     return [
         *(c for cls in _FIRST for c in every if isinstance(c, cls)),
         *(c for c in every if not isinstance(c, _FIRST + _LAST)),
         *(c for cls in _LAST for c in every if isinstance(c, cls)),
     ]
+
+
+def on_this_rank(callbacks: Sequence[Any]) -> list[Any]:
+    """Those of `callbacks` that run on this rank, the user's kept with the others'.
+
+    On one rank, all of them as they are.
+
+    Args:
+        callbacks: The same list on all ranks, as `arrange` gives it.
+    """
+    if comm.size() == 1:
+        return list(callbacks)
+    kept = [c for c in callbacks if comm.rank() == 0 or not runs_on_first_rank_only(c)]
+    apart = _FIRST + _LAST + _KERAS_OWN
+    return [
+        *(c for c in kept if isinstance(c, _FIRST)),
+        UserCallbacks([c for c in callbacks if not isinstance(c, apart)]),
+        *(c for c in kept if isinstance(c, _KERAS_OWN)),
+        *(c for c in kept if isinstance(c, _LAST)),
+    ]
+
+
+def _all_of(cls: type, callbacks: Sequence[Any]) -> list[Any]:
+    return [callback for callback in callbacks if isinstance(callback, cls)]

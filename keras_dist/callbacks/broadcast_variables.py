@@ -58,6 +58,8 @@ class BroadcastVariables(keras.callbacks.Callback):
             self.model._initial_epoch = epoch
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        if comm.size() > 1 and not step.session_of(self.model).has_started:
+            self._copy_unstarted()
         step.uninstall(self.model)
 
     def broadcast(self) -> None:
@@ -76,6 +78,18 @@ class BroadcastVariables(keras.callbacks.Callback):
             variable.assign(value)
         for variable, value in zip(seeds, received[len(variables) :], strict=True):
             variable.assign(_own_seed(value, comm.rank() - self.root_rank))
+
+    def _copy_unstarted(self) -> None:
+        """Copy what was restored on the root, where no epoch was left to train."""
+        if any(comm.gather(self.model.built)):
+            comm.together(lambda: _build_optimizers(self.model))
+            self.broadcast()
+
+
+def _build_optimizers(model: Any) -> None:
+    for found in optimizer.optimizers_of(model):
+        if model.built and not found.built:
+            found.build(model.trainable_variables)
 
 
 def _state(model: Any) -> tuple[list[Any], list[Any]]:

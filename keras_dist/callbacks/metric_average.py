@@ -35,10 +35,3 @@ class MetricAverage(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         step.uninstall(self.model)
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        step.session_of(self.model).steps_done = 0
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        # A rank that ran out of data must find out before it sums with the others.
-        step.session_of(self.model).steps_done = batch + 1

@@ -8,15 +8,22 @@ from keras_dist import comm, step
 
 
 class StopTogether(keras.callbacks.Callback):
-    """Grants `model.stop_training = True` of any rank to all ranks, at an epoch's end.
+    """Grants `model.stop_training = True` of any rank to all ranks at the same moment.
 
-    A rank that stopped alone would leave the others waiting in the next averaging.
+    A rank that stopped alone would leave the others waiting in the next averaging. The
+    wish travels with the gradients of the next update, after which all leave the epoch;
+    at the latest all hear of it at the epoch's end.
+
     Stands last in a list, after every callback that may want to stop.
     """
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
         step.install(model).stops_together = comm.size() > 1
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if comm.size() > 1:  # a fit that an error has ended may have left a wish
+            step.grant_stop(self.model, is_agreed=False)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if comm.size() == 1:

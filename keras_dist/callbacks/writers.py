@@ -1,8 +1,11 @@
-"""Callbacks of Keras that write: they run on the first rank only."""
+"""Callbacks that run on the first rank only: those that write, and marked ones."""
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import keras
+
+Marked = TypeVar("Marked")
 
 # Every rank holds the same weights and logs, and two processes that write one file
 # damage it. `OrbaxCheckpoint` exists in newer versions of Keras.
@@ -24,9 +27,39 @@ _WRITERS = tuple(
 _PLACES = ("filepath", "filename", "log_dir", "backup_dir", "directory", "root")
 
 
-def is_writer(callback: keras.callbacks.Callback) -> bool:
-    """Whether `callback` writes to a file, a server or the terminal."""
+def first_rank_only(callback: Marked) -> Marked:
+    """Mark a callback of yours, so that it runs on the first rank only.
+
+    For one that writes a file, sends a message or prints. Other callbacks run on all
+    ranks, and those of Keras that write are on the first rank anyway. What it does with
+    the model concerns this rank alone: `model.evaluate` in it evaluates the rows it is
+    given, and asks no other rank. What it changes, the other ranks do not see.
+
+    Args:
+        callback: A `keras.callbacks.Callback`, or a class of them.
+
+    Returns:
+        The same object.
+
+    >>> class Diary(keras.callbacks.Callback):
+    ...     def on_epoch_end(self, epoch, logs=None):
+    ...         print(epoch, logs)
+    >>> runs_on_first_rank_only(first_rank_only(Diary()))
+    True
+    """
+    callback._keras_dist_first_rank_only = True  # type: ignore[attr-defined]
+    return callback
+
+
+def is_writer(callback: Any) -> bool:
+    """Whether `callback` is one of Keras's that write, to a file or elsewhere."""
     return isinstance(callback, _WRITERS)
+
+
+def runs_on_first_rank_only(callback: Any) -> bool:
+    """Whether `callback` writes, or was marked with `first_rank_only`."""
+    is_marked = getattr(callback, "_keras_dist_first_rank_only", False)
+    return is_writer(callback) or bool(is_marked)
 
 
 def destinations(

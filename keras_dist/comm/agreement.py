@@ -8,7 +8,9 @@ from keras_dist.comm.collectives import gather
 Result = TypeVar("Result")
 
 # Errors that another rank raises as its own kind; every other becomes RuntimeError.
-_KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (ValueError, TypeError, RuntimeError)
+}
 
 
 def agree(
@@ -48,7 +50,7 @@ def together(work: Callable[[], Result]) -> Result:
     Raises:
         Exception: This rank's own error; or, where this rank's work succeeded, a
             `ValueError`, `TypeError` or `RuntimeError` with the message of the first
-            rank that failed.
+            rank that failed; for other kinds, with the kind's name before it.
     """
     result, error = _tried(work)
     _raise_first(error, gather(_told(error)))
@@ -89,4 +91,6 @@ def _raise_first(
     for rank, told in enumerate(everyone):
         if told is not None:
             kind, text = told
-            raise _KINDS.get(kind, RuntimeError)(f"On rank {rank}: {text}")
+            if kind in _KINDS:
+                raise _KINDS[kind](f"On rank {rank}: {text}")
+            raise RuntimeError(f"On rank {rank}: {kind}: {text}")

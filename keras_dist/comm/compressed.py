@@ -13,13 +13,19 @@ KINDS = {"fp16": tf.float16, "bf16": tf.bfloat16}
 # 65,504: a sum is taken in float32 and brought there again, so nothing overflows.
 _LARGEST_EXPONENT = 14
 
-# Words of two bytes before each piece: its exponent and its weight, as float32.
+# Words of two bytes before each piece: its exponent and one number, as float32.
 _HEADER = 4
 
 
 def sum_compressed(
-    flat: Any, weight: Any, *, kind: str, name: str, is_mean: bool
-) -> tuple[Any, Any]:
+    flat: Any,
+    weight: Any,
+    *,
+    kind: str,
+    name: str,
+    is_mean: bool,
+    extra: Any = 0.0,
+) -> tuple[Any, Any, Any]:
     """Sum, or weighted mean, of a vector over all ranks, by two collectives.
 
     Each rank sends piece r of its vector to rank r, which adds the pieces in float32,
@@ -33,14 +39,15 @@ def sum_compressed(
             number fits, or `"bf16"`, which has the range of float32.
         name: Fixed, and the same on all ranks.
         is_mean: Whether to divide by the sum of the weights.
+        extra: One more number of this rank, in float32.
 
     Returns:
-        The vector, and the sum of the weights.
+        The vector, the sum of the weights, and that of the extra numbers.
     """
     link, world = runtime.connection()
     weight = tf.cast(weight, tf.float32)
     if link is None:
-        return (flat if is_mean else flat * weight), weight
+        return (flat if is_mean else flat * weight), weight, extra
     length = math.prod(flat.shape)
     piece = -(-length // world.size)
     padded = tf.pad(flat * weight, [[0, piece * world.size - length]])
@@ -51,12 +58,15 @@ def sum_compressed(
     weight_of_all = tf.reduce_sum(weights)
     if is_mean:
         total /= weight_of_all
-    sums = _encoded(total[tf.newaxis], weight, kind)
+    # The weights are known by now: their place in the header is free.
+    sums = _encoded(total[tf.newaxis], tf.cast(extra, tf.float32), kind)
     everyone = transport.allgather(link, sums, name=f"{name}.sums")
-    return tf.reshape(_decoded(everyone, kind)[0], [-1])[:length], weight_of_all
+    vectors, extras = _decoded(everyone, kind)
+    vector = tf.reshape(vectors, [-1])[:length]
+    return vector, weight_of_all, tf.reduce_sum(extras)
 
 
-def _encoded(pieces: Any, weight: Any, kind: str) -> Any:
+def _encoded(pieces: Any, number: Any, kind: str) -> Any:
     """Rows of float32 as rows of two-byte words, called float16 for Horovod."""
     largest = tf.reduce_max(tf.abs(pieces), axis=1)
     usable = tf.math.is_finite(largest) & (largest > 0)
@@ -67,7 +77,7 @@ def _encoded(pieces: Any, weight: Any, kind: str) -> Any:
     shift = tf.where(usable, _LARGEST_EXPONENT - exponent, 0.0)
     if kind == "bf16":
         shift = tf.zeros_like(shift)
-    header = tf.stack([shift, tf.broadcast_to(weight, tf.shape(shift))], axis=1)
+    header = tf.stack([shift, tf.broadcast_to(number, tf.shape(shift))], axis=1)
     words = tf.cast(pieces * _power_of_two(shift)[:, tf.newaxis], KINDS[kind])
     return tf.concat(
         [
@@ -79,7 +89,7 @@ def _encoded(pieces: Any, weight: Any, kind: str) -> Any:
 
 
 def _decoded(words: Any, kind: str) -> tuple[Any, Any]:
-    """Rows of float32 again, and the weight of each."""
+    """Rows of float32 again, and the number in the header of each."""
     header = tf.reshape(words[:, :_HEADER], [-1, _HEADER // 2, 2])
     header = tf.bitcast(header, tf.float32)
     numbers = tf.cast(tf.bitcast(words[:, _HEADER:], KINDS[kind]), tf.float32)

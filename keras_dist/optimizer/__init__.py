@@ -14,9 +14,15 @@ from keras_dist.optimizer.averaging import (
 )
 from keras_dist.optimizer.options import Averaging, check_usable
 from keras_dist.optimizer.parts import leaves, optimizers_of
-from keras_dist.optimizer.rate import scale_rate, schedule_of, unscale_rate
+from keras_dist.optimizer.rate import (
+    effective_rate,
+    scale_rate,
+    schedule_of,
+    unscale_rate,
+)
 from keras_dist.optimizer.sharing import share_gradients
 from keras_dist.optimizer.weights import rows_now, share_now, weighted_by
+from keras_dist.optimizer.wishes import carrying
 
 __all__ = [
     "Averaging",
@@ -25,8 +31,10 @@ __all__ = [
     "apply_recorded",
     "averages_by_rows",
     "averaging",
+    "carrying",
     "check_usable",
     "divide",
+    "effective_rate",
     "hoist",
     "is_between_updates",
     "is_distributed",

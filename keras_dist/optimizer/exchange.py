@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.optimizer import sparse
+from keras_dist.optimizer import sparse, wishes
 from keras_dist.optimizer.options import Averaging
 
 
@@ -88,7 +88,10 @@ def _sums(
 def _dense_sums(
     dense: list[Any], weight: Any, counts: list[Any], options: Averaging, *, name: str
 ) -> tuple[list[Any], Any, list[Any]]:
-    """Means or sums of dense gradients, of the weights, and of counts of rows."""
+    """Means or sums of dense gradients, of the weights, and of counts of rows.
+
+    A wish to stop goes with them. Adasum sums nothing that could carry it.
+    """
     wire = weight.dtype
     if options.op == "adasum":
         sums = [
@@ -97,20 +100,31 @@ def _dense_sums(
         ]
         return sums, weight * comm.size(), []
     is_mean = options.op == "average"
+    wish = wishes.own_wish(wire)
     if options.compression and wire == tf.float32 and dense:
         flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in dense], axis=0)
-        vector, total = comm.sum_compressed(
-            flat, weight, kind=options.compression, name=name, is_mean=is_mean
+        vector, total, heard = comm.sum_compressed(
+            flat,
+            weight,
+            kind=options.compression,
+            name=name,
+            is_mean=is_mean,
+            extra=wish[0] if wish else 0.0,
         )
+        wishes.hear(heard)
         parts = tf.split(vector, [tensor.shape.num_elements() for tensor in dense])
         sums = [tf.reshape(p, t.shape) for p, t in zip(parts, dense, strict=True)]
         return sums, total, comm.sum_tensors(counts, name=f"{name}.counts", dtype=wire)
     weighted = [tensor * weight for tensor in dense]
-    everything = comm.sum_tensors([*weighted, weight, *counts], name=name, dtype=wire)
-    sums, total = everything[: len(dense)], everything[len(dense)]
+    everything = comm.sum_tensors(
+        [*weighted, weight, *wish, *counts], name=name, dtype=wire
+    )
+    sums, total, *everything = everything[: len(dense)], *everything[len(dense) :]
+    if wish:
+        wishes.hear(everything.pop(0))
     if is_mean:
         sums = [summed / total for summed in sums]
-    return sums, total, everything[len(dense) + 1 :]
+    return sums, total, everything
 
 
 def _wire_of(gradient: Any) -> Any:

@@ -43,6 +43,26 @@ def unscale_rate(optimizer: Any) -> None:
         mixin.remove(leaf, ScalesRate)
 
 
+def effective_rate(leaf: Any) -> float:
+    """The learning rate that the last update saw: rate × factor, at its step.
+
+    Args:
+        leaf: An optimizer that holds no other ones. Before its first update, the rate
+            that this one is going to see.
+    """
+    state = leaf._rate if mixin.has(leaf, ScalesRate) else _Rate(None, 1)
+    batches = leaf.gradient_accumulation_steps or 1
+    updates = int(keras.ops.convert_to_numpy(leaf.iterations))
+    schedule = schedule_of(leaf)
+    if schedule is None:
+        rate = leaf.learning_rate
+    else:
+        rate = schedule(max(updates * batches - 1, 0) * state.stretch)
+    before = max(updates - 1, 0) * batches
+    factor = 1.0 if state.factor is None else state.factor(before)
+    return float(keras.ops.convert_to_numpy(rate)) * float(factor)
+
+
 def schedule_of(leaf: Any) -> Any:
     """The `LearningRateSchedule` of an optimizer, or `None` where it has a number."""
     rate = getattr(leaf, "_learning_rate", None)

@@ -59,8 +59,8 @@ def test_an_embedding_sends_the_rows_that_were_read(sent):
     assert calls == {"allreduce_sum": 6, "allgather": 12}
     table = 500 * 3 * 4
     assert moved["allgather"] < 6 * table / 4
-    # The dense layer, the weight, and how many rows each rank has.
-    assert moved["allreduce_sum"] == 6 * 4 * (13 + 1 + keras_dist.size())
+    # The dense layer, the weight, the wish to stop, and how many rows each rank has.
+    assert moved["allreduce_sum"] == 6 * 4 * (13 + 2 + keras_dist.size())
     for counter in sent:
         counter.clear()
     fit("tiny embedding", "sgd")
@@ -96,13 +96,15 @@ def test_compression_neither_overflows_nor_vanishes(world, kind, magnitude):
     own = np.random.default_rng(world.rank).normal(size=41).astype("float32")
     everyone = np.stack(keras_dist.gather(own)).astype("float64") * magnitude
     weights = np.arange(1.0, world.size + 1)
-    vector, total = comm.sum_compressed(
+    vector, total, extra = comm.sum_compressed(
         own * np.float32(magnitude),
         weights[world.rank],
         kind=kind,
         name="keras_dist.tested",
         is_mean=True,
+        extra=float(world.rank),
     )
+    assert float(extra) == sum(range(world.size))
     expected = (weights[:, None] * everyone).sum(axis=0) / weights.sum()
     assert float(total) == weights.sum()
     digits = 2.0**-10 if kind == "fp16" else 2.0**-7
@@ -114,7 +116,7 @@ def test_an_inf_on_one_rank_is_an_inf_on_all(world):
     """So that the loss scale of mixed precision is halved by all together."""
     own = np.ones(8, "float32")
     own[3] = np.inf if world.rank == world.size - 1 else 1.0
-    vector, _ = comm.sum_compressed(
+    vector, _, _ = comm.sum_compressed(
         own, 1.0, kind="fp16", name="keras_dist.tested", is_mean=True
     )
     assert not np.isfinite(vector.numpy()[3])

@@ -1,0 +1,59 @@
+"""The learning rate that updates see, for TensorBoard."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from keras_dist import comm, optimizer
+
+_NAME = "effective_learning_rate"
+
+
+class EffectiveRate(keras.callbacks.Callback):
+    """Puts the rate that the last update saw into `logs["effective_learning_rate"]`.
+
+    `TensorBoard` writes `learning_rate` by itself, which is the rate for one process:
+    the factor exists only inside the update. With several optimizers in a
+    `MultiOptimizer`, each one's name stands after this one's, as Keras does it.
+
+    Where no rank has a `TensorBoard`, the logs stay as they are.
+
+    Stands before callbacks that read `logs`.
+
+    Args:
+        boards: The `TensorBoard` callbacks of the list.
+    """
+
+    def __init__(self, boards: Sequence[Any]) -> None:
+        super().__init__()
+        self.boards = boards
+        self._is_wanted = False
+        # Batches are logged as the first rank sees them.
+        self._is_wanted_at_batches = comm.rank() == 0 and any(
+            board.update_freq != "epoch" for board in boards
+        )
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._is_wanted = any(comm.gather(bool(self.boards)))
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._is_wanted_at_batches and isinstance(logs, dict):
+            logs.update(self._rates())
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._is_wanted and logs is not None:
+            logs.update(self._rates())
+
+    def _rates(self) -> dict[str, float]:
+        leaves = [
+            leaf
+            for found in optimizer.optimizers_of(self.model)
+            for leaf in optimizer.leaves(found)
+        ]
+        return {
+            f"{_NAME}_{leaf.name}" if len(leaves) > 1 else _NAME: (
+                optimizer.effective_rate(leaf)
+            )
+            for leaf in leaves
+        }

@@ -1,0 +1,166 @@
+"""The user's callbacks on many ranks, where an error on one rank ends all of them."""
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from keras_dist import comm, step
+from keras_dist.callbacks.writers import runs_on_first_rank_only
+
+_TOGETHER = tuple(
+    f"on_{kind}_{moment}"
+    for kind in ("train", "epoch", "test")
+    for moment in ("begin", "end")
+)
+_BATCHES = tuple(
+    f"on_{kind}_batch_{moment}"
+    for kind in ("train", "test")
+    for moment in ("begin", "end")
+)
+
+
+class UserCallbacks(keras.callbacks.Callback):
+    """Calls the user's callbacks in their order, and keeps the ranks together.
+
+    At the beginning and end of training, of epochs and of evaluations the ranks tell
+    each other, once for all callbacks, whether one has raised: then all raise. So a
+    rank never waits for one that has failed, and what the first rank has written is
+    there when the others go on. A callback of the user's that stands after one that
+    writes begins when that one is done on the first rank.
+
+    Between these moments the ranks do not ask each other: what is raised at a batch is
+    kept, all ranks stop after the next batch, and then it is raised.
+
+    Args:
+        given: The callbacks as the user gave them, on this rank.
+    """
+
+    def __init__(self, given: Sequence[Any]) -> None:
+        super().__init__()
+        self.given = list(given)
+        is_first = comm.rank() == 0
+        # From the last: where only the first rank was given one that writes, the
+        # callbacks after it still meet.
+        self._phases = [
+            [c for c in phase if is_first or not runs_on_first_rank_only(c)]
+            for phase in reversed(_phases(self.given))
+        ]
+        self._members = [c for phase in reversed(self._phases) for c in phase]
+        self._used: dict[str, list[int]] = {}
+        self._error: Exception | None = None
+        for hook in _BATCHES:
+            called = [c for c in self._members if _has(c, hook)]
+            if called:  # without any, Keras need not wait for the batch
+                setattr(self, hook, functools.partial(self._at_batch, hook, called))
+
+    def set_params(self, params: Any) -> None:
+        super().set_params(params)
+        for callback in self._members:
+            callback.set_params(params)
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        comm.together(lambda: [c.set_model(model) for c in self._members])
+        # Ranks may have been given different callbacks: they take part in every phase
+        # that any rank has.
+        everyone = comm.gather({hook: self._own_phases(hook) for hook in _TOGETHER})
+        self._used = {
+            hook: sorted(set().union(*(own[hook] for own in everyone)), reverse=True)
+            for hook in _TOGETHER
+        }
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._error = None
+        self._call_together("on_train_begin", logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._call_together("on_train_end", logs)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._call_together("on_epoch_begin", epoch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._call_together("on_epoch_end", epoch, logs)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._call_together("on_test_begin", logs)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        self._call_together("on_test_end", logs)
+
+    def _own_phases(self, hook: str) -> set[int]:
+        """Numbers of the phases, from the last, in which this rank has work."""
+        found = {
+            place
+            for place, phase in enumerate(self._phases)
+            if any(_has(callback, hook) for callback in phase)
+        }
+        raises_kept = hook in ("on_test_begin", "on_test_end", "on_epoch_end")
+        if raises_kept and any(hook in self.__dict__ for hook in _BATCHES):
+            found.add(0)
+        return found
+
+    def _call_together(self, hook: str, *args: Any) -> None:
+        for place in self._used[hook]:
+            comm.together(functools.partial(self._call, place, hook, args))
+
+    def _call(self, place: int, hook: str, args: tuple[Any, ...]) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        for callback in self._phases[place] if place < len(self._phases) else ():
+            with self._place_of(callback):
+                getattr(callback, hook)(*args)
+
+    def _at_batch(
+        self, hook: str, called: Sequence[Any], batch: int, logs: Any = None
+    ) -> None:
+        if self._error is not None:
+            return
+        try:
+            for callback in called:
+                with self._place_of(callback):
+                    getattr(callback, hook)(batch, logs=logs)
+        except Exception as error:  # whatever it is, the others have to hear of it
+            self._error = error
+            if hook.startswith("on_test"):
+                self.model.stop_evaluating = True
+            if step.session_of(self.model).stops_together:
+                self.model.stop_training = True
+
+    def _place_of(self, callback: Any) -> contextlib.AbstractContextManager[Any]:
+        """Where a callback runs: the other ranks do not evaluate with it alone."""
+        if runs_on_first_rank_only(callback):
+            return step.alone(self.model)
+        return contextlib.nullcontext()
+
+
+def _phases(given: Sequence[Any]) -> list[list[Any]]:
+    """The callbacks in order, parted where one may read what one before it writes."""
+    phases: list[list[Any]] = [[]]
+    for callback in given:
+        if _may_read(callback) and any(map(runs_on_first_rank_only, phases[-1])):
+            phases.append([])
+        phases[-1].append(callback)
+    return phases
+
+
+def _may_read(callback: Any) -> bool:
+    """Whether it runs on all ranks and may read files: none of Keras's own does."""
+    is_keras = type(callback).__module__.split(".")[0] == "keras"
+    is_users = not is_keras or isinstance(callback, keras.callbacks.LambdaCallback)
+    return is_users and not runs_on_first_rank_only(callback)
+
+
+def _has(callback: Any, hook: str) -> bool:
+    """Whether a hook does something, also under the older name `on_batch_…`."""
+    names = [hook, hook.replace("on_train_batch", "on_batch")]
+    for name in dict.fromkeys(names):
+        found = getattr(callback, name, None)
+        own = getattr(found, "__func__", found)
+        if own is not getattr(keras.callbacks.Callback, name):
+            return True
+    return False

@@ -1,0 +1,142 @@
+"""Files that are there whole, or as they were before."""
+
+import contextlib
+import errno
+import math
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import h5py
+
+from keras_dist import comm
+
+# The attribute of a file of weights that says how far the training had come.
+_STAMP = "keras_dist_training"
+
+
+def replace(path: Any, write: Callable[[str], Any], *, num_bytes: int = 0) -> Any:
+    """Let `write` make a file beside `path`, which then takes its place at once.
+
+    A full disk or a process that is killed leaves at `path` what was there before, and
+    ranks that all write one file do not damage it.
+
+    Args:
+        path: Of a local file, in a folder that exists.
+        write: Makes a file at the path that it is given, of the same ending.
+        num_bytes: About what it takes, where it is HDF5 that writes.
+
+    Returns:
+        What `write` returns.
+
+    Raises:
+        OSError: If there is no room for the file.
+    """
+    target = os.path.realpath(path)
+    folder, name = os.path.split(target)
+    # Always the same name: what a killed process has left is overwritten, not kept.
+    part = os.path.join(folder, f".keras_dist.{comm.rank()}.{name[-200:]}")
+    try:
+        if num_bytes:
+            _reserve(part, max(num_bytes, _size(target)))
+        result = write(part)
+        _settle(part)
+        with contextlib.suppress(OSError):  # the mode that the user has given to it
+            shutil.copymode(target, part)
+        os.replace(part, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(part)
+        raise
+    return result
+
+
+def stamp_of(path: str) -> dict[str, Any] | None:
+    """What `SavesWhole` has stamped on a file of weights; `None` if nothing.
+
+    Raises:
+        OSError: If the file cannot be read.
+    """
+    with h5py.File(path, "r") as file:
+        stamp = file.attrs.get(_STAMP)
+    return None if stamp is None else {"epoch": int(stamp[0]), "batch": int(stamp[1])}
+
+
+class SavesWhole:
+    """Mixin for a model: a file that it saves is whole, or as it was before."""
+
+    _distributed_session: Any
+
+    def save(
+        self: Any, filepath: Any, overwrite: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
+        own = super().save  # type: ignore[misc]
+        if not (_is_replaceable(filepath) and overwrite):
+            return own(filepath, overwrite, *args, **kwargs)
+        return replace(
+            filepath,
+            lambda part: own(part, True, *args, **kwargs),
+            # There HDF5 writes to memory.
+            num_bytes=0 if str(filepath).endswith(".keras") else _num_bytes(self),
+        )
+
+    def save_weights(
+        self: Any, filepath: Any, overwrite: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
+        own = super().save_weights  # type: ignore[misc]
+        # With more arguments, weights may become many files.
+        is_one_file = not args and not any(kwargs.values())
+        if not (_is_replaceable(filepath) and overwrite and is_one_file):
+            return own(filepath, overwrite, *args, **kwargs)
+        stamp = self._distributed_session.progress
+
+        def write(part: str) -> None:
+            own(part, True)
+            if stamp is not None:
+                with h5py.File(part, "r+") as file:
+                    file.attrs[_STAMP] = stamp
+
+        return replace(filepath, write, num_bytes=_num_bytes(self))
+
+
+def _is_replaceable(path: Any) -> bool:
+    """Whether `path` is of a local file, or of none yet, that Keras would write."""
+    if not isinstance(path, (str, os.PathLike)):
+        return False
+    # What Keras is going to refuse, it refuses by its own name.
+    if not str(path).endswith((".keras", ".h5", ".hdf5")):
+        return False
+    target = os.path.realpath(path)
+    if os.path.exists(target) and not os.path.isfile(target):
+        return False
+    return "://" not in str(path) and os.path.isdir(os.path.dirname(target))
+
+
+def _num_bytes(model: Any) -> int:
+    """About the size of a file of HDF5 with the model's state."""
+    found = getattr(model, "optimizer", None)
+    variables = [*model.variables, *(found.variables if found is not None else ())]
+    numbers = sum(math.prod(v.shape) for v in variables)
+    # Nearly all are of four bytes; and HDF5's own headers.
+    return 4 * numbers + 2048 * (len(variables) + 4)
+
+
+def _size(path: str) -> int:
+    return os.path.getsize(path) if os.path.exists(path) else 0
+
+
+def _reserve(path: str, num_bytes: int) -> None:
+    """Raise where there is no room: HDF5 ends the process when a write fails."""
+    with open(path, "wb") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+
+
+def _settle(path: str) -> None:
+    """Wait until the file is on the disk: its name must not be there before it."""
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,52 @@
+"""What a model that trains on many ranks remembers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Session:
+    """What a model that trains on many ranks remembers during one fit.
+
+    Args:
+        before_first_step: Called in order, outside of any graph, when the first
+            train step is about to run and the model is built.
+        rows: Rows that this rank has trained on since the count was read.
+        position: Number of the next step, counted from the beginning of epoch 0.
+        rows_of_all: Rows that all ranks together read at a step, as a function of its
+            number, where that is known beforehand.
+        in_step: Inside a step, metrics stay this rank's own.
+        averages_metrics: Whether results are taken over all ranks.
+        seen: Batches, rows, and rows of the last batch, that the metrics have been
+            shown since they were reset.
+        has_validation_rows: `False` where this rank evaluates but must not count.
+        is_shared: Whether all ranks make the present evaluation together.
+        is_jitted: Whether Keras asked for XLA.
+        stops_together: Whether a wish to stop waits until all ranks know of it.
+        wants_to_stop: Whether this rank wishes to stop.
+        wish: The same as a number, which travels with the gradients.
+        heard: Wishes of all ranks that have arrived with gradients; equal on all.
+        is_held: Whether callbacks leave it to `dist_fit` to end the session: others,
+            at the end of the training, still save and evaluate with it.
+        progress: Epochs that are done and the last batch, for files of weights.
+    """
+
+    before_first_step: list[Callable[[], None]] = field(default_factory=list)
+    rows: Any = None
+    seen: Any = None
+    position: Any = None
+    rows_of_all: Callable[[Any], Any] | None = None
+    has_started: bool = False
+    in_step: bool = False
+    is_evaluating: bool = False
+    averages_metrics: bool = False
+    has_validation_rows: bool = True
+    is_shared: bool = False
+    is_jitted: bool = False
+    stops_together: bool = False
+    wants_to_stop: bool = False
+    wish: Any = None
+    heard: Any = None
+    is_held: bool = False
+    progress: tuple[int, int] | None = None

@@ -1,0 +1,392 @@
+"""Every callback of Keras works in the list of `dist_fit` as in that of `fit`."""
+
+import http.server
+import inspect
+import json
+import threading
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from claims import assert_equal_to_the_bit, largest_difference
+
+import keras_dist
+
+callbacks = keras.callbacks
+
+# Lists of those that decide, each tried in one fit.
+DECIDE = {
+    "stop": lambda: [
+        callbacks.EarlyStopping(
+            monitor="val_loss", patience=1, restore_best_weights=True
+        )
+    ],
+    "average": lambda: [callbacks.SwapEMAWeights(swap_on_epoch=True)],
+    "rate": lambda: [
+        callbacks.ReduceLROnPlateau(
+            monitor="loss", patience=1, min_delta=10, factor=0.5
+        ),
+        callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
+        callbacks.TerminateOnNaN(),
+        callbacks.History(),
+    ],
+}
+DECIDERS = {type(member).__name__ for make in DECIDE.values() for member in make()}
+WRITE = {
+    "BackupAndRestore",
+    "CSVLogger",
+    "ModelCheckpoint",
+    "OrbaxCheckpoint",
+    "ProgbarLogger",
+    "RemoteMonitor",
+    "TensorBoard",
+}
+WITH_HOOKS = {"Callback", "LambdaCallback"}
+HOLD_OTHERS = {"CallbackList", "MonitorCallback"}  # a list, and what others derive from
+
+
+def test_no_callback_of_keras_is_missing_here():
+    """Those that Keras has, read from Keras: a new one needs a test."""
+    present = {
+        name
+        for name, member in inspect.getmembers(callbacks, inspect.isclass)
+        if issubclass(member, callbacks.Callback)
+    }
+    assert len(present) > 10
+    assert present <= DECIDERS | WRITE | WITH_HOOKS | HOLD_OTHERS
+
+
+@pytest.fixture
+def skewed(rows):
+    """48 rows to train on, and to evaluate: wrong on all ranks but the first one.
+
+    The first rank's own loss falls and would never stop it; that of all rises.
+    """
+    x, y = (array[:48] for array in rows)
+    is_wrong = np.arange(48) % keras_dist.size() != 0
+    return (x, y), (x, np.where(is_wrong, 1 - y, y))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """One folder for all ranks."""
+    return Path(keras_dist.broadcast(str(tmp_path)))
+
+
+def fit_both(make_model, data, make_callback, make_optimizer, **arguments):
+    """Model and history on many ranks, and the same on one process."""
+    arguments = {"shuffle": False, "verbose": 0, "epochs": 4} | arguments
+    size = keras_dist.size()
+    oracle = make_model(make_optimizer())
+    expected = oracle.fit(
+        *data, batch_size=8 * size, callbacks=make_callback(), **arguments
+    )
+    model = make_model(make_optimizer())
+    history = keras_dist.dist_fit(
+        model,
+        *data,
+        batch_size=8,
+        callbacks=make_callback(),
+        lr_scaling="none",
+        **arguments,
+    )
+    return model, history, oracle, expected
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("stop", marks=pytest.mark.three_ranks), "average", "rate"]
+)
+def test_what_decides_decides_as_one_process(make_model, skewed, name):
+    """Each rank has another loss of its own, and all do what one process does."""
+    size, rank = keras_dist.size(), keras_dist.rank()
+    data, validation = skewed
+    model, history, oracle, expected = fit_both(
+        make_model,
+        data,
+        DECIDE[name],
+        lambda: keras.optimizers.SGD(1.0, use_ema=name == "average"),
+        validation_data=validation,
+        epochs=3,
+    )
+    assert history.epoch == expected.epoch
+    assert largest_difference(model, oracle) < 1e-5
+    assert_equal_to_the_bit(model)
+    for key, values in expected.history.items():
+        assert history.history[key] == pytest.approx(values, abs=2e-6), key
+    if name == "stop" and size > 1:
+        assert history.epoch == [0, 1]
+        own = model.evaluate(*(a[rank::size] for a in validation), verbose=0)[0]
+        assert len(set(keras_dist.gather(own))) == size
+
+
+def test_a_callback_list_is_taken_apart(make_model, rows):
+    """Keras takes a `CallbackList` too; it is not called twice."""
+    seen = []
+    mine = callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(epoch))
+    keras_dist.dist_fit(
+        make_model(),
+        *rows,
+        batch_size=24,
+        verbose=0,
+        callbacks=callbacks.CallbackList([mine, keras_dist.Throughput()]),
+    )
+    assert seen == [0]
+
+
+@pytest.mark.three_ranks
+def test_a_nan_on_one_rank_stops_all_after_the_next_batch(make_model, rows):
+    """`TerminateOnNaN` stops one process in its first epoch, and all ranks too."""
+    x, y = (array[:96].copy() for array in rows)
+    size = keras_dist.size()
+    x[8 * size + size - 1] = np.nan  # the last rank's first row of batch 1
+    model, history, oracle, expected = fit_both(
+        make_model,
+        (x, y),
+        lambda: [callbacks.TerminateOnNaN()],
+        lambda: keras.optimizers.SGD(0.1),
+    )
+    assert history.epoch == expected.epoch == [0]
+    assert int(oracle.optimizer.iterations) == 2
+    steps = 2 if size == 1 else 3
+    assert keras_dist.gather(int(model.optimizer.iterations)) == [steps] * size
+    assert all(np.isnan(array).all() for array in model.get_weights())
+
+
+@pytest.mark.three_ranks
+@pytest.mark.parametrize("compression", [None, "bf16"])
+def test_a_wish_at_a_batch_stops_all_after_the_next(make_model, rows, compression):
+    """In the last rank alone; and a wish that was granted is forgotten."""
+    last, size = keras_dist.size() - 1, keras_dist.size()
+
+    class Wish(callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1 and keras_dist.rank() == last:
+                self.model.stop_training = True
+
+    model = make_model(run_eagerly=False)
+    call = {"batch_size": 8, "epochs": 3, "verbose": 0, "compression": compression}
+    history = keras_dist.dist_fit(model, *rows, callbacks=[Wish()], **call)
+    steps = 2 if size == 1 else 3
+    assert history.epoch == [0]
+    assert keras_dist.gather(int(model.optimizer.iterations)) == [steps] * size
+    assert_equal_to_the_bit(model)
+    assert keras_dist.dist_fit(model, *rows, **call).epoch == [0, 1, 2]
+
+
+def test_hooks_are_called_as_by_one_process(make_model, rows):
+    """`LambdaCallback` and a class with state, with the same epochs and batches."""
+    data = tuple(array[:48] for array in rows)
+
+    class Remembers(callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.seen.append(("begin", epoch))
+
+        def on_batch_end(self, batch, logs=None):
+            self.seen.append(("batch", batch, sorted(logs)))
+
+        def on_test_batch_begin(self, batch, logs=None):
+            self.seen.append(("test", batch))
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.seen.append(("end", epoch, sorted(set(logs) - {"rows_per_second"})))
+
+    seen = []
+
+    def make():
+        mine = Remembers()
+        seen.append(mine.seen)
+        return [
+            callbacks.LambdaCallback(
+                on_train_begin=lambda logs: mine.seen.append("hello"),
+                on_train_batch_begin=lambda batch, logs: mine.seen.append(batch),
+                on_train_end=lambda logs: mine.seen.append(sorted(logs)[0]),
+            ),
+            mine,
+        ]
+
+    fit_both(
+        make_model,
+        data,
+        make,
+        lambda: keras.optimizers.SGD(0.1),
+        validation_data=data,
+        epochs=2,
+    )
+    assert seen[0] == seen[1] and len(seen[0]) > 20
+
+
+@pytest.mark.three_ranks
+def test_writers_write_once_and_readers_wait(make_model, rows, folder):
+    """All of them in one list and one folder, and a callback that reads at once."""
+    best = folder / "best.weights.h5"
+    size, epochs = keras_dist.size(), 2
+    server = _Server() if keras_dist.rank() == 0 else None
+    port = keras_dist.broadcast(server and server.port)
+
+    class Reads(callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            saved = keras.models.load_model(folder / f"all-{epoch + 1}.keras")
+            for own, other in zip(
+                self.model.get_weights(), saved.get_weights(), strict=True
+            ):
+                assert (own == other).all()
+            found.append(len((folder / "log.csv").read_text().splitlines()))
+
+    found = []
+    given = [
+        callbacks.ModelCheckpoint(str(folder / "all-{epoch}.keras")),
+        callbacks.CSVLogger(str(folder / "log.csv")),
+        Reads(),
+        callbacks.ModelCheckpoint(
+            str(best), save_best_only=True, save_weights_only=True, monitor="loss"
+        ),
+        callbacks.ModelCheckpoint(
+            str(folder / "{epoch}-{batch}.weights.h5"),
+            save_weights_only=True,
+            save_freq=3,
+        ),
+        callbacks.ModelCheckpoint(
+            str(folder / "{val_loss:.1f}.keras"),
+            save_best_only=True,
+            initial_value_threshold=-1.0,
+        ),
+        callbacks.RemoteMonitor(f"http://127.0.0.1:{port}", send_as_json=True),
+        callbacks.TensorBoard(str(folder / "board")),
+        callbacks.BackupAndRestore(str(folder / "backup"), delete_checkpoint=False),
+        *_orbax(folder),
+    ]
+    x, y = (array[: 8 * size * 4] for array in rows)
+    call = {"batch_size": 8, "epochs": epochs, "verbose": 0, "callbacks": given}
+    model = make_model()
+    keras_dist.dist_fit(model, x, y, validation_data=(x, y), **call)
+    # At once, without waiting: on every rank.
+    steps = -(-len(x) // (8 * size))
+    batches = [(n // steps + 1, n % steps + 1) for n in range(2, 2 * steps, 3)]
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    assert names == sorted(
+        ["all-1.keras", "all-2.keras", "best.weights.h5", "log.csv"]
+        + [f"{epoch}-{batch}.weights.h5" for epoch, batch in batches]
+    )
+    assert found == [2, 3]
+    twin = make_model(seed=9)
+    twin.load_weights(best)
+    twin.load_weights(folder / "backup" / "latest.weights.h5")
+    for own, other in zip(model.get_weights(), twin.get_weights(), strict=True):
+        assert (own == other).all()
+    metadata = json.loads((folder / "backup" / "training_metadata.json").read_text())
+    assert metadata["epoch"] == epochs
+    assert len(list((folder / "board" / "train").glob("events*"))) == 1
+    if server is not None:
+        assert [event["epoch"] for event in server.close()] == [0, 1]
+
+
+def _orbax(folder):
+    if not hasattr(callbacks, "OrbaxCheckpoint"):
+        return []
+    try:
+        return [callbacks.OrbaxCheckpoint(str(folder / "orbax"))]
+    except ImportError:  # Keras has the name also where Orbax is not installed
+        return []
+
+
+class _Server:
+    """Keeps what is posted to it."""
+
+    def __init__(self):
+        self.events = events = []
+
+        class Answers(http.server.BaseHTTPRequestHandler):
+            def do_POST(self):
+                length = int(self.headers["Content-Length"])
+                events.append(json.loads(self.rfile.read(length)))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *args):
+                pass
+
+        self.server = http.server.HTTPServer(("127.0.0.1", 0), Answers)
+        self.port = self.server.server_address[1]
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def close(self):
+        self.server.shutdown()
+        self.server.server_close()
+        return self.events
+
+
+def test_the_progress_bar_is_printed_once(make_model, rows, capsys):
+    """Also where the list has a `ProgbarLogger` already."""
+    keras_dist.dist_fit(
+        make_model(),
+        *rows,
+        batch_size=24,
+        epochs=2,
+        verbose=2,
+        callbacks=[callbacks.ProgbarLogger()],
+    )
+    said = capsys.readouterr().out.count("Epoch 1/2")
+    assert keras_dist.gather(said) == [1] + [0] * (keras_dist.size() - 1)
+
+
+@pytest.mark.parametrize("update_freq", ["epoch", "batch", 2])
+def test_tensorboard_holds_the_scalars_of_the_whole_job(
+    world, make_model, rows, folder, update_freq
+):
+    """Each once, with throughput and the rate that updates see."""
+    size = world.size
+    x, y = (array[: 4 * 8 * size][:96] for array in rows)
+    model = make_model(keras.optimizers.SGD(0.1), run_eagerly=False)
+    history = keras_dist.dist_fit(
+        model,
+        x,
+        y,
+        batch_size=8,
+        epochs=2,
+        warmup_epochs=1,
+        verbose=0,
+        validation_data=(x, y),
+        callbacks=[callbacks.TensorBoard(str(folder), update_freq=update_freq)],
+    ).history
+    steps = int(model.optimizer.iterations) // 2
+    scalars = read_scalars(folder / "train")
+    for name in ("loss", "accuracy", "rows_per_second", "effective_learning_rate"):
+        values = dict(enumerate(history[name]))
+        assert scalars[f"epoch_{name}"] == pytest.approx(values), name
+    assert scalars["epoch_learning_rate"] == pytest.approx({0: 0.1, 1: 0.1})
+    factors = [1 + (size - 1) * min(k / steps, 1) for k in range(2 * steps)]
+    rates = [0.1 * factor for factor in factors]
+    assert history["effective_learning_rate"] == pytest.approx(
+        [rates[steps - 1], rates[-1]]
+    )
+    seen = scalars.get("batch_effective_learning_rate", {})
+    every = {"epoch": 0, "batch": 1, 2: 2}[update_freq]
+    if every:
+        batches = [n for n in range(1, 2 * steps + 1) if n % every == 0]
+        assert seen == pytest.approx({n: rates[n - 1] for n in batches})
+        assert len(scalars["batch_loss"]) == len(batches)
+    else:
+        assert not seen
+    validation = read_scalars(folder / "validation")
+    expected = dict(enumerate(history["val_loss"]))
+    assert validation["epoch_loss"] == pytest.approx(expected)
+
+
+def read_scalars(folder):
+    """Values of each tag by step; a step that is there twice is an error."""
+    found = {}
+    for path in folder.glob("events*"):
+        for event in tf.compat.v1.train.summary_iterator(str(path)):
+            for value in event.summary.value:
+                number = tf.make_ndarray(value.tensor)
+                if number.dtype.kind == "f" and number.ndim == 0:
+                    steps = found.setdefault(value.tag, {})
+                    assert event.step not in steps, (value.tag, event.step)
+                    steps[event.step] = float(number)
+    return found

@@ -1,0 +1,276 @@
+"""Callbacks of the user's: on all ranks or on one, and what happens when one fails."""
+
+import resource
+import signal
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from claims import assert_equal_to_the_bit
+
+import keras_dist
+
+several_ranks = pytest.mark.several_ranks
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """One folder for all ranks."""
+    return Path(keras_dist.broadcast(str(tmp_path)))
+
+
+class Fails(keras.callbacks.Callback):
+    """Raises at one hook, on the last rank: at batches when it is called twice."""
+
+    def __init__(self, hook):
+        super().__init__()
+        setattr(self, hook, self.fail)
+        self.calls_left = 2 if "batch" in hook else 1
+
+    def fail(self, *args, **kwargs):
+        self.calls_left -= 1
+        if keras_dist.rank() == keras_dist.size() - 1 and not self.calls_left:
+            raise KeyError("tea")
+
+
+def fit(model, rows, *callbacks, **more):
+    """Two epochs of a few steps, with an evaluation in each."""
+    arguments = {"batch_size": 8, "epochs": 2, "verbose": 0} | more
+    x, y = (array[: 32 * keras_dist.size()] for array in rows)
+    return keras_dist.dist_fit(
+        model,
+        x,
+        y,
+        validation_data=(x[:32], y[:32]),
+        callbacks=list(callbacks),
+        **arguments,
+    )
+
+
+def raised(call):
+    """The error of each rank, as its type's name and its message."""
+    found = None
+    try:
+        call()
+    except Exception as error:
+        found = type(error).__name__, str(error)
+    return keras_dist.gather(found)
+
+
+@pytest.mark.three_ranks
+@several_ranks
+def test_an_error_on_one_rank_is_one_on_all(rows, make_model):
+    """At any hook: the rank's own there, and named by its rank elsewhere."""
+    last = keras_dist.size() - 1
+    told = "RuntimeError", f"On rank {last}: KeyError: 'tea'"
+    model = make_model()
+    for hook in (
+        "on_epoch_begin",
+        "on_train_batch_begin",
+        "on_train_batch_end",
+        "on_test_begin",
+        "on_test_batch_end",
+        "on_test_end",
+        "on_epoch_end",
+    ):
+        first = int(model.optimizer.iterations)
+        errors = raised(lambda hook=hook: fit(model, rows, Fails(hook), epochs=1))
+        assert errors == [told] * last + [("KeyError", "'tea'")], hook
+        if hook == "on_train_batch_end":  # the second batch, and all hear at the third
+            steps = int(model.optimizer.iterations) - first
+            assert keras_dist.gather(steps) == [3] * (last + 1)
+    # The model is a plain one again, and nothing of it all is left.
+    assert fit(model, rows).epoch == [0, 1]
+    assert_equal_to_the_bit(model)
+
+
+@several_ranks
+def test_an_error_at_the_begin_and_the_end_is_one_on_all(rows, make_model):
+    """Of the training, and when a callback gets its model."""
+    last = keras_dist.size() - 1
+    for hook in ("set_model", "on_train_begin", "on_train_end"):
+        fails = Fails(hook)
+        errors = raised(lambda fails=fails: fit(make_model(), rows, fails, epochs=1))
+        assert [kind for kind, _ in errors] == ["RuntimeError"] * last + ["KeyError"]
+
+
+@several_ranks
+def test_an_error_in_an_evaluation_is_one_on_all(rows, make_model):
+    """`DistributedModel.evaluate` takes callbacks too."""
+    last = keras_dist.size() - 1
+    model = keras_dist.DistributedModel(make_model())
+    for hook in ("on_test_batch_end", "on_test_end"):
+        errors = raised(
+            lambda hook=hook: model.evaluate(*rows, callbacks=[Fails(hook)], verbose=0)
+        )
+        assert [kind for kind, _ in errors] == ["RuntimeError"] * last + ["KeyError"]
+    assert len(model.evaluate(*rows, verbose=0)) == 2
+
+
+@pytest.mark.three_ranks
+def test_a_marked_callback_runs_on_the_first_rank_only(world, rows, make_model):
+    """It may evaluate by itself: the others are not asked."""
+
+    class Marked(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.found = []
+
+        def on_epoch_end(self, epoch, logs=None):
+            x, y = rows
+            loss = self.model.evaluate(x[:7], y[:7], verbose=0)[0]
+            self.found.append(loss)
+            if epoch == 1:
+                self.model.stop_training = True
+
+    class Everywhere(Marked):
+        def on_epoch_end(self, epoch, logs=None):
+            self.found.append(epoch)
+
+    marked, everywhere = keras_dist.first_rank_only(Marked()), Everywhere()
+    model = make_model()
+    history = fit(model, rows, everywhere, marked, epochs=4)
+    assert history.epoch == everywhere.found == [0, 1]
+    assert keras_dist.gather(len(marked.found)) == [2] + [0] * (world.size - 1)
+    if world.rank == 0:
+        x, y = rows
+        assert marked.found[-1] == model.evaluate(x[:7], y[:7], verbose=0)[0]
+    assert_equal_to_the_bit(model)
+
+
+@several_ranks
+def test_ranks_may_be_given_different_callbacks(world, rows, make_model, folder):
+    """As in scripts that say `if rank == 0`: who reads still waits for who writes."""
+
+    class Reads(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            twin.load_weights(folder / f"{epoch}.weights.h5")
+
+    class Writes(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.save_weights(folder / f"{epoch}.weights.h5")
+
+    twin = make_model()
+    writes = [keras_dist.first_rank_only(Writes())] if world.rank == 0 else []
+    model = make_model()
+    fit(model, rows, *writes, Reads())
+    for own, other in zip(model.get_weights(), twin.get_weights(), strict=True):
+        assert (own == other).all()
+
+
+def test_what_all_ranks_save_is_whole(rows, make_model, folder):
+    """One file that every rank writes, at the end of epochs and of the training."""
+
+    class Saves(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.save(folder / "model.keras")
+
+        def on_train_end(self, logs=None):
+            self.model.save_weights(folder / "end.weights.h5")
+
+    model = make_model()
+    fit(model, rows, Saves())
+    for name in ("model.keras", "end.weights.h5"):
+        twin = make_model(seed=8)
+        twin.load_weights(folder / name)
+        for own, other in zip(model.get_weights(), twin.get_weights(), strict=True):
+            assert (own == other).all()
+    keras_dist.gather("loaded")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "end.weights.h5",
+        "model.keras",
+    ]
+
+
+class _FullDisk(keras.callbacks.Callback):
+    """From the second epoch's end, the first rank cannot write files any more."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        self.handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1 and keras_dist.rank() == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (3000, self.before[1]))
+
+    def restore(self):
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+        signal.signal(signal.SIGXFSZ, self.handler)
+
+
+@pytest.mark.parametrize("name", ["model.keras", "model.weights.h5"])
+def test_a_full_disk_leaves_the_file_before(rows, make_model, folder, name):
+    """Under `ModelCheckpoint`; all ranks raise, and nothing half-written is left."""
+    disk, model, kept = _FullDisk(), make_model(), []
+    remembers = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: kept.append(model.get_weights())
+    )
+    saves = keras.callbacks.ModelCheckpoint(
+        str(folder / name), save_weights_only="weights" in name
+    )
+    try:
+        errors = raised(lambda: fit(model, rows, remembers, disk, saves))
+    finally:
+        disk.restore()
+    assert None not in errors
+    assert all(message.startswith("On rank 0: ") for _, message in errors[1:])
+    assert [path.name for path in folder.iterdir()] == [name]
+    twin = make_model(seed=8)
+    twin.load_weights(folder / name)
+    for own, other in zip(kept[1], twin.get_weights(), strict=True):
+        assert (own == other).all()
+
+
+@pytest.mark.three_ranks
+def test_the_epoch_of_a_backup_is_that_of_its_weights(rows, make_model, folder):
+    """Also where the process was killed before, or while, it wrote the epoch."""
+    backup = keras.callbacks.BackupAndRestore
+
+    def last_epochs(seed):
+        model = make_model(seed=seed)
+        history = fit(model, rows, backup(str(folder)), epochs=3, shuffle=False)
+        assert_equal_to_the_bit(model)
+        return history.epoch, model
+
+    class Interrupt(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 2:
+                raise KeyboardInterrupt
+
+    whole = make_model()
+    fit(whole, rows, epochs=3, shuffle=False)
+    for text in ("", '{"epoch": 1, "batch": 0}'):
+        with pytest.raises(KeyboardInterrupt):
+            fit(
+                make_model(),
+                rows,
+                backup(str(folder)),
+                Interrupt(),
+                epochs=3,
+                shuffle=False,
+            )
+        keras_dist.gather("all have ended")
+        if keras_dist.rank() == 0:
+            (folder / "training_metadata.json").write_text(text)
+        epochs, model = last_epochs(seed=20 + keras_dist.rank())
+        assert epochs == [2]
+        for own, other in zip(model.get_weights(), whole.get_weights(), strict=True):
+            assert np.array_equal(own, other)
+
+
+def test_a_backup_of_a_finished_training_restores_all_ranks(rows, make_model, folder):
+    """No epoch is left to train, and all ranks hold the first rank's weights."""
+    model = make_model()
+    fit(
+        model,
+        rows,
+        keras.callbacks.BackupAndRestore(str(folder), delete_checkpoint=False),
+    )
+    again = make_model(seed=20 + keras_dist.rank())
+    history = fit(again, rows, keras.callbacks.BackupAndRestore(str(folder)))
+    assert history.epoch == []
+    for own, other in zip(model.get_weights(), again.get_weights(), strict=True):
+        assert (own == other).all()
+    assert_equal_to_the_bit(again)
