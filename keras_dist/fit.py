@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from keras_dist import comm, optimizer, scaling, sharding, step
+from keras_dist import comm, optimizer, scaling, sharding, step, survey
 from keras_dist.callbacks import is_writer
 from keras_dist.callbacks.learning_rate_warmup import rate_factor_of_step
 from keras_dist.checks import check_model
@@ -73,8 +73,9 @@ def dist_fit(
             `"divide"`, a `LearningRateSchedule` is read at step × size.
         validation_steps_scaling: The same for `validation_steps`, or a number m for
             m × steps / size.
-        shard: `"auto"`: arrays are dealt to the ranks row by row; data that comes in
-            batches counts as already split. `"none"`: you have split all data.
+        shard: `"auto"`: arrays are dealt to the ranks row by row, data that comes in
+            batches batch by batch where all ranks have the same batches. `"none"`: you
+            have split all data.
         target_accuracy: Stop when `val_accuracy` has reached it: adds
             `StopAtAccuracy(target_accuracy)`.
         op, compression, local_layers, process_set: How gradients are averaged, as in
@@ -89,7 +90,7 @@ def dist_fit(
         ValueError: On all ranks, if an argument is unusable or the ranks were given
             different models, rows or steps.
         RuntimeError: If a launcher started this process and Horovod is unusable, or
-            if a rank ran out of data.
+            if another rank's data raised an error.
 
     Example:
 
@@ -114,12 +115,17 @@ def dist_fit(
         process_set=process_set,
     )
     with comm.within(process_set):
+        given |= {name: survey.opened(given[name]) for name in ("x", "validation_data")}
+        streams = {"training": given["x"], "validation": given["validation_data"]}
+        same = survey.same_batches(streams, shard)
         seed = comm.broadcast(_seed_of_order(model))
-        job = comm.together(lambda: prepare(model, given, options, seed=seed))
+        job = comm.together(
+            lambda: prepare(model, given, options, seed=seed, same=same)
+        )
         comm.agree(job.facts(), advice=_ADVICE)
         if comm.rank() == 0 and verbose != 0:
             _print(str(job.plan))
-        with comm.explained(), distributed(model, job):
+        with comm.explained(), distributed(model, job), sharding.own_errors(job.feeds):
             return model.fit(**job.arguments)
 
 
@@ -152,8 +158,6 @@ def distributed(model: Any, job: Job) -> Iterator[None]:
         stack.callback(step.uninstall, model)
         session.has_validation_rows = job.validation is None or job.validation.has_rows
         session.rows_of_all = job.training.rows_of_all
-        if not job.training.is_known:
-            session.planned_steps = job.training.steps
         for found in optimizer.optimizers_of(model):
             if comm.size() > 1:
                 stack.enter_context(optimizer.averaging(found, job.averaging))
@@ -222,8 +226,12 @@ class DistributedModel:
         """
         options = Options(**self.options)
         with comm.within(options.process_set):
+            x = survey.opened(x)
+            same = survey.same_batches({"validation": x}, options.shard)
             feed = comm.together(
-                lambda: self._feed((x, y, sample_weight), batch_size, steps, options)
+                lambda: self._feed(
+                    (x, y, sample_weight), batch_size, steps, options, same
+                )
             )
             comm.agree(feed.facts, advice=_ADVICE)
             session = step.install(self.model)
@@ -245,7 +253,12 @@ class DistributedModel:
                 step.uninstall(self.model)
 
     def _feed(
-        self, parts: Any, batch_size: int | None, steps: int | None, options: Options
+        self,
+        parts: Any,
+        batch_size: int | None,
+        steps: int | None,
+        options: Options,
+        same: dict[str, bool],
     ) -> sharding.Feed:
         check_model(self.model)
         x, y, sample_weight = parts
@@ -254,7 +267,7 @@ class DistributedModel:
             batch_size=batch_size,
             steps=steps,
             steps_rule=options.validation_steps_scaling,
-            split=sharding.Split(comm.rank(), comm.size(), options.shard),
+            split=sharding.Split(comm.rank(), comm.size(), options.shard, same=same),
         )
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:

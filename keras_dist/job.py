@@ -1,12 +1,13 @@
 """From the arguments of one call to what this rank is going to do."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
 
 from keras_dist import callbacks as ours
-from keras_dist import comm, optimizer, plan, scaling, sharding
+from keras_dist import comm, optimizer, plan, scaling, sharding, survey
 from keras_dist.checks import check_local_layers, check_model
 from keras_dist.options import Options
 from keras_dist.version import __version__
@@ -36,6 +37,11 @@ class Job:
     warmup_steps: int
     plan: plan.Plan
 
+    @property
+    def feeds(self) -> list[sharding.Feed]:
+        """Of the training and, if there is any, the validation data."""
+        return [feed for feed in (self.training, self.validation) if feed is not None]
+
     def facts(self) -> dict[str, Any]:
         """What has to be equal on all ranks."""
         facts = dict(self.training.facts)
@@ -59,7 +65,14 @@ class Job:
         return facts
 
 
-def prepare(model: Any, fit: dict[str, Any], options: Options, *, seed: int) -> Job:
+def prepare(
+    model: Any,
+    fit: dict[str, Any],
+    options: Options,
+    *,
+    seed: int,
+    same: Mapping[str, bool],
+) -> Job:
     """Decide everything for this rank; local work, no collective.
 
     Args:
@@ -67,6 +80,7 @@ def prepare(model: Any, fit: dict[str, Any], options: Options, *, seed: int) -> 
         fit: All arguments of `Model.fit` but the model.
         options: Those of `dist_fit`.
         seed: Of the order of the rows, the same on all ranks.
+        same: Which data that comes in batches is the same on all ranks.
 
     Raises:
         ValueError: If an argument is unusable.
@@ -80,7 +94,14 @@ def prepare(model: Any, fit: dict[str, Any], options: Options, *, seed: int) -> 
     callbacks, options = _take_over_warmup(callbacks, options)
     factor = scaling.rate_factor(options.lr_scaling, size=world.size)
     stretch = scaling.stretch(options.steps_scaling, size=world.size)
-    split = sharding.Split(world.rank, world.size, options.shard, seed)
+    split = sharding.Split(
+        world.rank,
+        world.size,
+        options.shard,
+        seed=seed,
+        talk=survey.talk(options.process_set),
+        same=same,
+    )
     training, validation = _feeds(fit, options, split)
     if options.target_accuracy is not None and not _has_validation(fit):
         raise ValueError(

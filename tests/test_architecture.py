@@ -29,6 +29,7 @@ FLOORS = {
     "callbacks": 2,
     "options": 3,
     "checks": 3,
+    "survey": 3,
     "job": 3,
     "fit": 3,
     "__init__": 4,
