@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from keras_dist import comm, mixin, sharding, step
+from keras_dist import comm, mixin, sharding, step, survey
 from keras_dist.callbacks import on_this_rank
 from keras_dist.checks import check_model
 from keras_dist.fit import dist_fit
@@ -61,16 +61,19 @@ class DistributedModel:
     ) -> Any:
         """As `keras.Model.evaluate`: each row once over all ranks, exact metrics.
 
-        Arrays are dealt to the ranks row by row. `steps` are those of one process and
-        follow `validation_steps_scaling`.
+        Data is dealt to the ranks as in `dist_fit`. `steps` are those of one process
+        and follow `validation_steps_scaling`.
 
         Returns:
             What `keras.Model.evaluate` returns for all rows, the same on every rank.
         """
         options = Options(**self.options)
         with comm.within(options.process_set):
+            x = survey.opened(x)
+            split = survey.split_of({"validation": x}, options.shard)
+            parts = x, y, sample_weight
             feed = comm.together(
-                lambda: self._feed((x, y, sample_weight), batch_size, steps, options)
+                lambda: self._feed(parts, batch_size, steps, options, split)
             )
             comm.agree(feed.facts, advice=_ADVICE)
             with _evaluating(self.model, has_rows=feed.has_rows):
@@ -84,7 +87,12 @@ class DistributedModel:
                 )
 
     def _feed(
-        self, parts: Any, batch_size: int | None, steps: int | None, options: Options
+        self,
+        parts: Any,
+        batch_size: int | None,
+        steps: int | None,
+        options: Options,
+        split: sharding.Split,
     ) -> sharding.Feed:
         check_model(self.model)
         x, y, sample_weight = parts
@@ -93,7 +101,7 @@ class DistributedModel:
             batch_size=batch_size,
             steps=steps,
             steps_rule=options.validation_steps_scaling,
-            split=sharding.Split(comm.rank(), comm.size(), options.shard),
+            split=split,
         )
 
     def predict(

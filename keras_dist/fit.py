@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from keras_dist import comm, optimizer, scaling, step
+from keras_dist import comm, optimizer, scaling, sharding, step, survey
 from keras_dist.callbacks.learning_rate_warmup import rate_factor_of_step
 from keras_dist.job import Job, prepare
 from keras_dist.options import Options
@@ -71,8 +71,9 @@ def dist_fit(
             `"divide"`, a `LearningRateSchedule` is read at step × size.
         validation_steps_scaling: The same for `validation_steps`, or a number m for
             m × steps / size.
-        shard: `"auto"`: arrays are dealt to the ranks row by row; data that comes in
-            batches counts as already split. `"none"`: you have split all data.
+        shard: `"auto"`: arrays are dealt to the ranks row by row, data that comes in
+            batches batch by batch where all ranks have the same batches. `"none"`: you
+            have split all data.
         target_accuracy: Stop when `val_accuracy` has reached it: adds
             `StopAtAccuracy(target_accuracy)`.
         op, compression, local_layers, process_set: How gradients are averaged, as in
@@ -87,7 +88,7 @@ def dist_fit(
         ValueError: On all ranks, if an argument is unusable or the ranks were given
             different models, rows or steps.
         RuntimeError: If a launcher started this process and Horovod is unusable, or
-            if a rank ran out of data.
+            if another rank's data raised an error.
 
     Example:
 
@@ -112,12 +113,15 @@ def dist_fit(
         process_set=process_set,
     )
     with comm.within(process_set):
+        given |= {name: survey.opened(given[name]) for name in ("x", "validation_data")}
+        streams = {"training": given["x"], "validation": given["validation_data"]}
         seed = comm.broadcast(_seed_of_order(model))
-        job = comm.together(lambda: prepare(model, given, options, seed=seed))
+        split = survey.split_of(streams, shard, process_set=process_set, seed=seed)
+        job = comm.together(lambda: prepare(model, given, options, split))
         comm.agree(job.facts(), advice=_ADVICE)
         if comm.rank() == 0 and verbose != 0:
             _print(str(job.plan))
-        with comm.explained(), distributed(model, job):
+        with comm.explained(), distributed(model, job), sharding.own_errors(job.feeds):
             return model.fit(**job.arguments)
 
 

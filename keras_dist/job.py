@@ -38,6 +38,11 @@ class Job:
     warmup_steps: int
     plan: plan.Plan
 
+    @property
+    def feeds(self) -> list[sharding.Feed]:
+        """Of the training and, if there is any, the validation data."""
+        return [feed for feed in (self.training, self.validation) if feed is not None]
+
     def facts(self) -> dict[str, Any]:
         """What has to be equal on all ranks."""
         facts = dict(self.training.facts)
@@ -61,14 +66,19 @@ class Job:
         return facts
 
 
-def prepare(model: Any, fit: dict[str, Any], options: Options, *, seed: int) -> Job:
+def prepare(
+    model: Any,
+    fit: dict[str, Any],
+    options: Options,
+    split: sharding.Split,
+) -> Job:
     """Decide everything for this rank; local work, no collective.
 
     Args:
         model: The compiled model.
         fit: All arguments of `Model.fit` but the model.
         options: Those of `dist_fit`.
-        seed: Of the order of the rows, the same on all ranks.
+        split: How data is divided.
 
     Raises:
         ValueError: If an argument is unusable.
@@ -81,7 +91,6 @@ def prepare(model: Any, fit: dict[str, Any], options: Options, *, seed: int) -> 
     callbacks, options = _take_over_warmup(fit["callbacks"], options)
     factor = scaling.rate_factor(options.lr_scaling, size=world.size)
     stretch = scaling.stretch(options.steps_scaling, size=world.size)
-    split = sharding.Split(world.rank, world.size, options.shard, seed)
     training, validation = _feeds(fit, options, split)
     if options.target_accuracy is not None and not _has_validation(fit):
         raise ValueError(

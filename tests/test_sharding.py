@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.sharding import arrays, rows, streams
+from keras_dist.sharding import arrays, rows
 
 CASES = list(itertools.product(range(1, 5), range(1, 6), range(1, 40)))
 
@@ -174,12 +174,3 @@ def test_the_validation_split_is_the_end_of_the_rows():
     for fraction in (0.95, 1.0):
         with pytest.raises(ValueError, match=f"validation_split={fraction}"):
             arrays.split_validation(data, fraction)
-
-
-def test_lengths_of_streams():
-    """Finite ones are known, endless and unknown ones are not."""
-    dataset = tf.data.Dataset.range(7)
-    assert streams.known_steps(dataset) == 7
-    assert streams.known_steps(dataset.repeat()) is None
-    assert streams.known_steps(dataset.filter(lambda x: x > 3)) is None
-    assert streams.known_steps(iter([1])) is None

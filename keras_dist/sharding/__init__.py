@@ -1,15 +1,21 @@
 """Which rows each rank reads, and the data made of them."""
 
 from keras_dist.sharding.arrays import is_arrays
-from keras_dist.sharding.feed import Feed, Split
+from keras_dist.sharding.feed import Feed, Split, Talk
+from keras_dist.sharding.share import own_errors
+from keras_dist.sharding.streams import Stream, is_stream
 from keras_dist.sharding.training import training_feed
 from keras_dist.sharding.validation import hold_out, validation_feed
 
 __all__ = [
     "Feed",
     "Split",
+    "Stream",
+    "Talk",
     "hold_out",
     "is_arrays",
+    "is_stream",
+    "own_errors",
     "training_feed",
     "validation_feed",
 ]

@@ -7,6 +7,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_dist.sharding.dealing import unsharded
+from keras_dist.sharding.reading import reader_of
 from keras_dist.sharding.rows import left_out_rows, shard_rows, steps_of_rows
 
 _UNEVEN = (tf.RaggedTensor, tf.SparseTensor)
@@ -67,6 +69,11 @@ class Arrays:
             )
         )
 
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether some of them are memory-mapped files."""
+        return any(isinstance(leaf, np.memmap) for leaf in self._leaves())
+
     def _leaves(self) -> list[Any]:
         everything = keras.tree.flatten((self.x, self.y, self.sample_weight))
         return [leaf for leaf in everything if leaf is not None]
@@ -94,7 +101,8 @@ def as_arrays(x: Any, y: Any = None, sample_weight: Any = None) -> Arrays:
     """`Arrays` of pandas, NumPy and TensorFlow values; pandas becomes NumPy."""
 
     def plain(leaf: Any) -> Any:
-        return leaf if leaf is None or tf.is_tensor(leaf) else np.asarray(leaf)
+        is_kept = leaf is None or tf.is_tensor(leaf) or isinstance(leaf, np.memmap)
+        return leaf if is_kept else np.asarray(leaf)
 
     return Arrays(
         *(keras.tree.map_structure(plain, part) for part in (x, y, sample_weight))
@@ -128,6 +136,13 @@ def deal_validation(arrays: Arrays, *, rank: int, size: int) -> Arrays:
     if rank >= arrays.num_rows:
         return arrays[slice(0, 1)]
     return arrays[shard_rows(arrays.num_rows, rank=rank, size=size)]
+
+
+def in_batches(arrays: Arrays, batch_size: int) -> tf.data.Dataset:
+    """All rows in order, read batch by batch: for arrays larger than memory."""
+    read = reader_of(arrays.parts())
+    rows = tf.data.Dataset.range(arrays.num_rows).batch(batch_size)
+    return unsharded(rows.map(read, tf.data.AUTOTUNE, deterministic=True))
 
 
 def deal_training(
@@ -165,9 +180,7 @@ def deal_training(
     sizes = {"batch_size": batch_size, "size": size}
     in_a_pass = steps_of_rows(arrays.num_rows, **sizes)
     num_used = arrays.num_rows - left_out_rows(arrays.num_rows, **sizes)
-    tensors = keras.tree.map_structure(
-        _as_keras_reads, keras.tree.lists_to_tuples(arrays.parts())
-    )
+    read = reader_of(arrays.parts())
 
     def batches(number: tf.Tensor, begin: tf.Tensor) -> tf.data.Dataset:
         rows = tf.range(arrays.num_rows, dtype=tf.int64)
@@ -193,34 +206,10 @@ def deal_training(
         )
         return numbers.flat_map(lambda number: batches(number, begin))
 
-    def read(rows: tf.Tensor) -> Any:
-        return keras.tree.map_structure(
-            lambda leaf: None if leaf is None else tf.gather(leaf, rows), tensors
-        )
-
     rows_of_batches = tf.data.Dataset.range(1).flat_map(passes)
     dataset = rows_of_batches.map(read, tf.data.AUTOTUNE, deterministic=True)
-    return _unsharded(dataset.apply(tf.data.experimental.assert_cardinality(steps)))
+    return unsharded(dataset.apply(tf.data.experimental.assert_cardinality(steps)))
 
 
 def _permuted(rows: tf.Tensor, seed: int, number: Any) -> tf.Tensor:
     return tf.random.experimental.stateless_shuffle(rows, [seed, number])
-
-
-def _unsharded(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Read ahead, and divided by nobody else."""
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = (
-        tf.data.experimental.AutoShardPolicy.OFF
-    )
-    return dataset.with_options(options).prefetch(tf.data.AUTOTUNE)
-
-
-def _as_keras_reads(leaf: Any) -> Any:
-    """A tensor in the dtype that Keras gives to arrays: floats become `floatx`."""
-    if leaf is None:
-        return None
-    tensor = tf.convert_to_tensor(leaf)
-    if tensor.dtype.is_floating:
-        tensor = tf.cast(tensor, keras.config.floatx())
-    return tensor

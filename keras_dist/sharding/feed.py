@@ -1,6 +1,6 @@
 """What one rank gives to Keras in place of the user's data."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +22,11 @@ class Feed:
         steps_before: Steps that one process would make, where that is known.
         steps: Steps that this rank makes.
         is_scaled: Whether they come from a number that the user gave.
-        is_known: Whether the steps cannot turn out fewer.
         has_rows: `False` if another rank's row stands in, which must not count.
-        epoch: Variable in which the data reads the number of the epoch, if it does.
+        epoch: What is told the number of the epoch by `assign`, if anything is.
         rows_of_all: Rows that all ranks together read at a step of the fit, as a
             function of its number (a tensor), where that is known beforehand.
+        rounds: Where batches are read in Python, what reads them.
         facts: What has to be equal on all ranks.
     """
 
@@ -39,11 +39,24 @@ class Feed:
     steps_before: int | None = None
     steps: int | None = None
     is_scaled: bool = False
-    is_known: bool = True
     has_rows: bool = True
     epoch: Any = None
     rows_of_all: Callable[[Any], Any] | None = None
+    rounds: Any = None
     facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Talk:
+    """How data that is being read talks to the other ranks.
+
+    Args:
+        sum: Sum of a number over all ranks.
+        gather: What all ranks say, in rank order.
+    """
+
+    sum: Callable[[int], int]
+    gather: Callable[[Any], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -55,12 +68,17 @@ class Split:
         size: Number of ranks.
         shard: `"auto"` to deal arrays row by row, `"none"` if the user has split.
         seed: Of the order of the rows, the same on all ranks.
+        talk: To the other ranks, from within the data.
+        same: For each kind of data ("training", "validation") that comes in batches,
+            whether all ranks were given the same batches.
     """
 
     rank: int
     size: int
     shard: str = "auto"
     seed: int = 0
+    talk: Talk | None = None
+    same: Mapping[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.shard not in ("auto", "none"):

@@ -1,27 +1,134 @@
-"""What is known of data that comes in batches: data sets, sequences, generators."""
+"""Data that comes in batches: data sets, sequences, generators, data loaders."""
 
+import hashlib
+import itertools
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
+# So many batches tell whether two ranks read the same data.
+_LOOKS = 2
 
-def known_steps(data: Any) -> int | None:
-    """Batches in one pass over `data`, or `None` where nobody can say.
+
+class Stream:
+    """Data in batches, of which the first ones can be looked at before it is read.
 
     Args:
         data: A `tf.data.Dataset`, a `keras.utils.PyDataset`, a torch `DataLoader`, or
-            a generator.
+            an iterator such as a generator. What is looked at of an iterator is kept,
+            so that nothing of it is lost.
+    """
 
-    Returns:
-        The number of batches; `None` for an endless or an unknown one.
+    def __init__(self, data: Any) -> None:
+        self.data = data
+        self.kind = type(data).__name__.lstrip("_")
+        self.length = length_of(data)
+        self._is_iterator = isinstance(data, Iterator)
+        self._kept: list[Any] = []
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the first batches can be read again."""
+        return not self._is_iterator
+
+    def is_short(self, size: int) -> bool:
+        """Whether there may be fewer batches than ranks."""
+        return self.length is None or self.length < size
+
+    def first(self, count: int) -> list[Any]:
+        """The first `count` batches, or as many as there are."""
+        if self._is_iterator:
+            more = itertools.islice(self.data, max(count - len(self._kept), 0))
+            self._kept += more
+            return self._kept[:count]
+        return list(itertools.islice(self, count))
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._is_iterator:
+            return self._rest()
+        if isinstance(self.data, keras.utils.PyDataset):
+            ends = math.isfinite(self.length or math.inf)
+            places = range(int(self.length or 0)) if ends else itertools.count()
+            return (self.data[place] for place in places)
+        return iter(self.data)
+
+    def _rest(self) -> Iterator[Any]:
+        while self._kept:
+            yield self._kept.pop(0)
+        yield from self.data
+
+    def fingerprint(self, size: int) -> str:
+        """A digest of the first batches: equal where the ranks read the same data."""
+        looks = max(_LOOKS, size) if self.is_short(size) else _LOOKS
+        return fingerprint_of(self.first(looks))
+
+    def num_first_rows(self, size: int) -> int:
+        """Rows in the first `size` batches."""
+        return sum(map(num_rows, self.first(size)))
+
+
+def is_stream(data: Any) -> bool:
+    """Whether `data` comes in batches that can be looked at one by one."""
+    if isinstance(data, (list, tuple, dict, str, bytes)) or hasattr(data, "shape"):
+        return False
+    is_batches = isinstance(data, (tf.data.Dataset, keras.utils.PyDataset, Iterator))
+    return is_batches or hasattr(data, "__iter__")
+
+
+def length_of(data: Any) -> float | None:
+    """Batches in one pass over `data`: a number, `math.inf`, or `None` for unknown.
+
+    >>> length_of(tf.data.Dataset.range(3)), length_of(iter([]))
+    (3, None)
+    >>> length_of(tf.data.Dataset.range(3).repeat())
+    inf
     """
     if isinstance(data, tf.data.Dataset):
         cardinality = int(data.cardinality())
+        if cardinality == tf.data.INFINITE_CARDINALITY:
+            return math.inf
         return cardinality if cardinality >= 0 else None
     if isinstance(data, keras.utils.PyDataset):
-        return data.num_batches
+        return math.inf if data.num_batches is None else data.num_batches
     try:
         return len(data)
     except TypeError:
         return None
+
+
+def num_rows(batch: Any) -> int:
+    """Rows in a batch: the length of the first axis of its first array."""
+    for leaf in keras.tree.flatten(batch):
+        if leaf is not None:
+            return int(leaf.shape[0])
+    return 0
+
+
+def standardized(batch: Any) -> Any:
+    """A batch as Keras reads it: `(x,)`, `(x, y)`, `(x, y, sample_weight)` or a dict.
+
+    >>> standardized([1, None])
+    (1,)
+    """
+    if isinstance(batch, dict):
+        return batch
+    parts = list(batch) if isinstance(batch, (list, tuple)) else [batch]
+    while len(parts) > 1 and parts[-1] is None:
+        parts.pop()
+    return tuple(keras.tree.lists_to_tuples(part) for part in parts)
+
+
+def fingerprint_of(batches: Iterable[Any]) -> str:
+    """A digest of all that stands in some batches."""
+    digest = hashlib.sha256()
+    for batch in batches:
+        for leaf in tf.nest.flatten(batch, expand_composites=True):
+            array = np.asarray(leaf)
+            digest.update(f"{array.shape} {array.dtype}".encode())
+            is_plain = array.dtype.kind != "O"
+            digest.update(array.tobytes() if is_plain else repr(array).encode())
+    return digest.hexdigest()

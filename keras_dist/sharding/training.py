@@ -19,7 +19,8 @@ from keras_dist.sharding.rows import (
     rows_of_step,
     steps_of_rows,
 )
-from keras_dist.sharding.streams import known_steps
+from keras_dist.sharding.share import finite, kind_of, share_of
+from keras_dist.sharding.streams import Stream
 
 
 def training_feed(
@@ -127,34 +128,35 @@ def _stream_feed(
     steps: int | None,
     split: Split,
 ) -> Feed:
-    x = given["x"]
+    stream = given["x"] if isinstance(given["x"], Stream) else Stream(given["x"])
     if split.size > 1 and split.shard == "auto" and is_ragged_or_sparse(given):
         raise ValueError(
             "Ragged and sparse tensors cannot be dealt to the ranks. Received: x of "
-            f"type {type(x).__name__}. Pass dense arrays, or split the data yourself "
+            f"type {stream.kind}. Pass dense arrays, or split the data yourself "
             'and pass shard="none" with a tf.data.Dataset.'
         )
-    known = known_steps(x)
-    if split.size > 1 and steps is None and known is None:
-        raise ValueError(
-            "The ranks cannot tell how many steps an epoch has, and one that ran out "
-            f"of data alone would leave the others waiting. Received: x of type "
-            f"{type(x).__name__} of unknown length, steps_per_epoch=None. "
-            "Pass `steps_per_epoch`."
-        )
-    if known == 0:
+    if stream.length == 0:
         raise ValueError(
             "There is no data to train on. Received: "
-            f"x of type {type(x).__name__} without a batch."
+            f"x of type {stream.kind} without a batch."
         )
+    is_dealt = split.same.get("training", False)
+    shuffle = bool(given["shuffle"])
+    own = share_of(stream, split, is_dealt=is_dealt, is_training=True, shuffle=shuffle)
+    is_keras_to_shuffle = shuffle and own.data is stream.data
+    known = finite(own.length)
     return Feed(
-        given | {"batch_size": batch_size, "steps_per_epoch": steps},
-        kind=f"{type(x).__name__.lstrip('_')}, taken as already split",
+        given
+        | {"x": own.data, "batch_size": batch_size, "steps_per_epoch": steps}
+        | {"shuffle": is_keras_to_shuffle},
+        kind=kind_of(stream, split, is_dealt=is_dealt),
         batch_size=batch_size,
         is_scaled=steps_before is not None,
-        steps_before=steps_before,
+        steps_before=steps_before or finite(stream.length),
         steps=steps if known is None else min(steps or known, known),
-        is_known=known is not None,
+        # Where an epoch is no pass, Keras reads ahead into the next one.
+        epoch=own.epoch if steps is None else None,
+        rounds=own.rounds,
         facts={
             "the batches of a pass over its data": known,
             "the steps of an epoch": steps,

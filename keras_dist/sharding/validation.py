@@ -6,12 +6,16 @@ import keras
 
 from keras_dist import scaling
 from keras_dist.sharding.arrays import (
+    Arrays,
     as_arrays,
     deal_validation,
+    in_batches,
     is_arrays,
     split_validation,
 )
 from keras_dist.sharding.feed import KERAS_BATCH_SIZE, Feed, Split
+from keras_dist.sharding.share import finite, kind_of, share_of
+from keras_dist.sharding.streams import Stream
 
 
 def hold_out(
@@ -58,18 +62,28 @@ def validation_feed(
         multiples=True,
     )
     given = {"x": x, "y": y, "sample_weight": sample_weight}
-    if split.size == 1 or split.shard == "none" or not is_arrays(tuple(given.values())):
-        kind = "arrays" if is_arrays(x) else type(x).__name__.lstrip("_")
+    if not is_arrays(tuple(given.values())) and x is not None:
+        return _stream_feed(given, batch_size, steps, after, split)
+    if split.size == 1 or split.shard == "none":
         return Feed(
             given,
-            kind=kind + ", taken as already split" * (split.size > 1),
+            kind="arrays" + ", taken as already split" * (split.size > 1),
             batch_size=batch_size,
-            num_rows=len(keras.tree.flatten(x)[0]) if is_arrays(x) else None,
+            num_rows=len(keras.tree.flatten(x)[0]),
             is_scaled=steps is not None,
             steps_before=steps,
             steps=after,
         )
-    arrays = as_arrays(x, y, sample_weight)
+    return _dealt_feed(as_arrays(x, y, sample_weight), batch_size, steps, after, split)
+
+
+def _dealt_feed(
+    arrays: Arrays,
+    batch_size: int | None,
+    steps_before: int | None,
+    steps: int | None,
+    split: Split,
+) -> Feed:
     if arrays.num_rows == 0:
         raise ValueError(
             "There is nothing to validate on. Received: arrays without rows. "
@@ -77,15 +91,43 @@ def validation_feed(
         )
     own = deal_validation(arrays, rank=split.rank, size=split.size)
     in_a_pass = -(-own.num_rows // (batch_size or KERAS_BATCH_SIZE))
+    data = {"x": own.x, "y": own.y, "sample_weight": own.sample_weight}
+    if own.is_on_disk:
+        dataset = in_batches(own, batch_size or KERAS_BATCH_SIZE)
+        data = {"x": dataset, "y": None, "sample_weight": None}
     return Feed(
-        {"x": own.x, "y": own.y, "sample_weight": own.sample_weight},
+        data,
         kind="arrays, dealt row by row",
         batch_size=batch_size,
         num_rows=arrays.num_rows,
         rank_rows=own.num_rows,
-        is_scaled=steps is not None,
-        steps_before=steps or -(-arrays.num_rows // (batch_size or KERAS_BATCH_SIZE)),
-        steps=min(after or in_a_pass, in_a_pass),
+        is_scaled=steps_before is not None,
+        steps_before=steps_before
+        or -(-arrays.num_rows // (batch_size or KERAS_BATCH_SIZE)),
+        steps=min(steps or in_a_pass, in_a_pass),
         has_rows=split.rank < arrays.num_rows,
         facts={"the number of validation rows": arrays.num_rows},
+    )
+
+
+def _stream_feed(
+    given: dict[str, Any],
+    batch_size: int | None,
+    steps_before: int | None,
+    steps: int | None,
+    split: Split,
+) -> Feed:
+    stream = given["x"] if isinstance(given["x"], Stream) else Stream(given["x"])
+    is_dealt = split.same.get("validation", False)
+    own = share_of(stream, split, is_dealt=is_dealt, is_training=False)
+    known = finite(own.length)
+    return Feed(
+        given | {"x": own.data},
+        kind=kind_of(stream, split, is_dealt=is_dealt),
+        batch_size=batch_size,
+        is_scaled=steps_before is not None,
+        steps_before=steps_before or finite(stream.length),
+        steps=steps if known is None else min(steps or known, known),
+        has_rows=own.has_rows,
+        rounds=own.rounds,
     )

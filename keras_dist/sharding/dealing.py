@@ -1,0 +1,106 @@
+"""Deal batches in turn: rank r takes batches r, r + N, …; what is left, row by row."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dist.sharding.streams import num_rows
+
+
+def deal_dataset(
+    dataset: tf.data.Dataset,
+    *,
+    length: float,
+    rank: int,
+    size: int,
+    is_training: bool,
+) -> tf.data.Dataset:
+    """This rank's batches of a data set of known or endless length.
+
+    Together the ranks read in each step `size` batches, one each. Fewer may be left at
+    the end: their rows are dealt, and make one more step. In training that step needs a
+    row for each rank; with fewer, those rows are left out.
+
+    Args:
+        dataset: The same batches on all ranks.
+        length: How many there are.
+        rank: This rank.
+        size: Number of ranks.
+        is_training: Whether all ranks have to make the same number of steps.
+    """
+    if length % size == 0 or length == float("inf"):
+        return dataset.shard(size, rank)
+    needed = size if is_training else rank + 1
+    everything, nothing = tf.constant(size, tf.int64), tf.constant(0, tf.int64)
+
+    def deal(*parts: Any) -> tf.data.Dataset:
+        together = tf.data.Dataset.zip(parts if len(parts) > 1 else parts[0])
+        is_full = together.cardinality() == size
+        counts = together.map(lambda *batch: tf.cast(_length(batch), tf.int64))
+        rows = counts.reduce(nothing, tf.add)
+        own = together.take(tf.where(is_full, everything, nothing)).shard(size, rank)
+        is_dealt = tf.logical_and(tf.logical_not(is_full), rows >= needed)
+        left = together.take(tf.where(is_dealt, everything, nothing)).unbatch()
+        return own.concatenate(left.shard(size, rank).batch(2**30))
+
+    return dataset.window(size).flat_map(deal)
+
+
+def known_rows_left(dataset: tf.data.Dataset, *, length: int, size: int) -> int | None:
+    """Rows in the batches that are left over, where all batches are equally long.
+
+    >>> data = tf.data.Dataset.range(50).batch(10, drop_remainder=True)
+    >>> known_rows_left(data, length=5, size=3)
+    20
+    """
+    first = keras.tree.flatten(dataset.element_spec)[0]
+    in_batch = first.shape[0] if first.shape.rank else None
+    if length % size == 0:
+        return 0
+    return None if in_batch is None else (length % size) * in_batch
+
+
+def unsharded(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Read ahead, and divided by nobody else."""
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = (
+        tf.data.experimental.AutoShardPolicy.OFF
+    )
+    return dataset.with_options(options).prefetch(tf.data.AUTOTUNE)
+
+
+def rows_of_batches(batches: list[Any], *, rank: int, size: int) -> Any:
+    """Rows `rank`, `rank` + `size`, … of some batches, taken one after the other.
+
+    >>> batches = [np.arange(3), np.arange(3, 5)]
+    >>> [rows_of_batches(batches, rank=r, size=2) for r in range(2)]
+    [array([0, 2, 4]), array([1, 3])]
+    """
+    parts, begin = [], 0
+    for batch in batches:
+        places = slice((rank - begin) % size, None, size)
+        parts.append(
+            keras.tree.map_structure(
+                lambda leaf, places=places: None if leaf is None else leaf[places],
+                batch,
+            )
+        )
+        begin += num_rows(batch)
+    if len(parts) == 1:
+        return parts[0]
+    return keras.tree.map_structure(_joined, *parts)
+
+
+def _joined(*leaves: Any) -> Any:
+    if leaves[0] is None:
+        return None
+    if tf.is_tensor(leaves[0]):
+        return tf.concat(leaves, axis=0)
+    return np.concatenate([np.asarray(leaf) for leaf in leaves])
+
+
+def _length(batch: Any) -> Any:
+    leaf = keras.tree.flatten(batch)[0]
+    return leaf.nrows() if isinstance(leaf, tf.RaggedTensor) else tf.shape(leaf)[0]

@@ -1,0 +1,128 @@
+"""Batches as long as every rank has one: for data whose length nobody knows."""
+
+import itertools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dist.sharding.dealing import rows_of_batches
+from keras_dist.sharding.feed import Split
+from keras_dist.sharding.streams import Stream, num_rows, standardized
+
+_MORE, _END, _ERROR = 0, 1, 2**20
+
+
+class Rounds:
+    """This rank's batches, until one rank has no more: then all ranks end together.
+
+    A rank that ended alone would leave the others waiting in the next averaging. So
+    each batch is preceded by one sum of one number over the ranks.
+
+    Args:
+        stream: The data.
+        split: How data is divided.
+        is_dealt: Whether all ranks read the same batches, which are dealt in turn.
+        is_training: Whether all ranks have to make the same number of steps. If not,
+            each ends by itself.
+    """
+
+    def __init__(
+        self, stream: Stream, split: Split, *, is_dealt: bool, is_training: bool
+    ) -> None:
+        self.failure: Exception | None = None
+        self._stream = stream
+        self._rank, self._size = split.rank, split.size
+        self._is_dealt, self._is_training = is_dealt, is_training
+        self._talk = split.talk if is_training else None
+
+    def dataset(self) -> tf.data.Dataset:
+        """The batches as Keras takes them; each iterator is one pass."""
+        # Nothing is read ahead: ranks would be at different places when they stop.
+        options = tf.data.Options()
+        options.experimental_optimization.inject_prefetch = False
+        options.experimental_distribute.auto_shard_policy = (
+            tf.data.experimental.AutoShardPolicy.OFF
+        )
+        return tf.data.Dataset.from_generator(
+            self._batches, output_signature=self._signature()
+        ).with_options(options)
+
+    def _batches(self) -> Iterator[Any]:
+        own = self._dealt() if self._is_dealt else iter(self._stream)
+        for step in itertools.count():
+            batch, state, told = None, _MORE, None
+            try:
+                batch = next(own, None)
+                state = _END if batch is None else _MORE
+            except Exception as error:  # any error has to be told to the other ranks
+                self.failure = error
+                state, told = _ERROR, f"{type(error).__name__}: {error}"
+            if not self._goes_on(step, state, told, batch):
+                return
+            yield standardized(batch)
+
+    def _goes_on(self, step: int, state: int, told: str | None, batch: Any) -> bool:
+        total = state if self._talk is None else self._talk.sum(state)
+        if total >= _ERROR:
+            everyone = [told] if self._talk is None else self._talk.gather(told)
+            if self.failure is None:
+                rank, text = next((r, t) for r, t in enumerate(everyone) if t)
+                self.failure = RuntimeError(f"On rank {rank}: {text}")
+            raise self.failure
+        if total > 0 and total < self._size and self._talk is not None:
+            rows = None if batch is None else num_rows(batch)
+            _say_what_is_dropped(step, self._talk.gather(rows), self._rank)
+        return total == 0
+
+    def _dealt(self) -> Iterator[Any]:
+        batches = iter(self._stream)
+        needed = self._size if self._is_training else self._rank + 1
+        while together := list(itertools.islice(batches, self._size)):
+            if len(together) == self._size:
+                yield together[self._rank]
+            elif sum(map(num_rows, together)) >= needed:
+                yield rows_of_batches(
+                    [standardized(batch) for batch in together],
+                    rank=self._rank,
+                    size=self._size,
+                )
+
+    def _signature(self) -> Any:
+        data = self._stream.data
+        if isinstance(data, tf.data.Dataset):
+            return keras.tree.map_structure(_any_rows, data.element_spec)
+        looks = [standardized(batch) for batch in self._stream.first(2)]
+        return keras.tree.map_structure(_spec_of, *looks)
+
+
+def _say_what_is_dropped(step: int, rows: list[int | None], rank: int) -> None:
+    ended = [str(r) for r, count in enumerate(rows) if count is None]
+    dropped = ", ".join(f"{n} of rank {r}" for r, n in enumerate(rows) if n is not None)
+    if rank == 0:
+        warnings.warn(
+            f"A pass over the data ended after {step} steps on all ranks, because "
+            f"rank {' and '.join(ended)} had no more batch. Rows dropped: {dropped}, "
+            "and what would have come after them.",
+            stacklevel=2,
+        )
+
+
+def _any_rows(spec: Any) -> Any:
+    if isinstance(spec, tf.TensorSpec) and spec.shape.rank:
+        return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+    return spec
+
+
+def _spec_of(*leaves: Any) -> tf.TensorSpec:
+    """Shape and dtype of some arrays; where their lengths differ, any length."""
+    if tf.is_tensor(leaves[0]):
+        dtype = leaves[0].dtype
+    else:
+        dtype = tf.as_dtype(np.asarray(leaves[0]).dtype)
+    lengths = zip(*(leaf.shape[1:] for leaf in leaves), strict=True)
+    inner = [n[0] if len(set(n)) == 1 else None for n in lengths]
+    return tf.TensorSpec([None, *inner], dtype)

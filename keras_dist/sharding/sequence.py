@@ -1,0 +1,109 @@
+"""One rank's batches of a `keras.utils.PyDataset`."""
+
+import math
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_dist.sharding.dealing import rows_of_batches
+from keras_dist.sharding.feed import Split
+from keras_dist.sharding.streams import Stream, fingerprint_of, num_rows
+
+
+class DealtSequence(keras.utils.PyDataset):
+    """Batches dealt by their index; only this rank's are ever made.
+
+    The batches that are left over after the last full round are dealt row by row, where
+    they have a row for each rank. With `shuffle`, all batches but the last are in an
+    order that follows from the seed and the epoch: the same on every rank, whatever
+    their number. The last stays, since it may be smaller.
+
+    Args:
+        stream: The user's own, the same on all ranks.
+        split: How data is divided.
+        is_training: Whether all ranks have to make the same number of steps.
+        shuffle: Whether the order of the batches changes from epoch to epoch.
+    """
+
+    def __init__(
+        self, stream: Stream, split: Split, is_training: bool, shuffle: bool
+    ) -> None:
+        data = stream.data
+        super().__init__(
+            workers=data.workers,
+            use_multiprocessing=data.use_multiprocessing,
+            max_queue_size=data.max_queue_size,
+        )
+        self.data = data
+        self.epoch = 0
+        self._rank, self._size = split.rank, split.size
+        self._shuffle, self._seed = shuffle, split.seed
+        own = type(data).on_epoch_end
+        is_static = own is keras.utils.PyDataset.on_epoch_end or not is_training
+        self._talk = None if is_static else split.talk
+        needed = split.size if is_training else split.rank + 1
+        self._has_tail = self._count_rows_left() >= needed
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Worker processes make batches, and talk to no rank.
+        return self.__dict__ | {"_talk": None}
+
+    def assign(self, epoch: int) -> None:
+        """Say which epoch is read from now on."""
+        self.epoch = int(epoch)
+
+    @property
+    def length(self) -> float:
+        """The same, as a number."""
+        return math.inf if self.num_batches is None else self.num_batches
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches of this rank in a pass; `None` where there is no end."""
+        if self.data.num_batches is None:
+            return None
+        return int(self.data.num_batches) // self._size + self._has_tail
+
+    def __getitem__(self, index: int) -> Any:
+        begin = index * self._size
+        total = self.data.num_batches
+        if total is None or begin + self._size <= total:
+            return self.data[self._place(begin + self._rank)]
+        left = [self.data[self._place(place)] for place in range(begin, total)]
+        return rows_of_batches(left, rank=self._rank, size=self._size)
+
+    def on_epoch_begin(self) -> None:
+        """The user's own."""
+        self.data.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        """The user's own, and then a look whether the ranks still read the same.
+
+        Raises:
+            ValueError: On all ranks, if they do not.
+        """
+        self.data.on_epoch_end()
+        if self._talk is None:
+            return
+        everyone = self._talk.gather(fingerprint_of([self.data[0]]))
+        if len(set(everyone)) > 1:
+            raise ValueError(
+                "After `on_epoch_end` the ranks' batches differ, so that no batch can "
+                f"be dealt. Received: x of type {type(self.data).__name__}. Shuffle it "
+                "by a random generator with the same seed on every rank."
+            )
+
+    def _place(self, place: int) -> int:
+        total = self.data.num_batches
+        if not self._shuffle or total is None or place >= total - 1:
+            return place
+        order = np.random.default_rng([self._seed, self.epoch]).permutation(total - 1)
+        return int(order[place])
+
+    def _count_rows_left(self) -> int:
+        total = self.data.num_batches
+        if total is None:
+            return 0
+        left = range(total - total % self._size, total)
+        return sum(num_rows(self.data[place]) for place in left)

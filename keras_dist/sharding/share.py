@@ -1,0 +1,149 @@
+"""One rank's batches of data that comes in batches."""
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dist.sharding.dealing import (
+    deal_dataset,
+    known_rows_left,
+    rows_of_batches,
+    unsharded,
+)
+from keras_dist.sharding.feed import Feed, Split
+from keras_dist.sharding.rounds import Rounds
+from keras_dist.sharding.sequence import DealtSequence
+from keras_dist.sharding.streams import Stream, standardized
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank reads.
+
+    Args:
+        data: In a form that Keras takes.
+        length: Batches in a pass; `math.inf` or, where nobody can say, `None`.
+        epoch: What is told the number of each epoch by `assign`, if anything is.
+        rounds: What reads the batches in Python, if anything does.
+        has_rows: `False` if another rank's row stands in, which must not count.
+    """
+
+    data: Any
+    length: float | None
+    epoch: Any = None
+    rounds: Rounds | None = None
+    has_rows: bool = True
+
+
+def share_of(
+    stream: Stream,
+    split: Split,
+    *,
+    is_dealt: bool,
+    is_training: bool,
+    shuffle: bool = False,
+) -> Share:
+    """This rank's batches: its part, or all where the data is already split.
+
+    Args:
+        stream: The data.
+        split: How data is divided.
+        is_dealt: Whether all ranks have the same batches, to be dealt in turn.
+        is_training: Whether all ranks have to make the same number of steps.
+        shuffle: Whether a sequence is read in another order each epoch.
+
+    Raises:
+        ValueError: If there is less than one row for each rank to train on.
+    """
+    if split.size == 1:
+        return Share(stream.data, stream.length)
+    data = stream.data
+    if is_dealt:
+        few = stream.num_first_rows(split.size) if stream.is_short(split.size) else None
+        if few is not None and few < split.size and is_training:
+            raise _too_few(stream, few, split)
+        if few == 0:
+            raise ValueError(
+                f"There is nothing to validate on. Received: a {stream.kind} without "
+                "rows. Pass at least one row, or no `validation_data`."
+            )
+        if few is not None and few <= split.rank:
+            return Share(_one_row(stream), 1, has_rows=False)
+        if isinstance(data, keras.utils.PyDataset):
+            dealt = DealtSequence(stream, split, is_training, shuffle)
+            return Share(dealt, dealt.length, epoch=dealt)
+        if isinstance(data, tf.data.Dataset) and stream.length is not None:
+            return _dealt_dataset(data, stream.length, split, is_training)
+    elif stream.length is not None:
+        return Share(data, stream.length)
+    rounds = Rounds(stream, split, is_dealt=is_dealt, is_training=is_training)
+    return Share(rounds.dataset(), None, rounds=rounds)
+
+
+@contextlib.contextmanager
+def own_errors(feeds: Sequence[Feed]) -> Iterator[None]:
+    """Inside the block, an error of the user's data is raised as it is.
+
+    TensorFlow, which reads the data in a thread, makes a page of its own of it.
+    """
+    try:
+        yield
+    except tf.errors.OpError:
+        for feed in feeds:
+            if feed.rounds is not None and feed.rounds.failure is not None:
+                raise feed.rounds.failure from None
+        raise
+
+
+def finite(length: float | None) -> int | None:
+    """A number of batches, or `None` where there is none that is known.
+
+    >>> finite(3), finite(None), finite(math.inf)
+    (3, None, None)
+    """
+    return None if length is None or length == math.inf else int(length)
+
+
+def kind_of(stream: Stream, split: Split, *, is_dealt: bool) -> str:
+    """What becomes of the data, in words for the plan."""
+    if split.size == 1:
+        return stream.kind
+    if is_dealt:
+        return f"{stream.kind}, batches dealt in turn"
+    reason = ": the ranks' batches differ" if split.shard == "auto" else ""
+    return f"{stream.kind}, taken as already split{reason}"
+
+
+def _dealt_dataset(
+    data: tf.data.Dataset, length: float, split: Split, is_training: bool
+) -> Share:
+    sizes = {"rank": split.rank, "size": split.size}
+    dataset = deal_dataset(data, length=length, is_training=is_training, **sizes)
+    if length == math.inf:
+        return Share(unsharded(dataset), math.inf)
+    left = known_rows_left(data, length=int(length), size=split.size)
+    if left is None:  # the last batch may be shorter, and leave no row for some rank
+        return Share(unsharded(dataset), None)
+    needed = split.size if is_training else split.rank + 1
+    steps = int(length) // split.size + (left >= needed)
+    dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
+    return Share(unsharded(dataset), steps)
+
+
+def _one_row(stream: Stream) -> tf.data.Dataset:
+    first = standardized(stream.first(1)[0])
+    row = rows_of_batches([first], rank=0, size=2**30)
+    return tf.data.Dataset.from_tensors(row)
+
+
+def _too_few(stream: Stream, num_rows: int, split: Split) -> ValueError:
+    return ValueError(
+        f"Each rank needs at least one row. Received: {num_rows} rows in a "
+        f"{stream.kind} for {split.size} ranks. Pass more data, or start fewer "
+        "processes."
+    )

@@ -1,0 +1,97 @@
+"""Find out whether all ranks were given the same batches."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import keras
+
+from keras_dist import comm, sharding
+
+
+def split_of(
+    streams: dict[str, Any],
+    shard: str,
+    *,
+    process_set: Sequence[int] | None = None,
+    seed: int = 0,
+) -> sharding.Split:
+    """How this rank's part of the data is found; called by all ranks together.
+
+    Args:
+        streams: Data by name, of which those that are a `Stream` are looked at.
+        shard: As in `dist_fit`.
+        process_set: The ranks that take part, `None` for all.
+        seed: Of the order of the rows, the same on all ranks.
+
+    Raises:
+        ValueError: On all ranks, if `shard` is unknown, the ranks have data of
+            different kinds, or a data set shuffles differently on each of them.
+    """
+    talk = _talk(process_set)
+    split = comm.together(
+        lambda: sharding.Split(comm.rank(), comm.size(), shard, seed, talk)
+    )
+    return replace(split, same=_same_batches(streams, shard))
+
+
+def _talk(process_set: Sequence[int] | None) -> sharding.Talk:
+    """A way to the other ranks for data, which is read in threads of its own."""
+
+    def within(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def call(value: Any) -> Any:
+            with comm.within(process_set):
+                return function(value)
+
+        return call
+
+    return sharding.Talk(sum=within(comm.sum), gather=within(comm.gather))
+
+
+def opened(data: Any) -> Any:
+    """The same, as a `Stream` where it comes in batches that have to be looked at."""
+    if comm.size() == 1 or isinstance(data, sharding.Stream):
+        return data
+    x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+    is_alone = y is None and not sharding.is_arrays(x) and sharding.is_stream(x)
+    return sharding.Stream(x) if is_alone else data
+
+
+def _same_batches(streams: dict[str, Any], shard: str) -> dict[str, bool]:
+    """Which data is the same on all ranks, and has to be dealt; the rest is split.
+
+    The first batches are compared. Where they differ, they are read again: if they
+    stay what they are, each rank has data of its own.
+    """
+    size = comm.size()
+    known = {n: s for n, s in streams.items() if isinstance(s, sharding.Stream)}
+    if size == 1:
+        return {}
+    kinds = {f"the kind of the {n} data": s.kind for n, s in known.items()}
+    facts = {"`shard`": shard} | kinds
+    comm.agree(facts, advice="Give every rank the same kind of data.")
+    if shard == "none":
+        return {}
+    own = comm.together(lambda: {n: s.fingerprint(size) for n, s in known.items()})
+    everyone = comm.gather(own)
+    return {
+        name: len({other[name] for other in everyone}) == 1
+        or _is_dealt_nevertheless(name, stream, own[name])
+        for name, stream in known.items()
+    }
+
+
+def _is_dealt_nevertheless(name: str, stream: sharding.Stream, before: str) -> bool:
+    if not stream.is_repeatable:
+        return False
+    now = comm.together(lambda: stream.fingerprint(comm.size()))
+    if comm.sum(int(now != before)) == 0:
+        return False
+    if isinstance(stream.data, keras.utils.PyDataset):
+        return True  # by index, whatever its batches are changed by at random
+    raise ValueError(
+        f"The ranks' {name} batches differ, and change when they are read again, as "
+        f"where data is shuffled without a seed. Received: x of type {stream.kind}. "
+        "Pass `seed` to its `shuffle`, or call keras.utils.set_random_seed on every "
+        'rank before it is made; or pass shard="none" if each rank has its own part.'
+    )

@@ -1,0 +1,233 @@
+"""Data sets, sequences and generators, the same on all ranks, are dealt to them."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from claims import assert_equal_to_the_bit, largest_difference, raises_everywhere
+
+import keras_dist
+
+BATCH = 5
+
+
+class Sequence(keras.utils.PyDataset):
+    """Batches by their number."""
+
+    def __init__(self, x, y, **options):
+        super().__init__(**options)
+        self.x, self.y, self.ended = x, y, 0
+
+    def __len__(self):
+        return -(-len(self.x) // BATCH)
+
+    def __getitem__(self, index):
+        rows = slice(index * BATCH, (index + 1) * BATCH)
+        return self.x[rows], self.y[rows]
+
+    def on_epoch_end(self):
+        self.ended += 1
+
+
+def dataset_of(x, y):
+    """A data set of known length."""
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+
+
+def unknown(x, y):
+    """A data set of a length that nobody knows."""
+    return dataset_of(x, y).filter(lambda x, y: True)
+
+
+def generate(x, y, epochs=1):
+    """Batch after batch."""
+    for _ in range(epochs):
+        for start in range(0, len(x), BATCH):
+            yield x[start : start + BATCH], y[start : start + BATCH]
+
+
+def fit(model, data, **arguments):
+    """Trains without Keras's warning that data of unknown length has ended."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Your input ran out of data")
+        return keras_dist.dist_fit(model, data, verbose=0, **arguments)
+
+
+@pytest.mark.three_ranks
+@pytest.mark.several_ranks
+def test_every_kind_of_batches_is_dealt(world, rows, make_model):
+    """Weights and metrics of one process with the global batch, tail and all."""
+    x, y = (array[:96] for array in rows)  # 20 batches, the last one of one row
+    used = _used(world.size)
+    validation = x[:33], y[:33]
+    oracle = make_model(keras.optimizers.SGD(0.1 * world.size))
+    expected = oracle.fit(
+        x[:used],
+        y[:used],
+        batch_size=BATCH * world.size,
+        shuffle=False,
+        epochs=2,
+        verbose=0,
+        validation_data=validation,
+    ).history
+    data = {
+        "known": (dataset_of(x, y), dataset_of(*validation)),
+        "unknown": (unknown(x, y), unknown(*validation)),
+        "sequence": (Sequence(x, y), Sequence(*validation)),
+        "workers": (Sequence(x, y, workers=2), Sequence(*validation, workers=2)),
+    }
+    for kind, (training, held_out) in data.items():
+        model = make_model(keras.optimizers.SGD(0.1))
+        history = fit(
+            model, training, validation_data=held_out, epochs=2, shuffle=False
+        ).history
+        oracle.optimizer.learning_rate = 0.1
+        assert largest_difference(model, oracle) < 1e-5, kind
+        assert_equal_to_the_bit(model)
+        for name in ("accuracy", "val_loss", "val_accuracy"):
+            assert history[name] == pytest.approx(expected[name], abs=1e-6), (
+                kind,
+                name,
+            )
+        if isinstance(training, Sequence):
+            assert training.ended >= 2
+    model = make_model(keras.optimizers.SGD(0.1))
+    steps = -(-20 // world.size)
+    endless = generate(x, y, epochs=5)
+    fit(model, endless, epochs=1, steps_per_epoch=steps * world.size)
+    assert_equal_to_the_bit(model)
+
+
+def _used(size):
+    """Rows of 20 batches, of which the last has one, that `size` ranks train on."""
+    left = 20 % size
+    if left == 0:
+        return 96
+    rows_left = (left - 1) * BATCH + 1
+    return 96 if rows_left >= size else 96 - rows_left
+
+
+@pytest.mark.several_ranks
+def test_the_plan_says_what_becomes_of_batches(world, rows, make_model, capsys):
+    """Dealt, or taken as already split where the ranks' batches differ."""
+    x, y = rows
+    for data, said in (
+        (dataset_of(x, y), "batches dealt in turn"),
+        (
+            dataset_of(x[world.rank :: world.size], y[world.rank :: world.size]),
+            "differ",
+        ),
+    ):
+        keras_dist.dist_fit(make_model(), data.take(4), verbose=2)
+        printed = capsys.readouterr().out
+        assert (said in printed) == (world.rank == 0)
+
+
+@pytest.mark.several_ranks
+def test_data_that_cannot_be_dealt_is_an_error(world, rows, make_model):
+    """Shuffled without a seed, changed differently by `on_epoch_end`, too short."""
+    x, y = rows
+
+    class Shuffled(Sequence):
+        def on_epoch_end(self):
+            order = np.random.default_rng().permutation(len(self.x))
+            self.x, self.y = self.x[order], self.y[order]
+
+    tf.random.set_seed(world.rank)
+    unseeded = dataset_of(x, y).shuffle(20)
+    for data, said in (
+        (unseeded, "shuffled without a seed"),
+        (Shuffled(x, y), "After `on_epoch_end`"),
+        (dataset_of(x[:1], y[:1]), "at least one row"),
+        (
+            dataset_of(x, y) if world.rank else Sequence(x, y),
+            "the kind of the training",
+        ),
+    ):
+        model = make_model()
+        call = lambda m=model, d=data: fit(m, d, epochs=2)  # noqa: E731
+        for message in raises_everywhere(ValueError, call):
+            assert said in message
+    for message in raises_everywhere(
+        ValueError,
+        lambda: fit(
+            make_model(), (x, y)[0], y=y, validation_data=dataset_of(x, y).take(0)
+        ),
+    ):
+        assert "nothing to validate on" in message
+
+
+@pytest.mark.several_ranks
+@pytest.mark.three_ranks
+def test_an_error_in_one_ranks_data_is_raised_on_all(world, rows, make_model):
+    """Its own error on that rank, and on the others which rank it was."""
+    x, y = rows
+
+    def broken():
+        for number, batch in enumerate(generate(x, y)):
+            if number == 4 and world.rank == 1:
+                raise KeyError("tea")
+            yield batch
+
+    message = None
+    try:
+        fit(make_model(), broken())
+    except (KeyError, RuntimeError) as error:
+        message = f"{type(error).__name__}: {error}"
+    assert keras_dist.gather(message) == [
+        "KeyError: 'tea'" if rank == 1 else "RuntimeError: On rank 1: KeyError: 'tea'"
+        for rank in range(world.size)
+    ]
+
+
+@pytest.mark.several_ranks
+@pytest.mark.three_ranks
+def test_ranks_that_run_dry_stop_together(world, rows, make_model):
+    """After the last step that all can make; a warning says what is dropped."""
+    x, y = rows
+    rank = world.rank
+    data = unknown(x[: BATCH * (4 + rank)] + rank, y[: BATCH * (4 + rank)])
+    model = make_model()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        keras_dist.dist_fit(model, data, epochs=2, verbose=0)
+    assert int(model.optimizer.iterations) == 2 * 4
+    assert_equal_to_the_bit(model)
+    said = [str(w.message) for w in caught if "no more batch" in str(w.message)]
+    assert len(said) == (2 if rank == 0 else 0)
+    if rank == 0:
+        assert "after 4 steps" in said[0] and "rank 0 had" in said[0]
+        assert f"{BATCH} of rank 1" in said[0]
+
+
+@pytest.mark.several_ranks
+def test_a_file_larger_than_memory_is_never_copied(world, rows, tmp_path, make_model):
+    """64 GiB that take no room on disk; and rows from a file are those of memory."""
+    huge = np.memmap(tmp_path / "huge", "float32", "w+", shape=(2**20, 2**14))
+    targets = np.memmap(tmp_path / "targets", "float32", "w+", shape=(2**20,))
+    model = keras.Sequential([keras.Input((2**14,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    keras_dist.dist_fit(
+        model,
+        huge,
+        targets,
+        batch_size=8,
+        steps_per_epoch=2 * world.size,
+        validation_data=(huge, targets),
+        validation_steps=world.size,
+        verbose=0,
+    )
+    assert int(model.optimizer.iterations) == 2
+    x, y = rows
+    on_disk = np.memmap(tmp_path / "x", "float64", "w+", shape=x.shape)
+    on_disk[:] = x
+    models = []
+    for data in (x, on_disk):
+        model = make_model()
+        keras_dist.dist_fit(
+            model, data, y, batch_size=8, validation_data=(data, y), verbose=0
+        )
+        models.append(model)
+    assert largest_difference(*models) == 0

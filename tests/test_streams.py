@@ -1,0 +1,156 @@
+"""Batches dealt in turn: every small case, all ranks in one process."""
+
+import math
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_dist.sharding import Split, Stream
+from keras_dist.sharding.share import share_of
+from keras_dist.sharding.streams import length_of
+
+# Ranks, batches, and rows of the last one; the others have three.
+CASES = [(2, 1, 1), (2, 3, 1), (2, 4, 2), (3, 1, 2), (3, 4, 2), (3, 5, 1), (3, 6, 3)]
+
+
+class Sequence(keras.utils.PyDataset):
+    """Batches of three rows, with a last one of any length."""
+
+    def __init__(self, batches):
+        super().__init__()
+        self.batches, self.read = batches, []
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return self.batches[index], self.batches[index] * 2
+
+
+def make_batches(count, last):
+    """The numbers 0, 1, 2, … in batches."""
+    rows = np.arange(3 * (count - 1) + last)
+    return [rows[start : start + 3] for start in range(0, len(rows), 3)]
+
+
+def dataset_of(batches, is_known=True):
+    """The same as a data set of known or unknown length."""
+    rows = np.concatenate(batches)
+    dataset = tf.data.Dataset.from_tensor_slices((rows, rows * 2)).batch(3)
+    return dataset if is_known else dataset.filter(lambda x, y: True)
+
+
+MAKERS = {
+    "known": dataset_of,
+    "unknown": lambda batches: dataset_of(batches, is_known=False),
+    "sequence": Sequence,
+    "generator": lambda batches: ((batch, batch * 2) for batch in batches),
+}
+
+
+def read(data, rank, size, is_training, **options):
+    """Rows of `x` that a rank reads, batch by batch."""
+    split = Split(rank, size, **options)
+    own = share_of(Stream(data), split, is_dealt=True, is_training=is_training)
+    batches = own.data
+    if isinstance(batches, keras.utils.PyDataset):
+        batches = [batches[index] for index in range(batches.num_batches)]
+    pairs = [(np.asarray(x), np.asarray(y)) for x, y in batches]
+    assert all((y == 2 * x).all() for x, y in pairs)
+    assert own.length is None or own.length == len(pairs)
+    return [x.tolist() for x, _ in pairs] if own.has_rows else []
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_batches_are_dealt_in_turn_and_the_rest_by_rows(kind):
+    """Disjoint, complete up to `size` − 1 rows, each step one piece of the data."""
+    for size, count, last in CASES:
+        batches = make_batches(count, last)
+        if sum(map(len, batches)) < size:
+            continue
+        parts = [read(MAKERS[kind](batches), r, size, True) for r in range(size)]
+        assert len({len(part) for part in parts}) == 1  # equal steps
+        rows = sorted(row for part in parts for batch in part for row in batch)
+        assert rows == list(range(len(rows)))
+        assert sum(map(len, batches)) - len(rows) < size
+        for step in range(count // size):
+            assert [part[step] for part in parts] == [
+                batch.tolist() for batch in batches[step * size : (step + 1) * size]
+            ]
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_each_row_is_evaluated_once(kind):
+    """Nothing is left out where ranks may make different numbers of steps."""
+    for size, count, last in CASES:
+        batches = make_batches(count, last)
+        rows = [
+            row
+            for rank in range(size)
+            for batch in read(MAKERS[kind](batches), rank, size, False)
+            for row in batch
+        ]
+        assert sorted(rows) == list(range(sum(map(len, batches)))), (size, count, last)
+
+
+def test_a_sequence_makes_its_own_batches_only():
+    """No rank reads what another one trains on."""
+    data = Sequence(make_batches(6, 3))
+    assert read(data, 1, 3, True) == [[3, 4, 5], [12, 13, 14]]
+    assert set(data.read) == {1, 4}
+
+
+def test_a_shuffled_sequence_has_one_order_whatever_the_size():
+    """Each batch once an epoch, another order each epoch, the last one last."""
+    orders = []
+    for size in (2, 3):
+        order = []
+        for epoch in range(2):
+            parts = []
+            for rank in range(size):
+                stream = Stream(Sequence(make_batches(12, 1)))
+                split = Split(rank, size, seed=4)
+                own = share_of(
+                    stream, split, is_dealt=True, is_training=False, shuffle=True
+                )
+                own.epoch.assign(epoch)
+                parts.append([own.data[i][0][0] for i in range(own.data.num_batches)])
+            order += [first for step in zip(*parts, strict=True) for first in step]
+        orders.append([int(first) for first in order])
+    assert orders[0] == orders[1]
+    assert sorted(orders[0][:12]) == sorted(orders[0][12:]) == list(range(0, 36, 3))
+    assert orders[0][:12] != orders[0][12:]
+    assert orders[0][11] == orders[0][23] == 33
+
+
+def test_an_endless_data_set_is_dealt_for_ever():
+    """Without a tail there is nothing to split."""
+    data = dataset_of(make_batches(2, 3)).repeat()
+    own = share_of(Stream(data), Split(1, 3), is_dealt=True, is_training=True)
+    assert own.length == math.inf == length_of(data)
+    assert [x.numpy()[0] for x, _ in own.data.take(2)] == [3, 0]
+
+
+def test_what_is_looked_at_of_a_generator_is_not_lost():
+    """The first batches are read again."""
+    stream = Stream(iter(range(5)))
+    assert stream.first(2) == [0, 1] and stream.first(3) == [0, 1, 2]
+    assert list(stream) == [0, 1, 2, 3, 4]
+
+
+def test_structures_and_dtypes_stay_what_they_are():
+    """Dicts, strings, whole numbers and equal lengths, whatever reads them."""
+    rows = {"a": np.arange(7), "b": np.array([f"row {i}" for i in range(7)])}
+    data = tf.data.Dataset.from_tensor_slices((rows, np.ones((7, 2)))).batch(2)
+    for dataset in (data, data.filter(lambda x, y: True)):
+        own = share_of(Stream(dataset), Split(0, 3), is_dealt=True, is_training=False)
+        batches = list(own.data)
+        assert [x["b"].numpy().tolist() for x, _ in batches] == [
+            [b"row 0", b"row 1"],
+            [b"row 6"],
+        ]
+        assert batches[0][0]["a"].dtype == tf.int64
+        assert batches[0][1].shape == (2, 2) and batches[0][1].dtype == tf.float64
