@@ -1,5 +1,6 @@
 """The share of one rank in the data that is trained on."""
 
+import math
 from typing import Any
 
 import tensorflow as tf
@@ -139,6 +140,12 @@ def _stream_feed(
         raise ValueError(
             "There is no data to train on. Received: "
             f"x of type {stream.kind} without a batch."
+        )
+    if split.size > 1 and stream.length == math.inf and steps is None:
+        raise ValueError(
+            "An epoch of endless data has no end. Received: "
+            f"x of type {stream.kind} without end, steps_per_epoch=None. "
+            "Pass `steps_per_epoch`."
         )
     is_dealt = split.same.get("training", False)
     shuffle = bool(given["shuffle"])

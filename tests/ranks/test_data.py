@@ -101,23 +101,6 @@ def test_data_already_split_trains_alike(world, rows, make_model):
         assert_equal_to_the_bit(model)
 
 
-def test_a_rank_that_runs_dry_says_so(world, rows, make_model):
-    """An error that ends the job instead of a wait without end."""
-
-    def generate():
-        for _ in range(3):
-            yield rows
-
-    def fit():
-        keras_dist.dist_fit(
-            make_model(), generate(), steps_per_epoch=5 * world.size, verbose=0
-        )
-
-    if world.size > 1:
-        for message in raises_everywhere(RuntimeError, fit):
-            assert "3 of the 5 steps" in message
-
-
 @pytest.mark.three_ranks
 def test_structures_of_arrays_are_dealt(world, rows):
     """Dicts and lists of arrays, float64 and tensors, like Keras itself."""
