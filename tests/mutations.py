@@ -176,7 +176,7 @@ MUTATIONS = [
         "metrics/states.py",
         'factors = {"sum": has_rows,',
         'factors = {"sum": True,',
-        ("test_metrics.py", "all_metrics_of_a_fit"),
+        ("test_metrics.py", "every_metric"),
     ),
     Mutation(
         "metrics: values of the last step by the rows of its batch",
