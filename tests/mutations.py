@@ -39,6 +39,27 @@ class Mutation:
 
 MUTATIONS = [
     Mutation(
+        "a wish to stop travels with the gradients",
+        "optimizer/wishes.py",
+        "wish[1].assign_add(tf.cast(total, wish[1].dtype))",
+        "pass",
+        ("test_every_callback.py", "wish_at"),
+    ),
+    Mutation(
+        "callbacks: who reads waits for who writes",
+        "callbacks/user_callbacks.py",
+        "phases.append([])",
+        "pass",
+        ("test_user_callbacks.py", "different"),
+    ),
+    Mutation(
+        "files are replaced as a whole",
+        "saving.py",
+        'part = os.path.join(folder, f".keras_dist.{comm.rank()}.{name[-200:]}")',
+        "part = target",
+        ("test_user_callbacks.py", "full_disk"),
+    ),
+    Mutation(
         "every optimizer: gradients are averaged",
         "optimizer/averaging.py",
         "grads = share_gradients(self, grads, trainable_variables)",

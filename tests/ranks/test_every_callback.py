@@ -96,7 +96,12 @@ def fit_both(make_model, data, make_callback, make_optimizer, **arguments):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("stop", marks=pytest.mark.three_ranks), "average", "rate"]
+    "name",
+    [
+        pytest.param("stop", marks=pytest.mark.three_ranks),
+        pytest.param("average", marks=pytest.mark.several_ranks),
+        pytest.param("rate", marks=pytest.mark.several_ranks),
+    ],
 )
 def test_what_decides_decides_as_one_process(make_model, skewed, name):
     """Each rank has another loss of its own, and all do what one process does."""
@@ -175,6 +180,7 @@ def test_a_wish_at_a_batch_stops_all_after_the_next(make_model, rows, compressio
     assert keras_dist.dist_fit(model, *rows, **call).epoch == [0, 1, 2]
 
 
+@pytest.mark.several_ranks
 def test_hooks_are_called_as_by_one_process(make_model, rows):
     """`LambdaCallback` and a class with state, with the same epochs and batches."""
     data = tuple(array[:48] for array in rows)
@@ -221,7 +227,6 @@ def test_hooks_are_called_as_by_one_process(make_model, rows):
     assert seen[0] == seen[1] and len(seen[0]) > 20
 
 
-@pytest.mark.three_ranks
 def test_writers_write_once_and_readers_wait(make_model, rows, folder):
     """All of them in one list and one folder, and a callback that reads at once."""
     best = folder / "best.weights.h5"

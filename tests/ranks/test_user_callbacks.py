@@ -223,7 +223,6 @@ def test_a_full_disk_leaves_the_file_before(rows, make_model, folder, name):
         assert (own == other).all()
 
 
-@pytest.mark.three_ranks
 def test_the_epoch_of_a_backup_is_that_of_its_weights(rows, make_model, folder):
     """Also where the process was killed before, or while, it wrote the epoch."""
     backup = keras.callbacks.BackupAndRestore
