@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from keras_dist import comm, mixin, sharding, step, survey
-from keras_dist.callbacks import on_this_rank
+from keras_dist.callbacks import on_this_rank, runs_on_first_rank_only
 from keras_dist.checks import check_model
 from keras_dist.fit import dist_fit
 from keras_dist.options import Options
@@ -82,7 +82,7 @@ class DistributedModel:
                     batch_size=batch_size,
                     verbose=verbose if comm.rank() == 0 else 0,
                     steps=feed.steps if steps else None,
-                    callbacks=_of_this_rank(callbacks),
+                    callbacks=on_this_rank(_flat(callbacks)) or None,
                     return_dict=return_dict,
                 )
 
@@ -140,7 +140,11 @@ class DistributedModel:
         arguments = {
             "batch_size": batch_size,
             "verbose": verbose if comm.rank() == 0 else 0,
-            "callbacks": _of_this_rank(callbacks),
+            "callbacks": [
+                callback
+                for callback in _flat(callbacks)
+                if comm.rank() == 0 or not runs_on_first_rank_only(callback)
+            ],
         }
         check_model(self.model, is_compiled=False)
         with comm.within(options.process_set):
@@ -173,11 +177,10 @@ class DistributedModel:
         return f"DistributedModel({self.model!r})"
 
 
-def _of_this_rank(callbacks: Any) -> list[Any] | None:
-    """Callbacks that run on this rank: those that write, on the first one."""
+def _flat(callbacks: Any) -> list[Any]:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
-    return on_this_rank(keras.tree.flatten(callbacks or [])) or None
+    return keras.tree.flatten(callbacks or [])
 
 
 @contextlib.contextmanager
