@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from keras_dist import comm, optimizer
 
@@ -17,7 +18,8 @@ class EffectiveRate(keras.callbacks.Callback):
     the factor exists only inside the update. With several optimizers in a
     `MultiOptimizer`, each one's name stands after this one's, as Keras does it.
 
-    Where no rank has a `TensorBoard`, the logs stay as they are.
+    Where no rank has a `TensorBoard`, the logs stay as they are. Where one writes
+    batches, their rates are written too.
 
     Stands before callbacks that read `logs`.
 
@@ -30,16 +32,24 @@ class EffectiveRate(keras.callbacks.Callback):
         self.boards = boards
         self._is_wanted = False
         # Batches are logged as the first rank sees them.
-        self._is_wanted_at_batches = comm.rank() == 0 and any(
-            board.update_freq != "epoch" for board in boards
-        )
+        self._every = [
+            board.update_freq
+            for board in boards
+            if comm.rank() == 0 and board.update_freq != "epoch"
+        ]
+        self._batch = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._is_wanted = any(comm.gather(bool(self.boards)))
+        self._batch = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._is_wanted_at_batches and isinstance(logs, dict):
-            logs.update(self._rates())
+        # Not in the logs: older versions of Keras may take those of the last batch for
+        # those of the epoch. `TensorBoard` has made its writer the default one.
+        self._batch += 1
+        if any(self._batch % every == 0 for every in self._every):
+            for name, rate in self._rates().items():
+                tf.summary.scalar(f"batch_{name}", rate, step=self._batch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._is_wanted and logs is not None:
