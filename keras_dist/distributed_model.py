@@ -69,6 +69,9 @@ class DistributedModel:
         """
         options = Options(**self.options)
         with comm.within(options.process_set):
+            if comm.size() == 1:
+                given = x, y, batch_size, verbose, sample_weight, steps, callbacks
+                return self.model.evaluate(*given, return_dict=return_dict)
             x = survey.opened(x)
             split = survey.split_of({"validation": x}, options.shard)
             parts = x, y, sample_weight

@@ -1,6 +1,8 @@
 """A train step in two compiled halves, with the averaging between them."""
 
+import contextvars
 from collections.abc import Callable
+from concurrent import futures
 from typing import Any
 
 import keras
@@ -38,15 +40,21 @@ class Halves:
         rows where the number of rows varies.
         """
         specs = keras.tree.map_structure(_spec, data)
-        with tf.init_scope():
-            try:
-                self._first_half.get_concrete_function(specs)
-                if len(self._calls) != 1:
-                    return f"its train step makes {len(self._calls)} updates, not one"
-                static = keras.tree.map_structure(_with_two_rows, specs)
-                self._first_half.experimental_get_compiler_ir(static)(stage="hlo")
-            except Exception as error:  # whatever it is, the step runs without XLA
-                return f"XLA cannot compile this model ({_first_line(error)})"
+        # This is called in the middle of tracing. A thread of its own is outside of
+        # that graph; so is `tf.init_scope`, but there no tape records a gradient.
+        context = contextvars.copy_context()
+        with futures.ThreadPoolExecutor(max_workers=1) as thread:
+            return thread.submit(context.run, self._try, specs).result()
+
+    def _try(self, specs: Any) -> str | None:
+        try:
+            self._first_half.get_concrete_function(specs)
+            if len(self._calls) != 1:
+                return f"its train step makes {len(self._calls)} updates, not one"
+            batch = keras.tree.map_structure(_two_rows, specs)
+            self._first_half.experimental_get_compiler_ir(batch)(stage="hlo")
+        except Exception as error:  # whatever it is, the step runs without XLA
+            return f"XLA cannot compile this model ({_first_line(error)})"
         return None
 
     def run(self, data: Any) -> Any:
@@ -77,10 +85,11 @@ def _spec(leaf: Any) -> Any:
     return None if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype)
 
 
-def _with_two_rows(spec: Any) -> Any:
+def _two_rows(spec: Any) -> Any:
     if spec is None:
         return None
-    return tf.TensorSpec([2 if n is None else n for n in spec.shape], spec.dtype)
+    # A tensor, since TensorFlow takes no structure of specs here.
+    return tf.zeros([2 if n is None else n for n in spec.shape], spec.dtype)
 
 
 def _first_line(error: Exception) -> str:

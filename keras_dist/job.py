@@ -148,6 +148,9 @@ def _arguments(
     is_first = comm.rank() == 0
     arguments = fit | training.arguments
     arguments["callbacks"] = ours.on_this_rank(callbacks)
+    if comm.size() == 1:  # what Keras takes and refuses is its own affair
+        steps = training.arguments["steps_per_epoch"]
+        return fit | {"callbacks": arguments["callbacks"], "steps_per_epoch": steps}
     if training.epoch is not None:
         arguments["callbacks"].append(ours.NextEpoch(training.epoch, training.steps))
     arguments["verbose"] = fit["verbose"] if is_first else 0
@@ -169,10 +172,33 @@ def _has_validation(fit: dict[str, Any]) -> bool:
 def _feeds(
     fit: dict[str, Any], options: Options, split: sharding.Split
 ) -> tuple[sharding.Feed, sharding.Feed | None]:
+    # A wrong rule is an error also where it is not used.
+    steps = scaling.scaled_steps(
+        options.steps_scaling, fit["steps_per_epoch"], size=split.size
+    )
+    scaling.scaled_steps(
+        options.validation_steps_scaling,
+        fit["validation_steps"],
+        size=split.size,
+        name="validation_steps_scaling",
+        multiples=True,
+    )
+    try:
+        return _feeds_of_ranks(fit, options, split)
+    except ValueError:
+        if split.size > 1:
+            raise
+        # One process: Keras says what is wrong, if it finds that anything is.
+        kind = type(fit["x"]).__name__.lstrip("_")
+        return sharding.Feed({"steps_per_epoch": steps}, kind=kind), None
+
+
+def _feeds_of_ranks(
+    fit: dict[str, Any], options: Options, split: sharding.Split
+) -> tuple[sharding.Feed, sharding.Feed | None]:
     training_data = fit["x"], fit["y"], fit["sample_weight"]
     validation_data = fit["validation_data"]
-    is_held_out = fit["validation_split"] and validation_data is None
-    if is_held_out and (split.size > 1 or sharding.is_arrays(training_data)):
+    if fit["validation_split"] and validation_data is None:
         training_data, validation_data = sharding.hold_out(
             *training_data, fit["validation_split"]
         )
@@ -184,23 +210,15 @@ def _feeds(
         steps_rule=options.steps_scaling,
         split=split,
     )
-    validation = None
-    if validation_data is not None:
-        validation = sharding.validation_feed(
-            validation_data,
-            batch_size=fit["validation_batch_size"] or fit["batch_size"],
-            steps=fit["validation_steps"],
-            steps_rule=options.validation_steps_scaling,
-            split=split,
-        )
-    else:  # a wrong rule is an error also where it is not used yet
-        scaling.scaled_steps(
-            options.validation_steps_scaling,
-            None,
-            size=split.size,
-            name="validation_steps_scaling",
-            multiples=True,
-        )
+    if validation_data is None:
+        return training, None
+    validation = sharding.validation_feed(
+        validation_data,
+        batch_size=fit["validation_batch_size"] or fit["batch_size"],
+        steps=fit["validation_steps"],
+        steps_rule=options.validation_steps_scaling,
+        split=split,
+    )
     return training, validation
 
 

@@ -30,6 +30,9 @@ class Session:
         is_held: Whether callbacks leave it to `dist_fit` to end the session: others,
             at the end of the training, still save and evaluate with it.
         progress: Epochs that are done and the last batch, for files of weights.
+        compiled: What the model was compiled with.
+        plain_test_function: What the plain model evaluates with.
+        test_function: What this one has traced, kept for the next session.
     """
 
     before_first_step: list[Callable[[], None]] = field(default_factory=list)
@@ -50,3 +53,6 @@ class Session:
     heard: Any = None
     is_held: bool = False
     progress: tuple[int, int] | None = None
+    compiled: tuple[Any, ...] = ()
+    plain_test_function: Any = None
+    test_function: Any = None

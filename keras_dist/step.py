@@ -10,16 +10,25 @@ import tensorflow as tf
 
 from keras_dist import batch_norm, comm, losses, metrics, mixin, saving
 from keras_dist.halves import Halves
-from keras_dist.optimizer import averages_by_rows, carrying, weighted_by
+from keras_dist.optimizer import (
+    averages_by_rows,
+    carrying,
+    optimizers_of,
+    parts,
+    weighted_by,
+)
 from keras_dist.session import Session
 
 
 def install(model: Any) -> Session:
     """Let `model` train with the other ranks; a second time gives the same session.
 
-    The train function is made anew: one that was traced before averages nothing.
+    The train function is made anew: one that was traced before averages nothing. What
+    was traced to evaluate is kept as long as the model is not compiled anew.
     """
     if not mixin.has(model, DistributedStep):
+        last = model.__dict__.get("_distributed_session")
+        is_same = last is not None and _is_same(last.compiled, _compiled(model))
         # These numbers stay out of the model's tracked state, or they would be saved
         # with it.
         with tf.init_scope():
@@ -29,13 +38,19 @@ def install(model: Any) -> Session:
             )
             with tf.device("CPU:0"):  # read after each batch
                 wish, heard = (tf.Variable(0.0, trainable=False) for _ in range(2))
-            session = Session(
-                rows=rows, position=position, seen=seen, wish=wish, heard=heard
-            )
+        session = Session(
+            rows=rows,
+            position=position,
+            seen=last.seen if is_same else seen,
+            wish=wish,
+            heard=heard,
+            compiled=_compiled(model),
+            plain_test_function=model.test_function,
+        )
         object.__setattr__(model, "_distributed_session", session)
         mixin.add(model, DistributedStep)
         model.train_function = None
-        model.test_function = None
+        model.test_function = last.test_function if is_same else None
     return session_of(model)
 
 
@@ -52,7 +67,22 @@ def uninstall(model: Any, *, is_end: bool = False) -> None:
         batch_norm.desynchronize(model)
         model.stop_training = stopped
         model.train_function = None
-        model.test_function = None
+        session = session_of(model)
+        session.test_function = model.test_function
+        is_same = _is_same(session.compiled, _compiled(model))
+        model.test_function = session.plain_test_function if is_same else None
+
+
+def _compiled(model: Any) -> tuple[Any, ...]:
+    """Objects of which `compile` makes new ones, and what else makes Keras trace."""
+    made = [getattr(model, n, None) for n in ("_compile_loss", "_compile_metrics")]
+    return *made, model.run_eagerly, model.jit_compile, model.steps_per_execution
+
+
+def _is_same(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    is_known = any(found is not None for found in now[:2])
+    pairs = zip(before, now, strict=True)
+    return is_known and all(old is new or old == new for old, new in pairs)
 
 
 def session_of(model: Any) -> Session:
@@ -71,20 +101,24 @@ class DistributedStep(saving.SavesWhole):
             session.has_started = True
             # Outside of the graph that is being traced, so that it happens once, now.
             with tf.init_scope(), _inside_step(session):
-                comm.together(lambda: _build(self, data))
+                if comm.size() > 1 or _has_parts(self):
+                    comm.together(lambda: _build(self, data))
                 batch_norm.synchronize(self)
                 for hook in session.before_first_step:
                     hook()
-        data = _after_updates(self, data)
         rows = _num_rows(data)
         session.rows.assign_add(tf.cast(rows, tf.int64))
+        if comm.size() == 1:
+            with _inside_step(session):
+                return super().train_step(data)  # type: ignore[misc]
+        data = _after_updates(self, data)
         _count(session, rows)
         of_all = None
         if session.rows_of_all is not None:
             of_all = session.rows_of_all(session.position.read_value())
             session.position.assign_add(1)
         own_step = super().train_step  # type: ignore[misc]
-        by_rows = averages_by_rows(self) and comm.size() > 1
+        by_rows = averages_by_rows(self)
         exact = losses.of_all_rows() if by_rows else contextlib.nullcontext()
         wish = carrying(session.wish, session.heard)
         with _inside_step(session), weighted_by(rows, of_all), exact, wish:
@@ -100,7 +134,8 @@ class DistributedStep(saving.SavesWhole):
 
     def test_step(self: Any, data: Any) -> Any:
         session = self._distributed_session
-        _count(session, _num_rows(data))
+        if comm.size() > 1:
+            _count(session, _num_rows(data))
         with _inside_step(session):
             return super().test_step(data)  # type: ignore[misc]
 
@@ -233,6 +268,15 @@ def _build(model: Any, data: Any) -> None:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built and model.built:
         optimizer.build(model.trainable_variables)
+
+
+def _has_parts(model: Any) -> bool:
+    """Whether the optimizer knows only when it is built which others it holds."""
+    return any(
+        hasattr(part, "optimizers")
+        for found in optimizers_of(model)
+        for part in parts(found)
+    )
 
 
 def _after_updates(model: Any, data: Any) -> Any:

@@ -91,6 +91,54 @@ def test_one_process_is_plain_keras_to_the_bit(rows, arguments):
     assert ours.params == plain.params and model.history is ours
 
 
+def test_one_process_is_plain_keras_whatever_is_compiled(rows):
+    """Optimizers of every kind, in a graph and in XLA; `evaluate` and `predict` too."""
+    x, y = rows
+    for make_optimizer in (
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+        lambda: getattr(keras.optimizers, "ScheduleFreeAdamW", keras.optimizers.Adam)(),
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()),
+    ):
+        models = []
+        for fit in (keras.Model.fit, keras_dist.dist_fit):
+            model = make_model()
+            model.compile(make_optimizer(), "mse", metrics=["mae"], jit_compile=False)
+            fit(model, x, y, epochs=2, verbose=0, validation_data=rows)
+            models.append(model)
+        expected, model = models
+        for own, other in zip(model.variables, expected.variables, strict=True):
+            assert (own.numpy() == other.numpy()).all()
+        many = keras_dist.DistributedModel(model)
+        plain = expected.evaluate(x, y, verbose=0, return_dict=True)
+        assert many.evaluate(x, y, verbose=0, return_dict=True) == plain
+        assert many.evaluate(x, y, 8, 0) == expected.evaluate(x, y, 8, 0)
+        ours = many.predict(x, verbose=0)
+        assert (ours == expected.predict(x, verbose=0)).all()
+
+
+def test_one_process_raises_what_keras_raises(rows):
+    """The same kind of error, whatever was wrong."""
+    x, y = rows
+    uncompiled = keras.Sequential([keras.layers.Dense(1)])
+    data = tf.data.Dataset.from_tensor_slices(rows).batch(8)
+    for model, arguments in (
+        (uncompiled, {"x": x, "y": y}),
+        (make_model(), {"x": x, "y": y[:-1]}),
+        (make_model(), {"x": x[:-1], "y": y}),
+        (make_model(), {"x": data, "validation_split": 0.5}),
+        (make_model(), {"x": x, "y": y, "validation_split": 1.0}),
+        (make_model(), {"x": data, "y": y}),
+        (make_model(), {}),
+        (make_model(), {"x": x, "y": y, "epochs": "3"}),
+    ):
+        raised = []
+        for fit in (keras.Model.fit, keras_dist.dist_fit):
+            with pytest.raises(Exception) as caught:  # noqa: PT011
+                fit(model, verbose=0, **arguments)
+            raised.append(caught.type)
+        assert raised[0] is raised[1], (arguments.keys(), raised)
+
+
 def test_the_fit_takes_no_random_numbers_and_no_special_terminal(rows, monkeypatch):
     """What the script draws afterwards is what it draws after `model.fit`."""
     drawn = []

@@ -13,7 +13,7 @@ from keras_dist.optimizer.averaging import (
     recording,
 )
 from keras_dist.optimizer.options import Averaging, check_usable
-from keras_dist.optimizer.parts import leaves, optimizers_of
+from keras_dist.optimizer.parts import leaves, optimizers_of, parts
 from keras_dist.optimizer.rate import (
     effective_rate,
     scale_rate,
@@ -41,6 +41,7 @@ __all__ = [
     "leaves",
     "local_ids",
     "optimizers_of",
+    "parts",
     "recording",
     "rows_now",
     "scale_rate",

@@ -7,6 +7,7 @@ Usage: python table.py FILE               all of `cases.CASES`
 import json
 import sys
 import traceback
+import warnings
 
 import cases
 import fuzz
@@ -52,6 +53,8 @@ def main(path, *numbers):
         first, count = map(int, numbers)
         drawn = [fuzz.draw(seed) for seed in range(first, first + count)]
         chosen = [case for ranks, case in drawn if ranks == size]
+    else:
+        warnings.filterwarnings("error", "Training without XLA")
     rows = measure(chosen, size)
     if keras_dist.rank() == 0:
         versions = {"TensorFlow": tf.__version__, "Keras": keras.__version__}

@@ -222,7 +222,8 @@ def test_each_rank_draws_its_own_dropout_masks(world, rows):
 
 
 @pytest.mark.three_ranks
-def test_mixed_precision_skips_together(world, rows):
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_mixed_precision_skips_together(world, rows, is_wrapped):
     """An inf on one rank only: all ranks skip the update and halve the scale."""
     x, y = rows
     x, y = np.array(x[:96]), y[:96]
@@ -231,13 +232,19 @@ def test_mixed_precision_skips_together(world, rows):
     inputs = keras.Input((5,))
     outputs = keras.layers.Dense(1, dtype=policy)(inputs)
     model = keras.Model(inputs, outputs)
-    inner = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.01))
+    inner = keras.optimizers.SGD(0.01)
+    if is_wrapped:
+        inner = keras_dist.DistributedOptimizer(inner)
     optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=1024.0)
     model.compile(optimizer, "mse")
     x[-1] = np.inf  # the last row belongs to the last rank
-    keras_dist.dist_fit(
-        model, x, y, batch_size=96 // world.size, epochs=3, shuffle=False, verbose=0
-    )
+    arguments = {"batch_size": 96 // world.size, "epochs": 3, "shuffle": False}
+    if is_wrapped:
+        x, y = x[world.rank :: world.size], y[world.rank :: world.size]
+        callbacks = [keras_dist.BroadcastVariables()]
+        model.fit(x, y, verbose=0, callbacks=callbacks, **arguments)
+    else:
+        keras_dist.dist_fit(model, x, y, verbose=0, **arguments)
     assert_equal_to_the_bit(model)
     assert float(optimizer.dynamic_scale) == 1024.0 / 8
     assert int(inner.iterations) == 0

@@ -16,11 +16,10 @@ class Uncompilable(keras.layers.Layer):
     """A layer of an operation that XLA does not have."""
 
     def call(self, x):
-        tf.strings.as_string(x)
-        return tf.py_function(lambda x: x, [x], x.dtype) * 0 + x
+        return tf.strings.to_number(tf.strings.as_string(x)) * 0 + x
 
     def compute_output_spec(self, x):
-        return x
+        return keras.KerasTensor(x.shape, x.dtype)
 
 
 class TwoUpdates(keras.Model):
@@ -61,6 +60,7 @@ def test_a_model_that_xla_cannot_compile_trains_without(world, rows, make_model)
     assert model.jit_compile
 
 
+@pytest.mark.filterwarnings("ignore:Training without XLA")
 @pytest.mark.parametrize("is_jitted", [False, True])
 def test_two_optimizers_in_one_step_equal_one_process(world, rows, is_jitted):
     """Each averages; with XLA too, where the step cannot be halved."""
