@@ -8,15 +8,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import batch_norm, comm, losses, metrics, mixin, saving
+from keras_dist import batch_norm, building, comm, losses, metrics, mixin, saving
 from keras_dist.halves import Halves
-from keras_dist.optimizer import (
-    averages_by_rows,
-    carrying,
-    optimizers_of,
-    parts,
-    weighted_by,
-)
+from keras_dist.optimizer import averages_by_rows, carrying, weighted_by
 from keras_dist.session import Session
 
 
@@ -101,8 +95,8 @@ class DistributedStep(saving.SavesWhole):
             session.has_started = True
             # Outside of the graph that is being traced, so that it happens once, now.
             with tf.init_scope(), _inside_step(session):
-                if comm.size() > 1 or _has_parts(self):
-                    comm.together(lambda: _build(self, data))
+                if comm.size() > 1 or building.has_parts(self):
+                    comm.together(lambda: building.build(self, data))
                 batch_norm.synchronize(self)
                 for hook in session.before_first_step:
                     hook()
@@ -246,37 +240,6 @@ def _inside_step(session: Session) -> Iterator[None]:
         yield
     finally:
         session.in_step = before
-
-
-def _build(model: Any, data: Any) -> None:
-    """Make all variables of the model, its metrics and its optimizer.
-
-    Weights and optimizer state are copied to all ranks before the first step, and
-    XLA cannot make variables, so everything has to be there by then.
-    """
-    try:
-        model._symbolic_build(data_batch=data)
-    except Exception as error:
-        # A model that cannot be run on shapes alone still builds itself as it runs.
-        if not model.built:
-            warnings.warn(
-                f"{type(model).__name__} could not be built from the shapes of its "
-                f"first batch ({type(error).__name__}: {error}). Build it before the "
-                "fit, for example by calling it on one batch.",
-                stacklevel=2,
-            )
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and not optimizer.built and model.built:
-        optimizer.build(model.trainable_variables)
-
-
-def _has_parts(model: Any) -> bool:
-    """Whether the optimizer knows only when it is built which others it holds."""
-    return any(
-        hasattr(part, "optimizers")
-        for found in optimizers_of(model)
-        for part in parts(found)
-    )
 
 
 def _after_updates(model: Any, data: Any) -> Any:

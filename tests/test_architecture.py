@@ -23,6 +23,7 @@ FLOORS = {
     "optimizer": 2,
     "metrics": 2,
     "batch_norm": 2,
+    "building": 2,
     "halves": 2,
     "losses": 2,
     "saving": 2,

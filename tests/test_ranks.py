@@ -19,6 +19,6 @@ def test_ranks_together(size):
     done = launch(
         [sys.executable, "-m", "pytest", "-x", "-q", str(FOLDER)],
         ranks=size,
-        timeout=900,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-5000:]

@@ -15,6 +15,7 @@ def fit(model, *args, **kwargs):
 
 
 @pytest.mark.three_ranks
+@pytest.mark.several_ranks
 def test_no_data_and_too_few_rows(world, make_model):
     """A rank without a row could take no step."""
     model = make_model()
@@ -47,7 +48,7 @@ def test_unusable_models(world, rows):
         assert "OneDeviceStrategy" in message
 
 
-def test_unknown_rules_and_negative_factors(make_model, rows):
+def test_unknown_rules_and_negative_factors(world, make_model, rows):
     """Every rule says what it takes."""
     bad = {
         "lr_scaling": ("cubic", -1.0, 0, float("inf"), lambda size: -size),
@@ -64,7 +65,7 @@ def test_unknown_rules_and_negative_factors(make_model, rows):
     call = fit(make_model(), *rows, target_accuracy=0.5)
     for message in raises_everywhere(ValueError, call):
         assert "validation_data" in message
-    for batch_size in (-3, 2.5):
+    for batch_size in (-3, 2.5) if world.size > 1 else ():
         call = fit(make_model(), *rows, batch_size=batch_size)
         for message in raises_everywhere(ValueError, call):
             assert f"batch_size={batch_size}" in message

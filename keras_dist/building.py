@@ -1,0 +1,37 @@
+"""Build what is not there before the first step."""
+
+import warnings
+from typing import Any
+
+from keras_dist.optimizer import optimizers_of, parts
+
+
+def build(model: Any, data: Any) -> None:
+    """Make all variables of the model, its metrics and its optimizer.
+
+    Weights and optimizer state are copied to all ranks before the first step, and
+    XLA cannot make variables, so everything has to be there by then.
+    """
+    try:
+        model._symbolic_build(data_batch=data)
+    except Exception as error:
+        # A model that cannot be run on shapes alone still builds itself as it runs.
+        if not model.built:
+            warnings.warn(
+                f"{type(model).__name__} could not be built from the shapes of its "
+                f"first batch ({type(error).__name__}: {error}). Build it before the "
+                "fit, for example by calling it on one batch.",
+                stacklevel=2,
+            )
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built and model.built:
+        optimizer.build(model.trainable_variables)
+
+
+def has_parts(model: Any) -> bool:
+    """Whether the optimizer knows only when it is built which others it holds."""
+    return any(
+        hasattr(part, "optimizers")
+        for found in optimizers_of(model)
+        for part in parts(found)
+    )
