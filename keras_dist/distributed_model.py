@@ -79,7 +79,8 @@ class DistributedModel:
                 lambda: self._feed(parts, batch_size, steps, options, split)
             )
             comm.agree(feed.facts, advice=_ADVICE)
-            with _evaluating(self.model, has_rows=feed.has_rows):
+            is_of_all = _evaluating(self.model, has_rows=feed.has_rows)
+            with comm.explained(), is_of_all, sharding.reading([feed]):
                 return self.model.evaluate(
                     **feed.arguments,
                     batch_size=batch_size,

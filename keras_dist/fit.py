@@ -121,7 +121,10 @@ def dist_fit(
         comm.agree(job.facts(), advice=_ADVICE)
         if comm.rank() == 0 and verbose != 0:
             _print(str(job.plan))
-        with comm.explained(), distributed(model, job), sharding.own_errors(job.feeds):
+        if comm.size() == 1:
+            with distributed(model, job):
+                return model.fit(**job.arguments)
+        with comm.explained(), distributed(model, job), sharding.reading(job.feeds):
             return model.fit(**job.arguments)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,18 +87,22 @@ def share_of(
 
 
 @contextlib.contextmanager
-def own_errors(feeds: Sequence[Feed]) -> Iterator[None]:
-    """Inside the block, an error of the user's data is raised as it is.
+def reading(feeds: Sequence[Feed]) -> Iterator[None]:
+    """Inside the block, the end and the errors of data are what the user expects.
 
-    TensorFlow, which reads the data in a thread, makes a page of its own of it.
+    TensorFlow, which reads the data in a thread, makes a page of its own of an error of
+    the user's; and Keras warns of the end of data whose length it did not know.
     """
-    try:
-        yield
-    except tf.errors.OpError:
-        for feed in feeds:
-            if feed.rounds is not None and feed.rounds.failure is not None:
-                raise feed.rounds.failure from None
-        raise
+    with warnings.catch_warnings():
+        if any(feed.steps is None for feed in feeds):
+            warnings.filterwarnings("ignore", "Your input ran out of data")
+        try:
+            yield
+        except tf.errors.OpError:
+            for feed in feeds:
+                if feed.rounds is not None and feed.rounds.failure is not None:
+                    raise feed.rounds.failure from None
+            raise
 
 
 def finite(length: float | None) -> int | None:

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_dist import scaling
@@ -150,7 +151,11 @@ def _stream_feed(
     is_dealt = split.same.get("training", False)
     shuffle = bool(given["shuffle"])
     own = share_of(stream, split, is_dealt=is_dealt, is_training=True, shuffle=shuffle)
-    is_keras_to_shuffle = shuffle and own.data is stream.data
+    is_keras_to_shuffle = (
+        shuffle
+        and own.data is stream.data
+        and isinstance(own.data, keras.utils.PyDataset)
+    )
     known = finite(own.length)
     return Feed(
         given

@@ -49,9 +49,9 @@ def generate(x, y, epochs=1):
 
 
 def fit(model, data, **arguments):
-    """Trains without Keras's warning that data of unknown length has ended."""
+    """Trains; that data has ended is no warning."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Your input ran out of data")
+        warnings.filterwarnings("error", "Your input ran out of data")
         return keras_dist.dist_fit(model, data, verbose=0, **arguments)
 
 
