@@ -92,6 +92,7 @@ def _is_dealt_nevertheless(name: str, stream: sharding.Stream, before: str) -> b
     raise ValueError(
         f"The ranks' {name} batches differ, and change when they are read again, as "
         f"where data is shuffled without a seed. Received: x of type {stream.kind}. "
-        "Pass `seed` to its `shuffle`, or call keras.utils.set_random_seed on every "
-        'rank before it is made; or pass shard="none" if each rank has its own part.'
+        "Pass `seed` to its `shuffle`, or call keras.utils.set_random_seed (with torch "
+        "torch.manual_seed) with the same number on every rank before it is made; or "
+        'pass shard="none" if each rank has its own part.'
     )

@@ -231,3 +231,25 @@ def test_a_file_larger_than_memory_is_never_copied(world, rows, tmp_path, make_m
         )
         models.append(model)
     assert largest_difference(*models) == 0
+
+
+@pytest.mark.several_ranks
+def test_a_torch_data_loader_is_dealt(world, rows, make_model):
+    """Batch by batch, and row by row at the end, as of one process."""
+    torch = pytest.importorskip("torch")
+    x, y = (array[:98] for array in rows)  # a tail of more rows than ranks
+    data = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
+    oracle = make_model(keras.optimizers.SGD(0.1 * world.size))
+    large = torch.utils.data.DataLoader(data, batch_size=BATCH * world.size)
+    expected = oracle.fit(large, epochs=2, verbose=0).history
+    model = make_model(keras.optimizers.SGD(0.1))
+    loader = torch.utils.data.DataLoader(data, batch_size=BATCH)
+    history = fit(model, loader, epochs=2).history
+    oracle.optimizer.learning_rate = 0.1
+    assert largest_difference(model, oracle) < 1e-5
+    assert history["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+    assert_equal_to_the_bit(model)
+    torch.manual_seed(world.rank)
+    shuffled = torch.utils.data.DataLoader(data, batch_size=BATCH, shuffle=True)
+    for message in raises_everywhere(ValueError, lambda: fit(model, shuffled)):
+        assert "torch.manual_seed" in message
