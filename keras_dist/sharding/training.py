@@ -131,23 +131,7 @@ def _stream_feed(
     split: Split,
 ) -> Feed:
     stream = given["x"] if isinstance(given["x"], Stream) else Stream(given["x"])
-    if split.size > 1 and split.shard == "auto" and is_ragged_or_sparse(given):
-        raise ValueError(
-            "Ragged and sparse tensors cannot be dealt to the ranks. Received: x of "
-            f"type {stream.kind}. Pass dense arrays, or split the data yourself "
-            'and pass shard="none" with a tf.data.Dataset.'
-        )
-    if stream.length == 0:
-        raise ValueError(
-            "There is no data to train on. Received: "
-            f"x of type {stream.kind} without a batch."
-        )
-    if split.size > 1 and stream.length == math.inf and steps is None:
-        raise ValueError(
-            "An epoch of endless data has no end. Received: "
-            f"x of type {stream.kind} without end, steps_per_epoch=None. "
-            "Pass `steps_per_epoch`."
-        )
+    _check_stream(stream, given, steps, split)
     is_dealt = split.same.get("training", False)
     shuffle = bool(given["shuffle"])
     own = share_of(stream, split, is_dealt=is_dealt, is_training=True, shuffle=shuffle)
@@ -174,6 +158,28 @@ def _stream_feed(
             "the steps of an epoch": steps,
         },
     )
+
+
+def _check_stream(
+    stream: Stream, given: dict[str, Any], steps: int | None, split: Split
+) -> None:
+    if split.size > 1 and split.shard == "auto" and is_ragged_or_sparse(given):
+        raise ValueError(
+            "Ragged and sparse tensors cannot be dealt to the ranks. Received: x of "
+            f"type {stream.kind}. Pass dense arrays, or split the data yourself "
+            'and pass shard="none" with a tf.data.Dataset.'
+        )
+    if stream.length == 0:
+        raise ValueError(
+            "There is no data to train on. Received: "
+            f"x of type {stream.kind} without a batch."
+        )
+    if split.size > 1 and stream.length == math.inf and steps is None:
+        raise ValueError(
+            "An epoch of endless data has no end. Received: "
+            f"x of type {stream.kind} without end, steps_per_epoch=None. "
+            "Pass `steps_per_epoch`."
+        )
 
 
 def _check_rows(arrays: Arrays, split: Split) -> None:
