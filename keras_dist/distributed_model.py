@@ -72,7 +72,7 @@ class DistributedModel:
             if comm.size() == 1:
                 given = x, y, batch_size, verbose, sample_weight, steps, callbacks
                 return self.model.evaluate(*given, return_dict=return_dict)
-            x = survey.opened(x)
+            x = comm.together(lambda: survey.opened(x))
             split = survey.split_of({"validation": x}, options.shard)
             parts = x, y, sample_weight
             feed = comm.together(

@@ -113,7 +113,9 @@ def dist_fit(
         process_set=process_set,
     )
     with comm.within(process_set):
-        given |= {name: survey.opened(given[name]) for name in ("x", "validation_data")}
+        given |= comm.together(
+            lambda: {n: survey.opened(given[n]) for n in ("x", "validation_data")}
+        )
         streams = {"training": given["x"], "validation": given["validation_data"]}
         seed = comm.broadcast(_seed_of_order(model))
         split = survey.split_of(streams, shard, process_set=process_set, seed=seed)
@@ -121,9 +123,6 @@ def dist_fit(
         comm.agree(job.facts(), advice=_ADVICE)
         if comm.rank() == 0 and verbose != 0:
             _print(str(job.plan))
-        if comm.size() == 1:
-            with distributed(model, job):
-                return model.fit(**job.arguments)
         with comm.explained(), distributed(model, job), sharding.reading(job.feeds):
             return model.fit(**job.arguments)
 

@@ -149,8 +149,10 @@ def _arguments(
     arguments = fit | training.arguments
     arguments["callbacks"] = ours.on_this_rank(callbacks)
     if comm.size() == 1:  # what Keras takes and refuses is its own affair
-        steps = training.arguments["steps_per_epoch"]
-        return fit | {"callbacks": arguments["callbacks"], "steps_per_epoch": steps}
+        own = {"steps_per_epoch": training.arguments["steps_per_epoch"]}
+        if fit["validation_steps"] and validation is not None:
+            own["validation_steps"] = validation.steps
+        return fit | {"callbacks": arguments["callbacks"]} | own
     if training.epoch is not None:
         arguments["callbacks"].append(ours.NextEpoch(training.epoch, training.steps))
     arguments["verbose"] = fit["verbose"] if is_first else 0

@@ -20,7 +20,8 @@ class Feed:
         rank_rows: Rows that this rank reads in a pass, where they are dealt.
         left_out: Rows of a pass that no rank reads.
         steps_before: Steps that one process would make, where that is known.
-        steps: Steps that this rank makes.
+        steps: Steps that this rank makes, or about so many.
+        is_exact: Whether `steps` cannot turn out otherwise.
         is_scaled: Whether they come from a number that the user gave.
         has_rows: `False` if another rank's row stands in, which must not count.
         epoch: What is told the number of the epoch by `assign`, if anything is.
@@ -38,6 +39,7 @@ class Feed:
     left_out: int = 0
     steps_before: int | None = None
     steps: int | None = None
+    is_exact: bool = True
     is_scaled: bool = False
     has_rows: bool = True
     epoch: Any = None

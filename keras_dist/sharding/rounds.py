@@ -96,6 +96,10 @@ class Rounds:
         if isinstance(data, tf.data.Dataset):
             return keras.tree.map_structure(_any_rows, data.element_spec)
         looks = [standardized(batch) for batch in self._stream.first(2)]
+        if not looks:
+            raise ValueError(
+                f"There is no data. Received: a {self._stream.kind} without a batch."
+            )
         return keras.tree.map_structure(_spec_of, *looks)
 
 

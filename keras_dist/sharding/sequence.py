@@ -36,7 +36,6 @@ class DealtSequence(keras.utils.PyDataset):
             max_queue_size=data.max_queue_size,
         )
         self.data = data
-        self.epoch = 0
         self._rank, self._size = split.rank, split.size
         self._shuffle, self._seed = shuffle, split.seed
         own = type(data).on_epoch_end
@@ -44,6 +43,8 @@ class DealtSequence(keras.utils.PyDataset):
         self._talk = None if is_static else split.talk
         needed = split.size if is_training else split.rank + 1
         self._has_tail = self._count_rows_left() >= needed
+        self._order: Any = None
+        self.assign(0)
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes make batches, and talk to no rank.
@@ -51,7 +52,10 @@ class DealtSequence(keras.utils.PyDataset):
 
     def assign(self, epoch: int) -> None:
         """Say which epoch is read from now on."""
-        self.epoch = int(epoch)
+        total = self.data.num_batches
+        if self._shuffle and total:
+            generator = np.random.default_rng([self._seed, int(epoch)])
+            self._order = generator.permutation(total - 1)
 
     @property
     def length(self) -> float:
@@ -95,11 +99,8 @@ class DealtSequence(keras.utils.PyDataset):
             )
 
     def _place(self, place: int) -> int:
-        total = self.data.num_batches
-        if not self._shuffle or total is None or place >= total - 1:
-            return place
-        order = np.random.default_rng([self._seed, self.epoch]).permutation(total - 1)
-        return int(order[place])
+        is_last = self._order is None or place >= len(self._order)
+        return place if is_last else int(self._order[place])
 
     def _count_rows_left(self) -> int:
         total = self.data.num_batches

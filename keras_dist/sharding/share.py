@@ -94,7 +94,7 @@ def reading(feeds: Sequence[Feed]) -> Iterator[None]:
     the user's; and Keras warns of the end of data whose length it did not know.
     """
     with warnings.catch_warnings():
-        if any(feed.steps is None for feed in feeds):
+        if not all(feed.is_exact for feed in feeds):
             warnings.filterwarnings("ignore", "Your input ran out of data")
         try:
             yield
@@ -103,6 +103,13 @@ def reading(feeds: Sequence[Feed]) -> Iterator[None]:
                 if feed.rounds is not None and feed.rounds.failure is not None:
                     raise feed.rounds.failure from None
             raise
+
+
+def steps_of(own: Share, stream: Stream, split: Split, *, is_dealt: bool) -> int | None:
+    """Steps of a pass: exactly, or about so many; `None` where nobody can say."""
+    if own.length is not None or stream.length is None:
+        return finite(own.length)
+    return math.ceil(stream.length / (split.size if is_dealt else 1))
 
 
 def finite(length: float | None) -> int | None:

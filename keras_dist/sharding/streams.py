@@ -30,6 +30,11 @@ class Stream:
         self._is_iterator = isinstance(data, Iterator)
         self._kept: list[Any] = []
 
+    @classmethod
+    def of(cls, data: Any) -> "Stream":
+        """`data`, as a stream if it is none."""
+        return data if isinstance(data, cls) else cls(data)
+
     @property
     def is_repeatable(self) -> bool:
         """Whether the first batches can be read again."""
@@ -51,8 +56,8 @@ class Stream:
         if self._is_iterator:
             return self._rest()
         if isinstance(self.data, keras.utils.PyDataset):
-            ends = math.isfinite(self.length or math.inf)
-            places = range(int(self.length or 0)) if ends else itertools.count()
+            is_endless = self.data.num_batches is None
+            places = itertools.count() if is_endless else range(self.data.num_batches)
             return (self.data[place] for place in places)
         return iter(self.data)
 

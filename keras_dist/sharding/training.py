@@ -21,7 +21,7 @@ from keras_dist.sharding.rows import (
     rows_of_step,
     steps_of_rows,
 )
-from keras_dist.sharding.share import finite, kind_of, share_of
+from keras_dist.sharding.share import finite, kind_of, share_of, steps_of
 from keras_dist.sharding.streams import Stream
 
 
@@ -130,7 +130,7 @@ def _stream_feed(
     steps: int | None,
     split: Split,
 ) -> Feed:
-    stream = given["x"] if isinstance(given["x"], Stream) else Stream(given["x"])
+    stream = Stream.of(given["x"])
     _check_stream(stream, given, steps, split)
     is_dealt = split.same.get("training", False)
     shuffle = bool(given["shuffle"])
@@ -141,6 +141,7 @@ def _stream_feed(
         and isinstance(own.data, keras.utils.PyDataset)
     )
     known = finite(own.length)
+    about = steps_of(own, stream, split, is_dealt=is_dealt)
     return Feed(
         given
         | {"x": own.data, "batch_size": batch_size, "steps_per_epoch": steps}
@@ -149,7 +150,8 @@ def _stream_feed(
         batch_size=batch_size,
         is_scaled=steps_before is not None,
         steps_before=steps_before or finite(stream.length),
-        steps=steps if known is None else min(steps or known, known),
+        steps=min(filter(None, (steps, about)), default=None),
+        is_exact=own.length is not None or split.size == 1,
         # Where an epoch is no pass, Keras reads ahead into the next one.
         epoch=own.epoch if steps is None else None,
         rounds=own.rounds,

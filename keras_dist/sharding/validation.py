@@ -14,7 +14,7 @@ from keras_dist.sharding.arrays import (
     split_validation,
 )
 from keras_dist.sharding.feed import KERAS_BATCH_SIZE, Feed, Split
-from keras_dist.sharding.share import finite, kind_of, share_of
+from keras_dist.sharding.share import finite, kind_of, share_of, steps_of
 from keras_dist.sharding.streams import Stream
 
 
@@ -117,17 +117,18 @@ def _stream_feed(
     steps: int | None,
     split: Split,
 ) -> Feed:
-    stream = given["x"] if isinstance(given["x"], Stream) else Stream(given["x"])
+    stream = Stream.of(given["x"])
     is_dealt = split.same.get("validation", False)
     own = share_of(stream, split, is_dealt=is_dealt, is_training=False)
-    known = finite(own.length)
+    about = steps_of(own, stream, split, is_dealt=is_dealt)
     return Feed(
         given | {"x": own.data},
         kind=kind_of(stream, split, is_dealt=is_dealt),
         batch_size=batch_size,
         is_scaled=steps_before is not None,
         steps_before=steps_before or finite(stream.length),
-        steps=steps if known is None else min(steps or known, known),
+        steps=min(filter(None, (steps, about)), default=None),
+        is_exact=own.length is not None or split.size == 1,
         has_rows=own.has_rows,
         rounds=own.rounds,
     )
