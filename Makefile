@@ -8,7 +8,7 @@ READY := .venv/.ready
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo equivalence fuzz mutations
+.PHONY: help setup check test demo equivalence fuzz mutations bench
 
 help:
 	@echo "make setup   a virtual environment in .venv, with Horovod built for its TensorFlow"
@@ -18,6 +18,7 @@ help:
 	@echo "make equivalence   write docs/equivalence.md: every case on 2 and 3 processes"
 	@echo "make fuzz    try random cases: FIRST=0 COUNT=200"
 	@echo "make mutations   break one line at a time, and see a test fail"
+	@echo "make bench   write docs/performance.md: the speed beside its ceiling and its peers"
 	@echo "PYTHON=...   the Python of the environment (now: $(PYTHON))"
 
 setup: $(READY)
@@ -65,3 +66,6 @@ fuzz: setup
 
 mutations: setup
 	$(BIN)/python tests/mutations.py
+
+bench: setup
+	$(BIN)/python benchmarks/compare.py --write

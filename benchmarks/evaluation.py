@@ -2,8 +2,11 @@
 
     python benchmarks/evaluation.py
 
-Runs `DistributedModel.evaluate` on one rank and on two, alternately, and prints each
-ratio and the median. The claim is a median of at most 0.6. Two cores must be idle.
+Runs `DistributedModel.evaluate` on one rank and on two, alternately, and two processes
+that do not talk, each with plain Keras on half of the rows: the floor, what the machine
+allows. Prints each ratio and the medians. The claim is a median of at most 0.6 on two
+ranks, or, where the floor itself is above 0.57, of at most 1.05 × the floor. Two cores
+must be idle.
 """
 
 import argparse
@@ -19,7 +22,7 @@ import numpy as np
 
 import keras_dist
 
-CLAIM = 0.6
+CLAIM, ABOVE_FLOOR = 0.6, 1.05
 
 # With the first one keras_dist leaves the threads alone; TensorFlow reads the others.
 ONE_THREAD = dict.fromkeys(
@@ -27,7 +30,7 @@ ONE_THREAD = dict.fromkeys(
 )
 
 
-def evaluate(rows: int) -> None:
+def evaluate(rows: int, *, is_floor: bool) -> None:
     """On each rank: evaluate a small convolutional network; the first one prints."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
@@ -43,7 +46,10 @@ def evaluate(rows: int) -> None:
     model.compile("sgd", loss, metrics=["accuracy"])
     x = np.random.default_rng(0).random((rows, 28, 28, 1), np.float32)
     y = np.arange(rows) % 10
-    many = keras_dist.DistributedModel(model)
+    many = model if is_floor else keras_dist.DistributedModel(model)
+    if is_floor:
+        own = slice(keras_dist.rank(), None, keras_dist.size())
+        x, y = x[own].copy(), y[own].copy()
     many.evaluate(x[:512], y[:512], batch_size=128, verbose=0)
     keras_dist.gather("ready")
     begin = time.perf_counter()
@@ -53,10 +59,10 @@ def evaluate(rows: int) -> None:
         print(f"seconds {seconds}", flush=True)
 
 
-def seconds_on(ranks: int, rows: int) -> float:
+def seconds_on(ranks: int, rows: int, *flags: str) -> float:
     """Starts an evaluation on so many ranks, and reads how long it took."""
     horovodrun = str(Path(sys.executable).with_name("horovodrun"))
-    command = [sys.executable, __file__, "--rows", str(rows), "--rank"]
+    command = [sys.executable, __file__, "--rows", str(rows), "--rank", *flags]
     done = subprocess.run(
         [horovodrun, "-np", str(ranks), *command],
         env={**os.environ, **ONE_THREAD, "TF_CPP_MIN_LOG_LEVEL": "3"},
@@ -76,21 +82,26 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--floor", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank:
-        evaluate(arguments.rows)
+        evaluate(arguments.rows, is_floor=arguments.floor)
         return 0
-    ratios = []
+    ratios, floors = [], []
     for _ in range(arguments.repetitions):
         one, two = (seconds_on(ranks, arguments.rows) for ranks in (1, 2))
+        floor = seconds_on(2, arguments.rows, "--floor")
         ratios.append(two / one)
+        floors.append(floor / one)
         print(
-            f"1 rank {one:.2f} s, 2 ranks {two:.2f} s, ratio {two / one:.3f}",
+            f"1 rank {one:.2f} s, 2 ranks {two:.2f} s, ratio {two / one:.3f}; "
+            f"2 processes that do not talk {floor:.2f} s, ratio {floor / one:.3f}",
             flush=True,
         )
-    median = statistics.median(ratios)
-    print(f"median ratio {median:.3f}; claim: at most {CLAIM}")
-    return 0 if median <= CLAIM else 1
+    median, floor = statistics.median(ratios), statistics.median(floors)
+    limit = max(CLAIM, ABOVE_FLOOR * floor)
+    print(f"median ratio {median:.3f}, floor {floor:.3f}; claim: at most {limit:.3f}")
+    return 0 if median <= limit else 1
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A Keras model whose methods use all ranks: `DistributedModel`."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,7 +80,7 @@ class DistributedModel:
                 lambda: self._feed(parts, batch_size, steps, options, split)
             )
             comm.agree(feed.facts, advice=_ADVICE)
-            is_of_all = _evaluating(self.model, has_rows=feed.has_rows)
+            is_of_all = _evaluating(self.model, feed)
             with comm.explained(), is_of_all, sharding.reading([feed]):
                 return self.model.evaluate(
                     **feed.arguments,
@@ -188,23 +189,27 @@ def _flat(callbacks: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _evaluating(model: Any, *, has_rows: bool) -> Iterator[None]:
+def _evaluating(model: Any, feed: sharding.Feed) -> Iterator[None]:
     """Inside the block, `model.evaluate` gives the metrics of all ranks.
 
     Args:
         model: A compiled model; it may be in the middle of a fit.
-        has_rows: `False` where this rank evaluates but must not count.
+        feed: This rank's share of the data.
     """
     is_training = mixin.has(model, step.DistributedStep)
     session = step.install(model)
-    names = ("averages_metrics", "has_validation_rows", "is_evaluating", "is_shared")
-    before = {name: getattr(session, name) for name in names}
-    session.averages_metrics = session.is_shared = True
-    session.has_validation_rows, session.is_evaluating = has_rows, False
+    during = {
+        "averages_metrics": True,
+        "is_shared": True,
+        "is_evaluating": False,
+        "has_validation_rows": feed.has_rows,
+        "own_error": functools.partial(sharding.own_error, [feed]),
+    }
+    before = {name: getattr(session, name) for name in during}
+    vars(session).update(during)
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(session, name, value)
+        vars(session).update(before)
         if not is_training:
             step.uninstall(model)

@@ -1,6 +1,7 @@
 """The recipe: `dist_fit`."""
 
 import contextlib
+import functools
 import inspect
 import random
 import sys
@@ -13,6 +14,7 @@ from keras_dist import comm, optimizer, scaling, sharding, step, survey
 from keras_dist.callbacks.learning_rate_warmup import rate_factor_of_step
 from keras_dist.job import Job, prepare
 from keras_dist.options import Options
+from keras_dist.session import telling
 
 _ADVICE = "Start every rank with the same script, arguments and data."
 
@@ -124,7 +126,9 @@ def dist_fit(
         if comm.rank() == 0 and verbose != 0:
             _print(str(job.plan))
         with comm.explained(), distributed(model, job), sharding.reading(job.feeds):
-            return model.fit(**job.arguments)
+            session = step.session_of(model)
+            with telling(session, lambda: session.is_opening):
+                return model.fit(**job.arguments)
 
 
 def _seed_of_order(model: Any) -> int:
@@ -156,6 +160,7 @@ def distributed(model: Any, job: Job) -> Iterator[None]:
         session.is_held = True
         stack.callback(step.uninstall, model, is_end=True)
         session.has_validation_rows = job.validation is None or job.validation.has_rows
+        session.own_error = functools.partial(sharding.own_error, job.feeds)
         session.rows_of_all = job.training.rows_of_all
         for found in optimizer.optimizers_of(model):
             if comm.size() > 1:

@@ -1,8 +1,11 @@
 """What a model that trains on many ranks remembers."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
+
+from keras_dist import comm
 
 
 @dataclass
@@ -21,6 +24,9 @@ class Session:
         seen: Batches, rows, and rows of the last batch, that the metrics have been
             shown since they were reset.
         has_validation_rows: `False` where this rank evaluates but must not count.
+        has_result: Whether the present evaluation has come to its result.
+        is_opening: Whether an epoch is over, and validation data may be opened.
+        own_error: What the user's data raised, of an error of an evaluation.
         is_shared: Whether all ranks make the present evaluation together.
         is_jitted: Whether Keras asked for XLA.
         stops_together: Whether a wish to stop waits until all ranks know of it.
@@ -46,6 +52,9 @@ class Session:
     averages_metrics: bool = False
     has_validation_rows: bool = True
     is_shared: bool = False
+    has_result: bool = False
+    is_opening: bool = False
+    own_error: Callable[[Exception], Exception] = lambda error: error
     is_jitted: bool = False
     stops_together: bool = False
     wants_to_stop: bool = False
@@ -56,3 +65,28 @@ class Session:
     compiled: tuple[Any, ...] = ()
     plain_test_function: Any = None
     test_function: Any = None
+
+
+@contextlib.contextmanager
+def telling(session: Session, is_waited_for: Callable[[], bool]) -> Iterator[None]:
+    """Inside the block, an error on this rank is one on those that wait for it too.
+
+    Args:
+        session: Of the model.
+        is_waited_for: Whether the next thing that the other ranks do together is a
+            `comm.share` or `comm.together`; asked when an error was raised.
+    """
+    try:
+        yield
+    except Exception as error:
+        if comm.size() > 1 and is_waited_for() and not comm.is_known(error):
+            _tell(session.own_error(error))
+        raise
+
+
+def _tell(error: Exception) -> NoReturn:
+    def fail() -> NoReturn:
+        raise error
+
+    comm.share(fail)
+    raise error

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras_dist import batch_norm, building, comm, losses, metrics, mixin, saving
 from keras_dist.halves import Halves
 from keras_dist.optimizer import averages_by_rows, carrying, weighted_by
-from keras_dist.session import Session
+from keras_dist.session import Session, telling
 
 
 def install(model: Any) -> Session:
@@ -146,19 +146,22 @@ class DistributedStep(saving.SavesWhole):
 
     def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
         session = self._distributed_session
-        before = session.is_evaluating, session.is_shared
+        before = session.is_evaluating, session.is_shared, session.has_result
         # Keras's own loop says so. An evaluation that a callback makes is its own
         # affair: perhaps it runs on one rank only.
         is_loop = kwargs.get("_use_cached_eval_dataset", False)
-        session.is_evaluating = True
+        session.is_evaluating, session.has_result = True, False
+        session.is_opening = False
         session.is_shared = is_loop or (session.is_shared and not before[0])
         try:
-            return super().evaluate(*args, **kwargs)  # type: ignore[misc]
+            with telling(session, lambda: _waits_for_result(session)):
+                return super().evaluate(*args, **kwargs)  # type: ignore[misc]
         finally:
-            session.is_evaluating, session.is_shared = before
+            session.is_evaluating, session.is_shared, session.has_result = before
 
     def reset_metrics(self: Any) -> None:
         self._distributed_session.seen.assign([0, 0, 0])
+        self._distributed_session.is_opening = False
         super().reset_metrics()  # type: ignore[misc]
 
     def get_metrics_result(self: Any) -> Any:
@@ -217,6 +220,10 @@ def _is_of_all(session: Session) -> bool:
     return session.is_shared or not session.is_evaluating
 
 
+def _waits_for_result(session: Session) -> bool:
+    return _is_of_all(session) and not session.has_result
+
+
 def _count(session: Session, rows: Any) -> None:
     rows = tf.cast(rows, tf.int64)
     steps, so_far, _ = tf.unstack(session.seen.read_value())
@@ -227,6 +234,8 @@ def _results(model: Any, own_result: Callable[[], Any], logs: Any = None) -> Any
     session = session_of(model)
     if not _is_of_all(session):
         return own_result()
+    session.has_result = True
+    session.is_opening = not session.is_evaluating
     steps, rows, last_rows = session.seen.numpy().tolist()
     has_rows = session.has_validation_rows or not session.is_evaluating
     seen = metrics.Seen(rows, steps, last_rows, has_rows)

@@ -54,6 +54,8 @@ class AverageStatistics(keras.callbacks.Callback):
         self._has_changed = True
 
     def on_test_begin(self, logs: Any = None) -> None:
+        # A rank whose validation data cannot be opened is not here, and says so.
+        comm.together(lambda: None)
         self._unite()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

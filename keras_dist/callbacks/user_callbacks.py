@@ -66,7 +66,9 @@ class UserCallbacks(keras.callbacks.Callback):
         comm.together(lambda: [c.set_model(model) for c in self._members])
         # Ranks may have been given different callbacks: they take part in every phase
         # that any rank has.
-        everyone = comm.gather({hook: self._own_phases(hook) for hook in _TOGETHER})
+        everyone = comm.share(
+            lambda: {hook: self._own_phases(hook) for hook in _TOGETHER}
+        )
         self._used = {
             hook: sorted(set().union(*(own[hook] for own in everyone)), reverse=True)
             for hook in _TOGETHER

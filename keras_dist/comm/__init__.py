@@ -1,6 +1,6 @@
 """Who am I, choose the device, talk to the others."""
 
-from keras_dist.comm.agreement import agree, share, together
+from keras_dist.comm.agreement import agree, is_known, share, together
 from keras_dist.comm.collectives import (
     average,
     broadcast,
@@ -45,6 +45,7 @@ __all__ = [
     "gather_rows",
     "has_mpi",
     "init",
+    "is_known",
     "local_rank",
     "local_size",
     "prepare",

@@ -1,5 +1,6 @@
 """Find out before a collective whether the ranks can do it together."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -52,13 +53,16 @@ def together(work: Callable[[], Result]) -> Result:
             `ValueError`, `TypeError` or `RuntimeError` with the message of the first
             rank that failed; for other kinds, with the kind's name before it.
     """
-    result, error = _tried(work)
-    _raise_first(error, gather(_told(error)))
-    return result  # type: ignore[return-value]
+    kept: list[Result] = []
+    share(lambda: kept.append(work()))
+    return kept[0]
 
 
 def share(work: Callable[[], Result]) -> list[Result]:
     """Do local `work` on every rank, and tell all ranks what it returned.
+
+    A rank that fails may be at another `share` or `together` than the others: they
+    hear of it all the same.
 
     Returns:
         What `work` returned on each rank, in rank order; it must be picklable.
@@ -70,6 +74,11 @@ def share(work: Callable[[], Result]) -> list[Result]:
     everyone = gather((result, _told(error)))
     _raise_first(error, [told for _, told in everyone])
     return [result for result, _ in everyone]
+
+
+def is_known(error: Exception) -> bool:
+    """Whether all ranks have heard of an error already."""
+    return getattr(error, "_is_known_to_all_ranks", False)
 
 
 def _tried(work: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
@@ -86,11 +95,13 @@ def _told(error: Exception | None) -> tuple[str, str] | None:
 def _raise_first(
     error: Exception | None, everyone: list[tuple[str, str] | None]
 ) -> None:
+    told = next(filter(None, everyone), None)
+    if error is None and told is not None:
+        kind, text = told
+        message = f"On rank {everyone.index(told)}: "
+        message += text if kind in _KINDS else f"{kind}: {text}"
+        error = _KINDS.get(kind, RuntimeError)(message)
     if error is not None:
+        with contextlib.suppress(AttributeError):  # a class of C may take no attribute
+            error._is_known_to_all_ranks = True  # type: ignore[attr-defined]
         raise error
-    for rank, told in enumerate(everyone):
-        if told is not None:
-            kind, text = told
-            if kind in _KINDS:
-                raise _KINDS[kind](f"On rank {rank}: {text}")
-            raise RuntimeError(f"On rank {rank}: {kind}: {text}")

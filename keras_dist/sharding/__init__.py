@@ -2,7 +2,7 @@
 
 from keras_dist.sharding.arrays import is_arrays
 from keras_dist.sharding.feed import Feed, Split, Talk
-from keras_dist.sharding.share import reading
+from keras_dist.sharding.share import own_error, reading
 from keras_dist.sharding.streams import Stream, is_stream
 from keras_dist.sharding.training import training_feed
 from keras_dist.sharding.validation import hold_out, validation_feed
@@ -15,6 +15,7 @@ __all__ = [
     "hold_out",
     "is_arrays",
     "is_stream",
+    "own_error",
     "reading",
     "training_feed",
     "validation_feed",

@@ -98,11 +98,20 @@ def reading(feeds: Sequence[Feed]) -> Iterator[None]:
             warnings.filterwarnings("ignore", "Your input ran out of data")
         try:
             yield
-        except tf.errors.OpError:
-            for feed in feeds:
-                if feed.rounds is not None and feed.rounds.failure is not None:
-                    raise feed.rounds.failure from None
-            raise
+        except tf.errors.OpError as error:
+            own = own_error(feeds, error)
+            if own is error:
+                raise
+            raise own from None
+
+
+def own_error(feeds: Sequence[Feed], error: Exception) -> Exception:
+    """What the user's data raised, where `error` is what TensorFlow made of it."""
+    if isinstance(error, tf.errors.OpError):
+        for feed in feeds:
+            if feed.rounds is not None and feed.rounds.failure is not None:
+                return feed.rounds.failure
+    return error
 
 
 def steps_of(own: Share, stream: Stream, split: Split, *, is_dealt: bool) -> int | None:

@@ -189,6 +189,49 @@ def test_an_error_in_one_ranks_data_is_raised_on_all(world, rows, make_model):
 
 @pytest.mark.several_ranks
 @pytest.mark.three_ranks
+def test_an_error_in_one_ranks_evaluation_is_raised_on_all(world, rows, make_model):
+    """In `evaluate` and in a fit's validation, from generators and from sequences."""
+    x, y = rows
+
+    class Broken(Sequence):
+        def __getitem__(self, index):
+            if world.rank == 1:
+                raise KeyError("tea")
+            return super().__getitem__(index)
+
+    def broken():
+        for number, batch in enumerate(generate(x, y)):
+            if number >= 4 and world.rank == 1:
+                raise KeyError("tea")
+            yield batch
+
+    def caught(call):
+        try:
+            call()
+        except (KeyError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    expected = [
+        "KeyError: 'tea'" if rank == 1 else "RuntimeError: On rank 1: KeyError: 'tea'"
+        for rank in range(world.size)
+    ]
+    model = make_model()
+    distributed = keras_dist.DistributedModel(model, shard="none")
+    for data in (broken, lambda: Broken(x, y)):
+        calls = (
+            lambda data=data: distributed.evaluate(data(), verbose=0),
+            lambda data=data: distributed.fit(
+                x, y, batch_size=30, validation_data=data(), verbose=0
+            ),
+        )
+        for call in calls:
+            assert keras_dist.gather(caught(call)) == expected
+    found = distributed.evaluate(x, y, verbose=0)  # and all goes on
+    assert found == keras_dist.broadcast(found)
+
+
+@pytest.mark.several_ranks
+@pytest.mark.three_ranks
 def test_ranks_that_run_dry_stop_together(world, rows, make_model):
     """After the last step that all can make; a warning says what is dropped."""
     x, y = rows

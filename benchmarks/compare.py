@@ -1,0 +1,201 @@
+"""Training speed of keras_dist on two ranks, beside its ceiling and its peers.
+
+    make bench
+
+Runs every stack for all models, one after the other, for some rounds, and writes
+docs/performance.md and docs/performance.png: medians, spreads, and ratios within each
+round. The cores must be idle. Environments of the peers are made in .bench/.
+"""
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import report
+
+ROOT = Path(__file__).parents[1]
+STACKS = Path(__file__).parent / "stacks"
+ENVIRONMENTS = ROOT / ".bench"
+MARK = "measured: "
+RANKS = 2
+TIMEOUT = 600  # seconds of one stack in one round
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A way to train: a script in stacks/, how to average, and how it is launched."""
+
+    script: str
+    way: str
+    launcher: str
+    ranks: int = RANKS
+
+
+TABLE = {
+    "ceiling": Stack("keras3.py", "alone", "horovodrun"),
+    "keras_dist": Stack("keras3.py", "keras_dist", "horovodrun"),
+    "one process": Stack("keras3.py", "alone", "python", ranks=1),
+    "Horovod on Keras 2": Stack("keras2.py", "horovod", "horovodrun"),
+    "MultiWorkerMirrored on Keras 2": Stack("keras2.py", "multiworker", "TF_CONFIG"),
+    "Keras 2 ceiling": Stack("keras2.py", "alone", "horovodrun"),
+    "PyTorch DDP": Stack("torch_ddp.py", "ddp", "torch"),
+    "PyTorch ceiling": Stack("torch_ddp.py", "alone", "torch"),
+}
+
+
+def make_environments() -> None:
+    """What the peers need and keras_dist does not, where it is not there yet."""
+    version = ".".join(metadata.version("tensorflow").split(".")[:2])
+    pip = [sys.executable, "-m", "pip", "install", "--quiet"]
+    for folder, packages in {
+        "keras2": ["--no-deps", f"tf-keras=={version}.*"],
+        "plot": ["matplotlib"],
+        "torch": ["torch==2.13.0", "numpy"],
+    }.items():
+        target = ENVIRONMENTS / folder
+        if not target.is_dir():
+            print(f"installing {' '.join(packages)} in {target}", flush=True)
+            subprocess.run([*pip, "--target", str(target), *packages], check=True)
+
+
+def run(stack: Stack, options: list[str]) -> dict[str, list[dict]]:
+    """Train all models once; what each rank has measured, by the name of the model."""
+    script = [str(STACKS / stack.script), stack.way, *options]
+    ranks, env = stack.ranks, {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
+    if stack.script != "keras3.py" and ranks > 1:  # ours chooses for itself
+        env["OMP_NUM_THREADS"] = threads
+    paths = {"keras2.py": "keras2", "torch_ddp.py": "torch"}
+    path = [str(ENVIRONMENTS / paths[stack.script])] if stack.script in paths else []
+    if stack.script == "keras2.py":
+        env["TF_USE_LEGACY_KERAS"] = "1"
+    env["PYTHONPATH"] = os.pathsep.join([*path, str(ROOT)])
+    command = [sys.executable, *script]
+    if stack.launcher == "horovodrun":
+        horovodrun = str(Path(sys.executable).with_name("horovodrun"))
+        commands = [([horovodrun, "-np", str(ranks), *command], env)]
+    else:
+        commands = [(command, {**env, **place}) for place in _places(stack, ranks)]
+    processes = [
+        subprocess.Popen(
+            line, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for line, own in commands
+    ]
+    try:
+        outputs = [process.communicate(timeout=TIMEOUT) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    found = defaultdict(list)
+    for out, _ in outputs:
+        for line in out.splitlines():
+            if MARK in line:
+                told = json.loads(line.split(MARK, 1)[1])
+                found[told["model"]].append(told)
+    if not found or any(len(told) != ranks for told in found.values()):
+        raise RuntimeError(f"{stack} failed.\n" + "\n".join(map("\n".join, outputs)))
+    return found
+
+
+def _places(stack: Stack, ranks: int) -> list[dict[str, str]]:
+    """Variables that tell each process its place, where no launcher does."""
+    ports = [_free_port() for _ in range(ranks)]
+    workers = [f"127.0.0.1:{port}" for port in ports]
+    return {
+        "python": [{}],
+        "TF_CONFIG": [
+            {
+                "TF_CONFIG": json.dumps(
+                    {
+                        "cluster": {"worker": workers},
+                        "task": {"type": "worker", "index": rank},
+                    }
+                )
+            }
+            for rank in range(ranks)
+        ],
+        "torch": [
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(ports[0]),
+            }
+            for rank in range(ranks)
+        ],
+    }[stack.launcher]
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def rate_of(told: list[dict]) -> float:
+    """Rows per second of all ranks, by the clock of the slowest one."""
+    return told[0]["rows"] / max(own["seconds"] for own in told)
+
+
+def main() -> int:
+    """Measure, write, and say where it is."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--stacks", nargs="+", default=list(TABLE), choices=TABLE)
+    parser.add_argument("--models", nargs="+", default=list(report.MODELS))
+    parser.add_argument("--scale", type=float, default=1, help="of the steps")
+    parser.add_argument("--write", action="store_true", help="the document and plot")
+    arguments = parser.parse_args()
+    make_environments()
+    options = ["--scale", str(arguments.scale), "--models", *arguments.models]
+    rates: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    memory: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    begin = time.perf_counter()
+    for number in range(arguments.rounds):
+        # Another order each round: nobody always comes after the same one.
+        turn = number % len(arguments.stacks)
+        for name in arguments.stacks[turn:] + arguments.stacks[:turn]:
+            for model, told in run(TABLE[name], options).items():
+                rates[model][name].append(rate_of(told))
+                memory[model][name].append(max(own["memory"] for own in told))
+                print(f"{number + 1} {name}, {model}: {rate_of(told):,.0f}", flush=True)
+    for model, found in rates.items():
+        medians = {name: statistics.median(values) for name, values in found.items()}
+        print(model, {name: round(value) for name, value in medians.items()})
+        if {"ceiling", "keras_dist"} <= found.keys():
+            ratio = report.ratio(found, "keras_dist", "ceiling")
+            print(
+                f"  of the ceiling: {ratio.median:.3f} ({ratio.low:.3f} to "
+                f"{ratio.high:.3f})"
+            )
+    if arguments.write:
+        facts = {
+            "ranks": RANKS,
+            "cores": len(os.sched_getaffinity(0)),
+            "machine": platform.machine(),
+            "minutes": (time.perf_counter() - begin) / 60,
+            "rounds": arguments.rounds,
+        }
+        measured = ENVIRONMENTS / "measured.json"
+        measured.write_text(json.dumps(rates))
+        report.write(rates, facts)
+        env = {**os.environ, "PYTHONPATH": str(ENVIRONMENTS / "plot")}
+        plot = [sys.executable, str(Path(__file__).with_name("plot.py"))]
+        subprocess.run([*plot, str(measured)], env=env, check=True)
+        print("written: docs/performance.md, docs/performance.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

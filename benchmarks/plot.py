@@ -1,0 +1,45 @@
+"""The bar chart of `make bench`; Matplotlib comes from .bench/plot."""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import matplotlib as mpl
+import report
+
+mpl.use("Agg")
+
+from matplotlib import pyplot  # noqa: E402
+
+
+def plot(rates: report.Rates, path: Path) -> None:
+    """A panel for each model, a bar for each stack."""
+    figure, axes = pyplot.subplots(1, len(rates), figsize=(11, 4.2), squeeze=False)
+    for axis, (model, found) in zip(axes[0], rates.items(), strict=True):
+        stacks = [s for s in found if "ceiling" not in s and s != "one process"]
+        for place, stack in enumerate(stacks):
+            values = found[stack]
+            color = "tab:blue" if stack == "keras_dist" else "tab:gray"
+            median = statistics.median(values)
+            above = statistics.median(found[report.ceiling_of(stack)])
+            axis.bar(place, above, color="none", edgecolor="black", linestyle=":")
+            axis.bar(place, median, color=color)
+            share = report.ratio(found, stack, report.ceiling_of(stack)).median
+            axis.text(place, median, f"{share:.2f}", ha="center", va="bottom")
+        names = [s.replace(" on ", "\non ").replace(" DDP", "\nDDP") for s in stacks]
+        axis.set_xticks(range(len(stacks)), names, rotation=35, ha="right", fontsize=8)
+        axis.set_title(report.MODELS[model], fontsize=10)
+    axes[0][0].set_ylabel("rows per second")
+    figure.suptitle(
+        "Two ranks: rows per second, and the share of each stack's own ceiling "
+        "(dotted)",
+        fontsize=11,
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+if __name__ == "__main__":
+    measured = json.loads(Path(sys.argv[1]).read_text())
+    plot(measured, report.DOCS / "performance.png")

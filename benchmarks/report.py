@@ -1,0 +1,116 @@
+"""The document and the plot of `make bench`."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parents[1] / "docs"
+MODELS = {
+    "cnn": "small CNN, 225 k parameters",
+    "mlp": "MLP 784–2048–2048–10, 5.8 M",
+    "wide_resnet": "wide residual network, width 1",
+}
+
+# Of the ceiling, and of the best peer's rows per second.
+GOALS = {"cnn": 0.90, "mlp": 0.75, "wide_resnet": 0.95}
+PEER_GOAL = 1.15
+PEERS = {
+    "Horovod on Keras 2": "Keras 2 ceiling",
+    "MultiWorkerMirrored on Keras 2": "Keras 2 ceiling",
+    "PyTorch DDP": "PyTorch ceiling",
+}
+
+# Model → stack → rows per second in each round.
+Rates = Mapping[str, Mapping[str, Sequence[float]]]
+
+_HEAD = """# Performance
+
+Written by `make bench`; do not edit. Rows per second of all ranks together, on {ranks}
+ranks of {cores} cores ({machine}, no GPU), each rank with its share of the threads:
+medians of {rounds} rounds (smallest to largest), in which all stacks took turns, in
+another order each time. Fashion-MNIST, 128 rows a batch and rank, SGD with momentum.
+The measurement took {minutes:.0f} minutes.
+
+The ceiling is the same processes with the averaging left out: plain `model.fit` on
+each rank's rows. Shares are taken within each round, and are medians too. "One
+process" is plain `model.fit` with all cores.
+
+![Rows per second beside the ceiling](performance.png)
+"""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median, and the smallest and largest of what it is the median of."""
+
+    median: float
+    low: float
+    high: float
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """The spread of some values."""
+    return Spread(statistics.median(values), min(values), max(values))
+
+
+def ratio(rates: Mapping[str, Sequence[float]], one: str, other: str) -> Spread:
+    """Of two stacks, round by round."""
+    return spread([a / b for a, b in zip(rates[one], rates[other], strict=True)])
+
+
+def write(rates: Rates, facts: Mapping[str, Any]) -> None:
+    """Write docs/performance.md.
+
+    Args:
+        rates: What was measured.
+        facts: How, for the head of the document.
+    """
+    parts = [_HEAD.format(**facts)]
+    for model, found in rates.items():
+        parts += [f"\n## {MODELS[model].capitalize()}\n", _table(found)]
+    parts += ["\n## Goals\n", _goals(rates)]
+    (DOCS / "performance.md").write_text("\n".join(parts) + "\n")
+
+
+def ceiling_of(stack: str) -> str:
+    """The ceiling that belongs to a stack."""
+    return PEERS.get(stack, "ceiling")
+
+
+def _table(found: Mapping[str, Sequence[float]]) -> str:
+    lines = ["| stack | rows per second | share of its own ceiling |", "|---|---|---|"]
+    for stack, values in found.items():
+        own = spread(values)
+        share = ""
+        if stack == "keras_dist" or stack in PEERS:
+            of = ratio(found, stack, ceiling_of(stack))
+            share = f"{of.median:.2f} ({of.low:.2f} to {of.high:.2f})"
+        lines.append(
+            f"| {stack} | {own.median:,.0f} ({own.low:,.0f} to {own.high:,.0f}) "
+            f"| {share} |"
+        )
+    return "\n".join(lines)
+
+
+def _goals(rates: Rates) -> str:
+    lines = ["| goal | measured | |", "|---|---|---|"]
+
+    def line(goal: str, measured: float, is_met: bool) -> None:
+        lines.append(f"| {goal} | {measured:.2f} | {'met' if is_met else 'NOT met'} |")
+
+    for model, found in rates.items():
+        name = MODELS[model].split(",")[0]
+        share = ratio(found, "keras_dist", "ceiling").median
+        goal = GOALS[model]
+        line(f"{name}: at least {goal} of the ceiling", share, share >= goal)
+        peers = [peer for peer in PEERS if peer in found]
+        if model == "wide_resnet":
+            best = max(ratio(found, p, ceiling_of(p)).median for p in peers)
+            line(f"{name}: highest share, best peer {best:.2f}", share, share >= best)
+            continue
+        peer = max(peers, key=lambda p: statistics.median(found[p]))
+        of = ratio(found, "keras_dist", peer).median
+        line(f"{name}: at least {PEER_GOAL} × {peer}", of, of >= PEER_GOAL)
+    return "\n".join(lines)

@@ -1,0 +1,96 @@
+"""What all stacks share: data, sizes, and the line that each rank prints."""
+
+import argparse
+import gzip
+import json
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+BATCH_SIZE = 128  # of one rank
+EPOCHS = 3  # of which the first one is not measured
+MARK = "measured: "
+
+PIXELS = Path("/usr/share/datasets/fashion-mnist/train-images-idx3-ubyte.gz")
+LABELS = PIXELS.with_name("train-labels-idx1-ubyte.gz")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of the comparison: steps of an epoch, and whether images are flat."""
+
+    steps: int
+    is_flat: bool = False
+
+
+CASES = {
+    "cnn": Case(steps=80),
+    "mlp": Case(steps=40, is_flat=True),
+    "wide_resnet": Case(steps=12),
+}
+
+
+def arguments(*ways: str) -> argparse.Namespace:
+    """What the command line says: how to average, and which models."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("way", choices=ways)
+    parser.add_argument("--models", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--scale", type=float, default=1, help="of the steps")
+    return parser.parse_args()
+
+
+def rows_of(name: str, ranks: int, scale: float = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Images with values 0 to 1, and labels, for an epoch on so many ranks."""
+    case = CASES[name]
+    total = max(2, round(case.steps * scale)) * BATCH_SIZE * ranks
+    if PIXELS.exists():
+        pixels = np.frombuffer(gzip.decompress(PIXELS.read_bytes())[16:], np.uint8)
+        y = np.frombuffer(gzip.decompress(LABELS.read_bytes())[8:], np.uint8)
+    else:  # what the images show does not matter to the time
+        generator = np.random.default_rng(0)
+        pixels = generator.integers(0, 255, 60_000 * 784, np.uint8)
+        y = generator.integers(0, 9, 60_000, np.uint8)
+    x = pixels.reshape((-1, 784) if case.is_flat else (-1, 28, 28, 1))[:total]
+    return (x / np.float32(255)), y[:total].astype(np.int64)
+
+
+class Clock:
+    """Times the epochs of one model on one rank."""
+
+    def __init__(self, name: str, rows: int) -> None:
+        self.name, self.rows = name, rows
+        self.begun = time.perf_counter()
+        self.seconds: list[float] = []
+        self.memory = _peak()
+        self._begin = 0.0
+
+    def begin(self) -> None:
+        """An epoch begins."""
+        self._begin = time.perf_counter()
+
+    def end(self) -> None:
+        """An epoch is over."""
+        self.seconds.append(time.perf_counter() - self._begin)
+
+    def tell(self) -> None:
+        """Print the one line that the comparison reads."""
+        measured = self.seconds[1:]
+        line = {
+            "model": self.name,
+            "rows": self.rows * len(measured),
+            "seconds": sum(measured),
+            "first_epoch": self.seconds[0],
+            "memory": _peak(),
+        }
+        # In one piece: ranks write to the same pipe.
+        sys.stdout.write(MARK + json.dumps(line) + "\n")
+        sys.stdout.flush()
+
+
+def _peak() -> int:
+    """Largest memory of this process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,60 @@
+"""Keras 2: Horovod's own layer, MultiWorkerMirroredStrategy, or no averaging.
+
+Ways: "horovod", "multiworker", "alone". Needs TF_USE_LEGACY_KERAS=1.
+"""
+
+import contextlib
+import json
+import os
+import sys
+
+import common
+import keras_models
+import tensorflow as tf
+import tf_keras as keras
+
+sys.modules["keras"] = keras  # for the example's network
+arguments = common.arguments("horovod", "multiworker", "alone")
+threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+tf.config.threading.set_intra_op_parallelism_threads(threads)
+tf.config.threading.set_inter_op_parallelism_threads(threads)
+strategy = None
+if arguments.way == "multiworker":
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    task = json.loads(os.environ["TF_CONFIG"])["task"]
+    rank, size = task["index"], strategy.num_replicas_in_sync
+else:
+    import horovod.tensorflow.keras as hvd
+
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+
+for name in arguments.models:
+    x, y = common.rows_of(name, size, arguments.scale)
+    keras.utils.set_random_seed(0)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = keras_models.make(keras, name)
+        optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+        if arguments.way == "horovod":
+            optimizer = hvd.DistributedOptimizer(optimizer)
+        model.compile(**keras_models.compile_arguments(optimizer))
+    clock = common.Clock(name, len(x))
+    callbacks = [keras_models.clock_callback(keras, clock)]
+    fit = {"epochs": common.EPOCHS, "verbose": 0}
+    own = x[rank::size], y[rank::size]
+    if strategy:
+        rows = tf.data.Dataset.from_tensor_slices(own).shuffle(len(own[0]))
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = (
+            tf.data.experimental.AutoShardPolicy.OFF
+        )
+        # A batch of the strategy is that of all workers.
+        rows = rows.batch(common.BATCH_SIZE).with_options(options)
+        model.fit(rows, callbacks=callbacks, **fit)
+    else:
+        if arguments.way == "horovod":
+            callbacks.insert(0, hvd.callbacks.BroadcastGlobalVariablesCallback(0))
+        model.fit(*own, batch_size=common.BATCH_SIZE, callbacks=callbacks, **fit)
+    clock.tell()
+sys.stdout.flush()
+os._exit(0)
