@@ -1,9 +1,12 @@
-"""Seconds of a step of `dist_fit` on one rank over those of `model.fit`.
+"""What `dist_fit` adds to a step of `model.fit` on one rank.
 
     python benchmarks/one_rank.py
 
-Trains the same model by both, alternately, in one process, and prints the ratio of each
-pair of epochs and the median. The claim is a median of at most 1.01.
+What is added does not depend on the model, so it is measured on one whose step takes
+next to nothing: both train it alternately, in one process, and the difference of the
+processor's seconds is taken, which do not count what other programs take from a busy
+machine (on one rank nothing is waited for). The claim is a median of at most one in a
+hundred of the step of a small convolutional network, measured in the same way.
 """
 
 import statistics
@@ -15,60 +18,73 @@ import numpy as np
 
 import keras_dist
 
-CLAIM = 1.01
+CLAIM = 0.01
 PAIRS = 15
+STEPS = 1000
 
 
 class Epochs(keras.callbacks.Callback):
-    """Seconds of each epoch after the first, which traces."""
+    """Processor seconds of each epoch after the first one, which traces."""
 
     def __init__(self):
         super().__init__()
         self.seconds = []
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._begin = time.perf_counter()
+        self._begin = time.process_time()
 
     def on_epoch_end(self, epoch, logs=None):
         if epoch:
-            self.seconds.append(time.perf_counter() - self._begin)
+            self.seconds.append(time.process_time() - self._begin)
 
 
-def make_model():
-    """A small convolutional network: a step of some milliseconds."""
-    keras.utils.set_random_seed(0)
-    model = keras.Sequential(
-        [
-            keras.Input((28, 28, 1)),
-            keras.layers.Conv2D(16, 3, activation="relu"),
-            keras.layers.Conv2D(16, 3, activation="relu"),
-            keras.layers.GlobalAveragePooling2D(),
-            keras.layers.Dense(10),
-        ]
-    )
+def compiled(*layers):
+    """A model that ends in ten numbers."""
+    model = keras.Sequential([*layers, keras.layers.Dense(10)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile("adam", loss, metrics=["accuracy"], jit_compile=False)
+    model.compile("sgd", loss, metrics=["accuracy"], jit_compile=False)
     return model
+
+
+def seconds_of_step(fit, model, shape, *, batch_size, steps):
+    """Smallest of three epochs."""
+    x = np.random.default_rng(0).random((batch_size * steps, *shape), np.float32)
+    epochs = Epochs()
+    arguments = {"batch_size": batch_size, "verbose": 0, "callbacks": [epochs]}
+    fit(model, x, np.arange(len(x)) % 10, epochs=4, **arguments)
+    return min(epochs.seconds) / steps
 
 
 def main():
     """Prints what was measured; the exit code is 1 where the claim does not hold."""
-    x = np.random.default_rng(0).random((3200, 28, 28, 1), np.float32)
-    y = np.arange(3200) % 10
-    models = make_model(), make_model()
-    ratios = []
+    small = compiled(
+        keras.Input((28, 28, 1)),
+        keras.layers.Conv2D(32, 3, activation="relu"),
+        keras.layers.MaxPooling2D(),
+        keras.layers.Conv2D(64, 3, activation="relu"),
+        keras.layers.MaxPooling2D(),
+        keras.layers.Flatten(),
+        keras.layers.Dense(128, activation="relu"),
+    )
+    step = seconds_of_step(
+        keras.Model.fit, small, (28, 28, 1), batch_size=128, steps=20
+    )
+    tiny = {"batch_size": 1, "steps": STEPS}
+    models = compiled(keras.Input((2,))), compiled(keras.Input((2,)))
+    added = []
     for pair in range(PAIRS):
-        seconds = {}
+        seconds = [0.0, 0.0]
         order = [(0, keras.Model.fit), (1, keras_dist.dist_fit)]
         for place, fit in order if pair % 2 else reversed(order):
-            epochs = Epochs()
-            fit(models[place], x, y, epochs=3, verbose=0, callbacks=[epochs])
-            seconds[place] = min(epochs.seconds)
-        ratios.append(seconds[1] / seconds[0])
-        print(f"{ratios[-1]:.4f}", flush=True)
-    median = statistics.median(ratios)
-    print(f"median {median:.4f}, claim {CLAIM}; {seconds[0] / 100 * 1e3:.2f} ms a step")
-    return 0 if median <= CLAIM else 1
+            seconds[place] = seconds_of_step(fit, models[place], (2,), **tiny)
+        added.append(seconds[1] - seconds[0])
+        print(f"{added[-1] * 1e6:+.0f} µs on {seconds[0] * 1e6:.0f} µs", flush=True)
+    median = statistics.median(added)
+    print(
+        f"median {median * 1e6:+.0f} µs a step; {median / step:.4f} of the "
+        f"{step * 1e3:.1f} ms of a small CNN, claim at most {CLAIM}"
+    )
+    return 0 if median <= CLAIM * step else 1
 
 
 if __name__ == "__main__":
