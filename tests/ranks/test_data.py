@@ -61,6 +61,7 @@ def test_the_plan_is_printed_once_and_says_all(world, rows, make_model, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.several_ranks
 def test_data_already_split_trains_alike(world, rows, make_model):
     """Arrays with `shard="none"`, a data set, a sequence and a generator."""
     x, y = (array[:96] for array in rows)
@@ -101,6 +102,7 @@ def test_data_already_split_trains_alike(world, rows, make_model):
         assert_equal_to_the_bit(model)
 
 
+@pytest.mark.several_ranks
 @pytest.mark.three_ranks
 def test_structures_of_arrays_are_dealt(world, rows):
     """Dicts and lists of arrays, float64 and tensors, like Keras itself."""
@@ -147,6 +149,7 @@ def test_structures_of_arrays_are_dealt(world, rows):
         assert history.history[metric] == pytest.approx(values, abs=2e-6), metric
 
 
+@pytest.mark.several_ranks
 @pytest.mark.three_ranks
 def test_evaluate_is_exact_for_any_number_of_rows(world, rows, make_model):
     """Each row once, also with fewer rows than ranks; `predict` is Keras's."""

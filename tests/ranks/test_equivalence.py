@@ -31,8 +31,8 @@ def usable(rows, world, batch_size):
     ("name", "is_jitted"),
     [
         pytest.param("sgd", False, marks=pytest.mark.three_ranks),
-        ("adam", False),
-        ("adamw", False),
+        pytest.param("adam", False, marks=pytest.mark.several_ranks),
+        pytest.param("adamw", False, marks=pytest.mark.several_ranks),
         pytest.param("sgd", True, marks=pytest.mark.several_ranks),
         pytest.param(
             "adam",
@@ -72,6 +72,7 @@ def largest_difference_of_rates(model, oracle, world):
     return largest_difference(model, oracle)
 
 
+@pytest.mark.several_ranks
 def test_every_initial_weight_is_the_first_ranks(world, rows, make_model):
     """No step is made from different weights, also where Keras builds late."""
     x, y = rows
@@ -146,6 +147,7 @@ def test_shuffled_rows_are_seen_once_an_epoch_by_all_ranks_together(world):
         assert orders[0] == expected.numpy().tolist()
 
 
+@pytest.mark.several_ranks
 def test_weights_of_rows_and_classes_mean_the_same(world, rows, make_model):
     """`sample_weight`, `class_weight` and `validation_split` as on one process."""
     x, y = usable(rows, world, 8)
@@ -177,6 +179,7 @@ def test_weights_of_rows_and_classes_mean_the_same(world, rows, make_model):
             assert history.history[metric] == pytest.approx(values, abs=2e-6), metric
 
 
+@pytest.mark.several_ranks
 def test_moving_statistics_are_the_same_on_all_ranks(world, rows):
     """BatchNormalization evaluates and saves one model, not one a rank."""
     x, y = rows
@@ -201,6 +204,7 @@ def test_moving_statistics_are_the_same_on_all_ranks(world, rows):
     assert history.history["val_accuracy"][-1] == pytest.approx(accuracy, abs=1e-6)
 
 
+@pytest.mark.several_ranks
 @pytest.mark.three_ranks
 def test_each_rank_draws_its_own_dropout_masks(world, rows):
     """Random states differ between the ranks, and one seed makes them again."""

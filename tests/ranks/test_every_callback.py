@@ -159,6 +159,7 @@ def test_a_nan_on_one_rank_stops_all_after_the_next_batch(make_model, rows):
     assert all(np.isnan(array).all() for array in model.get_weights())
 
 
+@pytest.mark.several_ranks
 @pytest.mark.three_ranks
 @pytest.mark.parametrize("compression", [None, "bf16"])
 def test_a_wish_at_a_batch_stops_all_after_the_next(make_model, rows, compression):

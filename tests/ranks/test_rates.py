@@ -104,6 +104,7 @@ def test_rates_set_during_training_are_scaled_once(world):
     assert float(model.optimizer.learning_rate) == 0.25
 
 
+@pytest.mark.several_ranks
 def test_weight_decay_sees_the_scaled_rate(world, rows, make_model):
     """As in one process whose rate was multiplied by hand."""
     x, y = (array[:96] for array in rows)

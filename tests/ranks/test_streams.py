@@ -100,6 +100,19 @@ def test_every_kind_of_batches_is_dealt(world, rows, make_model):
     assert_equal_to_the_bit(model)
 
 
+@pytest.mark.several_ranks
+def test_worker_processes_make_the_same_batches(world, rows, make_model):
+    """`use_multiprocessing` is respected, and trains the same weights."""
+    x, y = rows
+    models = []
+    for options in ({}, {"workers": 2, "use_multiprocessing": True}):
+        model = make_model()
+        data = Sequence(x, y, **options)
+        fit(model, data, epochs=2, shuffle=False)
+        models.append(model)
+    assert largest_difference(*models) == 0
+
+
 def _used(size):
     """Rows of 20 batches, of which the last has one, that `size` ranks train on."""
     left = 20 % size

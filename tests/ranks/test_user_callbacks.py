@@ -223,6 +223,7 @@ def test_a_full_disk_leaves_the_file_before(rows, make_model, folder, name):
         assert (own == other).all()
 
 
+@pytest.mark.several_ranks
 def test_the_epoch_of_a_backup_is_that_of_its_weights(rows, make_model, folder):
     """Also where the process was killed before, or while, it wrote the epoch."""
     backup = keras.callbacks.BackupAndRestore
@@ -259,6 +260,7 @@ def test_the_epoch_of_a_backup_is_that_of_its_weights(rows, make_model, folder):
             assert np.array_equal(own, other)
 
 
+@pytest.mark.several_ranks
 def test_a_backup_of_a_finished_training_restores_all_ranks(rows, make_model, folder):
     """No epoch is left to train, and all ranks hold the first rank's weights."""
     model = make_model()
