@@ -69,7 +69,10 @@ def write(rates: Rates, facts: Mapping[str, Any]) -> None:
     """
     parts = [_HEAD.format(**facts)]
     for model, found in rates.items():
-        parts += [f"\n## {MODELS[model].capitalize()}\n", _table(found)]
+        parts += [
+            f"\n## {MODELS[model][0].upper()}{MODELS[model][1:]}\n",
+            _table(found),
+        ]
     parts += ["\n## Goals\n", _goals(rates)]
     (DOCS / "performance.md").write_text("\n".join(parts) + "\n")
 

@@ -28,9 +28,9 @@ class Case:
 
 
 CASES = {
-    "cnn": Case(steps=80),
-    "mlp": Case(steps=40, is_flat=True),
-    "wide_resnet": Case(steps=12),
+    "cnn": Case(steps=30),
+    "mlp": Case(steps=15, is_flat=True),
+    "wide_resnet": Case(steps=8),
 }
 
 

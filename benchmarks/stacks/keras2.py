@@ -43,13 +43,13 @@ for name in arguments.models:
     fit = {"epochs": common.EPOCHS, "verbose": 0}
     own = x[rank::size], y[rank::size]
     if strategy:
-        rows = tf.data.Dataset.from_tensor_slices(own).shuffle(len(own[0]))
+        rows = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x), seed=0)
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = (
-            tf.data.experimental.AutoShardPolicy.OFF
+            tf.data.experimental.AutoShardPolicy.DATA
         )
         # A batch of the strategy is that of all workers.
-        rows = rows.batch(common.BATCH_SIZE).with_options(options)
+        rows = rows.batch(common.BATCH_SIZE * size).with_options(options)
         model.fit(rows, callbacks=callbacks, **fit)
     else:
         if arguments.way == "horovod":
