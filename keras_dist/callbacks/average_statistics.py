@@ -59,6 +59,7 @@ class AverageStatistics(keras.callbacks.Callback):
         self._unite()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        step.session_of(self.model).is_opening = False
         self._unite()
 
     def on_train_end(self, logs: Any = None) -> None:
