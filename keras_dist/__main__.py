@@ -1,6 +1,7 @@
 """The command `keras-dist`, also as `python -m keras_dist`."""
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
@@ -17,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         return options.run(options)
-    except (InstallError, OSError) as error:
+    except (InstallError, OSError, RuntimeError, ValueError) as error:
         print(f"keras-dist: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -34,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_install_horovod(commands)
+    _add_bench_collectives(commands)
     return parser
 
 
@@ -63,6 +65,35 @@ def _add_install_horovod(commands: argparse._SubParsersAction) -> None:
         help="do nothing where a Horovod for exactly this TensorFlow is installed",
     )
     command.set_defaults(run=_install_horovod)
+
+
+def _add_bench_collectives(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "bench-collectives",
+        help="print how fast ranks talk, by the size of what they say",
+        description=(
+            "Print latency and bandwidth of a sum over all ranks, by its size. Starts "
+            "ranks on this machine, once for each transport that Horovod was built "
+            "with; or, started by a launcher, measures with the ranks that there are."
+        ),
+    )
+    command.add_argument(
+        "-np", type=int, default=2, metavar="N", help="ranks to start (default: 2)"
+    )
+    command.add_argument(
+        "--repetitions",
+        type=int,
+        default=100,
+        metavar="K",
+        help="sums of each size, a tenth of it from 1 MiB on (default: 100)",
+    )
+    command.set_defaults(run=_bench_collectives)
+
+
+def _bench_collectives(options: argparse.Namespace) -> int:
+    # TensorFlow takes seconds to import, which the other commands do without.
+    bench = importlib.import_module("keras_dist.bench_collectives")
+    return bench.run(options.np, options.repetitions)
 
 
 def _install_horovod(options: argparse.Namespace) -> int:

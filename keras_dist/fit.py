@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import os
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -48,6 +49,7 @@ def dist_fit(
     compression: str | None = None,
     local_layers: Sequence[Any] = (),
     process_set: Sequence[int] | None = None,
+    timeline: str | os.PathLike[str] | None = None,
 ) -> keras.callbacks.History:
     """Train `model` on all ranks as `model.fit` trains it on one process.
 
@@ -81,6 +83,8 @@ def dist_fit(
         op, compression, local_layers, process_set: How gradients are averaged, as in
             `DistributedOptimizer`. In a process set, its ranks are all that there are:
             its first one prints and writes.
+        timeline: A file to which the first rank writes what each collective waited for,
+            for https://ui.perfetto.dev: JSON, about one kilobyte a step.
 
     Returns:
         The `History` of the fit, the same on every rank.
@@ -113,6 +117,7 @@ def dist_fit(
         compression=compression,
         local_layers=local_layers,
         process_set=process_set,
+        timeline=timeline,
     )
     with comm.within(process_set):
         given |= comm.together(
@@ -127,7 +132,8 @@ def dist_fit(
             _print(str(job.plan))
         with comm.explained(), distributed(model, job), sharding.reading(job.feeds):
             session = step.session_of(model)
-            with telling(session, lambda: session.is_opening):
+            opening = telling(session, lambda: session.is_opening)
+            with comm.timeline(timeline), opening:
                 return model.fit(**job.arguments)
 
 

@@ -1,5 +1,6 @@
 """The arguments of `dist_fit` that `Model.fit` does not have."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ class Options:
     compression: str | None = None
     local_layers: Sequence[Any] = ()
     process_set: Sequence[int] | None = None
+    timeline: str | os.PathLike[str] | None = None
 
     def averaging(self) -> optimizer.Averaging:
         """Those that say how gradients become those of all ranks, checked."""

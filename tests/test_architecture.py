@@ -39,6 +39,7 @@ FLOORS = {
     "distributed_model": 3,
     "__init__": 4,
     "install": 4,
+    "bench_collectives": 4,
     "__main__": 5,
 }
 

@@ -12,6 +12,7 @@ from keras_dist.comm.compressed import sum_compressed
 from keras_dist.comm.devices import Device
 from keras_dist.comm.process_sets import init, within
 from keras_dist.comm.runtime import (
+    built_transports,
     device,
     has_mpi,
     local_rank,
@@ -28,6 +29,7 @@ from keras_dist.comm.tensors import (
     sum_tensors,
     total,
 )
+from keras_dist.comm.timeline import timeline
 from keras_dist.comm.transport import explained
 from keras_dist.comm.world import World
 
@@ -39,6 +41,7 @@ __all__ = [
     "average",
     "broadcast",
     "broadcast_arrays",
+    "built_transports",
     "device",
     "explained",
     "gather",
@@ -56,6 +59,7 @@ __all__ = [
     "sum",
     "sum_compressed",
     "sum_tensors",
+    "timeline",
     "together",
     "total",
     "transport_name",

@@ -91,6 +91,11 @@ def transport_name() -> str:
     return "none" if link is None else transport.describe(link)
 
 
+def built_transports() -> list[str]:
+    """What Horovod was built with: of "gloo" and "mpi"."""
+    return transport.built()
+
+
 def has_mpi() -> bool:
     """Whether the ranks talk over MPI."""
     link, _ = connection()

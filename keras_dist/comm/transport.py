@@ -14,6 +14,9 @@ from keras_dist.comm.world import World
 
 _INSTALL = "keras-dist install-horovod"
 
+# What tells Horovod that a timeline may be asked for after it has started.
+_LATER = "DYNAMIC"
+
 
 @dataclass(frozen=True)
 class Link:
@@ -42,6 +45,7 @@ def connect(launcher: str, expected: World, *, is_divided: bool = False) -> Link
     """
     if is_divided:
         os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+    os.environ.setdefault("HOROVOD_TIMELINE", _LATER)
     try:
         horovod = importlib.import_module("horovod.tensorflow")
         horovod.init()
@@ -91,6 +95,43 @@ def describe(link: Link) -> str:
     if link.horovod.nccl_built() and tf.config.get_visible_devices("GPU"):
         return f"NCCL ({control} for control)"
     return control
+
+
+def built() -> list[str]:
+    """Transports that Horovod was built with, as `horovodrun` calls them.
+
+    Raises:
+        RuntimeError: If Horovod cannot be imported.
+    """
+    try:
+        horovod = importlib.import_module("horovod.tensorflow")
+    except Exception as error:
+        raise RuntimeError(
+            "Horovod cannot be used here. "
+            f"Received: {type(error).__name__}: {error}. Run `{_INSTALL}`."
+        ) from error
+    known = {"gloo": horovod.gloo_built, "mpi": horovod.mpi_built}
+    return [name for name, is_built in known.items() if is_built()]
+
+
+def check_timeline() -> None:
+    """Raise where a timeline cannot be asked for, since Horovod writes one anyway."""
+    given = os.environ.get("HOROVOD_TIMELINE")
+    if given != _LATER:
+        raise ValueError(
+            "Horovod writes a timeline already. "
+            f"Received: HOROVOD_TIMELINE={given!r}. Unset it, or pass no `timeline`."
+        )
+
+
+def start_timeline(link: Link, path: str) -> None:
+    """Let the first rank record all collectives; every rank calls this."""
+    link.horovod.start_timeline(path)
+
+
+def stop_timeline(link: Link) -> None:
+    """End the recording, and close the file."""
+    link.horovod.stop_timeline()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,31 @@
+"""`keras-dist bench-collectives` measures what it says."""
+
+import re
+import sys
+
+import pytest
+from launch import launch
+
+from keras_dist import __main__ as command
+from keras_dist import bench_collectives
+
+_LINE = re.compile(r"(\d+) (B|KiB|MiB) +([\d.]+) ms +([\d.]+) GB/s")
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_each_size_has_a_line(ranks):
+    """Started by itself, and under a launcher; the larger the slower."""
+    module = [sys.executable, "-m", "keras_dist", "bench-collectives"]
+    done = launch([*module, "--repetitions", "2"], ranks=ranks, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert "2 ranks, Gloo, sums of float32" in done.stdout
+    found = _LINE.findall(done.stdout)
+    assert len(found) == len(bench_collectives.SIZES)
+    assert float(found[-1][2]) > float(found[0][2])
+
+
+@pytest.mark.parametrize("bad", [["-np", "1"], ["--repetitions", "0"]])
+def test_too_few_is_an_error(bad, capsys):
+    """And nothing is started."""
+    assert command.main(["bench-collectives", *bad]) == 1
+    assert "Received: -np" in capsys.readouterr().err
