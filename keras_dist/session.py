@@ -33,6 +33,7 @@ class Session:
         wants_to_stop: Whether this rank wishes to stop.
         wish: The same as a number, which travels with the gradients.
         heard: Wishes of all ranks that have arrived with gradients; equal on all.
+        stopwatch: Of the parts of each step, where somebody wants to know.
         is_held: Whether callbacks leave it to `dist_fit` to end the session: others,
             at the end of the training, still save and evaluate with it.
         progress: Epochs that are done and the last batch, for files of weights.
@@ -60,6 +61,7 @@ class Session:
     wants_to_stop: bool = False
     wish: Any = None
     heard: Any = None
+    stopwatch: Any = None
     is_held: bool = False
     progress: tuple[int, int] | None = None
     compiled: tuple[Any, ...] = ()

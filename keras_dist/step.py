@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_dist import batch_norm, building, comm, losses, metrics, mixin, saving
 from keras_dist.halves import Halves
-from keras_dist.optimizer import averages_by_rows, carrying, weighted_by
+from keras_dist.optimizer import averages_by_rows, carrying, timed_by, weighted_by
 from keras_dist.session import Session, telling
 
 
@@ -102,6 +102,8 @@ class DistributedStep(saving.SavesWhole):
                     hook()
         rows = _num_rows(data)
         session.rows.assign_add(tf.cast(rows, tf.int64))
+        if session.stopwatch is not None:
+            session.stopwatch.begin_step(data)
         if comm.size() == 1:
             with _inside_step(session):
                 return super().train_step(data)  # type: ignore[misc]
@@ -115,7 +117,8 @@ class DistributedStep(saving.SavesWhole):
         by_rows = averages_by_rows(self)
         exact = losses.of_all_rows() if by_rows else contextlib.nullcontext()
         wish = carrying(session.wish, session.heard)
-        with _inside_step(session), weighted_by(rows, of_all), exact, wish:
+        timed = timed_by(session.stopwatch)
+        with _inside_step(session), weighted_by(rows, of_all), exact, wish, timed:
             if session.is_jitted:
                 halves = Halves(own_step)
                 reason = halves.why_not(data)

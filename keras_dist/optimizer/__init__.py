@@ -21,6 +21,7 @@ from keras_dist.optimizer.rate import (
     unscale_rate,
 )
 from keras_dist.optimizer.sharing import share_gradients
+from keras_dist.optimizer.stopwatch import Stopwatch, timed_by
 from keras_dist.optimizer.weights import rows_now, share_now, weighted_by
 from keras_dist.optimizer.wishes import carrying
 
@@ -28,6 +29,7 @@ __all__ = [
     "Averaging",
     "DistributedOptimizer",
     "Recorded",
+    "Stopwatch",
     "apply_recorded",
     "averages_by_rows",
     "averaging",
@@ -48,6 +50,7 @@ __all__ = [
     "schedule_of",
     "share_gradients",
     "share_now",
+    "timed_by",
     "unite",
     "unscale_rate",
     "weighted_by",

@@ -15,6 +15,7 @@ from keras_dist.optimizer.accumulation import (
 )
 from keras_dist.optimizer.exchange import exchange
 from keras_dist.optimizer.options import Averaging
+from keras_dist.optimizer.stopwatch import begin_talk, end_talk
 from keras_dist.optimizer.weights import rows_now, share_now
 
 
@@ -64,7 +65,10 @@ def share_gradients(
             with tf.init_scope():
                 optimizer.build(known)
         share = _accumulated if accumulates(optimizer) else _averaged
-        return share(optimizer, gradients, known, is_shared)
+        begin = begin_talk(gradients)
+        result = share(optimizer, gradients, known, is_shared)
+        end_talk(begin, result)
+        return result
 
 
 def _averaged(

@@ -1,0 +1,95 @@
+"""Times the parts of each step inside the graph, for `Throughput(breakdown=True)`."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+_CAPACITY = 2**18  # steps of an epoch that are remembered; of more, the first ones
+
+# The stopwatch of the model that is trained. Set around a train step, read when the
+# step is traced.
+_running: ContextVar["Stopwatch | None"] = ContextVar("stopwatch", default=None)
+
+
+class Stopwatch:
+    """When the data of each step was there, and how long its averaging took.
+
+    `has_traced` says whether a step was traced in this epoch, before its data came.
+    """
+
+    def __init__(self) -> None:
+        self.has_traced = False
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._steps, self._arrivals, self._seconds = (
+                tf.Variable(tf.zeros(shape, dtype), trainable=False)
+                for shape, dtype in (
+                    ([], tf.int64),
+                    ([_CAPACITY], tf.float64),
+                    ([_CAPACITY], tf.float64),
+                )
+            )
+
+    def reset(self) -> None:
+        """An epoch begins."""
+        self._steps.assign(0)
+        self.has_traced = False
+
+    def begin_step(self, data: Any) -> None:
+        """A step has its data."""
+        self.has_traced |= not tf.executing_eagerly()
+        leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
+        place = tf.minimum(self._steps.read_value(), _CAPACITY - 1)
+        now = _time_after(leaves)
+        self._arrivals.scatter_update(tf.IndexedSlices(now, place))
+        self._seconds.scatter_update(tf.IndexedSlices(tf.zeros([], now.dtype), place))
+        self._steps.assign_add(1)
+
+    def add(self, begin: Any, results: Sequence[Any]) -> None:
+        """The ranks have talked in this step: from `begin` until there are results."""
+        seconds = _time_after(results) - begin
+        place = tf.minimum(self._steps.read_value(), _CAPACITY) - 1
+        self._seconds.scatter_add(tf.IndexedSlices(seconds, place))
+
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each step: when its data was there, and seconds in which the ranks talked.
+
+        The times are of `time.time()`.
+        """
+        steps = min(int(self._steps.numpy()), _CAPACITY)
+        return self._arrivals.numpy()[:steps], self._seconds.numpy()[:steps]
+
+
+@contextlib.contextmanager
+def timed_by(stopwatch: Stopwatch | None) -> Iterator[None]:
+    """Inside the block, gradients that are shared are timed."""
+    token = _running.set(stopwatch)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def begin_talk(gradients: Sequence[Any]) -> Any:
+    """The time when gradients are there; `None` where nobody wants to know."""
+    return None if _running.get() is None else _time_after(gradients)
+
+
+def end_talk(begin: Any, results: Sequence[Any]) -> None:
+    """Add the time since then, when the results are there."""
+    stopwatch = _running.get()
+    if stopwatch is not None:
+        stopwatch.add(begin, results)
+
+
+def _time_after(tensors: Sequence[Any]) -> Any:
+    tensors = [tensor for tensor in tensors if tensor is not None]
+    if tf.executing_eagerly():
+        return tf.timestamp()
+    with tf.control_dependencies(
+        [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]
+    ):
+        return tf.timestamp()
