@@ -84,7 +84,9 @@ def dist_fit(
             `DistributedOptimizer`. In a process set, its ranks are all that there are:
             its first one prints and writes.
         timeline: A file to which the first rank writes what each collective waited for,
-            for https://ui.perfetto.dev: JSON, about one kilobyte a step.
+            for https://ui.perfetto.dev. Horovod keeps a core of that rank busy to
+            write it. If anything has talked to the other ranks before this fit, start
+            the job with HOROVOD_TIMELINE=DYNAMIC in its environment.
 
     Returns:
         The `History` of the fit, the same on every rank.
@@ -119,6 +121,7 @@ def dist_fit(
         process_set=process_set,
         timeline=timeline,
     )
+    comm.announce_timeline(timeline)
     with comm.within(process_set):
         given |= comm.together(
             lambda: {n: survey.opened(given[n]) for n in ("x", "validation_data")}

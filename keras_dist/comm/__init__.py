@@ -29,7 +29,7 @@ from keras_dist.comm.tensors import (
     sum_tensors,
     total,
 )
-from keras_dist.comm.timeline import timeline
+from keras_dist.comm.timeline import announce_timeline, timeline
 from keras_dist.comm.transport import explained
 from keras_dist.comm.world import World
 
@@ -38,6 +38,7 @@ __all__ = [
     "World",
     "adaptive_sum",
     "agree",
+    "announce_timeline",
     "average",
     "broadcast",
     "broadcast_arrays",

@@ -14,8 +14,9 @@ from keras_dist.comm.world import World
 
 _INSTALL = "keras-dist install-horovod"
 
-# What tells Horovod that a timeline may be asked for after it has started.
-_LATER = "DYNAMIC"
+# What tells Horovod that a timeline may be asked for after it has started. Not by
+# default: the thread that would write it keeps a core of the first rank busy.
+_TIMELINE, _LATER = "HOROVOD_TIMELINE", "DYNAMIC"
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,6 @@ def connect(launcher: str, expected: World, *, is_divided: bool = False) -> Link
     """
     if is_divided:
         os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
-    os.environ.setdefault("HOROVOD_TIMELINE", _LATER)
     try:
         horovod = importlib.import_module("horovod.tensorflow")
         horovod.init()
@@ -114,13 +114,24 @@ def built() -> list[str]:
     return [name for name, is_built in known.items() if is_built()]
 
 
+def allow_timeline() -> None:
+    """Let a timeline be asked for; before `connect`."""
+    os.environ.setdefault(_TIMELINE, _LATER)
+
+
 def check_timeline() -> None:
-    """Raise where a timeline cannot be asked for, since Horovod writes one anyway."""
-    given = os.environ.get("HOROVOD_TIMELINE")
+    """Raise where a timeline cannot be asked for."""
+    given = os.environ.get(_TIMELINE)
+    if given is None:
+        raise ValueError(
+            "Horovod had started already when it was asked for a timeline. Received: "
+            f"no {_TIMELINE}. Start the job with {_TIMELINE}={_LATER} in its "
+            "environment, or let this fit come before all else that needs the ranks."
+        )
     if given != _LATER:
         raise ValueError(
             "Horovod writes a timeline already. "
-            f"Received: HOROVOD_TIMELINE={given!r}. Unset it, or pass no `timeline`."
+            f"Received: {_TIMELINE}={given!r}. Unset it, or pass no `timeline`."
         )
 
 

@@ -1,0 +1,35 @@
+"""`dist_fit(timeline=…)` in a process of its own: Horovod must not have started."""
+
+import json
+import sys
+
+from launch import launch
+
+_SCRIPT = """
+import sys
+import keras, keras_dist, numpy as np
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+rows = np.ones((90, 2)), np.ones(90)
+for number in range(2):
+    path = f"{sys.argv[1]}/{number}.json"
+    keras_dist.dist_fit(model, *rows, batch_size=9, verbose=0, timeline=path)
+try:
+    keras_dist.dist_fit(model, *rows, timeline=f"{sys.argv[1]}/no/where.json")
+except (OSError, RuntimeError) as error:
+    print("it said", error)
+"""
+
+
+def test_a_timeline_shows_the_collectives(tmp_path):
+    """Of each fit its own, whole; a file that cannot be written is an error on all."""
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    done = launch([sys.executable, str(script), str(tmp_path)], ranks=2, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    for number in range(2):
+        events = json.loads((tmp_path / f"{number}.json").read_text())
+        names = [event.get("name") for event in events]
+        assert names.count("GLOO_ALLREDUCE") >= 5, names
+    said = [line for line in done.stdout.splitlines() if "it said" in line]
+    assert len(said) == 2 and all("where.json" in line for line in said)
