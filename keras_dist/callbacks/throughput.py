@@ -24,7 +24,9 @@ class Throughput(keras.callbacks.Callback):
         breakdown: Whether to say where the time goes, too: in the line, and as
             `logs["computing"]`, `["averaging"]`, `["waiting"]` (for the rank that came
             last) and `["input"]`, shares of the time of all ranks that add up to 1.
-            Of an epoch of more than 262,144 steps, the first so many.
+            Of an epoch of more than 262,144 steps, the first so many. The first epoch
+            counts tracing as computing. On a GPU, whose work is queued, the shares may
+            be those of the queue: there `timeline` tells more.
     """
 
     def __init__(self, breakdown: bool = False) -> None:
