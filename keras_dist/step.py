@@ -103,7 +103,7 @@ class DistributedStep(saving.SavesWhole):
         rows = _num_rows(data)
         session.rows.assign_add(tf.cast(rows, tf.int64))
         if session.stopwatch is not None:
-            session.stopwatch.begin_step(data)
+            data = session.stopwatch.begin_step(data)
         if comm.size() == 1:
             with _inside_step(session):
                 return super().train_step(data)  # type: ignore[misc]
