@@ -205,6 +205,49 @@ def test_connections_stay_on_this_machine(tmp_path):
     assert f"[1] {expected}\n" in done.stdout
 
 
+_ON_HOSTS = """
+import os
+import keras_dist
+
+rank = keras_dist.rank()
+print(keras_dist.gather((rank, keras_dist.local_rank(), keras_dist.local_size())))
+if rank == 2:
+    raise KeyError("tea")
+keras_dist.gather("never")
+"""
+
+
+def test_ranks_of_several_hosts_are_one_job(tmp_path):
+    """Two names of this machine, and what stands in for ssh: it runs the words here."""
+    script, ssh, mark = tmp_path / "script.py", tmp_path / "ssh", uuid.uuid4().hex
+    script.write_text(_ON_HOSTS)
+    ssh.write_text('#!/bin/sh\necho "to $1" >&2\nexec sh -c "$2"\n')
+    ssh.chmod(0o755)
+    hosts = ["-H", "a:1,b:2", "--ssh", ssh, "--address", "127.0.0.1"]
+    done = start(*hosts, script, mark=mark)
+    assert done.returncode == 1, done.stderr
+    assert "to a\n" in done.stderr and "to b\n" in done.stderr
+    expected = [(0, 0, 1), (1, 0, 2), (2, 1, 2)]
+    for rank in range(3):
+        assert f"[{rank}] {expected}\n" in done.stdout
+    said = done.stderr[done.stderr.index("keras-dist: rank") :]
+    assert said.startswith("keras-dist: rank 2 failed first")
+    assert "KeyError: 'tea'" in said
+    assert "Rank 0 was" in said and "Rank 1 was" in said
+    assert left_behind(mark) == []
+
+
+def test_a_host_that_cannot_be_reached_is_named(tmp_path):
+    """And the ranks of the others end."""
+    script, mark = tmp_path / "script.py", uuid.uuid4().hex
+    script.write_text(_SLEEPS)
+    hosts = ["-H", "localhost:1,b:1", "--ssh", "false", "--address", "127.0.0.1"]
+    done = start(*hosts, script, mark=mark)
+    assert done.returncode == 1
+    assert "keras-dist: no ranks could be run on b: exit code 1." in done.stderr
+    assert left_behind(mark) == []
+
+
 def test_a_function_runs_on_ranks_and_returns_their_values(capfd):
     """A function of this file goes by value; an error on one rank is one here."""
 

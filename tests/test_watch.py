@@ -6,7 +6,8 @@ import sys
 import pytest
 from launch import ROOT, launch
 
-from keras_dist.launch.rendezvous import rendezvous, slots
+from keras_dist.launch.hosts import slots
+from keras_dist.launch.rendezvous import rendezvous
 from keras_dist.watch.board import Board, board_of
 from keras_dist.watch.watchdog import EXIT_CODE
 
@@ -139,7 +140,7 @@ def test_ranks_that_work_are_left_alone(tmp_path):
 
 def test_a_stranger_is_refused():
     """Without the secret of the job nothing is read, written, or told."""
-    with rendezvous(slots(2), "the-secret") as found:
+    with rendezvous(slots([("localhost", 2)]), "the-secret") as found:
         port = found["HOROVOD_GLOO_RENDEZVOUS_PORT"]
         rank = board_of(found)
         rank.put("0", {"beat": 1})

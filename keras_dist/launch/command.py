@@ -2,12 +2,15 @@
 
 import argparse
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from keras_dist.launch.failures import tell
+from keras_dist.launch.agent import serve
+from keras_dist.launch.fleet import Reach
+from keras_dist.launch.hosts import address_towards, hosts_of, is_here, slots
 from keras_dist.launch.jobs import run_command
 from keras_dist.launch.ranks import Command
 from keras_dist.watch.report import end_with
@@ -17,7 +20,7 @@ from keras_dist.watch.watchdog import VARIABLE, limit_of
 _CONNECT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 _CONNECT_SECONDS = 120
 
-_HERE = ("localhost", "127.0.0.1")
+_SSH = "ssh -o BatchMode=yes -o StrictHostKeyChecking=yes"
 
 
 def add_run(commands: argparse._SubParsersAction) -> None:
@@ -32,12 +35,7 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         usage="%(prog)s -np N [options] (script.py | -m module | program) [arguments]",
     )
     command.add_argument("-np", type=int, metavar="N", help="how many ranks to start")
-    command.add_argument(
-        "-H",
-        dest="hosts",
-        metavar="HOST:SLOTS,…",
-        help="hosts; other ones than this are left to horovodrun, over ssh",
-    )
+    _add_hosts(command)
     command.add_argument(
         "--log-dir", metavar="DIR", help="write what rank K prints to DIR/rank.K.log"
     )
@@ -61,6 +59,30 @@ def add_run(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     command.set_defaults(run=_run)
+    agent = commands.add_parser(
+        "host-agent", help="what `run` starts on other hosts; not to be called by you"
+    )
+    agent.set_defaults(run=lambda options: serve())
+
+
+def _add_hosts(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "-H",
+        dest="hosts",
+        metavar="HOST:SLOTS,…",
+        help="hosts, which are reached by ssh (default: this one)",
+    )
+    command.add_argument(
+        "--ssh",
+        default=_SSH,
+        metavar="COMMAND",
+        help=f"what reaches other hosts (default: {_SSH})",
+    )
+    command.add_argument(
+        "--address",
+        metavar="IP",
+        help="address of this host for the others (default: that on the way to them)",
+    )
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -72,12 +94,10 @@ def _run(options: argparse.Namespace) -> int:
             "A script to start is needed. Received: none. "
             "For example: keras-dist run -np 2 script.py"
         )
-    num_ranks, is_here = ranks_of(options.hosts, options.np)
+    hosts = hosts_of(options.hosts, options.np)
     environment = {}
     if options.stall_limit is not None:
         environment[VARIABLE] = str(limit_of(options.stall_limit))
-    if not is_here:
-        return _hand_over(options, words, num_ranks, environment)
     if _CONNECT not in os.environ:
         environment[_CONNECT] = str(_CONNECT_SECONDS)
     kind, words = ("module", words) if options.module else command_of(words)
@@ -87,38 +107,14 @@ def _run(options: argparse.Namespace) -> int:
         environment=environment,
         log_dir=options.log_dir,
     )
-    return run_command(command, num_ranks=num_ranks, restarts=options.restarts)
-
-
-def ranks_of(hosts: str | None, num_ranks: int | None) -> tuple[int, bool]:
-    """How many ranks to start, and whether all of them on this host.
-
-    >>> ranks_of("localhost:2", None), ranks_of("a:2,b:2", 3), ranks_of(None, 4)
-    ((2, True), (3, False), (4, True))
-
-    Raises:
-        ValueError: If hosts are not written so, or have too few slots.
-    """
-    if hosts is None:
-        if num_ranks is None:
-            raise ValueError(
-                "The number of ranks is needed. Received: neither -np nor -H. "
-                "For example: keras-dist run -np 2 script.py"
-            )
-        return num_ranks, True
-    parts = [part.strip().rpartition(":") for part in hosts.split(",")]
-    if not all(name and slots.isdecimal() for name, _, slots in parts):
-        raise ValueError(
-            f"Hosts are names and numbers of ranks, as in a:2,b:2. Received: -H {hosts}"
-        )
-    num_slots = sum(int(slots) for _, _, slots in parts)
-    if num_ranks is not None and num_ranks > num_slots:
-        raise ValueError(
-            f"There are fewer slots than ranks. Received: -np {num_ranks} -H {hosts}, "
-            f"which has {num_slots}."
-        )
-    is_here = all(name in (*_HERE, os.uname().nodename) for name, _, _ in parts)
-    return num_ranks or num_slots, is_here
+    others = [host for host, _ in hosts if not is_here(host)]
+    reach = None
+    if others:
+        address = options.address or address_towards(others[0])
+        reach = Reach(shlex.split(options.ssh), address)
+    else:
+        hosts = [("localhost", sum(count for _, count in hosts))]
+    return run_command(command, slots(hosts), restarts=options.restarts, reach=reach)
 
 
 def command_of(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -142,24 +138,3 @@ def command_of(words: Sequence[str]) -> tuple[str, list[str]]:
     if shutil.which(words[0]) is None:
         raise ValueError(f"There is no such script or program. Received: {words[0]}")
     return "program", list(words)
-
-
-def _hand_over(
-    options: argparse.Namespace,
-    words: Sequence[str],
-    num_ranks: int,
-    environment: dict[str, str],
-) -> int:
-    """Become `horovodrun`, which knows how to reach other hosts."""
-    if options.restarts or options.log_dir:
-        raise ValueError(
-            "On other hosts than this one the ranks are started by horovodrun. "
-            "Received: --restarts or --log-dir, which it does not know."
-        )
-    python = [sys.executable, *(["-m"] if options.module else [])]
-    is_python = options.module or words[0].endswith(".py")
-    horovodrun = str(Path(sys.executable).with_name("horovodrun"))
-    command = [horovodrun, "-np", str(num_ranks), "-H", options.hosts]
-    tell("keras-dist: other hosts than this one: starting horovodrun.")
-    os.environ.update(environment)
-    os.execv(horovodrun, command + (python if is_python else []) + list(words))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from keras_dist.launch import processes
 from keras_dist.launch.failures import Failure, failure_of, first_of
+from keras_dist.launch.hosts import Slot
 from keras_dist.launch.output import Output
-from keras_dist.launch.rendezvous import Slot
 from keras_dist.watch import record, report, stacks
 
 # Seconds in which the others, too, may say what has happened to them.
@@ -53,8 +53,8 @@ class Ranks:
     def __init__(self, command: Command, places: Sequence[Slot], job: str) -> None:
         self._command, self._places, self._job = command, places, job
         self._folder = Path(tempfile.mkdtemp(prefix="keras_dist."))  # for this user
-        self._output = Output(len(places), command.log_dir)
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._output = Output(places[0].size, command.log_dir)
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
         # When each rank ended, and how much memory it had at most, in KiB.
         self._ended: dict[int, tuple[float, int]] = {}
 
@@ -62,7 +62,7 @@ class Ranks:
         """Start every rank."""
         for place in self._places:
             process = self._started(place)
-            self._processes.append(process)
+            self._processes[place.rank] = process
             self._output.add(place.rank, process.stdout, process.stderr)
 
     def wait(self, stopped: Sequence[int]) -> list[Failure]:
@@ -84,9 +84,9 @@ class Ranks:
 
     def end(self, *, is_urgent: bool) -> None:
         """End whatever is left, and forget it; all processes are gone then."""
-        running = [p.pid for r, p in enumerate(self._processes) if r not in self._ended]
+        running = [p.pid for r, p in self._processes.items() if r not in self._ended]
         processes.end(self._job, running, is_urgent=is_urgent)
-        for process in self._processes:
+        for process in self._processes.values():
             if process.returncode is None:
                 process.wait()
         self._output.close()
@@ -95,8 +95,11 @@ class Ranks:
     def where(self) -> dict[int, str]:
         """Where each rank is now, or was when it failed; not those that have ended."""
         self._ask_for_stacks()
-        codes = [process.returncode for process in self._processes]
-        return {rank: self._where(rank) for rank, code in enumerate(codes) if code != 0}
+        return {
+            rank: self._where(rank)
+            for rank, process in self._processes.items()
+            if process.returncode != 0
+        }
 
     def _started(self, place: Slot) -> subprocess.Popen[bytes]:
         record.make(self._path(place.rank, "record"))
@@ -123,7 +126,7 @@ class Ranks:
         )
 
     def _look(self) -> None:
-        for rank, process in enumerate(self._processes):
+        for rank, process in self._processes.items():
             if rank in self._ended:
                 continue
             pid, status, used = os.wait4(process.pid, os.WNOHANG)
@@ -133,7 +136,7 @@ class Ranks:
 
     def _failures(self) -> list[Failure]:
         found = []
-        for rank, process in enumerate(self._processes):
+        for rank, process in self._processes.items():
             ended_at, memory = self._ended.get(rank, (None, 0))
             failure = failure_of(
                 rank,
@@ -148,7 +151,7 @@ class Ranks:
 
     def _ask_for_stacks(self) -> None:
         asked = []
-        for rank, process in enumerate(self._processes):
+        for rank, process in self._processes.items():
             path = self._path(rank, "report.stacks")
             if rank not in self._ended and path.exists():
                 process.send_signal(report.ASK)

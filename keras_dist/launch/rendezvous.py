@@ -4,80 +4,28 @@ import contextlib
 import hmac
 import importlib
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-_LOCAL = "127.0.0.1"
+from keras_dist.launch.hosts import LOOPBACK, Slot, interface_of
+
 _FORBIDDEN = 403
 
 
-@dataclass(frozen=True)
-class Slot:
-    """The place of one rank, as Horovod wants to be told.
-
-    Args:
-        rank: From 0.
-        size: Of the job.
-        host: Its name in `-H`.
-        local_rank: Among the ranks of that host.
-        local_size: How many these are.
-        cross_rank: Among the ranks of other hosts with its local rank.
-        cross_size: How many these are.
-    """
-
-    rank: int
-    size: int
-    host: str
-    local_rank: int
-    local_size: int
-    cross_rank: int
-    cross_size: int
-
-    def environment(self) -> dict[str, str]:
-        """Variables from which Horovod learns the place."""
-        return {
-            "HOROVOD_HOSTNAME": self.host,
-            "HOROVOD_RANK": str(self.rank),
-            "HOROVOD_SIZE": str(self.size),
-            "HOROVOD_LOCAL_RANK": str(self.local_rank),
-            "HOROVOD_LOCAL_SIZE": str(self.local_size),
-            "HOROVOD_CROSS_RANK": str(self.cross_rank),
-            "HOROVOD_CROSS_SIZE": str(self.cross_size),
-        }
-
-
-def slots(num_ranks: int) -> list[Slot]:
-    """The places of ranks on this host.
-
-    >>> [(slot.rank, slot.local_rank, slot.cross_size) for slot in slots(2)]
-    [(0, 0, 1), (1, 1, 1)]
-    """
-    return [
-        Slot(
-            rank=rank,
-            size=num_ranks,
-            host="localhost",
-            local_rank=rank,
-            local_size=num_ranks,
-            cross_rank=0,
-            cross_size=1,
-        )
-        for rank in range(num_ranks)
-    ]
-
-
 @contextlib.contextmanager
-def rendezvous(places: list[Slot], secret: str) -> Iterator[dict[str, str]]:
-    """Inside the block, the ranks of this host can find each other.
+def rendezvous(
+    places: Sequence[Slot], secret: str, address: str = LOOPBACK
+) -> Iterator[dict[str, str]]:
+    """Inside the block, the ranks can find each other.
 
-    The store listens on the loopback interface alone and answers who knows the secret,
-    which is the beginning of each path: Horovod's client sends no headers, but takes
-    what stands behind the port in its address for a part of the path.
+    The store listens at one address and answers who knows the secret, which is the
+    beginning of each path: Horovod's client sends no headers, but takes what stands
+    behind the port in its address for a part of the path.
 
     Args:
         places: Of all ranks.
         secret: Of this job.
+        address: Of this host, by which the ranks reach the store.
 
     Yields:
         What Horovod has to find in the environment of each rank.
@@ -93,7 +41,7 @@ def rendezvous(places: list[Slot], secret: str) -> Iterator[dict[str, str]]:
             "Run `keras-dist install-horovod`."
         ) from error
     handler = _guarded(horovods.RendezvousHandler, secret)
-    server = horovods.RendezvousHTTPServer((_LOCAL, 0), handler, 0)
+    server = horovods.RendezvousHTTPServer((address, 0), handler, 0)
     server.daemon_threads = True
     server.scope_size |= _scope_sizes(places)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -101,10 +49,8 @@ def rendezvous(places: list[Slot], secret: str) -> Iterator[dict[str, str]]:
     port = server.server_address[1]
     try:
         yield {
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": f"{_LOCAL}:{port}/{secret}",
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": f"{address}:{port}/{secret}",
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-            "HOROVOD_GLOO_IFACE": "lo",
-            "NCCL_SOCKET_IFNAME": "lo",
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
         }
@@ -114,7 +60,17 @@ def rendezvous(places: list[Slot], secret: str) -> Iterator[dict[str, str]]:
         thread.join()
 
 
-def _scope_sizes(places: list[Slot]) -> dict[str, int]:
+def interface(address: str) -> dict[str, str]:
+    """What says on which interface the ranks of this host listen.
+
+    Args:
+        address: Of this host, by which the ranks of others reach it.
+    """
+    name = interface_of(address)
+    return {"HOROVOD_GLOO_IFACE": name, "NCCL_SOCKET_IFNAME": name}
+
+
+def _scope_sizes(places: Sequence[Slot]) -> dict[str, int]:
     """How many ranks use each part of the store before it is emptied."""
     sizes = {}
     for place in places:
