@@ -23,8 +23,14 @@ def sleep_for_ever():
 
 class Sleeps(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
-        if batch == 6 and rank == 1:
+        if batch == 6 and rank == 1 and case == "callback":
             sleep_for_ever()
+
+def batches():
+    for number in range(100):
+        if number == 20 and rank == 1 and case == "generator":
+            sleep_for_ever()
+        yield np.ones((4, 2)), np.ones(4)
 
 if case == "collectives":
     keras_dist.sum(1) if rank else keras_dist.gather("tea")
@@ -32,8 +38,10 @@ else:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     # Compiled: nothing but the stacks tells a collective in a graph from other work.
     model.compile("sgd", "mse", jit_compile=False)
-    keras_dist.dist_fit(model, np.ones((200, 2)), np.ones(200), batch_size=4,
-                        verbose=0, callbacks=[Sleeps()])
+    data = {"x": np.ones((200, 2)), "y": np.ones(200), "batch_size": 4}
+    if case == "generator":
+        data = {"x": batches()}
+    keras_dist.dist_fit(model, **data, verbose=0, callbacks=[Sleeps()])
 """
 
 
@@ -52,20 +60,22 @@ KERAS_DIST = [sys.executable, "-m", "keras_dist", "run"]
 HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch"]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_rank_that_sleeps_for_ever_is_named(tmp_path, ranks):
+@pytest.mark.parametrize(
+    ("case", "ranks"), [("callback", 2), ("callback", 3), ("generator", 2)]
+)
+def test_a_rank_that_sleeps_for_ever_is_named(tmp_path, case, ranks):
     """All print their stacks, and the line where it sleeps comes first."""
-    done = stopped(tmp_path, "sleep", ranks, KERAS_DIST)
+    done = stopped(tmp_path, case, ranks, KERAS_DIST)
     assert done.returncode == EXIT_CODE, done.stderr
     for rank in range(ranks):
         assert f"[{rank}] keras_dist: no rank has made progress for 5 s" in done.stderr
         assert f"[{rank}] Stack of the main thread" in done.stderr
     assert re.search(
-        r"\[0\] Rank 1 is missing: in step 7 of .* in sleep_for_ever", (done.stderr)
+        r"\[0\] Rank 1 is missing: in step \d+ of .* in sleep_for_ever", (done.stderr)
     ), done.stderr
     said = done.stderr[done.stderr.index("keras-dist: rank") :]
-    assert said.startswith("keras-dist: rank 1 failed first, in step 7 of epoch 1")
-    assert "in sleep_for_ever\n[1]" not in said and "in sleep_for_ever" in said
+    assert re.match(r"keras-dist: rank 1 failed first, in step \d+ of epoch 1", said)
+    assert "in sleep_for_ever" in said
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -85,7 +95,7 @@ def test_ranks_in_different_collectives_are_named(tmp_path, ranks):
 
 def test_horovodrun_is_watched_too(tmp_path):
     """The ranks tell each other through the store of whichever launcher."""
-    done = stopped(tmp_path, "sleep", 2, HOROVODRUN)
+    done = stopped(tmp_path, "callback", 2, HOROVODRUN)
     assert done.returncode != 0
     assert "[1]<stderr>:keras_dist: no rank has made progress for 5 s" in done.stderr
     assert "[0]<stderr>:keras_dist: no rank has made progress for 5 s" in done.stderr
