@@ -1,10 +1,11 @@
 """What each setting does to the training speed, on two ranks.
 
     python benchmarks/levers.py
-    python benchmarks/levers.py --levers default bound --models cnn
+    python benchmarks/levers.py --levers default "fusion off" --models cnn
 
-Every setting has its turn in each round. The share is that of the ceiling, which the same
-processes train in turn, under the same setting; rows per second are those of `dist_fit`.
+Every setting has its turn in each round. The share is that of the ceiling, which the
+same processes train in turn, under the same setting; rows per second are those of
+`dist_fit`.
 """
 
 import argparse
@@ -55,8 +56,9 @@ def main() -> None:
         for lever in arguments.levers:
             ours, shares = zip(*rates[model, lever], strict=True)
             share = report.spread(shares)
+            name = report.MODELS[model].split(",")[0]
             print(
-                f"| {report.MODELS[model].split(',')[0]} | {lever} | {share.median:.2f} "
+                f"| {name} | {lever} | {share.median:.2f} "
                 f"({share.low:.2f} to {share.high:.2f}) | "
                 f"{statistics.median(ours):,.0f} |"
             )

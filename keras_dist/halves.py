@@ -10,7 +10,9 @@ import tensorflow as tf
 
 from keras_dist.optimizer import (
     Recorded,
+    after_update,
     apply_recorded,
+    goes_alone,
     recording,
     share_gradients,
 )
@@ -65,6 +67,9 @@ class Halves:
             for call, own in zip(self._calls, gradients, strict=True)
         ]
         self._second_half(averaged)
+        for call in self._calls:
+            if goes_alone(call.optimizer):
+                after_update(call.optimizer)
         return logs
 
     def _record(self, data: Any) -> Any:

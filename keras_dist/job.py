@@ -52,6 +52,10 @@ class Job:
             self.averaging.op,
             self.averaging.compression,
         )
+        facts["`sync` and `outer_momentum`"] = (
+            self.averaging.every,
+            self.averaging.outer_momentum,
+        )
         facts["the learning rate's factor"] = self.factor
         facts["the steps of the warm-up"] = self.warmup_steps
         # A user's own callback may be on one rank only: it has no collective in it.
@@ -118,6 +122,7 @@ def prepare(
             is_compiled=bool(model.jit_compile),
             writers=ours.destinations(callbacks),
             metrics=metrics.exceptions(model.metrics),
+            every=averaging.every,
         ),
     )
 

@@ -118,7 +118,9 @@ class DistributedStep(saving.SavesWhole):
         exact = losses.of_all_rows() if by_rows else contextlib.nullcontext()
         wish = carrying(session.wish, session.heard)
         timed = timed_by(session.stopwatch)
-        with _inside_step(session), weighted_by(rows, of_all), exact, wish, timed:
+        is_led = not session.is_jitted and losses.is_led_by_keras(self, DistributedStep)
+        weighted = weighted_by(rows, of_all, has_own_loss=is_led)
+        with _inside_step(session), weighted, exact, wish, timed:
             if session.is_jitted:
                 halves = Halves(own_step)
                 reason = halves.why_not(data)

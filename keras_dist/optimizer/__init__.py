@@ -12,7 +12,12 @@ from keras_dist.optimizer.averaging import (
     local_ids,
     recording,
 )
-from keras_dist.optimizer.options import Averaging, check_usable
+from keras_dist.optimizer.local_steps import (
+    after_update,
+    goes_alone,
+    unite_replicas,
+)
+from keras_dist.optimizer.options import Averaging, check_usable, every_of
 from keras_dist.optimizer.parts import leaves, optimizers_of, parts
 from keras_dist.optimizer.rate import (
     effective_rate,
@@ -30,6 +35,7 @@ __all__ = [
     "DistributedOptimizer",
     "Recorded",
     "Stopwatch",
+    "after_update",
     "apply_recorded",
     "averages_by_rows",
     "averaging",
@@ -37,6 +43,8 @@ __all__ = [
     "check_usable",
     "divide",
     "effective_rate",
+    "every_of",
+    "goes_alone",
     "hoist",
     "is_between_updates",
     "is_distributed",
@@ -52,6 +60,7 @@ __all__ = [
     "share_now",
     "timed_by",
     "unite",
+    "unite_replicas",
     "unscale_rate",
     "weighted_by",
 ]

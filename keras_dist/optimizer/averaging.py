@@ -10,9 +10,10 @@ from typing import Any
 import keras
 
 from keras_dist import comm, mixin
+from keras_dist.optimizer.local_steps import after_update, goes_alone
 from keras_dist.optimizer.options import Averaging, check_usable
 from keras_dist.optimizer.parts import optimizers_of, parts
-from keras_dist.optimizer.sharing import State, share_gradients
+from keras_dist.optimizer.sharing import State, share_gradients, weigh_loss
 
 # Where `apply` leaves its gradients while a step is only recorded.
 _record: ContextVar["list[Recorded] | None"] = ContextVar("record", default=None)
@@ -110,7 +111,9 @@ def averages_by_rows(model: Any) -> bool:
         for part in parts(optimizer)
         if mixin.has(part, AveragesGradients)
     ]
-    return bool(states) and all(state.options.op == "average" for state in states)
+    return bool(states) and all(
+        state.options.op == "average" and state.options.every == 1 for state in states
+    )
 
 
 def local_ids(model: Any) -> set[int]:
@@ -161,7 +164,7 @@ def averaging(optimizer: Any, options: Averaging) -> Iterator[None]:
     try:
         yield
     finally:
-        state.options = before
+        state.options, state.course = before, None
         if was_plain:
             mixin.remove(optimizer, AveragesGradients)
 
@@ -189,6 +192,10 @@ def apply_recorded(call: Recorded, averaged: Sequence[Any]) -> None:
 class AveragesGradients:
     """Mixin for the outermost optimizer: average, then update."""
 
+    def scale_loss(self, loss: Any) -> Any:
+        loss = super().scale_loss(loss)  # type: ignore[misc]
+        return weigh_loss(self, loss)
+
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         grads = list(grads)
         calls = _record.get()
@@ -197,4 +204,7 @@ class AveragesGradients:
             return None
         if comm.size() > 1 and grads and not _is_averaged.get():
             grads = share_gradients(self, grads, trainable_variables)
-        return super().apply(grads, trainable_variables)  # type: ignore[misc]
+        result = super().apply(grads, trainable_variables)  # type: ignore[misc]
+        if grads and goes_alone(self) and not _is_averaged.get():
+            after_update(self)
+        return result
