@@ -16,6 +16,7 @@ from keras_dist.callbacks.stop_together import StopTogether
 from keras_dist.callbacks.throughput import Throughput
 from keras_dist.callbacks.training_time import TrainingTime
 from keras_dist.callbacks.user_callbacks import UserCallbacks
+from keras_dist.callbacks.whereabouts import Whereabouts
 from keras_dist.callbacks.writers import runs_on_first_rank_only
 
 # Ours that change logs or state come before the user's callbacks, which read them;
@@ -76,6 +77,7 @@ def on_this_rank(callbacks: Sequence[Any]) -> list[Any]:
     kept = [c for c in callbacks if comm.rank() == 0 or not runs_on_first_rank_only(c)]
     apart = _FIRST + _LAST + _KERAS_OWN
     return [
+        Whereabouts(),
         *(c for c in kept if isinstance(c, _FIRST)),
         UserCallbacks([c for c in callbacks if not isinstance(c, apart)]),
         *(c for c in kept if isinstance(c, _KERAS_OWN)),
