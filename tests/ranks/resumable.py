@@ -124,12 +124,13 @@ def train(
         del given["batch_size"]
     callbacks = [Dies(dies, die), stops]
     history = keras_dist.dist_fit(model, x, y, callbacks=callbacks, **given)
-    return state_of(model), history
+    return state_of(model, is_equivalent), history
 
 
-def state_of(model):
-    """All numbers of a model, random generators and metrics too."""
-    numbers = [*model.variables, *model.optimizer.variables]
+def state_of(model, is_equivalent):
+    """All numbers of a model; or those that are equal on any number of ranks."""
+    numbers = [*(model.weights if is_equivalent else model.variables)]
+    numbers += model.optimizer.variables
     return [np.array(keras.ops.convert_to_numpy(number)) for number in numbers]
 
 
