@@ -8,7 +8,7 @@ READY := .venv/.ready
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo equivalence fuzz mutations bench levers growth slow-network
+.PHONY: help setup check test demo equivalence fuzz mutations bench levers growth slow-network kills
 
 help:
 	@echo "make setup   a virtual environment in .venv, with Horovod built for its TensorFlow"
@@ -17,6 +17,7 @@ help:
 	@echo "make demo    train a model on two processes"
 	@echo "make equivalence   write docs/equivalence.md: every case on 2 and 3 processes"
 	@echo "make fuzz    try random cases: FIRST=0 COUNT=200"
+	@echo "make kills   kill a training 20 times, and see it go on to the bit"
 	@echo "make mutations   break one line at a time, and see a test fail"
 	@echo "make bench   write docs/performance.md: the speed beside its ceiling and its peers"
 	@echo "make levers  write docs/levers.md: what each setting does, and where the time goes"
@@ -66,6 +67,9 @@ FIRST ?= 0
 COUNT ?= 200
 fuzz: setup
 	$(BIN)/python tests/equivalence.py fuzz $(FIRST) $(COUNT)
+
+kills: setup
+	KILLS=20 $(BIN)/python -m pytest tests/test_resume.py -k killed
 
 mutations: setup
 	$(BIN)/python tests/mutations.py

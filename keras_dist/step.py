@@ -95,7 +95,7 @@ class DistributedStep(saving.SavesWhole):
             session.has_started = True
             # Outside of the graph that is being traced, so that it happens once, now.
             with tf.init_scope(), _inside_step(session):
-                if comm.size() > 1 or building.has_parts(self):
+                if comm.size() > 1 or session.builds_first or building.has_parts(self):
                     comm.together(lambda: building.build(self, data))
                 batch_norm.synchronize(self)
                 for hook in session.before_first_step:

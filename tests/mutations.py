@@ -241,6 +241,55 @@ MUTATIONS = [
         "name: True",
         ("test_streams.py", "plan"),
     ),
+    Mutation(
+        "going on: statistics of each rank",
+        "resume/model_states.py",
+        "variables[int(place)].assign(value)",
+        "pass",
+        ("test_resume.py", "was_ended"),
+    ),
+    Mutation(
+        "going on: dropout masks of each rank",
+        "resume/model_states.py",
+        'for variable, value in zip(_seeds(model), own["seeds"], strict=True):',
+        "for variable, value in ():",
+        ("test_resume.py", "was_ended"),
+    ),
+    Mutation(
+        "going on: metrics of the epoch so far",
+        "resume/saver.py",
+        "lambda: model_states.restore_metrics(self.model, saved.ranks)",
+        "lambda: None",
+        ("test_resume.py", "was_ended"),
+    ),
+    Mutation(
+        "going on: what callbacks remember",
+        "resume/callback_states.py",
+        "setattr(callback, name, decoded(tree))",
+        "pass",
+        ("test_resume.py", "was_ended"),
+    ),
+    Mutation(
+        "going on: the optimizer's state",
+        "resume/model_states.py",
+        "variables += found.variables",
+        "pass",
+        ("test_resume.py", "was_ended"),
+    ),
+    Mutation(
+        "going on: from the row that comes next",
+        "sharding/arrays.py",
+        "rows = rows[first_row:last_row]",
+        "rows = rows[0:last_row]",
+        ("test_resume.py", "was_ended"),
+    ),
+    Mutation(
+        "going on: from the batch that comes next",
+        "sharding/share.py",
+        "deal(data.skip(course.skipped), length=length - course.skipped)",
+        "deal(data, length=length - course.skipped)",
+        ("test_resume.py", "in_batches"),
+    ),
 ]
 
 

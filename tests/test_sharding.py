@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.sharding import arrays, rows
+from keras_dist.sharding import arrays, course, rows
 
 CASES = list(itertools.product(range(1, 5), range(1, 6), range(1, 40)))
 
@@ -100,16 +100,14 @@ def test_the_data_set_deals_what_the_arithmetic_says(shuffle):
 
 def read(data, batch_size, rank, size, shuffle, steps, number):
     """The batches of one rank in one epoch."""
-    epoch = tf.Variable(number, dtype=tf.int64)
+    sizes = {"num_rows": data.num_rows, "batch_size": batch_size, "size": size}
     dataset = arrays.deal_training(
         data,
-        batch_size=batch_size,
+        course=course.course_of(None, steps=steps, **sizes),
         rank=rank,
-        size=size,
         shuffle=shuffle,
         seed=5,
-        steps=steps,
-        epoch=epoch,
+        epoch=tf.Variable(number, dtype=tf.int64),
     )
     assert int(dataset.cardinality()) == steps
     return list(dataset)

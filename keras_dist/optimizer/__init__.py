@@ -21,6 +21,8 @@ from keras_dist.optimizer.options import Averaging, check_usable, every_of
 from keras_dist.optimizer.parts import leaves, optimizers_of, parts
 from keras_dist.optimizer.rate import (
     effective_rate,
+    go_on,
+    position_of,
     scale_rate,
     schedule_of,
     unscale_rate,
@@ -44,6 +46,7 @@ __all__ = [
     "divide",
     "effective_rate",
     "every_of",
+    "go_on",
     "goes_alone",
     "hoist",
     "is_between_updates",
@@ -52,6 +55,7 @@ __all__ = [
     "local_ids",
     "optimizers_of",
     "parts",
+    "position_of",
     "recording",
     "rows_now",
     "scale_rate",

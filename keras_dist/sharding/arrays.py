@@ -7,9 +7,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.sharding.dealing import unsharded
+from keras_dist.sharding.course import Course
+from keras_dist.sharding.dealing import of_length, unsharded
 from keras_dist.sharding.reading import reader_of
-from keras_dist.sharding.rows import left_out_rows, shard_rows, steps_of_rows
+from keras_dist.sharding.rows import shard_rows
 
 _UNEVEN = (tf.RaggedTensor, tf.SparseTensor)
 
@@ -148,12 +149,10 @@ def in_batches(arrays: Arrays, batch_size: int) -> tf.data.Dataset:
 def deal_training(
     arrays: Arrays,
     *,
-    batch_size: int,
+    course: Course,
     rank: int,
-    size: int,
     shuffle: bool | str,
     seed: int,
-    steps: int,
     epoch: tf.Variable,
 ) -> tf.data.Dataset:
     """This rank's part of every global batch of an epoch.
@@ -165,50 +164,56 @@ def deal_training(
 
     Args:
         arrays: All rows; every rank holds them.
-        batch_size: Rows of one rank's batch.
+        course: Which rows come when.
         rank: This rank.
-        size: Number of ranks.
         shuffle: `True`, `False`, or `"batch"` to shuffle inside global batches only.
         seed: Of the permutations, the same on all ranks.
-        steps: Batches of an epoch; it begins where the one before has ended.
         epoch: Number of the epoch that an iterator made from now on reads, int64.
 
     Returns:
-        A data set of `steps` batches `(x, …)` of shape `(batch_size, …)`; the last of a
-        pass may be smaller.
+        A data set of as many batches `(x, …)` of shape `(batch_size, …)` as an epoch
+        has steps, though its first pass may be shorter; the last batch of a pass of the
+        rows may be smaller.
     """
-    sizes = {"batch_size": batch_size, "size": size}
-    in_a_pass = steps_of_rows(arrays.num_rows, **sizes)
-    num_used = arrays.num_rows - left_out_rows(arrays.num_rows, **sizes)
+    in_all = course.batch_size * course.size
+    in_a_pass, in_first = course.in_a_pass, course.in_first_pass
     read = reader_of(arrays.parts())
 
-    def batches(number: tf.Tensor, begin: tf.Tensor) -> tf.data.Dataset:
+    def batches(place: tf.Tensor, begin: tf.Tensor, steps: tf.Tensor) -> Any:
+        is_first = tf.equal(place, 0)
+        number = course.number + place
+        first_row = tf.where(is_first, course.row, 0)
+        last_row = tf.where(is_first, course.end(course.row), course.end(0))
         rows = tf.range(arrays.num_rows, dtype=tf.int64)
         if shuffle and shuffle != "batch":
             rows = _permuted(rows, seed, number)
-        rows = rows[:num_used]
+        rows = rows[first_row:last_row]
 
         def batch(step: tf.Tensor) -> tf.Tensor:
-            together = rows[step * batch_size * size : (step + 1) * batch_size * size]
+            together = rows[step * in_all : (step + 1) * in_all]
             if shuffle == "batch":
-                together = _permuted(together, seed, number * in_a_pass + step)
-            return together[rank::size]
+                before = tf.cast(first_row // in_all, tf.int64)
+                together = _permuted(together, seed, number * in_a_pass + before + step)
+            return together[rank :: course.size]
 
-        first = begin - number * in_a_pass
+        first = begin - tf.where(is_first, place, in_first + (place - 1) * in_a_pass)
+        in_this = tf.where(is_first, in_first + place, in_a_pass)
         return tf.data.Dataset.range(
-            tf.maximum(first, 0), tf.minimum(first + steps, in_a_pass)
+            tf.maximum(first, 0), tf.minimum(first + steps, in_this)
         ).map(batch)
 
+    def place_of(step: tf.Tensor) -> tf.Tensor:
+        return tf.where(step < in_first, 0 * step, 1 + (step - in_first) // in_a_pass)
+
     def passes(_: tf.Tensor) -> tf.data.Dataset:
-        begin = epoch.read_value() * steps
-        numbers = tf.data.Dataset.range(
-            begin // in_a_pass, (begin + steps - 1) // in_a_pass + 1
-        )
-        return numbers.flat_map(lambda number: batches(number, begin))
+        begin = course.begin(epoch.read_value())
+        steps = course.steps_of_epoch(epoch.read_value())
+        places = tf.data.Dataset.range(place_of(begin), place_of(begin + steps - 1) + 1)
+        return places.flat_map(lambda place: batches(place, begin, steps))
 
     rows_of_batches = tf.data.Dataset.range(1).flat_map(passes)
     dataset = rows_of_batches.map(read, tf.data.AUTOTUNE, deterministic=True)
-    return unsharded(dataset.apply(tf.data.experimental.assert_cardinality(steps)))
+    return unsharded(of_length(dataset, course.steps, course.is_within_epoch))
 
 
 def _permuted(rows: tf.Tensor, seed: int, number: Any) -> tf.Tensor:
