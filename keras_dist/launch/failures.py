@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _MEMORY = 1024  # KiB in a MiB
 
@@ -54,14 +55,14 @@ def failure_of(
         return None
     code = 1 if not returncode else returncode if returncode > 0 else 128 - returncode
     if said:
-        lines = str(said["message"]).strip().splitlines()
+        lines = said["message"].strip().splitlines()
         return Failure(
             rank=rank,
-            time=float(said["time"]),
+            time=said["time"],
             code=code,
-            summary=": ".join([str(said["kind"]), *lines[:1]]),
-            text=str(said["text"]),
-            is_heard=bool(said["is_heard"]),
+            summary=": ".join([said["kind"], *lines[:1]]),
+            text=said["text"],
+            is_heard=said["is_heard"],
         )
     return Failure(
         rank=rank,
@@ -130,7 +131,7 @@ def _how(returncode: int, memory: int) -> str:
     return said
 
 
-def _said(path: Path) -> dict[str, object]:
+def _said(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):

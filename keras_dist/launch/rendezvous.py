@@ -84,6 +84,8 @@ def _guarded(handler: Any, secret: str) -> Any:
     """A handler of Horovod's that answers only who knows the secret."""
 
     class Guarded(handler):
+        path: str
+
         def _is_known(self) -> bool:
             first, _, rest = self.path.lstrip("/").partition("/")
             given = first.partition(":")[0]  # Horovod adds the port behind it
