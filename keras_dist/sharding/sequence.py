@@ -52,10 +52,15 @@ class DealtSequence(keras.utils.PyDataset):
 
     def assign(self, epoch: int) -> None:
         """Say which epoch is read from now on."""
-        total = self.data.num_batches
-        if self._shuffle and total:
-            generator = np.random.default_rng([self._seed, int(epoch)])
-            self._order = generator.permutation(total - 1)
+        self._order = self._order_of(epoch)
+
+    def batches_at(self, epoch: int, step: int) -> list[int]:
+        """Of the user's batches, those that this rank reads at a step of an epoch."""
+        order, total = self._order_of(epoch), self.data.num_batches
+        begin = step * self._size
+        if total is None or begin + self._size <= total:
+            return [_place_in(order, begin + self._rank)]
+        return [_place_in(order, place) for place in range(begin, total)]
 
     @property
     def length(self) -> float:
@@ -99,8 +104,14 @@ class DealtSequence(keras.utils.PyDataset):
             )
 
     def _place(self, place: int) -> int:
-        is_last = self._order is None or place >= len(self._order)
-        return place if is_last else int(self._order[place])
+        return _place_in(self._order, place)
+
+    def _order_of(self, epoch: int) -> Any:
+        total = self.data.num_batches
+        if not (self._shuffle and total):
+            return None
+        generator = np.random.default_rng([self._seed, int(epoch)])
+        return generator.permutation(total - 1)
 
     def _count_rows_left(self) -> int:
         total = self.data.num_batches
@@ -108,3 +119,8 @@ class DealtSequence(keras.utils.PyDataset):
             return 0
         left = range(total - total % self._size, total)
         return sum(num_rows(self.data[place]) for place in left)
+
+
+def _place_in(order: Any, place: int) -> int:
+    is_last = order is None or place >= len(order)
+    return place if is_last else int(order[place])
