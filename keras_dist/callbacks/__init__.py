@@ -6,6 +6,7 @@ from keras_dist.callbacks.broadcast_variables import BroadcastVariables
 from keras_dist.callbacks.learning_rate_warmup import LearningRateWarmup
 from keras_dist.callbacks.metric_average import MetricAverage
 from keras_dist.callbacks.next_epoch import NextEpoch
+from keras_dist.callbacks.replica_check import ReplicaCheck
 from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy
 from keras_dist.callbacks.stop_together import StopTogether
 from keras_dist.callbacks.throughput import Throughput
@@ -22,6 +23,7 @@ __all__ = [
     "LearningRateWarmup",
     "MetricAverage",
     "NextEpoch",
+    "ReplicaCheck",
     "StopAtAccuracy",
     "StopTogether",
     "Throughput",

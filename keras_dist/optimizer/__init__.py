@@ -1,6 +1,11 @@
 """Average gradients over the ranks before each update, at the scaled rate."""
 
-from keras_dist.optimizer.accumulation import divide, is_between_updates, unite
+from keras_dist.optimizer.accumulation import (
+    divide,
+    is_between_updates,
+    own_sums,
+    unite,
+)
 from keras_dist.optimizer.averaging import (
     DistributedOptimizer,
     Recorded,
@@ -43,6 +48,7 @@ __all__ = [
     "leaves",
     "local_ids",
     "optimizers_of",
+    "own_sums",
     "parts",
     "recording",
     "rows_now",

@@ -29,6 +29,13 @@ def accumulators_of(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
     ]
 
 
+def own_sums(optimizer: Any) -> list[Any]:
+    """Accumulators that hold what this rank alone has added up."""
+    if not (optimizer.built and accumulates(optimizer)):
+        return []
+    return list(optimizer._accumulated_gradients)
+
+
 def is_update(optimizer: Any) -> Any:
     """Whether the present batch ends in an update; the same on all ranks."""
     batches = optimizer.gradient_accumulation_steps
