@@ -53,6 +53,20 @@ MUTATIONS = [
         ("test_replica_check.py", "hold_differently"),
     ),
     Mutation(
+        "NaN: what the forward pass has changed is put back",
+        "optimizer/guard.py",
+        "self._is_left_out.assign(True)",
+        "pass",
+        ("test_nan_report.py", "no_such_batch"),
+    ),
+    Mutation(
+        "NaN: a rank that adds up gradients does not decide alone",
+        "optimizer/accumulation.py",
+        'state, "is_watched", False',
+        'state, "is_nothing", False',
+        ("test_nan_report.py", "accumulated"),
+    ),
+    Mutation(
         "a wish to stop travels with the gradients",
         "optimizer/wishes.py",
         "wish[1].assign_add(tf.cast(total, wish[1].dtype))",

@@ -12,6 +12,7 @@ from keras_dist.callbacks.backup_epoch import BackupEpoch
 from keras_dist.callbacks.broadcast_variables import BroadcastVariables
 from keras_dist.callbacks.effective_rate import EffectiveRate
 from keras_dist.callbacks.metric_average import MetricAverage
+from keras_dist.callbacks.nan_report import NanReport
 from keras_dist.callbacks.replica_check import ReplicaCheck
 from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy
 from keras_dist.callbacks.stop_together import StopTogether
@@ -24,6 +25,7 @@ from keras_dist.callbacks.writers import runs_on_first_rank_only
 # ours that act on what the others did come after.
 _FIRST = (
     AverageStatistics,
+    NanReport,
     MetricAverage,
     Throughput,
     TrainingTime,

@@ -16,7 +16,10 @@ from keras_dist.optimizer.averaging import (
     is_distributed,
     local_ids,
     recording,
+    unwatch,
+    watch,
 )
+from keras_dist.optimizer.guard import Guard, Hit, guarded, watched_by
 from keras_dist.optimizer.options import Averaging, check_usable
 from keras_dist.optimizer.parts import leaves, optimizers_of, parts
 from keras_dist.optimizer.rate import (
@@ -33,6 +36,8 @@ from keras_dist.optimizer.wishes import carrying
 __all__ = [
     "Averaging",
     "DistributedOptimizer",
+    "Guard",
+    "Hit",
     "Recorded",
     "Stopwatch",
     "apply_recorded",
@@ -42,6 +47,7 @@ __all__ = [
     "check_usable",
     "divide",
     "effective_rate",
+    "guarded",
     "hoist",
     "is_between_updates",
     "is_distributed",
@@ -59,5 +65,8 @@ __all__ = [
     "timed_by",
     "unite",
     "unscale_rate",
+    "unwatch",
+    "watch",
+    "watched_by",
     "weighted_by",
 ]

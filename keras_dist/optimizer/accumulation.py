@@ -14,11 +14,14 @@ def accumulates(optimizer: Any) -> bool:
 
     Not inside a `LossScaleOptimizer`, which decides about each batch by the gradients
     of all ranks, and not in a `MultiOptimizer`, whose parts may each have their own
-    number of batches: there the ranks talk after every batch.
+    number of batches, nor where a guard watches: there the ranks talk after every
+    batch.
     """
-    return leaves(optimizer) == [optimizer] and bool(
-        optimizer.gradient_accumulation_steps
+    state = getattr(optimizer, "_averaging", None)
+    is_alone = leaves(optimizer) == [optimizer] and not getattr(
+        state, "is_watched", False
     )
+    return is_alone and bool(optimizer.gradient_accumulation_steps)
 
 
 def accumulators_of(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
