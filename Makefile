@@ -8,7 +8,7 @@ READY := .venv/.ready
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo equivalence fuzz mutations bench
+.PHONY: help setup check test demo equivalence fuzz mutations bench growth
 
 help:
 	@echo "make setup   a virtual environment in .venv, with Horovod built for its TensorFlow"
@@ -19,6 +19,7 @@ help:
 	@echo "make fuzz    try random cases: FIRST=0 COUNT=200"
 	@echo "make mutations   break one line at a time, and see a test fail"
 	@echo "make bench   write docs/performance.md: the speed beside its ceiling and its peers"
+	@echo "make growth  write docs/growth.md: what more ranks and layers cost (after make bench)"
 	@echo "PYTHON=...   the Python of the environment (now: $(PYTHON))"
 
 setup: $(READY)
@@ -69,3 +70,6 @@ mutations: setup
 
 bench: setup
 	$(BIN)/python benchmarks/compare.py --write
+
+growth: setup
+	$(BIN)/python benchmarks/growth.py

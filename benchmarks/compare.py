@@ -33,24 +33,34 @@ TIMEOUT = 600  # seconds of one stack in one round
 
 @dataclass(frozen=True)
 class Stack:
-    """A way to train: a script in stacks/, how to average, and how it is launched."""
+    """A way to train: a script in stacks/, how to average, and how it is launched.
+
+    `twin` is the name of what the same processes train in turn with it.
+    """
 
     script: str
     way: str
     launcher: str
     ranks: int = RANKS
+    twin: str = ""
 
 
 TABLE = {
-    "ceiling": Stack("keras3.py", "alone", "horovodrun"),
-    "keras_dist": Stack("keras3.py", "keras_dist", "horovodrun"),
+    "keras_dist": Stack("keras3.py", "both", "horovodrun", twin="ceiling"),
     "one process": Stack("keras3.py", "alone", "python", ranks=1),
-    "Horovod on Keras 2": Stack("keras2.py", "horovod", "horovodrun"),
+    "Horovod on Keras 2": Stack(
+        "keras2.py", "horovod", "horovodrun", twin="Keras 2 ceiling"
+    ),
     "MultiWorkerMirrored on Keras 2": Stack("keras2.py", "multiworker", "TF_CONFIG"),
-    "Keras 2 ceiling": Stack("keras2.py", "alone", "horovodrun"),
-    "PyTorch DDP": Stack("torch_ddp.py", "ddp", "torch"),
-    "PyTorch ceiling": Stack("torch_ddp.py", "alone", "torch"),
+    "PyTorch DDP": Stack("torch_ddp.py", "ddp", "torch", twin="PyTorch ceiling"),
 }
+
+# What a rank needs in memory, and until its first step: each in processes of its own.
+COSTS = {
+    "keras_dist": Stack("keras3.py", "keras_dist", "horovodrun"),
+    "ceiling": Stack("keras3.py", "alone", "horovodrun"),
+}
+COSTS_OPTIONS = ["--scale", "0.2", "--models", "mlp"]
 
 
 def make_environments() -> None:
@@ -68,10 +78,22 @@ def make_environments() -> None:
             subprocess.run([*pip, "--target", str(target), *packages], check=True)
 
 
-def run(stack: Stack, options: list[str]) -> dict[str, list[dict]]:
-    """Train all models once; what each rank has measured, by the name of the model."""
+def run(
+    stack: Stack, options: list[str], variables: dict[str, str] | None = None
+) -> dict[tuple[str, str], list[dict]]:
+    """Train all models once.
+
+    Args:
+        stack: What is started.
+        options: Of the script.
+        variables: Of the environment.
+
+    Returns:
+        What each rank has measured, by ("own" or "twin", name of the model).
+    """
     script = [str(STACKS / stack.script), stack.way, *options]
     ranks, env = stack.ranks, {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    env |= variables or {}
     threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
     if stack.script != "keras3.py" and ranks > 1:  # ours chooses for itself
         env["OMP_NUM_THREADS"] = threads
@@ -102,7 +124,7 @@ def run(stack: Stack, options: list[str]) -> dict[str, list[dict]]:
         for line in out.splitlines():
             if MARK in line:
                 told = json.loads(line.split(MARK, 1)[1])
-                found[told["model"]].append(told)
+                found[told["part"], told["model"]].append(told)
     if not found or any(len(told) != ranks for told in found.values()):
         raise RuntimeError(f"{stack} failed.\n" + "\n".join(map("\n".join, outputs)))
     return found
@@ -160,20 +182,26 @@ def main() -> int:
     make_environments()
     options = ["--scale", str(arguments.scale), "--models", *arguments.models]
     rates: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    memory: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    costs: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     begin = time.perf_counter()
     for number in range(arguments.rounds):
         # Another order each round: nobody always comes after the same one.
         turn = number % len(arguments.stacks)
         for name in arguments.stacks[turn:] + arguments.stacks[:turn]:
-            for model, told in run(TABLE[name], options).items():
-                rates[model][name].append(rate_of(told))
-                memory[model][name].append(max(own["memory"] for own in told))
-                print(f"{number + 1} {name}, {model}: {rate_of(told):,.0f}", flush=True)
+            for (part, model), told in run(TABLE[name], options).items():
+                stack = name if part == "own" else TABLE[name].twin
+                rates[model][stack].append(rate_of(told))
+                print(
+                    f"{number + 1} {stack}, {model}: {rate_of(told):,.0f}", flush=True
+                )
+        for name in list(COSTS) if arguments.write else []:
+            told = run(COSTS[name], COSTS_OPTIONS)["own", "mlp"]
+            costs["memory"][name].append(max(own["memory"] for own in told) / 2**20)
+            costs["first step"][name].append(max(own["first_step"] for own in told))
     for model, found in rates.items():
         medians = {name: statistics.median(values) for name, values in found.items()}
         print(model, {name: round(value) for name, value in medians.items()})
-        if {"ceiling", "keras_dist"} <= found.keys():
+        if "keras_dist" in found:
             ratio = report.ratio(found, "keras_dist", "ceiling")
             print(
                 f"  of the ceiling: {ratio.median:.3f} ({ratio.low:.3f} to "
@@ -189,7 +217,7 @@ def main() -> int:
         }
         measured = ENVIRONMENTS / "measured.json"
         measured.write_text(json.dumps(rates))
-        report.write(rates, facts)
+        report.write(rates, costs, facts)
         env = {**os.environ, "PYTHONPATH": str(ENVIRONMENTS / "plot")}
         plot = [sys.executable, str(Path(__file__).with_name("plot.py"))]
         subprocess.run([*plot, str(measured)], env=env, check=True)

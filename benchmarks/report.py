@@ -33,9 +33,11 @@ medians of {rounds} rounds (smallest to largest), in which all stacks took turns
 another order each time. Fashion-MNIST, 128 rows a batch and rank, SGD with momentum.
 The measurement took {minutes:.0f} minutes.
 
-The ceiling is the same processes with the averaging left out: plain `model.fit` on
-each rank's rows. Shares are taken within each round, and are medians too. "One
-process" is plain `model.fit` with all cores.
+The ceiling is the same processes with the averaging left out: plain training on each
+rank's rows, epoch by epoch in turn with the other. Shares are taken within each round,
+and are medians too. What is timed are the steps within an epoch, from the end of its
+first one; the first epoch does not count. "One process" is plain `model.fit` with all
+cores.
 
 ![Rows per second beside the ceiling](performance.png)
 """
@@ -60,11 +62,16 @@ def ratio(rates: Mapping[str, Sequence[float]], one: str, other: str) -> Spread:
     return spread([a / b for a, b in zip(rates[one], rates[other], strict=True)])
 
 
-def write(rates: Rates, facts: Mapping[str, Any]) -> None:
+def write(
+    rates: Rates,
+    costs: Mapping[str, Mapping[str, Sequence[float]]],
+    facts: Mapping[str, Any],
+) -> None:
     """Write docs/performance.md.
 
     Args:
         rates: What was measured.
+        costs: MiB of memory and seconds to the first step, by stack.
         facts: How, for the head of the document.
     """
     parts = [_HEAD.format(**facts)]
@@ -74,6 +81,7 @@ def write(rates: Rates, facts: Mapping[str, Any]) -> None:
             _table(found),
         ]
     parts += ["\n## Goals\n", _goals(rates)]
+    parts += ["\n## What a rank needs\n", _costs(costs)]
     (DOCS / "performance.md").write_text("\n".join(parts) + "\n")
 
 
@@ -116,4 +124,26 @@ def _goals(rates: Rates) -> str:
         peer = max(peers, key=lambda p: statistics.median(found[p]))
         of = ratio(found, "keras_dist", peer).median
         line(f"{name}: at least {PEER_GOAL} × {peer}", of, of >= PEER_GOAL)
+    return "\n".join(lines)
+
+
+def _costs(costs: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    lines = ["The MLP: 22.3 MiB of gradients.", ""]
+    lines += [
+        "| of a rank | `dist_fit` | plain `model.fit` | more |",
+        "|---|---|---|---|",
+    ]
+    for what, unit in (
+        ("memory", "MiB at most"),
+        ("first step", "s to the first step"),
+    ):
+        found = costs[what]
+        ours, plain = spread(found["keras_dist"]), spread(found["ceiling"])
+        more = statistics.median(
+            a - b for a, b in zip(found["keras_dist"], found["ceiling"], strict=True)
+        )
+        lines.append(
+            f"| {unit} | {ours.median:.1f} ({ours.low:.1f} to {ours.high:.1f}) "
+            f"| {plain.median:.1f} ({plain.low:.1f} to {plain.high:.1f}) | {more:.1f} |"
+        )
     return "\n".join(lines)

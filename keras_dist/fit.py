@@ -49,6 +49,8 @@ def dist_fit(
     compression: str | None = None,
     local_layers: Sequence[Any] = (),
     process_set: Sequence[int] | None = None,
+    sync: str = "every:1",
+    outer_momentum: float = 0.0,
     timeline: str | os.PathLike[str] | None = None,
 ) -> keras.callbacks.History:
     """Train `model` on all ranks as `model.fit` trains it on one process.
@@ -83,6 +85,16 @@ def dist_fit(
         op, compression, local_layers, process_set: How gradients are averaged, as in
             `DistributedOptimizer`. In a process set, its ranks are all that there are:
             its first one prints and writes.
+        sync: `"every:k"`: after how many steps the ranks talk. With `"every:1"` they
+            average their gradients in each step. With more, each rank updates its own
+            weights by its own gradients for k steps, and then the weights are averaged
+            by the rows that each rank has seen (local SGD; Stich, 2019): for slow
+            networks, and no longer the model of one process. Momenta and the like stay
+            each rank's own, until both are averaged before each evaluation and at the
+            end of each epoch.
+        outer_momentum: With `sync`, how much of the last move of the averaged weights
+            is added to the next (block momentum; Chen and Huo, 2016). It takes the
+            memory of two more copies of the weights.
         timeline: A file to which the first rank writes what each collective waited for,
             for https://ui.perfetto.dev. Horovod keeps a core of that rank busy to
             write it. If anything has talked to the other ranks before this fit, start
@@ -119,6 +131,8 @@ def dist_fit(
         compression=compression,
         local_layers=local_layers,
         process_set=process_set,
+        sync=sync,
+        outer_momentum=outer_momentum,
         timeline=timeline,
     )
     comm.announce_timeline(timeline)

@@ -11,7 +11,9 @@ import tensorflow as tf
 
 from keras_dist.optimizer import (
     Recorded,
+    after_update,
     apply_recorded,
+    goes_alone,
     guarded,
     recording,
     share_gradients,
@@ -66,6 +68,8 @@ class Halves:
         averaged = share_gradients(call.optimizer, own, call.variables)
         make = functools.partial(self._second_half, [averaged])
         guarded(call.optimizer, own, averaged, call.variables, make)
+        if goes_alone(call.optimizer):
+            after_update(call.optimizer)
         return logs
 
     def _record(self, data: Any) -> Any:

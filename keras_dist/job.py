@@ -3,10 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-import keras
-
 from keras_dist import callbacks as ours
-from keras_dist import comm, metrics, optimizer, plan, scaling, sharding
+from keras_dist import comm, description, metrics, optimizer, plan, scaling, sharding
 from keras_dist.checks import check_local_layers, check_model
 from keras_dist.options import Options
 from keras_dist.version import __version__
@@ -53,6 +51,10 @@ class Job:
         facts["`op` and `compression`"] = (
             self.averaging.op,
             self.averaging.compression,
+        )
+        facts["`sync` and `outer_momentum`"] = (
+            self.averaging.every,
+            self.averaging.outer_momentum,
         )
         facts["the learning rate's factor"] = self.factor
         facts["the steps of the warm-up"] = self.warmup_steps
@@ -114,12 +116,13 @@ def prepare(
             hosts=-(-world.size // world.local_size),
             device=str(comm.device()),
             transport=comm.transport_name(),
-            training=_rows(training, options.steps_scaling),
-            validation=_rows(validation, rule) if validation else None,
-            rates=_rates(model, options, factor, stretch),
+            training=description.rows_of(training, options.steps_scaling),
+            validation=description.rows_of(validation, rule) if validation else None,
+            rates=description.rates_of(model, options, factor, stretch),
             is_compiled=bool(model.jit_compile),
             writers=ours.destinations(callbacks),
             metrics=metrics.exceptions(model.metrics),
+            every=averaging.every,
         ),
     )
 
@@ -244,50 +247,3 @@ def _warmup_steps(warmup_epochs: float, steps: int | None) -> int:
             "unknown length. Pass `steps_per_epoch`."
         )
     return round(warmup_epochs * (steps or 0))
-
-
-def _rows(feed: sharding.Feed, rule: Any) -> plan.Rows:
-    named = rule if isinstance(rule, (str, int, float)) else "your function"
-    return plan.Rows(
-        kind=feed.kind,
-        batch_size=feed.batch_size,
-        total=feed.num_rows,
-        of_rank=feed.rank_rows,
-        left_out=feed.left_out,
-        steps_before=feed.steps_before,
-        steps=feed.steps,
-        rule=f"steps scaled: {named}" if feed.is_scaled else "",
-    )
-
-
-def _rates(
-    model: Any, options: Options, factor: float, stretch: int
-) -> tuple[plan.Rate, ...]:
-    rule = options.lr_scaling
-    if not isinstance(rule, str):
-        rule = "your function" if callable(rule) else "your factor"
-    rates = []
-    for leaf in (
-        leaf
-        for found in optimizer.optimizers_of(model)
-        for leaf in optimizer.leaves(found)
-    ):
-        schedule = optimizer.schedule_of(leaf)
-        if schedule is None:
-            now = float(keras.ops.convert_to_numpy(leaf.learning_rate))
-            before, after = plan.format_number(now), plan.format_number(now * factor)
-        else:
-            before = type(schedule).__name__
-            after = f"{before} × {plan.format_number(factor)}"
-        rates.append(
-            plan.Rate(
-                before=before,
-                after=after,
-                rule=f"{rule}: × {plan.format_number(factor)}",
-                factor=factor,
-                warmup_epochs=options.warmup_epochs,
-                stretch=stretch,
-                is_schedule=schedule is not None,
-            )
-        )
-    return tuple(rates)

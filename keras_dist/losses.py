@@ -53,3 +53,24 @@ def _factor(reduction: Any, mask: Any, sample_weight: Any) -> Any:
         return None
     part = tf.math.divide_no_nan(divisor, comm.total(divisor, verb="losses"))
     return part / share_now(tf.float32)
+
+
+def is_led_by_keras(model: Any, ours: type) -> bool:
+    """Whether only Keras's code leads from the loss to the update.
+
+    Args:
+        model: A compiled model.
+        ours: The mixin of this package that does not count.
+    """
+    return all(
+        _definer(found, name, ours).startswith("keras.")
+        for found, name in ((model, "train_step"), (model.optimizer, "apply_gradients"))
+    )
+
+
+def _definer(found: Any, name: str, ours: type) -> str:
+    """The module of the class that defines a method."""
+    for cls in type(found).__mro__:
+        if name in vars(cls) and cls is not ours:
+            return cls.__module__
+    return ""

@@ -22,6 +22,8 @@ class Options:
     compression: str | None = None
     local_layers: Sequence[Any] = ()
     process_set: Sequence[int] | None = None
+    sync: str = "every:1"
+    outer_momentum: float = 0.0
     timeline: str | os.PathLike[str] | None = None
 
     def averaging(self) -> optimizer.Averaging:
@@ -31,4 +33,6 @@ class Options:
             compression=self.compression,
             local_layers=tuple(self.local_layers),
             process_set=self.process_set,
+            every=optimizer.every_of(self.sync),
+            outer_momentum=self.outer_momentum,
         )

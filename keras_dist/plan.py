@@ -59,7 +59,8 @@ class Plan:
     """Every decision of one call of `dist_fit`, as plain data.
 
     `str(plan)` is the box that the first rank prints before the first step. `metrics`
-    are those whose state is not summed, each with its rule.
+    are those whose state is not summed, each with its rule. After `every` steps the
+    ranks talk.
     """
 
     version: str
@@ -73,12 +74,15 @@ class Plan:
     is_compiled: bool
     writers: tuple[tuple[str, str], ...]
     metrics: tuple[tuple[str, str], ...] = ()
+    every: int = 1
 
     def lines(self) -> list[tuple[str, str]]:
         """What is decided, as pairs of a label and a sentence without a period."""
         lines = [("ranks", self._ranks())]
         if self.size > 1:
             lines.append(("transport", self.transport))
+        if self.size > 1 and self.every > 1:
+            lines.append(("averaging", f"of the weights, every {self.every:,} steps"))
         batch = self.training.batch_size
         if batch is not None:
             together = f" per rank, {batch * self.size:,} global"

@@ -102,7 +102,7 @@ class DistributedStep(saving.SavesWhole):
         rows = _num_rows(data)
         session.rows.assign_add(tf.cast(rows, tf.int64))
         if session.stopwatch is not None:
-            session.stopwatch.begin_step(data)
+            data = session.stopwatch.begin_step(data)
         if _is_plain(session):
             with _inside_step(session):
                 return super().train_step(data)  # type: ignore[misc]
@@ -118,7 +118,8 @@ class DistributedStep(saving.SavesWhole):
         wish = carrying(session.wish, session.heard)
         timed = timed_by(session.stopwatch)
         watched = watched_by(session.guard, self, data)
-        weighted = weighted_by(rows, of_all)
+        is_led = not session.is_jitted and losses.is_led_by_keras(self, DistributedStep)
+        weighted = weighted_by(rows, of_all, has_own_loss=is_led)
         with _inside_step(session), weighted, exact, wish, timed, watched:
             if session.is_jitted:
                 halves = Halves(own_step)

@@ -32,6 +32,7 @@ FLOORS = {
     "callbacks": 2,
     "options": 3,
     "checks": 3,
+    "description": 3,
     "survey": 3,
     "job": 3,
     "fit": 3,

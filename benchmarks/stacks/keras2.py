@@ -1,6 +1,6 @@
-"""Keras 2: Horovod's own layer, MultiWorkerMirroredStrategy, or no averaging.
+"""Keras 2: Horovod's own layer beside its ceiling, or MultiWorkerMirroredStrategy.
 
-Ways: "horovod", "multiworker", "alone". Needs TF_USE_LEGACY_KERAS=1.
+Ways: "horovod", "multiworker". Needs TF_USE_LEGACY_KERAS=1.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import tensorflow as tf
 import tf_keras as keras
 
 sys.modules["keras"] = keras  # for the example's network
-arguments = common.arguments("horovod", "multiworker", "alone")
+arguments = common.arguments("horovod", "multiworker")
 threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
 tf.config.threading.set_intra_op_parallelism_threads(threads)
 tf.config.threading.set_inter_op_parallelism_threads(threads)
@@ -29,19 +29,30 @@ else:
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
 
+
+def barrier():
+    """Wait for the other rank."""
+    hvd.allreduce(tf.constant(0.0), name="barrier")
+
+
 for name in arguments.models:
     x, y = common.rows_of(name, size, arguments.scale)
+    own, rows_of_step = (x[rank::size], y[rank::size]), common.BATCH_SIZE * size
     keras.utils.set_random_seed(0)
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = keras_models.make(keras, name)
         optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
-        if arguments.way == "horovod":
+        if not strategy:
             optimizer = hvd.DistributedOptimizer(optimizer)
         model.compile(**keras_models.compile_arguments(optimizer))
-    clock = common.Clock(name, len(x))
-    callbacks = [keras_models.clock_callback(keras, clock)]
+    clock, after = common.Clock("own", name, rows_of_step), None
+    if not strategy:
+        twin = keras_models.Twin(
+            keras, name, rows_of_step, own, common.BATCH_SIZE, barrier
+        )
+        after = twin.turn
+    callbacks = [keras_models.clock_callback(keras, clock, after)]
     fit = {"epochs": common.EPOCHS, "verbose": 0}
-    own = x[rank::size], y[rank::size]
     if strategy:
         rows = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x), seed=0)
         options = tf.data.Options()
@@ -49,12 +60,12 @@ for name in arguments.models:
             tf.data.experimental.AutoShardPolicy.DATA
         )
         # A batch of the strategy is that of all workers.
-        rows = rows.batch(common.BATCH_SIZE * size).with_options(options)
+        rows = rows.batch(rows_of_step).with_options(options)
         model.fit(rows, callbacks=callbacks, **fit)
     else:
-        if arguments.way == "horovod":
-            callbacks.insert(0, hvd.callbacks.BroadcastGlobalVariablesCallback(0))
+        callbacks.insert(0, hvd.callbacks.BroadcastGlobalVariablesCallback(0))
         model.fit(*own, batch_size=common.BATCH_SIZE, callbacks=callbacks, **fit)
+        twin.clock.tell()
     clock.tell()
 sys.stdout.flush()
 os._exit(0)

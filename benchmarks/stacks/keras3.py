@@ -1,9 +1,16 @@
 """Keras 3: `dist_fit`, or plain `model.fit` on each process without averaging.
 
-Ways: "keras_dist"; "alone", the ceiling, on this rank's part of the rows.
+Ways: "both", `dist_fit` and beside it its ceiling, plain `model.fit` on this rank's
+part of the rows, epoch by epoch in turn; "keras_dist" or "alone", one of them.
 """
 
 import os
+import sys
+
+if os.environ.get("BENCH_BIND"):  # before TensorFlow counts the cores
+    cores = sorted(os.sched_getaffinity(0))
+    rank, size = (int(os.environ[f"HOROVOD_{n}"]) for n in ("LOCAL_RANK", "LOCAL_SIZE"))
+    os.sched_setaffinity(0, cores[rank * len(cores) // size :][: len(cores) // size])
 
 import common
 import keras
@@ -11,26 +18,37 @@ import keras_models
 
 import keras_dist
 
-arguments = common.arguments("keras_dist", "alone")
+arguments = common.arguments("both", "keras_dist", "alone")
 world = keras_dist.init()
 for name in arguments.models:
     x, y = common.rows_of(name, world.size, arguments.scale)
+    own = x[world.rank :: world.size], y[world.rank :: world.size]
+    rows = common.BATCH_SIZE * world.size
     keras.utils.set_random_seed(0)
     model = keras_models.make(keras, name)
     optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
     model.compile(**keras_models.compile_arguments(optimizer))
-    clock = common.Clock(name, len(x))
+    twin = None
+    if arguments.way == "both":
+        twin = keras_models.Twin(
+            keras, name, rows, own, common.BATCH_SIZE, lambda: keras_dist.gather("")
+        )
+    keras_dist.gather("ready")
+    clock = common.Clock("own", name, rows)
+    after = twin.turn if twin else None
     fit = {
         "batch_size": common.BATCH_SIZE,
         "epochs": common.EPOCHS,
-        "callbacks": [keras_models.clock_callback(keras, clock)],
+        "callbacks": [keras_models.clock_callback(keras, clock, after)],
         "verbose": 0,
     }
-    keras_dist.gather("ready")
-    if arguments.way == "keras_dist":
-        keras_dist.dist_fit(model, x, y, **fit)
+    if arguments.way == "alone":
+        model.fit(*own, **fit)
     else:
-        model.fit(x[world.rank :: world.size], y[world.rank :: world.size], **fit)
+        keras_dist.dist_fit(model, x, y, **fit)
     clock.tell()
+    if twin:
+        twin.clock.tell()
     keras_dist.gather("done")
+sys.stdout.flush()
 os._exit(0)  # nothing is left to do, and TensorFlow takes seconds to end

@@ -4,6 +4,8 @@ import importlib
 import sys
 from pathlib import Path
 
+from common import Clock
+
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 
@@ -47,9 +49,35 @@ def compile_arguments(optimizer) -> dict:
     }
 
 
-def clock_callback(keras, clock):
-    """A callback that times the epochs."""
+def clock_callback(keras, clock, after_epoch=None):
+    """A callback that times the steps, and then lets `after_epoch()` have its turn."""
     return keras.callbacks.LambdaCallback(
         on_epoch_begin=lambda epoch, logs: clock.begin(),
-        on_epoch_end=lambda epoch, logs: clock.end(),
+        on_train_batch_end=lambda batch, logs: clock.step(),
+        on_epoch_end=lambda epoch, logs: after_epoch() if after_epoch else None,
     )
+
+
+class Twin:
+    """The ceiling: the same model in the same process, without averaging.
+
+    It trains for an epoch after each epoch of the other one, so that both meet the
+    same machine.
+    """
+
+    def __init__(self, keras, name, rows, own_data, batch_size, barrier):
+        self.model = make(keras, name)
+        optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+        self.model.compile(**compile_arguments(optimizer))
+        self.clock = Clock("twin", name, rows)
+        self._callback = clock_callback(keras, self.clock)
+        self._data, self._batch_size, self._barrier = own_data, batch_size, barrier
+
+    def turn(self):
+        """One epoch, begun by all ranks together."""
+        self._barrier()
+        x, y = self._data
+        self.model.fit(
+            x, y, batch_size=self._batch_size, callbacks=[self._callback], verbose=0
+        )
+        self._barrier()

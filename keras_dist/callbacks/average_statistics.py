@@ -70,6 +70,7 @@ class AverageStatistics(keras.callbacks.Callback):
             return
         self._has_changed = False
         self._is_united = True
+        optimizer.unite_replicas(self.model)
         for found in _between_updates(self.model):
             optimizer.unite(found)
         by_rule = _variables(self.model)
@@ -133,9 +134,11 @@ def _copy(variables: list[Any]) -> None:
 
 
 def _between_updates(model: Any) -> list[Any]:
-    """Optimizers that average and have gradients of some batches not yet used."""
+    """Optimizers that have averaged gradients of some batches not yet used."""
     return [
         found
         for found in optimizer.optimizers_of(model)
-        if optimizer.is_distributed(found) and optimizer.is_between_updates(found)
+        if optimizer.is_distributed(found)
+        and not optimizer.goes_alone(found)
+        and optimizer.is_between_updates(found)
     ]

@@ -35,7 +35,7 @@ def origin_of(model: Any, batch: Any, paths: Sequence[str]) -> Origin:
 
     Args:
         model: With the weights that the batch was read with.
-        batch: Arrays, as the train step got them.
+        batch: As the train step got it.
         paths: Variables whose gradients are not finite, in the order of the model.
     """
     inputs, places = [], set()
@@ -105,7 +105,8 @@ def _first_output(model: Any, x: Any) -> tuple[str, Any] | None:
     tensors = keras.tree.map_structure(
         lambda leaf: leaf if leaf is None else tf.convert_to_tensor(leaf), x
     )
-    num_rows = next(len(leaf) for leaf in keras.tree.flatten(tensors))
+    leaves = [leaf for leaf in keras.tree.flatten(tensors) if leaf is not None]
+    num_rows = len(leaves[0])
     # All layers, also those in a `call` of the user's, are called by this one method.
     keras.layers.Layer.__call__ = call
     try:

@@ -1,5 +1,6 @@
 """What was in the batch whose gradients are not finite."""
 
+import contextlib
 import functools
 import os
 import warnings
@@ -110,7 +111,8 @@ class NanReport(keras.callbacks.Callback):
         found: A `NotFinite` for each report, the same on all ranks.
 
     Raises:
-        ValueError: If `action` is unknown, or is not the same on all ranks.
+        ValueError: If `action` is unknown, or is not the same on all ranks; or if the
+            ranks do not average their gradients in each step (`sync`).
         FloatingPointError: On all ranks, if `action` is `"raise"`.
 
     >>> NanReport("skip").action
@@ -134,10 +136,17 @@ class NanReport(keras.callbacks.Callback):
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
+        found = optimizer.optimizers_of(model)
+        if comm.size() > 1 and any(map(optimizer.goes_alone, found)):
+            raise ValueError(
+                "NanReport looks at gradients that are averaged in each step. "
+                "Received: ranks that make steps of their own. Pass "
+                'sync="every:1", or take keras.callbacks.TerminateOnNaN.'
+            )
         self._guard = optimizer.Guard()
         step.install(model).guard = self._guard
-        for found in optimizer.optimizers_of(model):
-            optimizer.watch(found)
+        for each in found:
+            optimizer.watch(each)
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.found = []
@@ -214,12 +223,13 @@ class NanReport(keras.callbacks.Callback):
         """Numbers of the rows that were read, or of the batches, where known."""
         feed = step.session_of(self.model).training
         rows, batches = None, ()
-        if feed is not None and feed.rows_at is not None:
-            rows = feed.rows_at(self._epoch, hit.step, hit.batch)
-            read = next(iter(named_arrays(hit.batch).values()))
-            rows = rows if len(rows) == len(read) else None
-        if feed is not None and feed.batches_at is not None:
-            batches = feed.batches_at(self._epoch, hit.step)
+        with contextlib.suppress(Exception):  # a report is no reason to end a training
+            if feed is not None and feed.rows_at is not None:
+                rows = feed.rows_at(self._epoch, hit.step, hit.batch)
+                read = next(iter(named_arrays(hit.batch).values()))
+                rows = rows if len(rows) == len(read) else None
+            if feed is not None and feed.batches_at is not None:
+                batches = feed.batches_at(self._epoch, hit.step)
         return rows, batches
 
     def _keep(
@@ -234,7 +244,7 @@ class NanReport(keras.callbacks.Callback):
         try:
             os.makedirs(self.folder, exist_ok=True)
             saving.replace(path, functools.partial(_write, arrays))
-        except OSError as error:  # a report is no reason to end a training
+        except OSError as error:
             return None, f" Its batch could not be kept: {error}."
         return path, ""
 

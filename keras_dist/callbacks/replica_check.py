@@ -33,6 +33,9 @@ class ReplicaCheck(keras.callbacks.Callback):
     generators, metrics, gradients that are added up for an update to come, and weights
     that no gradient changes, which `AverageStatistics` brings together.
 
+    With `sync="every:k"`, where ranks differ by right for some steps, it looks at the
+    ends of epochs only.
+
     `dist_fit` adds one with `every=None` where the list has none. Stands behind
     `AverageStatistics` and before callbacks that save. On one rank it does nothing.
 
@@ -89,7 +92,8 @@ class ReplicaCheck(keras.callbacks.Callback):
         # With `steps_per_execution` this is not called after each step.
         self._steps += batch - self._last_batch
         self._last_batch = batch
-        if self.every and self._steps // self.every > before // self.every:
+        is_due = self.every and self._steps // self.every > before // self.every
+        if is_due and not _go_alone(self.model):
             self.check()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -193,6 +197,11 @@ def _variables(model: Any) -> list[Any]:
     numbers = [variable for variable in state if len(variable.shape) == 0]
     variables = [*numbers, *model.trainable_weights, *state]
     return list({id(v): v for v in variables if id(v) not in left_out}.values())
+
+
+def _go_alone(model: Any) -> bool:
+    found = optimizer.optimizers_of(model)
+    return comm.size() > 1 and any(map(optimizer.goes_alone, found))
 
 
 def _digest(own: np.ndarray) -> Any:

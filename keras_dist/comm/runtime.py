@@ -36,7 +36,9 @@ def prepare() -> None:
     """
     found = launched()
     if found is not None and _runtime.device is None:
-        _runtime.device = choose_device(found[1])
+        # mpirun binds ranks to cores itself, and as its user says.
+        is_binding = found[0] == "horovodrun"
+        _runtime.device = choose_device(found[1], is_binding=is_binding)
 
 
 def start(*, is_divided: bool = False) -> World:

@@ -10,16 +10,21 @@ import tensorflow as tf
 
 from keras_dist.comm import runtime, transport
 
+# From so many bytes on a tensor travels alone, and at most so many tensors do: however
+# many layers there are, the number of collectives has a limit.
+_LARGE = 4 * 2**20
+_MOST_ALONE = 16
+
 # How many collectives of each kind a graph has.
 _counts: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 
 
 def sum_tensors(tensors: Sequence[Any], *, name: str, dtype: Any) -> list[Any]:
-    """Sums of many tensors over all ranks by ONE collective.
+    """Sums of many tensors over all ranks: one collective, and one for each large one.
 
     Args:
         tensors: Tensors of static or dynamic shape, of any float or integer dtype.
-        name: Name of the collective: fixed and the same on all ranks, since Horovod
+        name: Name of the collectives: fixed and the same on all ranks, since Horovod
             matches by name and waits for ever for one that some rank calls otherwise.
         dtype: Dtype on the wire, in which the sum is taken.
 
@@ -27,15 +32,40 @@ def sum_tensors(tensors: Sequence[Any], *, name: str, dtype: Any) -> list[Any]:
         Tensors of dtype `dtype`, in the order and the shapes of `tensors`.
     """
     link, _ = runtime.connection()
+    tensors = [tf.cast(tensor, dtype) for tensor in tensors]
     if link is None or not tensors:
-        return [tf.cast(tensor, dtype) for tensor in tensors]
-    flat = tf.concat([tf.reshape(tf.cast(t, dtype), [-1]) for t in tensors], axis=0)
-    total = transport.allreduce_sum(link, flat, name=name)
-    parts = tf.split(total, [_num_elements(tensor) for tensor in tensors])
-    return [
-        tf.reshape(part, tensor.shape if _is_static(tensor) else tf.shape(tensor))
-        for part, tensor in zip(parts, tensors, strict=True)
-    ]
+        return tensors
+    result: list[Any] = [None] * len(tensors)
+    alone = _large(tensors)
+    for place in alone:
+        result[place] = transport.allreduce_sum(
+            link, tensors[place], name=f"{name}.large.{place}"
+        )
+    places = [place for place in range(len(tensors)) if place not in alone]
+    others = [tensors[place] for place in places]
+    if others:
+        flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in others], axis=0)
+        total = transport.allreduce_sum(link, flat, name=name)
+        parts = tf.split(total, [_num_elements(tensor) for tensor in others])
+        for place, part, tensor in zip(places, parts, others, strict=True):
+            shape = tensor.shape if _is_static(tensor) else tf.shape(tensor)
+            result[place] = tf.reshape(part, shape)
+    return result
+
+
+def _large(tensors: Sequence[Any]) -> set[int]:
+    """Places of those that are worth a collective of their own, at most so many.
+
+    To pack them into one buffer and out of it again moves all of their bytes twice; and
+    each can be on its way as soon as it is there.
+    """
+    sizes = {
+        place: math.prod(tensor.shape) * tensor.dtype.size
+        for place, tensor in enumerate(tensors)
+        if _is_static(tensor)
+    }
+    large = [place for place in sizes if sizes[place] >= _LARGE]
+    return set(sorted(large, key=lambda place: -sizes[place])[:_MOST_ALONE])
 
 
 def stack(tensor: Any, *, verb: str) -> Any:

@@ -18,6 +18,10 @@ _INSTALL = "keras-dist install-horovod"
 # default: the thread that would write it keeps a core of the first rank busy.
 _TIMELINE, _LATER = "HOROVOD_TIMELINE", "DYNAMIC"
 
+# Milliseconds between two looks of Horovod for something to do. Each look costs the
+# ranks a message, of which a core that also computes feels a thousand in a second.
+_CYCLE, _CYCLE_ON_CPU = "HOROVOD_CYCLE_TIME", "2.5"
+
 
 @dataclass(frozen=True)
 class Link:
@@ -44,6 +48,8 @@ def connect(launcher: str, expected: World, *, is_divided: bool = False) -> Link
         RuntimeError: If Horovod is missing, was built without TensorFlow, or
             connects other processes than the launcher started.
     """
+    if not tf.config.get_visible_devices("GPU"):
+        os.environ.setdefault(_CYCLE, _CYCLE_ON_CPU)
     if is_divided:
         os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
     try:

@@ -20,7 +20,12 @@ from keras_dist.optimizer.averaging import (
     watch,
 )
 from keras_dist.optimizer.guard import Guard, Hit, guarded, watched_by
-from keras_dist.optimizer.options import Averaging, check_usable
+from keras_dist.optimizer.local_steps import (
+    after_update,
+    goes_alone,
+    unite_replicas,
+)
+from keras_dist.optimizer.options import Averaging, check_usable, every_of
 from keras_dist.optimizer.parts import leaves, optimizers_of, parts
 from keras_dist.optimizer.rate import (
     effective_rate,
@@ -40,6 +45,7 @@ __all__ = [
     "Hit",
     "Recorded",
     "Stopwatch",
+    "after_update",
     "apply_recorded",
     "averages_by_rows",
     "averaging",
@@ -48,6 +54,8 @@ __all__ = [
     "divide",
     "effective_rate",
     "guarded",
+    "every_of",
+    "goes_alone",
     "hoist",
     "is_between_updates",
     "is_distributed",
@@ -64,6 +72,7 @@ __all__ = [
     "share_now",
     "timed_by",
     "unite",
+    "unite_replicas",
     "unscale_rate",
     "unwatch",
     "watch",

@@ -12,9 +12,10 @@ import keras
 
 from keras_dist import comm, mixin
 from keras_dist.optimizer.guard import guarded
+from keras_dist.optimizer.local_steps import after_update, goes_alone
 from keras_dist.optimizer.options import Averaging, check_usable
 from keras_dist.optimizer.parts import optimizers_of, parts
-from keras_dist.optimizer.sharing import State, share_gradients
+from keras_dist.optimizer.sharing import State, share_gradients, weigh_loss
 
 # Where `apply` leaves its gradients while a step is only recorded.
 _record: ContextVar["list[Recorded] | None"] = ContextVar("record", default=None)
@@ -135,7 +136,9 @@ def averages_by_rows(model: Any) -> bool:
         for part in parts(optimizer)
         if mixin.has(part, AveragesGradients)
     ]
-    return bool(states) and all(state.options.op == "average" for state in states)
+    return bool(states) and all(
+        state.options.op == "average" and state.options.every == 1 for state in states
+    )
 
 
 def local_ids(model: Any) -> set[int]:
@@ -186,7 +189,7 @@ def averaging(optimizer: Any, options: Averaging) -> Iterator[None]:
     try:
         yield
     finally:
-        state.options = before
+        state.options, state.course = before, None
         if was_plain:
             mixin.remove(optimizer, AveragesGradients)
 
@@ -214,6 +217,10 @@ def apply_recorded(call: Recorded, averaged: Sequence[Any]) -> None:
 class AveragesGradients:
     """Mixin for the outermost optimizer: average, then update."""
 
+    def scale_loss(self, loss: Any) -> Any:
+        loss = super().scale_loss(loss)  # type: ignore[misc]
+        return weigh_loss(self, loss)
+
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         grads = list(grads)
         calls = _record.get()
@@ -227,4 +234,7 @@ class AveragesGradients:
         if comm.size() > 1:
             averaged = share_gradients(self, grads, trainable_variables)
         make = functools.partial(apply, averaged, trainable_variables)
-        return guarded(self, grads, averaged, trainable_variables, make)
+        guarded(self, grads, averaged, trainable_variables, make)
+        if goes_alone(self):
+            after_update(self)
+        return None

@@ -1,6 +1,7 @@
 """What travels between the ranks: their own gradients in, those of all ranks out."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
@@ -19,7 +20,7 @@ def exchange(
         gradients: Tensors or `tf.IndexedSlices`, of the same kinds and shapes on all
             ranks.
         weight: What this rank's gradients count in an average: the rows that they are
-            a mean over.
+            a mean over. `None`: they are its parts of the average already.
         options: Of the averaging.
         name: Fixed and the same on all ranks: Horovod matches collectives by name.
 
@@ -28,6 +29,8 @@ def exchange(
         the adaptive sum; tensors of float32, or float64 where a gradient is that. And
         the sum of the weights.
     """
+    if weight is None:
+        options = replace(options, op="sum")
     if options.op != "average":
         weight = 1
     if options.op == "adasum":  # it compares whole gradients
@@ -75,8 +78,9 @@ def _sums(
             result.append(next(dense_sums))
             continue
         place = next(places)
+        values = tf.cast(rows[place].values, wire)
         weighted = tf.IndexedSlices(
-            tf.cast(rows[place].values, wire) * weight, rows[place].indices
+            values * weight if is_mean else values, rows[place].indices
         )
         summed = sparse.sum_of_ranks(
             weighted, tuple(gradient.shape), counts[place], name=f"{name}.{place}"
@@ -115,7 +119,7 @@ def _dense_sums(
         parts = tf.split(vector, [tensor.shape.num_elements() for tensor in dense])
         sums = [tf.reshape(p, t.shape) for p, t in zip(parts, dense, strict=True)]
         return sums, total, comm.sum_tensors(counts, name=f"{name}.counts", dtype=wire)
-    weighted = [tensor * weight for tensor in dense]
+    weighted = [tensor * weight for tensor in dense] if is_mean else dense
     everything = comm.sum_tensors(
         [*weighted, weight, *wish, *counts], name=name, dtype=wire
     )

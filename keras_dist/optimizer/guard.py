@@ -7,7 +7,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from keras_dist.optimizer.parts import parts
@@ -25,7 +24,7 @@ class Hit:
         step: Of the epoch.
         is_handled: Whether the optimizer itself leaves it out: with a loss scale.
         paths: Variables whose gradient on this rank is not finite, in their order.
-        batch: Of this rank, as arrays; `None` where its gradients are finite.
+        batch: Of this rank; `None` where its gradients are finite.
     """
 
     step: int
@@ -136,8 +135,8 @@ class Guard:
             for path, gradient in zip(paths, gradients, strict=True)
             if not bool(_all_finite(gradient))
         )
-        arrays = _packed(data, batch) if own else None
-        self.hits.append(Hit(int(step), is_handled, own, arrays))
+        kept = _packed(data, batch) if own else None
+        self.hits.append(Hit(int(step), is_handled, own, kept))
 
 
 def guarded(
@@ -205,8 +204,8 @@ def _tensors_of(data: Any) -> list[Any]:
 
 
 def _packed(data: Any, tensors: Sequence[Any]) -> Any:
-    """The structure of a batch, with `tensors` as arrays in it."""
+    """The structure of a batch, with `tensors` in it."""
     rest = iter(tensors)
     flat = tf.nest.flatten(data, expand_composites=True)
-    filled = [None if leaf is None else np.asarray(next(rest)) for leaf in flat]
+    filled = [None if leaf is None else next(rest) for leaf in flat]
     return tf.nest.pack_sequence_as(data, filled, expand_composites=True)

@@ -21,6 +21,9 @@ class Averaging:
         compression: How numbers travel: `None` as they are, `"fp16"` or `"bf16"`.
         local_layers: Layers whose variables each rank keeps to itself.
         process_set: The ranks to average over, `None` for all.
+        every: Steps after which the ranks talk: 1, their gradients in each step; more,
+            their weights after so many steps of their own.
+        outer_momentum: Of the mean weights where `every` is more than 1, from 0 to 1.
 
     Raises:
         ValueError: If an option is unknown, or two contradict each other.
@@ -31,6 +34,8 @@ class Averaging:
     compression: str | None = None
     local_layers: Sequence[Any] = ()
     process_set: Sequence[int] | None = None
+    every: int = 1
+    outer_momentum: float = 0.0
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
@@ -47,6 +52,7 @@ class Averaging:
                 "Adasum compares whole gradients, not compressed ones. Received: "
                 f'op="adasum" and compression={self.compression!r}. Leave one out.'
             )
+        self._check_every()
         for layer in self.local_layers:
             if not isinstance(layer, keras.layers.Layer):
                 raise TypeError(
@@ -54,11 +60,48 @@ class Averaging:
                     f"Received: {layer!r} of type {type(layer).__name__}"
                 )
 
+    def _check_every(self) -> None:
+        if not 0 <= self.outer_momentum < 1:
+            raise ValueError(
+                "`outer_momentum` must be at least 0 and less than 1. "
+                f"Received: outer_momentum={self.outer_momentum!r}"
+            )
+        if self.outer_momentum and self.every == 1:
+            raise ValueError(
+                "`outer_momentum` moves weights that are averaged now and then. "
+                f"Received: outer_momentum={self.outer_momentum} and gradients that "
+                'are averaged in each step. Pass sync="every:8", or leave it out.'
+            )
+        if self.every > 1 and (self.op != "average" or self.compression):
+            raise ValueError(
+                "Weights can be averaged, not summed, and travel as they are. "
+                f'Received: sync="every:{self.every}", op={self.op!r}, '
+                f"compression={self.compression!r}. Leave out what is not `sync`."
+            )
+
     def local_ids(self) -> set[int]:
         """Identities of the variables that each rank keeps to itself."""
         return {
             id(variable) for layer in self.local_layers for variable in layer.weights
         }
+
+
+def every_of(sync: str) -> int:
+    """The number of steps in `"every:8"`.
+
+    Raises:
+        ValueError: If it is something else.
+
+    >>> every_of("every:8")
+    8
+    """
+    word, _, number = sync.partition(":") if isinstance(sync, str) else ("", "", "")
+    if word != "every" or not number.isdecimal() or int(number) < 1:
+        raise ValueError(
+            '`sync` must be "every:k" with a whole number of steps k, such as '
+            f'"every:1" (in each step) or "every:8". Received: sync={sync!r}'
+        )
+    return int(number)
 
 
 def check_usable(options: Averaging) -> None:

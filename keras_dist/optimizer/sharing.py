@@ -14,9 +14,10 @@ from keras_dist.optimizer.accumulation import (
     take,
 )
 from keras_dist.optimizer.exchange import exchange
+from keras_dist.optimizer.local_steps import Course, before_update, goes_alone
 from keras_dist.optimizer.options import Averaging
 from keras_dist.optimizer.stopwatch import begin_talk, end_talk
-from keras_dist.optimizer.weights import rows_now, share_now
+from keras_dist.optimizer.weights import is_weighed, rows_now, share_now, weigh
 
 
 @dataclass
@@ -29,6 +30,7 @@ class State:
         is_checked: Whether the ranks have compared their gradients.
         is_watched: Whether each batch is judged by all ranks.
         is_only_watched: Whether the optimizer averages for that reason alone.
+        course: Where each rank updates by itself, how far it has gone.
     """
 
     number: int
@@ -36,6 +38,7 @@ class State:
     is_checked: bool = False
     is_watched: bool = False
     is_only_watched: bool = False
+    course: Course | None = None
 
 
 def share_gradients(
@@ -65,6 +68,9 @@ def share_gradients(
         if not state.is_checked:
             _check_same_gradients(gradients, known, local)
             state.is_checked = True
+        if goes_alone(optimizer):
+            before_update(optimizer)
+            return list(gradients)
         if accumulates(optimizer) and not optimizer.built:
             with tf.init_scope():
                 optimizer.build(known)
@@ -73,6 +79,33 @@ def share_gradients(
         result = share(optimizer, gradients, known, is_shared)
         end_talk(begin, result)
         return result
+
+
+def weigh_loss(optimizer: Any, loss: Any) -> Any:
+    """The loss of this rank's rows as its part of that of all, where the part is known.
+
+    Then its gradients need only be summed: to weigh each of them, and to divide the
+    sums, moves all of their bytes twice.
+    """
+    state: State = optimizer._averaging
+    options, before = state.options, comm.size()
+    with comm.within(options.process_set):
+        is_possible = (
+            comm.size() == before > 1
+            and options.op == "average"
+            and not options.compression
+            and options.every == 1
+            and not accumulates(optimizer)
+            and _keeps_digits(loss, optimizer)
+        )
+        return weigh(loss, state) if is_possible else loss
+
+
+def _keeps_digits(loss: Any, optimizer: Any) -> bool:
+    """Whether a share as precise as the loss is precise enough for all gradients."""
+    variables = getattr(optimizer, "_trainable_variables", None) or []
+    is_double = any(str(v.dtype).endswith("float64") for v in variables)
+    return loss.dtype == tf.float64 or (loss.dtype == tf.float32 and not is_double)
 
 
 def _averaged(
@@ -84,6 +117,8 @@ def _averaged(
     state: State = optimizer._averaging
     rows = rows_now()
     weight = 1 if rows is None else rows
+    if is_weighed(state):
+        weight = None
     shared = [
         _with_shape(gradient, variable)
         for gradient, variable, counts in zip(
@@ -104,7 +139,7 @@ def _averaged(
 
 def _part(gradient: Any, weight: Any, total: Any, options: Averaging) -> Any:
     """The gradient of a local variable: its part of the loss of all rows."""
-    if gradient is None or options.op != "average":
+    if gradient is None or options.op != "average" or weight is None:
         return gradient
     if total is None:
         factor = share_now(gradient.dtype)

@@ -38,8 +38,8 @@ class Stopwatch:
         self._steps.assign(0)
         self.has_traced = False
 
-    def begin_step(self, data: Any) -> None:
-        """A step has its data."""
+    def begin_step(self, data: Any) -> Any:
+        """A step has its data; the same data, for what comes after this moment."""
         self.has_traced |= not tf.executing_eagerly()
         leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
         place = tf.minimum(self._steps.read_value(), _CAPACITY - 1)
@@ -47,6 +47,11 @@ class Stopwatch:
         self._arrivals.scatter_update(tf.IndexedSlices(now, place))
         self._seconds.scatter_update(tf.IndexedSlices(tf.zeros([], now.dtype), place))
         self._steps.assign_add(1)
+        with tf.control_dependencies([now]):
+            # Or TensorFlow might look at the clock when the step is nearly over.
+            return tf.nest.map_structure(
+                lambda leaf: None if leaf is None else tf.identity(leaf), data
+            )
 
     def add(self, begin: Any, results: Sequence[Any]) -> None:
         """The ranks have talked in this step: from `begin` until there are results."""

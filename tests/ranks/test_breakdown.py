@@ -70,6 +70,31 @@ def test_the_slowest_rank_is_named(world, rows, capsys):
     assert (f"waiting (for rank {last} in " in printed) == (world.rank == 0)
 
 
+def test_work_inside_of_a_graph_is_computing(rows):
+    """Not input, wherever TensorFlow would look at the clock if it could choose."""
+
+    def nap(x):
+        time.sleep(0.05)
+        return x
+
+    class Sleeps(keras.layers.Layer):
+        def call(self, x):
+            with tf.control_dependencies([tf.numpy_function(nap, [x], x.dtype)]):
+                return tf.identity(x)
+
+    model = keras.Sequential([Sleeps(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=False, jit_compile=False)
+    history = keras_dist.dist_fit(
+        model,
+        *rows,
+        batch_size=8,
+        epochs=2,
+        verbose=0,
+        callbacks=[keras_dist.Throughput(breakdown=True)],
+    ).history
+    assert history["computing"][1] > 0.5 > history["input"][1]
+
+
 def test_slow_input_is_seen(world, rows, make_model):
     """More of the time is input where each batch is slept for."""
     x, y = rows

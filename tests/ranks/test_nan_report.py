@@ -261,6 +261,11 @@ def test_unusable_settings_are_errors(world, poisoned, make_model):
             lambda: fit(make_model(), poisoned, keras_dist.NanReport(action)),
         )
         assert "rank 0: action='stop'; rank 1: action='skip'" in messages[0]
+        messages = raises_everywhere(
+            ValueError,
+            lambda: fit(make_model(), poisoned, keras_dist.NanReport(), sync="every:2"),
+        )
+        assert "Received: ranks that make steps of their own" in messages[0]
 
 
 @several_ranks

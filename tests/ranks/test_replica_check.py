@@ -167,6 +167,18 @@ def test_what_ranks_may_hold_differently_is_not_reported(rows):
 
 
 @several_ranks
+@three_ranks
+def test_ranks_that_make_steps_of_their_own_are_compared_at_the_end_of_an_epoch(
+    rows, make_model
+):
+    """There they are brought together, and until then they differ by right."""
+    check = keras_dist.ReplicaCheck(every=1)
+    model = make_model(keras.optimizers.Adam(0.01))
+    fit(model, rows, check, sync="every:3")
+    assert_equal_to_the_bit(model)
+
+
+@several_ranks
 def test_steps_of_one_execution_are_counted(rows, make_model):
     """A check that is due inside of an execution comes after it."""
     checks = []

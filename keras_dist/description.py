@@ -1,0 +1,57 @@
+"""The words and numbers of the plan, from what was decided."""
+
+from typing import Any
+
+import keras
+
+from keras_dist import optimizer, plan, sharding
+from keras_dist.options import Options
+
+
+def rows_of(feed: sharding.Feed, rule: Any) -> plan.Rows:
+    """What the plan says of a feed's rows and steps, which follow `rule`."""
+    named = rule if isinstance(rule, (str, int, float)) else "your function"
+    return plan.Rows(
+        kind=feed.kind,
+        batch_size=feed.batch_size,
+        total=feed.num_rows,
+        of_rank=feed.rank_rows,
+        left_out=feed.left_out,
+        steps_before=feed.steps_before,
+        steps=feed.steps,
+        rule=f"steps scaled: {named}" if feed.is_scaled else "",
+    )
+
+
+def rates_of(
+    model: Any, options: Options, factor: float, stretch: int
+) -> tuple[plan.Rate, ...]:
+    """The learning rates before and after, one for each optimizer that has one."""
+    rule = options.lr_scaling
+    if not isinstance(rule, str):
+        rule = "your function" if callable(rule) else "your factor"
+    rates = []
+    for leaf in (
+        leaf
+        for found in optimizer.optimizers_of(model)
+        for leaf in optimizer.leaves(found)
+    ):
+        schedule = optimizer.schedule_of(leaf)
+        if schedule is None:
+            now = float(keras.ops.convert_to_numpy(leaf.learning_rate))
+            before, after = plan.format_number(now), plan.format_number(now * factor)
+        else:
+            before = type(schedule).__name__
+            after = f"{before} × {plan.format_number(factor)}"
+        rates.append(
+            plan.Rate(
+                before=before,
+                after=after,
+                rule=f"{rule}: × {plan.format_number(factor)}",
+                factor=factor,
+                warmup_epochs=options.warmup_epochs,
+                stretch=stretch,
+                is_schedule=schedule is not None,
+            )
+        )
+    return tuple(rates)

@@ -1,0 +1,152 @@
+"""Some steps of each rank by itself, then the mean of the weights (local SGD)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist import comm
+from keras_dist.optimizer import wishes
+from keras_dist.optimizer.parts import leaves, optimizers_of
+from keras_dist.optimizer.weights import rows_now
+
+
+@dataclass
+class Course:
+    """How far a rank has gone by itself.
+
+    Args:
+        steps: Since the weights were averaged; the same on all ranks.
+        rows: Of this rank in these steps.
+        anchors: The weights as they were then; none without outer momentum.
+        velocities: Of the outer momentum, one for each anchor.
+    """
+
+    steps: Any
+    rows: Any
+    anchors: Sequence[Any]
+    velocities: Sequence[Any]
+
+
+def goes_alone(optimizer: Any) -> bool:
+    """Whether `optimizer` updates each rank's weights by its own gradients."""
+    state = getattr(optimizer, "_averaging", None)
+    return state is not None and state.options.every > 1
+
+
+def before_update(optimizer: Any) -> None:
+    """Remember from where this rank goes, the first time."""
+    state = optimizer._averaging
+    if state.course is not None:
+        return
+    with tf.init_scope():
+        weights = _weights(optimizer) if state.options.outer_momentum else []
+        state.course = Course(
+            _variable(tf.zeros([], tf.int64)),
+            _variable(tf.zeros([], tf.float64)),
+            [_variable(weight.value) for weight in weights],
+            [_variable(tf.zeros_like(weight.value)) for weight in weights],
+        )
+
+
+def after_update(optimizer: Any) -> None:
+    """Count a step, and average the weights if it is time; in a graph or not."""
+    state = optimizer._averaging
+    with comm.within(state.options.process_set):
+        if comm.size() == 1:
+            return
+        course, rows = state.course, rows_now()
+        course.rows.assign_add(tf.cast(1 if rows is None else rows, tf.float64))
+        course.steps.assign_add(1)
+        tf.cond(
+            course.steps.read_value() >= state.options.every,
+            lambda: _average(optimizer),
+            lambda: tf.constant(0),
+        )
+
+
+def unite_replicas(model: Any) -> None:
+    """Give all ranks the same weights and optimizer's state, wherever they are."""
+    for optimizer in optimizers_of(model):
+        if not goes_alone(optimizer) or optimizer._averaging.course is None:
+            continue
+        state = optimizer._averaging
+        with comm.within(state.options.process_set):
+            if int(state.course.steps.numpy()):
+                _average(optimizer)
+            _unite_states(optimizer)
+
+
+def _average(optimizer: Any) -> Any:
+    """The mean of all ranks' weights by their rows, moved by the outer momentum."""
+    state, course = optimizer._averaging, optimizer._averaging.course
+    name = f"keras_dist.weights.{state.number}"
+    wish = wishes.own_wish(tf.float64)
+    total, *heard = comm.sum_tensors(
+        [course.rows.read_value(), *wish], name=f"{name}.rows", dtype=tf.float64
+    )
+    if heard:
+        wishes.hear(heard[0])
+    weights = _weights(optimizer)
+    share = course.rows.read_value() / total
+    means = _sums_of_shares([weight.value for weight in weights], share, name)
+    momentum = state.options.outer_momentum
+    for place, (weight, mean) in enumerate(zip(weights, means, strict=True)):
+        new = mean
+        if momentum:
+            anchor, velocity = course.anchors[place], course.velocities[place]
+            step = momentum * velocity.read_value() + (mean - anchor.read_value())
+            new = anchor.read_value() + step
+            velocity.assign(step)
+            anchor.assign(new)
+        weight.assign(new)
+    course.steps.assign(0)
+    course.rows.assign(0.0)
+    return tf.constant(0)
+
+
+def _unite_states(optimizer: Any) -> None:
+    """Means of momenta and the like; single numbers are the first rank's."""
+    ours = {id(weight) for weight in _weights(optimizer)}
+    states = [v for v in optimizer.variables if id(v) not in ours]
+    slots = [v for v in states if len(v.shape) and "float" in str(v.dtype)]
+    name = f"keras_dist.slots.{optimizer._averaging.number}"
+    means = _sums_of_shares([slot.value for slot in slots], 1 / comm.size(), name)
+    for slot, mean in zip(slots, means, strict=True):
+        slot.assign(mean)
+    numbers = [v for v in states if not len(v.shape)]
+    for number, value in zip(
+        numbers, comm.broadcast([n.numpy() for n in numbers]), strict=True
+    ):
+        number.assign(value)
+
+
+def _sums_of_shares(tensors: Sequence[Any], share: Any, name: str) -> list[Any]:
+    """Sums of tensor × share over all ranks, in the dtypes of the tensors."""
+    result: list[Any] = [None] * len(tensors)
+    wires = [tf.float64 if t.dtype == tf.float64 else tf.float32 for t in tensors]
+    for wire in sorted(set(wires), key=str):
+        places = [place for place, own in enumerate(wires) if own == wire]
+        sums = comm.sum_tensors(
+            [tf.cast(tensors[p], wire) * tf.cast(share, wire) for p in places],
+            name=f"{name}.{wire.name}",
+            dtype=wire,
+        )
+        for place, summed in zip(places, sums, strict=True):
+            result[place] = tf.cast(summed, tensors[place].dtype)
+    return result
+
+
+def _weights(optimizer: Any) -> list[Any]:
+    local = optimizer._averaging.options.local_ids()
+    return [
+        weight
+        for leaf in leaves(optimizer)
+        for weight in leaf._trainable_variables
+        if id(weight) not in local
+    ]
+
+
+def _variable(value: Any) -> Any:
+    return tf.Variable(value, trainable=False)
