@@ -27,7 +27,8 @@ class ReplicaCheck(keras.callbacks.Callback):
     changes a weight on one rank, or a machine that computes wrongly, leaves the ranks
     with different models from then on, and no error says so. This one does: after every
     `every` steps and at the end of each epoch each rank makes one number of all that it
-    holds, and one collective compares them.
+    holds, and one collective compares them: on a CPU by reading it once, which took
+    0.3 and 0.5 % of the time of 100 steps of two models (`benchmarks/checks.py`).
 
     What ranks may hold differently is left out: layers in `local_layers`, random
     generators, metrics, gradients that are added up for an update to come, and weights
