@@ -1,6 +1,9 @@
 """A checkpoint is whole or not there, whatever happens while it is written."""
 
+import hashlib
+import json
 import os
+import pickle
 import resource
 import subprocess
 import sys
@@ -105,6 +108,33 @@ def test_a_damaged_file_gives_way_to_the_one_before(folder):
     again.newest()
     again.write({"count": 3, "array": np.full(1000, 3)})
     assert counted(folder) == (3, 0) and len(folder.numbers()) == 2
+
+
+def test_a_checkpoint_that_somebody_has_made_runs_nothing(folder, tmp_path):
+    """With a checksum that fits: objects, wrong sizes, and no tree are refused."""
+
+    class Trap:
+        def __reduce__(self):
+            return (os.mkdir, (f"{tmp_path}/sprung",))
+
+    payload = pickle.dumps(Trap())
+    newest = Path(folder.file(folder.number))
+    for head, text in (
+        ({"bytes": 12, "arrays": [{"shape": [1], "dtype": "object"}]}, b'{"array": 0}'),
+        ({"bytes": 12, "arrays": [{"shape": [-9], "dtype": "int8"}]}, b'{"array": 0}'),
+        ({"bytes": 12, "arrays": [{"shape": [1], "dtype": "tea"}]}, b'{"array": 0}'),
+        ({"bytes": 12, "arrays": []}, b'{"array": 5}'),
+        ({"bytes": 12, "arrays": []}, b"{}          "),
+        ({"arrays": []}, b""),
+        ([], b""),
+    ):
+        body = json.dumps(head).encode() + b"\n" + text + payload
+        digest = hashlib.sha256(body).hexdigest().encode()
+        newest.write_bytes(b"keras_dist checkpoint 1\n" + digest + b"\n" + body)
+        assert counted(folder) == (1, 1), head
+    newest.write_bytes(payload)
+    assert counted(folder) == (1, 1)
+    assert not (tmp_path / "sprung").exists()
 
 
 def test_a_folder_where_all_is_damaged_is_an_error(folder):

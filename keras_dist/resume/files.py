@@ -8,6 +8,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -178,13 +179,23 @@ def read(path: str) -> Any:
     digest, body = content[begin : begin + 64], memoryview(content)[begin + 65 :]
     if hashlib.sha256(body).hexdigest().encode() != digest:
         raise DamagedError(f"its {len(content)} bytes do not fit its checksum")
-    end = content.index(b"\n", begin + 65) + 1
-    head = json.loads(content[begin + 65 : end])
+    try:
+        return _unpacked(content, begin + 65)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        # Whoever can write the file can write a checksum.
+        raise DamagedError(f"it is no checkpoint ({error})") from None
+
+
+def _unpacked(content: bytes, begin: int) -> Any:
+    end = content.index(b"\n", begin) + 1
+    head = json.loads(content[begin:end])
     tree = json.loads(content[end : end + head["bytes"]])
     arrays, place = [], end + head["bytes"]
     for kind in head["arrays"]:
         dtype = np.dtype(kind["dtype"])
-        count = int(np.prod(kind["shape"], dtype=np.int64))
+        count = math.prod(kind["shape"])
+        if count < 0:  # to NumPy that means all that there is
+            raise ValueError(f"an array has the shape {kind['shape']}")
         array = np.frombuffer(content, dtype, count, place).reshape(kind["shape"])
         arrays.append(array.copy())  # aligned, and free to be changed
         place += count * dtype.itemsize
