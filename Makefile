@@ -21,7 +21,7 @@ help:
 	@echo "make mutations   break one line at a time, and see a test fail"
 	@echo "make bench   write docs/performance.md: the speed beside its ceiling and its peers"
 	@echo "make levers  write docs/levers.md: what each setting does, and where the time goes"
-	@echo "make growth  write docs/growth.md: what more ranks and layers cost (after make bench)"
+	@echo "make growth  write docs/growth.md: what more ranks and layers cost"
 	@echo "make slow-network  write docs/slow_network.md: local SGD where the network is slow (root)"
 	@echo "PYTHON=...   the Python of the environment (now: $(PYTHON))"
 

@@ -16,6 +16,8 @@ import sys
 import time
 from pathlib import Path
 
+import compare
+
 ROOT = Path(__file__).parents[1]
 MARK = "measured: "
 RANKS = (1, 2, 3, 4, 6, 8)
@@ -75,6 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repetitions", type=int, default=15)
     arguments = parser.parse_args()
+    compare.make_environments()
     told = {}
     for ranks in RANKS:
         told[ranks] = launch(ranks, arguments.repetitions)
@@ -153,7 +156,7 @@ def write(told: dict, hop: float, repetitions: int) -> None:
         ("B", "10, 25, 100 Gb/s", "the network's nominal rate"),
     ]
     for name, value in seconds.items():
-        source = "assumed" if name == "ResNet-50" else "docs/performance.md's run"
+        source = "assumed" if name == "ResNet-50" else "the ceiling, on two ranks"
         size = MODELS[name] / 1e6
         assumptions.append(
             (f"{name}: S, c", f"{size:.1f} MB, {value * 1e3:.0f} ms", source)
@@ -174,12 +177,11 @@ def write(told: dict, hop: float, repetitions: int) -> None:
 
 
 def computing_seconds() -> dict[str, float]:
-    """Of a step of each model: those of the ceiling in the last `make bench`."""
-    rates = json.loads((ROOT / ".bench" / "measured.json").read_text())
+    """Of a step of each model: those of the ceiling of `make bench`, measured now."""
+    told = compare.run(compare.TABLE["keras_dist"], [])
     keys = {"small CNN": "cnn", "MLP": "mlp", "wide residual network": "wide_resnet"}
     found = {
-        name: 2 * 128 / statistics.median(rates[key]["ceiling"])
-        for name, key in keys.items()
+        name: 2 * 128 / compare.rate_of(told["twin", key]) for name, key in keys.items()
     }
     return found | {"ResNet-50": RESNET_SECONDS}
 
