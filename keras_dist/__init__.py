@@ -5,6 +5,8 @@ time, not the model.
 """
 
 import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
 from keras_dist.version import __version__
@@ -16,6 +18,8 @@ __all__ = [
     "DistributedOptimizer",
     "LearningRateWarmup",
     "MetricAverage",
+    "NanReport",
+    "ReplicaCheck",
     "StopAtAccuracy",
     "StopTogether",
     "Throughput",
@@ -31,13 +35,18 @@ __all__ = [
     "local_rank",
     "local_size",
     "rank",
+    "run",
     "size",
     "sum",
 ]
 
+# The command starts and ends processes, and has no use for TensorFlow.
+_is_command = sys.orig_argv[1:3] == ["-m", "keras_dist"] or (
+    Path((sys.argv or [""])[0]).name == "keras-dist"
+)
 _missing = [n for n in ("tensorflow", "keras") if importlib.util.find_spec(n) is None]
 
-if not _missing:
+if not _missing and not _is_command:
     import keras
 
     if keras.backend.backend() != "tensorflow":
@@ -52,6 +61,8 @@ if not _missing:
         BroadcastVariables,
         LearningRateWarmup,
         MetricAverage,
+        NanReport,
+        ReplicaCheck,
         StopAtAccuracy,
         StopTogether,
         Throughput,
@@ -73,11 +84,12 @@ if not _missing:
     )
     from keras_dist.distributed_model import DistributedModel
     from keras_dist.fit import dist_fit
+    from keras_dist.launch import run
     from keras_dist.optimizer import DistributedOptimizer
 
     prepare()
     del prepare
-else:
+elif _missing:
     # The command that builds Horovod has to start also here, and say what it needs.
     def __getattr__(name: str) -> Any:
         if name not in __all__:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from keras_dist.install import InstallError, install_horovod
+from keras_dist.launch.command import add_run
 from keras_dist.version import __version__
 
 
@@ -34,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"keras-dist {__version__}"
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    add_run(commands)
     _add_install_horovod(commands)
     _add_bench_collectives(commands)
     return parser

@@ -200,10 +200,12 @@ def distributed(model: Any, job: Job) -> Iterator[None]:
         session.has_validation_rows = job.validation is None or job.validation.has_rows
         session.own_error = functools.partial(sharding.own_error, job.feeds)
         session.rows_of_all = job.training.rows_of_all
+        session.training = job.training
         for found in optimizer.optimizers_of(model):
             if comm.size() > 1:
                 stack.enter_context(optimizer.averaging(found, job.averaging))
             stack.callback(optimizer.unscale_rate, found)
+            stack.callback(optimizer.unwatch, found)
         # Only when all is built: a MultiOptimizer may not know its parts before.
         session.before_first_step.append(lambda: _scale_rates(model, job))
         yield

@@ -36,6 +36,8 @@ class Session:
         wish: The same as a number, which travels with the gradients.
         heard: Wishes of all ranks that have arrived with gradients; equal on all.
         stopwatch: Of the parts of each step, where somebody wants to know.
+        guard: Looks at gradients before they are applied, where somebody wants it.
+        training: What is known of the training data.
         is_held: Whether callbacks leave it to `dist_fit` to end the session: others,
             at the end of the training, still save and evaluate with it.
         progress: Epochs that are done and the last batch, for files of weights.
@@ -66,6 +68,8 @@ class Session:
     wish: Any = None
     heard: Any = None
     stopwatch: Any = None
+    guard: Any = None
+    training: Any = None
     is_held: bool = False
     progress: tuple[int, int] | None = None
     compiled: tuple[Any, ...] = ()

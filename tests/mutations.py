@@ -39,6 +39,34 @@ class Mutation:
 
 MUTATIONS = [
     Mutation(
+        "replicas: the optimizer's state is compared",
+        "callbacks/replica_check.py",
+        "variables = [*numbers, *model.trainable_weights, *state]",
+        "variables = list(model.trainable_weights)",
+        ("test_replica_check.py", "once_for_each"),
+    ),
+    Mutation(
+        "replicas: what a rank has for itself is left out",
+        "callbacks/replica_check.py",
+        "left_out = optimizer.local_ids(model)",
+        "left_out = set()",
+        ("test_replica_check.py", "hold_differently"),
+    ),
+    Mutation(
+        "NaN: what the forward pass has changed is put back",
+        "optimizer/guard.py",
+        "self._is_left_out.assign(True)",
+        "pass",
+        ("test_nan_report.py", "no_such_batch"),
+    ),
+    Mutation(
+        "NaN: a rank that adds up gradients does not decide alone",
+        "optimizer/accumulation.py",
+        'state, "is_watched", False',
+        'state, "is_nothing", False',
+        ("test_nan_report.py", "accumulated"),
+    ),
+    Mutation(
         "a wish to stop travels with the gradients",
         "optimizer/wishes.py",
         "wish[1].assign_add(tf.cast(total, wish[1].dtype))",

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from keras_dist.sharding import arrays, either, rows
 from keras_dist.sharding.course import course_of
+from keras_dist.sharding.order import Order
 
 NUM_ROWS = 23
 SIZES = ((1, 6), (2, 3), (3, 2), (2, 5))
@@ -106,9 +107,8 @@ def dealt(data, course, shuffle, epoch):
     variable = tf.Variable(epoch, dtype=tf.int64)
     parts_of_ranks = []
     for rank in range(course.size):
-        dataset = arrays.deal_training(
-            data, course=course, rank=rank, shuffle=shuffle, seed=5, epoch=variable
-        )
+        order = Order(course, rank, shuffle=shuffle, seed=5)
+        dataset = arrays.deal_training(data, order, epoch=variable)
         assert int(dataset.cardinality()) == course.steps
         parts_of_ranks.append([x.numpy().tolist() for (x,) in dataset])
     batches = []

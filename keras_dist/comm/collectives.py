@@ -1,6 +1,5 @@
 """Talk to the other ranks: average, sum, broadcast, gather, of any value."""
 
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm import runtime, transport
+from keras_dist.comm.sealed import seal, unseal
 from keras_dist.comm.tensors import name_of
 
 # One message of a broadcast of many arrays holds at most this many bytes, so that
@@ -72,8 +72,8 @@ def broadcast(value: Any, root_rank: int = 0) -> Any:
             tensor,
             lambda x: transport.broadcast(link, x, root_rank=root_rank, name=name),
         )
-    message = pickle.dumps(value if world.rank == root_rank else None)
-    return pickle.loads(_gather_bytes(message)[root_rank])
+    message = seal(value if world.rank == root_rank else None)
+    return unseal(_gather_bytes(message)[root_rank])
 
 
 def gather(value: Any) -> list[Any]:
@@ -92,7 +92,7 @@ def gather(value: Any) -> list[Any]:
     if _is_tensor(value):
         value = keras.ops.convert_to_numpy(value)
         return [tf.convert_to_tensor(array) for array in gather(value)]
-    return [pickle.loads(message) for message in _gather_bytes(pickle.dumps(value))]
+    return [unseal(message) for message in _gather_bytes(seal(value))]
 
 
 def broadcast_arrays(arrays: Sequence[np.ndarray], root_rank: int) -> list[np.ndarray]:

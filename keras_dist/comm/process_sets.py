@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from keras_dist import watch
 from keras_dist.comm import runtime, transport
 from keras_dist.comm.agreement import agree
 from keras_dist.comm.collectives import gather
@@ -14,7 +15,11 @@ from keras_dist.comm.world import World, launched
 _sets: dict[tuple[int, ...], transport.Link] = {}
 
 
-def init(*, process_sets: Sequence[Sequence[int]] = ()) -> World:
+def init(
+    *,
+    process_sets: Sequence[Sequence[int]] = (),
+    stall_limit: float | None = None,
+) -> World:
     """Connect with the other ranks and return the place of this process.
 
     The first call starts Horovod when a launcher (`horovodrun`, `mpirun`) started
@@ -26,6 +31,9 @@ def init(*, process_sets: Sequence[Sequence[int]] = ()) -> World:
         process_sets: Groups of ranks that are going to train apart, each as a list of
             ranks; the same on every rank, and in the first call only. A fit takes one
             of them by `dist_fit(…, process_set=[…])`.
+        stall_limit: Seconds after which a job ends in which no rank makes progress, 0
+            for never; in the first call only. By default `KERAS_DIST_STALL_SECONDS`
+            of the environment, else 120.
 
     Returns:
         A `World(rank, size, local_rank, local_size)`.
@@ -34,11 +42,13 @@ def init(*, process_sets: Sequence[Sequence[int]] = ()) -> World:
         RuntimeError: If a launcher started this process and Horovod is unusable, or if
             `process_sets` come after the first call.
         ValueError: If a process set names a rank that there is not, or a rank twice,
-            or if the ranks were given different sets.
+            or if the ranks were given different sets, or `stall_limit` is no number of
+            seconds.
 
     >>> init()
     World(rank=0, size=1, local_rank=0, local_size=1)
     """
+    watch.set_limit(stall_limit)
     sets = list(dict.fromkeys(tuple(sorted(ranks)) for ranks in process_sets))
     found = launched()
     _check(sets, found[1].size if found else 1)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from keras_dist import watch
 from keras_dist.comm import transport
 from keras_dist.comm.devices import Device, choose_device
 from keras_dist.comm.world import World, launched
@@ -49,8 +50,11 @@ def start(*, is_divided: bool = False) -> World:
         if found is None:
             _runtime.world = World()
         else:
+            before = watch.threads()
             _runtime.link = transport.connect(*found, is_divided=is_divided)
-            _runtime.world = transport.world_of(_runtime.link)
+            world = _runtime.world = transport.world_of(_runtime.link)
+            horovods = watch.threads() - before
+            watch.start(rank=world.rank, size=world.size, without=horovods)
     return _place()[1]
 
 

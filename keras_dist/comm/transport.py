@@ -1,15 +1,17 @@
 """The door to Horovod: the only file that imports it."""
 
 import contextlib
+import functools
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import tensorflow as tf
 
+from keras_dist import watch
 from keras_dist.comm.world import World
 
 _INSTALL = "keras-dist install-horovod"
@@ -170,6 +172,17 @@ def explained() -> Iterator[None]:
         ) from None
 
 
+def _collective(talk: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a collective say that this rank is in it, and how it fails."""
+
+    @functools.wraps(talk)
+    def told(*args: Any, name: str, **kwargs: Any) -> Any:
+        with explained(), watch.here.waiting(name):
+            return talk(*args, name=name, **kwargs)
+
+    return told
+
+
 def _common(link: Link, name: str) -> dict[str, Any]:
     """Arguments of every collective.
 
@@ -180,27 +193,27 @@ def _common(link: Link, name: str) -> dict[str, Any]:
     return {"name": name, "ignore_name_scope": True, "process_set": link.process_set}
 
 
-@explained()
+@_collective
 def allreduce_sum(link: Link, tensor: Any, *, name: str) -> Any:
     """Sum of `tensor` over all ranks; the same bits on every rank."""
     common = _common(link, name)
     return link.horovod.allreduce(tensor, op=link.horovod.Sum, **common)
 
 
-@explained()
+@_collective
 def allreduce_adasum(link: Link, tensor: Any, *, name: str) -> Any:
     """The adaptive sum of `tensor` over all ranks (Maleki et al., 2021)."""
     common = _common(link, name)
     return link.horovod.allreduce(tensor, op=link.horovod.Adasum, **common)
 
 
-@explained()
+@_collective
 def allgather(link: Link, tensor: Any, *, name: str) -> Any:
     """The tensors of all ranks, joined along their first axis in rank order."""
     return link.horovod.allgather(tensor, **_common(link, name))
 
 
-@explained()
+@_collective
 def alltoall(link: Link, tensor: Any, *, name: str) -> Any:
     """Slice r of every rank's tensor, on rank r, joined in rank order.
 
@@ -212,7 +225,7 @@ def alltoall(link: Link, tensor: Any, *, name: str) -> Any:
     return link.horovod.alltoall(tensor, **_common(link, name))
 
 
-@explained()
+@_collective
 def broadcast(link: Link, tensor: Any, *, root_rank: int, name: str) -> Any:
     """The tensor of `root_rank`, on every rank."""
     # Horovod counts the root among all ranks, also within a set.

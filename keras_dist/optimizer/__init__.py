@@ -1,6 +1,11 @@
 """Average gradients over the ranks before each update, at the scaled rate."""
 
-from keras_dist.optimizer.accumulation import divide, is_between_updates, unite
+from keras_dist.optimizer.accumulation import (
+    divide,
+    is_between_updates,
+    own_sums,
+    unite,
+)
 from keras_dist.optimizer.averaging import (
     DistributedOptimizer,
     Recorded,
@@ -11,7 +16,10 @@ from keras_dist.optimizer.averaging import (
     is_distributed,
     local_ids,
     recording,
+    unwatch,
+    watch,
 )
+from keras_dist.optimizer.guard import Guard, Hit, guarded, watched_by
 from keras_dist.optimizer.local_steps import (
     after_update,
     goes_alone,
@@ -35,6 +43,8 @@ from keras_dist.optimizer.wishes import carrying
 __all__ = [
     "Averaging",
     "DistributedOptimizer",
+    "Guard",
+    "Hit",
     "Recorded",
     "Stopwatch",
     "after_update",
@@ -45,6 +55,7 @@ __all__ = [
     "check_usable",
     "divide",
     "effective_rate",
+    "guarded",
     "every_of",
     "go_on",
     "goes_alone",
@@ -54,6 +65,7 @@ __all__ = [
     "leaves",
     "local_ids",
     "optimizers_of",
+    "own_sums",
     "parts",
     "position_of",
     "recording",
@@ -66,5 +78,8 @@ __all__ = [
     "unite",
     "unite_replicas",
     "unscale_rate",
+    "unwatch",
+    "watch",
+    "watched_by",
     "weighted_by",
 ]

@@ -39,6 +39,10 @@ class BatchCourse:
         """Steps of an epoch."""
         return self.first_steps if epoch == self.epoch else self.steps
 
+    def skipped_in(self, epoch: int) -> int:
+        """Batches of an epoch that were read before the training went on."""
+        return self.skipped if epoch == self.epoch else 0
+
     def place(self, epoch: int, done: int) -> Place:
         """Where the training is after some steps of an epoch that runs now."""
         steps = self.steps_of_epoch(epoch)

@@ -1,6 +1,6 @@
 """What one rank gives to Keras in place of the user's data."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,10 @@ class Feed:
         course: Which rows come when, where rows are dealt.
         rows_of_all: Rows that all ranks together read at a step of the fit, as a
             function of its number (a tensor), where that is known beforehand.
+        rows_at: Numbers of this rank's rows in the user's arrays, of an epoch, a step
+            of it, and the batch that was read; -1 where nobody knows.
+        batches_at: Numbers of this rank's batches in the user's data, of an epoch and a
+            step of it, where anybody knows.
         rounds: Where batches are read in Python, what reads them.
         facts: What has to be equal on all ranks.
     """
@@ -49,6 +53,8 @@ class Feed:
     epoch: Any = None
     course: Course | BatchCourse | None = None
     rows_of_all: Callable[[Any], Any] | None = None
+    rows_at: Callable[[int, int, Any], Any] | None = None
+    batches_at: Callable[[int, int], Sequence[int]] | None = None
     rounds: Any = None
     facts: dict[str, Any] = field(default_factory=dict)
 

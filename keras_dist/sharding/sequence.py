@@ -45,9 +45,8 @@ class DealtSequence(keras.utils.PyDataset):
         self._talk = None if is_static else split.talk
         self._needed = split.size if is_training else split.rank + 1
         self._has_tail = self._count_rows_left() >= self._needed
-        self._order: Any = None
         self.course = self._course_of(split) if is_training else None
-        self._shuffle_for(0)
+        self._order = self._order_of(0)
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes make batches, and talk to no rank.
@@ -55,17 +54,19 @@ class DealtSequence(keras.utils.PyDataset):
 
     def assign(self, epoch: int) -> None:
         """Say which epoch is read from now on."""
-        self._shuffle_for(epoch)
+        self._order = self._order_of(epoch)
         if self.course is not None:
-            is_first = int(epoch) == self.course.epoch
-            self._skipped = self.course.skipped if is_first else 0
+            self._skipped = self.course.skipped_in(int(epoch))
             self._has_tail = self._count_rows_left() >= self._needed
 
-    def _shuffle_for(self, epoch: int) -> None:
-        total = self.data.num_batches
-        if self._shuffle and total:
-            generator = np.random.default_rng([self._seed, int(epoch)])
-            self._order = generator.permutation(total - 1)
+    def batches_at(self, epoch: int, step: int) -> list[int]:
+        """Of the user's batches, those that this rank reads at a step of an epoch."""
+        order, total = self._order_of(epoch), self.data.num_batches
+        begin = step * self._size
+        begin += self.course.skipped_in(epoch) if self.course else 0
+        if total is None or begin + self._size <= total:
+            return [_place_in(order, begin + self._rank)]
+        return [_place_in(order, place) for place in range(begin, total)]
 
     @property
     def length(self) -> float:
@@ -126,8 +127,14 @@ class DealtSequence(keras.utils.PyDataset):
         return course
 
     def _place(self, place: int) -> int:
-        is_last = self._order is None or place >= len(self._order)
-        return place if is_last else int(self._order[place])
+        return _place_in(self._order, place)
+
+    def _order_of(self, epoch: int) -> Any:
+        total = self.data.num_batches
+        if not (self._shuffle and total):
+            return None
+        generator = np.random.default_rng([self._seed, int(epoch)])
+        return generator.permutation(total - 1)
 
     def _count_rows_left(self) -> int:
         total = self.data.num_batches
@@ -135,3 +142,8 @@ class DealtSequence(keras.utils.PyDataset):
             return 0
         left = range(total - (total - self._skipped) % self._size, total)
         return sum(num_rows(self.data[place]) for place in left)
+
+
+def _place_in(order: Any, place: int) -> int:
+    is_last = order is None or place >= len(order)
+    return place if is_last else int(order[place])

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -12,18 +13,21 @@ from keras_dist.sharding.arrays import (
     Arrays,
     as_arrays,
     deal_training,
+    find_rows,
     is_arrays,
     is_ragged_or_sparse,
 )
 from keras_dist.sharding.course import course_of
 from keras_dist.sharding.feed import KERAS_BATCH_SIZE, Feed, Split
+from keras_dist.sharding.order import Order, batches_at
 from keras_dist.sharding.rows import (
     left_out_rows,
     rows_of_rank,
     rows_of_step,
     steps_of_rows,
 )
-from keras_dist.sharding.share import finite, kind_of, share_of, steps_of
+from keras_dist.sharding.sequence import DealtSequence
+from keras_dist.sharding.share import Share, finite, kind_of, share_of, steps_of
 from keras_dist.sharding.streams import Stream
 
 
@@ -75,14 +79,8 @@ def _dealt_feed(
     epoch = tf.Variable(0, dtype=tf.int64, trainable=False)
     whole = functools.partial(rows_of_step, num_rows=num_rows, **sizes)
     course = course_of(split.place, num_rows=num_rows, steps=steps, **sizes)
-    dataset = deal_training(
-        arrays,
-        course=course,
-        rank=split.rank,
-        shuffle=shuffle,
-        seed=split.seed,
-        epoch=epoch,
-    )
+    order = Order(course, rank=split.rank, shuffle=shuffle, seed=split.seed)
+    dataset = deal_training(arrays, order, epoch=epoch)
     return Feed(
         # The data set has it all: Keras takes none of these beside one.
         dict.fromkeys(["y", "sample_weight", "batch_size", "steps_per_epoch"])
@@ -99,6 +97,7 @@ def _dealt_feed(
         epoch=epoch,
         course=course,
         rows_of_all=course.rows_of_step if split.place else whole,
+        rows_at=lambda number, step, _: order.rows_at(number, step),
         facts={
             "the number of rows": num_rows,
             "the shapes of the rows": arrays.row_shapes(),
@@ -121,6 +120,7 @@ def _own_arrays_feed(
         is_scaled=steps_before is not None,
         steps_before=steps_before,
         steps=min(steps or in_a_pass, in_a_pass),
+        rows_at=lambda _, __, batch: find_rows(arrays, batch),
         facts={
             "the shapes of the rows": arrays.row_shapes(),
             "the batches of a pass over its rows": in_a_pass,
@@ -164,12 +164,41 @@ def _stream_feed(
         epoch=own.epoch if steps is None else None,
         course=course,
         rounds=own.rounds,
+        batches_at=_batches_at(own, stream, steps, split, is_dealt, shuffle),
         facts={
             "the batches of a pass over its data": known,
             "the steps of an epoch": steps,
             "whether the data can be read from the middle": course is not None,
         },
     )
+
+
+def _batches_at(
+    own: Share,
+    stream: Stream,
+    steps: int | None,
+    split: Split,
+    is_dealt: bool,
+    shuffle: bool,
+) -> Callable[[int, int], Sequence[int]] | None:
+    """Batches that this rank reads in an epoch at a step, where anybody knows."""
+    if isinstance(own.data, DealtSequence):
+        return own.data.batches_at
+    if shuffle and isinstance(own.data, keras.utils.PyDataset):
+        return None  # Keras draws an order
+    total = finite(stream.length)
+
+    def batches(epoch: int, step: int) -> Sequence[int]:
+        # With `steps_per_epoch` an epoch goes on where the one before has ended.
+        position = epoch * (steps or 0) + step
+        skipped = own.course.skipped_in(epoch) if own.course else 0
+        if steps and own.length is not None and finite(own.length):
+            position %= int(own.length)
+        return batches_at(
+            position, total=total, split=split, is_dealt=is_dealt, skipped=skipped
+        )
+
+    return batches
 
 
 def _check_stream(

@@ -1,0 +1,39 @@
+"""Say where in the fit this rank is."""
+
+from typing import Any
+
+import keras
+
+from keras_dist import watch
+
+
+class Whereabouts(keras.callbacks.Callback):
+    """Writes epoch and step to this rank's record, for messages about ranks that wait.
+
+    It stands before all others, and has no hook at the end of a batch: with one, Keras
+    would wait for each batch.
+    """
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        watch.here.enter("begin", epoch=0)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        watch.here.enter("begin", epoch=epoch)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        watch.here.enter("step", step=batch)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        watch.here.enter("test")
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        watch.here.enter("test", step=batch)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        watch.here.enter("end")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        watch.here.enter("end")
+
+    def on_train_end(self, logs: Any = None) -> None:
+        watch.here.enter("")

@@ -1,0 +1,100 @@
+"""The ranks of one host of several, started and watched there."""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+from keras_dist.launch import processes
+from keras_dist.launch.failures import Failure, first_of
+from keras_dist.launch.hosts import Slot, address_towards
+from keras_dist.launch.ranks import Command, Ranks
+from keras_dist.launch.rendezvous import interface
+from keras_dist.launch.signals import stopped_by_signals
+from keras_dist.watch.board import Board, board_of
+
+# What the launcher says when the ranks have to end; so does the end of its connection.
+STOP = "stop\n"
+
+
+def order(
+    command: Command, places: list[Slot], *, job: str, towards: str, number: int
+) -> str:
+    """What an agent is told on its standard input, in one line.
+
+    Args:
+        command: What its ranks run.
+        places: Of its ranks.
+        job: Number of the job on that host.
+        towards: A host to which the ranks have to be reachable.
+        number: Of the host.
+    """
+    told = {
+        "command": dataclasses.asdict(command),
+        "places": [dataclasses.asdict(place) for place in places],
+        "job": job,
+        "towards": towards,
+        "number": number,
+        "folder": os.getcwd(),
+    }
+    return json.dumps(told) + "\n"
+
+
+def serve() -> int:
+    """Run the ranks of this host, as standard input says, and end with them.
+
+    Returns:
+        The exit code of the rank that failed first on this host.
+    """
+    told = json.loads(sys.stdin.readline())
+    os.chdir(told["folder"])
+    with processes.warden(told["job"]), stopped_by_signals() as stopped:
+        # Only now: the warden forks.
+        threading.Thread(target=_listen, args=[stopped], daemon=True).start()
+        given = Command(**told["command"])
+        found = interface(address_towards(told["towards"]))
+        command = dataclasses.replace(given, environment={**given.environment, **found})
+        places = [Slot(**place) for place in told["places"]]
+        ranks = Ranks(command, places, told["job"])
+        failures: list[Failure] = []
+        try:
+            ranks.start()
+            failures = ranks.wait(stopped)
+            where = ranks.where()
+            board = board_of(command.environment)
+            if board is not None:
+                _leave_word(board, told["number"], failures, where)
+        finally:
+            ranks.end(is_urgent=False)
+    return failures[0].code if failures else 0
+
+
+def words_of(board: Board, numbers: int) -> tuple[list[Failure], dict[int, str]]:
+    """What the agents have left: all failures in order, and where ranks were.
+
+    Args:
+        board: Of the job.
+        numbers: How many agents there are.
+    """
+    failures: list[Failure] = []
+    where: dict[int, str] = {}
+    for number in range(numbers):
+        word: dict[str, Any] = board.get(f"host.{number}") or {}
+        failures += [Failure(**failure) for failure in word.get("failures", [])]
+        where |= {int(rank): place for rank, place in word.get("where", {}).items()}
+    return first_of(failures), where
+
+
+def _leave_word(
+    board: Board, number: int, failures: list[Failure], where: dict[int, str]
+) -> None:
+    said = [dataclasses.asdict(failure) for failure in failures]
+    board.put(f"host.{number}", {"failures": said, "where": where})
+
+
+def _listen(stopped: list[int]) -> None:
+    sys.stdin.readline()
+    stopped.append(signal.SIGTERM)

@@ -1,0 +1,140 @@
+"""`keras-dist run`: its arguments."""
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from keras_dist.launch.agent import serve
+from keras_dist.launch.fleet import Reach
+from keras_dist.launch.hosts import address_towards, hosts_of, is_here, slots
+from keras_dist.launch.jobs import run_command
+from keras_dist.launch.ranks import Command
+from keras_dist.watch.report import end_with
+from keras_dist.watch.watchdog import VARIABLE, limit_of
+
+# Seconds that a rank waits for another one to connect.
+_CONNECT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
+_CONNECT_SECONDS = 120
+
+_SSH = "ssh -o BatchMode=yes -o StrictHostKeyChecking=yes"
+
+
+def add_run(commands: argparse._SubParsersAction) -> None:
+    """Add the command `run` to those of `keras-dist`."""
+    command = commands.add_parser(
+        "run",
+        help="start a script on many ranks",
+        description=(
+            "Start a script on many ranks, show what they print, and end all of them "
+            "when one fails: its own error is then the last thing to read."
+        ),
+        usage="%(prog)s -np N [options] (script.py | -m module | program) [arguments]",
+    )
+    command.add_argument("-np", type=int, metavar="N", help="how many ranks to start")
+    _add_hosts(command)
+    command.add_argument(
+        "--log-dir", metavar="DIR", help="write what rank K prints to DIR/rank.K.log"
+    )
+    command.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="K",
+        help="start again after a failure, at most K times (default: 0)",
+    )
+    command.add_argument(
+        "--stall-limit",
+        type=float,
+        metavar="S",
+        help="end the job when no rank makes progress for S seconds, 0 for never "
+        "(default: 120)",
+    )
+    command.add_argument("--with-parent", type=int, help=argparse.SUPPRESS)
+    command.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
+    )
+    command.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    command.set_defaults(run=_run)
+    agent = commands.add_parser(
+        "host-agent", help="what `run` starts on other hosts; not to be called by you"
+    )
+    agent.set_defaults(run=lambda options: serve())
+
+
+def _add_hosts(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "-H",
+        dest="hosts",
+        metavar="HOST:SLOTS,…",
+        help="hosts, which are reached by ssh (default: this one)",
+    )
+    command.add_argument(
+        "--ssh",
+        default=_SSH,
+        metavar="COMMAND",
+        help=f"what reaches other hosts (default: {_SSH})",
+    )
+    command.add_argument(
+        "--address",
+        metavar="IP",
+        help="address of this host for the others (default: that on the way to them)",
+    )
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.with_parent is not None:
+        end_with(options.with_parent)
+    words = options.module or options.words
+    if not words:
+        raise ValueError(
+            "A script to start is needed. Received: none. "
+            "For example: keras-dist run -np 2 script.py"
+        )
+    hosts = hosts_of(options.hosts, options.np)
+    environment = {}
+    if options.stall_limit is not None:
+        environment[VARIABLE] = str(limit_of(options.stall_limit))
+    if _CONNECT not in os.environ:
+        environment[_CONNECT] = str(_CONNECT_SECONDS)
+    kind, words = ("module", words) if options.module else command_of(words)
+    command = Command(
+        kind=kind,
+        words=words,
+        environment=environment,
+        log_dir=options.log_dir,
+    )
+    others = [host for host, _ in hosts if not is_here(host)]
+    reach = None
+    if others:
+        address = options.address or address_towards(others[0])
+        reach = Reach(shlex.split(options.ssh), address)
+    else:
+        hosts = [("localhost", sum(count for _, count in hosts))]
+    return run_command(command, slots(hosts), restarts=options.restarts, reach=reach)
+
+
+def command_of(words: Sequence[str]) -> tuple[str, list[str]]:
+    """What a command is: a script, a module or a program, and the words without Python.
+
+    `python script.py` is the script, so that its errors are seen.
+
+    Raises:
+        ValueError: If there is no such file or program.
+    """
+    found = Path(shutil.which(words[0]) or "")
+    # Not its real path, which environments share.
+    is_here = found.absolute().parent == Path(sys.executable).parent
+    is_python = is_here and found.name.startswith("python")
+    if is_python and words[1:2] == ["-m"] and len(words) > 2:
+        return "module", list(words[2:])
+    if is_python and words[1:] and words[1].endswith(".py"):
+        words = words[1:]
+    if words[0].endswith(".py") and Path(words[0]).is_file():
+        return "script", list(words)
+    if shutil.which(words[0]) is None:
+        raise ValueError(f"There is no such script or program. Received: {words[0]}")
+    return "program", list(words)

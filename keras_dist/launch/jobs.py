@@ -1,0 +1,124 @@
+"""A job: its ranks, once or again after a failure."""
+
+import secrets
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+
+from keras_dist.launch import agent, processes
+from keras_dist.launch.failures import explain, tell
+from keras_dist.launch.fleet import Fleet, Reach
+from keras_dist.launch.hosts import LOOPBACK, Slot
+from keras_dist.launch.ranks import Command, Ranks
+from keras_dist.launch.rendezvous import interface, rendezvous
+from keras_dist.launch.signals import stopped_by_signals
+from keras_dist.watch.board import board_of
+
+# With which the ranks sign what they send each other.
+SECRET = "KERAS_DIST_SECRET"
+
+# The number of the restart, from 1; not there in the first run.
+RESTART = "KERAS_DIST_RESTART"
+
+
+def run_command(
+    command: Command,
+    places: Sequence[Slot],
+    *,
+    restarts: int = 0,
+    reach: Reach | None = None,
+) -> int:
+    """Run a command on ranks, and end all that they have started.
+
+    Call it from the main thread of a process of its own: it takes over its signals.
+
+    Args:
+        command: What every rank runs.
+        places: Of the ranks.
+        restarts: How often to start again after a failure.
+        reach: How other hosts are reached; `None` where all ranks are on this one.
+
+    Returns:
+        The exit code: 0, that of the rank that failed first, or 128 + the number of
+        the signal that stopped the job.
+
+    Raises:
+        RuntimeError: If Horovod is not installed.
+        ValueError: If a number is too small.
+    """
+    if not places or restarts < 0:
+        raise ValueError(
+            "At least one rank is needed, and no negative number of restarts. "
+            f"Received: -np {len(places)} --restarts {restarts}"
+        )
+    job = secrets.token_hex(8)
+    # Before the first thread, since it forks.
+    with processes.warden(job), stopped_by_signals() as stopped:
+        for restart in range(restarts + 1):
+            code = _run_once(command, places, job, reach, restart, stopped)
+            if stopped:
+                tell(f"keras-dist: ended by {signal.Signals(stopped[0]).name}.")
+                return 128 + stopped[0]
+            if code == 0 or restart == restarts:
+                return code
+            tell(f"keras-dist: start {restart + 2} of at most {restarts + 1}.")
+    return code
+
+
+def _run_once(
+    command: Command,
+    places: Sequence[Slot],
+    job: str,
+    reach: Reach | None,
+    restart: int,
+    stopped: list[int],
+) -> int:
+    secret = secrets.token_hex(16)
+    address = LOOPBACK if reach is None else reach.address
+    with rendezvous(places, secret, address) as found:
+        environment = {**command.environment, **found, SECRET: secret}
+        if restart:
+            environment[RESTART] = str(restart)
+        full = replace(command, environment=environment)
+        if reach is not None:
+            return _run_on_hosts(full, Fleet(full, places, job, reach), stopped)
+        return _run_here(full, places, job, stopped)
+
+
+def _run_here(
+    command: Command, places: Sequence[Slot], job: str, stopped: list[int]
+) -> int:
+    own = {**command.environment, **interface(LOOPBACK)}
+    ranks = Ranks(replace(command, environment=own), places, job)
+    said = ""
+    try:
+        ranks.start()
+        failures = ranks.wait(stopped)
+        if failures and not stopped:
+            said = explain(failures, ranks.where(), num_ranks=len(places))
+    finally:
+        ranks.end(is_urgent=False)
+    if not said:
+        return 0
+    tell(said)  # after all that the ranks have printed
+    return failures[0].code
+
+
+def _run_on_hosts(command: Command, fleet: Fleet, stopped: list[int]) -> int:
+    codes: dict[str, int] = {}
+    try:
+        fleet.start()
+        fleet.wait(stopped)
+    finally:
+        codes = fleet.end()
+    board = board_of(command.environment)
+    assert board is not None
+    failures, where = agent.words_of(board, len(fleet.hosts))
+    if not codes or stopped:
+        return 0
+    if not failures:
+        host, code = next(iter(codes.items()))
+        tell(f"keras-dist: no ranks could be run on {host}: exit code {code}.")
+        return code if code > 0 else 128 - code
+    tell(explain(failures, where, num_ranks=fleet.num_ranks))
+    return failures[0].code

@@ -1,0 +1,264 @@
+"""`keras-dist run`: the first failure is the one to read, and nothing stays behind."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from launch import ROOT, launch
+
+import keras_dist
+
+RUN = [sys.executable, "-m", "keras_dist", "run"]
+
+_FAILS = """
+import os, resource, signal, subprocess, sys, time
+import keras, numpy as np
+import keras_dist
+
+case, rank, size = sys.argv[1], keras_dist.rank(), keras_dist.size()
+FAILING = {"exit": 0, "kill": size - 1}.get(case, 1)
+
+def fail():
+    subprocess.Popen(["setsid", "sleep", "1000"])  # a daemon of this rank's
+    print("fails at", time.time(), flush=True)
+    if case == "raise":
+        raise KeyError("tea")
+    if case == "exit":
+        os._exit(3)
+    if case == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if case == "memory":
+        resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
+        np.ones(2**34)
+    raise LookupError("no more tea")
+
+class Model(keras.Sequential):
+    def train_step(self, data):
+        step = int(self.optimizer.iterations) + 1
+        if step == 7 and rank == FAILING and case != "generator":
+            fail()
+        return super().train_step(data)
+
+def batches():
+    for number in range(100):
+        # Each rank reads what it trains on; batch 20 is read by all of them.
+        if number == 20 and rank == FAILING:
+            fail()
+        yield np.full((4, 2), number), np.ones(4)
+
+model = Model([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse", run_eagerly=True)
+data = {"x": np.ones((200, 2)), "y": np.ones(200), "batch_size": 4}
+if case == "generator":
+    data = {"x": batches()}
+keras_dist.dist_fit(model, **data, verbose=0)
+"""
+
+# What the first failure is: the end of its traceback or a line, and the exit code.
+_CASES = {
+    "raise": ("KeyError: 'tea'", 1),
+    "exit": ("Rank 0: ended with exit code 3", 3),
+    "kill": ("was ended by SIGKILL", 128 + signal.SIGKILL),
+    "generator": ("LookupError: no more tea", 1),
+    "memory": ("MemoryError", 1),
+}
+
+
+def start(*words, mark="", **variables):
+    """Run `keras-dist run` to its end, with variables in its environment."""
+    env = {"PYTHONPATH": str(ROOT), "MARK_OF_TEST": mark, **variables}
+    return launch([*RUN, *map(str, words)], ranks=None, timeout=240, env=env)
+
+
+def left_behind(mark):
+    """Processes that have a mark in their environment."""
+    sign, found = f"MARK_OF_TEST={mark}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if sign in (folder / "environ").read_bytes().split(b"\0"):
+                found.append((folder / "cmdline").read_bytes())
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("case", _CASES)
+def test_the_first_failure_is_read_first_and_nothing_is_left(tmp_path, case, ranks):
+    """Its own traceback, a line for each other rank, its exit code, within 10 s."""
+    script, mark = tmp_path / "script.py", uuid.uuid4().hex
+    script.write_text(_FAILS)
+    done = start("-np", ranks, script, case, mark=mark)
+    ended = time.time()
+    begin, code = _CASES[case]
+    failing = {"exit": 0, "kill": ranks - 1}.get(case, 1)
+    said = done.stderr[done.stderr.index("keras-dist: rank") :].splitlines()
+    assert done.returncode == code, done.stderr
+    assert said[0].startswith(f"keras-dist: rank {failing} failed first, in "), said
+    assert any(begin in line for line in said), said
+    assert f"[{failing}] fails at" in done.stdout
+    others = [line for line in said if re.match(r"Rank \d was ", line)]
+    assert len(others) == ranks - 1, said
+    if case != "generator":
+        assert "step 7 of epoch 1" in said[0]
+        assert all("step 7 of epoch 1" in line for line in others), others
+    assert ended - float(done.stdout.split("fails at ")[1].split()[0]) < 10
+    assert left_behind(mark) == []
+
+
+_SLEEPS = """
+import os, subprocess, time
+subprocess.Popen(["setsid", "sleep", "1000"])
+print("there", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_launcher_takes_everything_with_it(tmp_path, number):
+    """Ctrl-C, a polite end, and an end that the launcher cannot see."""
+    script, mark = tmp_path / "script.py", uuid.uuid4().hex
+    script.write_text(_SLEEPS)
+    process = subprocess.Popen(
+        [*RUN, "-np", "2", str(script)],
+        cwd=ROOT,
+        env={**os.environ, "MARK_OF_TEST": mark},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    for _ in range(2):
+        assert process.stdout.readline().endswith("there\n")
+    begin = time.monotonic()
+    process.send_signal(number)
+    process.wait(timeout=10)
+    is_killed = number == signal.SIGKILL
+    assert process.returncode == (-number if is_killed else 128 + number)
+    while is_killed and left_behind(mark) and time.monotonic() - begin < 10:
+        time.sleep(0.05)
+    assert left_behind(mark) == []
+    process.stdout.close()
+
+
+_COUNTS = """
+import os, sys
+rank, start = os.environ["HOROVOD_RANK"], os.environ.get("KERAS_DIST_RESTART", "0")
+print("rank", rank, "start", start, sys.argv[1:], flush=True)
+sys.exit(5 if rank == "1" and int(start) < int(sys.argv[1]) else 0)
+"""
+
+
+def test_a_failed_job_is_started_again(tmp_path):
+    """As often as is allowed; then the exit code is that of the last start."""
+    script, logs = tmp_path / "script.py", tmp_path / "logs"
+    script.write_text(_COUNTS)
+    done = start("-np", 2, "--restarts", 2, "--log-dir", logs, script, 2, "--flag")
+    assert done.returncode == 0, done.stderr
+    expected = [f"rank 1 start {n} ['2', '--flag']" for n in range(3)]
+    assert (logs / "rank.1.log").read_text().split("\n")[:-1] == expected
+    assert "rank 1" not in done.stdout and "rank 0 start 2" in done.stdout
+    assert start("-np", 2, "--restarts", 1, script, 2).returncode == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["script.py"], "number of ranks is needed"),
+        (["-np", 2], "script to start is needed"),
+        (["-np", 2, "nothing.py"], "no such script"),
+        (["-np", 0, "-m", "this"], "At least one rank"),
+        (["-np", 3, "-H", "localhost:2", "-m", "this"], "fewer slots"),
+        (["-np", 2, "--stall-limit", -1, "-m", "this"], "number of seconds"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_named(words, said):
+    """Before any rank is started."""
+    done = start(*words)
+    assert done.returncode == 1
+    assert said in done.stderr and "Received" in done.stderr
+
+
+_TALKS = """
+import os, psutil
+import keras_dist
+
+own, launcher = psutil.Process(), psutil.Process(os.getppid())
+found = [c for p in (own, launcher) for c in p.net_connections("inet")]
+listening = {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN}
+print(keras_dist.gather((keras_dist.rank(), listening)), flush=True)
+"""
+
+
+def test_connections_stay_on_this_machine(tmp_path):
+    """Ranks and launcher listen on the loopback interface only."""
+    script = tmp_path / "script.py"
+    script.write_text(_TALKS)
+    done = start("-H", "localhost:2", script)
+    assert done.returncode == 0, done.stderr
+    expected = [(rank, {"127.0.0.1"}) for rank in range(2)]
+    assert f"[0] {expected}\n" in done.stdout
+    assert f"[1] {expected}\n" in done.stdout
+
+
+_ON_HOSTS = """
+import os
+import keras_dist
+
+rank = keras_dist.rank()
+print(keras_dist.gather((rank, keras_dist.local_rank(), keras_dist.local_size())))
+if rank == 2:
+    raise KeyError("tea")
+keras_dist.gather("never")
+"""
+
+
+def test_ranks_of_several_hosts_are_one_job(tmp_path):
+    """Two names of this machine, and what stands in for ssh: it runs the words here."""
+    script, ssh, mark = tmp_path / "script.py", tmp_path / "ssh", uuid.uuid4().hex
+    script.write_text(_ON_HOSTS)
+    ssh.write_text('#!/bin/sh\necho "to $1" >&2\nexec sh -c "$2"\n')
+    ssh.chmod(0o755)
+    hosts = ["-H", "a:1,b:2", "--ssh", ssh, "--address", "127.0.0.1"]
+    done = start(*hosts, script, mark=mark)
+    assert done.returncode == 1, done.stderr
+    assert "to a\n" in done.stderr and "to b\n" in done.stderr
+    expected = [(0, 0, 1), (1, 0, 2), (2, 1, 2)]
+    for rank in range(3):
+        assert f"[{rank}] {expected}\n" in done.stdout
+    said = done.stderr[done.stderr.index("keras-dist: rank") :]
+    assert said.startswith("keras-dist: rank 2 failed first")
+    assert "KeyError: 'tea'" in said
+    assert "Rank 0 was" in said and "Rank 1 was" in said
+    assert left_behind(mark) == []
+
+
+def test_a_host_that_cannot_be_reached_is_named(tmp_path):
+    """And the ranks of the others end."""
+    script, mark = tmp_path / "script.py", uuid.uuid4().hex
+    script.write_text(_SLEEPS)
+    hosts = ["-H", "localhost:1,b:1", "--ssh", "false", "--address", "127.0.0.1"]
+    done = start(*hosts, script, mark=mark)
+    assert done.returncode == 1
+    assert "keras-dist: no ranks could be run on b: exit code 1." in done.stderr
+    assert left_behind(mark) == []
+
+
+def test_a_function_runs_on_ranks_and_returns_their_values(capfd):
+    """A function of this file goes by value; an error on one rank is one here."""
+
+    def share(of, *, fail):
+        if fail and keras_dist.rank() == 1:
+            raise KeyError("tea")
+        return keras_dist.rank(), keras_dist.sum(of)
+
+    # Of a module that the ranks cannot import, as those of a notebook.
+    share.__module__ = "__main__"
+    assert keras_dist.run(share, [2], {"fail": False}, np=3) == [(0, 6), (1, 6), (2, 6)]
+    with pytest.raises(RuntimeError, match="printed above. Received: exit code 1"):
+        keras_dist.run(share, [2], {"fail": True}, np=2)
+    assert "keras-dist: rank 1 failed first" in capfd.readouterr().err

@@ -1,0 +1,30 @@
+"""Only what a rank of this job has signed is unpickled."""
+
+import pickle
+
+import pytest
+
+from keras_dist.comm.sealed import VARIABLE, seal, unseal
+
+
+class Bomb:
+    """Fails the test when it is unpickled."""
+
+    def __reduce__(self):
+        return pytest.fail, ("unpickled",)
+
+
+@pytest.mark.parametrize("change", ["unsigned", "changed", "of another job"])
+def test_what_a_stranger_has_written_is_not_unpickled(monkeypatch, change):
+    """The signature is looked at before the message."""
+    monkeypatch.setenv(VARIABLE, "of another job")
+    foreign = seal(Bomb())
+    monkeypatch.setenv(VARIABLE, "ours")
+    assert unseal(seal([1])) == [1]
+    message = {
+        "unsigned": pickle.dumps(Bomb()),
+        "changed": seal([1])[:32] + pickle.dumps(Bomb()),
+        "of another job": foreign,
+    }[change]
+    with pytest.raises(RuntimeError, match="signature of this job"):
+        unseal(message)

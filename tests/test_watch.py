@@ -1,0 +1,169 @@
+"""Ranks that stand still end the job; ranks that work do not."""
+
+import re
+import sys
+
+import pytest
+from launch import ROOT, launch
+
+from keras_dist.launch.hosts import slots
+from keras_dist.launch.rendezvous import rendezvous
+from keras_dist.watch.board import Board, board_of
+from keras_dist.watch.watchdog import EXIT_CODE
+
+_STANDS_STILL = """
+import sys, time
+import keras, numpy as np
+import keras_dist
+
+case, rank, size = sys.argv[1], keras_dist.rank(), keras_dist.size()
+
+def sleep_for_ever():
+    time.sleep(1000)
+
+class Sleeps(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 6 and rank == 1 and case == "callback":
+            sleep_for_ever()
+
+def batches():
+    for number in range(100):
+        if number == 20 and rank == 1 and case == "generator":
+            sleep_for_ever()
+        yield np.ones((4, 2)), np.ones(4)
+
+if case == "collectives":
+    keras_dist.sum(1) if rank else keras_dist.gather("tea")
+else:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    # Compiled: nothing but the stacks tells a collective in a graph from other work.
+    model.compile("sgd", "mse", jit_compile=False)
+    data = {"x": np.ones((200, 2)), "y": np.ones(200), "batch_size": 4}
+    if case == "generator":
+        data = {"x": batches()}
+    keras_dist.dist_fit(model, **data, verbose=0, callbacks=[Sleeps()])
+"""
+
+
+def stopped(tmp_path, case, ranks, launcher):
+    """What a job says that nobody ends by hand."""
+    script = tmp_path / "script.py"
+    script.write_text(_STANDS_STILL)
+    env = {"PYTHONPATH": str(ROOT), "KERAS_DIST_STALL_SECONDS": "5"}
+    command = [*launcher, "-np", str(ranks)]
+    if "keras_dist" not in launcher:
+        command.append(sys.executable)
+    return launch([*command, str(script), case], ranks=None, timeout=200, env=env)
+
+
+KERAS_DIST = [sys.executable, "-m", "keras_dist", "run"]
+HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch"]
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks"), [("callback", 2), ("callback", 3), ("generator", 2)]
+)
+def test_a_rank_that_sleeps_for_ever_is_named(tmp_path, case, ranks):
+    """All print their stacks, and the line where it sleeps comes first."""
+    done = stopped(tmp_path, case, ranks, KERAS_DIST)
+    assert done.returncode == EXIT_CODE, done.stderr
+    for rank in range(ranks):
+        assert f"[{rank}] keras_dist: no rank has made progress for 5 s" in done.stderr
+        assert f"[{rank}] Stack of the main thread" in done.stderr
+    assert re.search(
+        r"\[0\] Rank 1 is missing: in step \d+ of .* in sleep_for_ever", (done.stderr)
+    ), done.stderr
+    said = done.stderr[done.stderr.index("keras-dist: rank") :]
+    assert re.match(r"keras-dist: rank 1 failed first, in step \d+ of epoch 1", said)
+    assert "in sleep_for_ever" in said
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_in_different_collectives_are_named(tmp_path, ranks):
+    """Each says which one it waits in, and where it was called."""
+    done = stopped(tmp_path, "collectives", ranks, KERAS_DIST)
+    assert done.returncode == EXIT_CODE, done.stderr
+    said = done.stderr
+    assert "Waiting in the collective keras_dist.gather_lengths" in said, said
+    names = ", ".join(map(str, range(1, ranks)))
+    place = r"Waiting in the collective keras_dist\.sum, .*: ranks? "
+    assert re.search(place + names, said), said
+    assert (
+        said.count('keras_dist.sum(1) if rank else keras_dist.gather("tea")') >= ranks
+    )
+
+
+def test_horovodrun_is_watched_too(tmp_path):
+    """The ranks tell each other through the store of whichever launcher."""
+    done = stopped(tmp_path, "callback", 2, HOROVODRUN)
+    assert done.returncode != 0
+    assert "[1]<stderr>:keras_dist: no rank has made progress for 5 s" in done.stderr
+    assert "[0]<stderr>:keras_dist: no rank has made progress for 5 s" in done.stderr
+    assert "in sleep_for_ever" in done.stderr
+
+
+_WORKS = """
+import re, subprocess, sys, time
+import keras_dist
+
+LIMIT = 3
+rank = keras_dist.init(stall_limit=LIMIT).rank
+
+def compute(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+def keep_others_from_running(seconds):
+    # Matching takes time of the order 2 ** length, in one call of C.
+    length, took = 18, 0.0
+    while took < seconds:
+        begin = time.monotonic()
+        re.match("(a+)+$", "a" * length + "b")
+        took = time.monotonic() - begin
+        length += 1
+
+if rank == 0:
+    compute(3 * LIMIT)  # as validation on the first rank does
+keras_dist.sum(1)
+if rank == 1:  # as workers that read data do
+    code = "import time; t = time.monotonic()\\nwhile time.monotonic() < t + 9: pass"
+    subprocess.run([sys.executable, "-c", code])
+keras_dist.sum(1)
+if rank == 0:
+    keep_others_from_running(2 * LIMIT)
+keras_dist.sum(1)
+print("done", flush=True)
+"""
+
+
+def test_ranks_that_work_are_left_alone(tmp_path):
+    """A rank that computes, one that waits for a child, and one stuck in a library."""
+    script = tmp_path / "script.py"
+    script.write_text(_WORKS)
+    env = {"PYTHONPATH": str(ROOT)}
+    command = [*KERAS_DIST, "-np", "2", str(script)]
+    done = launch(command, ranks=None, timeout=230, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done") == 2
+
+
+def test_a_stranger_is_refused():
+    """Without the secret of the job nothing is read, written, or told."""
+    with rendezvous(slots([("localhost", 2)]), "the-secret") as found:
+        port = found["HOROVOD_GLOO_RENDEZVOUS_PORT"]
+        rank = board_of(found)
+        rank.put("0", {"beat": 1})
+        assert rank.get("0") == {"beat": 1}
+        for address in ("127.0.0.1", f"127.0.0.1:{port}/a-guess", f"127.0.0.1:{port}/"):
+            stranger = Board(address, port)
+            stranger.put("0", {"beat": 2})
+            assert stranger.get("0") is None
+        assert rank.get("0") == {"beat": 1}
+
+
+def test_a_board_that_is_gone_says_nothing():
+    """The launcher may end first."""
+    board = Board("127.0.0.1", "9")
+    board.put("0", 1)
+    assert board.get("0") is None
