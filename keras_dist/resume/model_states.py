@@ -176,7 +176,8 @@ def restore_metrics(model: Any, ranks: Sequence[Any]) -> None:
 
 def array_of(variable: Any) -> np.ndarray:
     """A copy of a variable's value, which later steps do not change."""
-    return np.array(keras.ops.convert_to_numpy(variable))
+    value = np.asarray(keras.ops.convert_to_numpy(variable))
+    return value if value.flags.owndata else value.copy()
 
 
 def _own_places(model: Any, variables: Sequence[Any]) -> list[int]:
