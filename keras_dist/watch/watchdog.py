@@ -16,7 +16,7 @@ VARIABLE = "KERAS_DIST_STALL_SECONDS"
 DEFAULT_LIMIT = 120.0
 
 # The exit code of a job that was ended here: "temporary failure" in sysexits.h.
-EXIT_CODE = 75
+EXIT_CODE = 70
 
 # A thread that wakes up now and then to look around does not work. One that works has
 # more of the processor than this, however many share it.
