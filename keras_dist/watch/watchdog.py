@@ -15,7 +15,8 @@ from keras_dist.watch.board import Board, board_of
 VARIABLE = "KERAS_DIST_STALL_SECONDS"
 DEFAULT_LIMIT = 120.0
 
-# The exit code of a job that was ended here: "temporary failure" in sysexits.h.
+# The exit code of a job that was ended here: EX_SOFTWARE of sysexits.h. 75 is that of
+# one that was told to end, and has saved.
 EXIT_CODE = 70
 
 # A thread that wakes up now and then to look around does not work. One that works has
