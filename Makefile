@@ -8,7 +8,7 @@ READY := .venv/.ready
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo equivalence fuzz mutations bench growth
+.PHONY: help setup check test demo equivalence fuzz mutations bench levers growth slow-network kills
 
 help:
 	@echo "make setup   a virtual environment in .venv, with Horovod built for its TensorFlow"
@@ -17,9 +17,12 @@ help:
 	@echo "make demo    train a model on two processes"
 	@echo "make equivalence   write docs/equivalence.md: every case on 2 and 3 processes"
 	@echo "make fuzz    try random cases: FIRST=0 COUNT=200"
+	@echo "make kills   kill a training 20 times, and see it go on to the bit"
 	@echo "make mutations   break one line at a time, and see a test fail"
 	@echo "make bench   write docs/performance.md: the speed beside its ceiling and its peers"
+	@echo "make levers  write docs/levers.md: what each setting does, and where the time goes"
 	@echo "make growth  write docs/growth.md: what more ranks and layers cost (after make bench)"
+	@echo "make slow-network  write docs/slow_network.md: local SGD where the network is slow (root)"
 	@echo "PYTHON=...   the Python of the environment (now: $(PYTHON))"
 
 setup: $(READY)
@@ -65,11 +68,20 @@ COUNT ?= 200
 fuzz: setup
 	$(BIN)/python tests/equivalence.py fuzz $(FIRST) $(COUNT)
 
+kills: setup
+	KILLS=20 $(BIN)/python -m pytest tests/test_resume.py -k killed
+
 mutations: setup
 	$(BIN)/python tests/mutations.py
 
 bench: setup
 	$(BIN)/python benchmarks/compare.py --write
 
+levers: setup
+	$(BIN)/python benchmarks/levers.py --write
+
 growth: setup
 	$(BIN)/python benchmarks/growth.py
+
+slow-network: setup
+	$(BIN)/python benchmarks/slow_network.py

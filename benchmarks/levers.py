@@ -1,41 +1,75 @@
-"""What each setting does to the training speed, on two ranks.
+"""What each setting does to the training speed, and where the time goes, on two ranks.
 
-    python benchmarks/levers.py
-    python benchmarks/levers.py --levers default "fusion off" --models cnn
+    make levers
+    python benchmarks/levers.py --levers default "fusion off" --models cnn --rounds 5
 
 Every setting has its turn in each round. The share is that of the ceiling, which the
 same processes train in turn, under the same setting; rows per second are those of
-`dist_fit`.
+`dist_fit`. Writes docs/levers.md and docs/timeline.png.
 """
 
 import argparse
+import os
 import statistics
+import subprocess
+import sys
 from collections import defaultdict
+from pathlib import Path
 
 import compare
 import report
 
-# Variables of the environment under which keras_dist is measured.
+# Variables of the environment under which keras_dist is measured. Those that begin with
+# BENCH are read in stacks/levers.py.
 LEVERS = {
     "default": {},
-    "Horovod's cycle of 0.5 ms": {"HOROVOD_CYCLE_TIME": "0.5"},
+    "ranks not bound to cores": {"KERAS_DIST_BIND": "0"},
+    "all gradients in one buffer": {"BENCH_PACK": "1"},
+    "each gradient weighed, not the loss": {"BENCH_WEIGH": "1"},
     "Horovod's cycle of 1 ms": {"HOROVOD_CYCLE_TIME": "1"},
-    "Horovod's cycle of 2.5 ms": {"HOROVOD_CYCLE_TIME": "2.5"},
     "Horovod's cycle of 5 ms": {"HOROVOD_CYCLE_TIME": "5"},
-    "each rank on its own cores": {"BENCH_BIND": "1"},
-    "fusion off": {"HOROVOD_FUSION_THRESHOLD": "0"},
-    "cache off": {"HOROVOD_CACHE_CAPACITY": "0"},
+    "Horovod's fusion off": {"HOROVOD_FUSION_THRESHOLD": "0"},
+    "Horovod's cache off": {"HOROVOD_CACHE_CAPACITY": "0"},
+    "bf16 on the wire": {"BENCH_COMPRESSION": "bf16"},
+    "4 steps an execution": {"BENCH_STEPS": "4"},
 }
+SHARES = ("computing", "averaging", "waiting", "input")
+
+_WORDS = """# What was tried, and where the time goes
+
+Written by `make levers`; do not edit. Two ranks on {cores} cores, as in
+[performance.md](performance.md). Each setting beside the ceiling that the same
+processes train in turn, under the same setting; medians of {rounds} rounds (smallest to
+largest), in which all settings took turns.
+
+{levers}
+
+## Where the time goes
+
+Shares of the time of both ranks, by `Throughput(breakdown=True)`: medians over the
+epochs after the first.
+
+{shares}
+
+## A timeline
+
+Steps of the MLP as `dist_fit(timeline=...)` records them on the first rank, for each
+collective: how long it waits for the other rank, and how long the sum takes.
+
+![Timeline](timeline.png)
+"""
 
 
 def main() -> None:
-    """Measure, and print a table."""
+    """Measure, print, and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--levers", nargs="+", default=list(LEVERS), choices=LEVERS)
     parser.add_argument("--models", nargs="+", default=list(report.MODELS))
     parser.add_argument("--scale", type=float, default=1, help="of the steps")
+    parser.add_argument("--write", action="store_true", help="the document and plot")
     arguments = parser.parse_args()
+    compare.make_environments()
     options = ["--scale", str(arguments.scale), "--models", *arguments.models]
     rates = defaultdict(list)
     for number in range(arguments.rounds):
@@ -50,18 +84,51 @@ def main() -> None:
                 print(
                     f"{lever}, {model}: {ours:,.0f}, {ours / ceiling:.3f}", flush=True
                 )
-    print("| model | setting | share of the ceiling | rows per second |")
-    print("|---|---|---|---|")
-    for model in arguments.models:
-        for lever in arguments.levers:
-            ours, shares = zip(*rates[model, lever], strict=True)
-            share = report.spread(shares)
-            name = report.MODELS[model].split(",")[0]
-            print(
-                f"| {name} | {lever} | {share.median:.2f} "
-                f"({share.low:.2f} to {share.high:.2f}) | "
-                f"{statistics.median(ours):,.0f} |"
-            )
+    table = table_of(rates)
+    print(table)
+    if arguments.write:
+        write(table, options, arguments.rounds)
+
+
+def table_of(rates: dict) -> str:
+    """A line for each model and setting."""
+    lines = [
+        "| model | setting | share of the ceiling | rows per second |",
+        "|---|---|---|---|",
+    ]
+    for (model, lever), found in rates.items():
+        ours, shares = zip(*found, strict=True)
+        share, name = report.spread(shares), report.MODELS[model].split(",")[0]
+        lines.append(
+            f"| {name} | {lever} | {share.median:.2f} ({share.low:.2f} to "
+            f"{share.high:.2f}) | {statistics.median(ours):,.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def write(table: str, options: list[str], rounds: int) -> None:
+    """The document, with a breakdown and a timeline measured now."""
+    timeline = compare.ENVIRONMENTS / "timeline.json"
+    timeline.unlink(missing_ok=True)
+    stack = compare.Stack("keras3.py", "keras_dist", "horovodrun")
+    found = compare.run(stack, options, {"BENCH_BREAKDOWN": "1"})
+    lines = [f"| model | {' | '.join(SHARES)} |", "|---" * 5 + "|"]
+    for (_, model), told in found.items():
+        shares = [f"{told[0]['shares'][name]:.2f}" for name in SHARES]
+        name = report.MODELS[model].split(",")[0]
+        lines.append(f"| {name} | {' | '.join(shares)} |")
+    variables = {"BENCH_TIMELINE": str(timeline), "HOROVOD_TIMELINE": "DYNAMIC"}
+    compare.run(stack, ["--scale", "0.5", "--models", "mlp"], variables)
+    env = {**os.environ, "PYTHONPATH": str(compare.ENVIRONMENTS / "plot")}
+    plot = [sys.executable, str(Path(__file__).with_name("timeline_plot.py"))]
+    subprocess.run([*plot, str(timeline)], env=env, check=True)
+    words = _WORDS.format(
+        cores=len(os.sched_getaffinity(0)),
+        rounds=rounds,
+        levers=table,
+        shares="\n".join(lines),
+    )
+    (report.DOCS / "levers.md").write_text(words)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 
 from keras_dist import comm, optimizer, scaling, sharding, step, survey
+from keras_dist import resume as resuming
 from keras_dist.callbacks.learning_rate_warmup import rate_factor_of_step
 from keras_dist.job import Job, prepare
 from keras_dist.options import Options
@@ -52,6 +53,9 @@ def dist_fit(
     sync: str = "every:1",
     outer_momentum: float = 0.0,
     timeline: str | os.PathLike[str] | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    save_steps: int | None = None,
+    save_seconds: float | None = 300,
 ) -> keras.callbacks.History:
     """Train `model` on all ranks as `model.fit` trains it on one process.
 
@@ -99,6 +103,11 @@ def dist_fit(
             for https://ui.perfetto.dev. Horovod keeps a core of that rank busy to
             write it. If anything has talked to the other ranks before this fit, start
             the job with HOROVOD_TIMELINE=DYNAMIC in its environment.
+        resume: A folder in which the training is kept: the same command goes on from
+            there, in the middle of an epoch and with another number of ranks. The first
+            rank writes it. SIGTERM on any rank makes all save and exit with code 75.
+        save_steps, save_seconds: With `resume`, how often to save in an epoch; `None`
+            for not by this count. The end of each epoch is saved anyway.
 
     Returns:
         The `History` of the fit, the same on every rank.
@@ -134,6 +143,9 @@ def dist_fit(
         sync=sync,
         outer_momentum=outer_momentum,
         timeline=timeline,
+        resume=resume,
+        save_steps=save_steps,
+        save_seconds=save_seconds,
     )
     comm.announce_timeline(timeline)
     with comm.within(process_set):
@@ -142,7 +154,9 @@ def dist_fit(
         )
         streams = {"training": given["x"], "validation": given["validation_data"]}
         seed = comm.broadcast(_seed_of_order(model))
+        kept = resuming.opened(options, callbacks, seed)
         split = survey.split_of(streams, shard, process_set=process_set, seed=seed)
+        split = split if kept is None else kept.placed(split)
         job = comm.together(lambda: prepare(model, given, options, split))
         comm.agree(job.facts(), advice=_ADVICE)
         if comm.rank() == 0 and verbose != 0:
@@ -150,8 +164,9 @@ def dist_fit(
         with comm.explained(), distributed(model, job), sharding.reading(job.feeds):
             session = step.session_of(model)
             opening = telling(session, lambda: session.is_opening)
-            with comm.timeline(timeline), opening:
-                return model.fit(**job.arguments)
+            keeping = resuming.keeping(kept, job)
+            with comm.timeline(timeline), opening, keeping as arguments:
+                return model.fit(**arguments)
 
 
 def _seed_of_order(model: Any) -> int:
@@ -185,10 +200,12 @@ def distributed(model: Any, job: Job) -> Iterator[None]:
         session.has_validation_rows = job.validation is None or job.validation.has_rows
         session.own_error = functools.partial(sharding.own_error, job.feeds)
         session.rows_of_all = job.training.rows_of_all
+        session.training = job.training
         for found in optimizer.optimizers_of(model):
             if comm.size() > 1:
                 stack.enter_context(optimizer.averaging(found, job.averaging))
             stack.callback(optimizer.unscale_rate, found)
+            stack.callback(optimizer.unwatch, found)
         # Only when all is built: a MultiOptimizer may not know its parts before.
         session.before_first_step.append(lambda: _scale_rates(model, job))
         yield

@@ -1,6 +1,7 @@
 """A train step in two compiled halves, with the averaging between them."""
 
 import contextvars
+import functools
 from collections.abc import Callable
 from concurrent import futures
 from typing import Any
@@ -13,6 +14,7 @@ from keras_dist.optimizer import (
     after_update,
     apply_recorded,
     goes_alone,
+    guarded,
     recording,
     share_gradients,
 )
@@ -62,14 +64,12 @@ class Halves:
     def run(self, data: Any) -> Any:
         """One train step; returns what the model's own returns."""
         logs, gradients = self._first_half(data)
-        averaged = [
-            share_gradients(call.optimizer, own, call.variables)
-            for call, own in zip(self._calls, gradients, strict=True)
-        ]
-        self._second_half(averaged)
-        for call in self._calls:
-            if goes_alone(call.optimizer):
-                after_update(call.optimizer)
+        [call], [own] = self._calls, gradients
+        averaged = share_gradients(call.optimizer, own, call.variables)
+        make = functools.partial(self._second_half, [averaged])
+        guarded(call.optimizer, own, averaged, call.variables, make)
+        if goes_alone(call.optimizer):
+            after_update(call.optimizer)
         return logs
 
     def _record(self, data: Any) -> Any:

@@ -151,7 +151,9 @@ def _arguments(
     is_first = comm.rank() == 0
     arguments = fit | training.arguments
     arguments["callbacks"] = ours.on_this_rank(callbacks)
-    if comm.size() == 1:  # what Keras takes and refuses is its own affair
+    if (
+        comm.size() == 1 and training.epoch is None
+    ):  # what Keras takes and refuses is its own affair
         own = {"steps_per_epoch": training.arguments["steps_per_epoch"]}
         if fit["validation_steps"] and validation is not None:
             own["validation_steps"] = validation.steps

@@ -25,6 +25,9 @@ class Options:
     sync: str = "every:1"
     outer_momentum: float = 0.0
     timeline: str | os.PathLike[str] | None = None
+    resume: str | os.PathLike[str] | None = None
+    save_steps: int | None = None
+    save_seconds: float | None = 300
 
     def averaging(self) -> optimizer.Averaging:
         """Those that say how gradients become those of all ranks, checked."""

@@ -16,9 +16,11 @@ class Session:
         before_first_step: Called in order, outside of any graph, when the first
             train step is about to run and the model is built.
         rows: Rows that this rank has trained on since the count was read.
+        rows_before: Of them, those that another process has trained on.
         position: Number of the next step, counted from the beginning of epoch 0.
         rows_of_all: Rows that all ranks together read at a step, as a function of its
             number, where that is known beforehand.
+        builds_first: Whether all is built before the first step on one rank, too.
         in_step: Inside a step, metrics stay this rank's own.
         averages_metrics: Whether results are taken over all ranks.
         seen: Batches, rows, and rows of the last batch, that the metrics have been
@@ -34,6 +36,8 @@ class Session:
         wish: The same as a number, which travels with the gradients.
         heard: Wishes of all ranks that have arrived with gradients; equal on all.
         stopwatch: Of the parts of each step, where somebody wants to know.
+        guard: Looks at gradients before they are applied, where somebody wants it.
+        training: What is known of the training data.
         is_held: Whether callbacks leave it to `dist_fit` to end the session: others,
             at the end of the training, still save and evaluate with it.
         progress: Epochs that are done and the last batch, for files of weights.
@@ -44,10 +48,12 @@ class Session:
 
     before_first_step: list[Callable[[], None]] = field(default_factory=list)
     rows: Any = None
+    rows_before: int = 0
     seen: Any = None
     position: Any = None
     rows_of_all: Callable[[Any], Any] | None = None
     has_started: bool = False
+    builds_first: bool = False
     in_step: bool = False
     is_evaluating: bool = False
     averages_metrics: bool = False
@@ -62,6 +68,8 @@ class Session:
     wish: Any = None
     heard: Any = None
     stopwatch: Any = None
+    guard: Any = None
+    training: Any = None
     is_held: bool = False
     progress: tuple[int, int] | None = None
     compiled: tuple[Any, ...] = ()

@@ -10,7 +10,13 @@ import tensorflow as tf
 
 from keras_dist import batch_norm, building, comm, losses, metrics, mixin, saving
 from keras_dist.halves import Halves
-from keras_dist.optimizer import averages_by_rows, carrying, timed_by, weighted_by
+from keras_dist.optimizer import (
+    averages_by_rows,
+    carrying,
+    timed_by,
+    watched_by,
+    weighted_by,
+)
 from keras_dist.session import Session, telling
 
 
@@ -92,19 +98,12 @@ class DistributedStep(saving.SavesWhole):
     def train_step(self: Any, data: Any) -> Any:
         session = self._distributed_session
         if not session.has_started:
-            session.has_started = True
-            # Outside of the graph that is being traced, so that it happens once, now.
-            with tf.init_scope(), _inside_step(session):
-                if comm.size() > 1 or building.has_parts(self):
-                    comm.together(lambda: building.build(self, data))
-                batch_norm.synchronize(self)
-                for hook in session.before_first_step:
-                    hook()
+            _start(self, data)
         rows = _num_rows(data)
         session.rows.assign_add(tf.cast(rows, tf.int64))
         if session.stopwatch is not None:
             data = session.stopwatch.begin_step(data)
-        if comm.size() == 1:
+        if _is_plain(session):
             with _inside_step(session):
                 return super().train_step(data)  # type: ignore[misc]
         data = _after_updates(self, data)
@@ -114,13 +113,14 @@ class DistributedStep(saving.SavesWhole):
             of_all = session.rows_of_all(session.position.read_value())
             session.position.assign_add(1)
         own_step = super().train_step  # type: ignore[misc]
-        by_rows = averages_by_rows(self)
+        by_rows = comm.size() > 1 and averages_by_rows(self)
         exact = losses.of_all_rows() if by_rows else contextlib.nullcontext()
         wish = carrying(session.wish, session.heard)
         timed = timed_by(session.stopwatch)
+        watched = watched_by(session.guard, self, data)
         is_led = not session.is_jitted and losses.is_led_by_keras(self, DistributedStep)
         weighted = weighted_by(rows, of_all, has_own_loss=is_led)
-        with _inside_step(session), weighted, exact, wish, timed:
+        with _inside_step(session), weighted, exact, wish, timed, watched:
             if session.is_jitted:
                 halves = Halves(own_step)
                 reason = halves.why_not(data)
@@ -141,7 +141,7 @@ class DistributedStep(saving.SavesWhole):
     def make_train_function(self: Any, force: bool = False) -> Any:
         session = self._distributed_session
         asked = self.jit_compile
-        session.is_jitted = bool(asked) and comm.size() > 1
+        session.is_jitted = bool(asked) and not _is_plain(session)
         # XLA cannot compile a collective: `train_step` compiles what is around it.
         self.jit_compile = asked and not session.is_jitted
         try:
@@ -212,6 +212,25 @@ def alone(model: Any) -> Iterator[None]:
         yield
     finally:
         session.averages_metrics = before
+
+
+def _start(model: Any, data: Any) -> None:
+    """Build and copy what the first step needs."""
+    session = session_of(model)
+    session.has_started = True
+    # Outside of the graph that is being traced, so that it happens once, now.
+    with tf.init_scope(), _inside_step(session):
+        is_first = session.builds_first or not _is_plain(session)
+        if is_first or building.has_parts(model):
+            comm.together(lambda: building.build(model, data))
+        batch_norm.synchronize(model)
+        for hook in session.before_first_step:
+            hook()
+
+
+def _is_plain(session: Session) -> bool:
+    """Whether the model's own step is all that there is to a step."""
+    return comm.size() == 1 and session.guard is None
 
 
 def _has_heard(session: Session) -> bool:

@@ -39,6 +39,34 @@ class Mutation:
 
 MUTATIONS = [
     Mutation(
+        "replicas: the optimizer's state is compared",
+        "callbacks/replica_check.py",
+        "variables = [*numbers, *model.trainable_weights, *state]",
+        "variables = list(model.trainable_weights)",
+        ("test_replica_check.py", "once_for_each"),
+    ),
+    Mutation(
+        "replicas: what a rank has for itself is left out",
+        "callbacks/replica_check.py",
+        "left_out = optimizer.local_ids(model)",
+        "left_out = set()",
+        ("test_replica_check.py", "hold_differently"),
+    ),
+    Mutation(
+        "NaN: what the forward pass has changed is put back",
+        "optimizer/guard.py",
+        "self._is_left_out.assign(True)",
+        "pass",
+        ("test_nan_report.py", "no_such_batch"),
+    ),
+    Mutation(
+        "NaN: a rank that adds up gradients does not decide alone",
+        "optimizer/accumulation.py",
+        'state, "is_watched", False',
+        'state, "is_nothing", False',
+        ("test_nan_report.py", "accumulated"),
+    ),
+    Mutation(
         "a wish to stop travels with the gradients",
         "optimizer/wishes.py",
         "wish[1].assign_add(tf.cast(total, wish[1].dtype))",
@@ -240,6 +268,55 @@ MUTATIONS = [
         "name: len({other[name] for other in everyone}) == 1",
         "name: True",
         ("test_streams.py", "plan"),
+    ),
+    Mutation(
+        "going on: statistics of each rank",
+        "resume/model_states.py",
+        "variables[int(place)].assign(value)",
+        "pass",
+        ("test_resume.py", "was_ended"),
+    ),
+    Mutation(
+        "going on: dropout masks of each rank",
+        "resume/model_states.py",
+        'for variable, value in zip(_seeds(model), own["seeds"], strict=True):',
+        "for variable, value in ():",
+        ("test_resume.py", "was_ended"),
+    ),
+    Mutation(
+        "going on: metrics of the epoch so far",
+        "resume/saver.py",
+        "lambda: model_states.restore_metrics(self.model, saved.ranks)",
+        "lambda: None",
+        ("test_resume.py", "was_ended"),
+    ),
+    Mutation(
+        "going on: what callbacks remember",
+        "resume/callback_states.py",
+        "setattr(callback, name, decoded(tree))",
+        "pass",
+        ("test_resume.py", "was_ended"),
+    ),
+    Mutation(
+        "going on: the optimizer's state",
+        "resume/model_states.py",
+        "variables += found.variables",
+        "pass",
+        ("test_resume.py", "was_ended"),
+    ),
+    Mutation(
+        "going on: from the row that comes next",
+        "sharding/arrays.py",
+        "rows = rows[first_row:last_row]",
+        "rows = rows[0:last_row]",
+        ("test_resume.py", "was_ended"),
+    ),
+    Mutation(
+        "going on: from the batch that comes next",
+        "sharding/share.py",
+        "deal(data.skip(course.skipped), length=length - course.skipped)",
+        "deal(data, length=length - course.skipped)",
+        ("test_resume.py", "in_batches"),
     ),
 ]
 

@@ -36,6 +36,7 @@ FLOORS = {
     "description": 3,
     "survey": 3,
     "job": 3,
+    "resume": 3,
     "fit": 3,
     "predictions": 3,
     "distributed_model": 3,

@@ -39,7 +39,8 @@ def test_the_snippets_run_in_their_order(tmp_path, ranks):
     script = tmp_path / "script.py"
     python = blocks("python")
     assert len(python) >= 5
-    script.write_text("import keras, keras_dist\n" + _PREAMBLE + "\n".join(python))
+    head = f"import os, keras, keras_dist\nos.chdir({str(tmp_path)!r})\n" + _PREAMBLE
+    script.write_text(head + "\n".join(python))
     done = launch([sys.executable, str(script)], ranks=ranks, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.sharding import arrays, rows
+from keras_dist.sharding import arrays, course, rows
+from keras_dist.sharding.order import Order
 
 CASES = list(itertools.product(range(1, 5), range(1, 6), range(1, 40)))
 
@@ -100,19 +101,18 @@ def test_the_data_set_deals_what_the_arithmetic_says(shuffle):
 
 def read(data, batch_size, rank, size, shuffle, steps, number):
     """The batches of one rank in one epoch."""
-    epoch = tf.Variable(number, dtype=tf.int64)
-    dataset = arrays.deal_training(
-        data,
-        batch_size=batch_size,
-        rank=rank,
-        size=size,
-        shuffle=shuffle,
-        seed=5,
-        steps=steps,
-        epoch=epoch,
+    sizes = {"num_rows": data.num_rows, "batch_size": batch_size, "size": size}
+    dealt = Order(
+        course.course_of(None, steps=steps, **sizes), rank, shuffle=shuffle, seed=5
     )
+    epoch = tf.Variable(number, dtype=tf.int64)
+    dataset = arrays.deal_training(data, dealt, epoch=epoch)
     assert int(dataset.cardinality()) == steps
-    return list(dataset)
+    batches = list(dataset)
+    for step, batch in enumerate(batches):
+        known = dealt.rows_at(number, step)
+        assert (batch[0].numpy() == data.x[known]).all()
+    return batches
 
 
 def test_epochs_shorter_and_longer_than_a_pass_go_on_where_they_ended():

@@ -15,8 +15,7 @@ BATCH_SIZE = 128  # of one rank
 EPOCHS = 4  # of which the first one is not measured
 MARK = "measured: "
 
-PIXELS = Path("/usr/share/datasets/fashion-mnist/train-images-idx3-ubyte.gz")
-LABELS = PIXELS.with_name("train-labels-idx1-ubyte.gz")
+FOLDER = Path("/usr/share/datasets/fashion-mnist")
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,8 @@ class Case:
 
 
 CASES = {
-    "cnn": Case(steps=30),
-    "mlp": Case(steps=15, is_flat=True),
+    "cnn": Case(steps=32),
+    "mlp": Case(steps=16, is_flat=True),
     "wide_resnet": Case(steps=8),
 }
 
@@ -47,15 +46,23 @@ def rows_of(name: str, ranks: int, scale: float = 1) -> tuple[np.ndarray, np.nda
     """Images with values 0 to 1, and labels, for an epoch on so many ranks."""
     case = CASES[name]
     total = max(2, round(case.steps * scale)) * BATCH_SIZE * ranks
-    if PIXELS.exists():
-        pixels = np.frombuffer(gzip.decompress(PIXELS.read_bytes())[16:], np.uint8)
-        y = np.frombuffer(gzip.decompress(LABELS.read_bytes())[8:], np.uint8)
+    if FOLDER.exists():
+        x, y = images()
     else:  # what the images show does not matter to the time
         generator = np.random.default_rng(0)
-        pixels = generator.integers(0, 255, 60_000 * 784, np.uint8)
-        y = generator.integers(0, 9, 60_000, np.uint8)
-    x = pixels.reshape((-1, 784) if case.is_flat else (-1, 28, 28, 1))[:total]
-    return (x / np.float32(255)), y[:total].astype(np.int64)
+        x = generator.random((60_000, 28, 28, 1), np.float32)
+        y = generator.integers(0, 9, 60_000)
+    x, y = x[:total], y[:total]
+    return (x.reshape((-1, 784)) if case.is_flat else x), y
+
+
+def images(part: str = "train") -> tuple[np.ndarray, np.ndarray]:
+    """All images of Fashion-MNIST, values 0 to 1, and labels; or those of "t10k"."""
+    packed = (FOLDER / f"{part}-images-idx3-ubyte.gz").read_bytes()
+    pixels = np.frombuffer(gzip.decompress(packed)[16:], np.uint8)
+    packed = (FOLDER / f"{part}-labels-idx1-ubyte.gz").read_bytes()
+    labels = np.frombuffer(gzip.decompress(packed)[8:], np.uint8)
+    return pixels.reshape((-1, 28, 28, 1)) / np.float32(255), labels.astype(np.int64)
 
 
 class Clock:
@@ -82,7 +89,7 @@ class Clock:
         self.epochs[-1].append(time.perf_counter())
         self.first_step = self.first_step or time.perf_counter() - self.begun
 
-    def tell(self) -> None:
+    def tell(self, **more: object) -> None:
         """Print the one line that the comparison reads."""
         measured = self.epochs[1:]
         steps = sum(len(ends) - 1 for ends in measured)
@@ -92,6 +99,7 @@ class Clock:
             "rows": self.rows * steps,
             "seconds": sum(ends[-1] - ends[0] for ends in measured),
             "first_step": self.first_step,
+            **more,
             "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
         # In one piece: ranks write to the same pipe.

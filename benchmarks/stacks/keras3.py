@@ -5,25 +5,30 @@ part of the rows, epoch by epoch in turn; "keras_dist" or "alone", one of them.
 """
 
 import os
+import statistics
 import sys
-
-if os.environ.get("BENCH_BIND"):  # before TensorFlow counts the cores
-    cores = sorted(os.sched_getaffinity(0))
-    rank, size = (int(os.environ[f"HOROVOD_{n}"]) for n in ("LOCAL_RANK", "LOCAL_SIZE"))
-    os.sched_setaffinity(0, cores[rank * len(cores) // size :][: len(cores) // size])
 
 import common
 import keras
 import keras_models
+import levers
 
 import keras_dist
+from keras_dist.comm import tensors
+from keras_dist.optimizer import sharing
 
 arguments = common.arguments("both", "keras_dist", "alone")
 world = keras_dist.init()
+# Take back what keras_dist does by default.
+if os.environ.get("BENCH_PACK"):
+    tensors._LARGE = float("inf")
+if os.environ.get("BENCH_WEIGH"):
+    sharing.weigh = lambda loss, state: loss
 for name in arguments.models:
     x, y = common.rows_of(name, world.size, arguments.scale)
     own = x[world.rank :: world.size], y[world.rank :: world.size]
     rows = common.BATCH_SIZE * world.size
+    rows *= levers.compiled().get("steps_per_execution", 1)
     keras.utils.set_random_seed(0)
     model = keras_models.make(keras, name)
     optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
@@ -34,6 +39,7 @@ for name in arguments.models:
             keras, name, rows, own, common.BATCH_SIZE, lambda: keras_dist.gather("")
         )
     keras_dist.gather("ready")
+    shares = {}
     clock = common.Clock("own", name, rows)
     after = twin.turn if twin else None
     fit = {
@@ -45,8 +51,15 @@ for name in arguments.models:
     if arguments.way == "alone":
         model.fit(*own, **fit)
     else:
-        keras_dist.dist_fit(model, x, y, **fit)
-    clock.tell()
+        if os.environ.get("BENCH_BREAKDOWN"):
+            fit["callbacks"].append(keras_dist.Throughput(breakdown=True))
+        logs = keras_dist.dist_fit(model, x, y, **fit, **levers.fitted()).history
+        shares = {
+            share: statistics.median(logs[share][1:])
+            for share in ("computing", "averaging", "waiting", "input")
+            if share in logs
+        }
+    clock.tell(shares=shares)
     if twin:
         twin.clock.tell()
     keras_dist.gather("done")

@@ -4,6 +4,7 @@ import importlib
 import sys
 from pathlib import Path
 
+import levers
 from common import Clock
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -46,6 +47,7 @@ def compile_arguments(optimizer) -> dict:
         "loss": "sparse_categorical_crossentropy",
         "metrics": ["accuracy"],
         "jit_compile": False,
+        **levers.compiled(),
     }
 
 

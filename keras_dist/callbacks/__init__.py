@@ -5,7 +5,9 @@ from keras_dist.callbacks.average_statistics import AverageStatistics
 from keras_dist.callbacks.broadcast_variables import BroadcastVariables
 from keras_dist.callbacks.learning_rate_warmup import LearningRateWarmup
 from keras_dist.callbacks.metric_average import MetricAverage
+from keras_dist.callbacks.nan_report import NanReport, NotFinite
 from keras_dist.callbacks.next_epoch import NextEpoch
+from keras_dist.callbacks.replica_check import ReplicaCheck
 from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy
 from keras_dist.callbacks.stop_together import StopTogether
 from keras_dist.callbacks.throughput import Throughput
@@ -21,7 +23,10 @@ __all__ = [
     "BroadcastVariables",
     "LearningRateWarmup",
     "MetricAverage",
+    "NanReport",
     "NextEpoch",
+    "NotFinite",
+    "ReplicaCheck",
     "StopAtAccuracy",
     "StopTogether",
     "Throughput",

@@ -1,6 +1,7 @@
 """The order in which callbacks have to stand, whichever the user gave."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -11,6 +12,8 @@ from keras_dist.callbacks.backup_epoch import BackupEpoch
 from keras_dist.callbacks.broadcast_variables import BroadcastVariables
 from keras_dist.callbacks.effective_rate import EffectiveRate
 from keras_dist.callbacks.metric_average import MetricAverage
+from keras_dist.callbacks.nan_report import NanReport
+from keras_dist.callbacks.replica_check import ReplicaCheck
 from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy
 from keras_dist.callbacks.stop_together import StopTogether
 from keras_dist.callbacks.throughput import Throughput
@@ -21,16 +24,26 @@ from keras_dist.callbacks.writers import runs_on_first_rank_only
 
 # Ours that change logs or state come before the user's callbacks, which read them;
 # ours that act on what the others did come after.
-_FIRST = (AverageStatistics, MetricAverage, Throughput, TrainingTime, EffectiveRate)
+_FIRST = (
+    AverageStatistics,
+    NanReport,
+    MetricAverage,
+    Throughput,
+    TrainingTime,
+    EffectiveRate,
+    ReplicaCheck,  # its time is not that of the epoch
+)
 _LAST = (StopAtAccuracy, StopTogether, BroadcastVariables)
 
 # Keras looks for these in the list itself.
 _KERAS_OWN = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
 
-_ON_ONE_RANK: tuple[type, ...] = (Throughput,)
-_ON_MANY_RANKS: tuple[type, ...] = (
+# What is added where the user's list has none of its class.
+_ON_ONE_RANK: tuple[Callable[[], Any], ...] = (Throughput,)
+_ON_MANY_RANKS: tuple[Callable[[], Any], ...] = (
     Throughput,
     AverageStatistics,
+    functools.partial(ReplicaCheck, every=None),
     MetricAverage,
     StopTogether,
     BroadcastVariables,
@@ -47,9 +60,10 @@ def arrange(given: Any, target_accuracy: float | None = None) -> list[Any]:
     if isinstance(given, keras.callbacks.CallbackList):
         given = given.callbacks
     every = keras.tree.flatten(given) if given else []
-    for cls in _ON_ONE_RANK if comm.size() == 1 else _ON_MANY_RANKS:
-        if not any(isinstance(callback, cls) for callback in every):
-            every.append(cls())
+    for make in _ON_ONE_RANK if comm.size() == 1 else _ON_MANY_RANKS:
+        made = make()
+        if not any(isinstance(callback, type(made)) for callback in every):
+            every.append(made)
     if target_accuracy is not None:
         every.append(StopAtAccuracy(target_accuracy))
     boards = _all_of(keras.callbacks.TensorBoard, every)

@@ -33,6 +33,7 @@ class AverageStatistics(keras.callbacks.Callback):
         self._has_changed = False
         self._is_united = False
         self._before: dict[int, Any] = {}
+        self._loaded: list[Any] = []
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
@@ -73,20 +74,35 @@ class AverageStatistics(keras.callbacks.Callback):
         optimizer.unite_replicas(self.model)
         for found in _between_updates(self.model):
             optimizer.unite(found)
-        by_rule = _variables(self.model)
+        by_rule = variables_by_rule(self.model)
         _average(by_rule["mean"], step.session_of(self.model).rows)
         _add_up(by_rule["sum"], self._before)
         _copy(by_rule["first"])
         self._remember()
 
     def _remember(self) -> None:
-        self._before = {
-            id(variable): keras.ops.convert_to_numpy(variable)
-            for variable in _variables(self.model)["sum"]
+        added_up = variables_by_rule(self.model)["sum"]
+        self._before = {id(v): keras.ops.convert_to_numpy(v) for v in added_up}
+        known = zip(added_up, self._loaded, strict=False)
+        self._before |= {id(variable): value for variable, value in known}
+        self._loaded = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a training that goes on has to know."""
+        return {
+            "has_changed": self._has_changed,
+            "is_united": self._is_united,
+            "before": list(self._before.values()),
         }
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state; before the first step."""
+        self._has_changed = state["has_changed"]
+        self._is_united = state["is_united"] and comm.size() > 1
+        self._loaded = list(state["before"])
 
-def _variables(model: Any) -> dict[str, list[Any]]:
+
+def variables_by_rule(model: Any) -> dict[str, list[Any]]:
     """Weights that no gradient changes and the ranks share, by their rule."""
     found: dict[str, list[Any]] = {"mean": [], "sum": [], "first": []}
     local = optimizer.local_ids(model)

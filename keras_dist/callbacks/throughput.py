@@ -46,6 +46,7 @@ class Throughput(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._print()
         step.session_of(self.model).rows.assign(0)
+        step.session_of(self.model).rows_before = 0
         self._measured = None
         if self.breakdown:
             step.session_of(self.model).stopwatch.reset()
@@ -81,10 +82,18 @@ class Throughput(keras.callbacks.Callback):
         self._print()
         step.uninstall(self.model)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: another process has a clock of its own."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to do."""
+
     def _measure(self) -> tuple[int, float]:
         if self._measured is None:
             # Reading the count waits for the last step.
-            rows = int(step.session_of(self.model).rows.numpy())
+            session = step.session_of(self.model)
+            rows = int(session.rows.numpy()) - session.rows_before
             self._measured = rows, time.perf_counter() - self._begin
         return self._measured
 

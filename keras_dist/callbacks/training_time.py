@@ -40,5 +40,17 @@ class TrainingTime(keras.callbacks.Callback):
             epochs = f"{self._epochs} epoch{'' if self._epochs == 1 else 's'}"
             print(f"trained {epochs} in {self.seconds:.1f} s", flush=True)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The seconds so far, where another process goes on with the training."""
+        return {"seconds": self._seconds_now(), "epochs": self._epochs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state; after the training has begun."""
+        self._begin -= state["seconds"]
+        self._epochs = state["epochs"]
+
+    def _seconds_now(self) -> float:
+        return time.perf_counter() - self._begin
+
     def _read(self) -> None:
-        self.seconds = comm.broadcast(time.perf_counter() - self._begin)
+        self.seconds = comm.broadcast(self._seconds_now())

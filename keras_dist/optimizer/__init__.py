@@ -1,6 +1,11 @@
 """Average gradients over the ranks before each update, at the scaled rate."""
 
-from keras_dist.optimizer.accumulation import divide, is_between_updates, unite
+from keras_dist.optimizer.accumulation import (
+    divide,
+    is_between_updates,
+    own_sums,
+    unite,
+)
 from keras_dist.optimizer.averaging import (
     DistributedOptimizer,
     Recorded,
@@ -11,7 +16,10 @@ from keras_dist.optimizer.averaging import (
     is_distributed,
     local_ids,
     recording,
+    unwatch,
+    watch,
 )
+from keras_dist.optimizer.guard import Guard, Hit, guarded, watched_by
 from keras_dist.optimizer.local_steps import (
     after_update,
     goes_alone,
@@ -21,6 +29,8 @@ from keras_dist.optimizer.options import Averaging, check_usable, every_of
 from keras_dist.optimizer.parts import leaves, optimizers_of, parts
 from keras_dist.optimizer.rate import (
     effective_rate,
+    go_on,
+    position_of,
     scale_rate,
     schedule_of,
     unscale_rate,
@@ -33,6 +43,8 @@ from keras_dist.optimizer.wishes import carrying
 __all__ = [
     "Averaging",
     "DistributedOptimizer",
+    "Guard",
+    "Hit",
     "Recorded",
     "Stopwatch",
     "after_update",
@@ -43,7 +55,9 @@ __all__ = [
     "check_usable",
     "divide",
     "effective_rate",
+    "guarded",
     "every_of",
+    "go_on",
     "goes_alone",
     "hoist",
     "is_between_updates",
@@ -51,7 +65,9 @@ __all__ = [
     "leaves",
     "local_ids",
     "optimizers_of",
+    "own_sums",
     "parts",
+    "position_of",
     "recording",
     "rows_now",
     "scale_rate",
@@ -62,5 +78,8 @@ __all__ = [
     "unite",
     "unite_replicas",
     "unscale_rate",
+    "unwatch",
+    "watch",
+    "watched_by",
     "weighted_by",
 ]

@@ -14,11 +14,14 @@ def accumulates(optimizer: Any) -> bool:
 
     Not inside a `LossScaleOptimizer`, which decides about each batch by the gradients
     of all ranks, and not in a `MultiOptimizer`, whose parts may each have their own
-    number of batches: there the ranks talk after every batch.
+    number of batches, nor where a guard watches: there the ranks talk after every
+    batch.
     """
-    return leaves(optimizer) == [optimizer] and bool(
-        optimizer.gradient_accumulation_steps
+    state = getattr(optimizer, "_averaging", None)
+    is_alone = leaves(optimizer) == [optimizer] and not getattr(
+        state, "is_watched", False
     )
+    return is_alone and bool(optimizer.gradient_accumulation_steps)
 
 
 def accumulators_of(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
@@ -27,6 +30,13 @@ def accumulators_of(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
         optimizer._accumulated_gradients[optimizer._get_variable_index(variable)]
         for variable in variables
     ]
+
+
+def own_sums(optimizer: Any) -> list[Any]:
+    """Accumulators that hold what this rank alone has added up."""
+    if not (optimizer.built and accumulates(optimizer)):
+        return []
+    return list(optimizer._accumulated_gradients)
 
 
 def is_update(optimizer: Any) -> Any:

@@ -1,6 +1,7 @@
 """Average gradients over the ranks before each update."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import keras
 
 from keras_dist import comm, mixin
+from keras_dist.optimizer.guard import guarded
 from keras_dist.optimizer.local_steps import after_update, goes_alone
 from keras_dist.optimizer.options import Averaging, check_usable
 from keras_dist.optimizer.parts import optimizers_of, parts
@@ -101,6 +103,29 @@ def _averages(optimizer: Any, options: Averaging) -> Any:
 def is_distributed(optimizer: Any) -> bool:
     """Whether `optimizer`, or one that it holds inside, averages its gradients."""
     return any(mixin.has(part, AveragesGradients) for part in parts(optimizer))
+
+
+def watch(optimizer: Any) -> None:
+    """Let a guard see the updates of `optimizer`, also on one rank, and each batch.
+
+    Gradients that are accumulated are averaged batch by batch from now on, since only
+    all ranks together can leave one out.
+    """
+    hoist(optimizer)
+    was_plain = not mixin.has(optimizer, AveragesGradients)
+    if comm.size() == 1:
+        _averages(optimizer, Averaging())
+    if mixin.has(optimizer, AveragesGradients):
+        optimizer._averaging.is_watched = True
+        optimizer._averaging.is_only_watched = was_plain
+
+
+def unwatch(optimizer: Any) -> None:
+    """Take `watch` back."""
+    if mixin.has(optimizer, AveragesGradients):
+        optimizer._averaging.is_watched = False
+        if optimizer._averaging.is_only_watched:
+            mixin.remove(optimizer, AveragesGradients)
 
 
 def averages_by_rows(model: Any) -> bool:
@@ -202,9 +227,14 @@ class AveragesGradients:
         if calls is not None:
             calls.append(Recorded(self, grads, trainable_variables))
             return None
-        if comm.size() > 1 and grads and not _is_averaged.get():
-            grads = share_gradients(self, grads, trainable_variables)
-        result = super().apply(grads, trainable_variables)  # type: ignore[misc]
-        if grads and goes_alone(self) and not _is_averaged.get():
+        apply = super().apply  # type: ignore[misc]
+        if _is_averaged.get() or not grads:
+            return apply(grads, trainable_variables)
+        averaged = grads
+        if comm.size() > 1:
+            averaged = share_gradients(self, grads, trainable_variables)
+        make = functools.partial(apply, averaged, trainable_variables)
+        guarded(self, grads, averaged, trainable_variables, make)
+        if goes_alone(self):
             after_update(self)
-        return result
+        return None

@@ -17,6 +17,9 @@ class _Rate:
     factor: Callable[[Any], Any] | None  # of the step; `None` for 1
     stretch: int
     is_updating: bool = False
+    # What was done on another number of ranks, beyond what `iterations` say.
+    offset: int = 0
+    ahead: float = 0
 
 
 def scale_rate(
@@ -43,6 +46,43 @@ def unscale_rate(optimizer: Any) -> None:
         mixin.remove(leaf, ScalesRate)
 
 
+def position_of(leaf: Any) -> dict[str, float]:
+    """How far the learning rate of an optimizer has come: see `go_on`."""
+    state = leaf._rate if mixin.has(leaf, ScalesRate) else _Rate(None, 1)
+    steps, batches = _counts(leaf)
+    return {
+        "steps": steps * state.stretch + state.offset,
+        "batches": batches + state.ahead,
+        "ahead": state.ahead,
+    }
+
+
+def go_on(leaf: Any, position: dict[str, float], warmup: float) -> None:
+    """Let the rate go on where another number of ranks has left it.
+
+    Args:
+        leaf: An optimizer with the iterations of then, whose rate is scaled for now.
+        position: Of then; its `steps` are those of one process.
+        warmup: Steps of the warm-up now, over those of then.
+    """
+    state = leaf._rate if mixin.has(leaf, ScalesRate) else _Rate(None, 1)
+    steps, batches = _counts(leaf)
+    state.offset = int(position["steps"]) - steps * state.stretch
+    state.ahead = position["ahead"]
+    if warmup != 1:
+        state.ahead = position["batches"] * warmup - batches
+    if state.offset or state.ahead:
+        object.__setattr__(leaf, "_rate", state)
+        mixin.add(leaf, ScalesRate)
+
+
+def _counts(leaf: Any) -> tuple[int, int]:
+    """Steps, and batches as warm-up counts them."""
+    updates = int(keras.ops.convert_to_numpy(leaf.iterations))
+    steps = int(keras.ops.convert_to_numpy(leaf._iterations))
+    return steps, updates * (leaf.gradient_accumulation_steps or 1)
+
+
 def effective_rate(leaf: Any) -> float:
     """The learning rate that the last update saw: rate × factor, at its step.
 
@@ -57,8 +97,8 @@ def effective_rate(leaf: Any) -> float:
     if schedule is None:
         rate = leaf.learning_rate
     else:
-        rate = schedule(max(updates * batches - 1, 0) * state.stretch)
-    before = max(updates - 1, 0) * batches
+        rate = schedule(max(updates * batches - 1, 0) * state.stretch + state.offset)
+    before = max(updates - 1, 0) * batches + state.ahead
     factor = 1.0 if state.factor is None else state.factor(before)
     return float(keras.ops.convert_to_numpy(rate)) * float(factor)
 
@@ -87,12 +127,15 @@ class ScalesRate:
         rate = super().learning_rate  # type: ignore[misc]
         schedule = schedule_of(self)
         stretch, factor = self._rate.stretch, self._rate.factor
-        if stretch != 1 and schedule is not None:
-            rate = schedule(self._iterations * stretch)  # type: ignore[attr-defined]
+        offset, ahead = self._rate.offset, self._rate.ahead
+        if (stretch != 1 or offset) and schedule is not None:
+            rate = schedule(self._iterations * stretch + offset)  # type: ignore[attr-defined]
         if not self._rate.is_updating or factor is None:
             return rate
         # `iterations` counts updates; warm-up counts batches, as Keras's schedules do.
         batches = self.iterations * (self.gradient_accumulation_steps or 1)  # type: ignore[attr-defined]
+        if ahead:
+            batches = keras.ops.cast(batches, "float32") + ahead
         scale = factor(batches)
         return rate * keras.ops.cast(scale, keras.ops.convert_to_tensor(rate).dtype)
 

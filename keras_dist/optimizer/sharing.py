@@ -28,12 +28,16 @@ class State:
         number: Its place among all of them, the same on all ranks.
         options: Of the averaging.
         is_checked: Whether the ranks have compared their gradients.
+        is_watched: Whether each batch is judged by all ranks.
+        is_only_watched: Whether the optimizer averages for that reason alone.
         course: Where each rank updates by itself, how far it has gone.
     """
 
     number: int
     options: Averaging
     is_checked: bool = False
+    is_watched: bool = False
+    is_only_watched: bool = False
     course: Course | None = None
 
 

@@ -1,6 +1,7 @@
 """Which rows each rank reads, and the data made of them."""
 
 from keras_dist.sharding.arrays import is_arrays
+from keras_dist.sharding.course import Course, Place, either
 from keras_dist.sharding.feed import Feed, Split, Talk
 from keras_dist.sharding.share import own_error, reading
 from keras_dist.sharding.streams import Stream, is_stream
@@ -8,10 +9,13 @@ from keras_dist.sharding.training import training_feed
 from keras_dist.sharding.validation import hold_out, validation_feed
 
 __all__ = [
+    "Course",
     "Feed",
+    "Place",
     "Split",
     "Stream",
     "Talk",
+    "either",
     "hold_out",
     "is_arrays",
     "is_stream",

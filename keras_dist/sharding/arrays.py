@@ -7,9 +7,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.sharding.dealing import unsharded
+from keras_dist.sharding.dealing import of_length, unsharded
+from keras_dist.sharding.order import Order
 from keras_dist.sharding.reading import reader_of
-from keras_dist.sharding.rows import left_out_rows, shard_rows, steps_of_rows
+from keras_dist.sharding.rows import shard_rows
 
 _UNEVEN = (tf.RaggedTensor, tf.SparseTensor)
 
@@ -145,71 +146,86 @@ def in_batches(arrays: Arrays, batch_size: int) -> tf.data.Dataset:
     return unsharded(rows.map(read, tf.data.AUTOTUNE, deterministic=True))
 
 
+def find_rows(arrays: Arrays, batch: Any) -> np.ndarray:
+    """Where the rows of a batch stand in arrays that Keras has shuffled by itself.
+
+    Args:
+        arrays: That were read.
+        batch: `(x, …)` as it was read, with NumPy arrays.
+
+    Returns:
+        The number of the first row that is equal to each; -1 where none is.
+
+    >>> find_rows(Arrays(np.array([1.0, 3.0, 2.0])), (np.array([2.0, 1.0]),)).tolist()
+    [2, 0]
+    """
+    given = [leaf for leaf in keras.tree.flatten(arrays.parts()) if leaf is not None]
+    read = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+    # Keras may have added weights of classes.
+    read = [np.asarray(leaf) for leaf, _ in zip(read, given, strict=False)]
+    found: dict[bytes, int] = dict.fromkeys(_keys(read), -1)
+    for begin in range(0, arrays.num_rows, 4096):
+        if -1 not in found.values():
+            break
+        piece = [
+            np.asarray(leaf[begin : begin + 4096])
+            .astype(own.dtype)
+            .reshape(-1, *own.shape[1:])
+            for leaf, own in zip(given, read, strict=False)
+        ]
+        for place, key in enumerate(_keys(piece)):
+            if found.get(key) == -1:
+                found[key] = begin + place
+    return np.array([found[key] for key in _keys(read)], np.int64)
+
+
+def _keys(leaves: list[np.ndarray]) -> list[bytes]:
+    """All bytes of each row."""
+    return [
+        b"".join(leaf[row].tobytes() for leaf in leaves)
+        for row in range(len(leaves[0]))
+    ]
+
+
 def deal_training(
-    arrays: Arrays,
-    *,
-    batch_size: int,
-    rank: int,
-    size: int,
-    shuffle: bool | str,
-    seed: int,
-    steps: int,
-    epoch: tf.Variable,
+    arrays: Arrays, order: Order, *, epoch: tf.Variable
 ) -> tf.data.Dataset:
     """This rank's part of every global batch of an epoch.
 
-    The order of the rows is one permutation a pass, a function of `seed` and the number
-    of the pass: the same on every rank, each row once a pass, whatever the number of
-    ranks. Which epoch is read stands in a variable, because Keras makes more iterators
-    than there are epochs, and one that counted them would be wrong.
+    Which epoch is read stands in a variable, because Keras makes more iterators than
+    there are epochs, and one that counted them would be wrong.
 
     Args:
         arrays: All rows; every rank holds them.
-        batch_size: Rows of one rank's batch.
-        rank: This rank.
-        size: Number of ranks.
-        shuffle: `True`, `False`, or `"batch"` to shuffle inside global batches only.
-        seed: Of the permutations, the same on all ranks.
-        steps: Batches of an epoch; it begins where the one before has ended.
+        order: In which they are dealt.
         epoch: Number of the epoch that an iterator made from now on reads, int64.
 
     Returns:
-        A data set of `steps` batches `(x, …)` of shape `(batch_size, …)`; the last of a
-        pass may be smaller.
+        A data set of as many batches `(x, …)` of shape `(batch_size, …)` as an epoch
+        has steps, though its first pass may be shorter; the last batch of a pass of the
+        rows may be smaller.
     """
-    sizes = {"batch_size": batch_size, "size": size}
-    in_a_pass = steps_of_rows(arrays.num_rows, **sizes)
-    num_used = arrays.num_rows - left_out_rows(arrays.num_rows, **sizes)
+    course = order.course
+    in_a_pass, in_first = course.in_a_pass, course.in_first_pass
     read = reader_of(arrays.parts())
 
-    def batches(number: tf.Tensor, begin: tf.Tensor) -> tf.data.Dataset:
-        rows = tf.range(arrays.num_rows, dtype=tf.int64)
-        if shuffle and shuffle != "batch":
-            rows = _permuted(rows, seed, number)
-        rows = rows[:num_used]
-
-        def batch(step: tf.Tensor) -> tf.Tensor:
-            together = rows[step * batch_size * size : (step + 1) * batch_size * size]
-            if shuffle == "batch":
-                together = _permuted(together, seed, number * in_a_pass + step)
-            return together[rank::size]
-
-        first = begin - number * in_a_pass
+    def batches(place: tf.Tensor, begin: tf.Tensor, steps: tf.Tensor) -> Any:
+        is_first, rows = tf.equal(place, 0), order.of_pass(place)
+        first = begin - tf.where(is_first, place, in_first + (place - 1) * in_a_pass)
+        in_this = tf.where(is_first, in_first + place, in_a_pass)
         return tf.data.Dataset.range(
-            tf.maximum(first, 0), tf.minimum(first + steps, in_a_pass)
-        ).map(batch)
+            tf.maximum(first, 0), tf.minimum(first + steps, in_this)
+        ).map(lambda step: order.of_batch(rows, place, step))
+
+    def place_of(step: tf.Tensor) -> tf.Tensor:
+        return tf.where(step < in_first, 0 * step, 1 + (step - in_first) // in_a_pass)
 
     def passes(_: tf.Tensor) -> tf.data.Dataset:
-        begin = epoch.read_value() * steps
-        numbers = tf.data.Dataset.range(
-            begin // in_a_pass, (begin + steps - 1) // in_a_pass + 1
-        )
-        return numbers.flat_map(lambda number: batches(number, begin))
+        begin = course.begin(epoch.read_value())
+        steps = course.steps_of_epoch(epoch.read_value())
+        places = tf.data.Dataset.range(place_of(begin), place_of(begin + steps - 1) + 1)
+        return places.flat_map(lambda place: batches(place, begin, steps))
 
     rows_of_batches = tf.data.Dataset.range(1).flat_map(passes)
     dataset = rows_of_batches.map(read, tf.data.AUTOTUNE, deterministic=True)
-    return unsharded(dataset.apply(tf.data.experimental.assert_cardinality(steps)))
-
-
-def _permuted(rows: tf.Tensor, seed: int, number: Any) -> tf.Tensor:
-    return tf.random.experimental.stateless_shuffle(rows, [seed, number])
+    return unsharded(of_length(dataset, course.steps, course.is_within_epoch))

@@ -62,6 +62,30 @@ def known_rows_left(dataset: tf.data.Dataset, *, length: int, size: int) -> int 
     return None if in_batch is None else (length % size) * in_batch
 
 
+def of_length(
+    dataset: tf.data.Dataset, steps: int, may_end_before: bool
+) -> tf.data.Dataset:
+    """The same batches, of which Keras knows how many there are.
+
+    Args:
+        dataset: Of `steps` batches, each time it is read.
+        steps: How many.
+        may_end_before: Whether there are fewer the first time: TensorFlow's own check
+            would not let them pass.
+
+    >>> data = of_length(tf.data.Dataset.range(2), 5, may_end_before=True)
+    >>> int(data.cardinality()), len(list(data))
+    (5, 2)
+    """
+    if not may_end_before:
+        return dataset.apply(tf.data.experimental.assert_cardinality(steps))
+    # One of two, of which the second, never chosen, has no end: so the length of the
+    # choice counts as endless, which it is not, and the first part of it as `steps`.
+    first = tf.data.Dataset.from_tensors(tf.constant(0, tf.int64)).repeat()
+    dataset = tf.data.Dataset.choose_from_datasets([dataset, dataset.repeat()], first)
+    return dataset.take(steps)
+
+
 def unsharded(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Read ahead, and divided by nobody else."""
     options = tf.data.Options()

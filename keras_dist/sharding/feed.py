@@ -1,8 +1,11 @@
 """What one rank gives to Keras in place of the user's data."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from keras_dist.sharding.batch_course import BatchCourse
+from keras_dist.sharding.course import Course, Place
 
 # What Keras takes where nobody says otherwise.
 KERAS_BATCH_SIZE = 32
@@ -25,8 +28,13 @@ class Feed:
         is_scaled: Whether they come from a number that the user gave.
         has_rows: `False` if another rank's row stands in, which must not count.
         epoch: What is told the number of the epoch by `assign`, if anything is.
+        course: Which rows come when, where rows are dealt.
         rows_of_all: Rows that all ranks together read at a step of the fit, as a
             function of its number (a tensor), where that is known beforehand.
+        rows_at: Numbers of this rank's rows in the user's arrays, of an epoch, a step
+            of it, and the batch that was read; -1 where nobody knows.
+        batches_at: Numbers of this rank's batches in the user's data, of an epoch and a
+            step of it, where anybody knows.
         rounds: Where batches are read in Python, what reads them.
         facts: What has to be equal on all ranks.
     """
@@ -43,7 +51,10 @@ class Feed:
     is_scaled: bool = False
     has_rows: bool = True
     epoch: Any = None
+    course: Course | BatchCourse | None = None
     rows_of_all: Callable[[Any], Any] | None = None
+    rows_at: Callable[[int, int, Any], Any] | None = None
+    batches_at: Callable[[int, int], Sequence[int]] | None = None
     rounds: Any = None
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -71,6 +82,9 @@ class Split:
         shard: `"auto"` to deal arrays row by row, `"none"` if the user has split.
         seed: Of the order of the rows, the same on all ranks.
         talk: To the other ranks, from within the data.
+        keeps_place: Whether the order of the rows must be known on one rank too, for a
+            training that another number of ranks may go on with.
+        place: Where the training has come to, if it goes on.
         same: For each kind of data ("training", "validation") that comes in batches,
             whether all ranks were given the same batches.
     """
@@ -80,6 +94,8 @@ class Split:
     shard: str = "auto"
     seed: int = 0
     talk: Talk | None = None
+    keeps_place: bool = False
+    place: Place | None = None
     same: Mapping[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_dist.sharding.batch_course import BatchCourse, batch_course_of
 from keras_dist.sharding.dealing import rows_of_batches
 from keras_dist.sharding.feed import Split
 from keras_dist.sharding.streams import Stream, fingerprint_of, num_rows
@@ -38,13 +39,14 @@ class DealtSequence(keras.utils.PyDataset):
         self.data = data
         self._rank, self._size = split.rank, split.size
         self._shuffle, self._seed = shuffle, split.seed
+        self._skipped = 0
         own = type(data).on_epoch_end
         is_static = own is keras.utils.PyDataset.on_epoch_end or not is_training
         self._talk = None if is_static else split.talk
-        needed = split.size if is_training else split.rank + 1
-        self._has_tail = self._count_rows_left() >= needed
-        self._order: Any = None
-        self.assign(0)
+        self._needed = split.size if is_training else split.rank + 1
+        self._has_tail = self._count_rows_left() >= self._needed
+        self.course = self._course_of(split) if is_training else None
+        self._order = self._order_of(0)
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes make batches, and talk to no rank.
@@ -52,10 +54,19 @@ class DealtSequence(keras.utils.PyDataset):
 
     def assign(self, epoch: int) -> None:
         """Say which epoch is read from now on."""
-        total = self.data.num_batches
-        if self._shuffle and total:
-            generator = np.random.default_rng([self._seed, int(epoch)])
-            self._order = generator.permutation(total - 1)
+        self._order = self._order_of(epoch)
+        if self.course is not None:
+            self._skipped = self.course.skipped_in(int(epoch))
+            self._has_tail = self._count_rows_left() >= self._needed
+
+    def batches_at(self, epoch: int, step: int) -> list[int]:
+        """Of the user's batches, those that this rank reads at a step of an epoch."""
+        order, total = self._order_of(epoch), self.data.num_batches
+        begin = step * self._size
+        begin += self.course.skipped_in(epoch) if self.course else 0
+        if total is None or begin + self._size <= total:
+            return [_place_in(order, begin + self._rank)]
+        return [_place_in(order, place) for place in range(begin, total)]
 
     @property
     def length(self) -> float:
@@ -67,10 +78,12 @@ class DealtSequence(keras.utils.PyDataset):
         """Batches of this rank in a pass; `None` where there is no end."""
         if self.data.num_batches is None:
             return None
-        return int(self.data.num_batches) // self._size + self._has_tail
+        # Keras asks before it says which epoch it reads, and then when it begins to.
+        left = int(self.data.num_batches) - self._skipped
+        return left // self._size + self._has_tail
 
     def __getitem__(self, index: int) -> Any:
-        begin = index * self._size
+        begin = index * self._size + self._skipped
         total = self.data.num_batches
         if total is None or begin + self._size <= total:
             return self.data[self._place(begin + self._rank)]
@@ -98,13 +111,39 @@ class DealtSequence(keras.utils.PyDataset):
                 "by a random generator with the same seed on every rank."
             )
 
+    def _course_of(self, split: Split) -> BatchCourse | None:
+        total = self.data.num_batches
+        if total is None or not split.keeps_place:
+            return None
+
+        def steps_after(skipped: int) -> int:
+            self._skipped = skipped
+            self._has_tail = self._count_rows_left() >= self._needed
+            return self.num_batches or 0
+
+        sizes = {"length": int(total), "size": self._size}
+        course = batch_course_of(split.place, steps_after=steps_after, **sizes)
+        steps_after(0)
+        return course
+
     def _place(self, place: int) -> int:
-        is_last = self._order is None or place >= len(self._order)
-        return place if is_last else int(self._order[place])
+        return _place_in(self._order, place)
+
+    def _order_of(self, epoch: int) -> Any:
+        total = self.data.num_batches
+        if not (self._shuffle and total):
+            return None
+        generator = np.random.default_rng([self._seed, int(epoch)])
+        return generator.permutation(total - 1)
 
     def _count_rows_left(self) -> int:
         total = self.data.num_batches
         if total is None:
             return 0
-        left = range(total - total % self._size, total)
+        left = range(total - (total - self._skipped) % self._size, total)
         return sum(num_rows(self.data[place]) for place in left)
+
+
+def _place_in(order: Any, place: int) -> int:
+    is_last = order is None or place >= len(order)
+    return place if is_last else int(order[place])

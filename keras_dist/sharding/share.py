@@ -1,6 +1,7 @@
 """One rank's batches of data that comes in batches."""
 
 import contextlib
+import functools
 import math
 import warnings
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_dist.sharding.batch_course import (
+    BatchCourse,
+    batch_course_of,
+    rest_and_whole,
+)
 from keras_dist.sharding.dealing import (
     deal_dataset,
     known_rows_left,
@@ -30,6 +36,7 @@ class Share:
         data: In a form that Keras takes.
         length: Batches in a pass; `math.inf` or, where nobody can say, `None`.
         epoch: What is told the number of each epoch by `assign`, if anything is.
+        course: Which batches come when, where a training can go on inside of an epoch.
         rounds: What reads the batches in Python, if anything does.
         has_rows: `False` if another rank's row stands in, which must not count.
     """
@@ -37,6 +44,7 @@ class Share:
     data: Any
     length: float | None
     epoch: Any = None
+    course: BatchCourse | None = None
     rounds: Rounds | None = None
     has_rows: bool = True
 
@@ -61,9 +69,10 @@ def share_of(
     Raises:
         ValueError: If there is less than one row for each rank to train on.
     """
-    if split.size == 1:
-        return Share(stream.data, stream.length)
     data = stream.data
+    keeps_place = is_training and split.keeps_place and _has_places(stream)
+    if split.size == 1 and not keeps_place:
+        return Share(data, stream.length)
     if is_dealt:
         few = stream.num_first_rows(split.size) if stream.is_short(split.size) else None
         if few is not None and few < split.size and is_training:
@@ -77,9 +86,9 @@ def share_of(
             return Share(_one_row(stream), 1, has_rows=False)
         if isinstance(data, keras.utils.PyDataset):
             dealt = DealtSequence(stream, split, is_training, shuffle)
-            return Share(dealt, dealt.length, epoch=dealt)
+            return Share(dealt, dealt.length, epoch=dealt, course=dealt.course)
         if isinstance(data, tf.data.Dataset) and stream.length is not None:
-            return _dealt_dataset(data, stream.length, split, is_training)
+            return _dealt_dataset(stream, split, is_training, keeps_place)
     elif stream.length is not None:
         return Share(data, stream.length)
     rounds = Rounds(stream, split, is_dealt=is_dealt, is_training=is_training)
@@ -141,19 +150,47 @@ def kind_of(stream: Stream, split: Split, *, is_dealt: bool) -> str:
 
 
 def _dealt_dataset(
-    data: tf.data.Dataset, length: float, split: Split, is_training: bool
+    stream: Stream, split: Split, is_training: bool, keeps_place: bool
 ) -> Share:
-    sizes = {"rank": split.rank, "size": split.size}
-    dataset = deal_dataset(data, length=length, is_training=is_training, **sizes)
+    data, length = stream.data, stream.length or 0
+    deal = functools.partial(
+        deal_dataset, rank=split.rank, size=split.size, is_training=is_training
+    )
+    dataset = deal(data, length=length)
     if length == math.inf:
         return Share(unsharded(dataset), math.inf)
-    left = known_rows_left(data, length=int(length), size=split.size)
-    if left is None:  # the last batch may be shorter, and leave no row for some rank
+
+    def steps_after(skipped: int) -> int | None:
+        rest = int(length) - skipped
+        left = known_rows_left(data, length=rest, size=split.size)
+        # The last batch may be shorter, and leave no row for some rank.
+        needed = split.size if is_training else split.rank + 1
+        return None if left is None else rest // split.size + (left >= needed)
+
+    steps = steps_after(0)
+    if steps is None:
         return Share(unsharded(dataset), None)
-    needed = split.size if is_training else split.rank + 1
-    steps = int(length) // split.size + (left >= needed)
     dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
-    return Share(unsharded(dataset), steps)
+    if not keeps_place:
+        return Share(unsharded(dataset), steps)
+    lengths = {"length": int(length), "size": split.size}
+    course = batch_course_of(split.place, steps_after=steps_after, **lengths)
+    if course is None or not course.is_within_epoch:
+        return Share(unsharded(dataset), steps, course=course)
+    rest = deal(data.skip(course.skipped), length=length - course.skipped)
+    epoch = tf.Variable(course.epoch, dtype=tf.int64, trainable=False)
+    chosen = rest_and_whole(rest, dataset, epoch=epoch, course=course)
+    return Share(chosen, steps, epoch=epoch, course=course)
+
+
+def _has_places(stream: Stream) -> bool:
+    """Whether a batch is always at the same place: else an epoch has no middle."""
+    if isinstance(stream.data, keras.utils.PyDataset):
+        return True
+    is_known = stream.length is not None and stream.length != math.inf
+    if not (isinstance(stream.data, tf.data.Dataset) and is_known):
+        return False
+    return stream.fingerprint(1) == stream.fingerprint(1)
 
 
 def _one_row(stream: Stream) -> tf.data.Dataset:

@@ -1,6 +1,8 @@
 """The share of one rank in the data that is trained on."""
 
+import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -11,17 +13,21 @@ from keras_dist.sharding.arrays import (
     Arrays,
     as_arrays,
     deal_training,
+    find_rows,
     is_arrays,
     is_ragged_or_sparse,
 )
+from keras_dist.sharding.course import course_of
 from keras_dist.sharding.feed import KERAS_BATCH_SIZE, Feed, Split
+from keras_dist.sharding.order import Order, batches_at
 from keras_dist.sharding.rows import (
     left_out_rows,
     rows_of_rank,
     rows_of_step,
     steps_of_rows,
 )
-from keras_dist.sharding.share import finite, kind_of, share_of, steps_of
+from keras_dist.sharding.sequence import DealtSequence
+from keras_dist.sharding.share import Share, finite, kind_of, share_of, steps_of
 from keras_dist.sharding.streams import Stream
 
 
@@ -57,7 +63,8 @@ def training_feed(
     own_size = -(-arrays.num_rows // steps_per_epoch) if steps_per_epoch else None
     batch_size = _checked_batch_size(batch_size or own_size or KERAS_BATCH_SIZE)
     given |= {"batch_size": batch_size, "steps_per_epoch": steps}
-    if split.size == 1 or split.shard == "none":
+    is_dealt = split.size > 1 or split.keeps_place
+    if not is_dealt or split.shard == "none":
         return _own_arrays_feed(given, arrays, steps_per_epoch, split)
     return _dealt_feed(given, arrays, steps_per_epoch, split)
 
@@ -70,15 +77,10 @@ def _dealt_feed(
     sizes = {"batch_size": batch_size, "size": split.size}
     steps = given["steps_per_epoch"] or steps_of_rows(num_rows, **sizes)
     epoch = tf.Variable(0, dtype=tf.int64, trainable=False)
-    dataset = deal_training(
-        arrays,
-        rank=split.rank,
-        shuffle=shuffle,
-        seed=split.seed,
-        steps=steps,
-        epoch=epoch,
-        **sizes,
-    )
+    whole = functools.partial(rows_of_step, num_rows=num_rows, **sizes)
+    course = course_of(split.place, num_rows=num_rows, steps=steps, **sizes)
+    order = Order(course, rank=split.rank, shuffle=shuffle, seed=split.seed)
+    dataset = deal_training(arrays, order, epoch=epoch)
     return Feed(
         # The data set has it all: Keras takes none of these beside one.
         dict.fromkeys(["y", "sample_weight", "batch_size", "steps_per_epoch"])
@@ -91,8 +93,11 @@ def _dealt_feed(
         is_scaled=steps_before is not None,
         steps_before=steps_before or -(-num_rows // batch_size),
         steps=steps,
+        is_exact=not course.is_within_epoch,
         epoch=epoch,
-        rows_of_all=lambda step: rows_of_step(step, num_rows, **sizes),
+        course=course,
+        rows_of_all=course.rows_of_step if split.place else whole,
+        rows_at=lambda number, step, _: order.rows_at(number, step),
         facts={
             "the number of rows": num_rows,
             "the shapes of the rows": arrays.row_shapes(),
@@ -115,6 +120,7 @@ def _own_arrays_feed(
         is_scaled=steps_before is not None,
         steps_before=steps_before,
         steps=min(steps or in_a_pass, in_a_pass),
+        rows_at=lambda _, __, batch: find_rows(arrays, batch),
         facts={
             "the shapes of the rows": arrays.row_shapes(),
             "the batches of a pass over its rows": in_a_pass,
@@ -132,7 +138,7 @@ def _stream_feed(
 ) -> Feed:
     stream = Stream.of(given["x"])
     _check_stream(stream, given, steps, split)
-    is_dealt = split.same.get("training", False)
+    is_dealt = split.same.get("training", split.size == 1 and split.keeps_place)
     shuffle = bool(given["shuffle"])
     own = share_of(stream, split, is_dealt=is_dealt, is_training=True, shuffle=shuffle)
     is_keras_to_shuffle = (
@@ -141,6 +147,7 @@ def _stream_feed(
         and isinstance(own.data, keras.utils.PyDataset)
     )
     known = finite(own.length)
+    course = own.course if steps is None else None
     about = steps_of(own, stream, split, is_dealt=is_dealt)
     return Feed(
         given
@@ -151,15 +158,47 @@ def _stream_feed(
         is_scaled=steps_before is not None,
         steps_before=steps_before or finite(stream.length),
         steps=min(filter(None, (steps, about)), default=None),
-        is_exact=own.length is not None or split.size == 1,
+        is_exact=(own.length is not None or split.size == 1)
+        and not (course is not None and course.is_within_epoch),
         # Where an epoch is no pass, Keras reads ahead into the next one.
         epoch=own.epoch if steps is None else None,
+        course=course,
         rounds=own.rounds,
+        batches_at=_batches_at(own, stream, steps, split, is_dealt, shuffle),
         facts={
             "the batches of a pass over its data": known,
             "the steps of an epoch": steps,
+            "whether the data can be read from the middle": course is not None,
         },
     )
+
+
+def _batches_at(
+    own: Share,
+    stream: Stream,
+    steps: int | None,
+    split: Split,
+    is_dealt: bool,
+    shuffle: bool,
+) -> Callable[[int, int], Sequence[int]] | None:
+    """Batches that this rank reads in an epoch at a step, where anybody knows."""
+    if isinstance(own.data, DealtSequence):
+        return own.data.batches_at
+    if shuffle and isinstance(own.data, keras.utils.PyDataset):
+        return None  # Keras draws an order
+    total = finite(stream.length)
+
+    def batches(epoch: int, step: int) -> Sequence[int]:
+        # With `steps_per_epoch` an epoch goes on where the one before has ended.
+        position = epoch * (steps or 0) + step
+        skipped = own.course.skipped_in(epoch) if own.course else 0
+        if steps and own.length is not None and finite(own.length):
+            position %= int(own.length)
+        return batches_at(
+            position, total=total, split=split, is_dealt=is_dealt, skipped=skipped
+        )
+
+    return batches
 
 
 def _check_stream(

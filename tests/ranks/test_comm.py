@@ -1,5 +1,7 @@
 """Collectives give every rank the same, for tensors and for Python objects."""
 
+import os
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -26,6 +28,19 @@ def test_cores_are_shared_out(world):
     if world.size > 1:
         threads = tf.config.threading.get_intra_op_parallelism_threads()
         assert threads == comm.device().threads >= 1
+
+
+@pytest.mark.several_ranks
+@pytest.mark.three_ranks
+def test_each_rank_keeps_to_its_own_cores(world):
+    """Where there are enough; otherwise all share all of them."""
+    everyone = keras_dist.gather(sorted(os.sched_getaffinity(0)))
+    cores = {core for own in everyone for core in own}
+    if len(cores) < world.size:
+        assert all(set(own) == cores for own in everyone)
+    else:
+        assert sum(map(len, everyone)) == len(cores)
+        assert len(set(map(len, everyone))) == 1
 
 
 def test_numbers_arrays_and_tensors_are_summed_and_averaged(world):

@@ -1,0 +1,104 @@
+"""What `ReplicaCheck` and `NanReport` take of a step.
+
+    horovodrun -np 2 python benchmarks/checks.py
+
+Two models are trained alternately as they are and with a `NanReport`, and the smallest
+processor's seconds of a step are compared: they do not count what other programs take
+from a busy machine, but do count that Horovod looks around while it waits. A check of
+all replicas is timed by itself, the collective with it, and divided by 100 steps.
+"""
+
+import statistics
+import time
+
+import keras
+from one_rank import compiled, seconds_of_step
+
+import keras_dist
+
+PAIRS = 2
+
+
+class Checked(keras.callbacks.Callback):
+    """Times some checks at the end of training."""
+
+    def on_train_end(self, logs=None):
+        check = keras_dist.ReplicaCheck()
+        check.set_model(self.model)
+        check.check()
+        self.seconds, self.processor = [], []
+        for _ in range(20):
+            begin = time.perf_counter(), time.process_time()
+            check.check()
+            self.seconds.append(time.perf_counter() - begin[0])
+            self.processor.append(time.process_time() - begin[1])
+
+
+def fit_with(*more):
+    """`dist_fit` with more callbacks."""
+
+    def fit(model, x, y, callbacks, **arguments):
+        return keras_dist.dist_fit(
+            model, x, y, callbacks=[*callbacks, *more], **arguments
+        )
+
+    return fit
+
+
+def models():
+    """A small convolutional network, and layers that are all weights."""
+    convolutional = compiled(
+        keras.Input((28, 28, 1)),
+        keras.layers.Conv2D(32, 3, activation="relu"),
+        keras.layers.MaxPooling2D(),
+        keras.layers.Conv2D(64, 3, activation="relu"),
+        keras.layers.MaxPooling2D(),
+        keras.layers.Flatten(),
+        keras.layers.Dense(128, activation="relu"),
+    )
+    dense = compiled(
+        keras.Input((784,)),
+        keras.layers.Dense(2048, activation="relu"),
+        keras.layers.Dense(1024, activation="relu"),
+    )
+    yield "small CNN", convolutional, (28, 28, 1), 64
+    yield "two wide Dense layers", dense, (784,), 32
+
+
+def main():
+    """Prints a line for each model, on the first rank."""
+    keras_dist.init()
+    for name, model, shape, batch_size in models():
+        model.optimizer = keras.optimizers.Adam(1e-4)
+        sizes = {"batch_size": batch_size, "steps": 20 * keras_dist.size()}
+        plain, guarded = [], []
+        for pair in range(PAIRS):
+            order = [(plain, fit_with()), (guarded, fit_with(keras_dist.NanReport()))]
+            for seconds, fit in order if pair % 2 else reversed(order):
+                seconds.append(seconds_of_step(fit, model, shape, **sizes))
+        checked = Checked()
+        keras_dist.dist_fit(
+            model, *rows(shape), batch_size=8, verbose=0, callbacks=[checked]
+        )
+        step = statistics.median(plain) * keras_dist.size()
+        added = statistics.median(guarded) * keras_dist.size() - step
+        both = (statistics.median(t) for t in (checked.seconds, checked.processor))
+        told = ", ".join(f"{t * 1e3:.2f} ms = {t / 100 / step:.3%}" for t in both)
+        if keras_dist.rank() == 0:
+            print(
+                f"{name}: {model.count_params():,} weights; {step * 1e3:.1f} ms of the "
+                f"processor a step (from {min(plain) / max(plain):.2f}); NanReport "
+                f"{added * 1e3:+.2f} ms = {added / step:+.1%}; a check {told} of 100 "
+                "steps, by the clock and by the processor",
+                flush=True,
+            )
+
+
+def rows(shape):
+    """Sixteen rows for each rank."""
+    count = 16 * keras_dist.size()
+    return keras.ops.zeros((count, *shape)), keras.ops.zeros((count,))
+
+
+if __name__ == "__main__":
+    main()

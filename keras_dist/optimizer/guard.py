@@ -1,0 +1,211 @@
+"""Leave an update out, on all ranks, where the gradients of one are not finite."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist.optimizer.parts import parts
+
+# What watches the model that is trained. Set around a train step, read when the step
+# is traced.
+_watching: ContextVar["Guard | None"] = ContextVar("guard", default=None)
+
+
+@dataclass(frozen=True)
+class Hit:
+    """An update of gradients that are not finite on some rank.
+
+    Args:
+        step: Of the epoch.
+        is_handled: Whether the optimizer itself leaves it out: with a loss scale.
+        paths: Variables whose gradient on this rank is not finite, in their order.
+        batch: Of this rank; `None` where its gradients are finite.
+    """
+
+    step: int
+    is_handled: bool
+    paths: tuple[str, ...]
+    batch: Any = None
+
+
+class Guard:
+    """Looks at each averaged gradient before it is applied.
+
+    What is averaged is finite only if it was so on every rank, and it is equal on all:
+    all ranks see a hit in the same step, without asking each other. Only then each
+    looks at its own part.
+    """
+
+    def __init__(self) -> None:
+        self.hits: list[Hit] = []
+        self._batch: list[Any] = []
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._step = tf.Variable(-1, dtype=tf.int64, trainable=False)
+            self._is_left_out = tf.Variable(False, trainable=False)
+
+    def begin_epoch(self) -> None:
+        """The next step is its first one."""
+        self._step.assign(-1)
+
+    def take(self) -> list[Hit]:
+        """The hits since the last call."""
+        hits, self.hits = self.hits, []
+        return hits
+
+    @contextlib.contextmanager
+    def step(self, model: Any, data: Any) -> Iterator[None]:
+        """Around a train step on `data`.
+
+        Where its update is left out, metrics and statistics are what they were before:
+        as if there had been no such batch.
+        """
+        self._step.assign_add(1)
+        self._is_left_out.assign(False)
+        kept = list(model.non_trainable_weights)
+        kept += [v for metric in model.metrics for v in metric.variables]
+        before = [tf.convert_to_tensor(variable.value) for variable in kept]
+        self._batch[:] = [data]
+        token = _watching.set(self)
+        try:
+            yield
+        finally:
+            _watching.reset(token)
+
+        def restore() -> Any:
+            for variable, value in zip(kept, before, strict=True):
+                variable.assign(value)
+            return tf.constant(0)
+
+        tf.cond(self._is_left_out.read_value(), restore, lambda: tf.constant(0))
+
+    def update(
+        self,
+        optimizer: Any,
+        own: Sequence[Any],
+        averaged: Sequence[Any],
+        variables: Sequence[Any],
+        make: Callable[[], Any],
+    ) -> None:
+        """Make an update, or keep what is not finite about it."""
+        local = optimizer._averaging.options.local_ids()
+        shared = [
+            _dense(gradient)
+            for gradient, variable in zip(averaged, variables, strict=True)
+            if gradient is not None and id(variable) not in local
+        ]
+        # A loss scale is found by gradients that are not finite, now and then.
+        is_handled = len(parts(optimizer)) > 1
+        paths = [
+            getattr(variable, "path", variable.name)
+            for variable, gradient in zip(variables, own, strict=True)
+            if gradient is not None
+        ]
+        tensors = [_dense(gradient) for gradient in own if gradient is not None]
+        keep = functools.partial(self._keep, is_handled, paths, self._batch[0])
+
+        def leave_out() -> Any:
+            batch = _tensors_of(self._batch[0])
+            tf.py_function(keep, [self._step.read_value(), *tensors, *batch], [])
+            if not is_handled:
+                self._is_left_out.assign(True)
+            return tf.constant(0)
+
+        def go_on() -> Any:
+            make()
+            return tf.constant(0)
+
+        is_bad = _is_bad(shared)
+        if is_handled:
+            tf.cond(is_bad, leave_out, lambda: tf.constant(0))
+            make()
+        else:
+            tf.cond(is_bad, leave_out, go_on)
+
+    def _keep(
+        self, is_handled: bool, paths: Sequence[str], data: Any, step: Any, *both: Any
+    ) -> None:
+        gradients, batch = both[: len(paths)], both[len(paths) :]
+        own = tuple(
+            path
+            for path, gradient in zip(paths, gradients, strict=True)
+            if not bool(_all_finite(gradient))
+        )
+        kept = _packed(data, batch) if own else None
+        self.hits.append(Hit(int(step), is_handled, own, kept))
+
+
+def guarded(
+    optimizer: Any,
+    own: Sequence[Any],
+    averaged: Sequence[Any],
+    variables: Sequence[Any] | None,
+    make: Callable[[], Any],
+) -> None:
+    """Make an update, unless a guard is there and finds that it is not finite.
+
+    Args:
+        optimizer: One that averages.
+        own: Gradients of this rank.
+        averaged: Those that are going to be applied.
+        variables: What they are the gradients of; `None`: all that it was built for.
+        make: The update.
+    """
+    guard = _watching.get()
+    if guard is None:
+        make()
+        return
+    known = list(optimizer._trainable_variables if variables is None else variables)
+    guard.update(optimizer, own, averaged, known, make)
+
+
+def watched_by(
+    guard: Guard | None, model: Any, data: Any
+) -> contextlib.AbstractContextManager[None]:
+    """Inside the block, which is a train step, `guard` looks at the updates."""
+    return contextlib.nullcontext() if guard is None else guard.step(model, data)
+
+
+def _is_bad(tensors: Sequence[Any]) -> Any:
+    """Whether a number of some tensors is not finite."""
+    tensors = [tensor for tensor in tensors if tensor.dtype.is_floating]
+    if not tensors:
+        return tf.constant(False)
+    # One pass over them. The sum of finite numbers may overflow, so it is looked at
+    # twice where it is not finite.
+    sums = [tf.cast(tf.reduce_sum(tensor), tf.float32) for tensor in tensors]
+    return tf.cond(
+        tf.math.is_finite(tf.add_n(sums)),
+        lambda: tf.constant(False),
+        lambda: tf.logical_not(tf.reduce_all([_all_finite(t) for t in tensors])),
+    )
+
+
+def _all_finite(tensor: Any) -> Any:
+    if not tensor.dtype.is_floating:
+        return tf.constant(True)
+    return tf.reduce_all(tf.math.is_finite(tensor))
+
+
+def _dense(gradient: Any) -> Any:
+    """Its numbers: of rows of a gradient, those."""
+    is_rows = isinstance(gradient, tf.IndexedSlices)
+    return gradient.values if is_rows else tf.convert_to_tensor(gradient)
+
+
+def _tensors_of(data: Any) -> list[Any]:
+    """Tensors of a batch; of one that is ragged or sparse, those that it is made of."""
+    flat = tf.nest.flatten(data, expand_composites=True)
+    return [leaf for leaf in flat if leaf is not None]
+
+
+def _packed(data: Any, tensors: Sequence[Any]) -> Any:
+    """The structure of a batch, with `tensors` in it."""
+    rest = iter(tensors)
+    flat = tf.nest.flatten(data, expand_composites=True)
+    filled = [None if leaf is None else next(rest) for leaf in flat]
+    return tf.nest.pack_sequence_as(data, filled, expand_composites=True)

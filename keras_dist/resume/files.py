@@ -1,0 +1,245 @@
+"""A folder of checkpoints: each one file, whole or not there, with a checksum.
+
+A checkpoint is a tree of JSON whose leaves may be arrays. Nothing in it is executed
+when it is read. This file needs NumPy alone.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+_FIRST_LINE = b"keras_dist checkpoint 1\n"
+_NAME = re.compile(r"checkpoint-(\d{8,})\.keras_dist")
+_PART = ".checkpoint.part"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DamagedError(ValueError):
+    """A file is not what was written."""
+
+
+@dataclass
+class Folder:
+    """Where checkpoints are kept; one process writes to it.
+
+    Args:
+        path: Of the folder; it is made when it is prepared.
+        keep: So many checkpoints, the last ones.
+        number: Of the last one that was read or written.
+    """
+
+    path: str
+    keep: int = 2
+    number: int = field(default=0, init=False)
+
+    def prepare(self) -> None:
+        """Make the folder, and see that a file can be written in it.
+
+        Raises:
+            OSError: If not.
+        """
+        os.makedirs(self.path, exist_ok=True)
+        part = os.path.join(self.path, _PART)
+        with _whole_or_not(part):
+            _write(part, [b"\0" * 4096])
+        os.remove(part)
+
+    def reserve(self, num_bytes: int) -> None:
+        """See that there is room for what is going to be kept.
+
+        Args:
+            num_bytes: About the size of one checkpoint.
+
+        Raises:
+            OSError: If there is not.
+        """
+        missing = max(1, self.keep - len(self.numbers()))
+        part = os.path.join(self.path, _PART)
+        with _whole_or_not(part), open(part, "wb") as file:
+            try:
+                # A file of its own for each: one may be as large as is allowed.
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+                free = os.fstatvfs(file.fileno())
+            except OSError as error:  # some file systems cannot say
+                if error.errno in (*_FULL, errno.EFBIG):
+                    raise
+                return
+        os.remove(part)
+        if free.f_blocks and free.f_bavail * free.f_frsize < (missing - 1) * num_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.path)
+
+    def newest(self) -> tuple[Any, list[str]]:
+        """The newest checkpoint that is whole, and what is wrong with newer ones.
+
+        Returns:
+            The tree, `None` in an empty folder; and a line for each damaged file.
+
+        Raises:
+            DamagedError: If there are checkpoints and all are damaged.
+        """
+        damaged: list[str] = []
+        for number in sorted(self.numbers(), reverse=True):
+            path = self.file(number)
+            try:
+                tree = read(path)
+            except (DamagedError, OSError) as error:
+                damaged.append(f"{path}: {error}")
+                continue
+            self.number = number
+            return tree, damaged
+        if damaged:
+            raise DamagedError(
+                "No checkpoint in the folder can be read. Received: "
+                f"{'; '.join(damaged)}. Bring back a copy of one, or move these files "
+                "away to train from the beginning."
+            )
+        return None, []
+
+    def write(self, tree: Any) -> str:
+        """Write a checkpoint, and then remove those that are too many.
+
+        Args:
+            tree: Of dicts with text as keys, lists, text, numbers, `None` and arrays.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            OSError: If it cannot be written: those before are still there.
+        """
+        content = packed(tree)
+        target = self.file(self.number + 1)
+        try:
+            self._replace(target, content)
+        except OSError as error:
+            older = [n for n in sorted(self.numbers()) if n < self.number]
+            if error.errno not in _FULL or not older:
+                raise
+            # Room for two and a half: the last good one stays.
+            os.remove(self.file(older[0]))
+            self._replace(target, content)
+        self.number += 1
+        for number in sorted(self.numbers(), reverse=True):
+            if not self.number - self.keep < number <= self.number:
+                with contextlib.suppress(OSError):
+                    os.remove(self.file(number))
+        return target
+
+    def file(self, number: int) -> str:
+        """Path of a checkpoint."""
+        return os.path.join(self.path, f"checkpoint-{number:08d}.keras_dist")
+
+    def numbers(self) -> list[int]:
+        """Those of the checkpoints that are there."""
+        found = map(_NAME.fullmatch, os.listdir(self.path))
+        return [int(match[1]) for match in found if match]
+
+    def _replace(self, target: str, content: list[Any]) -> None:
+        part = os.path.join(self.path, _PART)
+        with _whole_or_not(part):
+            _write(part, content)
+            os.replace(part, target)
+        _settle(self.path)
+
+
+def packed(tree: Any) -> list[Any]:
+    """A tree as the pieces of a file: a line, a digest, JSON, and arrays as bytes."""
+    arrays: list[np.ndarray] = []
+    text = json.dumps(_plain(tree, arrays)).encode()
+    kinds = [{"shape": array.shape, "dtype": array.dtype.name} for array in arrays]
+    head = json.dumps({"bytes": len(text), "arrays": kinds}).encode() + b"\n"
+    body: list[Any] = [head, text, *(_bytes_of(array) for array in arrays)]
+    digest = hashlib.sha256()
+    for piece in body:
+        digest.update(piece)
+    return [_FIRST_LINE, digest.hexdigest().encode() + b"\n", *body]
+
+
+def read(path: str) -> Any:
+    """The tree that was written to a file.
+
+    Raises:
+        DamagedError: If the file is not whole.
+        OSError: If it cannot be read.
+    """
+    with open(path, "rb") as file:
+        content = file.read()
+    begin = len(_FIRST_LINE)
+    if content[:begin] != _FIRST_LINE:
+        raise DamagedError("it does not begin as a checkpoint of keras_dist does")
+    digest, body = content[begin : begin + 64], memoryview(content)[begin + 65 :]
+    if hashlib.sha256(body).hexdigest().encode() != digest:
+        raise DamagedError(f"its {len(content)} bytes do not fit its checksum")
+    end = content.index(b"\n", begin + 65) + 1
+    head = json.loads(content[begin + 65 : end])
+    tree = json.loads(content[end : end + head["bytes"]])
+    arrays, place = [], end + head["bytes"]
+    for kind in head["arrays"]:
+        dtype = np.dtype(kind["dtype"])
+        count = int(np.prod(kind["shape"], dtype=np.int64))
+        array = np.frombuffer(content, dtype, count, place).reshape(kind["shape"])
+        arrays.append(array.copy())  # aligned, and free to be changed
+        place += count * dtype.itemsize
+    return _filled(tree, arrays)
+
+
+def _plain(tree: Any, arrays: list[np.ndarray]) -> Any:
+    if isinstance(tree, np.ndarray):
+        arrays.append(tree)
+        return {"array": len(arrays) - 1}
+    if isinstance(tree, list):
+        return {"list": [_plain(part, arrays) for part in tree]}
+    if isinstance(tree, dict):
+        return {"dict": {key: _plain(part, arrays) for key, part in tree.items()}}
+    return tree
+
+
+def _filled(tree: Any, arrays: list[np.ndarray]) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    ((kind, value),) = tree.items()
+    if kind == "array":
+        return arrays[value]
+    if kind == "list":
+        return [_filled(part, arrays) for part in value]
+    return {key: _filled(part, arrays) for key, part in value.items()}
+
+
+def _bytes_of(array: np.ndarray) -> Any:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _write(path: str, content: list[Any]) -> None:
+    with open(path, "wb") as file:
+        for piece in content:
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _settle(folder: str) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some file systems know no such thing
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _whole_or_not(part: str) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(part)
+        raise

@@ -1,0 +1,263 @@
+"""Keep how far the training has come, and go on from there."""
+
+import warnings
+from typing import Any, NoReturn
+
+import keras
+
+from keras_dist import building, comm, optimizer, sharding, step
+from keras_dist.callbacks import BroadcastVariables
+from keras_dist.job import Job
+from keras_dist.resume import model_states, random_states
+from keras_dist.resume.callback_states import CallbackStates
+from keras_dist.resume.saved import Resume, Saved
+from keras_dist.resume.trees import decoded, digest_of
+from keras_dist.resume.wishes import Wishes
+from keras_dist.resume.writer import Writer
+
+# What a process exits with that was asked to end and has saved: EX_TEMPFAIL of
+# sysexits.h, "try again".
+EXIT_CODE = 75
+
+
+def saves_within_epochs(job: Job) -> bool:
+    """Whether a place inside of an epoch is one to go on from.
+
+    Not without a course; and not where each rank goes alone for some steps, with
+    weights of its own, until the end of the epoch brings all together.
+    """
+    return job.training.course is not None and job.averaging.every == 1
+
+
+class Saver(keras.callbacks.Callback):
+    """Saves at the end of epochs and between, and restores before the first step.
+
+    Stands last in the list, behind `History`.
+
+    Args:
+        resume: The folder, and what it holds.
+        job: What this rank does.
+        callbacks: All that have a state.
+        wishes: Who wants to save, or to end.
+        writer: Of checkpoints; on the first rank only.
+    """
+
+    def __init__(
+        self,
+        resume: Resume,
+        job: Job,
+        callbacks: list[Any],
+        wishes: Wishes,
+        writer: Writer | None,
+    ) -> None:
+        super().__init__()
+        self._resume, self._job, self._feed = resume, job, job.training
+        self._saves_within = saves_within_epochs(job)
+        self._callbacks, self._states = callbacks, CallbackStates(callbacks)
+        self._wishes, self._writer = wishes, writer
+        self._epoch = self._done = 0
+        self._random: Any = None
+        self._has_restored = False
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        session = step.session_of(model)
+        session.builds_first = True
+        # Around the broadcast, which is the first of all: what the first rank holds is
+        # restored before it is copied, and what each has of its own behind it.
+        hooks = session.before_first_step
+        hooks.insert(0, self._restore_shared)
+        hooks.insert(1 if comm.size() == 1 else 2, self._restore_own)
+        hooks.append(self._restore_rates)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        saved = self._resume.saved
+        self._wishes.begin()
+        comm.together(lambda: self._states.begin(self._callback_states()))
+        if saved is None:
+            return
+        if not self._is_within_epoch():
+            random_states.restore(self._own(saved)["random"])
+        if saved.is_finished or saved.place.epoch >= self.params["epochs"]:
+            self._restore_unstarted()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch, self._done = epoch, 0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if not self._has_restored and self._random is None:
+            # Building draws seeds that the uninterrupted training drew long ago.
+            self._random = random_states.collected()
+        self._wishes.tell(self.model)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        before, self._done = self._done, batch + 1
+        course = self._feed.course
+        if course is not None and self._done >= course.steps_of_epoch(
+            self._epoch, sharding.either
+        ):
+            return  # the end of the epoch saves
+        is_heard = self._wishes.heard(self.model)
+        if is_heard.end:
+            if self._saves_within:
+                self._save(self._place(self._epoch, self._done))
+            self._leave()
+        every = self._resume.save_steps
+        is_due = every is not None and self._done // every > before // every
+        if self._saves_within and (is_due or is_heard.save):
+            self._save(self._place(self._epoch, self._done))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        is_stopped = bool(self.model.stop_training)
+        self._save(self._place(epoch + 1, 0), is_finished=is_stopped)
+        is_last = is_stopped or epoch + 1 == self.params["epochs"]
+        if self._wishes.settled(self.model).end and not is_last:
+            self._leave()
+
+    def _place(self, epoch: int, done: int) -> sharding.Place:
+        if self._feed.course is None:
+            return sharding.Place(epoch, 0, 1, 0, 0, 0)
+        if done:
+            return self._feed.course.place(epoch, done)
+        before = self._feed.course.steps_of_epoch(epoch - 1, sharding.either)
+        end = self._feed.course.place(epoch - 1, before)
+        return sharding.Place(epoch, 0, end.steps, end.number, end.row, end.num_rows)
+
+    def _save(self, place: sharding.Place, *, is_finished: bool = False) -> None:
+        self.tell_failure()
+        own = model_states.own_state(self.model)
+        own["random"] = random_states.collected()
+        states = self._states.collected()
+        first = comm.broadcast({key: digest_of(state) for key, state in states.items()})
+        own["callbacks"] = {
+            key: state
+            for key, state in states.items()
+            if digest_of(state) != first.get(key)
+        }
+        ranks = comm.gather(own)
+        self._wishes.has_saved()
+        if self._writer is None:
+            return
+        variables = model_states.variables_of(self.model)
+        saved = Saved(
+            place=place,
+            seed=self._resume.seed,
+            is_finished=is_finished,
+            rates=model_states.rates_of(self.model),
+            warmup_steps=self._job.warmup_steps,
+            callbacks=states,
+            ranks=ranks,
+            model=model_states.facts_of(self.model),
+            arrays=[model_states.array_of(variable) for variable in variables],
+        )
+        self._writer.submit(saved.tree())
+
+    def _leave(self) -> NoReturn:
+        if self._writer is not None:
+            self._writer.wait()
+            self.tell_failure()
+        comm.gather("written")  # an end of the first rank ends the others
+        if comm.rank() == 0:
+            print(
+                f"keras_dist: asked to end by SIGTERM in epoch {self._epoch + 1}; the "
+                f"same command goes on from {self._resume.folder.path}",
+                flush=True,
+            )
+        self._wishes.is_leaving = True
+        raise SystemExit(EXIT_CODE)
+
+    def tell_failure(self) -> None:
+        """Say on the first rank what could not be written."""
+        failure = None if self._writer is None else self._writer.failure()
+        if failure is not None:
+            warnings.warn(
+                "A checkpoint could not be written; the training goes on, and those "
+                f"before it are still there. Received: {failure}",
+                stacklevel=2,
+            )
+
+    def _is_within_epoch(self) -> bool:
+        place, course = self._resume.place, self._feed.course
+        if place is None or course is None:
+            return False
+        return place.done > 0 and place.epoch == course.epoch
+
+    def _own(self, saved: Saved) -> Any:
+        is_same = len(saved.ranks) == comm.size()
+        return saved.ranks[comm.rank() if is_same else 0]
+
+    def _callback_states(self) -> dict[str, Any]:
+        saved = self._resume.saved
+        return saved.callbacks | self._own(saved)["callbacks"] if saved else {}
+
+    def _restore_shared(self) -> None:
+        """On the first rank; what cannot be restored is an error on all."""
+        comm.together(self._restore_first if comm.rank() == 0 else lambda: None)
+
+    def _restore_first(self) -> None:
+        saved = self._resume.saved
+        self._reserve()
+        if saved is None:
+            return
+        model_states.check_fits(self.model, saved.model)
+        is_same = len(saved.ranks) == comm.size()
+        said = saved.callbacks.get("AverageStatistics 1", {}).get("said")
+        before = decoded(said)["before"] if said else []
+        starts = None if is_same else before
+        model_states.restore_first(self.model, saved.arrays, saved.ranks, starts)
+        saved.arrays.clear()
+
+    def _restore_own(self) -> None:
+        self._has_restored = True
+        saved = self._resume.saved
+        if saved is None:
+            return
+        if len(saved.ranks) == comm.size():
+            model_states.restore_own(self.model, saved.ranks[comm.rank()])
+        if self._is_within_epoch():
+            comm.together(lambda: model_states.restore_metrics(self.model, saved.ranks))
+            random_states.restore(self._own(saved)["random"])
+        elif self._random is not None:
+            random_states.restore(self._random)
+
+    def _restore_rates(self) -> None:
+        """When they are scaled for as many ranks as there are now."""
+        saved = self._resume.saved
+        if saved is not None:
+            before, now = saved.warmup_steps, self._job.warmup_steps
+            model_states.restore_rates(
+                self.model, saved.rates, now / before if before else 1
+            )
+
+    def _restore_unstarted(self) -> None:
+        """Where no epoch is left: there will be no first step."""
+        comm.together(self._build)
+        self._restore_shared()
+        for callback in self._callbacks:
+            if isinstance(callback, BroadcastVariables):
+                callback.broadcast()
+        self._restore_own()
+
+    def _build(self) -> None:
+        if not self.model.built:
+            if self._feed.course is None:
+                raise ValueError(
+                    "The training is over, and there is nothing to build the model "
+                    "from, to restore it. Received: a model that is not built. Build "
+                    "it before, for example by an `Input` as its first layer."
+                )
+            building.build(self.model, next(iter(self._feed.arguments["x"])))
+        for found in optimizer.optimizers_of(self.model):
+            if not found.built:
+                found.build(self.model.trainable_variables)
+
+    def _reserve(self) -> None:
+        num_bytes = model_states.num_bytes_of(self.model)
+        try:
+            self._resume.folder.reserve(num_bytes + 2**14 * comm.size())
+        except OSError as error:
+            raise RuntimeError(
+                "There is no room for checkpoints in the folder that `resume` names. "
+                f"Received: {self._resume.folder.path!r}, {error}, for {num_bytes:,} "
+                "bytes each, of which two are kept. Pass another folder, or make room."
+            ) from error

@@ -1,0 +1,59 @@
+"""Python values as trees of JSON and arrays, and back; nothing is pickled."""
+
+from typing import Any
+
+import numpy as np
+
+from keras_dist.resume.files import packed
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def encoded(value: Any) -> Any:
+    """`value` as a tree that a checkpoint can hold; arrays are copied.
+
+    Raises:
+        TypeError: If it is no number, text, `None`, array, or list, tuple or dict of
+            these.
+
+    >>> encoded((1, {"best": [0.5]}))
+    {'tuple': [1, {'items': [['best', {'list': [0.5]}]]}]}
+    """
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, np.generic) and value.dtype.kind != "O":
+        return {"scalar": np.array(value)}
+    if type(value) is np.ndarray and value.dtype.kind != "O":
+        return {"values": value.copy()}
+    if type(value) in (list, tuple):
+        return {type(value).__name__: [encoded(part) for part in value]}
+    if type(value) is dict:
+        return {"items": [[encoded(k), encoded(v)] for k, v in value.items()]}
+    raise TypeError(
+        "Only numbers, text, None, NumPy arrays, and lists, tuples and dicts of these, "
+        f"can be kept in a checkpoint. Received: {value!r}"
+    )
+
+
+def decoded(tree: Any) -> Any:
+    """What was encoded.
+
+    >>> decoded(encoded((1, {"best": [0.5]})))
+    (1, {'best': [0.5]})
+    """
+    if not isinstance(tree, dict):
+        return tree
+    ((kind, value),) = tree.items()
+    if kind == "items":
+        return {decoded(key): decoded(part) for key, part in value}
+    if kind == "scalar":
+        return value[()]
+    if kind == "values":
+        return value
+    parts = [decoded(part) for part in value]
+    return parts if kind == "list" else tuple(parts)
+
+
+def digest_of(tree: Any) -> bytes:
+    """Equal for equal trees."""
+    return packed(tree)[1]

@@ -1,0 +1,93 @@
+"""Who wants to save or to end, and when all ranks know it."""
+
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any, NamedTuple
+
+from keras_dist import comm, step
+
+
+class Heard(NamedTuple):
+    """What all ranks do now.
+
+    Args:
+        save: A rank's time has come.
+        end: A rank was asked to end.
+    """
+
+    save: bool = False
+    end: bool = False
+
+
+class Wishes:
+    """Of this rank: SIGTERM, and on the first rank the clock.
+
+    On several ranks a wish travels with the gradients of the next update, as a wish to
+    stop does. After it all ranks ask each other what is wished. So they do the same at
+    the same step, and a step without a wish costs nothing.
+
+    Args:
+        seconds: From checkpoint to checkpoint, if any.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self._saved_at = time.monotonic()
+        self._is_asked = self.is_leaving = False
+        self._before: Any = None
+        self._is_installed = False
+
+    def begin(self) -> None:
+        """From now on, SIGTERM is a wish, and the clock runs."""
+        self._saved_at = time.monotonic()
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._ask)
+            self._is_installed = True
+
+    def finish(self) -> None:
+        """SIGTERM is again what it was; if this process ends by it, it is nothing."""
+        if self._is_installed:
+            self._is_installed = False
+            after = signal.SIG_IGN if self.is_leaving else self._before
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if after is None else after)
+
+    def tell(self, model: Any) -> None:
+        """Give this rank's wish to the gradients of the next update."""
+        if comm.size() > 1 and (self._is_asked or self._is_due()):
+            step.session_of(model).wish.assign(1.0)
+
+    def heard(self, model: Any) -> Heard:
+        """After a batch, what all ranks do; the same on all of them."""
+        if comm.size() == 1:
+            return Heard(self._is_due(), self._is_asked)
+        session = step.session_of(model)
+        if float(session.heard.numpy()) == 0:
+            return Heard()
+        told = comm.gather((self._is_due(), self._is_asked, session.wants_to_stop))
+        if any(is_stop for _, _, is_stop in told):
+            return Heard()  # the epoch ends now, and its end saves
+        session.heard.assign(0.0)
+        session.wish.assign(0.0)
+        return Heard(*map(any, list(zip(*told, strict=True))[:2]))
+
+    def settled(self, model: Any) -> Heard:
+        """At the end of an epoch, what all ranks do; the wishes have been granted."""
+        session = step.session_of(model)
+        if comm.size() > 1:
+            session.wish.assign(0.0)
+            session.heard.assign(0.0)
+        return Heard(end=any(comm.gather(self._is_asked)))
+
+    def has_saved(self) -> None:
+        """The clock begins anew."""
+        self._saved_at = time.monotonic()
+
+    def _is_due(self) -> bool:
+        if self._seconds is None or comm.rank() != 0:
+            return False
+        return time.monotonic() - self._saved_at >= self._seconds
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self._is_asked = True

@@ -1,0 +1,139 @@
+"""A small training with all that has a state, for tests that end it and go on."""
+
+import glob
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_dist
+
+NUM_ROWS = 101
+
+
+class Recording(keras.Sequential):
+    """Calls `saw` with the rows of each step: the last number of a row is its own."""
+
+    def train_step(self, data):
+        rows = np.asarray(data[0])[:, -1].astype(int).tolist()
+        self.saw(int(self.optimizer.iterations), rows)
+        return super().train_step(data)
+
+
+class Dies(keras.callbacks.Callback):
+    """Calls `die` on all ranks after so many updates."""
+
+    def __init__(self, updates, die):
+        super().__init__()
+        self.updates = updates
+        self.die = die
+
+    def on_train_batch_end(self, batch, logs=None):
+        if int(self.model.optimizer.iterations) == self.updates:
+            self.die()
+
+
+def rows_of_all():
+    """Inputs that end with the number of the row, and targets."""
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(NUM_ROWS, 5)).astype("float32")
+    y = (x.sum(axis=1) > 0).astype("float32")
+    return np.column_stack([x, np.arange(NUM_ROWS)]).astype("float32"), y
+
+
+def make_model(seed, *, is_equivalent=False):
+    """With dropout, statistics, a schedule, Adam, and metrics.
+
+    Args:
+        seed: Of the weights that a training from the beginning starts from.
+        is_equivalent: Without what depends on how rows are dealt to ranks.
+    """
+    keras.utils.set_random_seed(seed)
+    apart = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
+    model = Recording(
+        [
+            keras.layers.Rescaling([1.0] * 5 + [0.0]),
+            keras.layers.Dense(8, activation="tanh"),
+            *([] if is_equivalent else apart),
+            keras.layers.Dense(1, activation="sigmoid"),
+        ]
+    )
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.01, 5, 0.9)
+    model.compile(
+        keras.optimizers.Adam(schedule),
+        "binary_crossentropy",
+        metrics=["accuracy", keras.metrics.AUC(name="auc")],
+        run_eagerly=True,
+    )
+    return model
+
+
+class Batches(keras.utils.PyDataset):
+    """Rows in batches of six."""
+
+    def __init__(self, x, y):
+        super().__init__()
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return -(-len(self.x) // 6)
+
+    def __getitem__(self, place):
+        rows = slice(6 * place, 6 * place + 6)
+        return self.x[rows], self.y[rows]
+
+
+def as_dataset(x, y):
+    """Rows in batches of six, the last ones left out."""
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(6, drop_remainder=True)
+
+
+def train(
+    folder,
+    *,
+    saw,
+    seed=3,
+    dies=None,
+    die=None,
+    is_equivalent=False,
+    as_data=None,
+    **options,
+):
+    """Train in `folder` until it is over; the state, and the `History`.
+
+    Args:
+        folder: As `resume`.
+        saw: Is told the number of each update, and the rows of this rank.
+        seed: Of what a process that goes on has to replace by what was saved.
+        dies: Updates after which `die` is called.
+        die: Ends the training on this rank.
+        is_equivalent: As in `make_model`.
+        as_data: Makes data of another kind of the arrays.
+        **options: Of `dist_fit`.
+    """
+    goes_on = folder is not None and glob.glob(f"{folder}/checkpoint-*")
+    model = make_model(seed if goes_on else 3, is_equivalent=is_equivalent)
+    x, y = rows_of_all()
+    object.__setattr__(model, "saw", saw)
+    # Nothing is good enough: it stops after the third epoch.
+    stops = keras.callbacks.EarlyStopping("val_loss", patience=2, min_delta=10)
+    given = {"batch_size": 6, "epochs": 5, "lr_scaling": "sqrt", "verbose": 0}
+    given |= {"validation_data": (x[:31], y[:31]), "resume": folder} | options
+    if as_data is not None:
+        x, y = as_data(x, y), None
+        del given["batch_size"]
+    callbacks = [Dies(dies, die), stops]
+    history = keras_dist.dist_fit(model, x, y, callbacks=callbacks, **given)
+    return state_of(model, is_equivalent), history
+
+
+def state_of(model, is_equivalent):
+    """All numbers of a model; or those that are equal on any number of ranks."""
+    numbers = [*(model.weights if is_equivalent else model.variables)]
+    numbers += model.optimizer.variables
+    return [np.array(keras.ops.convert_to_numpy(number)) for number in numbers]
+
+
+def told(history):
+    """What a `History` holds, without the clock."""
+    return {n: v for n, v in history.history.items() if n != "rows_per_second"}

@@ -1,0 +1,228 @@
+"""`ReplicaCheck` finds what differs between ranks, and nothing else."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from claims import assert_equal_to_the_bit, raises_everywhere
+
+import keras_dist
+from keras_dist.callbacks.fingerprints import checksum, sum_of_bits
+
+several_ranks = pytest.mark.several_ranks
+three_ranks = pytest.mark.three_ranks
+
+
+class Changes(keras.callbacks.Callback):
+    """Changes a number on the last rank, after the second step of the second epoch."""
+
+    def __init__(self, choose, value=None):
+        super().__init__()
+        self.choose, self.value, self.epoch = choose, value, 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        is_last = keras_dist.rank() == keras_dist.size() - 1
+        if is_last and (self.epoch, batch) == (1, 1):
+            variable = self.choose(self.model)
+            changed = np.array(keras.ops.convert_to_numpy(variable))
+            if self.value is None:  # the next update may round a last bit away
+                changed.flat[-1] = changed.flat[-1] * 1.001 + 1e-6
+            else:
+                changed.flat[-1] = self.value
+            variable.assign(changed)
+
+
+def kernel(model):
+    """The last weight but one."""
+    return model.trainable_weights[-2]
+
+
+def slot(model):
+    """The momentum of the same."""
+    return model.optimizer.variables[-2]
+
+
+def fit(model, rows, *callbacks, **arguments):
+    """Three epochs of four steps."""
+    x, y = (array[: 32 * keras_dist.size()] for array in rows)
+    given = {"batch_size": 8, "epochs": 3, "verbose": 0} | arguments
+    return keras_dist.dist_fit(model, x, y, callbacks=list(callbacks), **given)
+
+
+def ranks_in_words():
+    """The last rank, and all the others."""
+    last = keras_dist.size() - 1
+    return f"rank {last}", "rank 0" if last == 1 else "ranks 0 and 1"
+
+
+@several_ranks
+@three_ranks
+def test_one_number_changed_on_one_rank_is_found_and_named(rows, make_model):
+    """At the next check: of a weight by a thousandth, of a slot, and to NaN."""
+    last, others = ranks_in_words()
+    for choose, value in ((kernel, None), (slot, None), (slot, np.nan)):
+        model = make_model()
+        fit(model, rows, epochs=1)  # builds the optimizer
+        path = choose(model).path
+        messages = raises_everywhere(
+            RuntimeError,
+            lambda model=model, choose=choose, value=value: fit(
+                model,
+                rows,
+                Changes(choose, value),
+                keras_dist.ReplicaCheck(every=1),
+            ),
+        )
+        assert len(set(messages)) == 1
+        # The change spreads with the next update to what is computed from it.
+        assert "after step 3 of epoch 2" in messages[0]
+        assert f" on {last} is not what it is on {others}" in messages[0]
+        assert f"`{path}`" in messages[0]
+        assert int(model.optimizer.iterations) == 4 + 4 + 3
+
+
+@several_ranks
+@three_ranks
+def test_dist_fit_checks_at_the_end_of_each_epoch(rows, make_model):
+    """Without being asked, and before anything of that epoch is saved."""
+    saved = []
+
+    class Saves(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            saved.append(epoch)
+
+    messages = raises_everywhere(
+        RuntimeError, lambda: fit(make_model(), rows, Changes(kernel), Saves())
+    )
+    assert "after step 4 of epoch 2" in messages[0]
+    assert saved == [0]
+
+
+@several_ranks
+@three_ranks
+def test_ranks_are_brought_together_again(rows, make_model):
+    """Resync ends with equal weights; a check after every step heals all but one."""
+    model, oracle = make_model(), make_model()
+    fit(oracle, rows, shuffle=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check = keras_dist.ReplicaCheck(every=2, action="resync")
+        fit(model, rows, Changes(kernel, 7.0), check, shuffle=False)
+    found = [str(w.message) for w in caught if "hold the same model" in str(w.message)]
+    assert len(found) == (keras_dist.rank() == 0)
+    assert all("They are copied from rank 0 to all." in text for text in found)
+    assert_equal_to_the_bit(model)
+    if keras_dist.size() == 3:  # the gradients of one wrong rank are in two updates
+        gap = np.abs(kernel(model).numpy() - kernel(oracle).numpy()).max()
+        assert 0 < gap < 0.5
+
+
+@several_ranks
+def test_a_warning_comes_once_for_each_difference(rows, make_model):
+    """And training goes on with it."""
+    model = make_model()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check = keras_dist.ReplicaCheck(every=1, action="warn")
+        fit(model, rows, Changes(lambda m: m.optimizer._learning_rate, 7.0), check)
+    found = [str(w.message) for w in caught if "hold the same model" in str(w.message)]
+    assert len(found) == (keras_dist.rank() == 0)
+    for text in found:
+        assert "learning_rate` on rank 1 is not what it is on rank 0; nor are" in text
+    assert int(model.optimizer.iterations) == 12
+
+
+@several_ranks
+@three_ranks
+def test_what_ranks_may_hold_differently_is_not_reported(rows):
+    """Local layers and their slots, statistics, metrics, generators, accumulators."""
+    for steps in (None, 3):
+        keras.utils.set_random_seed(1)
+        own = keras.layers.Dense(8)
+        model = keras.Sequential(
+            [
+                keras.Input((5,)),
+                own,
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.5),
+                keras.layers.Dense(1),
+            ]
+        )
+        adam = keras.optimizers.Adam(gradient_accumulation_steps=steps)
+        model.compile(adam, "mse", metrics=["mae"], run_eagerly=True)
+        fit(
+            model,
+            rows,
+            keras_dist.ReplicaCheck(every=1),
+            local_layers=[own],
+            validation_data=rows,
+        )
+        kernels = keras_dist.gather(own.kernel.numpy())
+        assert np.abs(kernels[0] - kernels[1]).max() > 0
+
+
+@several_ranks
+@three_ranks
+def test_ranks_that_make_steps_of_their_own_are_compared_at_the_end_of_an_epoch(
+    rows, make_model
+):
+    """There they are brought together, and until then they differ by right."""
+    check = keras_dist.ReplicaCheck(every=1)
+    model = make_model(keras.optimizers.Adam(0.01))
+    fit(model, rows, check, sync="every:3")
+    assert_equal_to_the_bit(model)
+
+
+@several_ranks
+def test_steps_of_one_execution_are_counted(rows, make_model):
+    """A check that is due inside of an execution comes after it."""
+    checks = []
+
+    class Counts(keras_dist.ReplicaCheck):
+        def check(self):
+            checks.append(self._steps)
+            super().check()
+
+    model = make_model(run_eagerly=False, jit_compile=False, steps_per_execution=2)
+    fit(model, rows, Counts(every=3))
+    assert checks == [4, 4, 6, 8, 10, 12, 12]
+
+
+@several_ranks
+def test_ranks_with_other_settings_are_told(rows, make_model):
+    """They would wait for each other for ever."""
+    messages = raises_everywhere(
+        ValueError,
+        lambda: fit(
+            make_model(), rows, keras_dist.ReplicaCheck(every=1 + keras_dist.rank())
+        ),
+    )
+    assert "rank 0: every=1, action='raise'; rank 1: every=2" in messages[0]
+
+
+def test_unusable_settings_are_errors(world):
+    """They say what was received."""
+    for arguments in ({"every": 0}, {"every": True}, {"every": 1.5}, {"action": "x"}):
+        [(name, value)] = arguments.items()
+        with pytest.raises(ValueError, match=f"Received: {name}={value!r}"):
+            keras_dist.ReplicaCheck(**arguments)
+
+
+@pytest.mark.parametrize("of", [checksum, sum_of_bits])
+def test_a_fingerprint_sees_every_bit_and_every_place(world, of):
+    """In all dtypes of weights; -0.0 is not 0.0, and NaN is what its bits are."""
+    for dtype in ("float32", "float64", "float16", "bfloat16", "int8", "int64", "bool"):
+        zeros = tf.zeros([3, 4], dtype)
+        one = tf.tensor_scatter_nd_update(zeros, [[1, 1]], [tf.cast(1, dtype)])
+        other = tf.tensor_scatter_nd_update(zeros, [[1, 2]], [tf.cast(1, dtype)])
+        prints = [int(of(tensor)) for tensor in (zeros, one, other)]
+        assert len(set(prints)) == 3
+        assert prints == [int(of(tf.identity(t))) for t in (zeros, one, other)]
+    assert int(of(tf.constant([-0.0]))) != int(of(tf.constant([0.0])))
+    assert int(of(tf.constant(np.nan))) == int(of(tf.constant(np.nan)))
+    assert int(of(tf.zeros([0]))) == int(of(tf.zeros([0])))

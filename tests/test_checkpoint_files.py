@@ -1,0 +1,159 @@
+"""A checkpoint is whole or not there, whatever happens while it is written."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import keras_dist
+from keras_dist.resume import files
+from keras_dist.resume.trees import decoded, encoded
+
+FILES = Path(keras_dist.__file__).parent / "resume" / "files.py"
+
+# Without TensorFlow: it takes longer to start than all of this.
+_LOAD = f"""
+import importlib.util, os, random, signal, sys, time
+import numpy as np
+spec = importlib.util.spec_from_file_location("files", {str(FILES)!r})
+files = sys.modules["files"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(files)
+"""
+
+_KILLED = (
+    _LOAD
+    + """
+folder = files.Folder(sys.argv[1])
+folder.prepare()
+begin = time.monotonic()
+for count in range(5):
+    folder.write({"count": 0, "array": np.zeros(2**18)})
+one = (time.monotonic() - begin) / 5
+random.seed(0)
+last = 0
+while_writing = 0
+for _ in range(50):
+    child = os.fork()
+    if child == 0:
+        tree, _ = folder.newest()
+        while True:
+            count = tree["count"] + 1
+            tree = {"count": count, "array": np.full(2**18, float(count))}
+            folder.write(tree)
+    time.sleep(random.random() * 4 * one)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    while_writing += os.path.exists(os.path.join(folder.path, ".checkpoint.part"))
+    tree, damaged = folder.newest()
+    assert not damaged, damaged
+    assert (tree["array"] == tree["count"]).all() and tree["count"] >= last
+    last = tree["count"]
+    assert len(os.listdir(folder.path)) <= 4, os.listdir(folder.path)
+assert last > 10 and while_writing > 5, (last, while_writing)
+print("killed 50 times,", while_writing, "of them in a file;", last, "written")
+"""
+)
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_a_whole_checkpoint(tmp_path):
+    """Fifty times, at random moments; what was there before is never lost."""
+    done = subprocess.run(
+        [sys.executable, "-c", _KILLED, str(tmp_path / "folder")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "killed 50 times" in done.stdout, done.stderr
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """With two checkpoints, of 1 and 2."""
+    made = files.Folder(str(tmp_path / "folder"))
+    made.prepare()
+    for count in (0, 1, 2):
+        made.write({"count": count, "array": np.full(1000, count)})
+    assert made.numbers() and len(made.numbers()) == 2
+    return made
+
+
+def counted(folder):
+    """What the newest good one of a folder says, and how many are damaged."""
+    tree, damaged = files.Folder(folder.path).newest()
+    assert (tree["array"] == tree["count"]).all()
+    return tree["count"], len(damaged)
+
+
+def test_a_damaged_file_gives_way_to_the_one_before(folder):
+    """Cut short anywhere, or with one bit changed anywhere; the next replaces it."""
+    newest = Path(folder.file(folder.number))
+    whole = newest.read_bytes()
+    for length in (*range(0, 400, 7), len(whole) - 1):
+        newest.write_bytes(whole[:length])
+        assert counted(folder) == (1, 1)
+    generator = np.random.default_rng(0)
+    for place in (*range(0, 400, 13), *generator.integers(0, len(whole), 100)):
+        changed = bytearray(whole)
+        changed[place] ^= 1 << int(generator.integers(8))
+        newest.write_bytes(changed)
+        assert counted(folder) == (1, 1), place
+    again = files.Folder(folder.path)
+    again.newest()
+    again.write({"count": 3, "array": np.full(1000, 3)})
+    assert counted(folder) == (3, 0) and len(folder.numbers()) == 2
+
+
+def test_a_folder_where_all_is_damaged_is_an_error(folder):
+    """And not a training from the beginning, which would write over it."""
+    for number in folder.numbers():
+        Path(folder.file(number)).write_bytes(b"tea")
+    with pytest.raises(files.DamagedError, match="does not begin"):
+        files.Folder(folder.path).newest()
+
+
+def test_a_full_disk_leaves_the_checkpoints_before(folder):
+    """No file may grow: an error, no rest of a file, and both are still there."""
+    before = sorted(os.listdir(folder.path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            folder.write({"count": 3, "array": np.full(1000, 3)})
+        with pytest.raises(OSError, match="too large"):
+            folder.reserve(8000)
+        folder.prepare()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(os.listdir(folder.path)) == before and counted(folder) == (2, 0)
+    folder.reserve(8000)
+    with pytest.raises(OSError):  # too large for a file, or for the disk
+        folder.reserve(2**60)
+    assert sorted(os.listdir(folder.path)) == before
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
+    """Below a file, where even root can make none."""
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        files.Folder(str(tmp_path / "file" / "folder")).prepare()
+
+
+def test_values_come_back_as_they_were(tmp_path):
+    """Numbers, text, arrays of every kind, and structures of them."""
+    value = {
+        "best": [np.float32(0.1), np.arange(3, dtype="int8"), np.zeros((0, 2))],
+        3: (None, True, -7, 0.1, float("inf"), "tea ☕"),
+        "scalar": np.array(2.5, "float16"),
+        "many": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    }
+    folder = files.Folder(str(tmp_path))
+    folder.write({"value": encoded(value)})
+    again = decoded(folder.newest()[0]["value"])
+    assert repr(again) == repr(value)
+    assert again["best"][1].dtype == "int8" and again["best"][2].shape == (0, 2)
+    with pytest.raises(TypeError, match="can be kept"):
+        encoded({"function": print})

@@ -1,0 +1,114 @@
+"""Real processes, killed or asked to end, go on where they were.
+
+KILLS=20 in the environment kills so many times instead of a few.
+"""
+
+import json
+import os
+import random
+import sys
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from launch import ROOT, launch
+
+import keras_dist
+from keras_dist.resume import EXIT_CODE
+
+NUM_ROWS = 101
+KILLS = int(os.environ.get("KILLS", "0"))
+
+
+def run(folder, number, ranks, end, *, is_equivalent=False, **options):
+    """One launch, which trains until `end` (kind, updates) or to the end of it."""
+    given = {"folder": str(folder), "launch": number, "end": end}
+    given |= {"is_equivalent": is_equivalent, "options": options}
+    script = ROOT / "tests" / "ranks" / "resumed.py"
+    command = [sys.executable, str(script), json.dumps(given)]
+    done = launch(command, ranks=ranks, timeout=300)
+    assert (done.returncode == 0) == (end is None), done.stdout + done.stderr
+    if end and end[0] == "SIGTERM":
+        told = [line for line in done.stdout.splitlines() if "exits with" in line]
+        assert len(told) == (ranks or 1), done.stdout + done.stderr
+        assert all(line.endswith(f"exits with {EXIT_CODE}") for line in told)
+        assert "the same command goes on" in done.stdout
+    return done
+
+
+def rows_of(folder, name):
+    """Rows that all ranks saw at each update, in the last launch that made it."""
+    launches = defaultdict(dict)
+    for path in sorted(folder.glob(f"{name}.rows.*")):
+        number, rank = map(int, path.name.split(".")[-2:])
+        for line in path.read_text().splitlines():
+            update, rows = json.loads(line)
+            launches[update].setdefault(number, {})[rank] = rows
+    return {update: found[max(found)] for update, found in launches.items()}
+
+
+def result_of(folder, name):
+    """The numbers of the model, and the history."""
+    with np.load(folder / f"{name}.npz") as file:
+        state = [file[key] for key in file.files]
+    return state, json.loads((folder / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_killed_processes_go_on_to_the_bit(tmp_path, ranks):
+    """SIGKILL to all ranks at random steps, SIGTERM to one: nothing tells it later."""
+    steps = -(-NUM_ROWS // (6 * ranks))
+    choose = random.Random(ranks)
+    count = KILLS or (2 if ranks == 2 else 1)
+    updates = sorted(choose.sample(range(1, 3 * steps), min(count, 3 * steps - 1)))
+    ends = [("SIGKILL", number) for number in updates]
+    ends[count // 2] = ("SIGTERM", updates[count // 2])
+    for number, end in enumerate([*ends, None]):
+        run(tmp_path, number, ranks, end, save_steps=2)
+    whole, cut = result_of(tmp_path, "whole"), result_of(tmp_path, "cut")
+    assert len(whole[0]) == len(cut[0]) > 20
+    assert all((a == b).all() for a, b in zip(whole[0], cut[0], strict=True))
+    assert cut[1] == whole[1]
+    rows = rows_of(tmp_path, "cut")
+    assert rows == rows_of(tmp_path, "whole") and len(rows) == 3 * steps
+    for epoch in range(3):
+        read = [
+            row
+            for update in range(epoch * steps, (epoch + 1) * steps)
+            for of_rank in rows[update].values()
+            for row in of_rank
+        ]
+        assert len(set(read)) == len(read) > NUM_ROWS - ranks
+
+
+def test_another_number_of_ranks_goes_on_with_the_same_training(tmp_path):
+    """Two ranks, then three, then one without a launcher; one global batch of 12."""
+    options = {"lr_scaling": "none", "steps_scaling": "none", "save_steps": 1}
+    options |= {"is_equivalent": True}
+    run(tmp_path, 0, 2, ("SIGKILL", 5), batch_size=6, **options)
+    run(tmp_path, 1, 3, ("SIGKILL", 13), batch_size=4, **options)
+    run(tmp_path, 2, None, None, batch_size=12, **options)
+    (expected, history), (state, went_on) = (
+        result_of(tmp_path, name) for name in ("whole", "cut")
+    )
+    for one, other in zip(expected, state, strict=True):
+        if one.dtype.kind == "f":
+            np.testing.assert_allclose(other, one, rtol=2e-5, atol=2e-6)
+    assert went_on.keys() == history.keys()
+    for name, values in history.items():
+        np.testing.assert_allclose(went_on[name], values, rtol=2e-5, err_msg=name)
+    together = {
+        name: {
+            update: sorted(sum(of_ranks.values(), []))
+            for update, of_ranks in rows_of(tmp_path, name).items()
+        }
+        for name in ("whole", "cut")
+    }
+    assert together["cut"] == together["whole"]
+    assert [len(rows_of(tmp_path, "cut")[n]) for n in (0, 8, 20)] == [2, 3, 1]
+
+
+def test_the_exit_code_is_documented():
+    """In the README, as a number."""
+    assert f"exit code {EXIT_CODE}" in (ROOT / "README.md").read_text()
+    assert keras_dist.resume.EXIT_CODE == EXIT_CODE

@@ -1,0 +1,146 @@
+"""Parts of a training that goes on: rates, batches, callbacks."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_dist import optimizer
+from keras_dist.resume.callback_states import CallbackStates
+from keras_dist.sharding import Place
+from keras_dist.sharding.batch_course import batch_course_of
+
+
+def leaf_at(updates, factor, stretch):
+    """An optimizer with a schedule after so many updates on `stretch` ranks."""
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1000, 0.5)
+    leaf = keras.optimizers.SGD(schedule)
+    leaf.build([])
+    leaf.iterations.assign(updates)
+    if factor is not None:
+        optimizer.scale_rate(leaf, factor, stretch=stretch)
+    return leaf
+
+
+def test_schedules_and_warmup_go_on_on_other_ranks():
+    """Read where one process would read them, from two ranks over three to one."""
+
+    def warmup(steps, full):
+        return lambda batch: 1 + (full - 1) * min(float(batch) / steps, 1)
+
+    two = leaf_at(100, warmup(600, 2.0), 2)
+    three = leaf_at(100, warmup(400, 3.0), 3)
+    optimizer.go_on(three, optimizer.position_of(two), 400 / 600)
+    plain = keras.optimizers.schedules.ExponentialDecay(0.1, 1000, 0.5)
+    np.testing.assert_allclose(three.learning_rate, plain(200), rtol=1e-6)
+    three.iterations.assign(150)  # a quarter of the rest of the warm-up
+    np.testing.assert_allclose(three.learning_rate, plain(350), rtol=1e-6)
+    before = optimizer.effective_rate(three) / float(plain(347))
+    np.testing.assert_allclose(before, 1 + 2 * (400 / 6 + 49) / 400, rtol=1e-5)
+    again = leaf_at(150, warmup(400, 3.0), 3)
+    optimizer.go_on(again, optimizer.position_of(three), 1)
+    assert optimizer.effective_rate(again) == optimizer.effective_rate(three)
+    one = leaf_at(150, None, 1)
+    optimizer.go_on(one, optimizer.position_of(three), 0)
+    np.testing.assert_allclose(one.learning_rate, plain(350), rtol=1e-6)
+    same = leaf_at(150, None, 1)
+    optimizer.go_on(same, optimizer.position_of(leaf_at(150, None, 1)), 1)
+    assert type(same) is keras.optimizers.SGD
+
+
+def test_every_batch_of_an_epoch_is_read_once():
+    """On any number of ranks before and after, from every step."""
+    for before in range(1, 5):
+        for after in range(1, 5):
+            sizes = {"length": 23}
+
+            def steps_after(size):
+                return lambda skipped: (23 - skipped) // size
+
+            whole = batch_course_of(
+                None, size=before, steps_after=steps_after(before), **sizes
+            )
+            assert (whole.steps, whole.is_within_epoch) == (23 // before, False)
+            for done in range(1, whole.steps):
+                place = whole.place(2, done)
+                assert place == Place(2, done, whole.steps, 2, done * before, 23)
+                rest = batch_course_of(
+                    place, size=after, steps_after=steps_after(after), **sizes
+                )
+                left = (23 - done * before) // after
+                if not left:
+                    assert (rest.epoch, rest.skipped) == (3, 0)
+                    continue
+                assert rest.steps_of_epoch(2) == left and rest.epoch == 2
+                assert rest.steps_of_epoch(3) == 23 // after
+                for more in range(left):
+                    place = rest.place(2, more)
+                    assert place.row == done * before + more * after
+                    assert place.steps - place.done == left - more
+                assert rest.place(2, left) == Place(3, 0, 23 // after, 3, 0, 23)
+
+
+def test_other_batches_are_refused_in_the_middle():
+    """And are welcome at the beginning of an epoch."""
+    sizes = {"size": 2, "steps_after": lambda skipped: 5}
+    with pytest.raises(ValueError, match="Received: 10 batches"):
+        batch_course_of(Place(0, 1, 5, 0, 2, 11), length=10, **sizes)
+    assert batch_course_of(Place(1, 0, 5, 1, 0, 11), length=10, **sizes).epoch == 1
+
+
+class Speaks(keras.callbacks.Callback):
+    """Says itself what its state is."""
+
+    def __init__(self):
+        super().__init__()
+        self.secret = {1, 2}
+
+    def state_dict(self):
+        """As a list."""
+        return {"secret": sorted(self.secret)}
+
+    def load_state_dict(self, state):
+        """As a set again."""
+        self.secret = set(state["secret"])
+
+
+def test_callbacks_keep_what_has_changed():
+    """Not what the script says: a new patience counts. Those that speak are asked."""
+
+    def make(patience):
+        stops = keras.callbacks.EarlyStopping(patience=patience)
+        return [stops, Speaks(), keras.callbacks.EarlyStopping(patience=9)]
+
+    callbacks = make(3)
+    states = CallbackStates(callbacks)
+    for callback in callbacks:
+        callback.on_train_begin()
+    states.begin({})
+    callbacks[0].best_weights = [np.arange(3.0)]
+    callbacks[0].wait, callbacks[0].best = 2, np.float32(0.25)
+    callbacks[1].secret = {7}
+    saved = states.collected()
+    again = make(5)
+    CallbackStates(again).begin(saved)
+    assert (again[0].wait, again[0].best, again[0].patience) == (2, 0.25, 5)
+    assert again[0].best_weights[0].tolist() == [0, 1, 2]
+    assert again[1].secret == {7} and again[2].wait == 0
+
+
+def test_less_stays_better_when_a_training_goes_on():
+    """Keras finds out at the first epoch's end, and changes a setting as it does."""
+
+    def end_epoch(stops, epoch, loss):
+        stops.set_model(model)
+        stops.on_epoch_end(epoch, {"val_loss": loss})
+        return stops.wait
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    first, second = (keras.callbacks.EarlyStopping(min_delta=0.1) for _ in range(2))
+    states = CallbackStates([first])
+    first.on_train_begin()
+    states.begin({})
+    assert [end_epoch(first, n, loss) for n, loss in enumerate((1, 0.95))] == [0, 1]
+    second.on_train_begin()
+    CallbackStates([second]).begin(states.collected())
+    assert end_epoch(second, 2, 0.94) == 2
