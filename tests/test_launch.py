@@ -145,6 +145,32 @@ def test_a_stopped_launcher_takes_everything_with_it(tmp_path, number):
     process.stdout.close()
 
 
+_SAVES = """
+import signal, sys, time
+def save(number, frame):
+    time.sleep(3)
+    print("saved", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("there", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_ranks_may_save_when_the_launcher_is_asked_to_end(tmp_path):
+    """SIGTERM, by which schedulers take a machine back, is passed on."""
+    script = tmp_path / "script.py"
+    script.write_text(_SAVES)
+    command = [*RUN, "-np", "2", str(script)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    for _ in range(2):
+        assert process.stdout.readline().endswith("there\n")
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert sorted(said.splitlines()) == ["[0] saved", "[1] saved"]
+
+
 _COUNTS = """
 import os, sys
 rank, start = os.environ["HOROVOD_RANK"], os.environ.get("KERAS_DIST_RESTART", "0")

@@ -68,7 +68,7 @@ def serve() -> int:
             if board is not None:
                 _leave_word(board, told["number"], failures, where)
         finally:
-            ranks.end(is_urgent=False)
+            ranks.end()
     return failures[0].code if failures else 0
 
 

@@ -97,7 +97,7 @@ def _run_here(
         if failures and not stopped:
             said = explain(failures, ranks.where(), num_ranks=len(places))
     finally:
-        ranks.end(is_urgent=False)
+        ranks.end(is_saving=stopped == [signal.SIGTERM])
     if not said:
         return 0
     tell(said)  # after all that the ranks have printed

@@ -37,20 +37,27 @@ def members(job: str) -> list[int]:
     return found
 
 
-def end(job: str, ranks: list[int], *, is_urgent: bool = False) -> None:
+def end(
+    job: str,
+    ranks: list[int],
+    *,
+    is_urgent: bool = False,
+    seconds: float = _TERM_SECONDS,
+) -> None:
     """End all processes of a job; when this returns, they are gone.
 
     Args:
         job: Its number.
         ranks: Processes of the ranks, which are asked first.
         is_urgent: Whether to kill at once.
+        seconds: That ranks have to end when they are asked.
     """
     if not is_urgent:
         for pid in ranks:
             _signal(pid, signal.SIGTERM)
         begin = time.monotonic()
         while set(ranks) & set(members(job)):
-            if time.monotonic() - begin > _TERM_SECONDS:
+            if time.monotonic() - begin > seconds:
                 break
             time.sleep(0.05)
     begin = time.monotonic()

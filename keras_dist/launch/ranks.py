@@ -18,6 +18,10 @@ from keras_dist.watch import record, report, stacks
 
 # Seconds in which the others, too, may say what has happened to them.
 _GRACE = 3.0
+
+# Seconds that ranks have between SIGTERM and SIGKILL: after a failure or Ctrl-C, and
+# when the launcher itself was asked to end, as a scheduler does that wants the machine.
+_END_SECONDS, _SAVE_SECONDS = 2.0, 30.0
 _TICK = 0.1
 
 # Libraries that take all cores for each rank, unless they are told otherwise.
@@ -82,10 +86,15 @@ class Ranks:
                 break
         return first_of(self._failures())
 
-    def end(self, *, is_urgent: bool) -> None:
-        """End whatever is left, and forget it; all processes are gone then."""
+    def end(self, *, is_saving: bool = False) -> None:
+        """End whatever is left, and forget it; all processes are gone then.
+
+        Args:
+            is_saving: Whether ranks that are asked to end may save first.
+        """
+        seconds = _SAVE_SECONDS if is_saving else _END_SECONDS
         running = [p.pid for r, p in self._processes.items() if r not in self._ended]
-        processes.end(self._job, running, is_urgent=is_urgent)
+        processes.end(self._job, running, seconds=seconds)
         for process in self._processes.values():
             if process.returncode is None:
                 process.wait()
