@@ -10,6 +10,8 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -91,9 +93,14 @@ def main() -> None:
 @contextlib.contextmanager
 def network(rate: str):
     """Inside the block there are two hosts and a slow wire."""
+    # Gloo looks up the name of its host; `ip netns exec` puts these files over /etc.
+    folders = [Path("/etc/netns") / host for host in HOSTS]
     try:
-        for host in HOSTS:
+        for host, folder, address in zip(HOSTS, folders, ADDRESSES, strict=True):
             run("ip", "netns", "add", host)
+            folder.mkdir(parents=True)
+            names = f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n"
+            (folder / "hosts").write_text(names)
         run(
             *("ip", "link", "add", INTERFACES[0], "netns", HOSTS[0], "type", "veth"),
             *("peer", "name", INTERFACES[1], "netns", HOSTS[1]),
@@ -109,8 +116,9 @@ def network(rate: str):
             )
         yield
     finally:
-        for host in HOSTS:
+        for host, folder in zip(HOSTS, folders, strict=True):
             subprocess.run(["ip", "netns", "del", host], check=False)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def run(*command: str) -> None:
