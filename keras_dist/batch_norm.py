@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, mixin
-from keras_dist.optimizer import rows_now
+from keras_dist.optimizer import is_loss_weighed, rows_now
 
 
 def synchronize(model: Any) -> None:
@@ -87,7 +87,9 @@ def _gathered(own: Any) -> Any:
     def gradient(upstream: Any) -> Any:
         # Gradients are averaged by rows later on: what the other ranks' losses say of
         # this rank's values has to be weighted the same way, and to undergo that once.
-        weight = tf.cast(1 if rows is None else rows, upstream.dtype)
+        # Where each rank's loss is weighed, that was done before.
+        is_done = rows is None or is_loss_weighed()
+        weight = tf.cast(1 if is_done else rows, upstream.dtype)
         total = comm.total(upstream * weight, verb="moments_gradient")
         return total[comm.rank()] / weight
 

@@ -37,7 +37,12 @@ from keras_dist.optimizer.rate import (
 )
 from keras_dist.optimizer.sharing import share_gradients
 from keras_dist.optimizer.stopwatch import Stopwatch, timed_by
-from keras_dist.optimizer.weights import rows_now, share_now, weighted_by
+from keras_dist.optimizer.weights import (
+    is_loss_weighed,
+    rows_now,
+    share_now,
+    weighted_by,
+)
 from keras_dist.optimizer.wishes import carrying
 
 __all__ = [
@@ -62,6 +67,7 @@ __all__ = [
     "hoist",
     "is_between_updates",
     "is_distributed",
+    "is_loss_weighed",
     "leaves",
     "local_ids",
     "optimizers_of",

@@ -81,6 +81,12 @@ def weigh(loss: Any, state: Any) -> Any:
     return loss * share_now(loss.dtype)
 
 
+def is_loss_weighed() -> bool:
+    """Whether the loss that is now differentiated is multiplied by a share."""
+    known = _rows.get()
+    return known is not None and bool(known.weighed)
+
+
 def is_weighed(state: Any) -> bool:
     """Whether the gradients now being computed are parts of the average already."""
     known = _rows.get()
