@@ -88,7 +88,8 @@ def test_skipped_the_model_is_as_if_there_had_been_no_such_batch(
     [found] = report.found
     assert (found.rank, found.epoch, found.step) == (rank, 0, 3)
     assert (found.inputs, found.rows, found.is_output) == (("x",), (POISONED,), True)
-    assert found.layer == model.layers[0].name
+    # Keras numbers layers, and ranks may have made other models before.
+    assert found.layer == keras_dist.gather(model.layers[0].name)[rank]
     assert len(told) == (keras_dist.rank() == 0)
     if told:
         assert f"Epoch 1, step 4: the gradients of rank {rank} are not" in told[0]
@@ -281,7 +282,7 @@ def test_gradients_that_travel_otherwise_are_seen_too(poisoned, make_model, fold
     x, y = np.arange(96) % 50, poisoned[1].copy()
     y[POISONED] = np.inf
     table = keras.layers.Embedding(500, 4)
-    last = keras.layers.Dense(1)
+    last = keras.layers.Dense(1, name="last")
     model = keras.Sequential([keras.Input((), dtype="int32"), table, last])
     model.compile("adam", "mse", run_eagerly=True)
     report = keras_dist.NanReport("skip", folder)

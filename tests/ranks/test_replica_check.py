@@ -68,7 +68,7 @@ def test_one_number_changed_on_one_rank_is_found_and_named(rows, make_model):
     for choose, value in ((kernel, None), (slot, None), (slot, np.nan)):
         model = make_model()
         fit(model, rows, epochs=1)  # builds the optimizer
-        path = choose(model).path
+        path = keras_dist.broadcast(choose(model).path)
         messages = raises_everywhere(
             RuntimeError,
             lambda model=model, choose=choose, value=value: fit(
