@@ -100,7 +100,8 @@ def test_ranks_go_alone_and_meet(
         outer_momentum=outer_momentum,
         epochs=2,
     )
-    assert largest_difference(model, expected) < 2e-6
+    # Adam divides by small numbers: on three ranks sums in another order show.
+    assert largest_difference(model, expected) < 2e-5
 
 
 def test_the_ranks_talk_every_k_steps(rows, make_model, monkeypatch):
