@@ -12,7 +12,7 @@ import statistics
 import time
 
 import keras
-from one_rank import compiled, seconds_of_step
+from one_rank import compiled, seconds_of_step, small_cnn
 
 import keras_dist
 
@@ -47,21 +47,12 @@ def fit_with(*more):
 
 def models():
     """A small convolutional network, and layers that are all weights."""
-    convolutional = compiled(
-        keras.Input((28, 28, 1)),
-        keras.layers.Conv2D(32, 3, activation="relu"),
-        keras.layers.MaxPooling2D(),
-        keras.layers.Conv2D(64, 3, activation="relu"),
-        keras.layers.MaxPooling2D(),
-        keras.layers.Flatten(),
-        keras.layers.Dense(128, activation="relu"),
-    )
     dense = compiled(
         keras.Input((784,)),
         keras.layers.Dense(2048, activation="relu"),
         keras.layers.Dense(1024, activation="relu"),
     )
-    yield "small CNN", convolutional, (28, 28, 1), 64
+    yield "small CNN", small_cnn(), (28, 28, 1), 64
     yield "two wide Dense layers", dense, (784,), 32
 
 

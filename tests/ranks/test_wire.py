@@ -5,12 +5,13 @@ from collections import Counter
 import keras
 import numpy as np
 import pytest
-from claims import raises_everywhere
+from claims import largest_difference, raises_everywhere
 from models import SUBJECTS
 
 import keras_dist
 from keras_dist import comm
 from keras_dist.comm import transport
+from keras_dist.optimizer import sharing
 
 pytestmark = pytest.mark.several_ranks
 
@@ -51,6 +52,39 @@ def test_one_collective_an_update(sent):
     calls.clear()
     fit("perceptron", keras.optimizers.Adam(gradient_accumulation_steps=3))
     assert calls == {"allreduce_sum": 2}
+
+
+def test_large_gradients_travel_alone(sent, monkeypatch):
+    """Two of them at most, here; and the model is the same."""
+    calls, _ = sent
+    together = fit("perceptron", keras.optimizers.SGD(0.1))
+    calls.clear()
+    monkeypatch.setattr("keras_dist.comm.tensors._LARGE", 4)
+    monkeypatch.setattr("keras_dist.comm.tensors._MOST_ALONE", 2)
+    alone = fit("perceptron", keras.optimizers.SGD(0.1))
+    assert calls == {"allreduce_sum": 6 * 3}
+    assert largest_difference(alone, together) < 1e-6
+
+
+def test_the_loss_is_weighed_where_only_keras_comes_after_it(monkeypatch):
+    """Not where the user's own code stands between the loss and the update."""
+    weights, plain = [], sharing.exchange
+
+    def heard(gradients, weight, options, *, name):
+        weights.append(weight)
+        return plain(gradients, weight, options, name=name)
+
+    class Own(keras.optimizers.SGD):
+        def apply_gradients(self, *args, **kwargs):
+            return super().apply_gradients(*args, **kwargs)
+
+    monkeypatch.setattr(sharing, "exchange", heard)
+    models = []
+    for optimizer, is_weighed in ((keras.optimizers.SGD(0.1), True), (Own(0.1), False)):
+        weights.clear()
+        models.append(fit("perceptron", optimizer))
+        assert [weight is None for weight in weights] == [is_weighed] * 6
+    assert largest_difference(*models) < 1e-6
 
 
 def test_an_embedding_sends_the_rows_that_were_read(sent):
