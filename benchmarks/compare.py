@@ -170,14 +170,20 @@ def rate_of(told: list[dict]) -> float:
     return told[0]["rows"] / max(own["seconds"] for own in told)
 
 
-def main() -> int:
-    """Measure, write, and say where it is."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--stacks", nargs="+", default=list(TABLE), choices=TABLE)
+def parser_of(words: str, *, rounds: int) -> argparse.ArgumentParser:
+    """The options of everything that trains the models for some rounds."""
+    parser = argparse.ArgumentParser(description=words.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--models", nargs="+", default=list(report.MODELS))
     parser.add_argument("--scale", type=float, default=1, help="of the steps")
     parser.add_argument("--write", action="store_true", help="the document and plot")
+    return parser
+
+
+def main() -> int:
+    """Measure, write, and say where it is."""
+    parser = parser_of(__doc__, rounds=5)
+    parser.add_argument("--stacks", nargs="+", default=list(TABLE), choices=TABLE)
     arguments = parser.parse_args()
     make_environments()
     options = ["--scale", str(arguments.scale), "--models", *arguments.models]

@@ -8,7 +8,6 @@ same processes train in turn, under the same setting; rows per second are those 
 `dist_fit`. Writes docs/levers.md and docs/timeline.png.
 """
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -62,12 +61,8 @@ collective: how long it waits for the other rank, and how long the sum takes.
 
 def main() -> None:
     """Measure, print, and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = compare.parser_of(__doc__, rounds=3)
     parser.add_argument("--levers", nargs="+", default=list(LEVERS), choices=LEVERS)
-    parser.add_argument("--models", nargs="+", default=list(report.MODELS))
-    parser.add_argument("--scale", type=float, default=1, help="of the steps")
-    parser.add_argument("--write", action="store_true", help="the document and plot")
     arguments = parser.parse_args()
     compare.make_environments()
     options = ["--scale", str(arguments.scale), "--models", *arguments.models]

@@ -45,6 +45,17 @@ def test_the_snippets_run_in_their_order(tmp_path, ranks):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
 
 
+def test_the_snippet_that_starts_ranks_runs(tmp_path):
+    """A function of the script itself, and what it returned."""
+    script = tmp_path / "script.py"
+    train = "def train(rate):\n    return keras_dist.sum(rate)\n"
+    lines = [f"import keras_dist\n{train}", *blocks("py"), "print(losses)"]
+    script.write_text("\n".join(lines))
+    done = launch([sys.executable, str(script)], ranks=None, timeout=120)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert "[0.002, 0.002]" in done.stdout
+
+
 def test_the_plan_is_the_one_that_digits_prints():
     """All of it but the number of threads, which is the machine's."""
     done = launch([sys.executable, "examples/digits.py"], ranks=2, timeout=300)

@@ -1,6 +1,7 @@
 """Connect this process with the others, once."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -8,7 +9,10 @@ from dataclasses import dataclass, field
 from keras_dist import watch
 from keras_dist.comm import transport
 from keras_dist.comm.devices import Device, choose_device
-from keras_dist.comm.world import World, launched
+from keras_dist.comm.world import World, identity, launched
+
+# Names a rank to the processes that it starts, which have its environment.
+_MARK = "KERAS_DIST_RANK_PROCESS"
 
 
 @dataclass
@@ -33,10 +37,12 @@ def prepare() -> None:
 
     A script whose only change is `dist_fit` makes its model before it calls us, and
     TensorFlow fixes devices and threads when the first variable is made. Without a
-    launcher this does nothing.
+    launcher this does nothing, nor does it in a process that a rank has started, to
+    load data for instance: that one lives on the cores of its rank.
     """
     found = launched()
-    if found is not None and _runtime.device is None:
+    if found is not None and _runtime.device is None and not _is_helper():
+        os.environ[_MARK] = f"{os.getpid()} {identity()}"
         # mpirun binds ranks to cores itself, and as its user says.
         is_binding = found[0] == "horovodrun"
         _runtime.device = choose_device(found[1], is_binding=is_binding)
@@ -49,6 +55,8 @@ def start(*, is_divided: bool = False) -> World:
         found = launched()
         if found is None:
             _runtime.world = World()
+        elif _is_helper():
+            _runtime.world = found[1]
         else:
             before = watch.threads()
             _runtime.link = transport.connect(*found, is_divided=is_divided)
@@ -79,9 +87,20 @@ def only(link: transport.Link, world: World) -> Iterator[None]:
 
 
 def connection() -> tuple[transport.Link | None, World]:
-    """The link to the other ranks, `None` where there are none, and one's own place."""
+    """The link to the other ranks, `None` where there are none, and one's own place.
+
+    Raises:
+        RuntimeError: If this process is not a rank but was started by one.
+    """
     start()
     link, world = _place()
+    if world.size > 1 and _is_helper():
+        raise RuntimeError(
+            "Only the process of a rank can talk to the other ranks. Received: a call "
+            f"in process {os.getpid()}, which was started by rank {world.rank} "
+            f"(process {os.environ[_MARK].split()[0]}). Call it in the process of the "
+            "rank and hand the result over."
+        )
     return (link if world.size > 1 else None), world
 
 
@@ -126,6 +145,12 @@ def local_rank() -> int:
 def local_size() -> int:
     """How many of the processes run on this host."""
     return start().local_size
+
+
+def _is_helper() -> bool:
+    """Whether a rank of this job has started this process, or forked it."""
+    process, _, job = os.environ.get(_MARK, "").partition(" ")
+    return bool(process) and job == identity() and int(process) != os.getpid()
 
 
 def _place() -> tuple[transport.Link | None, World]:

@@ -21,6 +21,9 @@ _LAUNCHERS = {
     "mpirun (MPICH)": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 
+# What differs from job to job where the numbers of the ranks are the same.
+_JOBS = ("HOROVOD_GLOO_RENDEZVOUS_PORT", "PMIX_NAMESPACE", "PMI_JOBID")
+
 
 @dataclass(frozen=True)
 class World:
@@ -62,3 +65,9 @@ def launched(environ: Mapping[str, str] | None = None) -> tuple[str, World] | No
                 local_size=int(environ.get(local_size, 1)),
             )
     return None
+
+
+def identity() -> str:
+    """What the environment says of this rank and its job, in a word."""
+    names = [ranks[0] for ranks in _LAUNCHERS.values()]
+    return ":".join(os.environ.get(name, "") for name in (*names, *_JOBS))

@@ -1,6 +1,8 @@
 """Collectives give every rank the same, for tensors and for Python objects."""
 
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -41,6 +43,29 @@ def test_each_rank_keeps_to_its_own_cores(world):
     else:
         assert sum(map(len, everyone)) == len(cores)
         assert len(set(map(len, everyone))) == 1
+
+
+_HELPER = """
+import keras_dist
+print(keras_dist.rank(), keras_dist.size())
+try:
+    keras_dist.gather(0)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_a_process_that_a_rank_starts_is_no_rank(world):
+    """It knows its place, keeps its cores, and cannot talk; nothing hangs."""
+    if world.rank == 0:
+        helper = [sys.executable, "-c", _HELPER]
+        done = subprocess.run(helper, capture_output=True, text=True, check=True)
+        place, *words = done.stdout.splitlines()
+        assert place == f"0 {world.size}"
+        assert " ".join(words).startswith(
+            "Only the process of a rank can talk" * (world.size > 1)
+        )
+    assert keras_dist.gather(world.rank) == list(range(world.size))
 
 
 def test_numbers_arrays_and_tensors_are_summed_and_averaged(world):
