@@ -77,7 +77,7 @@ class AverageStatistics(keras.callbacks.Callback):
         by_rule = variables_by_rule(self.model)
         _average(by_rule["mean"], step.session_of(self.model).rows)
         _add_up(by_rule["sum"], self._before)
-        _copy(by_rule["first"])
+        comm.broadcast_variables(by_rule["first"], 0)
         self._remember()
 
     def _remember(self) -> None:
@@ -140,13 +140,6 @@ def _add_up(variables: list[Any], before: dict[int, Any]) -> None:
         start = before[id(variable)]
         added = comm.sum(keras.ops.convert_to_numpy(variable) - start)
         variable.assign(start + added)
-
-
-def _copy(variables: list[Any]) -> None:
-    arrays = [keras.ops.convert_to_numpy(variable) for variable in variables]
-    received = comm.broadcast_arrays(arrays, 0) if arrays else []
-    for variable, value in zip(variables, received, strict=True):
-        variable.assign(value)
 
 
 def _between_updates(model: Any) -> list[Any]:

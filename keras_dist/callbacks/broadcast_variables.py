@@ -72,11 +72,10 @@ class BroadcastVariables(keras.callbacks.Callback):
             _facts(variables, seeds),
             advice="Make the same model with the same optimizer on every rank.",
         )
-        arrays = [keras.ops.convert_to_numpy(v) for v in variables + seeds]
-        received = comm.broadcast_arrays(arrays, self.root_rank)
-        for variable, value in zip(variables, received, strict=False):
-            variable.assign(value)
-        for variable, value in zip(seeds, received[len(variables) :], strict=True):
+        comm.broadcast_variables(variables, self.root_rank)
+        states = [keras.ops.convert_to_numpy(seed) for seed in seeds]
+        received = comm.broadcast_arrays(states, self.root_rank)
+        for variable, value in zip(seeds, received, strict=True):
             variable.assign(_own_seed(value, comm.rank() - self.root_rank))
 
     def _copy_unstarted(self) -> None:

@@ -125,7 +125,9 @@ class ReplicaCheck(keras.callbacks.Callback):
         self._told = found
         if self.action == "resync":
             self._told = None
-            _copy([variables[place] for place in difference.places], difference.root)
+            comm.broadcast_variables(
+                [variables[place] for place in difference.places], difference.root
+            )
 
     def _message(self, found: "_Difference") -> str:
         others = [f"`{path}`" for path in found.paths[1:_SHOWN]]
@@ -206,15 +208,10 @@ def _go_alone(model: Any) -> bool:
 
 
 def _digest(own: np.ndarray) -> Any:
-    digest = hashlib.blake2b(own.tobytes(), digest_size=8).digest()
+    digest = hashlib.blake2b(
+        own.reshape(-1).view(np.uint8).data, digest_size=8
+    ).digest()
     return tf.constant(np.frombuffer(digest, np.int64))
-
-
-def _copy(variables: Sequence[Any], root: int) -> None:
-    arrays = [keras.ops.convert_to_numpy(variable) for variable in variables]
-    received = comm.broadcast_arrays(arrays, root)
-    for variable, value in zip(variables, received, strict=True):
-        variable.assign(value)
 
 
 def _named(ranks: Sequence[int]) -> str:

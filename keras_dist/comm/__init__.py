@@ -5,6 +5,7 @@ from keras_dist.comm.collectives import (
     average,
     broadcast,
     broadcast_arrays,
+    broadcast_variables,
     gather,
     sum,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "average",
     "broadcast",
     "broadcast_arrays",
+    "broadcast_variables",
     "built_transports",
     "device",
     "explained",

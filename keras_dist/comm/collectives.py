@@ -1,5 +1,6 @@
 """Talk to the other ranks: average, sum, broadcast, gather, of any value."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,8 +13,8 @@ from keras_dist.comm.sealed import seal, unseal
 from keras_dist.comm.tensors import name_of
 
 # One message of a broadcast of many arrays holds at most this many bytes, so that
-# the copy it is packed in stays small beside the model.
-_MESSAGE_BYTES = 64 * 2**20
+# the copies it is packed in stay small beside the model.
+_MESSAGE_BYTES = 8 * 2**20
 
 
 def average(value: Any) -> Any:
@@ -114,6 +115,38 @@ def broadcast_arrays(arrays: Sequence[np.ndarray], root_rank: int) -> list[np.nd
     return result
 
 
+def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
+    """Give all variables the values of the root rank, one message after the other.
+
+    Beside the model there is never more in memory than the copies of one message, or
+    one copy of the largest variable.
+
+    Args:
+        variables: Keras variables, of the same shapes and dtypes on every rank.
+        root_rank: The rank whose values are copied.
+    """
+    link, _ = runtime.connection()
+    if link is None:
+        return
+    name = "keras_dist.broadcast_variable"
+    for start, stop in _messages([_num_bytes(variable) for variable in variables]):
+        part = variables[start:stop]
+        if len(part) == 1 and part[0].dtype in ("float32", "float64"):
+            value = tf.convert_to_tensor(part[0])
+            part[0].assign(
+                transport.broadcast(link, value, root_rank=root_rank, name=name)
+            )
+            continue
+        arrays = [keras.ops.convert_to_numpy(variable) for variable in part]
+        received = broadcast_arrays(arrays, root_rank)
+        for variable, array in zip(part, received, strict=True):
+            variable.assign(array)
+
+
+def _num_bytes(variable: Any) -> int:
+    return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
+
+
 def _averaged(value: Any) -> Any:
     _check_number(value)
     _, world = runtime.connection()
@@ -174,7 +207,7 @@ def _gather_bytes(message: bytes) -> list[bytes]:
 def _messages(sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Consecutive pieces [start, stop) of at most `_MESSAGE_BYTES` where they can be.
 
-    >>> _messages([10, 20, 64 * 2**20, 5])
+    >>> _messages([10, 20, 8 * 2**20, 5])
     [(0, 2), (2, 3), (3, 4)]
     """
     pieces, start, filled = [], 0, 0

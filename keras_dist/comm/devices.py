@@ -90,6 +90,11 @@ def cores_of_rank(
     return set(sorted(cores)[local_rank * each :][:each] if each else cores)
 
 
+def is_unbound() -> bool:
+    """Whether this process may run on all cores of the machine."""
+    return len(os.sched_getaffinity(0)) == os.cpu_count()
+
+
 def _bind(cores: set[int]) -> None:
     """Keep all threads of this process on these cores, those to come too."""
     for thread in os.listdir("/proc/self/task"):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from keras_dist import watch
 from keras_dist.comm import transport
-from keras_dist.comm.devices import Device, choose_device
+from keras_dist.comm.devices import Device, choose_device, is_unbound
 from keras_dist.comm.world import World, identity, launched
 
 # Names a rank to the processes that it starts, which have its environment.
@@ -43,8 +43,8 @@ def prepare() -> None:
     found = launched()
     if found is not None and _runtime.device is None and not _is_helper():
         os.environ[_MARK] = f"{os.getpid()} {identity()}"
-        # mpirun binds ranks to cores itself, and as its user says.
-        is_binding = found[0] == "horovodrun"
+        # mpirun by itself binds ranks to cores; horovodrun tells it not to.
+        is_binding = found[0] == "horovodrun" or is_unbound()
         _runtime.device = choose_device(found[1], is_binding=is_binding)
 
 

@@ -21,7 +21,10 @@ class Recording(keras.Sequential):
 
 
 class Dies(keras.callbacks.Callback):
-    """Calls `die` on all ranks after so many updates."""
+    """Calls `die` on all ranks after so many updates, or soon after them.
+
+    A rank that was asked to end makes one step more, and may be beyond them.
+    """
 
     def __init__(self, updates, die):
         super().__init__()
@@ -29,7 +32,8 @@ class Dies(keras.callbacks.Callback):
         self.die = die
 
     def on_train_batch_end(self, batch, logs=None):
-        if int(self.model.optimizer.iterations) == self.updates:
+        if self.updates and int(self.model.optimizer.iterations) >= self.updates:
+            self.updates = None
             self.die()
 
 
