@@ -35,7 +35,8 @@ TIMEOUT = 600  # seconds of one stack in one round
 class Stack:
     """A way to train: a script in stacks/, how to average, and how it is launched.
 
-    `twin` is the name of what the same processes train in turn with it.
+    `twin` is the name of what the same processes train in turn with it, `environment`
+    one in .bench/ instead of our own, and `flags` are the launcher's.
     """
 
     script: str
@@ -43,6 +44,8 @@ class Stack:
     launcher: str
     ranks: int = RANKS
     twin: str = ""
+    environment: str = ""
+    flags: tuple[str, ...] = ()
 
 
 TABLE = {
@@ -57,8 +60,9 @@ TABLE = {
 
 # What a rank needs in memory, and until its first step: each in processes of its own.
 COSTS = {
-    "keras_dist": Stack("keras3.py", "keras_dist", "horovodrun"),
-    "ceiling": Stack("keras3.py", "alone", "horovodrun"),
+    f"{way}, {ranks}": Stack("keras3.py", way, launcher, ranks=ranks)
+    for ranks, launcher in ((1, "python"), (2, "horovodrun"))
+    for way in ("keras_dist", "alone")
 }
 COSTS_OPTIONS = ["--scale", "0.2", "--models", "mlp"]
 
@@ -102,10 +106,13 @@ def run(
     if stack.script == "keras2.py":
         env["TF_USE_LEGACY_KERAS"] = "1"
     env["PYTHONPATH"] = os.pathsep.join([*path, str(ROOT)])
-    command = [sys.executable, *script]
+    python = Path(sys.executable)
+    if stack.environment:
+        python = ENVIRONMENTS / stack.environment / "bin" / "python"
+    command = [str(python), *script]
     if stack.launcher == "horovodrun":
-        horovodrun = str(Path(sys.executable).with_name("horovodrun"))
-        commands = [([horovodrun, "-np", str(ranks), *command], env)]
+        horovodrun = [str(python.with_name("horovodrun")), *stack.flags]
+        commands = [([*horovodrun, "-np", str(ranks), *command], env)]
     else:
         commands = [(command, {**env, **place}) for place in _places(stack, ranks)]
     processes = [
@@ -123,7 +130,8 @@ def run(
     for out, _ in outputs:
         for line in out.splitlines():
             if MARK in line:
-                told = json.loads(line.split(MARK, 1)[1])
+                # mpirun may write more behind it.
+                told, _ = json.JSONDecoder().raw_decode(line.split(MARK, 1)[1])
                 found[told["part"], told["model"]].append(told)
     if not found or any(len(told) != ranks for told in found.values()):
         raise RuntimeError(f"{stack} failed.\n" + "\n".join(map("\n".join, outputs)))
@@ -184,12 +192,41 @@ def main() -> int:
     """Measure, write, and say where it is."""
     parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--stacks", nargs="+", default=list(TABLE), choices=TABLE)
+    parser.add_argument(
+        "--costs", action="store_true", help="keep the last speeds, measure the rest"
+    )
     arguments = parser.parse_args()
     make_environments()
+    measured = ENVIRONMENTS / "measured.json"
+    begin = time.perf_counter()
+    if arguments.costs:
+        found = json.loads(measured.read_text())
+        rates, facts = found["rates"], found["facts"]
+    else:
+        rates = speeds(arguments)
+        facts = {
+            "ranks": RANKS,
+            "cores": len(os.sched_getaffinity(0)),
+            "machine": platform.machine(),
+            "rounds": arguments.rounds,
+        }
+    if arguments.write or arguments.costs:
+        costs = measured_costs(arguments.rounds)
+        if not arguments.costs:
+            facts["minutes"] = (time.perf_counter() - begin) / 60
+        measured.write_text(json.dumps({"rates": rates, "facts": facts}))
+        report.write(rates, costs, facts)
+        env = {**os.environ, "PYTHONPATH": str(ENVIRONMENTS / "plot")}
+        plot = [sys.executable, str(Path(__file__).with_name("plot.py"))]
+        subprocess.run([*plot, str(measured)], env=env, check=True)
+        print("written: docs/performance.md, docs/performance.png")
+    return 0
+
+
+def speeds(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    """Rows per second of each round, by model and stack."""
     options = ["--scale", str(arguments.scale), "--models", *arguments.models]
     rates: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    costs: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    begin = time.perf_counter()
     for number in range(arguments.rounds):
         # Another order each round: nobody always comes after the same one.
         turn = number % len(arguments.stacks)
@@ -200,10 +237,6 @@ def main() -> int:
                 print(
                     f"{number + 1} {stack}, {model}: {rate_of(told):,.0f}", flush=True
                 )
-        for name in list(COSTS) if arguments.write else []:
-            told = run(COSTS[name], COSTS_OPTIONS)["own", "mlp"]
-            costs["memory"][name].append(max(own["memory"] for own in told) / 2**20)
-            costs["first step"][name].append(max(own["first_step"] for own in told))
     for model, found in rates.items():
         medians = {name: statistics.median(values) for name, values in found.items()}
         print(model, {name: round(value) for name, value in medians.items()})
@@ -213,22 +246,18 @@ def main() -> int:
                 f"  of the ceiling: {ratio.median:.3f} ({ratio.low:.3f} to "
                 f"{ratio.high:.3f})"
             )
-    if arguments.write:
-        facts = {
-            "ranks": RANKS,
-            "cores": len(os.sched_getaffinity(0)),
-            "machine": platform.machine(),
-            "minutes": (time.perf_counter() - begin) / 60,
-            "rounds": arguments.rounds,
-        }
-        measured = ENVIRONMENTS / "measured.json"
-        measured.write_text(json.dumps(rates))
-        report.write(rates, costs, facts)
-        env = {**os.environ, "PYTHONPATH": str(ENVIRONMENTS / "plot")}
-        plot = [sys.executable, str(Path(__file__).with_name("plot.py"))]
-        subprocess.run([*plot, str(measured)], env=env, check=True)
-        print("written: docs/performance.md, docs/performance.png")
-    return 0
+    return rates
+
+
+def measured_costs(rounds: int) -> dict[str, dict[str, list[float]]]:
+    """MiB of memory and seconds to the first step in each round, by `COSTS`."""
+    costs: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for _ in range(rounds):
+        for name, stack in COSTS.items():
+            told = run(stack, COSTS_OPTIONS)["own", "mlp"]
+            costs["memory"][name].append(max(own["memory"] for own in told) / 2**20)
+            costs["first step"][name].append(max(own["first_step"] for own in told))
+    return costs
 
 
 if __name__ == "__main__":

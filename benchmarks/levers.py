@@ -3,6 +3,9 @@
     make levers
     python benchmarks/levers.py --levers default "fusion off" --models cnn --rounds 5
 
+Those over MPI need an environment .bench/mpi with keras_dist and a Horovod built with
+MPI (`keras-dist install-horovod --mpi`), and are left out where there is none.
+
 Every setting has its turn in each round. The share is that of the ceiling, which the
 same processes train in turn, under the same setting; rows per second are those of
 `dist_fit`. Writes docs/levers.md and docs/timeline.png.
@@ -13,6 +16,7 @@ import statistics
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import compare
@@ -32,12 +36,18 @@ LEVERS = {
     "bf16 on the wire": {"BENCH_COMPRESSION": "bf16"},
     "4 steps an execution": {"BENCH_STEPS": "4"},
 }
+
+# In an environment with both transports; flags of horovodrun.
+TRANSPORTS = {"Gloo, where MPI is built too": "--gloo", "MPI": "--mpi"}
+if (compare.ENVIRONMENTS / "mpi").exists():
+    LEVERS |= dict.fromkeys(TRANSPORTS, {})
+
 SHARES = ("computing", "averaging", "waiting", "input")
 
 _WORDS = """# What was tried, and where the time goes
 
 Written by `make levers`; do not edit. Two ranks on {cores} cores, as in
-[performance.md](performance.md). Each setting beside the ceiling that the same
+[performance.md](performance.md){mpi}. Each setting beside the ceiling that the same
 processes train in turn, under the same setting; medians of {rounds} rounds (smallest to
 largest), in which all settings took turns.
 
@@ -70,7 +80,7 @@ def main() -> None:
     for number in range(arguments.rounds):
         turn = number % len(arguments.levers)
         for lever in arguments.levers[turn:] + arguments.levers[:turn]:
-            told = compare.run(compare.TABLE["keras_dist"], options, LEVERS[lever])
+            told = compare.run(stack_of(lever), options, LEVERS[lever])
             for model in arguments.models:
                 ours, ceiling = (
                     compare.rate_of(told[part, model]) for part in ("own", "twin")
@@ -83,6 +93,14 @@ def main() -> None:
     print(table)
     if arguments.write:
         write(table, options, arguments.rounds)
+
+
+def stack_of(lever: str) -> compare.Stack:
+    """What is started to measure a setting."""
+    stack = compare.TABLE["keras_dist"]
+    if lever not in TRANSPORTS:
+        return stack
+    return replace(stack, environment="mpi", flags=(TRANSPORTS[lever],))
 
 
 def table_of(rates: dict) -> str:
@@ -120,10 +138,23 @@ def write(table: str, options: list[str], rounds: int) -> None:
     words = _WORDS.format(
         cores=len(os.sched_getaffinity(0)),
         rounds=rounds,
+        mpi=_environment_of_mpi(),
         levers=table,
         shares="\n".join(lines),
     )
     (report.DOCS / "levers.md").write_text(words)
+
+
+def _environment_of_mpi() -> str:
+    """In what the transports are compared, in words."""
+    python = compare.ENVIRONMENTS / "mpi" / "bin" / "python"
+    if not python.exists():
+        return ""
+    code = "from importlib.metadata import version as v; print(v('tensorflow'))"
+    done = subprocess.run(
+        [str(python), "-c", code], capture_output=True, text=True, check=True
+    )
+    return f" (the last two with TensorFlow {done.stdout.strip()})"
 
 
 if __name__ == "__main__":

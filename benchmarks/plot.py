@@ -26,7 +26,8 @@ def plot(rates: report.Rates, path: Path) -> None:
             axis.bar(place, above, color="none", edgecolor="black", linestyle=":")
             axis.bar(place, median, color=color)
             share = report.ratio(found, stack, report.ceiling_of(stack)).median
-            axis.text(place, median, f"{share:.2f}", ha="center", va="bottom")
+            place = (place, 0.98 * median)
+            axis.text(*place, f"{share:.2f}", ha="center", va="top", color="white")
         names = [s.replace(" on ", "\non ").replace(" DDP", "\nDDP") for s in stacks]
         axis.set_xticks(range(len(stacks)), names, rotation=35, ha="right", fontsize=8)
         axis.set_title(report.MODELS[model], fontsize=10)
@@ -42,4 +43,4 @@ def plot(rates: report.Rates, path: Path) -> None:
 
 if __name__ == "__main__":
     measured = json.loads(Path(sys.argv[1]).read_text())
-    plot(measured, report.DOCS / "performance.png")
+    plot(measured["rates"], report.DOCS / "performance.png")

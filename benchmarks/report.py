@@ -128,22 +128,25 @@ def _goals(rates: Rates) -> str:
 
 
 def _costs(costs: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    lines = ["The MLP: 22.3 MiB of gradients.", ""]
-    lines += [
-        "| of a rank | `dist_fit` | plain `model.fit` | more |",
-        "|---|---|---|---|",
+    lines = [
+        "Processes of their own, in turn, after all others. The MLP has 22.3 MiB of "
+        "gradients.",
+        "",
+        "| of a rank | ranks | `dist_fit` | plain `model.fit` | more |",
+        "|---|---|---|---|---|",
     ]
     for what, unit in (
         ("memory", "MiB at most"),
         ("first step", "s to the first step"),
     ):
-        found = costs[what]
-        ours, plain = spread(found["keras_dist"]), spread(found["ceiling"])
-        more = statistics.median(
-            a - b for a, b in zip(found["keras_dist"], found["ceiling"], strict=True)
-        )
-        lines.append(
-            f"| {unit} | {ours.median:.1f} ({ours.low:.1f} to {ours.high:.1f}) "
-            f"| {plain.median:.1f} ({plain.low:.1f} to {plain.high:.1f}) | {more:.1f} |"
-        )
+        for ranks in (1, 2):
+            ours, plain = (
+                costs[what][f"{way}, {ranks}"] for way in ("keras_dist", "alone")
+            )
+            more = statistics.median(a - b for a, b in zip(ours, plain, strict=True))
+            both = " | ".join(
+                f"{found.median:.1f} ({found.low:.1f} to {found.high:.1f})"
+                for found in map(spread, (ours, plain))
+            )
+            lines.append(f"| {unit} | {ranks} | {both} | {more:.1f} |")
     return "\n".join(lines)
