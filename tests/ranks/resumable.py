@@ -32,8 +32,8 @@ class Dies(keras.callbacks.Callback):
         self.die = die
 
     def on_train_batch_end(self, batch, logs=None):
+        # Nothing is noted here: it would be saved, and be there in the next launch.
         if self.updates and int(self.model.optimizer.iterations) >= self.updates:
-            self.updates = None
             self.die()
 
 
