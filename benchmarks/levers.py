@@ -11,6 +11,8 @@ same processes train in turn, under the same setting; rows per second are those 
 `dist_fit`. Writes docs/levers.md and docs/timeline.png.
 """
 
+import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -48,8 +50,8 @@ _WORDS = """# What was tried, and where the time goes
 
 Written by `make levers`; do not edit. Two ranks on {cores} cores, as in
 [performance.md](performance.md){mpi}. Each setting beside the ceiling that the same
-processes train in turn, under the same setting; medians of {rounds} rounds (smallest to
-largest), in which all settings took turns.
+processes train in turn, under the same setting; medians of {rounds} round{s} (smallest
+to largest), in which all settings took turns.
 
 {levers}
 
@@ -73,9 +75,26 @@ def main() -> None:
     """Measure, print, and write."""
     parser = compare.parser_of(__doc__, rounds=3)
     parser.add_argument("--levers", nargs="+", default=list(LEVERS), choices=LEVERS)
+    parser.add_argument(
+        "--again", action="store_true", help="write what was measured the last time"
+    )
     arguments = parser.parse_args()
     compare.make_environments()
     options = ["--scale", str(arguments.scale), "--models", *arguments.models]
+    kept = compare.ENVIRONMENTS / "levers.json"
+    if arguments.again:
+        found = json.loads(kept.read_text())
+    else:
+        found = {"rounds": arguments.rounds, "rates": measured(arguments, options)}
+        kept.write_text(json.dumps(found))
+    table = table_of(found["rates"])
+    print(table)
+    if arguments.write:
+        write(table, options, found["rounds"])
+
+
+def measured(arguments: argparse.Namespace, options: list[str]) -> list:
+    """(model, setting, [(rows per second, share)]) of all models and settings."""
     rates = defaultdict(list)
     for number in range(arguments.rounds):
         turn = number % len(arguments.levers)
@@ -89,10 +108,9 @@ def main() -> None:
                 print(
                     f"{lever}, {model}: {ours:,.0f}, {ours / ceiling:.3f}", flush=True
                 )
-    table = table_of(rates)
-    print(table)
-    if arguments.write:
-        write(table, options, arguments.rounds)
+    return [
+        (*key, found) for key, found in sorted(rates.items(), key=lambda i: i[0][0])
+    ]
 
 
 def stack_of(lever: str) -> compare.Stack:
@@ -103,13 +121,13 @@ def stack_of(lever: str) -> compare.Stack:
     return replace(stack, environment="mpi", flags=(TRANSPORTS[lever],))
 
 
-def table_of(rates: dict) -> str:
+def table_of(rates: list) -> str:
     """A line for each model and setting."""
     lines = [
         "| model | setting | share of the ceiling | rows per second |",
         "|---|---|---|---|",
     ]
-    for (model, lever), found in rates.items():
+    for model, lever, found in rates:
         ours, shares = zip(*found, strict=True)
         share, name = report.spread(shares), report.MODELS[model].split(",")[0]
         lines.append(
@@ -138,6 +156,7 @@ def write(table: str, options: list[str], rounds: int) -> None:
     words = _WORDS.format(
         cores=len(os.sched_getaffinity(0)),
         rounds=rounds,
+        s="s" * (rounds > 1),
         mpi=_environment_of_mpi(),
         levers=table,
         shares="\n".join(lines),

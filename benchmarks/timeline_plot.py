@@ -20,7 +20,7 @@ COLORS = {"waiting for the other rank": "tab:orange", "sum over Gloo": "tab:blue
 def bars_of(events):
     """(collective, what, begin, length) in seconds, of gradients."""
     names = {
-        event["pid"]: event["args"]["name"]
+        event["pid"]: event["args"].get("name", "")
         for event in events
         if event.get("name") == "process_name"
     }

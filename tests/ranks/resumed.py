@@ -15,7 +15,6 @@ from resumable import told, train
 
 import keras_dist
 
-
 asked = []
 
 
