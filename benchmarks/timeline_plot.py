@@ -61,7 +61,15 @@ def plot(bars, path):
     axis.set_xlim(0, SHOWN)
     axis.set_xlabel("seconds; between the bars the rank computes")
     patches = [pyplot.Rectangle((0, 0), 1, 1, color=c) for c in COLORS.values()]
-    axis.legend(patches, list(COLORS), fontsize=8, loc="upper right", ncols=2)
+    axis.legend(
+        patches,
+        list(COLORS),
+        fontsize=8,
+        loc="lower right",
+        ncols=2,
+        bbox_to_anchor=(1, 1),
+        frameon=False,
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=130)
 
