@@ -51,8 +51,8 @@ _WORDS = """# What was tried, and where the time goes
 Written by `make levers`; do not edit. Two ranks on {cores} cores, as in
 [performance.md](performance.md){mpi}. Each setting beside the ceiling that the same
 processes train in turn, under the same setting; medians of {rounds} round{s} (smallest
-to largest), in which all settings took turns. One setting differs from round to round as
-much as performance.md shows: smaller differences say nothing here.
+to largest), in which all settings took turns. One setting differs from round to
+round as much as performance.md shows: smaller differences say nothing here.
 
 {levers}
 
