@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -111,6 +112,20 @@ def test_objects_are_broadcast_and_gathered(world):
     assert [tensor.shape[0] for tensor in ragged] == list(range(world.size))
     tensor = tf.constant([world.rank, 5], tf.bfloat16)
     assert keras_dist.broadcast(tensor, last).numpy().tolist() == [last, 5]
+
+
+def test_variables_are_broadcast_alone_and_together(world, monkeypatch):
+    """A large one as it is, others packed; of every dtype that a model has."""
+    monkeypatch.setattr("keras_dist.comm.collectives._MESSAGE_BYTES", 24)
+    kinds = (("float32", 9), ("float32", 2), ("int32", 3), ("bfloat16", 20))
+    variables = [
+        keras.Variable(np.full(length, world.rank + place), dtype=dtype)
+        for place, (dtype, length) in enumerate(kinds)
+    ]
+    comm.broadcast_variables(variables, world.size - 1)
+    for place, variable in enumerate(variables):
+        values = keras.ops.convert_to_numpy(keras.ops.cast(variable, "float32"))
+        assert (values == world.size - 1 + place).all()
 
 
 def test_many_arrays_are_broadcast_in_few_messages(world, monkeypatch):
