@@ -178,6 +178,11 @@ def rate_of(told: list[dict]) -> float:
     return told[0]["rows"] / max(own["seconds"] for own in told)
 
 
+def rate_in_step(told: list[dict]) -> float:
+    """The same if each step had begun on all ranks at once: the slowest one's steps."""
+    return told[0]["rows"] / sum(map(max, *(own["steps"] for own in told)))
+
+
 def parser_of(words: str, *, rounds: int) -> argparse.ArgumentParser:
     """The options of everything that trains the models for some rounds."""
     parser = argparse.ArgumentParser(description=words.splitlines()[0])
@@ -212,9 +217,12 @@ def main() -> int:
         }
     if arguments.write or arguments.costs:
         costs = measured_costs(arguments.rounds)
+        facts["one rank"] = step_of_one_rank()
         if not arguments.costs:
             facts["minutes"] = (time.perf_counter() - begin) / 60
-        measured.write_text(json.dumps({"rates": rates, "facts": facts}))
+        measured.write_text(
+            json.dumps({"rates": rates, "facts": facts, "costs": costs})
+        )
         report.write(rates, costs, facts)
         env = {**os.environ, "PYTHONPATH": str(ENVIRONMENTS / "plot")}
         plot = [sys.executable, str(Path(__file__).with_name("plot.py"))]
@@ -233,10 +241,12 @@ def speeds(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
         for name in arguments.stacks[turn:] + arguments.stacks[:turn]:
             for (part, model), told in run(TABLE[name], options).items():
                 stack = name if part == "own" else TABLE[name].twin
-                rates[model][stack].append(rate_of(told))
-                print(
-                    f"{number + 1} {stack}, {model}: {rate_of(told):,.0f}", flush=True
-                )
+                measured = {stack: rate_of(told)}
+                if stack == "ceiling":
+                    measured[report.IN_STEP] = rate_in_step(told)
+                for kind, rate in measured.items():
+                    rates[model][kind].append(rate)
+                    print(f"{number + 1} {kind}, {model}: {rate:,.0f}", flush=True)
     for model, found in rates.items():
         medians = {name: statistics.median(values) for name, values in found.items()}
         print(model, {name: round(value) for name, value in medians.items()})
@@ -258,6 +268,20 @@ def measured_costs(rounds: int) -> dict[str, dict[str, list[float]]]:
             costs["memory"][name].append(max(own["memory"] for own in told) / 2**20)
             costs["first step"][name].append(max(own["first_step"] for own in told))
     return costs
+
+
+def step_of_one_rank() -> dict[str, float]:
+    """Processor seconds that one rank adds to a step, and those of a small CNN's."""
+    script = str(Path(__file__).with_name("one_rank.py"))
+    done = subprocess.run(
+        [sys.executable, script, "--pairs", "5"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,  # it fails where the claim does not hold
+    )
+    return json.loads(done.stdout.split(MARK, 1)[1])
 
 
 if __name__ == "__main__":

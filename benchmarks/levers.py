@@ -29,11 +29,12 @@ import report
 LEVERS = {
     "default": {},
     "ranks not bound to cores": {"KERAS_DIST_BIND": "0"},
+    "Horovod's threads push others off their core": {"BENCH_PUSH": "1"},
     "all gradients in one buffer": {"BENCH_PACK": "1"},
     "each gradient weighed, not the loss": {"BENCH_WEIGH": "1"},
     "Horovod's cycle of 1 ms": {"HOROVOD_CYCLE_TIME": "1"},
     "Horovod's cycle of 5 ms": {"HOROVOD_CYCLE_TIME": "5"},
-    "Horovod's fusion off": {"HOROVOD_FUSION_THRESHOLD": "0"},
+    "Horovod's fusion on": {"HOROVOD_FUSION_THRESHOLD": str(128 * 2**20)},
     "Horovod's cache off": {"HOROVOD_CACHE_CAPACITY": "0"},
     "bf16 on the wire": {"BENCH_COMPRESSION": "bf16"},
     "4 steps an execution": {"BENCH_STEPS": "4"},

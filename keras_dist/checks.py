@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import optimizer
+from keras_dist.pipeline import plain_strategy
 
 
 def check_model(model: Any, *, is_compiled: bool = True) -> None:
@@ -49,4 +50,4 @@ def check_local_layers(model: Any, averaging: optimizer.Averaging) -> None:
 
 
 def _has_default_strategy(model: Any) -> bool:
-    return model.distribute_strategy is tf.distribute.get_strategy()
+    return plain_strategy(model) is tf.distribute.get_strategy()

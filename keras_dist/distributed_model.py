@@ -12,6 +12,7 @@ from keras_dist.callbacks import on_this_rank, runs_on_first_rank_only
 from keras_dist.checks import check_model
 from keras_dist.fit import dist_fit
 from keras_dist.options import Options
+from keras_dist.pipeline import untuned
 from keras_dist.predictions import predict_dealt, rows_to_predict
 from keras_dist.sharding import is_arrays
 
@@ -82,7 +83,8 @@ class DistributedModel:
             )
             comm.agree(feed.facts, advice=_ADVICE)
             is_of_all = _evaluating(self.model, feed)
-            with comm.explained(), is_of_all, sharding.reading([feed]):
+            reading = sharding.reading([feed])
+            with comm.explained(), untuned(self.model), is_of_all, reading:
                 return self.model.evaluate(
                     **feed.arguments,
                     batch_size=batch_size,
@@ -153,7 +155,7 @@ class DistributedModel:
             ],
         }
         check_model(self.model, is_compiled=False)
-        with comm.within(options.process_set):
+        with comm.within(options.process_set), untuned(self.model):
             if comm.size() == 1 or options.shard == "none" or not is_arrays(x):
                 return self.model.predict(x, steps=steps, **arguments)
             arrays = comm.together(

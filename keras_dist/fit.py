@@ -16,6 +16,7 @@ from keras_dist import resume as resuming
 from keras_dist.callbacks.learning_rate_warmup import rate_factor_of_step
 from keras_dist.job import Job, prepare
 from keras_dist.options import Options
+from keras_dist.pipeline import untuned
 from keras_dist.session import telling
 
 _ADVICE = "Start every rank with the same script, arguments and data."
@@ -194,6 +195,7 @@ _FIT_ARGUMENTS = tuple(inspect.signature(keras.Model.fit).parameters)[1:]
 def distributed(model: Any, job: Job) -> Iterator[None]:
     """Inside the block, `model` trains with the other ranks; then it is plain again."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(untuned(model))
         session = step.install(model)
         session.is_held = True
         stack.callback(step.uninstall, model, is_end=True)

@@ -70,7 +70,7 @@ def _same_batches(streams: dict[str, Any], shard: str) -> dict[str, bool]:
     kinds = {f"the kind of the {n} data": s.kind for n, s in known.items()}
     facts = {"`shard`": shard} | kinds
     comm.agree(facts, advice="Give every rank the same kind of data.")
-    if shard == "none":
+    if shard == "none" or not known:
         return {}
     own = comm.together(lambda: {n: s.fingerprint(size) for n, s in known.items()})
     everyone = comm.gather(own)

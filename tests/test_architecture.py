@@ -27,6 +27,7 @@ FLOORS = {
     "building": 2,
     "halves": 2,
     "losses": 2,
+    "pipeline": 2,
     "saving": 2,
     "session": 2,
     "step": 2,

@@ -2,6 +2,7 @@
 
 import argparse
 import gzip
+import itertools
 import json
 import resource
 import sys
@@ -99,6 +100,11 @@ class Clock:
             "model": self.name,
             "rows": self.rows * steps,
             "seconds": sum(ends[-1] - ends[0] for ends in measured),
+            "steps": [
+                round(end - begin, 6)
+                for ends in measured
+                for begin, end in itertools.pairwise(ends)
+            ],
             "first_step": self.first_step,
             **more,
             "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

@@ -16,6 +16,10 @@ from keras_dist.comm.tensors import name_of
 # the copies it is packed in stay small beside the model.
 _MESSAGE_BYTES = 8 * 2**20
 
+# A message that is gathered travels with its length in one collective of so many bytes,
+# of which 8 are the length, if it is short enough: most are.
+_HEAD_BYTES = 1024
+
 
 def average(value: Any) -> Any:
     """Mean of `value` over all ranks.
@@ -183,19 +187,28 @@ def _over_wire(tensor: Any, collective: Callable[[Any], Any]) -> Any:
 
 
 def _gather_bytes(message: bytes) -> list[bytes]:
-    """The messages of all ranks, by two collectives: the lengths, and the bytes."""
-    link, _ = runtime.connection()
+    """The messages of all ranks: one collective, and where one is long a second."""
+    link, world = runtime.connection()
     if link is None:
         return [message]
-    lengths = transport.allgather(
-        link,
-        tf.constant([len(message)], tf.int64),
-        name="keras_dist.gather_lengths",
+    head = np.zeros(_HEAD_BYTES, np.uint8)
+    # Little-endian on every host.
+    begin = np.frombuffer(len(message).to_bytes(8, "little") + message, np.uint8)
+    head[: len(begin)] = begin[:_HEAD_BYTES]
+    heads = transport.allgather(
+        link, tf.constant(head), name="keras_dist.gather"
     ).numpy()
+    heads = heads.reshape(world.size, _HEAD_BYTES)
+    lengths = [int.from_bytes(head[:8].tobytes(), "little") for head in heads]
+    if max(lengths) <= _HEAD_BYTES - 8:
+        return [
+            head[8 : 8 + length].tobytes()
+            for head, length in zip(heads, lengths, strict=True)
+        ]
     data = transport.allgather(
         link,
         tf.constant(np.frombuffer(message, np.uint8)),
-        name="keras_dist.gather_bytes",
+        name="keras_dist.gather_long",
     ).numpy()
     ends = np.cumsum(lengths)
     return [

@@ -20,9 +20,15 @@ _INSTALL = "keras-dist install-horovod"
 # default: the thread that would write it keeps a core of the first rank busy.
 _TIMELINE, _LATER = "HOROVOD_TIMELINE", "DYNAMIC"
 
-# Milliseconds between two looks of Horovod for something to do. Each look costs the
-# ranks a message, of which a core that also computes feels a thousand in a second.
-_CYCLE, _CYCLE_ON_CPU = "HOROVOD_CYCLE_TIME", "2.5"
+# Settings of Horovod where the rank computes on the CPU and nobody has chosen others.
+_ON_CPU = {
+    # Milliseconds between two looks for something to do. Each look costs the ranks a
+    # message, of which a core that also computes feels a thousand in a second.
+    "HOROVOD_CYCLE_TIME": "2.5",
+    # Small gradients are packed already; to pack large ones that happen to be ready at
+    # the same time only copies them twice more, into a buffer that is kept.
+    "HOROVOD_FUSION_THRESHOLD": "0",
+}
 
 
 @dataclass(frozen=True)
@@ -50,13 +56,16 @@ def connect(launcher: str, expected: World, *, is_divided: bool = False) -> Link
         RuntimeError: If Horovod is missing, was built without TensorFlow, or
             connects other processes than the launcher started.
     """
-    if not tf.config.get_visible_devices("GPU"):
-        os.environ.setdefault(_CYCLE, _CYCLE_ON_CPU)
+    is_on_cpu = not tf.config.get_visible_devices("GPU")
+    if is_on_cpu:
+        for name, value in _ON_CPU.items():
+            os.environ.setdefault(name, value)
     if is_divided:
         os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
     try:
         horovod = importlib.import_module("horovod.tensorflow")
-        horovod.init()
+        with _polite_threads() if is_on_cpu else contextlib.nullcontext():
+            horovod.init()
     except Exception as error:  # whatever it is, the user has to build Horovod again
         raise RuntimeError(
             f"This process was started by {launcher} as rank {expected.rank} of "
@@ -72,6 +81,29 @@ def connect(launcher: str, expected: World, *, is_divided: bool = False) -> Link
             f"launcher. Run `{_INSTALL} --mpi`, or start with `horovodrun --gloo`."
         )
     return Link(horovod, horovod.global_process_set)
+
+
+@contextlib.contextmanager
+def _polite_threads() -> Iterator[None]:
+    """Threads that are started in the block push no other thread off its core.
+
+    Gloo has a thread that serves the sockets. Where the thread that sends holds the
+    lock of a socket, it does not wait but looks again, without end; on a rank with one
+    core it keeps the other from going on until the system's next tick: some
+    milliseconds of every collective. It wakes up in the middle of a send nearly always,
+    and so it must not take the core at once. Source: `Pair::handleEvents` of Gloo.
+    """
+    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        yield
+        return
+    # A thread begins with the policy of the one that starts it.
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def divide(link: Link, ranks: Sequence[int]) -> Link:

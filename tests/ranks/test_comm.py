@@ -1,5 +1,6 @@
 """Collectives give every rank the same, for tensors and for Python objects."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -44,6 +45,18 @@ def test_each_rank_keeps_to_its_own_cores(world):
     else:
         assert sum(map(len, everyone)) == len(cores)
         assert len(set(map(len, everyone))) == 1
+
+
+@pytest.mark.several_ranks
+@pytest.mark.three_ranks
+def test_threads_that_talk_push_no_other_off_its_core():
+    """Those of Horovod wait for their turn; what computes is as it was."""
+    policies = []
+    for thread in map(int, os.listdir("/proc/self/task")):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            policies.append(os.sched_getscheduler(thread))
+    assert policies.count(os.SCHED_BATCH) >= 2
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 _HELPER = """

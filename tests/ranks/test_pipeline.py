@@ -1,0 +1,74 @@
+"""Passes over data end with their last batch: TensorFlow does not tune them."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_dist
+
+X = np.arange(48, dtype=np.float32).reshape(24, 2) / 48
+Y = X.sum(axis=1, keepdims=True)
+
+
+class Batches(keras.utils.PyDataset):
+    """The rows in batches of 4."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return X[4 * index : 4 * index + 4], Y[4 * index : 4 * index + 4]
+
+
+def in_batches(is_tuned=None):
+    """The rows as a `tf.data.Dataset`."""
+    options = tf.data.Options()
+    if is_tuned is not None:
+        options.autotune.enabled = is_tuned
+    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(4).with_options(options)
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """Whether each data set that Keras reads is tuned, `None` for TensorFlow's way."""
+    found = []
+
+    def keep(dataset, _=None):
+        found.append(dataset.options().autotune.enabled)
+        return dataset
+
+    strategy = tf.distribute.get_strategy()
+    monkeypatch.setattr(strategy, "experimental_distribute_dataset", keep)
+    return found
+
+
+@pytest.fixture
+def model():
+    """A compiled linear model."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.several_ranks
+def test_no_pass_over_data_is_tuned(model, read):
+    """Training, validation, evaluation and prediction, for every kind of data."""
+    many = keras_dist.DistributedModel(model)
+    many.fit(X, Y, validation_data=(X, Y), batch_size=4, verbose=0)
+    many.fit(in_batches(), validation_data=in_batches(), verbose=0)
+    many.fit(Batches(), validation_data=Batches(), verbose=0)
+    many.evaluate(X, Y, verbose=0)
+    many.evaluate(in_batches(), verbose=0)
+    many.predict(X, verbose=0)
+    assert read == [False] * 9
+
+
+@pytest.mark.several_ranks
+def test_who_asks_for_tuning_has_it(model, read):
+    """Options of the user's own data set are kept, and the model is plain again."""
+    many = keras_dist.DistributedModel(model, shard="none")
+    many.evaluate(in_batches(is_tuned=True), verbose=0)
+    model.evaluate(X, Y, verbose=0)
+    assert read == [True, None]
+    assert model.distribute_strategy is tf.distribute.get_strategy()
