@@ -5,7 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).parents[1]
 
@@ -15,6 +18,8 @@ _HOROVOD = {
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60",
     # Several ranks share a core here, and take it from each other as they look around.
     "HOROVOD_CYCLE_TIME": "5",
+    # A process that does not end says where it is, when it is asked by SIGABRT.
+    "PYTHONFAULTHANDLER": "1",
 }
 
 
@@ -66,6 +71,12 @@ def launch(
 
 
 def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
+    with contextlib.suppress(psutil.Error):
+        for started in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if "HOROVOD_RANK" in started.environ() and "python" in started.name():
+                    started.send_signal(signal.SIGABRT)
+    time.sleep(3)  # what they say travels through the launcher
     _signal(process, signal.SIGTERM)
     try:
         # The launcher gives its ranks some seconds to end.
