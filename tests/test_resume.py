@@ -26,7 +26,7 @@ def run(folder, number, ranks, end, *, is_equivalent=False, **options):
     given |= {"is_equivalent": is_equivalent, "options": options}
     script = ROOT / "tests" / "ranks" / "resumed.py"
     command = [sys.executable, str(script), json.dumps(given)]
-    done = launch(command, ranks=ranks, timeout=300)
+    done = launch(command, ranks=ranks, timeout=600)
     assert (done.returncode == 0) == (end is None), done.stdout + done.stderr
     if end and end[0] == "SIGTERM":
         told = [line for line in done.stdout.splitlines() if "exits with" in line]
