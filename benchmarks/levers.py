@@ -31,6 +31,7 @@ LEVERS = {
     "ranks not bound to cores": {"KERAS_DIST_BIND": "0"},
     "Horovod's threads push others off their core": {"BENCH_PUSH": "1"},
     "all gradients in one buffer": {"BENCH_PACK": "1"},
+    "averaged after the backward pass, not during it": {"BENCH_LATE": "1"},
     "each gradient weighed, not the loss": {"BENCH_WEIGH": "1"},
     "Horovod's cycle of 1 ms": {"HOROVOD_CYCLE_TIME": "1"},
     "Horovod's cycle of 5 ms": {"HOROVOD_CYCLE_TIME": "5"},
