@@ -4,13 +4,15 @@
 
 Runs every stack for all models, one after the other, for some rounds, and writes
 docs/performance.md and docs/performance.png: medians, spreads, and ratios within each
-round. The cores must be idle. Environments of the peers are made in .bench/.
+round. The cores must be idle. Environments of the peers are made in .bench/, and where
+Open MPI is installed (Debian: libopenmpi-dev) one of keras_dist over MPI.
 """
 
 import argparse
 import json
 import os
 import platform
+import shutil
 import socket
 import statistics
 import subprocess
@@ -57,6 +59,16 @@ TABLE = {
     "MultiWorkerMirrored on Keras 2": Stack("keras2.py", "multiworker", "TF_CONFIG"),
     "PyTorch DDP": Stack("torch_ddp.py", "ddp", "torch", twin="PyTorch ceiling"),
 }
+HAS_MPI = shutil.which("mpicxx") is not None
+if HAS_MPI:
+    TABLE[report.OVER_MPI] = Stack(
+        "keras3.py",
+        "both",
+        "horovodrun",
+        twin=report.OURS[report.OVER_MPI],
+        environment="mpi",
+        flags=("--mpi",),
+    )
 
 # What a rank needs in memory, and until its first step: each in processes of its own.
 COSTS = {
@@ -80,6 +92,22 @@ def make_environments() -> None:
         if not target.is_dir():
             print(f"installing {' '.join(packages)} in {target}", flush=True)
             subprocess.run([*pip, "--target", str(target), *packages], check=True)
+    if HAS_MPI and not (ENVIRONMENTS / "mpi" / ".ready").exists():
+        _make_mpi(ENVIRONMENTS / "mpi")
+
+
+def _make_mpi(target: Path) -> None:
+    """An environment as our own, in which Horovod is built with MPI."""
+    print(f"building Horovod with MPI in {target}", flush=True)
+    python = str(target / "bin" / "python")
+    versions = [f"{n}=={metadata.version(n)}" for n in ("tensorflow", "keras", "numpy")]
+    for command in (
+        [sys.executable, "-m", "venv", "--clear", str(target)],
+        [python, "-m", "pip", "install", "--quiet", "-e", str(ROOT), *versions],
+        [python, "-m", "keras_dist", "install-horovod", "--mpi", "--no-nccl"],
+    ):
+        subprocess.run(command, check=True)
+    (target / ".ready").touch()
 
 
 def run(
@@ -97,6 +125,8 @@ def run(
     """
     script = [str(STACKS / stack.script), stack.way, *options]
     ranks, env = stack.ranks, {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    if "--mpi" in stack.flags and os.geteuid() == 0:  # Open MPI asks whether it may
+        env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     env |= variables or {}
     threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
     if stack.script != "keras3.py" and ranks > 1:  # ours chooses for itself

@@ -3,8 +3,7 @@
     make levers
     python benchmarks/levers.py --levers default "fusion off" --models cnn --rounds 5
 
-Those over MPI need an environment .bench/mpi with keras_dist and a Horovod built with
-MPI (`keras-dist install-horovod --mpi`), and are left out where there is none.
+Those over MPI are left out where Open MPI is not installed (Debian: libopenmpi-dev).
 
 Every setting has its turn in each round. The share is that of the ceiling, which the
 same processes train in turn, under the same setting; rows per second are those of
@@ -43,7 +42,7 @@ LEVERS = {
 
 # In an environment with both transports; flags of horovodrun.
 TRANSPORTS = {"Gloo, where MPI is built too": "--gloo", "MPI": "--mpi"}
-if (compare.ENVIRONMENTS / "mpi").exists():
+if compare.HAS_MPI:
     LEVERS |= dict.fromkeys(TRANSPORTS, {})
 
 SHARES = ("computing", "averaging", "waiting", "input")

@@ -1,6 +1,7 @@
 """The bar chart of `make bench`; Matplotlib comes from .bench/plot."""
 
 import json
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ def plot(rates: report.Rates, path: Path) -> None:
         stacks = [s for s in found if "ceiling" not in s and s != "one process"]
         for place, stack in enumerate(stacks):
             values = found[stack]
-            color = "tab:blue" if stack == "keras_dist" else "tab:gray"
+            color = "tab:blue" if stack in report.OURS else "tab:gray"
             median = statistics.median(values)
             above = statistics.median(found[report.ceiling_of(stack)])
             axis.bar(place, above, color="none", edgecolor="black", linestyle=":")
@@ -28,7 +29,7 @@ def plot(rates: report.Rates, path: Path) -> None:
             share = report.ratio(found, stack, report.ceiling_of(stack)).median
             place = (place, 0.98 * median)
             axis.text(*place, f"{share:.2f}", ha="center", va="top", color="white")
-        names = [s.replace(" on ", "\non ").replace(" DDP", "\nDDP") for s in stacks]
+        names = [re.sub(" (on|over|DDP)", r"\n\1", stack) for stack in stacks]
         axis.set_xticks(range(len(stacks)), names, rotation=35, ha="right", fontsize=8)
         axis.set_title(report.MODELS[model], fontsize=10)
     axes[0][0].set_ylabel("rows per second")
