@@ -1,7 +1,7 @@
 """What each setting does to the training speed, and where the time goes, on two ranks.
 
     make levers
-    python benchmarks/levers.py --levers default "fusion off" --models cnn --rounds 5
+    python benchmarks/levers.py --levers default MPI --models cnn --rounds 5
 
 Those over MPI are left out where Open MPI is not installed (Debian: libopenmpi-dev).
 
@@ -24,7 +24,7 @@ import compare
 import report
 
 # Variables of the environment under which keras_dist is measured. Those that begin with
-# BENCH are read in stacks/levers.py.
+# BENCH are read in stacks/.
 LEVERS = {
     "default": {},
     "ranks not bound to cores": {"KERAS_DIST_BIND": "0"},

@@ -59,6 +59,23 @@ def test_threads_that_talk_push_no_other_off_its_core():
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
+@pytest.mark.several_ranks
+def test_messages_around_the_length_of_one_collective(world):
+    """The last short ones and the first long ones, beside one that is short."""
+    for length in (*range(960, 1030), 5000):
+        own = bytes([world.rank]) * (length if world.rank else 3)
+        expected = [b"\0" * 3]
+        expected += [bytes([rank]) * length for rank in range(1, world.size)]
+        assert keras_dist.gather(own) == expected
+
+
+@pytest.mark.several_ranks
+def test_settings_of_horovod_are_the_users_first():
+    """Its fusion is off on the CPU; the cycle time is what the tests have chosen."""
+    assert os.environ["HOROVOD_FUSION_THRESHOLD"] == "0"
+    assert os.environ["HOROVOD_CYCLE_TIME"] == "5"
+
+
 _HELPER = """
 import keras_dist
 print(keras_dist.rank(), keras_dist.size())

@@ -1,11 +1,14 @@
 """Passes over data end with their last batch: TensorFlow does not tune them."""
 
+import copy
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_dist
+from keras_dist.pipeline import untuned
 
 X = np.arange(48, dtype=np.float32).reshape(24, 2) / 48
 Y = X.sum(axis=1, keepdims=True)
@@ -72,3 +75,11 @@ def test_who_asks_for_tuning_has_it(model, read):
     model.evaluate(X, Y, verbose=0)
     assert read == [True, None]
     assert model.distribute_strategy is tf.distribute.get_strategy()
+
+
+@pytest.mark.several_ranks
+def test_what_reads_the_data_can_be_copied(model):
+    """As a strategy of TensorFlow's can be."""
+    with untuned(model):
+        strategy = model.distribute_strategy
+        assert copy.copy(strategy).extended is strategy.extended
