@@ -6,7 +6,7 @@ Two ranks take turns at three ways to evaluate the same rows:
 `DistributedModel.evaluate` on both; plain Keras on the first one alone, while the other
 waits; and the floor, what the machine allows: plain Keras on both, each on half of the
 rows, without talking. Here plain Keras, too, reads its data without TensorFlow's tuning
-thread, for which it would wait (`keras_dist.pipeline`). Prints each ratio and the
+thread, for which it would wait (`keras_dist.training.autotune`). Prints each ratio and the
 medians. The claim is a median of at most 0.6 on two ranks, or, where the floor itself
 is above 0.57, of at most 1.05 × it.
 """
@@ -23,7 +23,7 @@ import keras
 import numpy as np
 
 import keras_dist
-from keras_dist.pipeline import untuned
+from keras_dist.training.autotune import untuned
 
 CLAIM, ABOVE_FLOOR = 0.6, 1.05
 BATCH_SIZE = 128

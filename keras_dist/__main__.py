@@ -94,7 +94,7 @@ def _add_bench_collectives(commands: argparse._SubParsersAction) -> None:
 
 def _bench_collectives(options: argparse.Namespace) -> int:
     # TensorFlow takes seconds to import, which the other commands do without.
-    bench = importlib.import_module("keras_dist.bench_collectives")
+    bench = importlib.import_module("keras_dist.tools.bench_collectives")
     return bench.run(options.np, options.repetitions)
 
 

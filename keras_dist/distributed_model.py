@@ -7,14 +7,16 @@ from typing import Any
 
 import keras
 
-from keras_dist import comm, mixin, sharding, step, survey
+from keras_dist import comm, mixin, sharding
 from keras_dist.callbacks import on_this_rank, runs_on_first_rank_only
-from keras_dist.checks import check_model
 from keras_dist.fit import dist_fit
-from keras_dist.options import Options
-from keras_dist.pipeline import untuned
-from keras_dist.predictions import predict_dealt, rows_to_predict
+from keras_dist.setup import same_batches
+from keras_dist.setup.checks import check_model
+from keras_dist.setup.options import Options
 from keras_dist.sharding import is_arrays
+from keras_dist.training import step
+from keras_dist.training.autotune import untuned
+from keras_dist.training.predict import predict_dealt, rows_to_predict
 
 _ADVICE = "Start every rank with the same script, arguments and data."
 
@@ -75,8 +77,8 @@ class DistributedModel:
             if comm.size() == 1:
                 given = x, y, batch_size, verbose, sample_weight, steps, callbacks
                 return self.model.evaluate(*given, return_dict=return_dict)
-            x = comm.together(lambda: survey.opened(x))
-            split = survey.split_of({"validation": x}, options.shard)
+            x = comm.together(lambda: same_batches.opened(x))
+            split = same_batches.split_of({"validation": x}, options.shard)
             parts = x, y, sample_weight
             feed = comm.together(
                 lambda: self._feed(parts, batch_size, steps, options, split)

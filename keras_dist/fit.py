@@ -11,13 +11,14 @@ from typing import Any
 
 import keras
 
-from keras_dist import comm, optimizer, scaling, sharding, step, survey
-from keras_dist import resume as resuming
+from keras_dist import checkpoint, comm, optimizer, scaling, sharding
 from keras_dist.callbacks.learning_rate_warmup import rate_factor_of_step
-from keras_dist.job import Job, prepare
-from keras_dist.options import Options
-from keras_dist.pipeline import untuned
-from keras_dist.session import telling
+from keras_dist.setup import same_batches
+from keras_dist.setup.job import Job, prepare
+from keras_dist.setup.options import Options
+from keras_dist.training import step
+from keras_dist.training.autotune import untuned
+from keras_dist.training.session import telling
 
 _ADVICE = "Start every rank with the same script, arguments and data."
 
@@ -151,12 +152,14 @@ def dist_fit(
     comm.announce_timeline(timeline)
     with comm.within(process_set):
         given |= comm.together(
-            lambda: {n: survey.opened(given[n]) for n in ("x", "validation_data")}
+            lambda: {n: same_batches.opened(given[n]) for n in ("x", "validation_data")}
         )
         streams = {"training": given["x"], "validation": given["validation_data"]}
         seed = comm.broadcast(_seed_of_order(model))
-        kept = resuming.opened(options, callbacks, seed)
-        split = survey.split_of(streams, shard, process_set=process_set, seed=seed)
+        kept = checkpoint.opened(options, callbacks, seed)
+        split = same_batches.split_of(
+            streams, shard, process_set=process_set, seed=seed
+        )
         split = split if kept is None else kept.placed(split)
         job = comm.together(lambda: prepare(model, given, options, split))
         comm.agree(job.facts(), advice=_ADVICE)
@@ -165,7 +168,7 @@ def dist_fit(
         with comm.explained(), distributed(model, job), sharding.reading(job.feeds):
             session = step.session_of(model)
             opening = telling(session, lambda: session.is_opening)
-            keeping = resuming.keeping(kept, job)
+            keeping = checkpoint.keeping(kept, job)
             with comm.timeline(timeline), opening, keeping as arguments:
                 return model.fit(**arguments)
 

@@ -7,7 +7,7 @@ import pytest
 from launch import launch
 
 from keras_dist import __main__ as command
-from keras_dist import bench_collectives
+from keras_dist.tools import bench_collectives
 
 _LINE = re.compile(r"(\d+) (B|KiB|MiB) +([\d.]+) ms +([\d.]+) GB/s")
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import keras_dist
-from keras_dist.resume import files
-from keras_dist.resume.trees import decoded, encoded
+from keras_dist.checkpoint import files
+from keras_dist.checkpoint.trees import decoded, encoded
 
 FILES = Path(keras_dist.__file__).parent / "resume" / "files.py"
 

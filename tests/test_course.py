@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.sharding import arrays, either, rows
-from keras_dist.sharding.course import course_of
-from keras_dist.sharding.order import Order
+from keras_dist.sharding import arrays, either
+from keras_dist.sharding import arrays_rows as rows
+from keras_dist.sharding.arrays_order import Order
+from keras_dist.sharding.arrays_schedule import course_of
 
 NUM_ROWS = 23
 SIZES = ((1, 6), (2, 3), (3, 2), (2, 5))

@@ -14,7 +14,7 @@ import pytest
 from launch import ROOT, launch
 
 import keras_dist
-from keras_dist.resume import EXIT_CODE
+from keras_dist.checkpoint import EXIT_CODE
 
 NUM_ROWS = 101
 KILLS = int(os.environ.get("KILLS", "0"))
@@ -111,4 +111,4 @@ def test_another_number_of_ranks_goes_on_with_the_same_training(tmp_path):
 def test_the_exit_code_is_documented():
     """In the README, as a number."""
     assert f"exit code {EXIT_CODE}" in (ROOT / "README.md").read_text()
-    assert keras_dist.resume.EXIT_CODE == EXIT_CODE
+    assert keras_dist.checkpoint.EXIT_CODE == EXIT_CODE

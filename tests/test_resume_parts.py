@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from keras_dist import optimizer
-from keras_dist.resume.callback_states import CallbackStates
+from keras_dist.checkpoint.callback_states import CallbackStates
 from keras_dist.sharding import Place
-from keras_dist.sharding.batch_course import batch_course_of
+from keras_dist.sharding.batches_schedule import batch_course_of
 
 
 def leaf_at(updates, factor, stretch):

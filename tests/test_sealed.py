@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from keras_dist.comm.sealed import VARIABLE, seal, unseal
+from keras_dist.comm.signed import VARIABLE, seal, unseal
 
 
 class Bomb:

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.sharding import arrays, course, rows
-from keras_dist.sharding.order import Order
+from keras_dist.sharding import arrays
+from keras_dist.sharding import arrays_rows as rows
+from keras_dist.sharding import arrays_schedule as course
+from keras_dist.sharding.arrays_order import Order
 
 CASES = list(itertools.product(range(1, 5), range(1, 6), range(1, 40)))
 

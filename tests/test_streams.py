@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 from keras_dist.sharding import Split, Stream
-from keras_dist.sharding.share import share_of
-from keras_dist.sharding.streams import length_of
+from keras_dist.sharding.batches import share_of
+from keras_dist.sharding.batches_stream import length_of
 
 # Ranks, batches, and rows of the last one; the others have three.
 CASES = [(2, 1, 1), (2, 3, 1), (2, 4, 2), (3, 1, 2), (3, 4, 2), (3, 5, 1), (3, 6, 3)]

@@ -8,8 +8,8 @@ from launch import ROOT, launch
 
 from keras_dist.launch.hosts import slots
 from keras_dist.launch.rendezvous import rendezvous
-from keras_dist.watch.board import Board, board_of
-from keras_dist.watch.watchdog import EXIT_CODE
+from keras_dist.monitor.status_store import Board, board_of
+from keras_dist.monitor.watchdog import EXIT_CODE
 
 _STANDS_STILL = """
 import sys, time

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import keras_dist
 from keras_dist.comm import tensors
-from keras_dist.optimizer import sharing
+from keras_dist.optimizer import gradients as sharing
 
 arguments = common.arguments("both", "keras_dist", "alone")
 world = keras_dist.init()

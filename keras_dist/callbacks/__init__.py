@@ -1,8 +1,13 @@
 """What happens around the training loop, one callback a file."""
 
-from keras_dist.callbacks.arrange import arrange, on_this_rank
 from keras_dist.callbacks.average_statistics import AverageStatistics
 from keras_dist.callbacks.broadcast_variables import BroadcastVariables
+from keras_dist.callbacks.callback_order import arrange, on_this_rank
+from keras_dist.callbacks.first_rank_callbacks import (
+    destinations,
+    first_rank_only,
+    runs_on_first_rank_only,
+)
 from keras_dist.callbacks.learning_rate_warmup import LearningRateWarmup
 from keras_dist.callbacks.metric_average import MetricAverage
 from keras_dist.callbacks.nan_report import NanReport, NotFinite
@@ -12,11 +17,6 @@ from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy
 from keras_dist.callbacks.stop_together import StopTogether
 from keras_dist.callbacks.throughput import Throughput
 from keras_dist.callbacks.training_time import TrainingTime
-from keras_dist.callbacks.writers import (
-    destinations,
-    first_rank_only,
-    runs_on_first_rank_only,
-)
 
 __all__ = [
     "AverageStatistics",

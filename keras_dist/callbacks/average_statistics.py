@@ -5,7 +5,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import comm, optimizer, step
+from keras_dist import comm, optimizer
+from keras_dist.training import step
 
 
 class AverageStatistics(keras.callbacks.Callback):

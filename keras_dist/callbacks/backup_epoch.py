@@ -8,8 +8,8 @@ from typing import Any
 
 import keras
 
-from keras_dist import saving, step
-from keras_dist.callbacks.writers import first_rank_only
+from keras_dist.callbacks.first_rank_callbacks import first_rank_only
+from keras_dist.training import atomic_save, step
 
 # As `keras.callbacks.BackupAndRestore` calls them.
 _WEIGHTS = "latest.weights.h5"
@@ -62,10 +62,10 @@ class BackupEpoch(keras.callbacks.Callback):
 
 def _restore_metadata(folder: str) -> None:
     with contextlib.suppress(OSError):  # weights that Keras is going to refuse
-        stamp = saving.stamp_of(os.path.join(folder, _WEIGHTS))
+        stamp = atomic_save.stamp_of(os.path.join(folder, _WEIGHTS))
         path = os.path.join(folder, _METADATA)
         if stamp is not None and stamp != _metadata(path):
-            saving.replace(path, lambda part: _write(part, json.dumps(stamp)))
+            atomic_save.replace(path, lambda part: _write(part, json.dumps(stamp)))
 
 
 def _metadata(path: str) -> Any:

@@ -5,7 +5,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dist import comm, optimizer, step
+from keras_dist import comm, optimizer
+from keras_dist.training import step
 
 _GOLDEN = 0x9E3779B9  # 2³² over the golden ratio: seeds of neighbors lie far apart
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import keras
 
-from keras_dist import comm, optimizer, scaling, step
+from keras_dist import comm, optimizer, scaling
+from keras_dist.training import step
 
 
 class LearningRateWarmup(keras.callbacks.Callback):

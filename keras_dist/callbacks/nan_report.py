@@ -11,8 +11,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dist import comm, optimizer, saving, step
+from keras_dist import comm, optimizer
 from keras_dist.callbacks.nan_origin import Origin, named_arrays, origin_of
+from keras_dist.training import atomic_save, step
 
 ACTIONS = ("stop", "raise", "skip")
 
@@ -243,7 +244,7 @@ class NanReport(keras.callbacks.Callback):
         path = os.path.join(self.folder, name)
         try:
             os.makedirs(self.folder, exist_ok=True)
-            saving.replace(path, functools.partial(_write, arrays))
+            atomic_save.replace(path, functools.partial(_write, arrays))
         except OSError as error:
             return None, f" Its batch could not be kept: {error}."
         return path, ""

@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from keras_dist import step
+from keras_dist.training import step
 
 
 class NextEpoch(keras.callbacks.Callback):

@@ -4,7 +4,8 @@ from typing import Any
 
 import keras
 
-from keras_dist import comm, step
+from keras_dist import comm
+from keras_dist.training import step
 
 
 class StopTogether(keras.callbacks.Callback):

@@ -6,9 +6,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dist import comm, step
+from keras_dist import comm
 from keras_dist.callbacks.breakdown import Times, breakdown
 from keras_dist.optimizer import Stopwatch
+from keras_dist.training import step
 
 
 class Throughput(keras.callbacks.Callback):

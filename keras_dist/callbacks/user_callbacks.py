@@ -7,8 +7,9 @@ from typing import Any
 
 import keras
 
-from keras_dist import comm, step
-from keras_dist.callbacks.writers import runs_on_first_rank_only
+from keras_dist import comm
+from keras_dist.callbacks.first_rank_callbacks import runs_on_first_rank_only
+from keras_dist.training import step
 
 _TOGETHER = tuple(
     f"on_{kind}_{moment}"

@@ -23,13 +23,7 @@ from keras_dist.comm.runtime import (
     size,
     transport_name,
 )
-from keras_dist.comm.tensors import (
-    adaptive_sum,
-    gather_rows,
-    stack,
-    sum_tensors,
-    total,
-)
+from keras_dist.comm.tensors import adaptive_sum, gather_rows, stack, sum_tensors, total
 from keras_dist.comm.timeline import announce_timeline, timeline
 from keras_dist.comm.transport import explained
 from keras_dist.comm.world import World

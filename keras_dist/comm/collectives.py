@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm import runtime, transport
-from keras_dist.comm.sealed import seal, unseal
+from keras_dist.comm.signed import seal, unseal
 from keras_dist.comm.tensors import name_of
 
 # One message of a broadcast of many arrays holds at most this many bytes, so that

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from keras_dist import watch
+from keras_dist import monitor
 from keras_dist.comm import runtime, transport
 from keras_dist.comm.agreement import agree
 from keras_dist.comm.collectives import gather
@@ -48,7 +48,7 @@ def init(
     >>> init()
     World(rank=0, size=1, local_rank=0, local_size=1)
     """
-    watch.set_limit(stall_limit)
+    monitor.set_limit(stall_limit)
     sets = list(dict.fromkeys(tuple(sorted(ranks)) for ranks in process_sets))
     found = launched()
     _check(sets, found[1].size if found else 1)

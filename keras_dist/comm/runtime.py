@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from keras_dist import watch
+from keras_dist import monitor
 from keras_dist.comm import transport
 from keras_dist.comm.devices import Device, choose_device, is_unbound
 from keras_dist.comm.world import World, identity, launched
@@ -58,11 +58,11 @@ def start(*, is_divided: bool = False) -> World:
         elif _is_helper():
             _runtime.world = found[1]
         else:
-            before = watch.threads()
+            before = monitor.threads()
             _runtime.link = transport.connect(*found, is_divided=is_divided)
             world = _runtime.world = transport.world_of(_runtime.link)
-            horovods = watch.threads() - before
-            watch.start(rank=world.rank, size=world.size, without=horovods)
+            horovods = monitor.threads() - before
+            monitor.start(rank=world.rank, size=world.size, without=horovods)
     return _place()[1]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist import watch
+from keras_dist import monitor
 from keras_dist.comm.world import World
 
 _INSTALL = "keras-dist install-horovod"
@@ -209,7 +209,7 @@ def _collective(talk: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(talk)
     def told(*args: Any, name: str, **kwargs: Any) -> Any:
-        with explained(), watch.here.waiting(name):
+        with explained(), monitor.here.waiting(name):
             return talk(*args, name=name, **kwargs)
 
     return told

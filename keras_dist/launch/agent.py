@@ -14,7 +14,7 @@ from keras_dist.launch.hosts import Slot, address_towards
 from keras_dist.launch.ranks import Command, Ranks
 from keras_dist.launch.rendezvous import interface
 from keras_dist.launch.signals import stopped_by_signals
-from keras_dist.watch.board import Board, board_of
+from keras_dist.monitor.status_store import Board, board_of
 
 # What the launcher says when the ranks have to end; so does the end of its connection.
 STOP = "stop\n"

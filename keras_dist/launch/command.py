@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from keras_dist.launch.agent import serve
-from keras_dist.launch.fleet import Reach
 from keras_dist.launch.hosts import address_towards, hosts_of, is_here, slots
 from keras_dist.launch.jobs import run_command
 from keras_dist.launch.ranks import Command
-from keras_dist.watch.report import end_with
-from keras_dist.watch.watchdog import VARIABLE, limit_of
+from keras_dist.launch.remote_hosts import Reach
+from keras_dist.monitor.report import end_with
+from keras_dist.monitor.watchdog import VARIABLE, limit_of
 
 # Seconds that a rank waits for another one to connect.
 _CONNECT = "HOROVOD_GLOO_TIMEOUT_SECONDS"

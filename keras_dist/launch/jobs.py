@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from keras_dist.launch import agent, processes
 from keras_dist.launch.failures import explain, tell
-from keras_dist.launch.fleet import Fleet, Reach
 from keras_dist.launch.hosts import LOOPBACK, Slot
 from keras_dist.launch.ranks import Command, Ranks
+from keras_dist.launch.remote_hosts import Fleet, Reach
 from keras_dist.launch.rendezvous import interface, rendezvous
 from keras_dist.launch.signals import stopped_by_signals
-from keras_dist.watch.board import board_of
+from keras_dist.monitor.status_store import board_of
 
 # With which the ranks sign what they send each other.
 SECRET = "KERAS_DIST_SECRET"

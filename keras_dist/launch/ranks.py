@@ -14,7 +14,7 @@ from keras_dist.launch import processes
 from keras_dist.launch.failures import Failure, failure_of, first_of
 from keras_dist.launch.hosts import Slot
 from keras_dist.launch.output import Output
-from keras_dist.watch import record, report, stacks
+from keras_dist.monitor import record, report, stacks
 
 # Seconds in which the others, too, may say what has happened to them.
 _GRACE = 3.0

@@ -1,7 +1,7 @@
 """Metrics of all ranks: bring their state together, then take `result()`."""
 
-from keras_dist.metrics.parts import exceptions
+from keras_dist.metrics.rank_report import Seen
 from keras_dist.metrics.result import global_result
-from keras_dist.metrics.told import Seen
+from keras_dist.metrics.stateful import exceptions
 
 __all__ = ["Seen", "exceptions", "global_result"]

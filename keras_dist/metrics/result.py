@@ -9,8 +9,8 @@ import numpy as np
 
 from keras_dist import comm
 from keras_dist.metrics import states
-from keras_dist.metrics.parts import is_plain, merges, parts_of
-from keras_dist.metrics.told import Seen, Told, arrays_of, check, on_host, tell
+from keras_dist.metrics.rank_report import Seen, Told, arrays_of, check, on_host, tell
+from keras_dist.metrics.stateful import is_plain, merges, parts_of
 
 
 def global_result(

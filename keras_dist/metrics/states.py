@@ -8,8 +8,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.metrics.parts import rule_of
-from keras_dist.metrics.told import Seen
+from keras_dist.metrics.rank_report import Seen
+from keras_dist.metrics.stateful import rule_of
 
 
 def of_all_ranks(

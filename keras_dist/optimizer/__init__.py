@@ -19,14 +19,11 @@ from keras_dist.optimizer.averaging import (
     unwatch,
     watch,
 )
+from keras_dist.optimizer.gradients import share_gradients
 from keras_dist.optimizer.guard import Guard, Hit, guarded, watched_by
-from keras_dist.optimizer.local_steps import (
-    after_update,
-    goes_alone,
-    unite_replicas,
-)
+from keras_dist.optimizer.local_steps import after_update, goes_alone, unite_replicas
+from keras_dist.optimizer.nested import leaves, optimizers_of, parts
 from keras_dist.optimizer.options import Averaging, check_usable, every_of
-from keras_dist.optimizer.parts import leaves, optimizers_of, parts
 from keras_dist.optimizer.rate import (
     effective_rate,
     go_on,
@@ -35,15 +32,14 @@ from keras_dist.optimizer.rate import (
     schedule_of,
     unscale_rate,
 )
-from keras_dist.optimizer.sharing import share_gradients
-from keras_dist.optimizer.stopwatch import Stopwatch, timed_by
-from keras_dist.optimizer.weights import (
+from keras_dist.optimizer.row_weights import (
     is_loss_weighed,
     rows_now,
     share_now,
     weighted_by,
 )
-from keras_dist.optimizer.wishes import carrying
+from keras_dist.optimizer.stop_request import carrying
+from keras_dist.optimizer.stopwatch import Stopwatch, timed_by
 
 __all__ = [
     "Averaging",

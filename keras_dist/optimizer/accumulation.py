@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.optimizer.parts import leaves
+from keras_dist.optimizer.nested import leaves
 
 
 def accumulates(optimizer: Any) -> bool:

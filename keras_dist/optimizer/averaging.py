@@ -11,11 +11,11 @@ from typing import Any
 import keras
 
 from keras_dist import comm, mixin
+from keras_dist.optimizer.gradients import State, share_gradients, weigh_loss
 from keras_dist.optimizer.guard import guarded
 from keras_dist.optimizer.local_steps import after_update, goes_alone
+from keras_dist.optimizer.nested import optimizers_of, parts
 from keras_dist.optimizer.options import Averaging, check_usable
-from keras_dist.optimizer.parts import optimizers_of, parts
-from keras_dist.optimizer.sharing import State, share_gradients, weigh_loss
 
 # Where `apply` leaves its gradients while a step is only recorded.
 _record: ContextVar["list[Recorded] | None"] = ContextVar("record", default=None)

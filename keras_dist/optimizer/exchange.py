@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.optimizer import sparse, wishes
+from keras_dist.optimizer import sparse, stop_request
 from keras_dist.optimizer.options import Averaging
 
 
@@ -104,7 +104,7 @@ def _dense_sums(
         ]
         return sums, weight * comm.size(), []
     is_mean = options.op == "average"
-    wish = wishes.own_wish(wire)
+    wish = stop_request.own_wish(wire)
     if options.compression and wire == tf.float32 and dense:
         flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in dense], axis=0)
         vector, total, heard = comm.sum_compressed(
@@ -115,7 +115,7 @@ def _dense_sums(
             is_mean=is_mean,
             extra=wish[0] if wish else 0.0,
         )
-        wishes.hear(heard)
+        stop_request.hear(heard)
         parts = tf.split(vector, [tensor.shape.num_elements() for tensor in dense])
         sums = [tf.reshape(p, t.shape) for p, t in zip(parts, dense, strict=True)]
         return sums, total, comm.sum_tensors(counts, name=f"{name}.counts", dtype=wire)
@@ -125,7 +125,7 @@ def _dense_sums(
     )
     sums, total, *everything = everything[: len(dense)], *everything[len(dense) :]
     if wish:
-        wishes.hear(everything.pop(0))
+        stop_request.hear(everything.pop(0))
     if is_mean:
         sums = [summed / total for summed in sums]
     return sums, total, everything

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.optimizer.parts import parts
+from keras_dist.optimizer.nested import parts
 
 # What watches the model that is trained. Set around a train step, read when the step
 # is traced.

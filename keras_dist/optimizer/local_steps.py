@@ -7,9 +7,9 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.optimizer import wishes
-from keras_dist.optimizer.parts import leaves, optimizers_of
-from keras_dist.optimizer.weights import rows_now
+from keras_dist.optimizer import stop_request
+from keras_dist.optimizer.nested import leaves, optimizers_of
+from keras_dist.optimizer.row_weights import rows_now
 
 
 @dataclass
@@ -82,12 +82,12 @@ def _average(optimizer: Any) -> Any:
     """The mean of all ranks' weights by their rows, moved by the outer momentum."""
     state, course = optimizer._averaging, optimizer._averaging.course
     name = f"keras_dist.weights.{state.number}"
-    wish = wishes.own_wish(tf.float64)
+    wish = stop_request.own_wish(tf.float64)
     total, *heard = comm.sum_tensors(
         [course.rows.read_value(), *wish], name=f"{name}.rows", dtype=tf.float64
     )
     if heard:
-        wishes.hear(heard[0])
+        stop_request.hear(heard[0])
     weights = _weights(optimizer)
     share = course.rows.read_value() / total
     means = _sums_of_shares([weight.value for weight in weights], share, name)

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from keras_dist import mixin
-from keras_dist.optimizer.parts import leaves
+from keras_dist.optimizer.nested import leaves
 
 
 @dataclass

@@ -1,10 +1,10 @@
 """Which rows each rank reads, and the data made of them."""
 
 from keras_dist.sharding.arrays import is_arrays
-from keras_dist.sharding.course import Course, Place, either
+from keras_dist.sharding.arrays_schedule import Course, Place, either
+from keras_dist.sharding.batches import own_error, reading
+from keras_dist.sharding.batches_stream import Stream, is_stream
 from keras_dist.sharding.feed import Feed, Split, Talk
-from keras_dist.sharding.share import own_error, reading
-from keras_dist.sharding.streams import Stream, is_stream
 from keras_dist.sharding.training import training_feed
 from keras_dist.sharding.validation import hold_out, validation_feed
 

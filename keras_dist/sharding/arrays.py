@@ -7,10 +7,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.sharding.dealing import of_length, unsharded
-from keras_dist.sharding.order import Order
-from keras_dist.sharding.reading import reader_of
-from keras_dist.sharding.rows import shard_rows
+from keras_dist.sharding.arrays_order import Order
+from keras_dist.sharding.arrays_reader import reader_of
+from keras_dist.sharding.arrays_rows import shard_rows
+from keras_dist.sharding.batches_known_length import of_length, unsharded
 
 _UNEVEN = (tf.RaggedTensor, tf.SparseTensor)
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from keras_dist.sharding.batch_course import BatchCourse
-from keras_dist.sharding.course import Course, Place
+from keras_dist.sharding.arrays_schedule import Course, Place
+from keras_dist.sharding.batches_schedule import BatchCourse
 
 # What Keras takes where nobody says otherwise.
 KERAS_BATCH_SIZE = 32

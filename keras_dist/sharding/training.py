@@ -17,18 +17,18 @@ from keras_dist.sharding.arrays import (
     is_arrays,
     is_ragged_or_sparse,
 )
-from keras_dist.sharding.course import course_of
-from keras_dist.sharding.feed import KERAS_BATCH_SIZE, Feed, Split
-from keras_dist.sharding.order import Order, batches_at
-from keras_dist.sharding.rows import (
+from keras_dist.sharding.arrays_order import Order, batches_at
+from keras_dist.sharding.arrays_rows import (
     left_out_rows,
     rows_of_rank,
     rows_of_step,
     steps_of_rows,
 )
-from keras_dist.sharding.sequence import DealtSequence
-from keras_dist.sharding.share import Share, finite, kind_of, share_of, steps_of
-from keras_dist.sharding.streams import Stream
+from keras_dist.sharding.arrays_schedule import course_of
+from keras_dist.sharding.batches import Share, finite, kind_of, share_of, steps_of
+from keras_dist.sharding.batches_sequence import DealtSequence
+from keras_dist.sharding.batches_stream import Stream
+from keras_dist.sharding.feed import KERAS_BATCH_SIZE, Feed, Split
 
 
 def training_feed(

@@ -13,9 +13,9 @@ from keras_dist.sharding.arrays import (
     is_arrays,
     split_validation,
 )
+from keras_dist.sharding.batches import finite, kind_of, share_of, steps_of
+from keras_dist.sharding.batches_stream import Stream
 from keras_dist.sharding.feed import KERAS_BATCH_SIZE, Feed, Split
-from keras_dist.sharding.share import finite, kind_of, share_of, steps_of
-from keras_dist.sharding.streams import Stream
 
 
 def hold_out(

@@ -7,7 +7,7 @@ from claims import assert_equal_to_the_bit, largest_difference
 
 import keras_dist
 from keras_dist import mixin
-from keras_dist.batch_norm import GlobalMoments
+from keras_dist.training.batch_norm import GlobalMoments
 
 pytestmark = pytest.mark.several_ranks
 

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import keras_dist
-from keras_dist.pipeline import untuned
+from keras_dist.training.autotune import untuned
 
 X = np.arange(48, dtype=np.float32).reshape(24, 2) / 48
 Y = X.sum(axis=1, keepdims=True)

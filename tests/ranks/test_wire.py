@@ -11,7 +11,7 @@ from models import SUBJECTS
 import keras_dist
 from keras_dist import comm
 from keras_dist.comm import transport
-from keras_dist.optimizer import sharing
+from keras_dist.optimizer import gradients as sharing
 
 pytestmark = pytest.mark.several_ranks
 

@@ -16,8 +16,8 @@ from keras_dist.optimizer.accumulation import (
 from keras_dist.optimizer.exchange import exchange
 from keras_dist.optimizer.local_steps import Course, before_update, goes_alone
 from keras_dist.optimizer.options import Averaging
+from keras_dist.optimizer.row_weights import is_weighed, rows_now, share_now, weigh
 from keras_dist.optimizer.stopwatch import begin_talk, end_talk
-from keras_dist.optimizer.weights import is_weighed, rows_now, share_now, weigh
 
 
 @dataclass

@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from keras_dist import watch
+from keras_dist import monitor
 
 
 class Whereabouts(keras.callbacks.Callback):
@@ -15,25 +15,25 @@ class Whereabouts(keras.callbacks.Callback):
     """
 
     def on_train_begin(self, logs: Any = None) -> None:
-        watch.here.enter("begin", epoch=0)
+        monitor.here.enter("begin", epoch=0)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        watch.here.enter("begin", epoch=epoch)
+        monitor.here.enter("begin", epoch=epoch)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        watch.here.enter("step", step=batch)
+        monitor.here.enter("step", step=batch)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        watch.here.enter("test")
+        monitor.here.enter("test")
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-        watch.here.enter("test", step=batch)
+        monitor.here.enter("test", step=batch)
 
     def on_test_end(self, logs: Any = None) -> None:
-        watch.here.enter("end")
+        monitor.here.enter("end")
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        watch.here.enter("end")
+        monitor.here.enter("end")
 
     def on_train_end(self, logs: Any = None) -> None:
-        watch.here.enter("")
+        monitor.here.enter("")

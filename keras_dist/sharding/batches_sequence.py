@@ -6,10 +6,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dist.sharding.batch_course import BatchCourse, batch_course_of
-from keras_dist.sharding.dealing import rows_of_batches
+from keras_dist.sharding.batches_known_length import rows_of_batches
+from keras_dist.sharding.batches_schedule import BatchCourse, batch_course_of
+from keras_dist.sharding.batches_stream import Stream, fingerprint_of, num_rows
 from keras_dist.sharding.feed import Split
-from keras_dist.sharding.streams import Stream, fingerprint_of, num_rows
 
 
 class DealtSequence(keras.utils.PyDataset):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.resume.trees import decoded, encoded
+from keras_dist.checkpoint.trees import decoded, encoded
 
 
 def collected() -> dict[str, Any]:

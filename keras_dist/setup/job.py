@@ -4,9 +4,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from keras_dist import callbacks as ours
-from keras_dist import comm, description, metrics, optimizer, plan, scaling, sharding
-from keras_dist.checks import check_local_layers, check_model
-from keras_dist.options import Options
+from keras_dist import comm, metrics, optimizer, plan, scaling, sharding
+from keras_dist.setup import describe
+from keras_dist.setup.checks import check_local_layers, check_model
+from keras_dist.setup.options import Options
 from keras_dist.version import __version__
 
 
@@ -116,9 +117,9 @@ def prepare(
             hosts=-(-world.size // world.local_size),
             device=str(comm.device()),
             transport=comm.transport_name(),
-            training=description.rows_of(training, options.steps_scaling),
-            validation=description.rows_of(validation, rule) if validation else None,
-            rates=description.rates_of(model, options, factor, stretch),
+            training=describe.rows_of(training, options.steps_scaling),
+            validation=describe.rows_of(validation, rule) if validation else None,
+            rates=describe.rates_of(model, options, factor, stretch),
             is_compiled=bool(model.jit_compile),
             writers=ours.destinations(callbacks),
             metrics=metrics.exceptions(model.metrics),

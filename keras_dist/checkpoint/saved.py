@@ -9,8 +9,8 @@ from typing import Any
 import keras
 
 from keras_dist import comm, sharding
-from keras_dist.options import Options
-from keras_dist.resume.files import DamagedError, Folder
+from keras_dist.checkpoint.files import DamagedError, Folder
+from keras_dist.setup.options import Options
 from keras_dist.version import __version__
 
 _ADVICE = "Start every rank with the same arguments."

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.sharding.streams import num_rows
+from keras_dist.sharding.batches_stream import num_rows
 
 
 def deal_dataset(

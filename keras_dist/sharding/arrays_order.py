@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.sharding.course import Course, either
+from keras_dist.sharding.arrays_schedule import Course, either
 from keras_dist.sharding.feed import Split
 
 

@@ -3,7 +3,7 @@
 import threading
 from typing import Any
 
-from keras_dist.resume.files import Folder
+from keras_dist.checkpoint.files import Folder
 
 
 class Writer:

@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import optimizer
-from keras_dist.pipeline import plain_strategy
+from keras_dist.training.autotune import plain_strategy
 
 
 def check_model(model: Any, *, is_compiled: bool = True) -> None:

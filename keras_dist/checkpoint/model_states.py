@@ -8,12 +8,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist import comm, optimizer, step
+from keras_dist import comm, optimizer
 from keras_dist.callbacks.average_statistics import variables_by_rule
+from keras_dist.checkpoint.trees import digest_of
 from keras_dist.metrics import states
-from keras_dist.metrics.parts import merges, parts_of, rule_of
-from keras_dist.metrics.told import Seen
-from keras_dist.resume.trees import digest_of
+from keras_dist.metrics.rank_report import Seen
+from keras_dist.metrics.stateful import merges, parts_of, rule_of
+from keras_dist.training import step
 
 
 def variables_of(model: Any) -> list[Any]:

@@ -5,15 +5,16 @@ from typing import Any, NoReturn
 
 import keras
 
-from keras_dist import building, comm, optimizer, sharding, step
+from keras_dist import comm, optimizer, sharding
 from keras_dist.callbacks import BroadcastVariables
-from keras_dist.job import Job
-from keras_dist.resume import model_states, random_states
-from keras_dist.resume.callback_states import CallbackStates
-from keras_dist.resume.saved import Resume, Saved
-from keras_dist.resume.trees import decoded, digest_of
-from keras_dist.resume.wishes import Wishes
-from keras_dist.resume.writer import Writer
+from keras_dist.checkpoint import model_states, random_states
+from keras_dist.checkpoint.callback_states import CallbackStates
+from keras_dist.checkpoint.save_request import Wishes
+from keras_dist.checkpoint.saved import Resume, Saved
+from keras_dist.checkpoint.trees import decoded, digest_of
+from keras_dist.checkpoint.writer import Writer
+from keras_dist.setup.job import Job
+from keras_dist.training import build, step
 
 # What a process exits with that was asked to end and has saved: EX_TEMPFAIL of
 # sysexits.h, "try again".
@@ -246,7 +247,7 @@ class Saver(keras.callbacks.Callback):
                     "from, to restore it. Received: a model that is not built. Build "
                     "it before, for example by an `Input` as its first layer."
                 )
-            building.build(self.model, next(iter(self._feed.arguments["x"])))
+            build.build(self.model, next(iter(self._feed.arguments["x"])))
         for found in optimizer.optimizers_of(self.model):
             if not found.built:
                 found.build(self.model.trainable_variables)

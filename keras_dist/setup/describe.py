@@ -5,7 +5,7 @@ from typing import Any
 import keras
 
 from keras_dist import optimizer, plan, sharding
-from keras_dist.options import Options
+from keras_dist.setup.options import Options
 
 
 def rows_of(feed: sharding.Feed, rule: Any) -> plan.Rows:

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.sharding.rows import left_out_rows, rows_of_step, steps_of_rows
+from keras_dist.sharding.arrays_rows import left_out_rows, rows_of_step, steps_of_rows
 
 
 @dataclass(frozen=True)

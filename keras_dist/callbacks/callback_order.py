@@ -11,16 +11,16 @@ from keras_dist.callbacks.average_statistics import AverageStatistics
 from keras_dist.callbacks.backup_epoch import BackupEpoch
 from keras_dist.callbacks.broadcast_variables import BroadcastVariables
 from keras_dist.callbacks.effective_rate import EffectiveRate
+from keras_dist.callbacks.first_rank_callbacks import runs_on_first_rank_only
 from keras_dist.callbacks.metric_average import MetricAverage
 from keras_dist.callbacks.nan_report import NanReport
+from keras_dist.callbacks.progress import Whereabouts
 from keras_dist.callbacks.replica_check import ReplicaCheck
 from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy
 from keras_dist.callbacks.stop_together import StopTogether
 from keras_dist.callbacks.throughput import Throughput
 from keras_dist.callbacks.training_time import TrainingTime
 from keras_dist.callbacks.user_callbacks import UserCallbacks
-from keras_dist.callbacks.whereabouts import Whereabouts
-from keras_dist.callbacks.writers import runs_on_first_rank_only
 
 # Ours that change logs or state come before the user's callbacks, which read them;
 # ours that act on what the others did come after.

@@ -8,7 +8,7 @@ import keras
 
 from keras_dist import comm
 from keras_dist.callbacks import runs_on_first_rank_only
-from keras_dist.resume.trees import decoded, digest_of, encoded
+from keras_dist.checkpoint.trees import decoded, digest_of, encoded
 
 # Keras turns the sign of `min_delta` when it finds out whether less is better, and
 # would turn it again.

@@ -6,7 +6,8 @@ import time
 from types import FrameType
 from typing import Any, NamedTuple
 
-from keras_dist import comm, step
+from keras_dist import comm
+from keras_dist.training import step
 
 
 class Heard(NamedTuple):

@@ -6,8 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.sharding.course import Place
-from keras_dist.sharding.dealing import of_length, unsharded
+from keras_dist.sharding.arrays_schedule import Place
+from keras_dist.sharding.batches_known_length import of_length, unsharded
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from keras_dist.watch import record, report, stacks, usage
-from keras_dist.watch.board import Board, board_of
+from keras_dist.monitor import record, report, stacks, usage
+from keras_dist.monitor.status_store import Board, board_of
 
 VARIABLE = "KERAS_DIST_STALL_SECONDS"
 DEFAULT_LIMIT = 120.0
@@ -90,7 +90,7 @@ class Watchdog(threading.Thread):
         without: Collection[int],
         board: Board | None,
     ) -> None:
-        super().__init__(name="keras_dist.watch", daemon=True)
+        super().__init__(name="keras_dist.monitor", daemon=True)
         self._rank, self._size, self._limit, self._board = rank, size, limit, board
         self._without = set(without)
         self._tick = min(max(limit / 12, 0.2), 5.0)

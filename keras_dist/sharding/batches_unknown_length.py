@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.sharding.dealing import rows_of_batches
+from keras_dist.sharding.batches_known_length import rows_of_batches
+from keras_dist.sharding.batches_stream import Stream, num_rows, standardized
 from keras_dist.sharding.feed import Split
-from keras_dist.sharding.streams import Stream, num_rows, standardized
 
 _MORE, _END, _ERROR = 0, 1, 2**20
 

@@ -8,12 +8,12 @@ from typing import Any
 import keras
 
 from keras_dist import comm
-from keras_dist.job import Job
-from keras_dist.resume.callback_states import with_history
-from keras_dist.resume.saved import Resume, opened
-from keras_dist.resume.saver import EXIT_CODE, Saver, saves_within_epochs
-from keras_dist.resume.wishes import Wishes
-from keras_dist.resume.writer import Writer
+from keras_dist.checkpoint.callback_states import with_history
+from keras_dist.checkpoint.save_request import Wishes
+from keras_dist.checkpoint.saved import Resume, opened
+from keras_dist.checkpoint.saver import EXIT_CODE, Saver, saves_within_epochs
+from keras_dist.checkpoint.writer import Writer
+from keras_dist.setup.job import Job
 
 __all__ = ["EXIT_CODE", "Resume", "keeping", "opened"]
 

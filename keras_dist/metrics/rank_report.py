@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dist.metrics.parts import is_plain, merges, rule_of
+from keras_dist.metrics.stateful import is_plain, merges, rule_of
 
 _ADVICE = "Compile and track the same metrics on every rank."
 

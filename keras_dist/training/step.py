@@ -8,8 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import batch_norm, building, comm, losses, metrics, mixin, saving
-from keras_dist.halves import Halves
+from keras_dist import comm, metrics, mixin
 from keras_dist.optimizer import (
     averages_by_rows,
     carrying,
@@ -17,7 +16,9 @@ from keras_dist.optimizer import (
     watched_by,
     weighted_by,
 )
-from keras_dist.session import Session, telling
+from keras_dist.training import atomic_save, batch_norm, build, losses
+from keras_dist.training.session import Session, telling
+from keras_dist.training.xla_step import Halves
 
 
 def install(model: Any) -> Session:
@@ -90,7 +91,7 @@ def session_of(model: Any) -> Session:
     return model._distributed_session
 
 
-class DistributedStep(saving.SavesWhole):
+class DistributedStep(atomic_save.SavesWhole):
     """Mixin for a model: what Keras's own loop calls, on many ranks."""
 
     _distributed_session: Session
@@ -221,8 +222,8 @@ def _start(model: Any, data: Any) -> None:
     # Outside of the graph that is being traced, so that it happens once, now.
     with tf.init_scope(), _inside_step(session):
         is_first = session.builds_first or not _is_plain(session)
-        if is_first or building.has_parts(model):
-            comm.together(lambda: building.build(model, data))
+        if is_first or build.has_parts(model):
+            comm.together(lambda: build.build(model, data))
         batch_norm.synchronize(model)
         for hook in session.before_first_step:
             hook()

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist.resume.files import packed
+from keras_dist.checkpoint.files import packed
 
 _PLAIN = (type(None), bool, int, float, str)
 

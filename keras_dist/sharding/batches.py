@@ -11,21 +11,21 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.sharding.batch_course import (
-    BatchCourse,
-    batch_course_of,
-    rest_and_whole,
-)
-from keras_dist.sharding.dealing import (
+from keras_dist.sharding.batches_known_length import (
     deal_dataset,
     known_rows_left,
     rows_of_batches,
     unsharded,
 )
+from keras_dist.sharding.batches_schedule import (
+    BatchCourse,
+    batch_course_of,
+    rest_and_whole,
+)
+from keras_dist.sharding.batches_sequence import DealtSequence
+from keras_dist.sharding.batches_stream import Stream, standardized
+from keras_dist.sharding.batches_unknown_length import Rounds
 from keras_dist.sharding.feed import Feed, Split
-from keras_dist.sharding.rounds import Rounds
-from keras_dist.sharding.sequence import DealtSequence
-from keras_dist.sharding.streams import Stream, standardized
 
 
 @dataclass(frozen=True)

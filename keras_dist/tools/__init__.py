@@ -1,0 +1,1 @@
+"""Commands that nothing else imports."""

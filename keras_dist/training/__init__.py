@@ -1,0 +1,1 @@
+"""What a model does in a step, an evaluation and a prediction."""

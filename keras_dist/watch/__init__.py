@@ -1,7 +1,0 @@
-"""See to it that nobody waits for ever, and that the first failure is seen."""
-
-from keras_dist.watch.record import here
-from keras_dist.watch.usage import threads
-from keras_dist.watch.watchdog import EXIT_CODE, limit_of, set_limit, start
-
-__all__ = ["EXIT_CODE", "here", "limit_of", "set_limit", "start", "threads"]
