@@ -6,9 +6,9 @@ Two ranks take turns at three ways to evaluate the same rows:
 `DistributedModel.evaluate` on both; plain Keras on the first one alone, while the other
 waits; and the floor, what the machine allows: plain Keras on both, each on half of the
 rows, without talking. Here plain Keras, too, reads its data without TensorFlow's tuning
-thread, for which it would wait (`keras_dist.training.autotune`). Prints each ratio and the
-medians. The claim is a median of at most 0.6 on two ranks, or, where the floor itself
-is above 0.57, of at most 1.05 × it.
+thread, for which it would wait (`keras_dist.training.autotune`). Prints each ratio
+and the medians. The claim is a median of at most 0.6 on two ranks, or, where the floor
+itself is above 0.57, of at most 1.05 × it.
 """
 
 import argparse

@@ -16,7 +16,7 @@ from keras_dist.setup.options import Options
 from keras_dist.sharding import is_arrays
 from keras_dist.training import step
 from keras_dist.training.autotune import untuned
-from keras_dist.training.predict import predict_dealt, rows_to_predict
+from keras_dist.training.predict import predict_sharded, rows_to_predict
 
 _ADVICE = "Start every rank with the same script, arguments and data."
 
@@ -77,11 +77,11 @@ class DistributedModel:
             if comm.size() == 1:
                 given = x, y, batch_size, verbose, sample_weight, steps, callbacks
                 return self.model.evaluate(*given, return_dict=return_dict)
-            x = comm.together(lambda: same_batches.opened(x))
+            x = comm.run_on_all(lambda: same_batches.opened(x))
             split = same_batches.split_of({"validation": x}, options.shard)
-            parts = x, y, sample_weight
-            feed = comm.together(
-                lambda: self._feed(parts, batch_size, steps, options, split)
+            pieces = x, y, sample_weight
+            feed = comm.run_on_all(
+                lambda: self._feed(pieces, batch_size, steps, options, split)
             )
             comm.agree(feed.facts, advice=_ADVICE)
             is_of_all = _evaluating(self.model, feed)
@@ -98,16 +98,16 @@ class DistributedModel:
 
     def _feed(
         self,
-        parts: Any,
+        pieces: Any,
         batch_size: int | None,
         steps: int | None,
         options: Options,
         split: sharding.Split,
     ) -> sharding.Feed:
         check_model(self.model)
-        x, y, sample_weight = parts
+        x, y, sample_weight = pieces
         return sharding.validation_feed(
-            x if y is None and sample_weight is None else parts,
+            x if y is None and sample_weight is None else pieces,
             batch_size=batch_size,
             steps=steps,
             steps_rule=options.validation_steps_scaling,
@@ -160,11 +160,11 @@ class DistributedModel:
         with comm.within(options.process_set), untuned(self.model):
             if comm.size() == 1 or options.shard == "none" or not is_arrays(x):
                 return self.model.predict(x, steps=steps, **arguments)
-            arrays = comm.together(
+            arrays = comm.run_on_all(
                 lambda: rows_to_predict(x, batch_size=batch_size, steps=steps)
             )
             local = {id(w) for layer in options.local_layers for w in layer.weights}
-            return predict_dealt(
+            return predict_sharded(
                 arrays,
                 lambda rows: self.model.predict(rows, **arguments),
                 lambda: [w for w in self.model.weights if id(w) not in local],

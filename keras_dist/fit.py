@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 import os
 import random
 import sys
@@ -14,11 +13,12 @@ import keras
 from keras_dist import checkpoint, comm, optimizer, scaling, sharding
 from keras_dist.callbacks.learning_rate_warmup import rate_factor_of_step
 from keras_dist.setup import same_batches
+from keras_dist.setup.arguments import KerasArguments
 from keras_dist.setup.job import Job, prepare
 from keras_dist.setup.options import Options
 from keras_dist.training import step
 from keras_dist.training.autotune import untuned
-from keras_dist.training.session import telling
+from keras_dist.training.session import raising_on_all
 
 _ADVICE = "Start every rank with the same script, arguments and data."
 
@@ -130,7 +130,24 @@ def dist_fit(
     >>> sorted(history.history)
     ['loss', 'rows_per_second']
     """
-    given = {name: value for name, value in locals().items() if name in _FIT_ARGUMENTS}
+    given = KerasArguments(
+        x=x,
+        y=y,
+        batch_size=batch_size,
+        epochs=epochs,
+        verbose=verbose,
+        callbacks=callbacks,
+        validation_split=validation_split,
+        validation_data=validation_data,
+        shuffle=shuffle,
+        class_weight=class_weight,
+        sample_weight=sample_weight,
+        initial_epoch=initial_epoch,
+        steps_per_epoch=steps_per_epoch,
+        validation_steps=validation_steps,
+        validation_batch_size=validation_batch_size,
+        validation_freq=validation_freq,
+    )
     options = Options(
         lr_scaling=lr_scaling,
         warmup_epochs=warmup_epochs,
@@ -149,27 +166,33 @@ def dist_fit(
         save_steps=save_steps,
         save_seconds=save_seconds,
     )
-    comm.announce_timeline(timeline)
-    with comm.within(process_set):
-        given |= comm.together(
-            lambda: {n: same_batches.opened(given[n]) for n in ("x", "validation_data")}
-        )
-        streams = {"training": given["x"], "validation": given["validation_data"]}
+    return _train(model, given, options)
+
+
+def _train(
+    model: Any, given: KerasArguments, options: Options
+) -> keras.callbacks.History:
+    comm.announce_timeline(options.timeline)
+    with comm.within(options.process_set):
+        given = comm.run_on_all(lambda: same_batches.opened_arguments(given))
         seed = comm.broadcast(_seed_of_order(model))
-        kept = checkpoint.opened(options, callbacks, seed)
+        resumed = checkpoint.opened(options, given.callbacks, seed)
         split = same_batches.split_of(
-            streams, shard, process_set=process_set, seed=seed
+            {"training": given.x, "validation": given.validation_data},
+            options.shard,
+            process_set=options.process_set,
+            seed=seed,
         )
-        split = split if kept is None else kept.placed(split)
-        job = comm.together(lambda: prepare(model, given, options, split))
+        split = split if resumed is None else resumed.placed(split)
+        job = comm.run_on_all(lambda: prepare(model, given, options, split))
         comm.agree(job.facts(), advice=_ADVICE)
-        if comm.rank() == 0 and verbose != 0:
+        if comm.rank() == 0 and given.verbose != 0:
             _print(str(job.plan))
         with comm.explained(), distributed(model, job), sharding.reading(job.feeds):
             session = step.session_of(model)
-            opening = telling(session, lambda: session.is_opening)
-            keeping = checkpoint.keeping(kept, job)
-            with comm.timeline(timeline), opening, keeping as arguments:
+            opening = raising_on_all(session, lambda: session.is_opening)
+            saving = checkpoint.saving(resumed, job)
+            with comm.timeline(options.timeline), opening, saving as arguments:
                 return model.fit(**arguments)
 
 
@@ -189,9 +212,6 @@ def _print(text: str) -> None:
     # A terminal that knows no box characters must not end the training.
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     print(text.encode(encoding, "replace").decode(encoding), flush=True)
-
-
-_FIT_ARGUMENTS = tuple(inspect.signature(keras.Model.fit).parameters)[1:]
 
 
 @contextlib.contextmanager
@@ -218,6 +238,6 @@ def distributed(model: Any, job: Job) -> Iterator[None]:
 
 def _scale_rates(model: Any, job: Job) -> None:
     factor = rate_factor_of_step(full=job.factor, warmup_steps=job.warmup_steps)
-    if factor is not None or job.stretch > 1:
+    if factor is not None or job.step_multiplier > 1:
         for found in optimizer.optimizers_of(model):
-            optimizer.scale_rate(found, factor, stretch=job.stretch)
+            optimizer.scale_rate(found, factor, step_multiplier=job.step_multiplier)

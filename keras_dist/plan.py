@@ -41,7 +41,7 @@ class Rate:
         rule: The rule that gave the factor, as text.
         factor: The full factor.
         warmup_epochs: Epochs until the full factor.
-        stretch: A schedule is read at step × this.
+        step_multiplier: A schedule is read at step × this.
         is_schedule: Whether the rate is a function of the step.
     """
 
@@ -50,7 +50,7 @@ class Rate:
     rule: str
     factor: float
     warmup_epochs: float = 0
-    stretch: int = 1
+    step_multiplier: int = 1
     is_schedule: bool = False
 
 
@@ -72,7 +72,7 @@ class Plan:
     validation: Rows | None
     rates: tuple[Rate, ...]
     is_compiled: bool
-    writers: tuple[tuple[str, str], ...]
+    outputs: tuple[tuple[str, str], ...]
     metrics: tuple[tuple[str, str], ...] = ()
     every: int = 1
 
@@ -85,8 +85,8 @@ class Plan:
             lines.append(("averaging", f"of the weights, every {self.every:,} steps"))
         batch = self.training.batch_size
         if batch is not None:
-            together = f" per rank, {batch * self.size:,} global"
-            lines.append(("batch", f"{batch:,} rows" + together * (self.size > 1)))
+            per_rank = f" per rank, {batch * self.size:,} global"
+            lines.append(("batch", f"{batch:,} rows" + per_rank * (self.size > 1)))
         else:
             lines.append(("batch", "as the data comes, per rank"))
         lines.append(("data", self.training.kind))
@@ -105,8 +105,8 @@ class Plan:
             if self.metrics:
                 rules = [f"{name}: {rule}" for name, rule in self.metrics]
                 lines.append(("metrics", "; ".join([*rules, "all others summed"])))
-            for name, place in self.writers:
-                lines.append(("first rank", f"{name} → {place}"))
+            for name, output in self.outputs:
+                lines.append(("first rank", f"{name} → {output}"))
         return lines
 
     def __str__(self) -> str:
@@ -114,8 +114,8 @@ class Plan:
         label_width = max(len(label) for label, _ in self.lines())
         body = []
         for label, text in self.lines():
-            for place, piece in enumerate(_wrap(text, _WIDTH - label_width - 6)):
-                left = label if place == 0 else ""
+            for output, piece in enumerate(_wrap(text, _WIDTH - label_width - 6)):
+                left = label if output == 0 else ""
                 body.append(f"{left:<{label_width}}  {piece}")
         return "\n".join(
             ["╭" + title + "─" * (_WIDTH - len(title) - 2) + "╮"]
@@ -181,8 +181,8 @@ def _texts(rate: Rate) -> list[str]:
         if rate.factor == 1
         else f"{rate.before} → {rate.after} ({rate.rule}{warmup})"
     )
-    if rate.is_schedule and rate.stretch > 1:
-        return [change, f"schedule read at step × {rate.stretch}"]
+    if rate.is_schedule and rate.step_multiplier > 1:
+        return [change, f"schedule read at step × {rate.step_multiplier}"]
     return [change]
 
 

@@ -129,7 +129,7 @@ def scaled_steps(
     return int(result)
 
 
-def stretch(rule: StepsRule, *, size: int) -> int:
+def step_multiplier(rule: StepsRule, *, size: int) -> int:
     """How many steps of one process one step of `size` ranks stands for.
 
     A `LearningRateSchedule` counts steps. Where an epoch is divided among the ranks

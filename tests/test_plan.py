@@ -25,13 +25,13 @@ PLAN = plan.Plan(
     validation=plan.Rows("arrays, dealt row by row", 64, 10000, 2500, 0, 157, 40),
     rates=(plan.Rate("0.1", "0.4", "linear: × 4", 4.0, 5),),
     is_compiled=False,
-    writers=(("CSVLogger", "logs/log.csv"),),
+    outputs=(("CSVLogger", "logs/log.csv"),),
     metrics=(("largest", "by its own merge_states"),),
 )
 
 
 def test_the_box_says_everything():
-    """Ranks, transport, batches, rows, steps, rates, writers; before and after."""
+    """Ranks, transport, batches, rows, steps, rates, outputs; before and after."""
     box = str(PLAN)
     for text in (
         "keras_dist 1.2.3",
@@ -50,7 +50,7 @@ def test_the_box_says_everything():
 def test_every_line_of_the_box_is_as_wide():
     """Also with a path that is longer than the box, of which nothing is lost."""
     path = "/very/long/" + "path/" * 40 + "end.csv"
-    long = dataclasses.replace(PLAN, writers=(("CSVLogger", path),))
+    long = dataclasses.replace(PLAN, outputs=(("CSVLogger", path),))
     lines = str(long).splitlines()
     assert {len(line) for line in lines} == {76}
     whole = "".join(line[2:-2].strip() for line in lines)

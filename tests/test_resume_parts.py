@@ -6,18 +6,18 @@ import pytest
 
 from keras_dist import optimizer
 from keras_dist.checkpoint.callback_states import CallbackStates
-from keras_dist.sharding import Place
-from keras_dist.sharding.batches_schedule import batch_course_of
+from keras_dist.sharding import Position
+from keras_dist.sharding.batches_schedule import batch_schedule_of
 
 
-def leaf_at(updates, factor, stretch):
-    """An optimizer with a schedule after so many updates on `stretch` ranks."""
+def leaf_at(updates, factor, step_multiplier):
+    """An optimizer with a schedule after so many updates on `step_multiplier` ranks."""
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1000, 0.5)
     leaf = keras.optimizers.SGD(schedule)
     leaf.build([])
     leaf.iterations.assign(updates)
     if factor is not None:
-        optimizer.scale_rate(leaf, factor, stretch=stretch)
+        optimizer.scale_rate(leaf, factor, step_multiplier=step_multiplier)
     return leaf
 
 
@@ -56,15 +56,15 @@ def test_every_batch_of_an_epoch_is_read_once():
             def steps_after(size):
                 return lambda skipped: (23 - skipped) // size
 
-            whole = batch_course_of(
+            whole = batch_schedule_of(
                 None, size=before, steps_after=steps_after(before), **sizes
             )
             assert (whole.steps, whole.is_within_epoch) == (23 // before, False)
             for done in range(1, whole.steps):
-                place = whole.place(2, done)
-                assert place == Place(2, done, whole.steps, 2, done * before, 23)
-                rest = batch_course_of(
-                    place, size=after, steps_after=steps_after(after), **sizes
+                position = whole.position(2, done)
+                assert position == Position(2, done, whole.steps, 2, done * before, 23)
+                rest = batch_schedule_of(
+                    position, size=after, steps_after=steps_after(after), **sizes
                 )
                 left = (23 - done * before) // after
                 if not left:
@@ -73,18 +73,18 @@ def test_every_batch_of_an_epoch_is_read_once():
                 assert rest.steps_of_epoch(2) == left and rest.epoch == 2
                 assert rest.steps_of_epoch(3) == 23 // after
                 for more in range(left):
-                    place = rest.place(2, more)
-                    assert place.row == done * before + more * after
-                    assert place.steps - place.done == left - more
-                assert rest.place(2, left) == Place(3, 0, 23 // after, 3, 0, 23)
+                    position = rest.position(2, more)
+                    assert position.row == done * before + more * after
+                    assert position.steps - position.done == left - more
+                assert rest.position(2, left) == Position(3, 0, 23 // after, 3, 0, 23)
 
 
 def test_other_batches_are_refused_in_the_middle():
     """And are welcome at the beginning of an epoch."""
     sizes = {"size": 2, "steps_after": lambda skipped: 5}
     with pytest.raises(ValueError, match="Received: 10 batches"):
-        batch_course_of(Place(0, 1, 5, 0, 2, 11), length=10, **sizes)
-    assert batch_course_of(Place(1, 0, 5, 1, 0, 11), length=10, **sizes).epoch == 1
+        batch_schedule_of(Position(0, 1, 5, 0, 2, 11), length=10, **sizes)
+    assert batch_schedule_of(Position(1, 0, 5, 1, 0, 11), length=10, **sizes).epoch == 1
 
 
 class Speaks(keras.callbacks.Callback):

@@ -74,6 +74,6 @@ def test_unusable_steps_are_refused():
 
 def test_schedules_are_stretched_only_where_steps_are_divided():
     """With the other rules an epoch keeps its number of steps."""
-    assert scaling.stretch("divide", size=4) == 4
-    assert scaling.stretch("none", size=4) == 1
-    assert scaling.stretch(lambda steps, size: steps, size=4) == 1
+    assert scaling.step_multiplier("divide", size=4) == 4
+    assert scaling.step_multiplier("none", size=4) == 1
+    assert scaling.step_multiplier(lambda steps, size: steps, size=4) == 1

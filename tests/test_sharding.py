@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.sharding import arrays
-from keras_dist.sharding import arrays_rows as rows
-from keras_dist.sharding import arrays_schedule as course
+from keras_dist.sharding import arrays, arrays_rows, arrays_schedule
 from keras_dist.sharding.arrays_order import Order
 
 CASES = list(itertools.product(range(1, 5), range(1, 6), range(1, 40)))
@@ -16,7 +14,9 @@ CASES = list(itertools.product(range(1, 5), range(1, 6), range(1, 40)))
 
 def rows_of_batch(step, num_rows, *, batch_size, rank, size):
     """Places, in the order of a pass, of the rows that `rank` reads at `step`."""
-    used = num_rows - rows.left_out_rows(num_rows, batch_size=batch_size, size=size)
+    used = num_rows - arrays_rows.left_out_rows(
+        num_rows, batch_size=batch_size, size=size
+    )
     start = step * batch_size * size
     return range(start + rank, min(start + batch_size * size, used), size)
 
@@ -25,14 +25,14 @@ def test_every_row_belongs_to_exactly_one_rank():
     """Shards are disjoint and cover everything."""
     for size in range(1, 8):
         for num_rows in range(50):
-            dealt = [
+            sharded = [
                 row
                 for rank in range(size)
                 for row in range(num_rows)[
-                    rows.shard_rows(num_rows, rank=rank, size=size)
+                    arrays_rows.shard_rows(num_rows, rank=rank, size=size)
                 ]
             ]
-            assert sorted(dealt) == list(range(num_rows))
+            assert sorted(sharded) == list(range(num_rows))
 
 
 def test_ranks_read_the_batches_of_one_process():
@@ -40,11 +40,11 @@ def test_ranks_read_the_batches_of_one_process():
     for size, batch_size, num_rows in CASES:
         if num_rows < size:
             continue
-        left_out = rows.left_out_rows(num_rows, batch_size=batch_size, size=size)
+        left_out = arrays_rows.left_out_rows(num_rows, batch_size=batch_size, size=size)
         assert 0 <= left_out < size
         read, counts = [], [0] * size
         for step in range(
-            rows.steps_of_rows(num_rows, batch_size=batch_size, size=size)
+            arrays_rows.steps_of_rows(num_rows, batch_size=batch_size, size=size)
         ):
             own = [
                 rows_of_batch(
@@ -61,7 +61,9 @@ def test_ranks_read_the_batches_of_one_process():
             ]
         assert read == list(range(num_rows - left_out))
         assert counts == [
-            rows.rows_of_rank(num_rows, batch_size=batch_size, rank=rank, size=size)
+            arrays_rows.rows_of_rank(
+                num_rows, batch_size=batch_size, rank=rank, size=size
+            )
             for rank in range(size)
         ]
 
@@ -73,7 +75,7 @@ def test_the_data_set_deals_what_the_arithmetic_says(shuffle):
     data = arrays.as_arrays(np.arange(num_rows), np.arange(num_rows) * 2.0)
     for size, batch_size in ((1, 6), (2, 3), (3, 2)):
         passes = []
-        steps = rows.steps_of_rows(num_rows, batch_size=batch_size, size=size)
+        steps = arrays_rows.steps_of_rows(num_rows, batch_size=batch_size, size=size)
         for number in range(2):
             order = []
             parts_of_steps = zip(
@@ -104,15 +106,18 @@ def test_the_data_set_deals_what_the_arithmetic_says(shuffle):
 def read(data, batch_size, rank, size, shuffle, steps, number):
     """The batches of one rank in one epoch."""
     sizes = {"num_rows": data.num_rows, "batch_size": batch_size, "size": size}
-    dealt = Order(
-        course.course_of(None, steps=steps, **sizes), rank, shuffle=shuffle, seed=5
+    sharded = Order(
+        arrays_schedule.epoch_schedule_of(None, steps=steps, **sizes),
+        rank,
+        shuffle=shuffle,
+        seed=5,
     )
     epoch = tf.Variable(number, dtype=tf.int64)
-    dataset = arrays.deal_training(data, dealt, epoch=epoch)
+    dataset = arrays.shard_training(data, sharded, epoch=epoch)
     assert int(dataset.cardinality()) == steps
     batches = list(dataset)
     for step, batch in enumerate(batches):
-        known = dealt.rows_at(number, step)
+        known = sharded.rows_at(number, step)
         assert (batch[0].numpy() == data.x[known]).all()
     return batches
 
@@ -120,7 +125,7 @@ def read(data, batch_size, rank, size, shuffle, steps, number):
 def test_epochs_shorter_and_longer_than_a_pass_go_on_where_they_ended():
     """Any number of steps an epoch cuts the same stream of passes."""
     data = arrays.as_arrays(np.arange(11))
-    in_a_pass = rows.steps_of_rows(11, batch_size=2, size=2)
+    in_a_pass = arrays_rows.steps_of_rows(11, batch_size=2, size=2)
     whole = [
         batch[0].numpy().tolist()
         for number in range(8)

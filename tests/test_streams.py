@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from keras_dist.sharding import Split, Stream
-from keras_dist.sharding.batches import share_of
+from keras_dist.sharding.batches import rank_batches
 from keras_dist.sharding.batches_stream import length_of
 
 # Ranks, batches, and rows of the last one; the others have three.
@@ -54,7 +54,7 @@ MAKERS = {
 def read(data, rank, size, is_training, **options):
     """Rows of `x` that a rank reads, batch by batch."""
     split = Split(rank, size, **options)
-    own = share_of(Stream(data), split, is_dealt=True, is_training=is_training)
+    own = rank_batches(Stream(data), split, is_sharded=True, is_training=is_training)
     batches = own.data
     if isinstance(batches, keras.utils.PyDataset):
         batches = [batches[index] for index in range(batches.num_batches)]
@@ -113,8 +113,8 @@ def test_a_shuffled_sequence_has_one_order_whatever_the_size():
             for rank in range(size):
                 stream = Stream(Sequence(make_batches(12, 1)))
                 split = Split(rank, size, seed=4)
-                own = share_of(
-                    stream, split, is_dealt=True, is_training=False, shuffle=True
+                own = rank_batches(
+                    stream, split, is_sharded=True, is_training=False, shuffle=True
                 )
                 own.epoch.assign(epoch)
                 parts.append([own.data[i][0][0] for i in range(own.data.num_batches)])
@@ -129,7 +129,7 @@ def test_a_shuffled_sequence_has_one_order_whatever_the_size():
 def test_an_endless_data_set_is_dealt_for_ever():
     """Without a tail there is nothing to split."""
     data = dataset_of(make_batches(2, 3)).repeat()
-    own = share_of(Stream(data), Split(1, 3), is_dealt=True, is_training=True)
+    own = rank_batches(Stream(data), Split(1, 3), is_sharded=True, is_training=True)
     assert own.length == math.inf == length_of(data)
     assert [x.numpy()[0] for x, _ in own.data.take(2)] == [3, 0]
 
@@ -146,7 +146,9 @@ def test_structures_and_dtypes_stay_what_they_are():
     rows = {"a": np.arange(7), "b": np.array([f"row {i}" for i in range(7)])}
     data = tf.data.Dataset.from_tensor_slices((rows, np.ones((7, 2)))).batch(2)
     for dataset in (data, data.filter(lambda x, y: True)):
-        own = share_of(Stream(dataset), Split(0, 3), is_dealt=True, is_training=False)
+        own = rank_batches(
+            Stream(dataset), Split(0, 3), is_sharded=True, is_training=False
+        )
         batches = list(own.data)
         assert [x["b"].numpy().tolist() for x, _ in batches] == [
             [b"row 0", b"row 1"],

@@ -8,7 +8,7 @@ from launch import ROOT, launch
 
 from keras_dist.launch.hosts import slots
 from keras_dist.launch.rendezvous import rendezvous
-from keras_dist.monitor.status_store import Board, board_of
+from keras_dist.monitor.status_store import StatusStore, status_store_of
 from keras_dist.monitor.watchdog import EXIT_CODE
 
 _STANDS_STILL = """
@@ -152,11 +152,11 @@ def test_a_stranger_is_refused():
     """Without the secret of the job nothing is read, written, or told."""
     with rendezvous(slots([("localhost", 2)]), "the-secret") as found:
         port = found["HOROVOD_GLOO_RENDEZVOUS_PORT"]
-        rank = board_of(found)
+        rank = status_store_of(found)
         rank.put("0", {"beat": 1})
         assert rank.get("0") == {"beat": 1}
         for address in ("127.0.0.1", f"127.0.0.1:{port}/a-guess", f"127.0.0.1:{port}/"):
-            stranger = Board(address, port)
+            stranger = StatusStore(address, port)
             stranger.put("0", {"beat": 2})
             assert stranger.get("0") is None
         assert rank.get("0") == {"beat": 1}
@@ -164,6 +164,6 @@ def test_a_stranger_is_refused():
 
 def test_a_board_that_is_gone_says_nothing():
     """The launcher may end first."""
-    board = Board("127.0.0.1", "9")
-    board.put("0", 1)
-    assert board.get("0") is None
+    store = StatusStore("127.0.0.1", "9")
+    store.put("0", 1)
+    assert store.get("0") is None

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import keras_dist
 from keras_dist.comm import tensors
-from keras_dist.optimizer import gradients as sharing
+from keras_dist.optimizer import gradients
 
 arguments = common.arguments("both", "keras_dist", "alone")
 world = keras_dist.init()
@@ -36,7 +36,7 @@ if os.environ.get("BENCH_LATE"):
 
     keras_dist.comm.sum_tensors = late
 if os.environ.get("BENCH_WEIGH"):
-    sharing.weigh = lambda loss, state: loss
+    gradients.weigh = lambda loss, state: loss
 for name in arguments.models:
     x, y = common.rows_of(name, world.size, arguments.scale)
     own = x[world.rank :: world.size], y[world.rank :: world.size]

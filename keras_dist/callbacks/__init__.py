@@ -2,7 +2,7 @@
 
 from keras_dist.callbacks.average_statistics import AverageStatistics
 from keras_dist.callbacks.broadcast_variables import BroadcastVariables
-from keras_dist.callbacks.callback_order import arrange, on_this_rank
+from keras_dist.callbacks.callback_order import on_this_rank, order_callbacks
 from keras_dist.callbacks.first_rank_callbacks import (
     destinations,
     first_rank_only,
@@ -31,7 +31,7 @@ __all__ = [
     "StopTogether",
     "Throughput",
     "TrainingTime",
-    "arrange",
+    "order_callbacks",
     "destinations",
     "first_rank_only",
     "on_this_rank",

@@ -32,7 +32,7 @@ class AverageStatistics(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
         self._has_changed = False
-        self._is_united = False
+        self._is_synchronized = False
         self._before: dict[int, Any] = {}
         self._loaded: list[Any] = []
 
@@ -44,11 +44,11 @@ class AverageStatistics(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         # What another fit has left is equal on all ranks.
-        self._is_united = comm.size() > 1
+        self._is_synchronized = comm.size() > 1
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._is_united:
-            self._is_united = False
+        if self._is_synchronized:
+            self._is_synchronized = False
             for found in _between_updates(self.model):
                 optimizer.divide(found)
 
@@ -57,24 +57,24 @@ class AverageStatistics(keras.callbacks.Callback):
 
     def on_test_begin(self, logs: Any = None) -> None:
         # A rank whose validation data cannot be opened is not here, and says so.
-        comm.together(lambda: None)
-        self._unite()
+        comm.run_on_all(lambda: None)
+        self._synchronize()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         step.session_of(self.model).is_opening = False
-        self._unite()
+        self._synchronize()
 
     def on_train_end(self, logs: Any = None) -> None:
         step.uninstall(self.model)
 
-    def _unite(self) -> None:
+    def _synchronize(self) -> None:
         if comm.size() == 1 or not self._has_changed:
             return
         self._has_changed = False
-        self._is_united = True
-        optimizer.unite_replicas(self.model)
+        self._is_synchronized = True
+        optimizer.synchronize_replicas(self.model)
         for found in _between_updates(self.model):
-            optimizer.unite(found)
+            optimizer.sum_accumulated(found)
         by_rule = variables_by_rule(self.model)
         _average(by_rule["mean"], step.session_of(self.model).rows)
         _add_up(by_rule["sum"], self._before)
@@ -92,14 +92,14 @@ class AverageStatistics(keras.callbacks.Callback):
         """What a training that goes on has to know."""
         return {
             "has_changed": self._has_changed,
-            "is_united": self._is_united,
+            "is_united": self._is_synchronized,
             "before": list(self._before.values()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state; before the first step."""
         self._has_changed = state["has_changed"]
-        self._is_united = state["is_united"] and comm.size() > 1
+        self._is_synchronized = state["is_united"] and comm.size() > 1
         self._loaded = list(state["before"])
 
 
@@ -149,6 +149,6 @@ def _between_updates(model: Any) -> list[Any]:
         found
         for found in optimizer.optimizers_of(model)
         if optimizer.is_distributed(found)
-        and not optimizer.goes_alone(found)
+        and not optimizer.uses_local_sgd(found)
         and optimizer.is_between_updates(found)
     ]

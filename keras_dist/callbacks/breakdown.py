@@ -15,12 +15,12 @@ class Times:
     Args:
         seconds: Of the whole epoch, without validation.
         input: Of them, waiting for the next batch.
-        talks: Seconds of each step from this rank's gradients to those of all ranks.
+        exchanges: Seconds of each step from this rank's gradients to all ranks'.
     """
 
     seconds: float
     input: float
-    talks: Any
+    exchanges: Any
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class Breakdown:
     how_often: float
 
     def __str__(self) -> str:
-        parts = [f"{self.computing:.0%} computing"]
+        words = [f"{self.computing:.0%} computing"]
         if self.slowest is not None:
             last = f"for rank {self.slowest} in {self.how_often:.0%} of the steps"
-            parts += [
+            words += [
                 f"{self.averaging:.0%} averaging",
                 f"{self.waiting:.0%} waiting ({last})",
             ]
-        return ", ".join([*parts, f"{self.input:.0%} input"])
+        return ", ".join([*words, f"{self.input:.0%} input"])
 
 
 def breakdown(everyone: Sequence[Times]) -> Breakdown:
@@ -69,14 +69,14 @@ def breakdown(everyone: Sequence[Times]) -> Breakdown:
     """
     total = sum(times.seconds for times in everyone)
     waited = sum(times.input for times in everyone) / total
-    steps = min(len(times.talks) for times in everyone)
-    talks = np.array([times.talks[:steps] for times in everyone])
+    steps = min(len(times.exchanges) for times in everyone)
+    exchanges = np.array([times.exchanges[:steps] for times in everyone])
     if len(everyone) == 1 or steps == 0:
         return Breakdown(1 - waited, 0.0, 0.0, waited, None, 0.0)
-    shortest = talks.min(axis=0)
+    shortest = exchanges.min(axis=0)
     averaging = len(everyone) * float(shortest.sum()) / total
-    waiting = float((talks - shortest).sum()) / total
-    ((slowest, count),) = Counter(talks.argmin(axis=0).tolist()).most_common(1)
+    waiting = float((exchanges - shortest).sum()) / total
+    ((slowest, count),) = Counter(exchanges.argmin(axis=0).tolist()).most_common(1)
     return Breakdown(
         1 - averaging - waiting - waited,
         averaging,

@@ -82,7 +82,7 @@ class BroadcastVariables(keras.callbacks.Callback):
     def _copy_unstarted(self) -> None:
         """Copy what was restored on the root, where no epoch was left to train."""
         if any(comm.gather(self.model.built)):
-            comm.together(lambda: _build_optimizers(self.model))
+            comm.run_on_all(lambda: _build_optimizers(self.model))
             self.broadcast()
 
 
@@ -107,9 +107,9 @@ def _facts(variables: list[Any], seeds: list[Any]) -> dict[str, Any]:
         "the number of variables": len(variables),
         "the number of random generators": len(seeds),
     }
-    for place, variable in enumerate(variables):
+    for index, variable in enumerate(variables):
         kind = f"{tuple(variable.shape)} {variable.dtype}"
-        facts[f"the shape of variable {place}"] = kind
+        facts[f"the shape of variable {index}"] = kind
     return facts
 
 

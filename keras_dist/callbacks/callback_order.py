@@ -14,7 +14,7 @@ from keras_dist.callbacks.effective_rate import EffectiveRate
 from keras_dist.callbacks.first_rank_callbacks import runs_on_first_rank_only
 from keras_dist.callbacks.metric_average import MetricAverage
 from keras_dist.callbacks.nan_report import NanReport
-from keras_dist.callbacks.progress import Whereabouts
+from keras_dist.callbacks.progress import ProgressRecord
 from keras_dist.callbacks.replica_check import ReplicaCheck
 from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy
 from keras_dist.callbacks.stop_together import StopTogether
@@ -50,7 +50,7 @@ _ON_MANY_RANKS: tuple[Callable[[], Any], ...] = (
 )
 
 
-def arrange(given: Any, target_accuracy: float | None = None) -> list[Any]:
+def order_callbacks(given: Any, target_accuracy: float | None = None) -> list[Any]:
     """The user's callbacks with ours around them, none of ours twice.
 
     Args:
@@ -66,9 +66,9 @@ def arrange(given: Any, target_accuracy: float | None = None) -> list[Any]:
             every.append(made)
     if target_accuracy is not None:
         every.append(StopAtAccuracy(target_accuracy))
-    boards = _all_of(keras.callbacks.TensorBoard, every)
-    if boards or comm.size() > 1:
-        every.append(EffectiveRate(boards))
+    tensorboards = _all_of(keras.callbacks.TensorBoard, every)
+    if tensorboards or comm.size() > 1:
+        every.append(EffectiveRate(tensorboards))
     if backups := _all_of(keras.callbacks.BackupAndRestore, every):
         every.insert(0, BackupEpoch(backups))
     return [
@@ -84,18 +84,20 @@ def on_this_rank(callbacks: Sequence[Any]) -> list[Any]:
     On one rank, all of them as they are.
 
     Args:
-        callbacks: The same list on all ranks, as `arrange` gives it.
+        callbacks: The same list on all ranks, as `order_callbacks` gives it.
     """
     if comm.size() == 1:
         return list(callbacks)
-    kept = [c for c in callbacks if comm.rank() == 0 or not runs_on_first_rank_only(c)]
+    running = [
+        c for c in callbacks if comm.rank() == 0 or not runs_on_first_rank_only(c)
+    ]
     apart = _FIRST + _LAST + _KERAS_OWN
     return [
-        Whereabouts(),
-        *(c for c in kept if isinstance(c, _FIRST)),
+        ProgressRecord(),
+        *(c for c in running if isinstance(c, _FIRST)),
         UserCallbacks([c for c in callbacks if not isinstance(c, apart)]),
-        *(c for c in kept if isinstance(c, _KERAS_OWN)),
-        *(c for c in kept if isinstance(c, _LAST)),
+        *(c for c in running if isinstance(c, _KERAS_OWN)),
+        *(c for c in running if isinstance(c, _LAST)),
     ]
 
 

@@ -24,23 +24,23 @@ class EffectiveRate(keras.callbacks.Callback):
     Stands before callbacks that read `logs`.
 
     Args:
-        boards: The `TensorBoard` callbacks of the list.
+        tensorboards: The `TensorBoard` callbacks of the list.
     """
 
-    def __init__(self, boards: Sequence[Any]) -> None:
+    def __init__(self, tensorboards: Sequence[Any]) -> None:
         super().__init__()
-        self.boards = boards
+        self.tensorboards = tensorboards
         self._is_wanted = False
         # Batches are logged as the first rank sees them.
         self._every = [
-            board.update_freq
-            for board in boards
-            if comm.rank() == 0 and board.update_freq != "epoch"
+            tensorboard.update_freq
+            for tensorboard in tensorboards
+            if comm.rank() == 0 and tensorboard.update_freq != "epoch"
         ]
         self._batch = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._is_wanted = any(comm.gather(bool(self.boards)))
+        self._is_wanted = any(comm.gather(bool(self.tensorboards)))
         self._batch = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

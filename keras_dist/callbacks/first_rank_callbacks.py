@@ -9,7 +9,7 @@ Marked = TypeVar("Marked")
 
 # Every rank holds the same weights and logs, and two processes that write one file
 # damage it. `OrbaxCheckpoint` exists in newer versions of Keras.
-_WRITERS = tuple(
+_WRITING_CALLBACKS = tuple(
     getattr(keras.callbacks, name)
     for name in (
         "BackupAndRestore",
@@ -24,7 +24,14 @@ _WRITERS = tuple(
 )
 
 # The attribute in which each of them keeps the place it writes to.
-_PLACES = ("filepath", "filename", "log_dir", "backup_dir", "directory", "root")
+_PATH_ATTRIBUTES = (
+    "filepath",
+    "filename",
+    "log_dir",
+    "backup_dir",
+    "directory",
+    "root",
+)
 
 
 def first_rank_only(callback: Marked) -> Marked:
@@ -53,7 +60,7 @@ def first_rank_only(callback: Marked) -> Marked:
 
 def is_writer(callback: Any) -> bool:
     """Whether `callback` is one of Keras's that write, to a file or elsewhere."""
-    return isinstance(callback, _WRITERS)
+    return isinstance(callback, _WRITING_CALLBACKS)
 
 
 def runs_on_first_rank_only(callback: Any) -> bool:
@@ -71,14 +78,14 @@ def destinations(
     (('CSVLogger', 'log.csv'),)
     """
     return tuple(
-        (type(callback).__name__, _place(callback))
+        (type(callback).__name__, _destination(callback))
         for callback in callbacks
         if is_writer(callback)
     )
 
 
-def _place(callback: keras.callbacks.Callback) -> str:
-    for place in _PLACES:
-        if isinstance(found := getattr(callback, place, None), str):
+def _destination(callback: keras.callbacks.Callback) -> str:
+    for attribute in _PATH_ATTRIBUTES:
+        if isinstance(found := getattr(callback, attribute, None), str):
             return found
     return "the terminal"

@@ -82,5 +82,5 @@ def rate_factor_of_step(*, full: float, warmup_steps: int) -> Any:
 
 def _warmup(step: Any, *, full: float, warmup_steps: int) -> Any:
     # `scaling.warmup_factor`, on a tensor inside the compiled update.
-    share = keras.ops.cast(step, "float32") / warmup_steps
-    return 1.0 + (full - 1.0) * keras.ops.minimum(share, 1.0)
+    progress = keras.ops.cast(step, "float32") / warmup_steps
+    return 1.0 + (full - 1.0) * keras.ops.minimum(progress, 1.0)

@@ -19,13 +19,13 @@ class Origin:
             gradients are not.
         is_output: Whether it is an output.
         inputs: Arrays of the batch that are not finite.
-        places: Of the rows in the batch that are to blame, where that can be told.
+        indices: Of the rows in the batch that are to blame, where that can be told.
     """
 
     layer: str
     is_output: bool
     inputs: tuple[str, ...]
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
 
 
 def origin_of(model: Any, batch: Any, paths: Sequence[str]) -> Origin:
@@ -38,12 +38,12 @@ def origin_of(model: Any, batch: Any, paths: Sequence[str]) -> Origin:
         batch: As the train step got it.
         paths: Variables whose gradients are not finite, in the order of the model.
     """
-    inputs, places = [], set()
+    inputs, indices = [], set()
     for name, array in named_arrays(batch).items():
         rows = _bad_rows(array)
         if rows is not None and rows.any():
             inputs.append(name)
-            places |= set(np.flatnonzero(rows).tolist())
+            indices |= set(np.flatnonzero(rows).tolist())
     try:
         first = _first_output(model, keras.utils.unpack_x_y_sample_weight(batch)[0])
     except Exception:  # a batch of a train step of the user's may be anything
@@ -51,9 +51,9 @@ def origin_of(model: Any, batch: Any, paths: Sequence[str]) -> Origin:
     layer = paths[-1].split("/")[-2:][0] if paths else ""
     if first is not None:
         layer, rows = first
-        if not places and rows is not None:
-            places = set(np.flatnonzero(rows).tolist())
-    return Origin(layer, first is not None, tuple(inputs), tuple(sorted(places)))
+        if not indices and rows is not None:
+            indices = set(np.flatnonzero(rows).tolist())
+    return Origin(layer, first is not None, tuple(inputs), tuple(sorted(indices)))
 
 
 def named_arrays(batch: Any) -> dict[str, np.ndarray]:

@@ -138,7 +138,7 @@ class NanReport(keras.callbacks.Callback):
     def set_model(self, model: Any) -> None:
         super().set_model(model)
         found = optimizer.optimizers_of(model)
-        if comm.size() > 1 and any(map(optimizer.goes_alone, found)):
+        if comm.size() > 1 and any(map(optimizer.uses_local_sgd, found)):
             raise ValueError(
                 "NanReport looks at gradients that are averaged in each step. "
                 "Received: ranks that make steps of their own. Pass "
@@ -163,7 +163,9 @@ class NanReport(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # All ranks have the same hits, since all have the same average.
         if hits := self._guard.take():
-            everyone = comm.share(lambda: [self._look_at(hit) for hit in hits])
+            everyone = comm.gather_or_raise(
+                lambda: [self._look_at(hit) for hit in hits]
+            )
             for hit, looks in zip(hits, zip(*everyone, strict=True), strict=True):
                 self._act(hit, [look for look in looks if look is not None])
 
@@ -177,21 +179,21 @@ class NanReport(keras.callbacks.Callback):
         if not found and hit.is_handled:  # the loss scale was too large
             return
         found = found or [NotFinite(-1, self._epoch, hit.step)]
-        is_told = len(self.found) < _LIMIT
+        is_reported = len(self.found) < _LIMIT
         self.found += found
         ends = {"stop": "training stops", "raise": "this error ends it", "skip": ""}
         message = " ".join(map(str, found)) + " The update was left out on all ranks"
         message += f"; {ends[self.action]}." if ends[self.action] else "."
         if self.action == "raise":
             raise FloatingPointError(message)
-        if comm.rank() == 0 and is_told:
+        if comm.rank() == 0 and is_reported:
             more = " This is the last one that is reported."
             is_last = len(self.found) >= _LIMIT
             warnings.warn(message + more * is_last, stacklevel=2)
         if self.action == "stop":
             # At once, since every rank is here; the epoch's end asks for the wish.
             self.model.stop_training = True
-            step.grant_stop(self.model, is_agreed=True)
+            step.confirm_stop(self.model, is_agreed=True)
 
     def _look_at(self, hit: optimizer.Hit) -> NotFinite | None:
         """What this rank knows of a hit; `None` if it was another rank's."""
@@ -201,8 +203,8 @@ class NanReport(keras.callbacks.Callback):
         if hit.is_handled and not (origin.is_output or origin.inputs):
             return None
         rows, batches = self._read_at(hit)
-        places = list(origin.places)
-        is_numbered = rows is not None and bool((rows[places] >= 0).all())
+        indices = list(origin.indices)
+        is_numbered = rows is not None and bool((rows[indices] >= 0).all())
         file, trouble = None, ""
         if len(self.found) < _LIMIT:
             file, trouble = self._keep(hit, rows, origin)
@@ -213,7 +215,7 @@ class NanReport(keras.callbacks.Callback):
             layer=origin.layer,
             is_output=origin.is_output,
             inputs=origin.inputs,
-            rows=tuple(rows[places].tolist() if is_numbered else places),
+            rows=tuple(rows[indices].tolist() if is_numbered else indices),
             is_numbered=is_numbered,
             batches=tuple(batches),
             file=file,
@@ -239,7 +241,7 @@ class NanReport(keras.callbacks.Callback):
         arrays = {n: _plain(array) for n, array in named_arrays(hit.batch).items()}
         if rows is not None:
             arrays["rows"] = rows
-        arrays["places_to_blame"] = np.array(origin.places, np.int64)
+        arrays["places_to_blame"] = np.array(origin.indices, np.int64)
         name = f"epoch{self._epoch + 1}_step{hit.step + 1}_rank{comm.rank()}.npz"
         path = os.path.join(self.folder, name)
         try:

@@ -7,7 +7,7 @@ import keras
 from keras_dist import monitor
 
 
-class Whereabouts(keras.callbacks.Callback):
+class ProgressRecord(keras.callbacks.Callback):
     """Writes epoch and step to this rank's record, for messages about ranks that wait.
 
     It stands before all others, and has no hook at the end of a batch: with one, Keras

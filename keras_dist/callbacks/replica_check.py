@@ -76,10 +76,10 @@ class ReplicaCheck(keras.callbacks.Callback):
         self._steps = 0
         self._epoch = 0
         self._last_batch = -1
-        self._told: Any = None
+        self._is_reported: Any = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._steps, self._told = 0, None
+        self._steps, self._is_reported = 0, None
         comm.agree(
             {"ReplicaCheck": f"every={self.every}, action={self.action!r}"},
             advice="Give the same ReplicaCheck to every rank.",
@@ -94,7 +94,7 @@ class ReplicaCheck(keras.callbacks.Callback):
         self._steps += batch - self._last_batch
         self._last_batch = batch
         is_due = self.every and self._steps // self.every > before // self.every
-        if is_due and not _go_alone(self.model):
+        if is_due and not _use_local_sgd(self.model):
             self.check()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -112,21 +112,21 @@ class ReplicaCheck(keras.callbacks.Callback):
         own = fingerprints(variables)
         everyone = comm.stack(_digest(own), verb="replicas").numpy()
         if (everyone == everyone[0]).all():
-            self._told = None
+            self._is_reported = None
             return
         paths = [variable.path for variable in variables]
         difference = _difference(comm.gather((paths, own.tolist())))
         message = self._message(difference)
         if self.action == "raise":
             raise RuntimeError(message)
-        found = difference.places[:1], difference.ranks
-        if comm.rank() == 0 and found != self._told:
+        found = difference.indices[:1], difference.ranks
+        if comm.rank() == 0 and found != self._is_reported:
             warnings.warn(message, stacklevel=2)
-        self._told = found
+        self._is_reported = found
         if self.action == "resync":
-            self._told = None
+            self._is_reported = None
             comm.broadcast_variables(
-                [variables[place] for place in difference.places], difference.root
+                [variables[index] for index in difference.indices], difference.root
             )
 
     def _message(self, found: "_Difference") -> str:
@@ -155,14 +155,14 @@ class _Difference:
     """What differs over the ranks.
 
     Args:
-        places: Of the variables that differ.
+        indices: Of the variables that differ.
         paths: Of the same, as the root calls them.
         root: The first of the ranks that agree with most others.
         ranks: Those that hold another value of the first variable than the root.
         agreeing: Those that hold the same.
     """
 
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     paths: tuple[str, ...]
     root: int
     ranks: tuple[int, ...]
@@ -176,11 +176,11 @@ def _difference(everyone: Sequence[tuple[list[str], list[int]]]) -> _Difference:
     # Where as many agree with each other as with others, the lowest rank is right.
     root = next(r for r, own in enumerate(prints) if prints.count(own) == largest)
     table = list(zip(*prints, strict=True))
-    places = tuple(n for n, row in enumerate(table) if len(set(row)) > 1)
-    first = table[places[0]]
+    indices = tuple(n for n, row in enumerate(table) if len(set(row)) > 1)
+    first = table[indices[0]]
     return _Difference(
-        places=places,
-        paths=tuple(everyone[root][0][place] for place in places),
+        indices=indices,
+        paths=tuple(everyone[root][0][index] for index in indices),
         root=root,
         ranks=tuple(r for r, value in enumerate(first) if value != first[root]),
         agreeing=tuple(r for r, value in enumerate(first) if value == first[root]),
@@ -202,9 +202,9 @@ def _variables(model: Any) -> list[Any]:
     return list({id(v): v for v in variables if id(v) not in left_out}.values())
 
 
-def _go_alone(model: Any) -> bool:
+def _use_local_sgd(model: Any) -> bool:
     found = optimizer.optimizers_of(model)
-    return comm.size() > 1 and any(map(optimizer.goes_alone, found))
+    return comm.size() > 1 and any(map(optimizer.uses_local_sgd, found))
 
 
 def _digest(own: np.ndarray) -> Any:

@@ -20,17 +20,17 @@ class StopTogether(keras.callbacks.Callback):
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
-        step.install(model).stops_together = comm.size() > 1
+        step.install(model).agrees_on_stop = comm.size() > 1
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if comm.size() > 1:  # a fit that an error has ended may have left a wish
-            step.grant_stop(self.model, is_agreed=False)
+            step.confirm_stop(self.model, is_agreed=False)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if comm.size() == 1:
             return  # granted already
-        wish = step.session_of(self.model).wants_to_stop
-        step.grant_stop(self.model, is_agreed=comm.sum(int(wish)) > 0)
+        stop_request = step.session_of(self.model).requests_stop
+        step.confirm_stop(self.model, is_agreed=comm.sum(int(stop_request)) > 0)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         step.uninstall(self.model)

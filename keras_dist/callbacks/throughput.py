@@ -73,11 +73,11 @@ class Throughput(keras.callbacks.Callback):
         ranks = f"{len(measured)} rank{'s' if len(measured) > 1 else ''}"
         self._line = f"epoch {epoch + 1}: {rate:,.0f} rows/s on {ranks}"
         if None not in everyone:
-            parts = breakdown(everyone)
-            self._line += f"; {parts}"
+            pieces = breakdown(everyone)
+            self._line += f"; {pieces}"
             if logs is not None:
                 for name in ("computing", "averaging", "waiting", "input"):
-                    logs[name] = getattr(parts, name)
+                    logs[name] = getattr(pieces, name)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._print()
@@ -100,7 +100,7 @@ class Throughput(keras.callbacks.Callback):
 
     def _times(self) -> Times:
         stopwatch = step.session_of(self.model).stopwatch
-        arrivals, talks = stopwatch.read()
+        arrivals, exchanges = stopwatch.read()
         # Several steps of one execution have one beginning; those after it wait for
         # input inside of it, which counts as computing.
         stride = max(1, -(-len(arrivals) // max(1, len(self._begins))))
@@ -108,7 +108,7 @@ class Throughput(keras.callbacks.Callback):
         waits = np.maximum(0.0, arrivals[::stride][: len(begins)] - begins)
         if stopwatch.has_traced:  # that was not the input
             waits[:1] = 0.0
-        return Times(self._measure()[1], float(waits.sum()), talks)
+        return Times(self._measure()[1], float(waits.sum()), exchanges)
 
     def _print(self) -> None:
         # Later than the end of the epoch, when the progress bar has ended its line.

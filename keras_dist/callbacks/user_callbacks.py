@@ -11,7 +11,7 @@ from keras_dist import comm
 from keras_dist.callbacks.first_rank_callbacks import runs_on_first_rank_only
 from keras_dist.training import step
 
-_TOGETHER = tuple(
+_ON_ALL_RANKS = tuple(
     f"on_{kind}_{moment}"
     for kind in ("train", "epoch", "test")
     for moment in ("begin", "end")
@@ -64,58 +64,58 @@ class UserCallbacks(keras.callbacks.Callback):
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
-        comm.together(lambda: [c.set_model(model) for c in self._members])
+        comm.run_on_all(lambda: [c.set_model(model) for c in self._members])
         # Ranks may have been given different callbacks: they take part in every phase
         # that any rank has.
-        everyone = comm.share(
-            lambda: {hook: self._own_phases(hook) for hook in _TOGETHER}
+        everyone = comm.gather_or_raise(
+            lambda: {hook: self._own_phases(hook) for hook in _ON_ALL_RANKS}
         )
         self._used = {
             hook: sorted(set().union(*(own[hook] for own in everyone)), reverse=True)
-            for hook in _TOGETHER
+            for hook in _ON_ALL_RANKS
         }
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._error = None
-        self._call_together("on_train_begin", logs)
+        self._call_on_all("on_train_begin", logs)
 
     def on_train_end(self, logs: Any = None) -> None:
-        self._call_together("on_train_end", logs)
+        self._call_on_all("on_train_end", logs)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._call_together("on_epoch_begin", epoch, logs)
+        self._call_on_all("on_epoch_begin", epoch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._call_together("on_epoch_end", epoch, logs)
+        self._call_on_all("on_epoch_end", epoch, logs)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        self._call_together("on_test_begin", logs)
+        self._call_on_all("on_test_begin", logs)
 
     def on_test_end(self, logs: Any = None) -> None:
-        self._call_together("on_test_end", logs)
+        self._call_on_all("on_test_end", logs)
 
     def _own_phases(self, hook: str) -> set[int]:
         """Numbers of the phases, from the last, in which this rank has work."""
         found = {
-            place
-            for place, phase in enumerate(self._phases)
+            index
+            for index, phase in enumerate(self._phases)
             if any(_has(callback, hook) for callback in phase)
         }
-        raises_kept = hook in ("on_test_begin", "on_test_end", "on_epoch_end")
-        if raises_kept and any(hook in self.__dict__ for hook in _BATCHES):
+        raises_deferred = hook in ("on_test_begin", "on_test_end", "on_epoch_end")
+        if raises_deferred and any(hook in self.__dict__ for hook in _BATCHES):
             found.add(0)
         return found
 
-    def _call_together(self, hook: str, *args: Any) -> None:
-        for place in self._used[hook]:
-            comm.together(functools.partial(self._call, place, hook, args))
+    def _call_on_all(self, hook: str, *args: Any) -> None:
+        for index in self._used[hook]:
+            comm.run_on_all(functools.partial(self._call, index, hook, args))
 
-    def _call(self, place: int, hook: str, args: tuple[Any, ...]) -> None:
+    def _call(self, index: int, hook: str, args: tuple[Any, ...]) -> None:
         error, self._error = self._error, None
         if error is not None:
             raise error
-        for callback in self._phases[place] if place < len(self._phases) else ():
-            with self._place_of(callback):
+        for callback in self._phases[index] if index < len(self._phases) else ():
+            with self._index_of(callback):
                 getattr(callback, hook)(*args)
 
     def _at_batch(
@@ -125,16 +125,16 @@ class UserCallbacks(keras.callbacks.Callback):
             return
         try:
             for callback in called:
-                with self._place_of(callback):
+                with self._index_of(callback):
                     getattr(callback, hook)(batch, logs=logs)
         except Exception as error:  # whatever it is, the others have to hear of it
             self._error = error
             if hook.startswith("on_test"):
                 self.model.stop_evaluating = True
-            if step.session_of(self.model).stops_together:
+            if step.session_of(self.model).agrees_on_stop:
                 self.model.stop_training = True
 
-    def _place_of(self, callback: Any) -> contextlib.AbstractContextManager[Any]:
+    def _index_of(self, callback: Any) -> contextlib.AbstractContextManager[Any]:
         """Where a callback runs: the other ranks do not evaluate with it alone."""
         if runs_on_first_rank_only(callback):
             return step.alone(self.model)

@@ -9,17 +9,17 @@ import keras
 
 from keras_dist import comm
 from keras_dist.checkpoint.callback_states import with_history
-from keras_dist.checkpoint.save_request import Wishes
+from keras_dist.checkpoint.save_request import SaveRequests
 from keras_dist.checkpoint.saved import Resume, opened
 from keras_dist.checkpoint.saver import EXIT_CODE, Saver, saves_within_epochs
 from keras_dist.checkpoint.writer import Writer
 from keras_dist.setup.job import Job
 
-__all__ = ["EXIT_CODE", "Resume", "keeping", "opened"]
+__all__ = ["EXIT_CODE", "Resume", "saving", "opened"]
 
 
 @contextlib.contextmanager
-def keeping(resume: Resume | None, job: Job) -> Iterator[dict[str, Any]]:
+def saving(resume: Resume | None, job: Job) -> Iterator[dict[str, Any]]:
     """Inside the block, a fit saves as it goes; and it begins where it has to.
 
     Args:
@@ -42,16 +42,16 @@ def keeping(resume: Resume | None, job: Job) -> Iterator[dict[str, Any]]:
     listed = with_history(arguments["callbacks"])
     found = [c for c in listed if isinstance(c, keras.callbacks.History)]
     others = [c for c in job.callbacks if not isinstance(c, keras.callbacks.History)]
-    wishes = Wishes(resume.save_seconds if saves_within_epochs(job) else None)
+    requests = SaveRequests(resume.save_seconds if saves_within_epochs(job) else None)
     writer = Writer(resume.folder) if comm.rank() == 0 else None
-    saver = Saver(resume, job, others + found, wishes, writer)
+    saver = Saver(resume, job, others + found, requests, writer)
     try:
         yield arguments | {"callbacks": [*listed, saver]}
     finally:
-        wishes.finish()
+        requests.finish()
         if writer is not None:
             writer.close()
-            saver.tell_failure()
+            saver.report_failure()
 
 
 def _first_epoch(resume: Resume, job: Job) -> int:
@@ -59,27 +59,35 @@ def _first_epoch(resume: Resume, job: Job) -> int:
     assert saved is not None
     if saved.is_finished:
         return int(job.arguments["epochs"])
-    course = job.training.course
-    if saved.place.done and course is None:
+    schedule = job.training.schedule
+    if saved.position.done and schedule is None:
         raise ValueError(
             "The training cannot go on in the middle of an epoch with this data. "
             f"Received: {job.training.kind}, and a checkpoint of the middle of an "
             "epoch. Pass the same data as before, or an empty folder."
         )
-    if course is not None and course.epoch > saved.place.epoch and comm.rank() == 0:
+    if (
+        schedule is not None
+        and schedule.epoch > saved.position.epoch
+        and comm.rank() == 0
+    ):
         warnings.warn(
-            f"Of epoch {saved.place.epoch + 1} fewer rows were left than there are "
+            f"Of epoch {saved.position.epoch + 1} fewer rows were left than there are "
             "ranks. They are left out, and `History` has no entry for it.",
             stacklevel=2,
         )
-    return saved.place.epoch if course is None else course.epoch
+    return saved.position.epoch if schedule is None else schedule.epoch
 
 
 def _say_where(resume: Resume, job: Job) -> None:
-    place = resume.place
-    if comm.rank() == 0 and job.arguments["verbose"] != 0 and place is not None:
-        rows = f", after {place.row:,} of {place.num_rows:,} rows" if place.done else ""
+    position = resume.position
+    if comm.rank() == 0 and job.arguments["verbose"] != 0 and position is not None:
+        rows = (
+            f", after {position.row:,} of {position.num_rows:,} rows"
+            if position.done
+            else ""
+        )
         print(
-            f"goes on in epoch {place.epoch + 1}{rows}, from {resume.folder.path}",
+            f"goes on in epoch {position.epoch + 1}{rows}, from {resume.folder.path}",
             flush=True,
         )

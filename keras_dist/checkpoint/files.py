@@ -190,15 +190,15 @@ def _unpacked(content: bytes, begin: int) -> Any:
     end = content.index(b"\n", begin) + 1
     head = json.loads(content[begin:end])
     tree = json.loads(content[end : end + head["bytes"]])
-    arrays, place = [], end + head["bytes"]
+    arrays, offset = [], end + head["bytes"]
     for kind in head["arrays"]:
         dtype = np.dtype(kind["dtype"])
         count = math.prod(kind["shape"])
         if count < 0:  # to NumPy that means all that there is
             raise ValueError(f"an array has the shape {kind['shape']}")
-        array = np.frombuffer(content, dtype, count, place).reshape(kind["shape"])
+        array = np.frombuffer(content, dtype, count, offset).reshape(kind["shape"])
         arrays.append(array.copy())  # aligned, and free to be changed
-        place += count * dtype.itemsize
+        offset += count * dtype.itemsize
     return _filled(tree, arrays)
 
 

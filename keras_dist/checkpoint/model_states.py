@@ -13,7 +13,7 @@ from keras_dist.callbacks.average_statistics import variables_by_rule
 from keras_dist.checkpoint.trees import digest_of
 from keras_dist.metrics import states
 from keras_dist.metrics.rank_report import Seen
-from keras_dist.metrics.stateful import merges, parts_of, rule_of
+from keras_dist.metrics.stateful import merges, rule_of, stateful_metrics
 from keras_dist.training import step
 
 
@@ -65,22 +65,22 @@ def check_fits(model: Any, facts: dict[str, Any]) -> None:
 def own_state(model: Any) -> dict[str, Any]:
     """What this rank has of its own; called by all ranks together."""
     variables = variables_of(model)
-    own = _own_places(model, variables)
-    values = {str(place): array_of(variables[place]) for place in own}
-    digests = {place: digest_of(value) for place, value in values.items()}
+    own = _own_indices(model, variables)
+    values = {str(index): array_of(variables[index]) for index in own}
+    digests = {index: digest_of(value) for index, value in values.items()}
     of_first = comm.broadcast(digests)
     session = step.session_of(model)
     rows = int(session.rows.numpy())
     return {
         "variables": {
-            place: value
-            for place, value in values.items()
-            if digests[place] != of_first.get(place)
+            index: value
+            for index, value in values.items()
+            if digests[index] != of_first.get(index)
         },
         "seeds": [array_of(variable) for variable in _seeds(model)],
         "metrics": [
             [array_of(variable) for variable in part.variables]
-            for part in parts_of(model.metrics)
+            for part in stateful_metrics(model.metrics)
         ],
         "rows": rows,
         # One rank alone does not count for its metrics.
@@ -109,7 +109,7 @@ def restore_first(
     for variable, value in zip(_seeds(model), ranks[0]["seeds"], strict=True):
         variable.assign(value)
     if starts is not None:
-        _bring_together(model, variables, ranks, starts)
+        _merge_ranks(model, variables, ranks, starts)
 
 
 def rates_of(model: Any) -> list[dict[str, float]]:
@@ -137,8 +137,8 @@ def _leaves(model: Any) -> list[Any]:
 def restore_own(model: Any, own: dict[str, Any]) -> None:
     """Give this rank what was its own, on as many ranks as there were."""
     variables = variables_of(model)
-    for place, value in own["variables"].items():
-        variables[int(place)].assign(value)
+    for index, value in own["variables"].items():
+        variables[int(index)].assign(value)
     for variable, value in zip(_seeds(model), own["seeds"], strict=True):
         variable.assign(value)
 
@@ -152,8 +152,8 @@ def restore_metrics(model: Any, ranks: Sequence[Any]) -> None:
     Raises:
         ValueError: If these are other metrics.
     """
-    parts, session = parts_of(model.metrics), step.session_of(model)
-    shapes = [[tuple(v.shape) for v in part.variables] for part in parts]
+    pieces, session = stateful_metrics(model.metrics), step.session_of(model)
+    shapes = [[tuple(v.shape) for v in part.variables] for part in pieces]
     if shapes != [[value.shape for value in part] for part in ranks[0]["metrics"]]:
         raise ValueError(
             "The training cannot go on in the middle of an epoch with other metrics. "
@@ -161,10 +161,10 @@ def restore_metrics(model: Any, ranks: Sequence[Any]) -> None:
             "with others. Compile the same metrics, or pass an empty folder."
         )
     is_same = len(ranks) == comm.size()
-    own = ranks[comm.rank()] if is_same else _of_all(parts, ranks)
+    own = ranks[comm.rank()] if is_same else _of_all(pieces, ranks)
     steps, rows, last = own["seen"]
     if is_same or comm.rank() == 0:
-        for part, values in zip(parts, own["metrics"], strict=True):
+        for part, values in zip(pieces, own["metrics"], strict=True):
             for variable, value in zip(part.variables, values, strict=True):
                 variable.assign(keras.ops.cast(value, variable.dtype))
     else:
@@ -181,13 +181,13 @@ def array_of(variable: Any) -> np.ndarray:
     return value if value.flags.owndata else value.copy()
 
 
-def _own_places(model: Any, variables: Sequence[Any]) -> list[int]:
+def _own_indices(model: Any, variables: Sequence[Any]) -> list[int]:
     """Places of the variables that need not be equal on all ranks."""
     if optimizer.local_ids(model):
         return list(range(len(variables)))
     own = {id(variable) for variable in model.non_trainable_weights}
     own |= {id(variable) for variable in _accumulators(model)}
-    return [place for place, variable in enumerate(variables) if id(variable) in own]
+    return [index for index, variable in enumerate(variables) if id(variable) in own]
 
 
 def _accumulators(model: Any) -> list[Any]:
@@ -203,7 +203,7 @@ def _seeds(model: Any) -> list[Any]:
     return [v for v in model.variables if v.name == "seed_generator_state"]
 
 
-def _bring_together(
+def _merge_ranks(
     model: Any, variables: Sequence[Any], ranks: Sequence[Any], starts: Any
 ) -> None:
     """On the first rank, what other ranks have held of variables that differed."""
@@ -217,10 +217,10 @@ def _bring_together(
     rule_by_id |= dict.fromkeys(map(id, _accumulators(model)), "accumulated")
     start_of = dict(zip(map(id, by_rule["sum"]), starts, strict=False))
     rows = np.array([own["rows"] for own in ranks], np.float64)
-    for place in {place for own in ranks for place in own["variables"]}:
-        variable = variables[int(place)]
+    for index in {index for own in ranks for index in own["variables"]}:
+        variable = variables[int(index)]
         first = array_of(variable)
-        values = [own["variables"].get(place, first) for own in ranks]
+        values = [own["variables"].get(index, first) for own in ranks]
         rule = rule_by_id.get(id(variable), "first")
         if rule == "accumulated":
             variable.assign(sum(values) / comm.size())
@@ -233,13 +233,13 @@ def _bring_together(
             variable.assign(mean.astype(first.dtype))
 
 
-def _of_all(parts: Sequence[Any], ranks: Sequence[Any]) -> dict[str, Any]:
+def _of_all(pieces: Sequence[Any], ranks: Sequence[Any]) -> dict[str, Any]:
     """What all ranks have seen together, as one rank holds it."""
     seen = [Seen(own["seen"][1], own["seen"][0]) for own in ranks]
-    shares = states.weights(seen)
+    fractions = states.weights(seen)
     merged = []
-    for place, part in enumerate(parts):
-        values = [own["metrics"][place] for own in ranks]
+    for index, part in enumerate(pieces):
+        values = [own["metrics"][index] for own in ranks]
         if merges(part):
             if comm.rank() == 0:
                 part.merge_states(values)
@@ -247,7 +247,7 @@ def _of_all(parts: Sequence[Any], ranks: Sequence[Any]) -> dict[str, Any]:
             continue
         merged.append(
             [
-                _merged(rule_of(variable), held, shares)
+                _merged(rule_of(variable), held, fractions)
                 for variable, *held in zip(part.variables, *values, strict=True)
             ]
         )
@@ -262,12 +262,14 @@ def _of_all(parts: Sequence[Any], ranks: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _merged(rule: str, held: Sequence[np.ndarray], shares: Sequence[float]) -> Any:
+def _merged(rule: str, held: Sequence[np.ndarray], fractions: Sequence[float]) -> Any:
     if rule == "first":
         return held[0]
     if rule == "sum":
         return sum(held[1:], held[0])
-    return sum(value * share for value, share in zip(held, shares, strict=True))
+    return sum(
+        value * fraction for value, fraction in zip(held, fractions, strict=True)
+    )
 
 
 def _first_difference(before: Sequence[Any], now: Sequence[Any]) -> tuple[Any, Any]:

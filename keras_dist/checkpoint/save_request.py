@@ -10,7 +10,7 @@ from keras_dist import comm
 from keras_dist.training import step
 
 
-class Heard(NamedTuple):
+class Agreed(NamedTuple):
     """What all ranks do now.
 
     Args:
@@ -22,7 +22,7 @@ class Heard(NamedTuple):
     end: bool = False
 
 
-class Wishes:
+class SaveRequests:
     """Of this rank: SIGTERM, and on the first rank the clock.
 
     On several ranks a wish travels with the gradients of the next update, as a wish to
@@ -54,32 +54,32 @@ class Wishes:
             after = signal.SIG_IGN if self.is_leaving else self._before
             signal.signal(signal.SIGTERM, signal.SIG_DFL if after is None else after)
 
-    def tell(self, model: Any) -> None:
+    def request(self, model: Any) -> None:
         """Give this rank's wish to the gradients of the next update."""
         if comm.size() > 1 and (self._is_asked or self._is_due()):
-            step.session_of(model).wish.assign(1.0)
+            step.session_of(model).stop_request.assign(1.0)
 
-    def heard(self, model: Any) -> Heard:
+    def agreed(self, model: Any) -> Agreed:
         """After a batch, what all ranks do; the same on all of them."""
         if comm.size() == 1:
-            return Heard(self._is_due(), self._is_asked)
+            return Agreed(self._is_due(), self._is_asked)
         session = step.session_of(model)
-        if float(session.heard.numpy()) == 0:
-            return Heard()
-        told = comm.gather((self._is_due(), self._is_asked, session.wants_to_stop))
-        if any(is_stop for _, _, is_stop in told):
-            return Heard()  # the epoch ends now, and its end saves
-        session.heard.assign(0.0)
-        session.wish.assign(0.0)
-        return Heard(*map(any, list(zip(*told, strict=True))[:2]))
+        if float(session.agreed.numpy()) == 0:
+            return Agreed()
+        everyone = comm.gather((self._is_due(), self._is_asked, session.requests_stop))
+        if any(is_stop for _, _, is_stop in everyone):
+            return Agreed()  # the epoch ends now, and its end saves
+        session.agreed.assign(0.0)
+        session.stop_request.assign(0.0)
+        return Agreed(*map(any, list(zip(*everyone, strict=True))[:2]))
 
-    def settled(self, model: Any) -> Heard:
+    def settled(self, model: Any) -> Agreed:
         """At the end of an epoch, what all ranks do; the wishes have been granted."""
         session = step.session_of(model)
         if comm.size() > 1:
-            session.wish.assign(0.0)
-            session.heard.assign(0.0)
-        return Heard(end=any(comm.gather(self._is_asked)))
+            session.stop_request.assign(0.0)
+            session.agreed.assign(0.0)
+        return Agreed(end=any(comm.gather(self._is_asked)))
 
     def has_saved(self) -> None:
         """The clock begins anew."""

@@ -21,7 +21,7 @@ class Saved:
     """A checkpoint, as all ranks know it.
 
     Args:
-        place: Where the training had come to.
+        position: Where the training had come to.
         seed: Of the order of the rows.
         is_finished: Whether it had stopped by itself.
         rates: How far the learning rate of each optimizer has come.
@@ -32,7 +32,7 @@ class Saved:
         arrays: Weights and optimizer state; on the first rank only.
     """
 
-    place: sharding.Place
+    position: sharding.Position
     seed: int
     is_finished: bool
     rates: list[dict[str, float]]
@@ -44,14 +44,18 @@ class Saved:
 
     def tree(self) -> dict[str, Any]:
         """As it is written."""
-        own = vars(self) | {"place": asdict(self.place)}
+        # "place": what files written by 0.1.0 have, and go on to be read by.
+        own = {name: value for name, value in vars(self).items() if name != "position"}
+        own["place"] = asdict(self.position)
         return {"keras_dist": __version__, **own}
 
     @classmethod
     def of(cls, tree: dict[str, Any]) -> "Saved":
         """From what was written."""
-        own = {name: value for name, value in tree.items() if name != "keras_dist"}
-        return cls(**own | {"place": sharding.Place(**tree["place"])})
+        own = {
+            n: value for n, value in tree.items() if n not in ("keras_dist", "place")
+        }
+        return cls(position=sharding.Position(**tree["place"]), **own)
 
 
 @dataclass(frozen=True)
@@ -73,13 +77,15 @@ class Resume:
     saved: Saved | None
 
     @property
-    def place(self) -> sharding.Place | None:
+    def position(self) -> sharding.Position | None:
         """Where the training has come to, if it goes on."""
-        return self.saved.place if self.saved is not None else None
+        return self.saved.position if self.saved is not None else None
 
     def placed(self, split: sharding.Split) -> sharding.Split:
         """How data is divided by a training that goes on."""
-        return replace(split, seed=self.seed, keeps_place=True, place=self.place)
+        return replace(
+            split, seed=self.seed, keeps_position=True, position=self.position
+        )
 
 
 def opened(options: Options, callbacks: Any, seed: int) -> Resume | None:
@@ -107,7 +113,7 @@ def opened(options: Options, callbacks: Any, seed: int) -> Resume | None:
         _check(options, callbacks)
         return _read(folder) if comm.rank() == 0 else (None, [])
 
-    tree, damaged = comm.together(read)
+    tree, damaged = comm.run_on_all(read)
     if damaged:
         warnings.warn(
             f"A checkpoint is damaged, and an older one is used: {'; '.join(damaged)}",
@@ -115,8 +121,8 @@ def opened(options: Options, callbacks: Any, seed: int) -> Resume | None:
         )
     # Weights are copied to the other ranks when they are built.
     small = None if tree is None else {**tree, "arrays": []}
-    heard = comm.broadcast(small)
-    saved = None if heard is None else Saved.of(heard if tree is None else tree)
+    agreed = comm.broadcast(small)
+    saved = None if agreed is None else Saved.of(agreed if tree is None else tree)
     own_seed = seed if saved is None else saved.seed
     return Resume(folder, options.save_steps, options.save_seconds, own_seed, saved)
 

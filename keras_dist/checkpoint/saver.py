@@ -9,7 +9,7 @@ from keras_dist import comm, optimizer, sharding
 from keras_dist.callbacks import BroadcastVariables
 from keras_dist.checkpoint import model_states, random_states
 from keras_dist.checkpoint.callback_states import CallbackStates
-from keras_dist.checkpoint.save_request import Wishes
+from keras_dist.checkpoint.save_request import SaveRequests
 from keras_dist.checkpoint.saved import Resume, Saved
 from keras_dist.checkpoint.trees import decoded, digest_of
 from keras_dist.checkpoint.writer import Writer
@@ -27,7 +27,7 @@ def saves_within_epochs(job: Job) -> bool:
     Not without a course; and not where each rank goes alone for some steps, with
     weights of its own, until the end of the epoch brings all together.
     """
-    return job.training.course is not None and job.averaging.every == 1
+    return job.training.schedule is not None and job.averaging.every == 1
 
 
 class Saver(keras.callbacks.Callback):
@@ -39,7 +39,7 @@ class Saver(keras.callbacks.Callback):
         resume: The folder, and what it holds.
         job: What this rank does.
         callbacks: All that have a state.
-        wishes: Who wants to save, or to end.
+        requests: Who wants to save, or to end.
         writer: Of checkpoints; on the first rank only.
     """
 
@@ -48,14 +48,14 @@ class Saver(keras.callbacks.Callback):
         resume: Resume,
         job: Job,
         callbacks: list[Any],
-        wishes: Wishes,
+        requests: SaveRequests,
         writer: Writer | None,
     ) -> None:
         super().__init__()
         self._resume, self._job, self._feed = resume, job, job.training
         self._saves_within = saves_within_epochs(job)
         self._callbacks, self._states = callbacks, CallbackStates(callbacks)
-        self._wishes, self._writer = wishes, writer
+        self._requests, self._writer = requests, writer
         self._epoch = self._done = 0
         self._random: Any = None
         self._has_restored = False
@@ -73,13 +73,13 @@ class Saver(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         saved = self._resume.saved
-        self._wishes.begin()
-        comm.together(lambda: self._states.begin(self._callback_states()))
+        self._requests.begin()
+        comm.run_on_all(lambda: self._states.begin(self._callback_states()))
         if saved is None:
             return
         if not self._is_within_epoch():
             random_states.restore(self._own(saved)["random"])
-        if saved.is_finished or saved.place.epoch >= self.params["epochs"]:
+        if saved.is_finished or saved.position.epoch >= self.params["epochs"]:
             self._restore_unstarted()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -89,43 +89,43 @@ class Saver(keras.callbacks.Callback):
         if not self._has_restored and self._random is None:
             # Building draws seeds that the uninterrupted training drew long ago.
             self._random = random_states.collected()
-        self._wishes.tell(self.model)
+        self._requests.request(self.model)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         before, self._done = self._done, batch + 1
-        course = self._feed.course
-        if course is not None and self._done >= course.steps_of_epoch(
+        schedule = self._feed.schedule
+        if schedule is not None and self._done >= schedule.steps_of_epoch(
             self._epoch, sharding.either
         ):
             return  # the end of the epoch saves
-        is_heard = self._wishes.heard(self.model)
-        if is_heard.end:
+        is_secondary = self._requests.agreed(self.model)
+        if is_secondary.end:
             if self._saves_within:
-                self._save(self._place(self._epoch, self._done))
+                self._save(self._position(self._epoch, self._done))
             self._leave()
         every = self._resume.save_steps
         is_due = every is not None and self._done // every > before // every
-        if self._saves_within and (is_due or is_heard.save):
-            self._save(self._place(self._epoch, self._done))
+        if self._saves_within and (is_due or is_secondary.save):
+            self._save(self._position(self._epoch, self._done))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         is_stopped = bool(self.model.stop_training)
-        self._save(self._place(epoch + 1, 0), is_finished=is_stopped)
+        self._save(self._position(epoch + 1, 0), is_finished=is_stopped)
         is_last = is_stopped or epoch + 1 == self.params["epochs"]
-        if self._wishes.settled(self.model).end and not is_last:
+        if self._requests.settled(self.model).end and not is_last:
             self._leave()
 
-    def _place(self, epoch: int, done: int) -> sharding.Place:
-        if self._feed.course is None:
-            return sharding.Place(epoch, 0, 1, 0, 0, 0)
+    def _position(self, epoch: int, done: int) -> sharding.Position:
+        if self._feed.schedule is None:
+            return sharding.Position(epoch, 0, 1, 0, 0, 0)
         if done:
-            return self._feed.course.place(epoch, done)
-        before = self._feed.course.steps_of_epoch(epoch - 1, sharding.either)
-        end = self._feed.course.place(epoch - 1, before)
-        return sharding.Place(epoch, 0, end.steps, end.number, end.row, end.num_rows)
+            return self._feed.schedule.position(epoch, done)
+        before = self._feed.schedule.steps_of_epoch(epoch - 1, sharding.either)
+        end = self._feed.schedule.position(epoch - 1, before)
+        return sharding.Position(epoch, 0, end.steps, end.number, end.row, end.num_rows)
 
-    def _save(self, place: sharding.Place, *, is_finished: bool = False) -> None:
-        self.tell_failure()
+    def _save(self, position: sharding.Position, *, is_finished: bool = False) -> None:
+        self.report_failure()
         own = model_states.own_state(self.model)
         own["random"] = random_states.collected()
         states = self._states.collected()
@@ -136,12 +136,12 @@ class Saver(keras.callbacks.Callback):
             if digest_of(state) != first.get(key)
         }
         ranks = comm.gather(own)
-        self._wishes.has_saved()
+        self._requests.has_saved()
         if self._writer is None:
             return
         variables = model_states.variables_of(self.model)
         saved = Saved(
-            place=place,
+            position=position,
             seed=self._resume.seed,
             is_finished=is_finished,
             rates=model_states.rates_of(self.model),
@@ -156,7 +156,7 @@ class Saver(keras.callbacks.Callback):
     def _leave(self) -> NoReturn:
         if self._writer is not None:
             self._writer.wait()
-            self.tell_failure()
+            self.report_failure()
         comm.gather("written")  # an end of the first rank ends the others
         if comm.rank() == 0:
             print(
@@ -164,10 +164,10 @@ class Saver(keras.callbacks.Callback):
                 f"same command goes on from {self._resume.folder.path}",
                 flush=True,
             )
-        self._wishes.is_leaving = True
+        self._requests.is_leaving = True
         raise SystemExit(EXIT_CODE)
 
-    def tell_failure(self) -> None:
+    def report_failure(self) -> None:
         """Say on the first rank what could not be written."""
         failure = None if self._writer is None else self._writer.failure()
         if failure is not None:
@@ -178,10 +178,10 @@ class Saver(keras.callbacks.Callback):
             )
 
     def _is_within_epoch(self) -> bool:
-        place, course = self._resume.place, self._feed.course
-        if place is None or course is None:
+        position, schedule = self._resume.position, self._feed.schedule
+        if position is None or schedule is None:
             return False
-        return place.done > 0 and place.epoch == course.epoch
+        return position.done > 0 and position.epoch == schedule.epoch
 
     def _own(self, saved: Saved) -> Any:
         is_same = len(saved.ranks) == comm.size()
@@ -193,7 +193,7 @@ class Saver(keras.callbacks.Callback):
 
     def _restore_shared(self) -> None:
         """On the first rank; what cannot be restored is an error on all."""
-        comm.together(self._restore_first if comm.rank() == 0 else lambda: None)
+        comm.run_on_all(self._restore_first if comm.rank() == 0 else lambda: None)
 
     def _restore_first(self) -> None:
         saved = self._resume.saved
@@ -216,7 +216,9 @@ class Saver(keras.callbacks.Callback):
         if len(saved.ranks) == comm.size():
             model_states.restore_own(self.model, saved.ranks[comm.rank()])
         if self._is_within_epoch():
-            comm.together(lambda: model_states.restore_metrics(self.model, saved.ranks))
+            comm.run_on_all(
+                lambda: model_states.restore_metrics(self.model, saved.ranks)
+            )
             random_states.restore(self._own(saved)["random"])
         elif self._random is not None:
             random_states.restore(self._random)
@@ -232,7 +234,7 @@ class Saver(keras.callbacks.Callback):
 
     def _restore_unstarted(self) -> None:
         """Where no epoch is left: there will be no first step."""
-        comm.together(self._build)
+        comm.run_on_all(self._build)
         self._restore_shared()
         for callback in self._callbacks:
             if isinstance(callback, BroadcastVariables):
@@ -241,7 +243,7 @@ class Saver(keras.callbacks.Callback):
 
     def _build(self) -> None:
         if not self.model.built:
-            if self._feed.course is None:
+            if self._feed.schedule is None:
                 raise ValueError(
                     "The training is over, and there is nothing to build the model "
                     "from, to restore it. Received: a model that is not built. Build "

@@ -50,8 +50,8 @@ def decoded(tree: Any) -> Any:
         return value[()]
     if kind == "values":
         return value
-    parts = [decoded(part) for part in value]
-    return parts if kind == "list" else tuple(parts)
+    pieces = [decoded(part) for part in value]
+    return pieces if kind == "list" else tuple(pieces)
 
 
 def digest_of(tree: Any) -> bytes:

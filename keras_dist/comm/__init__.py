@@ -1,6 +1,6 @@
 """Who am I, choose the device, talk to the others."""
 
-from keras_dist.comm.agreement import agree, is_known, share, together
+from keras_dist.comm.agreement import agree, gather_or_raise, is_known, run_on_all
 from keras_dist.comm.collectives import (
     average,
     broadcast,
@@ -50,14 +50,14 @@ __all__ = [
     "local_size",
     "prepare",
     "rank",
-    "share",
+    "gather_or_raise",
     "size",
     "stack",
     "sum",
     "sum_compressed",
     "sum_tensors",
     "timeline",
-    "together",
+    "run_on_all",
     "total",
     "transport_name",
     "within",

@@ -42,7 +42,7 @@ def agree(
             )
 
 
-def together(work: Callable[[], Result]) -> Result:
+def run_on_all(work: Callable[[], Result]) -> Result:
     """Do local `work` on every rank; an error on one rank is raised on all.
 
     Returns:
@@ -53,26 +53,26 @@ def together(work: Callable[[], Result]) -> Result:
             `ValueError`, `TypeError` or `RuntimeError` with the message of the first
             rank that failed; for other kinds, with the kind's name before it.
     """
-    kept: list[Result] = []
-    share(lambda: kept.append(work()))
-    return kept[0]
+    results: list[Result] = []
+    gather_or_raise(lambda: results.append(work()))
+    return results[0]
 
 
-def share(work: Callable[[], Result]) -> list[Result]:
+def gather_or_raise(work: Callable[[], Result]) -> list[Result]:
     """Do local `work` on every rank, and tell all ranks what it returned.
 
-    A rank that fails may be at another `share` or `together` than the others: they
-    hear of it all the same.
+    A rank that fails may be at another `gather_or_raise` or `run_on_all` than the
+    others: its error is raised there all the same.
 
     Returns:
         What `work` returned on each rank, in rank order; it must be picklable.
 
     Raises:
-        Exception: As `together`.
+        Exception: As `run_on_all`.
     """
     result, error = _tried(work)
-    everyone = gather((result, _told(error)))
-    _raise_first(error, [told for _, told in everyone])
+    everyone = gather((result, _as_message(error)))
+    _raise_first(error, [failure for _, failure in everyone])
     return [result for result, _ in everyone]
 
 
@@ -88,17 +88,17 @@ def _tried(work: Callable[[], Result]) -> tuple[Result | None, Exception | None]
         return None, caught
 
 
-def _told(error: Exception | None) -> tuple[str, str] | None:
+def _as_message(error: Exception | None) -> tuple[str, str] | None:
     return None if error is None else (type(error).__name__, str(error))
 
 
 def _raise_first(
     error: Exception | None, everyone: list[tuple[str, str] | None]
 ) -> None:
-    told = next(filter(None, everyone), None)
-    if error is None and told is not None:
-        kind, text = told
-        message = f"On rank {everyone.index(told)}: "
+    failure = next(filter(None, everyone), None)
+    if error is None and failure is not None:
+        kind, text = failure
+        message = f"On rank {everyone.index(failure)}: "
         message += text if kind in _KINDS else f"{kind}: {text}"
         error = _KINDS.get(kind, RuntimeError)(message)
     if error is not None:

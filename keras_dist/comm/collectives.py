@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm import runtime, transport
-from keras_dist.comm.signed import seal, unseal
+from keras_dist.comm.signed import sign, verify
 from keras_dist.comm.tensors import name_of
 
 # One message of a broadcast of many arrays holds at most this many bytes, so that
@@ -77,8 +77,8 @@ def broadcast(value: Any, root_rank: int = 0) -> Any:
             tensor,
             lambda x: transport.broadcast(link, x, root_rank=root_rank, name=name),
         )
-    message = seal(value if world.rank == root_rank else None)
-    return unseal(_gather_bytes(message)[root_rank])
+    message = sign(value if world.rank == root_rank else None)
+    return verify(_gather_bytes(message)[root_rank])
 
 
 def gather(value: Any) -> list[Any]:
@@ -97,7 +97,7 @@ def gather(value: Any) -> list[Any]:
     if _is_tensor(value):
         value = keras.ops.convert_to_numpy(value)
         return [tf.convert_to_tensor(array) for array in gather(value)]
-    return [unseal(message) for message in _gather_bytes(seal(value))]
+    return [verify(message) for message in _gather_bytes(sign(value))]
 
 
 def broadcast_arrays(arrays: Sequence[np.ndarray], root_rank: int) -> list[np.ndarray]:

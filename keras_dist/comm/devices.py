@@ -73,7 +73,7 @@ def choose_device(world: World, *, is_binding: bool = False) -> Device:
             if tf.config.get_visible_devices("GPU") != [gpus[index]]:
                 _warn_too_late(f"every rank of this host uses {len(gpus)} GPUs")
         return Device("GPU", index)
-    return Device("CPU", 0, _share_threads(world, is_binding=is_binding))
+    return Device("CPU", 0, _divide_threads(world, is_binding=is_binding))
 
 
 def cores_of_rank(
@@ -102,27 +102,27 @@ def _bind(cores: set[int]) -> None:
             os.sched_setaffinity(int(thread), cores)
 
 
-def _share_threads(world: World, *, is_binding: bool) -> int:
+def _divide_threads(world: World, *, is_binding: bool) -> int:
     chosen = tf.config.threading.get_intra_op_parallelism_threads()
     if chosen or any(variable in os.environ for variable in _THREAD_VARIABLES):
         return int(chosen)
     cores = len(os.sched_getaffinity(0))
-    share = threads_of_rank(cores=cores, local_size=world.local_size)
+    threads = threads_of_rank(cores=cores, local_size=world.local_size)
     if world.local_size == 1:
-        return share
+        return threads
     if is_binding and os.environ.get(_BIND) != "0":
-        place = {"local_rank": world.local_rank, "local_size": world.local_size}
-        _bind(cores_of_rank(sorted(os.sched_getaffinity(0)), **place))
+        local = {"local_rank": world.local_rank, "local_size": world.local_size}
+        _bind(cores_of_rank(sorted(os.sched_getaffinity(0)), **local))
     try:
-        tf.config.threading.set_intra_op_parallelism_threads(share)
+        tf.config.threading.set_intra_op_parallelism_threads(threads)
         if not tf.config.threading.get_inter_op_parallelism_threads():
-            tf.config.threading.set_inter_op_parallelism_threads(share)
+            tf.config.threading.set_inter_op_parallelism_threads(threads)
     except RuntimeError:
         _warn_too_late(
             f"{world.local_size} ranks with {cores} threads each share {cores} cores"
         )
         return cores
-    return share
+    return threads
 
 
 def _warn_too_late(what_happens: str) -> None:

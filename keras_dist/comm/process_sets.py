@@ -94,8 +94,8 @@ def within(ranks: Sequence[int] | None) -> Iterator[None]:
             f"rank must be in it. Received: process_set={list(ranks)} on rank "
             f"{world.rank}; there are {[list(known) for known in _sets]}."
         )
-    place = replace(world, rank=chosen.index(world.rank), size=len(chosen))
-    with runtime.only(_sets[chosen], place):
+    world_of_set = replace(world, rank=chosen.index(world.rank), size=len(chosen))
+    with runtime.only(_sets[chosen], world_of_set):
         yield
 
 

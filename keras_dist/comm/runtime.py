@@ -63,7 +63,7 @@ def start(*, is_divided: bool = False) -> World:
             world = _runtime.world = transport.world_of(_runtime.link)
             horovods = monitor.threads() - before
             monitor.start(rank=world.rank, size=world.size, without=horovods)
-    return _place()[1]
+    return _link_and_world()[1]
 
 
 def is_started() -> bool:
@@ -93,7 +93,7 @@ def connection() -> tuple[transport.Link | None, World]:
         RuntimeError: If this process is not a rank but was started by one.
     """
     start()
-    link, world = _place()
+    link, world = _link_and_world()
     if world.size > 1 and _is_helper():
         raise RuntimeError(
             "Only the process of a rank can talk to the other ranks. Received: a call "
@@ -153,5 +153,5 @@ def _is_helper() -> bool:
     return bool(process) and job == identity() and int(process) != os.getpid()
 
 
-def _place() -> tuple[transport.Link | None, World]:
+def _link_and_world() -> tuple[transport.Link | None, World]:
     return _current.get() or (_runtime.link, _runtime.world or World())

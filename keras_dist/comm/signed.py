@@ -12,27 +12,27 @@ VARIABLE = "KERAS_DIST_SECRET"
 _LENGTH = hashlib.sha256().digest_size
 
 
-def seal(value: Any) -> bytes:
+def sign(value: Any) -> bytes:
     """Pickle a value, and sign it where the launcher has given a secret."""
     message = pickle.dumps(value)
     return _signature(message) + message
 
 
-def unseal(sealed: bytes) -> Any:
+def verify(signed: bytes) -> Any:
     """The value again.
 
     Raises:
         RuntimeError: If no rank of this job has signed it. Nothing is unpickled then.
 
-    >>> unseal(seal({"loss": 0.5}))
+    >>> verify(sign({"loss": 0.5}))
     {'loss': 0.5}
     """
     length = len(_signature(b""))
-    signature, message = sealed[:length], sealed[length:]
+    signature, message = signed[:length], signed[length:]
     if not hmac.compare_digest(signature, _signature(message)):
         raise RuntimeError(
             "A message of another rank does not carry the signature of this job. "
-            f"Received: {len(sealed)} bytes. Somebody else may have written it, or the "
+            f"Received: {len(signed)} bytes. Somebody else may have written it, or the "
             f"ranks were given different values of {VARIABLE}."
         )
     return pickle.loads(message)

@@ -37,19 +37,19 @@ def sum_tensors(tensors: Sequence[Any], *, name: str, dtype: Any) -> list[Any]:
         return tensors
     result: list[Any] = [None] * len(tensors)
     alone = _large(tensors)
-    for place in alone:
-        result[place] = transport.allreduce_sum(
-            link, tensors[place], name=f"{name}.large.{place}"
+    for index in alone:
+        result[index] = transport.allreduce_sum(
+            link, tensors[index], name=f"{name}.large.{index}"
         )
-    places = [place for place in range(len(tensors)) if place not in alone]
-    others = [tensors[place] for place in places]
+    indices = [index for index in range(len(tensors)) if index not in alone]
+    others = [tensors[index] for index in indices]
     if others:
         flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in others], axis=0)
         total = transport.allreduce_sum(link, flat, name=name)
-        parts = tf.split(total, [_num_elements(tensor) for tensor in others])
-        for place, part, tensor in zip(places, parts, others, strict=True):
+        pieces = tf.split(total, [_num_elements(tensor) for tensor in others])
+        for index, part, tensor in zip(indices, pieces, others, strict=True):
             shape = tensor.shape if _is_static(tensor) else tf.shape(tensor)
-            result[place] = tf.reshape(part, shape)
+            result[index] = tf.reshape(part, shape)
     return result
 
 
@@ -60,12 +60,12 @@ def _large(tensors: Sequence[Any]) -> set[int]:
     each can be on its way as soon as it is there.
     """
     sizes = {
-        place: math.prod(tensor.shape) * tensor.dtype.size
-        for place, tensor in enumerate(tensors)
+        index: math.prod(tensor.shape) * tensor.dtype.size
+        for index, tensor in enumerate(tensors)
         if _is_static(tensor)
     }
-    large = [place for place in sizes if sizes[place] >= _LARGE]
-    return set(sorted(large, key=lambda place: -sizes[place])[:_MOST_ALONE])
+    large = [index for index in sizes if sizes[index] >= _LARGE]
+    return set(sorted(large, key=lambda index: -sizes[index])[:_MOST_ALONE])
 
 
 def stack(tensor: Any, *, verb: str) -> Any:

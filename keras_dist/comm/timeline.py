@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from keras_dist.comm import runtime, transport
-from keras_dist.comm.agreement import together
+from keras_dist.comm.agreement import run_on_all
 
 
 def announce_timeline(path: str | os.PathLike[str] | None) -> None:
@@ -49,7 +49,7 @@ def timeline(path: str | os.PathLike[str] | None) -> Iterator[None]:
         if world.rank == 0:
             file.write_text("")
 
-    together(check)
+    run_on_all(check)
     transport.start_timeline(link, str(file))
     try:
         yield

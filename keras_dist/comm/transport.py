@@ -204,15 +204,15 @@ def explained() -> Iterator[None]:
         ) from None
 
 
-def _collective(talk: Callable[..., Any]) -> Callable[..., Any]:
+def _collective(collective: Callable[..., Any]) -> Callable[..., Any]:
     """Let a collective say that this rank is in it, and how it fails."""
 
-    @functools.wraps(talk)
-    def told(*args: Any, name: str, **kwargs: Any) -> Any:
+    @functools.wraps(collective)
+    def recorded(*args: Any, name: str, **kwargs: Any) -> Any:
         with explained(), monitor.here.waiting(name):
-            return talk(*args, name=name, **kwargs)
+            return collective(*args, name=name, **kwargs)
 
-    return told
+    return recorded
 
 
 def _common(link: Link, name: str) -> dict[str, Any]:

@@ -88,14 +88,14 @@ def describe_failure(what: str, *, code: int, output: Sequence[str], log: Path) 
     """
     lines = [
         f"{what} failed with exit code {code}. The last lines of its output:",
-        *(f"    {line.rstrip()}" for line in telling_lines(output)),
+        *(f"    {line.rstrip()}" for line in relevant_lines(output)),
         f"The whole output is in {log}",
         remedy_for("".join(output)),
     ]
     return "\n".join(line for line in lines if line.strip())
 
 
-def telling_lines(output: Sequence[str]) -> list[str]:
+def relevant_lines(output: Sequence[str]) -> list[str]:
     """The last lines before Python and pip told, at length, that a command failed.
 
     Where several files are compiled at once, the others go on for a while: the first

@@ -33,7 +33,7 @@ _LINKER_FLAG = "-Wl,-s"
 
 # What the user may still say about the build; other settings of Horovod's contradict
 # ours, or each other, and end in CMake errors.
-_KEPT_PREFIX = "HOROVOD_BUILD_"
+_SAVED_PREFIX = "HOROVOD_BUILD_"
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def build_environment(
     env = {
         name: value
         for name, value in environ.items()
-        if not name.startswith("HOROVOD_") or name.startswith(_KEPT_PREFIX)
+        if not name.startswith("HOROVOD_") or name.startswith(_SAVED_PREFIX)
     }
     folders = [tools / "bin"]
     linker_flags = [environ.get("LDFLAGS", ""), _LINKER_FLAG]

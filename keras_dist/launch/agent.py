@@ -14,33 +14,33 @@ from keras_dist.launch.hosts import Slot, address_towards
 from keras_dist.launch.ranks import Command, Ranks
 from keras_dist.launch.rendezvous import interface
 from keras_dist.launch.signals import stopped_by_signals
-from keras_dist.monitor.status_store import Board, board_of
+from keras_dist.monitor.status_store import StatusStore, status_store_of
 
 # What the launcher says when the ranks have to end; so does the end of its connection.
 STOP = "stop\n"
 
 
 def order(
-    command: Command, places: list[Slot], *, job: str, towards: str, number: int
+    command: Command, slots: list[Slot], *, job: str, towards: str, number: int
 ) -> str:
     """What an agent is told on its standard input, in one line.
 
     Args:
         command: What its ranks run.
-        places: Of its ranks.
+        slots: Of its ranks.
         job: Number of the job on that host.
         towards: A host to which the ranks have to be reachable.
         number: Of the host.
     """
-    told = {
+    order_of_host = {
         "command": dataclasses.asdict(command),
-        "places": [dataclasses.asdict(place) for place in places],
+        "slots": [dataclasses.asdict(slot) for slot in slots],
         "job": job,
         "towards": towards,
         "number": number,
         "folder": os.getcwd(),
     }
-    return json.dumps(told) + "\n"
+    return json.dumps(order_of_host) + "\n"
 
 
 def serve() -> int:
@@ -49,50 +49,50 @@ def serve() -> int:
     Returns:
         The exit code of the rank that failed first on this host.
     """
-    told = json.loads(sys.stdin.readline())
-    os.chdir(told["folder"])
-    with processes.warden(told["job"]), stopped_by_signals() as stopped:
+    order_of_host = json.loads(sys.stdin.readline())
+    os.chdir(order_of_host["folder"])
+    with processes.reaper(order_of_host["job"]), stopped_by_signals() as stopped:
         # Only now: the warden forks.
         threading.Thread(target=_listen, args=[stopped], daemon=True).start()
-        given = Command(**told["command"])
-        found = interface(address_towards(told["towards"]))
+        given = Command(**order_of_host["command"])
+        found = interface(address_towards(order_of_host["towards"]))
         command = dataclasses.replace(given, environment={**given.environment, **found})
-        places = [Slot(**place) for place in told["places"]]
-        ranks = Ranks(command, places, told["job"])
+        slots = [Slot(**slot) for slot in order_of_host["slots"]]
+        ranks = Ranks(command, slots, order_of_host["job"])
         failures: list[Failure] = []
         try:
             ranks.start()
             failures = ranks.wait(stopped)
             where = ranks.where()
-            board = board_of(command.environment)
-            if board is not None:
-                _leave_word(board, told["number"], failures, where)
+            store = status_store_of(command.environment)
+            if store is not None:
+                _leave_word(store, order_of_host["number"], failures, where)
         finally:
             ranks.end()
     return failures[0].code if failures else 0
 
 
-def words_of(board: Board, numbers: int) -> tuple[list[Failure], dict[int, str]]:
+def words_of(store: StatusStore, numbers: int) -> tuple[list[Failure], dict[int, str]]:
     """What the agents have left: all failures in order, and where ranks were.
 
     Args:
-        board: Of the job.
+        store: Of the job.
         numbers: How many agents there are.
     """
     failures: list[Failure] = []
     where: dict[int, str] = {}
     for number in range(numbers):
-        word: dict[str, Any] = board.get(f"host.{number}") or {}
+        word: dict[str, Any] = store.get(f"host.{number}") or {}
         failures += [Failure(**failure) for failure in word.get("failures", [])]
-        where |= {int(rank): place for rank, place in word.get("where", {}).items()}
+        where |= {int(rank): slot for rank, slot in word.get("where", {}).items()}
     return first_of(failures), where
 
 
 def _leave_word(
-    board: Board, number: int, failures: list[Failure], where: dict[int, str]
+    store: StatusStore, number: int, failures: list[Failure], where: dict[int, str]
 ) -> None:
     said = [dataclasses.asdict(failure) for failure in failures]
-    board.put(f"host.{number}", {"failures": said, "where": where})
+    store.put(f"host.{number}", {"failures": said, "where": where})
 
 
 def _listen(stopped: list[int]) -> None:

@@ -22,7 +22,7 @@ class Failure:
         code: The exit code of a shell: 128 + the number of a signal.
         summary: In one line.
         text: Its traceback, or the stacks of a crash; empty where there are none.
-        is_heard: Whether its cause is on another rank.
+        is_secondary: Whether its cause is on another rank.
     """
 
     rank: int
@@ -30,7 +30,7 @@ class Failure:
     code: int
     summary: str
     text: str
-    is_heard: bool
+    is_secondary: bool
 
 
 def failure_of(
@@ -62,7 +62,7 @@ def failure_of(
             code=code,
             summary=": ".join([said["kind"], *lines[:1]]),
             text=said["text"],
-            is_heard=said["is_heard"],
+            is_secondary=said["is_secondary"],
         )
     return Failure(
         rank=rank,
@@ -70,46 +70,46 @@ def failure_of(
         code=code,
         summary=_how(returncode or 0, memory),
         text=_read(Path(f"{path}.crash")),
-        is_heard=False,
+        is_secondary=False,
     )
 
 
 def first_of(failures: Sequence[Failure]) -> list[Failure]:
     """Failures in order: an error that is a rank's own before any that was heard of.
 
-    >>> early = Failure(0, 1.0, 1, "heard", "", True)
+    >>> early = Failure(0, 1.0, 1, "agreed", "", True)
     >>> late = Failure(1, 2.0, 3, "own", "", False)
     >>> [failure.summary for failure in first_of([early, late])]
     ['own', 'heard']
     """
-    return sorted(failures, key=lambda failure: (failure.is_heard, failure.time))
+    return sorted(failures, key=lambda failure: (failure.is_secondary, failure.time))
 
 
 def explain(
-    failures: Sequence[Failure], places: Mapping[int, str], *, num_ranks: int
+    failures: Sequence[Failure], positions: Mapping[int, str], *, num_ranks: int
 ) -> str:
     """What the user reads: the first failure whole, and a line for each other rank.
 
     Args:
         failures: First first; at least one.
-        places: Where each rank is or was, but those that have ended well.
+        positions: Where each rank is or was, but those that have ended well.
         num_ranks: How many there are.
     """
     first = failures[0]
     others = {failure.rank: failure.summary for failure in failures[1:]}
-    lines = [f"keras-dist: rank {first.rank} failed first, {places[first.rank]}."]
+    lines = [f"keras-dist: rank {first.rank} failed first, {positions[first.rank]}."]
     lines += [first.text.rstrip()] if first.text else []
     lines += [f"Rank {first.rank}: {first.summary}"]
     for rank in range(num_ranks):
-        if rank not in places:
+        if rank not in positions:
             lines.append(f"Rank {rank} had ended already, with exit code 0.")
         elif rank != first.rank:
             outcome = others.get(rank, "ended with it")
-            lines.append(f"Rank {rank} was {places[rank]}: {outcome}")
+            lines.append(f"Rank {rank} was {positions[rank]}: {outcome}")
     return "\n".join(lines)
 
 
-def tell(text: str) -> None:
+def print_message(text: str) -> None:
     """Print for the user."""
     print(text, file=sys.stderr, flush=True)
 

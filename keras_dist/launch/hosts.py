@@ -93,18 +93,18 @@ def hosts_of(words: str | None, num_ranks: int | None) -> list[tuple[str, int]]:
                 "For example: keras-dist run -np 2 script.py"
             )
         return [("localhost", num_ranks)]
-    parts = [part.strip().rpartition(":") for part in words.split(",")]
-    names = [name for name, _, _ in parts]
-    if not all(name and count.isdecimal() for name, _, count in parts) or (
+    pieces = [part.strip().rpartition(":") for part in words.split(",")]
+    names = [name for name, _, _ in pieces]
+    if not all(name and count.isdecimal() for name, _, count in pieces) or (
         len(set(names)) < len(names)
     ):
         raise ValueError(
             "Hosts are names and numbers of ranks, each once, as in a:2,b:2. "
             f"Received: -H {words}"
         )
-    left = sum(int(count) for _, _, count in parts) if num_ranks is None else num_ranks
+    left = sum(int(count) for _, _, count in pieces) if num_ranks is None else num_ranks
     found = []
-    for name, _, count in parts:
+    for name, _, count in pieces:
         taken = min(left, int(count))
         left -= taken
         if taken:

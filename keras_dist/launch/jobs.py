@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from keras_dist.launch import agent, processes
-from keras_dist.launch.failures import explain, tell
+from keras_dist.launch.failures import explain, print_message
 from keras_dist.launch.hosts import LOOPBACK, Slot
 from keras_dist.launch.ranks import Command, Ranks
-from keras_dist.launch.remote_hosts import Fleet, Reach
+from keras_dist.launch.remote_hosts import Reach, RemoteHosts
 from keras_dist.launch.rendezvous import interface, rendezvous
 from keras_dist.launch.signals import stopped_by_signals
-from keras_dist.monitor.status_store import board_of
+from keras_dist.monitor.status_store import status_store_of
 
 # With which the ranks sign what they send each other.
 SECRET = "KERAS_DIST_SECRET"
@@ -23,7 +23,7 @@ RESTART = "KERAS_DIST_RESTART"
 
 def run_command(
     command: Command,
-    places: Sequence[Slot],
+    slots: Sequence[Slot],
     *,
     restarts: int = 0,
     reach: Reach | None = None,
@@ -34,7 +34,7 @@ def run_command(
 
     Args:
         command: What every rank runs.
-        places: Of the ranks.
+        slots: Of the ranks.
         restarts: How often to start again after a failure.
         reach: How other hosts are reached; `None` where all ranks are on this one.
 
@@ -46,28 +46,30 @@ def run_command(
         RuntimeError: If Horovod is not installed.
         ValueError: If a number is too small.
     """
-    if not places or restarts < 0:
+    if not slots or restarts < 0:
         raise ValueError(
             "At least one rank is needed, and no negative number of restarts. "
-            f"Received: -np {len(places)} --restarts {restarts}"
+            f"Received: -np {len(slots)} --restarts {restarts}"
         )
     job = secrets.token_hex(8)
     # Before the first thread, since it forks.
-    with processes.warden(job), stopped_by_signals() as stopped:
+    with processes.reaper(job), stopped_by_signals() as stopped:
         for restart in range(restarts + 1):
-            code = _run_once(command, places, job, reach, restart, stopped)
+            code = _run_once(command, slots, job, reach, restart, stopped)
             if stopped:
-                tell(f"keras-dist: ended by {signal.Signals(stopped[0]).name}.")
+                print_message(
+                    f"keras-dist: ended by {signal.Signals(stopped[0]).name}."
+                )
                 return 128 + stopped[0]
             if code == 0 or restart == restarts:
                 return code
-            tell(f"keras-dist: start {restart + 2} of at most {restarts + 1}.")
+            print_message(f"keras-dist: start {restart + 2} of at most {restarts + 1}.")
     return code
 
 
 def _run_once(
     command: Command,
-    places: Sequence[Slot],
+    slots: Sequence[Slot],
     job: str,
     reach: Reach | None,
     restart: int,
@@ -75,50 +77,50 @@ def _run_once(
 ) -> int:
     secret = secrets.token_hex(16)
     address = LOOPBACK if reach is None else reach.address
-    with rendezvous(places, secret, address) as found:
+    with rendezvous(slots, secret, address) as found:
         environment = {**command.environment, **found, SECRET: secret}
         if restart:
             environment[RESTART] = str(restart)
         full = replace(command, environment=environment)
         if reach is not None:
-            return _run_on_hosts(full, Fleet(full, places, job, reach), stopped)
-        return _run_here(full, places, job, stopped)
+            return _run_on_hosts(full, RemoteHosts(full, slots, job, reach), stopped)
+        return _run_here(full, slots, job, stopped)
 
 
 def _run_here(
-    command: Command, places: Sequence[Slot], job: str, stopped: list[int]
+    command: Command, slots: Sequence[Slot], job: str, stopped: list[int]
 ) -> int:
     own = {**command.environment, **interface(LOOPBACK)}
-    ranks = Ranks(replace(command, environment=own), places, job)
+    ranks = Ranks(replace(command, environment=own), slots, job)
     said = ""
     try:
         ranks.start()
         failures = ranks.wait(stopped)
         if failures and not stopped:
-            said = explain(failures, ranks.where(), num_ranks=len(places))
+            said = explain(failures, ranks.where(), num_ranks=len(slots))
     finally:
         ranks.end(is_saving=stopped == [signal.SIGTERM])
     if not said:
         return 0
-    tell(said)  # after all that the ranks have printed
+    print_message(said)  # after all that the ranks have printed
     return failures[0].code
 
 
-def _run_on_hosts(command: Command, fleet: Fleet, stopped: list[int]) -> int:
+def _run_on_hosts(command: Command, remote: RemoteHosts, stopped: list[int]) -> int:
     codes: dict[str, int] = {}
     try:
-        fleet.start()
-        fleet.wait(stopped)
+        remote.start()
+        remote.wait(stopped)
     finally:
-        codes = fleet.end()
-    board = board_of(command.environment)
-    assert board is not None
-    failures, where = agent.words_of(board, len(fleet.hosts))
+        codes = remote.end()
+    store = status_store_of(command.environment)
+    assert store is not None
+    failures, where = agent.words_of(store, len(remote.hosts))
     if not codes or stopped:
         return 0
     if not failures:
         host, code = next(iter(codes.items()))
-        tell(f"keras-dist: no ranks could be run on {host}: exit code {code}.")
+        print_message(f"keras-dist: no ranks could be run on {host}: exit code {code}.")
         return code if code > 0 else 128 - code
-    tell(explain(failures, where, num_ranks=fleet.num_ranks))
+    print_message(explain(failures, where, num_ranks=remote.num_ranks))
     return failures[0].code

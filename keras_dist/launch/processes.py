@@ -69,7 +69,7 @@ def end(
 
 
 @contextlib.contextmanager
-def warden(job: str) -> Iterator[None]:
+def reaper(job: str) -> Iterator[None]:
     """Inside the block, the processes of a job end even if this one is killed.
 
     A process of its own waits until this one is no more, however it ends, and then ends

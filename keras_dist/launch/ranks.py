@@ -50,24 +50,24 @@ class Ranks:
 
     Args:
         command: What they run.
-        places: Of each rank.
+        slots: Of each rank.
         job: Number of the job, by which its processes are found again.
     """
 
-    def __init__(self, command: Command, places: Sequence[Slot], job: str) -> None:
-        self._command, self._places, self._job = command, places, job
+    def __init__(self, command: Command, slots: Sequence[Slot], job: str) -> None:
+        self._command, self._slots, self._job = command, slots, job
         self._folder = Path(tempfile.mkdtemp(prefix="keras_dist."))  # for this user
-        self._output = Output(places[0].size, command.log_dir)
+        self._output = Output(slots[0].size, command.log_dir)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         # When each rank ended, and how much memory it had at most, in KiB.
         self._ended: dict[int, tuple[float, int]] = {}
 
     def start(self) -> None:
         """Start every rank."""
-        for place in self._places:
-            process = self._started(place)
-            self._processes[place.rank] = process
-            self._output.add(place.rank, process.stdout, process.stderr)
+        for slot in self._slots:
+            process = self._started(slot)
+            self._processes[slot.rank] = process
+            self._output.add(slot.rank, process.stdout, process.stderr)
 
     def wait(self, stopped: Sequence[int]) -> list[Failure]:
         """Wait until all ranks have ended, or one has failed; the failures in order.
@@ -110,17 +110,17 @@ class Ranks:
             if process.returncode != 0
         }
 
-    def _started(self, place: Slot) -> subprocess.Popen[bytes]:
-        record.make(self._path(place.rank, "record"))
+    def _started(self, slot: Slot) -> subprocess.Popen[bytes]:
+        record.make(self._path(slot.rank, "record"))
         environment = {
-            **{name: str(_threads(place)) for name in _THREADS},
+            **{name: str(_threads(slot)) for name in _THREADS},
             **os.environ,
             "PYTHONUNBUFFERED": "1",
             **self._command.environment,
-            **place.environment(),
+            **slot.environment(),
             processes.mark(self._job): "1",
-            record.VARIABLE: str(self._path(place.rank, "record")),
-            report.VARIABLE: str(self._path(place.rank, "report")),
+            record.VARIABLE: str(self._path(slot.rank, "record")),
+            report.VARIABLE: str(self._path(slot.rank, "report")),
         }
         if self._command.log_dir is None:
             environment[report.QUIET] = "1"
@@ -172,14 +172,14 @@ class Ranks:
             time.sleep(0.02)
 
     def _where(self, rank: int) -> str:
-        place = str(record.read(self._path(rank, "record")))
+        slot = str(record.read(self._path(rank, "record")))
         dump = self._path(rank, "report.stacks")
         line = stacks.line_of(dump.read_text()) if dump.exists() else None
-        return f"{place} ({line})" if line else place
+        return f"{slot} ({line})" if line else slot
 
     def _path(self, rank: int, name: str) -> Path:
         return self._folder / f"{rank}.{name}"
 
 
-def _threads(place: Slot) -> int:
-    return max(1, len(os.sched_getaffinity(0)) // place.local_size)
+def _threads(slot: Slot) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // slot.local_size)

@@ -38,22 +38,22 @@ class Reach:
     address: str
 
 
-class Fleet:
+class RemoteHosts:
     """One agent for each host.
 
     Args:
         command: What the ranks run.
-        places: Of all ranks.
+        slots: Of all ranks.
         job: Number of the job.
         reach: How other hosts are reached.
     """
 
     def __init__(
-        self, command: Command, places: Sequence[Slot], job: str, reach: Reach
+        self, command: Command, slots: Sequence[Slot], job: str, reach: Reach
     ) -> None:
-        self.hosts = list(dict.fromkeys(place.host for place in places))
-        self.num_ranks = len(places)
-        self._places, self._job, self._reach = places, job, reach
+        self.hosts = list(dict.fromkeys(slot.host for slot in slots))
+        self.num_ranks = len(slots)
+        self._slots, self._job, self._reach = slots, job, reach
         own = {k: v for k, v in os.environ.items() if not _OWN.fullmatch(k)}
         self._command = replace(command, environment={**own, **command.environment})
         self._output = Output(1, None)  # the agents put ranks before the lines
@@ -71,15 +71,15 @@ class Fleet:
             )
             self._agents.append(agent)
             self._output.add(number, agent.stdout, agent.stderr)
-            told = order(
+            message = order(
                 self._command,
-                [place for place in self._places if place.host == host],
+                [slot for slot in self._slots if slot.host == host],
                 # Each agent ends its own, also where several are on one machine.
                 job=f"{self._job}_{number}",
                 towards=self._reach.address,
                 number=number,
             )
-            _say(agent, told)
+            _say(agent, message)
 
     def wait(self, stopped: Sequence[int]) -> None:
         """Wait until all agents have ended, or one has failed."""

@@ -14,7 +14,7 @@ _FORBIDDEN = 403
 
 @contextlib.contextmanager
 def rendezvous(
-    places: Sequence[Slot], secret: str, address: str = LOOPBACK
+    slots: Sequence[Slot], secret: str, address: str = LOOPBACK
 ) -> Iterator[dict[str, str]]:
     """Inside the block, the ranks can find each other.
 
@@ -23,7 +23,7 @@ def rendezvous(
     behind the port in its address for a part of the path.
 
     Args:
-        places: Of all ranks.
+        slots: Of all ranks.
         secret: Of this job.
         address: Of this host, by which the ranks reach the store.
 
@@ -43,7 +43,7 @@ def rendezvous(
     handler = _guarded(horovods.RendezvousHandler, secret)
     server = horovods.RendezvousHTTPServer((address, 0), handler, 0)
     server.daemon_threads = True
-    server.scope_size |= _scope_sizes(places)
+    server.scope_size |= _scope_sizes(slots)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     port = server.server_address[1]
@@ -70,13 +70,13 @@ def interface(address: str) -> dict[str, str]:
     return {"HOROVOD_GLOO_IFACE": name, "NCCL_SOCKET_IFNAME": name}
 
 
-def _scope_sizes(places: Sequence[Slot]) -> dict[str, int]:
+def _scope_sizes(slots: Sequence[Slot]) -> dict[str, int]:
     """How many ranks use each part of the store before it is emptied."""
     sizes = {}
-    for place in places:
-        sizes["global"] = place.size
-        sizes[f"local_{place.host}"] = place.local_size
-        sizes[f"cross_{place.local_rank}"] = place.cross_size
+    for slot in slots:
+        sizes["global"] = slot.size
+        sizes[f"local_{slot.host}"] = slot.local_size
+        sizes[f"cross_{slot.local_rank}"] = slot.cross_size
     return sizes
 
 

@@ -31,7 +31,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Told:
+class RankReport:
     """One rank's metrics, as the others have to know them.
 
     Args:
@@ -49,14 +49,14 @@ class Told:
     results: list[Any]
 
 
-def tell(parts: Sequence[Any], seen: Seen, logs: Any) -> Told:
+def report_of_rank(pieces: Sequence[Any], seen: Seen, logs: Any) -> RankReport:
     """What this rank tells."""
     states = [
         (part.name, [f"{tuple(v.shape)} {rule_of(v)}" for v in part.variables])
-        for part in parts
+        for part in pieces
     ]
-    counting = parts if seen.has_rows else []
-    return Told(
+    counting = pieces if seen.has_rows else []
+    return RankReport(
         states,
         seen,
         sorted(logs) if isinstance(logs, Mapping) else None,
@@ -65,13 +65,13 @@ def tell(parts: Sequence[Any], seen: Seen, logs: Any) -> Told:
     )
 
 
-def check(everyone: Sequence[Told]) -> None:
+def check(everyone: Sequence[RankReport]) -> None:
     """Raise where the ranks cannot sum, before they wait for each other.
 
     Raises:
         ValueError: The same on all ranks.
     """
-    names = [Counter(name for name, _ in told.states) for told in everyone]
+    names = [Counter(name for name, _ in report.states) for report in everyone]
     for rank, held in enumerate(names):
         for other, known in enumerate(names):
             for name in held - known:
@@ -79,13 +79,13 @@ def check(everyone: Sequence[Told]) -> None:
                     f"Rank {rank} has the metric {name!r}, which rank {other} does "
                     f"not have. Received: {_listed(map(sorted, names))}. {_ADVICE}"
                 )
-    for states in zip(*(told.states for told in everyone), strict=True):
+    for states in zip(*(report.states for report in everyone), strict=True):
         if any(state != states[0] for state in states):
             raise ValueError(
                 f"The ranks disagree on the state of the metric {states[0][0]!r}. "
                 f"Received: {_listed(states)}. {_ADVICE}"
             )
-    logged = [told.log_names for told in everyone]
+    logged = [report.log_names for report in everyone]
     if any(own != logged[0] for own in logged):
         raise ValueError(
             "The ranks disagree on the names in the logs. Received: "

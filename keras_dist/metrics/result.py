@@ -9,8 +9,15 @@ import numpy as np
 
 from keras_dist import comm
 from keras_dist.metrics import states
-from keras_dist.metrics.rank_report import Seen, Told, arrays_of, check, on_host, tell
-from keras_dist.metrics.stateful import is_plain, merges, parts_of
+from keras_dist.metrics.rank_report import (
+    RankReport,
+    Seen,
+    arrays_of,
+    check,
+    on_host,
+    report_of_rank,
+)
+from keras_dist.metrics.stateful import is_plain, merges, stateful_metrics
 
 
 def global_result(
@@ -51,10 +58,12 @@ def global_result(
     """
     if comm.size() == 1:
         return result()
-    parts = parts_of(metrics)
-    everyone = comm.share(lambda: tell(parts, seen or Seen(), logs))
+    pieces = stateful_metrics(metrics)
+    everyone = comm.gather_or_raise(
+        lambda: report_of_rank(pieces, seen or Seen(), logs)
+    )
     check(everyone)
-    with _of_all_ranks(parts, everyone):
+    with _of_all_ranks(pieces, everyone):
         exact = on_host(result())
     if not isinstance(logs, Mapping) or set(logs) == set(exact):
         return exact
@@ -62,28 +71,32 @@ def global_result(
 
 
 @contextlib.contextmanager
-def _of_all_ranks(parts: Sequence[Any], everyone: Sequence[Told]) -> Iterator[None]:
+def _of_all_ranks(
+    pieces: Sequence[Any], everyone: Sequence[RankReport]
+) -> Iterator[None]:
     """Inside the block, the metrics are those of one process on all rows."""
-    merging = [part for part in parts if merges(part)]
+    merging = [part for part in pieces if merges(part)]
     merged = {id(v): v for part in merging for v in part.variables}
-    others = {id(v): v for part in parts for v in part.variables if id(v) not in merged}
-    plain = [part for part in parts if is_plain(part)]
+    others = {
+        id(v): v for part in pieces for v in part.variables if id(v) not in merged
+    }
+    plain = [part for part in pieces if is_plain(part)]
     touched = [*others.values(), *merged.values()]
     own = arrays_of(touched)
-    seen = [told.seen for told in everyone]
-    together = states.of_all_ranks(list(others.values()), own[: len(others)], seen)
-    counting = [told for told in everyone if told.seen.has_rows]
+    seen = [report.seen for report in everyone]
+    values_of_all = states.of_all_ranks(list(others.values()), own[: len(others)], seen)
+    counting = [report for report in everyone if report.seen.has_rows]
     try:
-        for variable, value in zip(others.values(), together, strict=True):
+        for variable, value in zip(others.values(), values_of_all, strict=True):
             if value.dtype.kind == "f" and keras.backend.is_int_dtype(variable.dtype):
                 value = np.rint(value)  # an average of whole numbers
             variable.assign(keras.ops.cast(value, variable.dtype))
-        for place, part in enumerate(merging):
-            part.merge_states([told.merging[place] for told in counting])
-        for place, part in enumerate(plain):
+        for index, part in enumerate(merging):
+            part.merge_states([report.merging[index] for report in counting])
+        for index, part in enumerate(plain):
             mean = states.average(
-                [told.results[place] for told in counting],
-                [told.seen for told in counting],
+                [report.results[index] for report in counting],
+                [report.seen for report in counting],
             )
             object.__setattr__(part, "result", lambda mean=mean: mean)
         yield
@@ -104,7 +117,7 @@ def _of_last_step(
     of a ragged evaluation some ranks may have one batch less.
     """
     values = {name: _number(value) for name, value in logs.items()}
-    told = {
+    report = {
         name: (value, _is_same(value, own.get(name)))
         for name, value in values.items()
         if value is not None
@@ -115,15 +128,15 @@ def _of_last_step(
         for seen in everyone
     ]
     counting = [seen for seen in shown if seen.has_rows]
-    heard = [
-        t for t, seen in zip(comm.gather(told), shown, strict=True) if seen.has_rows
+    agreed = [
+        t for t, seen in zip(comm.gather(report), shown, strict=True) if seen.has_rows
     ]
     result = dict(logs)
-    for name in told:
-        if all(held[name][1] for held in heard):
+    for name in report:
+        if all(held[name][1] for held in agreed):
             result[name] = exact[name]
         else:
-            mean = states.average([held[name][0] for held in heard], counting)
+            mean = states.average([held[name][0] for held in agreed], counting)
             result[name] = on_host(mean)
     return result
 

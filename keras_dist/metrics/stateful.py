@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 
-def parts_of(metrics: Sequence[Any]) -> list[Any]:
+def stateful_metrics(metrics: Sequence[Any]) -> list[Any]:
     """The metrics that hold state, those inside of others too, each once."""
     found: dict[int, Any] = {}
     for metric in metrics:
@@ -15,7 +15,7 @@ def parts_of(metrics: Sequence[Any]) -> list[Any]:
         own -= {id(variable) for part in inner for variable in part.variables}
         if own or not (inner or _is_list(metric)):
             found[id(metric)] = metric
-        found |= {id(part): part for part in parts_of(inner)}
+        found |= {id(part): part for part in stateful_metrics(inner)}
     return list(found.values())
 
 
@@ -42,7 +42,7 @@ def exceptions(metrics: Sequence[Any]) -> tuple[tuple[str, str], ...]:
         metrics: `Model.metrics`, also of a model that has not seen a batch.
     """
     found = []
-    for metric in parts_of([*metrics, *_given_to_compile(metrics)]):
+    for metric in stateful_metrics([*metrics, *_given_to_compile(metrics)]):
         rules = {rule_of(variable) for variable in metric.variables}
         if merges(metric):
             found.append((metric.name, "by its own merge_states"))

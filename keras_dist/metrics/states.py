@@ -22,11 +22,11 @@ def of_all_ranks(
         states: This rank's values of them.
         everyone: What the metrics of each rank have seen.
     """
-    shares = weights(everyone)
-    is_first = [share > 0 for share in shares].index(True) == comm.rank()
-    share = shares[comm.rank()]
+    fractions = weights(everyone)
+    is_first = [fraction > 0 for fraction in fractions].index(True) == comm.rank()
+    fraction = fractions[comm.rank()]
     has_rows = everyone[comm.rank()].has_rows
-    factors = {"sum": has_rows, "first": is_first, "mean": share}
+    factors = {"sum": has_rows, "first": is_first, "mean": fraction}
     sent, counts = [], []
     for variable, state in zip(variables, states, strict=True):
         words = _words(state, factors[rule_of(variable)])
@@ -52,11 +52,13 @@ def weights(everyone: Sequence[Seen]) -> list[float]:
 
 def average(results: Sequence[Any], everyone: Sequence[Seen]) -> Any:
     """Mean of results of one structure, by the rows of each rank; in float64."""
-    shares = weights(everyone)
+    fractions = weights(everyone)
 
     def mean(*values: Any) -> Any:
-        pairs = zip(values, shares, strict=True)
-        return sum(np.multiply(value, share) for value, share in pairs if share)
+        pairs = zip(values, fractions, strict=True)
+        return sum(
+            np.multiply(value, fraction) for value, fraction in pairs if fraction
+        )
 
     return keras.tree.map_structure(mean, *results)
 

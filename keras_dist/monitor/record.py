@@ -18,7 +18,7 @@ VARIABLE = "KERAS_DIST_RECORD"
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """Where a rank is.
 
     Args:
@@ -45,9 +45,9 @@ class Place:
     def __str__(self) -> str:
         """The place in words.
 
-        >>> print(Place(epoch=1, step=6, phase="step", collective="keras_dist.sum"))
+        >>> print(Position(epoch=1, step=6, phase="step", collective="keras_dist.sum"))
         in the collective keras_dist.sum, in step 7 of epoch 2
-        >>> print(Place(phase="end"), "/", Place(changes=1))
+        >>> print(Position(phase="end"), "/", Position(changes=1))
         at the end of epoch 1 / in user code, outside of a fit
         """
         epoch = f"epoch {self.epoch + 1}"
@@ -58,11 +58,11 @@ class Place:
             "test": f"in step {self.step + 1} of an evaluation in {epoch}",
             "end": f"at the end of {epoch}",
         }
-        place = words.get(self.phase, self.phase)
+        position = words.get(self.phase, self.phase)
         return (
-            f"in the collective {self.collective}, {place}"
+            f"in the collective {self.collective}, {position}"
             if (self.collective)
-            else place
+            else position
         )
 
 
@@ -75,12 +75,12 @@ class Record:
 
     def __init__(self, path: str | None = None) -> None:
         self._buffer: Any = _mapped(path) if path else bytearray(_LAYOUT.size)
-        self._place = Place()
+        self._position = Position()
 
     @property
-    def place(self) -> Place:
+    def position(self) -> Position:
         """What was written last."""
-        return self._place
+        return self._position
 
     def enter(self, phase: str, *, epoch: int | None = None, step: int = 0) -> None:
         """Say what this rank does in a fit.
@@ -90,13 +90,13 @@ class Record:
             epoch: By default the one before.
             step: Of the epoch or the evaluation.
         """
-        epoch = self._place.epoch if epoch is None else epoch
+        epoch = self._position.epoch if epoch is None else epoch
         self._write(phase, epoch, step, "")
 
     @contextlib.contextmanager
     def waiting(self, collective: str) -> Iterator[None]:
         """Inside the block, this rank is in a collective that is called so."""
-        before = self._place
+        before = self._position
         self._write(before.phase, before.epoch, before.step, collective)
         try:
             yield
@@ -104,8 +104,8 @@ class Record:
             self._write(before.phase, before.epoch, before.step, "")
 
     def _write(self, phase: str, epoch: int, step: int, collective: str) -> None:
-        changes, now = self._place.changes + 1, time.time()
-        self._place = Place(changes, epoch, step, now, phase, collective)
+        changes, now = self._position.changes + 1, time.time()
+        self._position = Position(changes, epoch, step, now, phase, collective)
         _LAYOUT.pack_into(
             self._buffer,
             0,
@@ -118,17 +118,17 @@ class Record:
         )
 
 
-def read(path: str | os.PathLike[str]) -> Place:
+def read(path: str | os.PathLike[str]) -> Position:
     """The place that another process has written last; the default one if none."""
     try:
         data = Path(path).read_bytes()[: _LAYOUT.size]
     except OSError:
-        return Place()
+        return Position()
     if len(data) < _LAYOUT.size:
-        return Place()
+        return Position()
     *numbers, phase, collective = _LAYOUT.unpack(data)
     words = (raw.rstrip(b"\0").decode(errors="replace") for raw in (phase, collective))
-    return Place(*numbers, *words)
+    return Position(*numbers, *words)
 
 
 def _mapped(path: str) -> mmap.mmap | bytearray:

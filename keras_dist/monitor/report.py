@@ -25,7 +25,7 @@ VARIABLE = "KERAS_DIST_REPORT"
 QUIET = "KERAS_DIST_QUIET"
 
 # An error that says so was heard of, and has its cause on another rank.
-_HEARD = (
+_FROM_ANOTHER_RANK = (
     "Another rank has ended while this one waited",
     "Horovod has been shut down",
     "Connection closed by peer",
@@ -37,14 +37,14 @@ _PR_SET_PDEATHSIG = 1
 ASK = signal.SIGRTMIN + 7
 
 
-def write(kind: str, message: str, text: str, *, is_heard: bool) -> None:
+def write(kind: str, message: str, text: str, *, is_secondary: bool) -> None:
     """Say once why this rank fails; what is said later is not the reason.
 
     Args:
         kind: Of the error: the name of its class.
         message: Its text.
         text: The whole of it, to be printed.
-        is_heard: Whether its cause is on another rank.
+        is_secondary: Whether its cause is on another rank.
     """
     path = os.environ.get(VARIABLE)
     if not path:
@@ -52,18 +52,18 @@ def write(kind: str, message: str, text: str, *, is_heard: bool) -> None:
     said = {"time": time.time(), "kind": kind, "message": message, "text": text}
     draft = Path(f"{path}.{os.getpid()}.draft")
     with contextlib.suppress(OSError):  # said already, or the launcher is gone
-        draft.write_text(json.dumps(said | {"is_heard": is_heard}))
+        draft.write_text(json.dumps(said | {"is_secondary": is_secondary}))
         os.link(draft, f"{path}.json")  # whole or not at all, and the first stays
 
 
 def write_error(error: BaseException) -> None:
     """Say that this error ends the rank."""
     message = str(error)
-    is_heard = message.startswith("On rank ") or any(
-        words in message for words in _HEARD
+    is_secondary = message.startswith("On rank ") or any(
+        words in message for words in _FROM_ANOTHER_RANK
     )
     lines = traceback.format_exception(type(error), error, _own(error.__traceback__))
-    write(type(error).__name__, message, "".join(lines), is_heard=is_heard)
+    write(type(error).__name__, message, "".join(lines), is_secondary=is_secondary)
 
 
 def _own(trace: types.TracebackType | None) -> types.TracebackType | None:

@@ -32,14 +32,14 @@ def text(*, without: threading.Thread) -> str:
     Args:
         without: A thread that is of no interest.
     """
-    parts = []
+    pieces = []
     for name, frame in _frames(without):
         entries = traceback.extract_stack(frame)
         # What the launcher has put in front of the user's script.
         users = [entry for entry in entries if not entry.filename.endswith(_FRONT)]
         stack = "".join(traceback.format_list(users))
-        parts.append(f"Stack of {name} (most recent call last):\n{stack}")
-    return "\n".join(parts)
+        pieces.append(f"Stack of {name} (most recent call last):\n{stack}")
+    return "\n".join(pieces)
 
 
 def own_code(*, without: threading.Thread) -> str | None:

@@ -15,7 +15,7 @@ _SCOPE = "keras_dist_watch"
 _SECONDS = 2.0
 
 
-class Board:
+class StatusStore:
     """Small values of JSON by name, in the launcher's store.
 
     Args:
@@ -56,9 +56,9 @@ class Board:
             connection.close()
 
 
-def board_of(environ: Mapping[str, str] | None = None) -> Board | None:
+def status_store_of(environ: Mapping[str, str] | None = None) -> StatusStore | None:
     """The board of the launcher that started this process, if it has one."""
     environ = os.environ if environ is None else environ
     address = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
     port = environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT")
-    return Board(address, port) if address and port else None
+    return StatusStore(address, port) if address and port else None

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import Any
 
 from keras_dist.monitor import record, report, stacks, usage
-from keras_dist.monitor.status_store import Board, board_of
+from keras_dist.monitor.status_store import StatusStore, status_store_of
 
 VARIABLE = "KERAS_DIST_STALL_SECONDS"
 DEFAULT_LIMIT = 120.0
@@ -21,7 +21,7 @@ EXIT_CODE = 70
 
 # A thread that wakes up now and then to look around does not work. One that works has
 # more of the processor than this, however many share it.
-_IDLE_SHARE = 0.02
+_IDLE_FRACTION = 0.02
 _IDLE_SECONDS = 0.05
 _IDLE_BYTES, _IDLE_RATE = 2**20, 50e3
 
@@ -50,7 +50,7 @@ class Progress:
         seconds, size = usage.growth(self._usage, usage_now)
         self._usage = usage_now
         self._sum = self._sum[0] + seconds, self._sum[1] + size
-        changes = record.here.place.changes
+        changes = record.here.position.changes
         if changes != self._changes or _is_work(self._sum, now - self._last):
             self._last, self._changes, self._sum = now, changes, (0.0, 0)
         return now - self._last
@@ -66,7 +66,7 @@ def _is_work(used: tuple[float, int], elapsed: float) -> bool:
     >>> _is_work((0.2, 0), 60.0), _is_work((6.0, 0), 60.0), _is_work((0.0, 2**21), 9.0)
     (False, True, True)
     """
-    is_computing = used[0] > _IDLE_SECONDS + _IDLE_SHARE * elapsed
+    is_computing = used[0] > _IDLE_SECONDS + _IDLE_FRACTION * elapsed
     return is_computing or used[1] > _IDLE_BYTES + _IDLE_RATE * elapsed
 
 
@@ -78,7 +78,7 @@ class Watchdog(threading.Thread):
         size: How many ranks there are.
         limit: Seconds without progress of any rank after which the job ends.
         without: Horovod's threads, which look around for ever.
-        board: Where the ranks tell each other; without one, each knows only itself.
+        store: Where the ranks tell each other; without one, each knows only itself.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class Watchdog(threading.Thread):
         size: int,
         limit: float,
         without: Collection[int],
-        board: Board | None,
+        store: StatusStore | None,
     ) -> None:
         super().__init__(name="keras_dist.monitor", daemon=True)
-        self._rank, self._size, self._limit, self._board = rank, size, limit, board
+        self._rank, self._size, self._limit, self._store = rank, size, limit, store
         self._without = set(without)
         self._tick = min(max(limit / 12, 0.2), 5.0)
         self._over = threading.Event()
@@ -114,27 +114,27 @@ class Watchdog(threading.Thread):
                 progress.skip(now - before)
             before = now
             idle = progress.idle(now)
-            self.tell(idle)
+            self.publish(idle)
             if idle > self._limit / 2 and self._is_stalled(idle, now):
                 self._end(idle)
 
-    def tell(self, idle: float) -> None:
+    def publish(self, idle: float) -> None:
         """Let the others know how long this rank has stood still."""
         self._beats += 1
-        if self._board is not None:
-            self._board.put(str(self._rank), self._status(idle))
+        if self._store is not None:
+            self._store.put(str(self._rank), self._status(idle))
 
     def _status(self, idle: float) -> dict[str, Any]:
-        place = record.here.place
+        position = record.here.position
         # To look at stacks takes time: only when it may matter.
-        is_doubtful = idle > self._limit / 2 and not place.collective
+        is_doubtful = idle > self._limit / 2 and not position.collective
         code = stacks.own_code(without=self) if is_doubtful else None
         return {
             "beat": self._beats,
             "idle": idle,
-            "is_with_others": place.is_with_others,
-            "collective": place.collective,
-            "place": str(place),
+            "is_with_others": position.is_with_others,
+            "collective": position.collective,
+            "position": str(position),
             "code": code,
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -143,23 +143,25 @@ class Watchdog(threading.Thread):
 
     def _is_stalled(self, idle: float, now: float) -> bool:
         """Whether no rank gets on, and somebody waits for that."""
-        if self._board is None:
+        if self._store is None:
             # Those that wait cannot know whether the others work; one that neither
             # works nor waits can.
             status = self._status(idle)
             return idle > self._limit and bool(
                 status["is_with_others"] and status["code"]
             )
-        if self._board.get("stalled"):
+        if self._store.get("stalled"):
             return True
         statuses = [self._status(idle)]
         for rank in range(self._size):
             if rank != self._rank:
-                status = self._board.get(str(rank))
+                status = self._store.get(str(rank))
                 if status is None or not self._is_idle(rank, status, now):
                     return False
                 statuses.append(status)
-        return idle > self._limit and any(told["is_with_others"] for told in statuses)
+        return idle > self._limit and any(
+            statuses["is_with_others"] for statuses in statuses
+        )
 
     def _is_idle(self, rank: int, status: dict[str, Any], now: float) -> bool:
         beat, since, before = self._seen.get(rank, (-1, 0.0, {}))
@@ -185,45 +187,49 @@ class Watchdog(threading.Thread):
 
     def _end(self, idle: float) -> None:
         own = self._status(idle)
-        told = self._others(own)
+        statuses = self._others(own)
         message = f"no rank has made progress for {self._limit:g} s"
         here = own["code"] or "it waits there"
         lines = [
             f"keras_dist: {message}, and the job ends. "
-            f"Rank {self._rank} is {own['place']}: {here}.",
-            *told,
+            f"Rank {self._rank} is {own['position']}: {here}.",
+            *statuses,
             stacks.text(without=self),
             f"If this was work, raise the limit: {VARIABLE}=600, or 0 for no limit.",
         ]
         text = "\n".join(lines) + "\n"
         os.write(2, text.encode(errors="replace"))
         # Where some rank is in its own code and others wait for it, it is the cause.
-        is_heard = not own["code"] and any("is missing" in line for line in told)
-        report.write("Stalled", message, text, is_heard=is_heard)
-        if self._board is not None:
-            self._board.put("stalled", self._rank)
+        is_secondary = not own["code"] and any(
+            "is missing" in line for line in statuses
+        )
+        report.write("Stalled", message, text, is_secondary=is_secondary)
+        if self._store is not None:
+            self._store.put("stalled", self._rank)
         sys.stdout.flush()
         time.sleep(2 * self._tick + 1)  # until the others have said where they are
         os._exit(EXIT_CODE)
 
     def _others(self, own: dict[str, Any]) -> list[str]:
-        if self._board is None:
+        if self._store is None:
             return []
         ranks = range(self._size)
-        told = {r: own if r == self._rank else self._board.get(str(r)) for r in ranks}
+        statuses = {
+            r: own if r == self._rank else self._store.get(str(r)) for r in ranks
+        }
         waiting: dict[str, list[int]] = {}
         lines = []
-        for rank, status in told.items():
+        for rank, status in statuses.items():
             if status is None or self._is_silent(rank, status):
                 lines.append(f"Rank {rank} is missing: it does not answer.")
             elif status["code"]:
-                where = f"{status['place']}, {status['code']}"
+                where = f"{status['position']}, {status['code']}"
                 lines.append(f"Rank {rank} is missing: {where}.")
             else:
-                waiting.setdefault(status["place"], []).append(rank)
-        for place, there in waiting.items():
+                waiting.setdefault(status["position"], []).append(rank)
+        for position, there in waiting.items():
             names = ", ".join(map(str, there))
-            lines.append(f"Waiting {place}: rank{'s' * (len(there) > 1)} {names}.")
+            lines.append(f"Waiting {position}: rank{'s' * (len(there) > 1)} {names}.")
         return lines
 
 
@@ -270,11 +276,11 @@ def start(*, rank: int, size: int, without: Collection[int]) -> None:
     limit = _limit[0] if _limit else limit_of()
     if size > 1 and limit and not _watchdog:
         watchdog = Watchdog(
-            rank=rank, size=size, limit=limit, without=without, board=board_of()
+            rank=rank, size=size, limit=limit, without=without, store=status_store_of()
         )
         _watchdog.append(watchdog)
         # Before anything can happen to this rank: one that was never there is not
         # waited for.
-        watchdog.tell(0.0)
+        watchdog.publish(0.0)
         watchdog.start()
         atexit.register(watchdog.stop)

@@ -4,7 +4,7 @@ from keras_dist.optimizer.accumulation import (
     divide,
     is_between_updates,
     own_sums,
-    unite,
+    sum_accumulated,
 )
 from keras_dist.optimizer.averaging import (
     DistributedOptimizer,
@@ -19,10 +19,14 @@ from keras_dist.optimizer.averaging import (
     unwatch,
     watch,
 )
-from keras_dist.optimizer.gradients import share_gradients
+from keras_dist.optimizer.gradients import average_gradients
 from keras_dist.optimizer.guard import Guard, Hit, guarded, watched_by
-from keras_dist.optimizer.local_steps import after_update, goes_alone, unite_replicas
-from keras_dist.optimizer.nested import leaves, optimizers_of, parts
+from keras_dist.optimizer.local_steps import (
+    after_update,
+    synchronize_replicas,
+    uses_local_sgd,
+)
+from keras_dist.optimizer.nested import leaves, nested_optimizers, optimizers_of
 from keras_dist.optimizer.options import Averaging, check_usable, every_of
 from keras_dist.optimizer.rate import (
     effective_rate,
@@ -34,11 +38,11 @@ from keras_dist.optimizer.rate import (
 )
 from keras_dist.optimizer.row_weights import (
     is_loss_weighed,
+    row_fraction,
     rows_now,
-    share_now,
     weighted_by,
 )
-from keras_dist.optimizer.stop_request import carrying
+from keras_dist.optimizer.stop_request import sent_with_gradients
 from keras_dist.optimizer.stopwatch import Stopwatch, timed_by
 
 __all__ = [
@@ -52,14 +56,14 @@ __all__ = [
     "apply_recorded",
     "averages_by_rows",
     "averaging",
-    "carrying",
+    "sent_with_gradients",
     "check_usable",
     "divide",
     "effective_rate",
     "guarded",
     "every_of",
     "go_on",
-    "goes_alone",
+    "uses_local_sgd",
     "hoist",
     "is_between_updates",
     "is_distributed",
@@ -68,17 +72,17 @@ __all__ = [
     "local_ids",
     "optimizers_of",
     "own_sums",
-    "parts",
+    "nested_optimizers",
     "position_of",
     "recording",
     "rows_now",
     "scale_rate",
     "schedule_of",
-    "share_gradients",
-    "share_now",
+    "average_gradients",
+    "row_fraction",
     "timed_by",
-    "unite",
-    "unite_replicas",
+    "sum_accumulated",
+    "synchronize_replicas",
     "unscale_rate",
     "unwatch",
     "watch",

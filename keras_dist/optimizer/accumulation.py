@@ -59,7 +59,7 @@ def is_between_updates(optimizer: Any) -> bool:
     return int(optimizer._iterations.value) % optimizer.gradient_accumulation_steps != 0
 
 
-def unite(optimizer: Any) -> None:
+def sum_accumulated(optimizer: Any) -> None:
     """Give every rank the sum of what all have added up, as one process holds it."""
     accumulators = _shared(optimizer)
     for dtype in (tf.float32, tf.float64):
@@ -76,7 +76,7 @@ def unite(optimizer: Any) -> None:
 
 
 def divide(optimizer: Any) -> None:
-    """Leave each rank its part of what is equal on all ranks: `unite` taken back."""
+    """Leave each rank its part of what is equal on all: undoes `sum_accumulated`."""
     for accumulator in _shared(optimizer):
         accumulator.assign(accumulator.value / comm.size())
 

@@ -11,10 +11,10 @@ from typing import Any
 import keras
 
 from keras_dist import comm, mixin
-from keras_dist.optimizer.gradients import State, share_gradients, weigh_loss
+from keras_dist.optimizer.gradients import State, average_gradients, weigh_loss
 from keras_dist.optimizer.guard import guarded
-from keras_dist.optimizer.local_steps import after_update, goes_alone
-from keras_dist.optimizer.nested import optimizers_of, parts
+from keras_dist.optimizer.local_steps import after_update, uses_local_sgd
+from keras_dist.optimizer.nested import nested_optimizers, optimizers_of
 from keras_dist.optimizer.options import Averaging, check_usable
 
 # Where `apply` leaves its gradients while a step is only recorded.
@@ -102,7 +102,9 @@ def _averages(optimizer: Any, options: Averaging) -> Any:
 
 def is_distributed(optimizer: Any) -> bool:
     """Whether `optimizer`, or one that it holds inside, averages its gradients."""
-    return any(mixin.has(part, AveragesGradients) for part in parts(optimizer))
+    return any(
+        mixin.has(part, AveragesGradients) for part in nested_optimizers(optimizer)
+    )
 
 
 def watch(optimizer: Any) -> None:
@@ -133,7 +135,7 @@ def averages_by_rows(model: Any) -> bool:
     states = [
         part._averaging
         for optimizer in optimizers_of(model)
-        for part in parts(optimizer)
+        for part in nested_optimizers(optimizer)
         if mixin.has(part, AveragesGradients)
     ]
     return bool(states) and all(
@@ -149,7 +151,7 @@ def local_ids(model: Any) -> set[int]:
     """
     found: set[int] = set()
     for optimizer in optimizers_of(model):
-        for part in parts(optimizer):
+        for part in nested_optimizers(optimizer):
             if not mixin.has(part, AveragesGradients):
                 continue
             layers = part._averaging.options.local_layers
@@ -167,7 +169,9 @@ def hoist(optimizer: Any) -> None:
     that the user wrapped, and skips the inner `apply` on a rank with an inf: the
     others would wait for it for ever.
     """
-    inside = [p for p in parts(optimizer)[1:] if mixin.has(p, AveragesGradients)]
+    inside = [
+        p for p in nested_optimizers(optimizer)[1:] if mixin.has(p, AveragesGradients)
+    ]
     for part in inside:
         mixin.remove(part, AveragesGradients)
         _averages(optimizer, part._averaging.options)
@@ -189,7 +193,7 @@ def averaging(optimizer: Any, options: Averaging) -> Iterator[None]:
     try:
         yield
     finally:
-        state.options, state.course = before, None
+        state.options, state.progress = before, None
         if was_plain:
             mixin.remove(optimizer, AveragesGradients)
 
@@ -232,9 +236,9 @@ class AveragesGradients:
             return apply(grads, trainable_variables)
         averaged = grads
         if comm.size() > 1:
-            averaged = share_gradients(self, grads, trainable_variables)
+            averaged = average_gradients(self, grads, trainable_variables)
         make = functools.partial(apply, averaged, trainable_variables)
         guarded(self, grads, averaged, trainable_variables, make)
-        if goes_alone(self):
+        if uses_local_sgd(self):
             after_update(self)
         return None

@@ -39,15 +39,15 @@ def exchange(
     total: Any = None
     wires = [_wire_of(gradient) for gradient in gradients]
     for wire in sorted(set(wires), key=str):
-        places = [place for place, own in enumerate(wires) if own == wire]
+        indices = [index for index, own in enumerate(wires) if own == wire]
         summed, total = _sums(
-            [gradients[place] for place in places],
+            [gradients[index] for index in indices],
             tf.cast(weight, wire),
             options,
             name=f"{name}.{wire.name}",
         )
-        for place, gradient in zip(places, summed, strict=True):
-            result[place] = gradient
+        for index, gradient in zip(indices, summed, strict=True):
+            result[index] = gradient
     return result, total
 
 
@@ -70,20 +70,20 @@ def _sums(
     counts = [sparse.counts_of_ranks(part, wire) for part in rows]
     sums, total, counts = _dense_sums(dense, weight, counts, options, name=name)
     is_mean = options.op == "average"
-    places = iter(range(len(rows)))
+    indices = iter(range(len(rows)))
     dense_sums = iter(sums)
     result = []
     for gradient, alone in zip(gradients, is_rows, strict=True):
         if not alone:
             result.append(next(dense_sums))
             continue
-        place = next(places)
-        values = tf.cast(rows[place].values, wire)
+        index = next(indices)
+        values = tf.cast(rows[index].values, wire)
         weighted = tf.IndexedSlices(
-            values * weight if is_mean else values, rows[place].indices
+            values * weight if is_mean else values, rows[index].indices
         )
         summed = sparse.sum_of_ranks(
-            weighted, tuple(gradient.shape), counts[place], name=f"{name}.{place}"
+            weighted, tuple(gradient.shape), counts[index], name=f"{name}.{index}"
         )
         result.append(summed / total if is_mean else summed)
     return result, total
@@ -99,33 +99,33 @@ def _dense_sums(
     wire = weight.dtype
     if options.op == "adasum":
         sums = [
-            comm.adaptive_sum(tensor, name=f"{name}.{place}")
-            for place, tensor in enumerate(dense)
+            comm.adaptive_sum(tensor, name=f"{name}.{index}")
+            for index, tensor in enumerate(dense)
         ]
         return sums, weight * comm.size(), []
     is_mean = options.op == "average"
-    wish = stop_request.own_wish(wire)
+    request = stop_request.own_stop_request(wire)
     if options.compression and wire == tf.float32 and dense:
         flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in dense], axis=0)
-        vector, total, heard = comm.sum_compressed(
+        vector, total, agreed = comm.sum_compressed(
             flat,
             weight,
             kind=options.compression,
             name=name,
             is_mean=is_mean,
-            extra=wish[0] if wish else 0.0,
+            extra=request[0] if request else 0.0,
         )
-        stop_request.hear(heard)
-        parts = tf.split(vector, [tensor.shape.num_elements() for tensor in dense])
-        sums = [tf.reshape(p, t.shape) for p, t in zip(parts, dense, strict=True)]
+        stop_request.collect(agreed)
+        pieces = tf.split(vector, [tensor.shape.num_elements() for tensor in dense])
+        sums = [tf.reshape(p, t.shape) for p, t in zip(pieces, dense, strict=True)]
         return sums, total, comm.sum_tensors(counts, name=f"{name}.counts", dtype=wire)
     weighted = [tensor * weight for tensor in dense] if is_mean else dense
     everything = comm.sum_tensors(
-        [*weighted, weight, *wish, *counts], name=name, dtype=wire
+        [*weighted, weight, *request, *counts], name=name, dtype=wire
     )
     sums, total, *everything = everything[: len(dense)], *everything[len(dense) :]
-    if wish:
-        stop_request.hear(everything.pop(0))
+    if request:
+        stop_request.collect(everything.pop(0))
     if is_mean:
         sums = [summed / total for summed in sums]
     return sums, total, everything

@@ -14,10 +14,14 @@ from keras_dist.optimizer.accumulation import (
     take,
 )
 from keras_dist.optimizer.exchange import exchange
-from keras_dist.optimizer.local_steps import Course, before_update, goes_alone
+from keras_dist.optimizer.local_steps import (
+    LocalProgress,
+    before_update,
+    uses_local_sgd,
+)
 from keras_dist.optimizer.options import Averaging
-from keras_dist.optimizer.row_weights import is_weighed, rows_now, share_now, weigh
-from keras_dist.optimizer.stopwatch import begin_talk, end_talk
+from keras_dist.optimizer.row_weights import is_weighed, row_fraction, rows_now, weigh
+from keras_dist.optimizer.stopwatch import begin_exchange, end_exchange
 
 
 @dataclass
@@ -30,7 +34,7 @@ class State:
         is_checked: Whether the ranks have compared their gradients.
         is_watched: Whether each batch is judged by all ranks.
         is_only_watched: Whether the optimizer averages for that reason alone.
-        course: Where each rank updates by itself, how far it has gone.
+        progress: Where each rank updates by itself, how far it has gone.
     """
 
     number: int
@@ -38,10 +42,10 @@ class State:
     is_checked: bool = False
     is_watched: bool = False
     is_only_watched: bool = False
-    course: Course | None = None
+    progress: LocalProgress | None = None
 
 
-def share_gradients(
+def average_gradients(
     optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any] | None
 ) -> list[Any]:
     """This rank's gradients in, those that Keras is to apply out.
@@ -68,16 +72,16 @@ def share_gradients(
         if not state.is_checked:
             _check_same_gradients(gradients, known, local)
             state.is_checked = True
-        if goes_alone(optimizer):
+        if uses_local_sgd(optimizer):
             before_update(optimizer)
             return list(gradients)
         if accumulates(optimizer) and not optimizer.built:
             with tf.init_scope():
                 optimizer.build(known)
-        share = _accumulated if accumulates(optimizer) else _averaged
-        begin = begin_talk(gradients)
-        result = share(optimizer, gradients, known, is_shared)
-        end_talk(begin, result)
+        average = _accumulated if accumulates(optimizer) else _averaged
+        begin = begin_exchange(gradients)
+        result = average(optimizer, gradients, known, is_shared)
+        end_exchange(begin, result)
         return result
 
 
@@ -142,7 +146,7 @@ def _part(gradient: Any, weight: Any, total: Any, options: Averaging) -> Any:
     if gradient is None or options.op != "average" or weight is None:
         return gradient
     if total is None:
-        factor = share_now(gradient.dtype)
+        factor = row_fraction(gradient.dtype)
     else:
         factor = tf.cast(weight, gradient.dtype) / tf.cast(total, gradient.dtype)
     return tf.convert_to_tensor(gradient) * factor
@@ -159,16 +163,16 @@ def _accumulated(
     options = state.options
     factor = 1.0
     if options.op == "average":
-        factor, options = share_now(tf.float64), replace(options, op="sum")
+        factor, options = row_fraction(tf.float64), replace(options, op="sum")
     parts_of_all = [
         None
         if gradient is None
         else tf.convert_to_tensor(gradient) * tf.cast(factor, gradient.dtype)
         for gradient in gradients
     ]
-    places = [place for place, counts in enumerate(is_shared) if counts]
-    own: list[Any] = [parts_of_all[place] for place in places]
-    accumulators = accumulators_of(optimizer, [variables[place] for place in places])
+    indices = [index for index, counts in enumerate(is_shared) if counts]
+    own: list[Any] = [parts_of_all[index] for index in indices]
+    accumulators = accumulators_of(optimizer, [variables[index] for index in indices])
 
     def update() -> list[Any]:
         added_up = [take(a, g) for a, g in zip(accumulators, own, strict=True)]
@@ -177,8 +181,8 @@ def _accumulated(
         return [tf.cast(s, g.dtype) for s, g in zip(sums, own, strict=True)]
 
     result = tf.cond(is_update(optimizer), update, lambda: list(own)) if own else []
-    for place, gradient in zip(places, result, strict=True):
-        parts_of_all[place] = gradient
+    for index, gradient in zip(indices, result, strict=True):
+        parts_of_all[index] = gradient
     return parts_of_all
 
 
@@ -196,8 +200,8 @@ def _check_same_gradients(
     # Once, at the first update: ranks trace that one together, but one of them alone
     # may trace again later, when its last batch has a new shape.
     own = {
-        f"gradient {place}": (gradient, variable)
-        for place, (gradient, variable) in enumerate(
+        f"gradient {index}": (gradient, variable)
+        for index, (gradient, variable) in enumerate(
             zip(gradients, variables, strict=True)
         )
         if id(variable) not in local

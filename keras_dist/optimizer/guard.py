@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.optimizer.nested import parts
+from keras_dist.optimizer.nested import nested_optimizers
 
 # What watches the model that is trained. Set around a train step, read when the step
 # is traced.
@@ -66,9 +66,9 @@ class Guard:
         """
         self._step.assign_add(1)
         self._is_left_out.assign(False)
-        kept = list(model.non_trainable_weights)
-        kept += [v for metric in model.metrics for v in metric.variables]
-        before = [tf.convert_to_tensor(variable.value) for variable in kept]
+        restored = list(model.non_trainable_weights)
+        restored += [v for metric in model.metrics for v in metric.variables]
+        before = [tf.convert_to_tensor(variable.value) for variable in restored]
         self._batch[:] = [data]
         token = _watching.set(self)
         try:
@@ -77,7 +77,7 @@ class Guard:
             _watching.reset(token)
 
         def restore() -> Any:
-            for variable, value in zip(kept, before, strict=True):
+            for variable, value in zip(restored, before, strict=True):
                 variable.assign(value)
             return tf.constant(0)
 
@@ -99,7 +99,7 @@ class Guard:
             if gradient is not None and id(variable) not in local
         ]
         # A loss scale is found by gradients that are not finite, now and then.
-        is_handled = len(parts(optimizer)) > 1
+        is_handled = len(nested_optimizers(optimizer)) > 1
         paths = [
             getattr(variable, "path", variable.name)
             for variable, gradient in zip(variables, own, strict=True)
@@ -135,8 +135,8 @@ class Guard:
             for path, gradient in zip(paths, gradients, strict=True)
             if not bool(_all_finite(gradient))
         )
-        kept = _packed(data, batch) if own else None
-        self.hits.append(Hit(int(step), is_handled, own, kept))
+        restored = _packed(data, batch) if own else None
+        self.hits.append(Hit(int(step), is_handled, own, restored))
 
 
 def guarded(

@@ -13,7 +13,7 @@ from keras_dist.optimizer.row_weights import rows_now
 
 
 @dataclass
-class Course:
+class LocalProgress:
     """How far a rank has gone by itself.
 
     Args:
@@ -29,7 +29,7 @@ class Course:
     velocities: Sequence[Any]
 
 
-def goes_alone(optimizer: Any) -> bool:
+def uses_local_sgd(optimizer: Any) -> bool:
     """Whether `optimizer` updates each rank's weights by its own gradients."""
     state = getattr(optimizer, "_averaging", None)
     return state is not None and state.options.every > 1
@@ -38,11 +38,11 @@ def goes_alone(optimizer: Any) -> bool:
 def before_update(optimizer: Any) -> None:
     """Remember from where this rank goes, the first time."""
     state = optimizer._averaging
-    if state.course is not None:
+    if state.progress is not None:
         return
     with tf.init_scope():
         weights = _weights(optimizer) if state.options.outer_momentum else []
-        state.course = Course(
+        state.progress = LocalProgress(
             _variable(tf.zeros([], tf.int64)),
             _variable(tf.zeros([], tf.float64)),
             [_variable(weight.value) for weight in weights],
@@ -56,63 +56,63 @@ def after_update(optimizer: Any) -> None:
     with comm.within(state.options.process_set):
         if comm.size() == 1:
             return
-        course, rows = state.course, rows_now()
-        course.rows.assign_add(tf.cast(1 if rows is None else rows, tf.float64))
-        course.steps.assign_add(1)
+        progress, rows = state.progress, rows_now()
+        progress.rows.assign_add(tf.cast(1 if rows is None else rows, tf.float64))
+        progress.steps.assign_add(1)
         tf.cond(
-            course.steps.read_value() >= state.options.every,
+            progress.steps.read_value() >= state.options.every,
             lambda: _average(optimizer),
             lambda: tf.constant(0),
         )
 
 
-def unite_replicas(model: Any) -> None:
+def synchronize_replicas(model: Any) -> None:
     """Give all ranks the same weights and optimizer's state, wherever they are."""
     for optimizer in optimizers_of(model):
-        if not goes_alone(optimizer) or optimizer._averaging.course is None:
+        if not uses_local_sgd(optimizer) or optimizer._averaging.progress is None:
             continue
         state = optimizer._averaging
         with comm.within(state.options.process_set):
-            if int(state.course.steps.numpy()):
+            if int(state.progress.steps.numpy()):
                 _average(optimizer)
-            _unite_states(optimizer)
+            _synchronize_states(optimizer)
 
 
 def _average(optimizer: Any) -> Any:
     """The mean of all ranks' weights by their rows, moved by the outer momentum."""
-    state, course = optimizer._averaging, optimizer._averaging.course
+    state, progress = optimizer._averaging, optimizer._averaging.progress
     name = f"keras_dist.weights.{state.number}"
-    wish = stop_request.own_wish(tf.float64)
-    total, *heard = comm.sum_tensors(
-        [course.rows.read_value(), *wish], name=f"{name}.rows", dtype=tf.float64
+    request = stop_request.own_stop_request(tf.float64)
+    total, *agreed = comm.sum_tensors(
+        [progress.rows.read_value(), *request], name=f"{name}.rows", dtype=tf.float64
     )
-    if heard:
-        stop_request.hear(heard[0])
+    if agreed:
+        stop_request.collect(agreed[0])
     weights = _weights(optimizer)
-    share = course.rows.read_value() / total
-    means = _sums_of_shares([weight.value for weight in weights], share, name)
+    fraction = progress.rows.read_value() / total
+    means = _weighted_sums([weight.value for weight in weights], fraction, name)
     momentum = state.options.outer_momentum
-    for place, (weight, mean) in enumerate(zip(weights, means, strict=True)):
+    for index, (weight, mean) in enumerate(zip(weights, means, strict=True)):
         new = mean
         if momentum:
-            anchor, velocity = course.anchors[place], course.velocities[place]
+            anchor, velocity = progress.anchors[index], progress.velocities[index]
             step = momentum * velocity.read_value() + (mean - anchor.read_value())
             new = anchor.read_value() + step
             velocity.assign(step)
             anchor.assign(new)
         weight.assign(new)
-    course.steps.assign(0)
-    course.rows.assign(0.0)
+    progress.steps.assign(0)
+    progress.rows.assign(0.0)
     return tf.constant(0)
 
 
-def _unite_states(optimizer: Any) -> None:
+def _synchronize_states(optimizer: Any) -> None:
     """Means of momenta and the like; single numbers are the first rank's."""
     ours = {id(weight) for weight in _weights(optimizer)}
     states = [v for v in optimizer.variables if id(v) not in ours]
     slots = [v for v in states if len(v.shape) and "float" in str(v.dtype)]
     name = f"keras_dist.slots.{optimizer._averaging.number}"
-    means = _sums_of_shares([slot.value for slot in slots], 1 / comm.size(), name)
+    means = _weighted_sums([slot.value for slot in slots], 1 / comm.size(), name)
     for slot, mean in zip(slots, means, strict=True):
         slot.assign(mean)
     numbers = [v for v in states if not len(v.shape)]
@@ -122,19 +122,19 @@ def _unite_states(optimizer: Any) -> None:
         number.assign(value)
 
 
-def _sums_of_shares(tensors: Sequence[Any], share: Any, name: str) -> list[Any]:
+def _weighted_sums(tensors: Sequence[Any], fraction: Any, name: str) -> list[Any]:
     """Sums of tensor × share over all ranks, in the dtypes of the tensors."""
     result: list[Any] = [None] * len(tensors)
     wires = [tf.float64 if t.dtype == tf.float64 else tf.float32 for t in tensors]
     for wire in sorted(set(wires), key=str):
-        places = [place for place, own in enumerate(wires) if own == wire]
+        indices = [index for index, own in enumerate(wires) if own == wire]
         sums = comm.sum_tensors(
-            [tf.cast(tensors[p], wire) * tf.cast(share, wire) for p in places],
+            [tf.cast(tensors[p], wire) * tf.cast(fraction, wire) for p in indices],
             name=f"{name}.{wire.name}",
             dtype=wire,
         )
-        for place, summed in zip(places, sums, strict=True):
-            result[place] = tf.cast(summed, tensors[place].dtype)
+        for index, summed in zip(indices, sums, strict=True):
+            result[index] = tf.cast(summed, tensors[index].dtype)
     return result
 
 

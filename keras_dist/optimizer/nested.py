@@ -28,7 +28,7 @@ def leaves(optimizer: Any) -> list[Any]:
     return list(optimizer.optimizers) if isinstance(optimizer, multi) else [optimizer]
 
 
-def parts(optimizer: Any) -> list[Any]:
+def nested_optimizers(optimizer: Any) -> list[Any]:
     """`optimizer` and those inside it (of a `LossScaleOptimizer`), outermost first."""
     found = [optimizer]
     while (inner := getattr(found[-1], "inner_optimizer", None)) is not None:

@@ -15,7 +15,7 @@ class _Rate:
     """What an optimizer whose rate is scaled remembers."""
 
     factor: Callable[[Any], Any] | None  # of the step; `None` for 1
-    stretch: int
+    step_multiplier: int
     is_updating: bool = False
     # What was done on another number of ranks, beyond what `iterations` say.
     offset: int = 0
@@ -23,9 +23,9 @@ class _Rate:
 
 
 def scale_rate(
-    optimizer: Any, factor: Callable[[Any], Any] | None, *, stretch: int = 1
+    optimizer: Any, factor: Callable[[Any], Any] | None, *, step_multiplier: int = 1
 ) -> None:
-    """Let updates see the learning rate × `factor`, and schedules step × `stretch`.
+    """Let updates see rate × `factor`, and schedules step × `step_multiplier`.
 
     Only inside the update: at all other times `optimizer.learning_rate` is the plain
     rate, so that callbacks which read and set it, and checkpoints, never scale twice.
@@ -33,10 +33,10 @@ def scale_rate(
     Args:
         optimizer: A Keras optimizer, built if it is a `MultiOptimizer`.
         factor: Factor as a function of the step (an integer tensor), or `None` for 1.
-        stretch: Steps of one process that one step here stands for.
+        step_multiplier: Steps of one process that one step here stands for.
     """
     for leaf in leaves(optimizer):
-        object.__setattr__(leaf, "_rate", _Rate(factor, stretch))
+        object.__setattr__(leaf, "_rate", _Rate(factor, step_multiplier))
         mixin.add(leaf, ScalesRate)
 
 
@@ -51,7 +51,7 @@ def position_of(leaf: Any) -> dict[str, float]:
     state = leaf._rate if mixin.has(leaf, ScalesRate) else _Rate(None, 1)
     steps, batches = _counts(leaf)
     return {
-        "steps": steps * state.stretch + state.offset,
+        "steps": steps * state.step_multiplier + state.offset,
         "batches": batches + state.ahead,
         "ahead": state.ahead,
     }
@@ -67,7 +67,7 @@ def go_on(leaf: Any, position: dict[str, float], warmup: float) -> None:
     """
     state = leaf._rate if mixin.has(leaf, ScalesRate) else _Rate(None, 1)
     steps, batches = _counts(leaf)
-    state.offset = int(position["steps"]) - steps * state.stretch
+    state.offset = int(position["steps"]) - steps * state.step_multiplier
     state.ahead = position["ahead"]
     if warmup != 1:
         state.ahead = position["batches"] * warmup - batches
@@ -97,7 +97,9 @@ def effective_rate(leaf: Any) -> float:
     if schedule is None:
         rate = leaf.learning_rate
     else:
-        rate = schedule(max(updates * batches - 1, 0) * state.stretch + state.offset)
+        rate = schedule(
+            max(updates * batches - 1, 0) * state.step_multiplier + state.offset
+        )
     before = max(updates - 1, 0) * batches + state.ahead
     factor = 1.0 if state.factor is None else state.factor(before)
     return float(keras.ops.convert_to_numpy(rate)) * float(factor)
@@ -126,10 +128,10 @@ class ScalesRate:
     def learning_rate(self) -> Any:
         rate = super().learning_rate  # type: ignore[misc]
         schedule = schedule_of(self)
-        stretch, factor = self._rate.stretch, self._rate.factor
+        step_multiplier, factor = self._rate.step_multiplier, self._rate.factor
         offset, ahead = self._rate.offset, self._rate.ahead
-        if (stretch != 1 or offset) and schedule is not None:
-            rate = schedule(self._iterations * stretch + offset)  # type: ignore[attr-defined]
+        if (step_multiplier != 1 or offset) and schedule is not None:
+            rate = schedule(self._iterations * step_multiplier + offset)  # type: ignore[attr-defined]
         if not self._rate.is_updating or factor is None:
             return rate
         # `iterations` counts updates; warm-up counts batches, as Keras's schedules do.

@@ -58,7 +58,7 @@ def rows_now() -> Any:
     return None if known is None else known.rows
 
 
-def share_now(dtype: Any) -> Any:
+def row_fraction(dtype: Any) -> Any:
     """The part of all rows that are this rank's, from 0 to 1; a scalar tensor.
 
     Only where nobody knows the rows of all ranks they are summed: one number.
@@ -78,7 +78,7 @@ def weigh(loss: Any, state: Any) -> Any:
     if known is None or known.of_all is None or not known.has_own_loss:
         return loss
     known.weighed.append(state)
-    return loss * share_now(loss.dtype)
+    return loss * row_fraction(loss.dtype)
 
 
 def is_loss_weighed() -> bool:

@@ -10,8 +10,8 @@ from keras_dist import comm
 
 def merged(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     """The same gradient with each row once: repeated ones are added up."""
-    rows, place = tf.unique(slices.indices)
-    values = tf.math.unsorted_segment_sum(slices.values, place, tf.size(rows))
+    rows, index = tf.unique(slices.indices)
+    values = tf.math.unsorted_segment_sum(slices.values, index, tf.size(rows))
     return tf.IndexedSlices(values, rows, slices.dense_shape)
 
 

@@ -9,32 +9,34 @@ import tensorflow as tf
 
 # Variables with the wish of this rank, and with the wishes of all that were heard. Set
 # around a train step, read when the step is traced.
-_wish: ContextVar[tuple[Any, Any] | None] = ContextVar("wish", default=None)
+_request: ContextVar[tuple[Any, Any] | None] = ContextVar("stop_request", default=None)
 
 
 @contextlib.contextmanager
-def carrying(own: Any, heard: Any) -> Iterator[None]:
+def sent_with_gradients(own: Any, agreed: Any) -> Iterator[None]:
     """Inside the block, gradients that are averaged take a wish with them.
 
     Args:
         own: A variable, 1.0 where this rank wishes to stop and else 0.0.
-        heard: A variable to which the wishes of all ranks are added.
+        agreed: A variable to which the wishes of all ranks are added.
     """
-    token = _wish.set((own, heard))
+    token = _request.set((own, agreed))
     try:
         yield
     finally:
-        _wish.reset(token)
+        _request.reset(token)
 
 
-def own_wish(dtype: Any) -> list[Any]:
-    """The wish of this rank as one scalar to be summed; none outside of `carrying`."""
-    wish = _wish.get()
-    return [] if wish is None else [tf.cast(wish[0].read_value(), dtype)]
+def own_stop_request(dtype: Any) -> list[Any]:
+    """This rank's stop request as one scalar to be summed; none outside of a step."""
+    stop_request = _request.get()
+    return (
+        [] if stop_request is None else [tf.cast(stop_request[0].read_value(), dtype)]
+    )
 
 
-def hear(total: Any) -> None:
+def collect(total: Any) -> None:
     """Add up what all ranks wished, at an update that all ranks make."""
-    wish = _wish.get()
-    if wish is not None:
-        wish[1].assign_add(tf.cast(total, wish[1].dtype))
+    stop_request = _request.get()
+    if stop_request is not None:
+        stop_request[1].assign_add(tf.cast(total, stop_request[1].dtype))

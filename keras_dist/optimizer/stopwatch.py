@@ -42,10 +42,10 @@ class Stopwatch:
         """A step has its data; the same data, for what comes after this moment."""
         self.has_traced |= not tf.executing_eagerly()
         leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
-        place = tf.minimum(self._steps.read_value(), _CAPACITY - 1)
+        index = tf.minimum(self._steps.read_value(), _CAPACITY - 1)
         now = _time_after(leaves)
-        self._arrivals.scatter_update(tf.IndexedSlices(now, place))
-        self._seconds.scatter_update(tf.IndexedSlices(tf.zeros([], now.dtype), place))
+        self._arrivals.scatter_update(tf.IndexedSlices(now, index))
+        self._seconds.scatter_update(tf.IndexedSlices(tf.zeros([], now.dtype), index))
         self._steps.assign_add(1)
         with tf.control_dependencies([now]):
             # Or TensorFlow might look at the clock when the step is nearly over.
@@ -56,8 +56,8 @@ class Stopwatch:
     def add(self, begin: Any, results: Sequence[Any]) -> None:
         """The ranks have talked in this step: from `begin` until there are results."""
         seconds = _time_after(results) - begin
-        place = tf.minimum(self._steps.read_value(), _CAPACITY) - 1
-        self._seconds.scatter_add(tf.IndexedSlices(seconds, place))
+        index = tf.minimum(self._steps.read_value(), _CAPACITY) - 1
+        self._seconds.scatter_add(tf.IndexedSlices(seconds, index))
 
     def read(self) -> tuple[np.ndarray, np.ndarray]:
         """Of each step: when its data was there, and seconds in which the ranks talked.
@@ -78,12 +78,12 @@ def timed_by(stopwatch: Stopwatch | None) -> Iterator[None]:
         _running.reset(token)
 
 
-def begin_talk(gradients: Sequence[Any]) -> Any:
+def begin_exchange(gradients: Sequence[Any]) -> Any:
     """The time when gradients are there; `None` where nobody wants to know."""
     return None if _running.get() is None else _time_after(gradients)
 
 
-def end_talk(begin: Any, results: Sequence[Any]) -> None:
+def end_exchange(begin: Any, results: Sequence[Any]) -> None:
     """Add the time since then, when the results are there."""
     stopwatch = _running.get()
     if stopwatch is not None:

@@ -24,7 +24,7 @@ def rows_of(feed: sharding.Feed, rule: Any) -> plan.Rows:
 
 
 def rates_of(
-    model: Any, options: Options, factor: float, stretch: int
+    model: Any, options: Options, factor: float, step_multiplier: int
 ) -> tuple[plan.Rate, ...]:
     """The learning rates before and after, one for each optimizer that has one."""
     rule = options.lr_scaling
@@ -50,7 +50,7 @@ def rates_of(
                 rule=f"{rule}: × {plan.format_number(factor)}",
                 factor=factor,
                 warmup_epochs=options.warmup_epochs,
-                stretch=stretch,
+                step_multiplier=step_multiplier,
                 is_schedule=schedule is not None,
             )
         )

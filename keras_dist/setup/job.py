@@ -6,6 +6,7 @@ from typing import Any
 from keras_dist import callbacks as ours
 from keras_dist import comm, metrics, optimizer, plan, scaling, sharding
 from keras_dist.setup import describe
+from keras_dist.setup.arguments import KerasArguments
 from keras_dist.setup.checks import check_local_layers, check_model
 from keras_dist.setup.options import Options
 from keras_dist.version import __version__
@@ -22,7 +23,7 @@ class Job:
         validation: This rank's validation data, if there is any.
         averaging: How gradients become those of all ranks.
         factor: Full factor on the learning rate.
-        stretch: A schedule is read at step × this.
+        step_multiplier: A schedule is read at step × this.
         warmup_steps: Steps until the full factor.
         plan: All of it, to be read.
     """
@@ -33,7 +34,7 @@ class Job:
     validation: sharding.Feed | None
     averaging: optimizer.Averaging
     factor: float
-    stretch: int
+    step_multiplier: int
     warmup_steps: int
     plan: plan.Plan
 
@@ -71,7 +72,7 @@ class Job:
 
 def prepare(
     model: Any,
-    fit: dict[str, Any],
+    fit: KerasArguments,
     options: Options,
     split: sharding.Split,
 ) -> Job:
@@ -79,7 +80,7 @@ def prepare(
 
     Args:
         model: The compiled model.
-        fit: All arguments of `Model.fit` but the model.
+        fit: Those of `Model.fit`.
         options: Those of `dist_fit`.
         split: How data is divided.
 
@@ -91,11 +92,11 @@ def prepare(
     optimizer.check_usable(averaging)
     check_local_layers(model, averaging)
     world = comm.init()
-    callbacks, options = _take_over_warmup(fit["callbacks"], options)
+    callbacks, options = _take_over_warmup(fit.callbacks, options)
     factor = scaling.rate_factor(options.lr_scaling, size=world.size)
-    stretch = scaling.stretch(options.steps_scaling, size=world.size)
+    step_multiplier = scaling.step_multiplier(options.steps_scaling, size=world.size)
     training, validation = _feeds(fit, options, split)
-    if options.target_accuracy is not None and not _has_validation(fit):
+    if options.target_accuracy is not None and not fit.has_validation:
         raise ValueError(
             "`target_accuracy` is an accuracy on validation data. Received: "
             f"target_accuracy={options.target_accuracy} and no validation data. Pass "
@@ -109,7 +110,7 @@ def prepare(
         validation=validation,
         averaging=averaging,
         factor=factor,
-        stretch=stretch,
+        step_multiplier=step_multiplier,
         warmup_steps=_warmup_steps(options.warmup_epochs, training.steps),
         plan=plan.Plan(
             version=__version__,
@@ -119,9 +120,9 @@ def prepare(
             transport=comm.transport_name(),
             training=describe.rows_of(training, options.steps_scaling),
             validation=describe.rows_of(validation, rule) if validation else None,
-            rates=describe.rates_of(model, options, factor, stretch),
+            rates=describe.rates_of(model, options, factor, step_multiplier),
             is_compiled=bool(model.jit_compile),
-            writers=ours.destinations(callbacks),
+            outputs=ours.destinations(callbacks),
             metrics=metrics.exceptions(model.metrics),
             every=averaging.every,
         ),
@@ -130,7 +131,7 @@ def prepare(
 
 def _take_over_warmup(given: Any, options: Options) -> tuple[list[Any], Options]:
     """Do what a `LearningRateWarmup` in the list says, and do nothing twice."""
-    callbacks = ours.arrange(given, options.target_accuracy)
+    callbacks = ours.order_callbacks(given, options.target_accuracy)
     for callback in callbacks:
         if isinstance(callback, ours.LearningRateWarmup):
             options = replace(
@@ -143,50 +144,46 @@ def _take_over_warmup(given: Any, options: Options) -> tuple[list[Any], Options]
 
 
 def _arguments(
-    fit: dict[str, Any],
+    fit: KerasArguments,
     training: sharding.Feed,
     validation: sharding.Feed | None,
     callbacks: list[Any],
 ) -> dict[str, Any]:
     """Of `Model.fit`, with this rank's data, and files left to the first rank."""
     is_first = comm.rank() == 0
-    arguments = fit | training.arguments
+    arguments = fit.as_keywords() | training.arguments
     arguments["callbacks"] = ours.on_this_rank(callbacks)
     if (
         comm.size() == 1 and training.epoch is None
     ):  # what Keras takes and refuses is its own affair
         own = {"steps_per_epoch": training.arguments["steps_per_epoch"]}
-        if fit["validation_steps"] and validation is not None:
+        if fit.validation_steps and validation is not None:
             own["validation_steps"] = validation.steps
-        return fit | {"callbacks": arguments["callbacks"]} | own
+        return fit.as_keywords() | {"callbacks": arguments["callbacks"]} | own
     if training.epoch is not None:
         arguments["callbacks"].append(ours.NextEpoch(training.epoch, training.steps))
-    arguments["verbose"] = fit["verbose"] if is_first else 0
+    arguments["verbose"] = fit.verbose if is_first else 0
     if validation is not None:
         given = validation.arguments
         arguments |= {
             "validation_split": 0.0,
             "validation_data": _packed(given),
-            "validation_steps": validation.steps if fit["validation_steps"] else None,
+            "validation_steps": validation.steps if fit.validation_steps else None,
             "validation_batch_size": validation.batch_size,
         }
     return arguments
 
 
-def _has_validation(fit: dict[str, Any]) -> bool:
-    return fit["validation_data"] is not None or bool(fit["validation_split"])
-
-
 def _feeds(
-    fit: dict[str, Any], options: Options, split: sharding.Split
+    fit: KerasArguments, options: Options, split: sharding.Split
 ) -> tuple[sharding.Feed, sharding.Feed | None]:
     # A wrong rule is an error also where it is not used.
     steps = scaling.scaled_steps(
-        options.steps_scaling, fit["steps_per_epoch"], size=split.size
+        options.steps_scaling, fit.steps_per_epoch, size=split.size
     )
     scaling.scaled_steps(
         options.validation_steps_scaling,
-        fit["validation_steps"],
+        fit.validation_steps,
         size=split.size,
         name="validation_steps_scaling",
         multiples=True,
@@ -197,24 +194,24 @@ def _feeds(
         if split.size > 1:
             raise
         # One process: Keras says what is wrong, if it finds that anything is.
-        kind = type(fit["x"]).__name__.lstrip("_")
+        kind = type(fit.x).__name__.lstrip("_")
         return sharding.Feed({"steps_per_epoch": steps}, kind=kind), None
 
 
 def _feeds_of_ranks(
-    fit: dict[str, Any], options: Options, split: sharding.Split
+    fit: KerasArguments, options: Options, split: sharding.Split
 ) -> tuple[sharding.Feed, sharding.Feed | None]:
-    training_data = fit["x"], fit["y"], fit["sample_weight"]
-    validation_data = fit["validation_data"]
-    if fit["validation_split"] and validation_data is None:
+    training_data = fit.x, fit.y, fit.sample_weight
+    validation_data = fit.validation_data
+    if fit.validation_split and validation_data is None:
         training_data, validation_data = sharding.hold_out(
-            *training_data, fit["validation_split"]
+            *training_data, fit.validation_split
         )
     training = sharding.training_feed(
         *training_data,
-        batch_size=fit["batch_size"],
-        shuffle=fit["shuffle"],
-        steps_per_epoch=fit["steps_per_epoch"],
+        batch_size=fit.batch_size,
+        shuffle=fit.shuffle,
+        steps_per_epoch=fit.steps_per_epoch,
         steps_rule=options.steps_scaling,
         split=split,
     )
@@ -222,8 +219,8 @@ def _feeds_of_ranks(
         return training, None
     validation = sharding.validation_feed(
         validation_data,
-        batch_size=fit["validation_batch_size"] or fit["batch_size"],
-        steps=fit["validation_steps"],
+        batch_size=fit.validation_batch_size or fit.batch_size,
+        steps=fit.validation_steps,
         steps_rule=options.validation_steps_scaling,
         split=split,
     )
@@ -233,8 +230,8 @@ def _feeds_of_ranks(
 def _packed(given: dict[str, Any]) -> Any:
     if given["y"] is None and given["sample_weight"] is None:
         return given["x"]
-    parts = given["x"], given["y"], given["sample_weight"]
-    return parts if parts[2] is not None else parts[:2]
+    pieces = given["x"], given["y"], given["sample_weight"]
+    return pieces if pieces[2] is not None else pieces[:2]
 
 
 def _warmup_steps(warmup_epochs: float, steps: int | None) -> int:

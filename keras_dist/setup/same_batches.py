@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from keras_dist import comm, sharding
+from keras_dist.setup.arguments import KerasArguments
 
 
 def split_of(
@@ -28,14 +29,14 @@ def split_of(
         ValueError: On all ranks, if `shard` is unknown, the ranks have data of
             different kinds, or a data set shuffles differently on each of them.
     """
-    talk = _talk(process_set)
-    split = comm.together(
-        lambda: sharding.Split(comm.rank(), comm.size(), shard, seed, talk)
+    channel = _channel(process_set)
+    split = comm.run_on_all(
+        lambda: sharding.Split(comm.rank(), comm.size(), shard, seed, channel)
     )
     return replace(split, same=_same_batches(streams, shard))
 
 
-def _talk(process_set: Sequence[int] | None) -> sharding.Talk:
+def _channel(process_set: Sequence[int] | None) -> sharding.Channel:
     """A way to the other ranks for data, which is read in threads of its own."""
 
     def within(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -45,7 +46,14 @@ def _talk(process_set: Sequence[int] | None) -> sharding.Talk:
 
         return call
 
-    return sharding.Talk(sum=within(comm.sum), gather=within(comm.gather))
+    return sharding.Channel(sum=within(comm.sum), gather=within(comm.gather))
+
+
+def opened_arguments(given: KerasArguments) -> KerasArguments:
+    """The same, with `Stream`s for data that comes in batches."""
+    return replace(
+        given, x=opened(given.x), validation_data=opened(given.validation_data)
+    )
 
 
 def opened(data: Any) -> Any:
@@ -72,19 +80,19 @@ def _same_batches(streams: dict[str, Any], shard: str) -> dict[str, bool]:
     comm.agree(facts, advice="Give every rank the same kind of data.")
     if shard == "none" or not known:
         return {}
-    own = comm.together(lambda: {n: s.fingerprint(size) for n, s in known.items()})
+    own = comm.run_on_all(lambda: {n: s.fingerprint(size) for n, s in known.items()})
     everyone = comm.gather(own)
     return {
         name: len({other[name] for other in everyone}) == 1
-        or _is_dealt_nevertheless(name, stream, own[name])
+        or _is_sharded_anyway(name, stream, own[name])
         for name, stream in known.items()
     }
 
 
-def _is_dealt_nevertheless(name: str, stream: sharding.Stream, before: str) -> bool:
+def _is_sharded_anyway(name: str, stream: sharding.Stream, before: str) -> bool:
     if not stream.is_repeatable:
         return False
-    now = comm.together(lambda: stream.fingerprint(comm.size()))
+    now = comm.run_on_all(lambda: stream.fingerprint(comm.size()))
     if comm.sum(int(now != before)) == 0:
         return False
     if isinstance(stream.data, keras.utils.PyDataset):

@@ -47,7 +47,7 @@ class Arrays:
         """Shape of one row of each array."""
         return [tuple(np.shape(leaf))[1:] for leaf in self._leaves()]
 
-    def parts(self) -> tuple[Any, ...]:
+    def pieces(self) -> tuple[Any, ...]:
         """`(x,)`, `(x, y)` or `(x, y, sample_weight)`, as a data set yields them."""
         if self.sample_weight is not None:
             weight = self.sample_weight
@@ -102,8 +102,10 @@ def as_arrays(x: Any, y: Any = None, sample_weight: Any = None) -> Arrays:
     """`Arrays` of pandas, NumPy and TensorFlow values; pandas becomes NumPy."""
 
     def plain(leaf: Any) -> Any:
-        is_kept = leaf is None or tf.is_tensor(leaf) or isinstance(leaf, np.memmap)
-        return leaf if is_kept else np.asarray(leaf)
+        is_plain_already = (
+            leaf is None or tf.is_tensor(leaf) or isinstance(leaf, np.memmap)
+        )
+        return leaf if is_plain_already else np.asarray(leaf)
 
     return Arrays(
         *(keras.tree.map_structure(plain, part) for part in (x, y, sample_weight))
@@ -128,7 +130,7 @@ def split_validation(arrays: Arrays, fraction: float) -> tuple[Arrays, Arrays]:
     return arrays[slice(0, split_at)], arrays[slice(split_at, None)]
 
 
-def deal_validation(arrays: Arrays, *, rank: int, size: int) -> Arrays:
+def shard_validation(arrays: Arrays, *, rank: int, size: int) -> Arrays:
     """This rank's rows for an evaluation; where it has none, the first row.
 
     Keras cannot evaluate nothing: a rank without a row evaluates one that belongs to
@@ -141,7 +143,7 @@ def deal_validation(arrays: Arrays, *, rank: int, size: int) -> Arrays:
 
 def in_batches(arrays: Arrays, batch_size: int) -> tf.data.Dataset:
     """All rows in order, read batch by batch: for arrays larger than memory."""
-    read = reader_of(arrays.parts())
+    read = reader_of(arrays.pieces())
     rows = tf.data.Dataset.range(arrays.num_rows).batch(batch_size)
     return unsharded(rows.map(read, tf.data.AUTOTUNE, deterministic=True))
 
@@ -159,7 +161,7 @@ def find_rows(arrays: Arrays, batch: Any) -> np.ndarray:
     >>> find_rows(Arrays(np.array([1.0, 3.0, 2.0])), (np.array([2.0, 1.0]),)).tolist()
     [2, 0]
     """
-    given = [leaf for leaf in keras.tree.flatten(arrays.parts()) if leaf is not None]
+    given = [leaf for leaf in keras.tree.flatten(arrays.pieces()) if leaf is not None]
     read = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
     # Keras may have added weights of classes.
     read = [np.asarray(leaf) for leaf, _ in zip(read, given, strict=False)]
@@ -173,9 +175,9 @@ def find_rows(arrays: Arrays, batch: Any) -> np.ndarray:
             .reshape(-1, *own.shape[1:])
             for leaf, own in zip(given, read, strict=False)
         ]
-        for place, key in enumerate(_keys(piece)):
+        for pass_index, key in enumerate(_keys(piece)):
             if found.get(key) == -1:
-                found[key] = begin + place
+                found[key] = begin + pass_index
     return np.array([found[key] for key in _keys(read)], np.int64)
 
 
@@ -187,7 +189,7 @@ def _keys(leaves: list[np.ndarray]) -> list[bytes]:
     ]
 
 
-def deal_training(
+def shard_training(
     arrays: Arrays, order: Order, *, epoch: tf.Variable
 ) -> tf.data.Dataset:
     """This rank's part of every global batch of an epoch.
@@ -205,27 +207,33 @@ def deal_training(
         has steps, though its first pass may be shorter; the last batch of a pass of the
         rows may be smaller.
     """
-    course = order.course
-    in_a_pass, in_first = course.in_a_pass, course.in_first_pass
-    read = reader_of(arrays.parts())
+    schedule = order.schedule
+    in_a_pass, in_first = schedule.in_a_pass, schedule.in_first_pass
+    read = reader_of(arrays.pieces())
 
-    def batches(place: tf.Tensor, begin: tf.Tensor, steps: tf.Tensor) -> Any:
-        is_first, rows = tf.equal(place, 0), order.of_pass(place)
-        first = begin - tf.where(is_first, place, in_first + (place - 1) * in_a_pass)
-        in_this = tf.where(is_first, in_first + place, in_a_pass)
+    def batches(pass_index: tf.Tensor, begin: tf.Tensor, steps: tf.Tensor) -> Any:
+        is_first, rows = tf.equal(pass_index, 0), order.of_pass(pass_index)
+        first = begin - tf.where(
+            is_first, pass_index, in_first + (pass_index - 1) * in_a_pass
+        )
+        in_this = tf.where(is_first, in_first + pass_index, in_a_pass)
         return tf.data.Dataset.range(
             tf.maximum(first, 0), tf.minimum(first + steps, in_this)
-        ).map(lambda step: order.of_batch(rows, place, step))
+        ).map(lambda step: order.of_batch(rows, pass_index, step))
 
-    def place_of(step: tf.Tensor) -> tf.Tensor:
+    def pass_of(step: tf.Tensor) -> tf.Tensor:
         return tf.where(step < in_first, 0 * step, 1 + (step - in_first) // in_a_pass)
 
     def passes(_: tf.Tensor) -> tf.data.Dataset:
-        begin = course.begin(epoch.read_value())
-        steps = course.steps_of_epoch(epoch.read_value())
-        places = tf.data.Dataset.range(place_of(begin), place_of(begin + steps - 1) + 1)
-        return places.flat_map(lambda place: batches(place, begin, steps))
+        begin = schedule.begin(epoch.read_value())
+        steps = schedule.steps_of_epoch(epoch.read_value())
+        pass_indices = tf.data.Dataset.range(
+            pass_of(begin), pass_of(begin + steps - 1) + 1
+        )
+        return pass_indices.flat_map(
+            lambda pass_index: batches(pass_index, begin, steps)
+        )
 
     rows_of_batches = tf.data.Dataset.range(1).flat_map(passes)
     dataset = rows_of_batches.map(read, tf.data.AUTOTUNE, deterministic=True)
-    return unsharded(of_length(dataset, course.steps, course.is_within_epoch))
+    return unsharded(of_length(dataset, schedule.steps, schedule.is_within_epoch))

@@ -8,18 +8,18 @@ import numpy as np
 import tensorflow as tf
 
 
-def reader_of(parts: Any) -> Callable[[tf.Tensor], Any]:
+def reader_of(pieces: Any) -> Callable[[tf.Tensor], Any]:
     """A function from numbers of rows to these rows of each array, as Keras reads them.
 
     Arrays become tensors once. Memory-mapped files stay on disk, and only the rows
     that are asked for are read.
 
     Args:
-        parts: Arrays of one length, `None`, and structures of them.
+        pieces: Arrays of one length, `None`, and structures of them.
     """
     readers = keras.tree.map_structure(
         lambda leaf: None if leaf is None else _reader(leaf),
-        keras.tree.lists_to_tuples(parts),
+        keras.tree.lists_to_tuples(pieces),
     )
 
     def read(rows: tf.Tensor) -> Any:
@@ -39,7 +39,7 @@ def _reader(leaf: Any) -> Callable[[tf.Tensor], tf.Tensor]:
 
 def _from_disk(leaf: np.memmap, rows: tf.Tensor) -> tf.Tensor:
     found = tf.numpy_function(
-        lambda places: np.asarray(leaf[places]), [rows], tf.as_dtype(leaf.dtype)
+        lambda indices: np.asarray(leaf[indices]), [rows], tf.as_dtype(leaf.dtype)
     )
     return _as_keras_reads(tf.ensure_shape(found, [None, *leaf.shape[1:]]))
 

@@ -10,7 +10,7 @@ from keras_dist.sharding.arrays_rows import left_out_rows, rows_of_step, steps_o
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """How far a training has come in its data; the number of ranks is no part of it.
 
     Args:
@@ -31,7 +31,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Course:
+class EpochSchedule:
     """The way through the rows from a place on: first the rest of its pass.
 
     Args:
@@ -84,7 +84,7 @@ class Course:
         steps = 0 * epoch + self.steps
         return where(epoch <= self.epoch, steps - self.steps + self.first_steps, steps)
 
-    def place(self, epoch: int, done: int) -> Place:
+    def position(self, epoch: int, done: int) -> Position:
         """Where the training is after some steps of an epoch that runs now."""
         step = self.begin(epoch, either) + done
         first = self.in_first_pass
@@ -94,7 +94,7 @@ class Course:
             number += 1 + passes
             row = step * self.batch_size * self.size
         of_epoch = self.steps_of_epoch(epoch, either)
-        return Place(
+        return Position(
             epoch, self.steps - of_epoch + done, self.steps, number, row, self.num_rows
         )
 
@@ -118,13 +118,13 @@ class Course:
         return steps_of_rows(num_rows, batch_size=self.batch_size, size=self.size)
 
 
-def course_of(
-    place: Place | None, *, num_rows: int, batch_size: int, size: int, steps: int
-) -> Course:
+def epoch_schedule_of(
+    position: Position | None, *, num_rows: int, batch_size: int, size: int, steps: int
+) -> EpochSchedule:
     """The course from a place on, or from the beginning.
 
     Args:
-        place: Where the training has come to, perhaps on another number of ranks.
+        position: Where the training has come to, perhaps on another number of ranks.
         num_rows: Rows of the data.
         batch_size: Rows of one rank's batch, now.
         size: Number of ranks, now.
@@ -133,33 +133,35 @@ def course_of(
     Raises:
         ValueError: If the place lies in the middle of other data.
     """
-    begin = Course(num_rows, batch_size, size, steps, first_steps=steps)
-    if place is None:
+    begin = EpochSchedule(num_rows, batch_size, size, steps, first_steps=steps)
+    if position is None:
         return begin
-    if not (place.done or place.row):
-        return _at(begin, place.epoch, steps, place.number, 0)
-    if place.num_rows != num_rows:
+    if not (position.done or position.row):
+        return _at(begin, position.epoch, steps, position.number, 0)
+    if position.num_rows != num_rows:
         raise ValueError(
             "The training cannot go on in the middle of an epoch with other data. "
             f"Received: {num_rows} rows, and a checkpoint of a training with "
-            f"{place.num_rows} rows. Pass the same data, or an empty folder."
+            f"{position.num_rows} rows. Pass the same data, or an empty folder."
         )
-    course = _at(begin, place.epoch, steps, place.number, place.row)
+    schedule = _at(begin, position.epoch, steps, position.number, position.row)
     is_pass = steps == begin.in_a_pass
-    if is_pass and place.done:
-        left = course.in_first_pass
+    if is_pass and position.done:
+        left = schedule.in_first_pass
     else:
-        left = -(-(place.steps - place.done) * steps // place.steps)
-    if course.in_first_pass and left:
-        return _at(begin, place.epoch, left, place.number, place.row)
+        left = -(-(position.steps - position.done) * steps // position.steps)
+    if schedule.in_first_pass and left:
+        return _at(begin, position.epoch, left, position.number, position.row)
     # Fewer rows are left of the pass than there are ranks now: nobody reads them.
-    epoch = place.epoch + bool(is_pass and place.done)
-    return _at(begin, epoch, steps if is_pass else left, place.number + 1, 0)
+    epoch = position.epoch + bool(is_pass and position.done)
+    return _at(begin, epoch, steps if is_pass else left, position.number + 1, 0)
 
 
-def _at(course: Course, epoch: int, first_steps: int, number: int, row: int) -> Course:
-    sizes = (course.num_rows, course.batch_size, course.size, course.steps)
-    return Course(*sizes, epoch, first_steps, number, row)
+def _at(
+    schedule: EpochSchedule, epoch: int, first_steps: int, number: int, row: int
+) -> EpochSchedule:
+    sizes = (schedule.num_rows, schedule.batch_size, schedule.size, schedule.steps)
+    return EpochSchedule(*sizes, epoch, first_steps, number, row)
 
 
 def either(condition: bool, yes: int, no: int) -> int:

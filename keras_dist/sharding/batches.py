@@ -12,57 +12,57 @@ import keras
 import tensorflow as tf
 
 from keras_dist.sharding.batches_known_length import (
-    deal_dataset,
     known_rows_left,
     rows_of_batches,
+    shard_dataset,
     unsharded,
 )
 from keras_dist.sharding.batches_schedule import (
-    BatchCourse,
-    batch_course_of,
+    BatchSchedule,
+    batch_schedule_of,
     rest_and_whole,
 )
-from keras_dist.sharding.batches_sequence import DealtSequence
+from keras_dist.sharding.batches_sequence import ShardedSequence
 from keras_dist.sharding.batches_stream import Stream, standardized
-from keras_dist.sharding.batches_unknown_length import Rounds
+from keras_dist.sharding.batches_unknown_length import UnknownLengthReader
 from keras_dist.sharding.feed import Feed, Split
 
 
 @dataclass(frozen=True)
-class Share:
+class RankBatches:
     """What one rank reads.
 
     Args:
         data: In a form that Keras takes.
         length: Batches in a pass; `math.inf` or, where nobody can say, `None`.
         epoch: What is told the number of each epoch by `assign`, if anything is.
-        course: Which batches come when, where a training can go on inside of an epoch.
-        rounds: What reads the batches in Python, if anything does.
+        schedule: Which batches come when, where a training can go on in an epoch.
+        reader: What reads the batches in Python, if anything does.
         has_rows: `False` if another rank's row stands in, which must not count.
     """
 
     data: Any
     length: float | None
     epoch: Any = None
-    course: BatchCourse | None = None
-    rounds: Rounds | None = None
+    schedule: BatchSchedule | None = None
+    reader: UnknownLengthReader | None = None
     has_rows: bool = True
 
 
-def share_of(
+def rank_batches(
     stream: Stream,
     split: Split,
     *,
-    is_dealt: bool,
+    is_sharded: bool,
     is_training: bool,
     shuffle: bool = False,
-) -> Share:
+) -> RankBatches:
     """This rank's batches: its part, or all where the data is already split.
 
     Args:
         stream: The data.
         split: How data is divided.
-        is_dealt: Whether all ranks have the same batches, to be dealt in turn.
+        is_sharded: Whether all ranks have the same batches, to be dealt in turn.
         is_training: Whether all ranks have to make the same number of steps.
         shuffle: Whether a sequence is read in another order each epoch.
 
@@ -70,10 +70,10 @@ def share_of(
         ValueError: If there is less than one row for each rank to train on.
     """
     data = stream.data
-    keeps_place = is_training and split.keeps_place and _has_places(stream)
-    if split.size == 1 and not keeps_place:
-        return Share(data, stream.length)
-    if is_dealt:
+    keeps_position = is_training and split.keeps_position and _has_fixed_order(stream)
+    if split.size == 1 and not keeps_position:
+        return RankBatches(data, stream.length)
+    if is_sharded:
         few = stream.num_first_rows(split.size) if stream.is_short(split.size) else None
         if few is not None and few < split.size and is_training:
             raise _too_few(stream, few, split)
@@ -83,16 +83,20 @@ def share_of(
                 "rows. Pass at least one row, or no `validation_data`."
             )
         if few is not None and few <= split.rank:
-            return Share(_one_row(stream), 1, has_rows=False)
+            return RankBatches(_one_row(stream), 1, has_rows=False)
         if isinstance(data, keras.utils.PyDataset):
-            dealt = DealtSequence(stream, split, is_training, shuffle)
-            return Share(dealt, dealt.length, epoch=dealt, course=dealt.course)
+            sharded = ShardedSequence(stream, split, is_training, shuffle)
+            return RankBatches(
+                sharded, sharded.length, epoch=sharded, schedule=sharded.schedule
+            )
         if isinstance(data, tf.data.Dataset) and stream.length is not None:
-            return _dealt_dataset(stream, split, is_training, keeps_place)
+            return _round_robin_dataset(stream, split, is_training, keeps_position)
     elif stream.length is not None:
-        return Share(data, stream.length)
-    rounds = Rounds(stream, split, is_dealt=is_dealt, is_training=is_training)
-    return Share(rounds.dataset(), None, rounds=rounds)
+        return RankBatches(data, stream.length)
+    reader = UnknownLengthReader(
+        stream, split, is_sharded=is_sharded, is_training=is_training
+    )
+    return RankBatches(reader.dataset(), None, reader=reader)
 
 
 @contextlib.contextmanager
@@ -118,16 +122,18 @@ def own_error(feeds: Sequence[Feed], error: Exception) -> Exception:
     """What the user's data raised, where `error` is what TensorFlow made of it."""
     if isinstance(error, tf.errors.OpError):
         for feed in feeds:
-            if feed.rounds is not None and feed.rounds.failure is not None:
-                return feed.rounds.failure
+            if feed.reader is not None and feed.reader.failure is not None:
+                return feed.reader.failure
     return error
 
 
-def steps_of(own: Share, stream: Stream, split: Split, *, is_dealt: bool) -> int | None:
+def steps_of(
+    own: RankBatches, stream: Stream, split: Split, *, is_sharded: bool
+) -> int | None:
     """Steps of a pass: exactly, or about so many; `None` where nobody can say."""
     if own.length is not None or stream.length is None:
         return finite(own.length)
-    return math.ceil(stream.length / (split.size if is_dealt else 1))
+    return math.ceil(stream.length / (split.size if is_sharded else 1))
 
 
 def finite(length: float | None) -> int | None:
@@ -139,26 +145,26 @@ def finite(length: float | None) -> int | None:
     return None if length is None or length == math.inf else int(length)
 
 
-def kind_of(stream: Stream, split: Split, *, is_dealt: bool) -> str:
+def kind_of(stream: Stream, split: Split, *, is_sharded: bool) -> str:
     """What becomes of the data, in words for the plan."""
     if split.size == 1:
         return stream.kind
-    if is_dealt:
+    if is_sharded:
         return f"{stream.kind}, batches dealt in turn"
     reason = ": the ranks' batches differ" if split.shard == "auto" else ""
     return f"{stream.kind}, taken as already split{reason}"
 
 
-def _dealt_dataset(
-    stream: Stream, split: Split, is_training: bool, keeps_place: bool
-) -> Share:
+def _round_robin_dataset(
+    stream: Stream, split: Split, is_training: bool, keeps_position: bool
+) -> RankBatches:
     data, length = stream.data, stream.length or 0
-    deal = functools.partial(
-        deal_dataset, rank=split.rank, size=split.size, is_training=is_training
+    shard = functools.partial(
+        shard_dataset, rank=split.rank, size=split.size, is_training=is_training
     )
-    dataset = deal(data, length=length)
+    dataset = shard(data, length=length)
     if length == math.inf:
-        return Share(unsharded(dataset), math.inf)
+        return RankBatches(unsharded(dataset), math.inf)
 
     def steps_after(skipped: int) -> int | None:
         rest = int(length) - skipped
@@ -169,21 +175,21 @@ def _dealt_dataset(
 
     steps = steps_after(0)
     if steps is None:
-        return Share(unsharded(dataset), None)
+        return RankBatches(unsharded(dataset), None)
     dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
-    if not keeps_place:
-        return Share(unsharded(dataset), steps)
+    if not keeps_position:
+        return RankBatches(unsharded(dataset), steps)
     lengths = {"length": int(length), "size": split.size}
-    course = batch_course_of(split.place, steps_after=steps_after, **lengths)
-    if course is None or not course.is_within_epoch:
-        return Share(unsharded(dataset), steps, course=course)
-    rest = deal(data.skip(course.skipped), length=length - course.skipped)
-    epoch = tf.Variable(course.epoch, dtype=tf.int64, trainable=False)
-    chosen = rest_and_whole(rest, dataset, epoch=epoch, course=course)
-    return Share(chosen, steps, epoch=epoch, course=course)
+    schedule = batch_schedule_of(split.position, steps_after=steps_after, **lengths)
+    if schedule is None or not schedule.is_within_epoch:
+        return RankBatches(unsharded(dataset), steps, schedule=schedule)
+    rest = shard(data.skip(schedule.skipped), length=length - schedule.skipped)
+    epoch = tf.Variable(schedule.epoch, dtype=tf.int64, trainable=False)
+    chosen = rest_and_whole(rest, dataset, epoch=epoch, schedule=schedule)
+    return RankBatches(chosen, steps, epoch=epoch, schedule=schedule)
 
 
-def _has_places(stream: Stream) -> bool:
+def _has_fixed_order(stream: Stream) -> bool:
     """Whether a batch is always at the same place: else an epoch has no middle."""
     if isinstance(stream.data, keras.utils.PyDataset):
         return True

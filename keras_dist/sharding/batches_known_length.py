@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras_dist.sharding.batches_stream import num_rows
 
 
-def deal_dataset(
+def shard_dataset(
     dataset: tf.data.Dataset,
     *,
     length: float,
@@ -35,17 +35,21 @@ def deal_dataset(
     needed = size if is_training else rank + 1
     everything, nothing = tf.constant(size, tf.int64), tf.constant(0, tf.int64)
 
-    def deal(*parts: Any) -> tf.data.Dataset:
-        together = tf.data.Dataset.zip(parts if len(parts) > 1 else parts[0])
-        is_full = together.cardinality() == size
-        counts = together.map(lambda *batch: tf.cast(_length(batch), tf.int64))
+    def shard_round(*pieces: Any) -> tf.data.Dataset:
+        round_of_batches = tf.data.Dataset.zip(pieces if len(pieces) > 1 else pieces[0])
+        is_full = round_of_batches.cardinality() == size
+        counts = round_of_batches.map(lambda *batch: tf.cast(_length(batch), tf.int64))
         rows = counts.reduce(nothing, tf.add)
-        own = together.take(tf.where(is_full, everything, nothing)).shard(size, rank)
-        is_dealt = tf.logical_and(tf.logical_not(is_full), rows >= needed)
-        left = together.take(tf.where(is_dealt, everything, nothing)).unbatch()
+        own = round_of_batches.take(tf.where(is_full, everything, nothing)).shard(
+            size, rank
+        )
+        is_sharded = tf.logical_and(tf.logical_not(is_full), rows >= needed)
+        left = round_of_batches.take(
+            tf.where(is_sharded, everything, nothing)
+        ).unbatch()
         return own.concatenate(left.shard(size, rank).batch(2**30))
 
-    return dataset.window(size).flat_map(deal)
+    return dataset.window(size).flat_map(shard_round)
 
 
 def known_rows_left(dataset: tf.data.Dataset, *, length: int, size: int) -> int | None:
@@ -102,19 +106,19 @@ def rows_of_batches(batches: list[Any], *, rank: int, size: int) -> Any:
     >>> [rows_of_batches(batches, rank=r, size=2) for r in range(2)]
     [array([0, 2, 4]), array([1, 3])]
     """
-    parts, begin = [], 0
+    pieces, begin = [], 0
     for batch in batches:
-        places = slice((rank - begin) % size, None, size)
-        parts.append(
+        indices = slice((rank - begin) % size, None, size)
+        pieces.append(
             keras.tree.map_structure(
-                lambda leaf, places=places: None if leaf is None else leaf[places],
+                lambda leaf, indices=indices: None if leaf is None else leaf[indices],
                 batch,
             )
         )
         begin += num_rows(batch)
-    if len(parts) == 1:
-        return parts[0]
-    return keras.tree.map_structure(_joined, *parts)
+    if len(pieces) == 1:
+        return pieces[0]
+    return keras.tree.map_structure(_joined, *pieces)
 
 
 def _joined(*leaves: Any) -> Any:

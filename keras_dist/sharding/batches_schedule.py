@@ -6,12 +6,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.sharding.arrays_schedule import Place
+from keras_dist.sharding.arrays_schedule import Position
 from keras_dist.sharding.batches_known_length import of_length, unsharded
 
 
 @dataclass(frozen=True)
-class BatchCourse:
+class BatchSchedule:
     """Which batches come when, where an epoch is a pass.
 
     Args:
@@ -43,27 +43,27 @@ class BatchCourse:
         """Batches of an epoch that were read before the training went on."""
         return self.skipped if epoch == self.epoch else 0
 
-    def place(self, epoch: int, done: int) -> Place:
+    def position(self, epoch: int, done: int) -> Position:
         """Where the training is after some steps of an epoch that runs now."""
         steps = self.steps_of_epoch(epoch)
         if done >= steps:
-            return Place(epoch + 1, 0, self.steps, epoch + 1, 0, self.length)
+            return Position(epoch + 1, 0, self.steps, epoch + 1, 0, self.length)
         row = done * self.size + (self.skipped if epoch == self.epoch else 0)
         done += self.steps - steps
-        return Place(epoch, done, self.steps, epoch, row, self.length)
+        return Position(epoch, done, self.steps, epoch, row, self.length)
 
 
-def batch_course_of(
-    place: Place | None,
+def batch_schedule_of(
+    position: Position | None,
     *,
     length: int,
     size: int,
     steps_after: Callable[[int], int | None],
-) -> BatchCourse | None:
+) -> BatchSchedule | None:
     """The course from a place on; `None` where nobody knows the steps.
 
     Args:
-        place: Where the training has come to, perhaps on another number of ranks.
+        position: Where the training has come to, perhaps on another number of ranks.
         length: Batches of a pass.
         size: Number of ranks, now.
         steps_after: Steps of a pass of which so many batches have been read.
@@ -74,19 +74,20 @@ def batch_course_of(
     steps = steps_after(0)
     if steps is None:
         return None
-    if place is None or not place.done:
-        epoch = 0 if place is None else place.epoch
-        return BatchCourse(length, size, steps, epoch, steps, 0)
-    if place.num_rows != length:
+    if position is None or not position.done:
+        epoch = 0 if position is None else position.epoch
+        return BatchSchedule(length, size, steps, epoch, steps, 0)
+    if position.num_rows != length:
         raise ValueError(
             "The training cannot go on in the middle of an epoch with other data. "
             f"Received: {length} batches, and a checkpoint of a training with "
-            f"{place.num_rows} rows or batches. Pass the same data, or an empty folder."
+            f"{position.num_rows} rows or batches. Pass the same data, or an empty "
+            "folder."
         )
-    left = steps_after(place.row)
+    left = steps_after(position.row)
     if not left:  # fewer rows than ranks: nobody reads them
-        return BatchCourse(length, size, steps, place.epoch + 1, steps, 0)
-    return BatchCourse(length, size, steps, place.epoch, left, place.row)
+        return BatchSchedule(length, size, steps, position.epoch + 1, steps, 0)
+    return BatchSchedule(length, size, steps, position.epoch, left, position.row)
 
 
 def rest_and_whole(
@@ -94,7 +95,7 @@ def rest_and_whole(
     whole: tf.data.Dataset,
     *,
     epoch: tf.Variable,
-    course: BatchCourse,
+    schedule: BatchSchedule,
 ) -> tf.data.Dataset:
     """The rest of the first epoch, when it is read; else all of an epoch.
 
@@ -102,14 +103,14 @@ def rest_and_whole(
         rest: What is left of it.
         whole: An epoch.
         epoch: Number of the one that an iterator made from now on reads, int64.
-        course: Which epoch is the first.
+        schedule: Which epoch is the first.
     """
     nothing, everything = tf.constant(0, tf.int64), tf.constant(-1, tf.int64)
 
     def choose(_: tf.Tensor) -> tf.data.Dataset:
-        is_first = tf.equal(epoch.read_value(), course.epoch)
+        is_first = tf.equal(epoch.read_value(), schedule.epoch)
         of_rest = rest.take(tf.where(is_first, everything, nothing))
         return of_rest.concatenate(whole.take(tf.where(is_first, nothing, everything)))
 
     chosen = tf.data.Dataset.range(1).flat_map(choose)
-    return unsharded(of_length(chosen, course.steps, course.is_within_epoch))
+    return unsharded(of_length(chosen, schedule.steps, schedule.is_within_epoch))

@@ -7,12 +7,12 @@ import keras
 import numpy as np
 
 from keras_dist.sharding.batches_known_length import rows_of_batches
-from keras_dist.sharding.batches_schedule import BatchCourse, batch_course_of
+from keras_dist.sharding.batches_schedule import BatchSchedule, batch_schedule_of
 from keras_dist.sharding.batches_stream import Stream, fingerprint_of, num_rows
 from keras_dist.sharding.feed import Split
 
 
-class DealtSequence(keras.utils.PyDataset):
+class ShardedSequence(keras.utils.PyDataset):
     """Batches dealt by their index; only this rank's are ever made.
 
     The batches that are left over after the last full round are dealt row by row, where
@@ -42,10 +42,10 @@ class DealtSequence(keras.utils.PyDataset):
         self._skipped = 0
         own = type(data).on_epoch_end
         is_static = own is keras.utils.PyDataset.on_epoch_end or not is_training
-        self._talk = None if is_static else split.talk
+        self._channel = None if is_static else split.channel
         self._needed = split.size if is_training else split.rank + 1
         self._has_tail = self._count_rows_left() >= self._needed
-        self.course = self._course_of(split) if is_training else None
+        self.schedule = self._schedule_of(split) if is_training else None
         self._order = self._order_of(0)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -55,18 +55,18 @@ class DealtSequence(keras.utils.PyDataset):
     def assign(self, epoch: int) -> None:
         """Say which epoch is read from now on."""
         self._order = self._order_of(epoch)
-        if self.course is not None:
-            self._skipped = self.course.skipped_in(int(epoch))
+        if self.schedule is not None:
+            self._skipped = self.schedule.skipped_in(int(epoch))
             self._has_tail = self._count_rows_left() >= self._needed
 
     def batches_at(self, epoch: int, step: int) -> list[int]:
         """Of the user's batches, those that this rank reads at a step of an epoch."""
         order, total = self._order_of(epoch), self.data.num_batches
         begin = step * self._size
-        begin += self.course.skipped_in(epoch) if self.course else 0
+        begin += self.schedule.skipped_in(epoch) if self.schedule else 0
         if total is None or begin + self._size <= total:
-            return [_place_in(order, begin + self._rank)]
-        return [_place_in(order, place) for place in range(begin, total)]
+            return [_index_in_order(order, begin + self._rank)]
+        return [_index_in_order(order, index) for index in range(begin, total)]
 
     @property
     def length(self) -> float:
@@ -86,8 +86,8 @@ class DealtSequence(keras.utils.PyDataset):
         begin = index * self._size + self._skipped
         total = self.data.num_batches
         if total is None or begin + self._size <= total:
-            return self.data[self._place(begin + self._rank)]
-        left = [self.data[self._place(place)] for place in range(begin, total)]
+            return self.data[self._batch_index(begin + self._rank)]
+        left = [self.data[self._batch_index(index)] for index in range(begin, total)]
         return rows_of_batches(left, rank=self._rank, size=self._size)
 
     def on_epoch_begin(self) -> None:
@@ -101,9 +101,9 @@ class DealtSequence(keras.utils.PyDataset):
             ValueError: On all ranks, if they do not.
         """
         self.data.on_epoch_end()
-        if self._talk is None:
+        if self._channel is None:
             return
-        everyone = self._talk.gather(fingerprint_of([self.data[0]]))
+        everyone = self._channel.gather(fingerprint_of([self.data[0]]))
         if len(set(everyone)) > 1:
             raise ValueError(
                 "After `on_epoch_end` the ranks' batches differ, so that no batch can "
@@ -111,9 +111,9 @@ class DealtSequence(keras.utils.PyDataset):
                 "by a random generator with the same seed on every rank."
             )
 
-    def _course_of(self, split: Split) -> BatchCourse | None:
+    def _schedule_of(self, split: Split) -> BatchSchedule | None:
         total = self.data.num_batches
-        if total is None or not split.keeps_place:
+        if total is None or not split.keeps_position:
             return None
 
         def steps_after(skipped: int) -> int:
@@ -122,12 +122,12 @@ class DealtSequence(keras.utils.PyDataset):
             return self.num_batches or 0
 
         sizes = {"length": int(total), "size": self._size}
-        course = batch_course_of(split.place, steps_after=steps_after, **sizes)
+        schedule = batch_schedule_of(split.position, steps_after=steps_after, **sizes)
         steps_after(0)
-        return course
+        return schedule
 
-    def _place(self, place: int) -> int:
-        return _place_in(self._order, place)
+    def _batch_index(self, index: int) -> int:
+        return _index_in_order(self._order, index)
 
     def _order_of(self, epoch: int) -> Any:
         total = self.data.num_batches
@@ -141,9 +141,9 @@ class DealtSequence(keras.utils.PyDataset):
         if total is None:
             return 0
         left = range(total - (total - self._skipped) % self._size, total)
-        return sum(num_rows(self.data[place]) for place in left)
+        return sum(num_rows(self.data[index]) for index in left)
 
 
-def _place_in(order: Any, place: int) -> int:
-    is_last = order is None or place >= len(order)
-    return place if is_last else int(order[place])
+def _index_in_order(order: Any, index: int) -> int:
+    is_last = order is None or index >= len(order)
+    return index if is_last else int(order[index])

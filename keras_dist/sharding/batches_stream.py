@@ -28,7 +28,7 @@ class Stream:
         self.kind = type(data).__name__.lstrip("_")
         self.length = length_of(data)
         self._is_iterator = isinstance(data, Iterator)
-        self._kept: list[Any] = []
+        self._buffered: list[Any] = []
 
     @classmethod
     def of(cls, data: Any) -> "Stream":
@@ -47,9 +47,9 @@ class Stream:
     def first(self, count: int) -> list[Any]:
         """The first `count` batches, or as many as there are."""
         if self._is_iterator:
-            more = itertools.islice(self.data, max(count - len(self._kept), 0))
-            self._kept += more
-            return self._kept[:count]
+            more = itertools.islice(self.data, max(count - len(self._buffered), 0))
+            self._buffered += more
+            return self._buffered[:count]
         return list(itertools.islice(self, count))
 
     def __iter__(self) -> Iterator[Any]:
@@ -57,13 +57,13 @@ class Stream:
             return self._rest()
         if isinstance(self.data, keras.utils.PyDataset):
             is_endless = self.data.num_batches is None
-            places = itertools.count() if is_endless else range(self.data.num_batches)
-            return (self.data[place] for place in places)
+            indices = itertools.count() if is_endless else range(self.data.num_batches)
+            return (self.data[index] for index in indices)
         return iter(self.data)
 
     def _rest(self) -> Iterator[Any]:
-        while self._kept:
-            yield self._kept.pop(0)
+        while self._buffered:
+            yield self._buffered.pop(0)
         yield from self.data
 
     def fingerprint(self, size: int) -> str:
@@ -121,10 +121,10 @@ def standardized(batch: Any) -> Any:
     """
     if isinstance(batch, dict):
         return batch
-    parts = list(batch) if isinstance(batch, (list, tuple)) else [batch]
-    while len(parts) > 1 and parts[-1] is None:
-        parts.pop()
-    return tuple(keras.tree.lists_to_tuples(part) for part in parts)
+    pieces = list(batch) if isinstance(batch, (list, tuple)) else [batch]
+    while len(pieces) > 1 and pieces[-1] is None:
+        pieces.pop()
+    return tuple(keras.tree.lists_to_tuples(part) for part in pieces)
 
 
 def fingerprint_of(batches: Iterable[Any]) -> str:

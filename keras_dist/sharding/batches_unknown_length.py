@@ -16,7 +16,7 @@ from keras_dist.sharding.feed import Split
 _MORE, _END, _ERROR = 0, 1, 2**20
 
 
-class Rounds:
+class UnknownLengthReader:
     """This rank's batches, until one rank has no more: then all ranks end together.
 
     A rank that ended alone would leave the others waiting in the next averaging. So
@@ -25,19 +25,19 @@ class Rounds:
     Args:
         stream: The data.
         split: How data is divided.
-        is_dealt: Whether all ranks read the same batches, which are dealt in turn.
+        is_sharded: Whether all ranks read the same batches, which are dealt in turn.
         is_training: Whether all ranks have to make the same number of steps. If not,
             each ends by itself.
     """
 
     def __init__(
-        self, stream: Stream, split: Split, *, is_dealt: bool, is_training: bool
+        self, stream: Stream, split: Split, *, is_sharded: bool, is_training: bool
     ) -> None:
         self.failure: Exception | None = None
         self._stream = stream
         self._rank, self._size = split.rank, split.size
-        self._is_dealt, self._is_training = is_dealt, is_training
-        self._talk = split.talk if is_training else None
+        self._is_sharded, self._is_training = is_sharded, is_training
+        self._channel = split.channel if is_training else None
 
     def dataset(self) -> tf.data.Dataset:
         """The batches as Keras takes them; each iterator is one pass."""
@@ -52,41 +52,43 @@ class Rounds:
         ).with_options(options)
 
     def _batches(self) -> Iterator[Any]:
-        own = self._dealt() if self._is_dealt else iter(self._stream)
+        own = self._round_robin() if self._is_sharded else iter(self._stream)
         for step in itertools.count():
-            batch, state, told = None, _MORE, None
+            batch, state, message = None, _MORE, None
             try:
                 batch = next(own, None)
                 state = _END if batch is None else _MORE
             except Exception as error:  # any error has to be told to the other ranks
                 self.failure = error
-                state, told = _ERROR, f"{type(error).__name__}: {error}"
-            if not self._goes_on(step, state, told, batch):
+                state, message = _ERROR, f"{type(error).__name__}: {error}"
+            if not self._goes_on(step, state, message, batch):
                 return
             yield standardized(batch)
 
-    def _goes_on(self, step: int, state: int, told: str | None, batch: Any) -> bool:
-        total = state if self._talk is None else self._talk.sum(state)
+    def _goes_on(self, step: int, state: int, message: str | None, batch: Any) -> bool:
+        total = state if self._channel is None else self._channel.sum(state)
         if total >= _ERROR:
-            everyone = [told] if self._talk is None else self._talk.gather(told)
+            everyone = (
+                [message] if self._channel is None else self._channel.gather(message)
+            )
             if self.failure is None:
                 rank, text = next((r, t) for r, t in enumerate(everyone) if t)
                 self.failure = RuntimeError(f"On rank {rank}: {text}")
             raise self.failure
-        if total > 0 and total < self._size and self._talk is not None:
+        if total > 0 and total < self._size and self._channel is not None:
             rows = None if batch is None else num_rows(batch)
-            _say_what_is_dropped(step, self._talk.gather(rows), self._rank)
+            _say_what_is_dropped(step, self._channel.gather(rows), self._rank)
         return total == 0
 
-    def _dealt(self) -> Iterator[Any]:
+    def _round_robin(self) -> Iterator[Any]:
         batches = iter(self._stream)
         needed = self._size if self._is_training else self._rank + 1
-        while together := list(itertools.islice(batches, self._size)):
-            if len(together) == self._size:
-                yield together[self._rank]
-            elif sum(map(num_rows, together)) >= needed:
+        while round_of_batches := list(itertools.islice(batches, self._size)):
+            if len(round_of_batches) == self._size:
+                yield round_of_batches[self._rank]
+            elif sum(map(num_rows, round_of_batches)) >= needed:
                 yield rows_of_batches(
-                    [standardized(batch) for batch in together],
+                    [standardized(batch) for batch in round_of_batches],
                     rank=self._rank,
                     size=self._size,
                 )

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from keras_dist.sharding.arrays_schedule import Course, Place
-from keras_dist.sharding.batches_schedule import BatchCourse
+from keras_dist.sharding.arrays_schedule import EpochSchedule, Position
+from keras_dist.sharding.batches_schedule import BatchSchedule
 
 # What Keras takes where nobody says otherwise.
 KERAS_BATCH_SIZE = 32
@@ -28,14 +28,14 @@ class Feed:
         is_scaled: Whether they come from a number that the user gave.
         has_rows: `False` if another rank's row stands in, which must not count.
         epoch: What is told the number of the epoch by `assign`, if anything is.
-        course: Which rows come when, where rows are dealt.
+        schedule: Which rows come when, where rows are dealt.
         rows_of_all: Rows that all ranks together read at a step of the fit, as a
             function of its number (a tensor), where that is known beforehand.
         rows_at: Numbers of this rank's rows in the user's arrays, of an epoch, a step
             of it, and the batch that was read; -1 where nobody knows.
         batches_at: Numbers of this rank's batches in the user's data, of an epoch and a
             step of it, where anybody knows.
-        rounds: Where batches are read in Python, what reads them.
+        reader: Where batches are read in Python, what reads them.
         facts: What has to be equal on all ranks.
     """
 
@@ -51,16 +51,16 @@ class Feed:
     is_scaled: bool = False
     has_rows: bool = True
     epoch: Any = None
-    course: Course | BatchCourse | None = None
+    schedule: EpochSchedule | BatchSchedule | None = None
     rows_of_all: Callable[[Any], Any] | None = None
     rows_at: Callable[[int, int, Any], Any] | None = None
     batches_at: Callable[[int, int], Sequence[int]] | None = None
-    rounds: Any = None
+    reader: Any = None
     facts: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Talk:
+class Channel:
     """How data that is being read talks to the other ranks.
 
     Args:
@@ -81,10 +81,10 @@ class Split:
         size: Number of ranks.
         shard: `"auto"` to deal arrays row by row, `"none"` if the user has split.
         seed: Of the order of the rows, the same on all ranks.
-        talk: To the other ranks, from within the data.
-        keeps_place: Whether the order of the rows must be known on one rank too, for a
-            training that another number of ranks may go on with.
-        place: Where the training has come to, if it goes on.
+        channel: To the other ranks, from within the data.
+        keeps_position: Whether the order of the rows must be known on one rank too,
+            for a training that another number of ranks may go on with.
+        position: Where the training has come to, if it goes on.
         same: For each kind of data ("training", "validation") that comes in batches,
             whether all ranks were given the same batches.
     """
@@ -93,9 +93,9 @@ class Split:
     size: int
     shard: str = "auto"
     seed: int = 0
-    talk: Talk | None = None
-    keeps_place: bool = False
-    place: Place | None = None
+    channel: Channel | None = None
+    keeps_position: bool = False
+    position: Position | None = None
     same: Mapping[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

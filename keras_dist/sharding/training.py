@@ -12,10 +12,10 @@ from keras_dist import scaling
 from keras_dist.sharding.arrays import (
     Arrays,
     as_arrays,
-    deal_training,
     find_rows,
     is_arrays,
     is_ragged_or_sparse,
+    shard_training,
 )
 from keras_dist.sharding.arrays_order import Order, batches_at
 from keras_dist.sharding.arrays_rows import (
@@ -24,9 +24,15 @@ from keras_dist.sharding.arrays_rows import (
     rows_of_step,
     steps_of_rows,
 )
-from keras_dist.sharding.arrays_schedule import course_of
-from keras_dist.sharding.batches import Share, finite, kind_of, share_of, steps_of
-from keras_dist.sharding.batches_sequence import DealtSequence
+from keras_dist.sharding.arrays_schedule import epoch_schedule_of
+from keras_dist.sharding.batches import (
+    RankBatches,
+    finite,
+    kind_of,
+    rank_batches,
+    steps_of,
+)
+from keras_dist.sharding.batches_sequence import ShardedSequence
 from keras_dist.sharding.batches_stream import Stream
 from keras_dist.sharding.feed import KERAS_BATCH_SIZE, Feed, Split
 
@@ -63,13 +69,13 @@ def training_feed(
     own_size = -(-arrays.num_rows // steps_per_epoch) if steps_per_epoch else None
     batch_size = _checked_batch_size(batch_size or own_size or KERAS_BATCH_SIZE)
     given |= {"batch_size": batch_size, "steps_per_epoch": steps}
-    is_dealt = split.size > 1 or split.keeps_place
-    if not is_dealt or split.shard == "none":
+    is_sharded = split.size > 1 or split.keeps_position
+    if not is_sharded or split.shard == "none":
         return _own_arrays_feed(given, arrays, steps_per_epoch, split)
-    return _dealt_feed(given, arrays, steps_per_epoch, split)
+    return _sharded_feed(given, arrays, steps_per_epoch, split)
 
 
-def _dealt_feed(
+def _sharded_feed(
     given: dict[str, Any], arrays: Arrays, steps_before: int | None, split: Split
 ) -> Feed:
     batch_size, shuffle = given["batch_size"], given["shuffle"]
@@ -78,9 +84,11 @@ def _dealt_feed(
     steps = given["steps_per_epoch"] or steps_of_rows(num_rows, **sizes)
     epoch = tf.Variable(0, dtype=tf.int64, trainable=False)
     whole = functools.partial(rows_of_step, num_rows=num_rows, **sizes)
-    course = course_of(split.place, num_rows=num_rows, steps=steps, **sizes)
-    order = Order(course, rank=split.rank, shuffle=shuffle, seed=split.seed)
-    dataset = deal_training(arrays, order, epoch=epoch)
+    schedule = epoch_schedule_of(
+        split.position, num_rows=num_rows, steps=steps, **sizes
+    )
+    order = Order(schedule, rank=split.rank, shuffle=shuffle, seed=split.seed)
+    dataset = shard_training(arrays, order, epoch=epoch)
     return Feed(
         # The data set has it all: Keras takes none of these beside one.
         dict.fromkeys(["y", "sample_weight", "batch_size", "steps_per_epoch"])
@@ -93,10 +101,10 @@ def _dealt_feed(
         is_scaled=steps_before is not None,
         steps_before=steps_before or -(-num_rows // batch_size),
         steps=steps,
-        is_exact=not course.is_within_epoch,
+        is_exact=not schedule.is_within_epoch,
         epoch=epoch,
-        course=course,
-        rows_of_all=course.rows_of_step if split.place else whole,
+        schedule=schedule,
+        rows_of_all=schedule.rows_of_step if split.position else whole,
         rows_at=lambda number, step, _: order.rows_at(number, step),
         facts={
             "the number of rows": num_rows,
@@ -138,51 +146,53 @@ def _stream_feed(
 ) -> Feed:
     stream = Stream.of(given["x"])
     _check_stream(stream, given, steps, split)
-    is_dealt = split.same.get("training", split.size == 1 and split.keeps_place)
+    is_sharded = split.same.get("training", split.size == 1 and split.keeps_position)
     shuffle = bool(given["shuffle"])
-    own = share_of(stream, split, is_dealt=is_dealt, is_training=True, shuffle=shuffle)
+    own = rank_batches(
+        stream, split, is_sharded=is_sharded, is_training=True, shuffle=shuffle
+    )
     is_keras_to_shuffle = (
         shuffle
         and own.data is stream.data
         and isinstance(own.data, keras.utils.PyDataset)
     )
     known = finite(own.length)
-    course = own.course if steps is None else None
-    about = steps_of(own, stream, split, is_dealt=is_dealt)
+    schedule = own.schedule if steps is None else None
+    about = steps_of(own, stream, split, is_sharded=is_sharded)
     return Feed(
         given
         | {"x": own.data, "batch_size": batch_size, "steps_per_epoch": steps}
         | {"shuffle": is_keras_to_shuffle},
-        kind=kind_of(stream, split, is_dealt=is_dealt),
+        kind=kind_of(stream, split, is_sharded=is_sharded),
         batch_size=batch_size,
         is_scaled=steps_before is not None,
         steps_before=steps_before or finite(stream.length),
         steps=min(filter(None, (steps, about)), default=None),
         is_exact=(own.length is not None or split.size == 1)
-        and not (course is not None and course.is_within_epoch),
+        and not (schedule is not None and schedule.is_within_epoch),
         # Where an epoch is no pass, Keras reads ahead into the next one.
         epoch=own.epoch if steps is None else None,
-        course=course,
-        rounds=own.rounds,
-        batches_at=_batches_at(own, stream, steps, split, is_dealt, shuffle),
+        schedule=schedule,
+        reader=own.reader,
+        batches_at=_batches_at(own, stream, steps, split, is_sharded, shuffle),
         facts={
             "the batches of a pass over its data": known,
             "the steps of an epoch": steps,
-            "whether the data can be read from the middle": course is not None,
+            "whether the data can be read from the middle": schedule is not None,
         },
     )
 
 
 def _batches_at(
-    own: Share,
+    own: RankBatches,
     stream: Stream,
     steps: int | None,
     split: Split,
-    is_dealt: bool,
+    is_sharded: bool,
     shuffle: bool,
 ) -> Callable[[int, int], Sequence[int]] | None:
     """Batches that this rank reads in an epoch at a step, where anybody knows."""
-    if isinstance(own.data, DealtSequence):
+    if isinstance(own.data, ShardedSequence):
         return own.data.batches_at
     if shuffle and isinstance(own.data, keras.utils.PyDataset):
         return None  # Keras draws an order
@@ -191,11 +201,11 @@ def _batches_at(
     def batches(epoch: int, step: int) -> Sequence[int]:
         # With `steps_per_epoch` an epoch goes on where the one before has ended.
         position = epoch * (steps or 0) + step
-        skipped = own.course.skipped_in(epoch) if own.course else 0
+        skipped = own.schedule.skipped_in(epoch) if own.schedule else 0
         if steps and own.length is not None and finite(own.length):
             position %= int(own.length)
         return batches_at(
-            position, total=total, split=split, is_dealt=is_dealt, skipped=skipped
+            position, total=total, split=split, is_sharded=is_sharded, skipped=skipped
         )
 
     return batches

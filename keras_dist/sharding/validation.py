@@ -8,12 +8,12 @@ from keras_dist import scaling
 from keras_dist.sharding.arrays import (
     Arrays,
     as_arrays,
-    deal_validation,
     in_batches,
     is_arrays,
+    shard_validation,
     split_validation,
 )
-from keras_dist.sharding.batches import finite, kind_of, share_of, steps_of
+from keras_dist.sharding.batches import finite, kind_of, rank_batches, steps_of
 from keras_dist.sharding.batches_stream import Stream
 from keras_dist.sharding.feed import KERAS_BATCH_SIZE, Feed, Split
 
@@ -74,10 +74,12 @@ def validation_feed(
             steps_before=steps,
             steps=after,
         )
-    return _dealt_feed(as_arrays(x, y, sample_weight), batch_size, steps, after, split)
+    return _sharded_feed(
+        as_arrays(x, y, sample_weight), batch_size, steps, after, split
+    )
 
 
-def _dealt_feed(
+def _sharded_feed(
     arrays: Arrays,
     batch_size: int | None,
     steps_before: int | None,
@@ -89,7 +91,7 @@ def _dealt_feed(
             "There is nothing to validate on. Received: arrays without rows. "
             "Pass at least one row, or no `validation_data`."
         )
-    own = deal_validation(arrays, rank=split.rank, size=split.size)
+    own = shard_validation(arrays, rank=split.rank, size=split.size)
     in_a_pass = -(-own.num_rows // (batch_size or KERAS_BATCH_SIZE))
     data = {"x": own.x, "y": own.y, "sample_weight": own.sample_weight}
     if own.is_on_disk:
@@ -118,17 +120,17 @@ def _stream_feed(
     split: Split,
 ) -> Feed:
     stream = Stream.of(given["x"])
-    is_dealt = split.same.get("validation", False)
-    own = share_of(stream, split, is_dealt=is_dealt, is_training=False)
-    about = steps_of(own, stream, split, is_dealt=is_dealt)
+    is_sharded = split.same.get("validation", False)
+    own = rank_batches(stream, split, is_sharded=is_sharded, is_training=False)
+    about = steps_of(own, stream, split, is_sharded=is_sharded)
     return Feed(
         given | {"x": own.data},
-        kind=kind_of(stream, split, is_dealt=is_dealt),
+        kind=kind_of(stream, split, is_sharded=is_sharded),
         batch_size=batch_size,
         is_scaled=steps_before is not None,
         steps_before=steps_before or finite(stream.length),
         steps=min(filter(None, (steps, about)), default=None),
         is_exact=own.length is not None or split.size == 1,
         has_rows=own.has_rows,
-        rounds=own.rounds,
+        reader=own.reader,
     )

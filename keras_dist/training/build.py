@@ -3,7 +3,7 @@
 import warnings
 from typing import Any
 
-from keras_dist.optimizer import optimizers_of, parts
+from keras_dist.optimizer import nested_optimizers, optimizers_of
 
 
 def build(model: Any, data: Any) -> None:
@@ -28,10 +28,10 @@ def build(model: Any, data: Any) -> None:
         optimizer.build(model.trainable_variables)
 
 
-def has_parts(model: Any) -> bool:
+def has_unbuilt_parts(model: Any) -> bool:
     """Whether the optimizer knows only when it is built which others it holds."""
     return any(
         hasattr(part, "optimizers")
         for found in optimizers_of(model)
-        for part in parts(found)
+        for part in nested_optimizers(found)
     )

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.optimizer import rows_now, share_now
+from keras_dist.optimizer import row_fraction, rows_now
 
 
 @contextlib.contextmanager
@@ -41,7 +41,7 @@ def _factor(reduction: Any, mask: Any, sample_weight: Any) -> Any:
     if rows_now() is None:
         return None
     if reduction == "sum":
-        return 1 / share_now(tf.float32)
+        return 1 / row_fraction(tf.float32)
     if reduction in ("sum_over_batch_size", "mean") and mask is not None:
         divisor = tf.reduce_sum(tf.cast(mask, tf.float32))
     elif reduction == "mean_with_sample_weight" and sample_weight is not None:
@@ -52,10 +52,10 @@ def _factor(reduction: Any, mask: Any, sample_weight: Any) -> Any:
     else:
         return None
     part = tf.math.divide_no_nan(divisor, comm.total(divisor, verb="losses"))
-    return part / share_now(tf.float32)
+    return part / row_fraction(tf.float32)
 
 
-def is_led_by_keras(model: Any, ours: type) -> bool:
+def is_keras_path_to_update(model: Any, ours: type) -> bool:
     """Whether only Keras's code leads from the loss to the update.
 
     Args:

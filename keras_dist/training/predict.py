@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from keras_dist import comm
-from keras_dist.sharding.arrays import Arrays, as_arrays, deal_validation
+from keras_dist.sharding.arrays import Arrays, as_arrays, shard_validation
 
 _ADVICE = "Give every rank the same model, weights, data and arguments."
 
@@ -37,11 +37,11 @@ def rows_to_predict(x: Any, *, batch_size: int | None, steps: int | None) -> Arr
     if steps is None:
         return arrays
     # Keras's own default: as many rows a batch as the steps need.
-    together = batch_size or math.ceil(arrays.num_rows / steps)
-    return arrays[slice(0, steps * together)]
+    global_batch_size = batch_size or math.ceil(arrays.num_rows / steps)
+    return arrays[slice(0, steps * global_batch_size)]
 
 
-def predict_dealt(
+def predict_sharded(
     arrays: Arrays,
     predict: Callable[[Any], Any],
     weights: Callable[[], Sequence[Any]],
@@ -69,7 +69,7 @@ def predict_dealt(
         },
         advice=_ADVICE,
     )
-    own = deal_validation(arrays, rank=rank, size=size)
+    own = shard_validation(arrays, rank=rank, size=size)
     # A rank without a row has predicted one of another rank, for its shape.
     has_rows = rank < arrays.num_rows
 
@@ -81,7 +81,7 @@ def predict_dealt(
             lambda leaf: leaf if has_rows or leaf is None else leaf[:0], outputs
         )
 
-    outputs = comm.together(outputs_of_rows)
+    outputs = comm.run_on_all(outputs_of_rows)
     leaves = [leaf for leaf in keras.tree.flatten(outputs) if leaf is not None]
     kinds = [(leaf.shape[1:], str(leaf.dtype)) for leaf in leaves]
     comm.agree(

@@ -31,10 +31,10 @@ class Session:
         own_error: What the user's data raised, of an error of an evaluation.
         is_shared: Whether all ranks make the present evaluation together.
         is_jitted: Whether Keras asked for XLA.
-        stops_together: Whether a wish to stop waits until all ranks know of it.
-        wants_to_stop: Whether this rank wishes to stop.
-        wish: The same as a number, which travels with the gradients.
-        heard: Wishes of all ranks that have arrived with gradients; equal on all.
+        agrees_on_stop: Whether a wish to stop waits until all ranks know of it.
+        requests_stop: Whether this rank wishes to stop.
+        stop_request: The same as a number, which travels with the gradients.
+        agreed: Wishes of all ranks that have arrived with gradients; equal on all.
         stopwatch: Of the parts of each step, where somebody wants to know.
         guard: Looks at gradients before they are applied, where somebody wants it.
         training: What is known of the training data.
@@ -63,10 +63,10 @@ class Session:
     is_opening: bool = False
     own_error: Callable[[Exception], Exception] = lambda error: error
     is_jitted: bool = False
-    stops_together: bool = False
-    wants_to_stop: bool = False
-    wish: Any = None
-    heard: Any = None
+    agrees_on_stop: bool = False
+    requests_stop: bool = False
+    stop_request: Any = None
+    agreed: Any = None
     stopwatch: Any = None
     guard: Any = None
     training: Any = None
@@ -78,7 +78,9 @@ class Session:
 
 
 @contextlib.contextmanager
-def telling(session: Session, is_waited_for: Callable[[], bool]) -> Iterator[None]:
+def raising_on_all(
+    session: Session, is_waited_for: Callable[[], bool]
+) -> Iterator[None]:
     """Inside the block, an error on this rank is one on those that wait for it too.
 
     Args:
@@ -90,13 +92,13 @@ def telling(session: Session, is_waited_for: Callable[[], bool]) -> Iterator[Non
         yield
     except Exception as error:
         if comm.size() > 1 and is_waited_for() and not comm.is_known(error):
-            _tell(session.own_error(error))
+            _raise_on_all(session.own_error(error))
         raise
 
 
-def _tell(error: Exception) -> NoReturn:
+def _raise_on_all(error: Exception) -> NoReturn:
     def fail() -> NoReturn:
         raise error
 
-    comm.share(fail)
+    comm.gather_or_raise(fail)
     raise error

@@ -11,14 +11,14 @@ import tensorflow as tf
 from keras_dist import comm, metrics, mixin
 from keras_dist.optimizer import (
     averages_by_rows,
-    carrying,
+    sent_with_gradients,
     timed_by,
     watched_by,
     weighted_by,
 )
 from keras_dist.training import atomic_save, batch_norm, build, losses
-from keras_dist.training.session import Session, telling
-from keras_dist.training.xla_step import Halves
+from keras_dist.training.session import Session, raising_on_all
+from keras_dist.training.xla_step import XlaStep
 
 
 def install(model: Any) -> Session:
@@ -38,13 +38,15 @@ def install(model: Any) -> Session:
                 for value in (0, 0, [0, 0, 0])
             )
             with tf.device("CPU:0"):  # read after each batch
-                wish, heard = (tf.Variable(0.0, trainable=False) for _ in range(2))
+                stop_request, agreed = (
+                    tf.Variable(0.0, trainable=False) for _ in range(2)
+                )
         session = Session(
             rows=rows,
             position=position,
             seen=last.seen if is_same else seen,
-            wish=wish,
-            heard=heard,
+            stop_request=stop_request,
+            agreed=agreed,
             compiled=_compiled(model),
             plain_test_function=model.test_function,
         )
@@ -116,17 +118,19 @@ class DistributedStep(atomic_save.SavesWhole):
         own_step = super().train_step  # type: ignore[misc]
         by_rows = comm.size() > 1 and averages_by_rows(self)
         exact = losses.of_all_rows() if by_rows else contextlib.nullcontext()
-        wish = carrying(session.wish, session.heard)
+        stop_request = sent_with_gradients(session.stop_request, session.agreed)
         timed = timed_by(session.stopwatch)
         watched = watched_by(session.guard, self, data)
-        is_led = not session.is_jitted and losses.is_led_by_keras(self, DistributedStep)
-        weighted = weighted_by(rows, of_all, has_own_loss=is_led)
-        with _inside_step(session), weighted, exact, wish, timed, watched:
+        is_keras_path = not session.is_jitted and losses.is_keras_path_to_update(
+            self, DistributedStep
+        )
+        weighted = weighted_by(rows, of_all, has_own_loss=is_keras_path)
+        with _inside_step(session), weighted, exact, stop_request, timed, watched:
             if session.is_jitted:
-                halves = Halves(own_step)
-                reason = halves.why_not(data)
+                xla_step = XlaStep(own_step)
+                reason = xla_step.why_not(data)
                 if reason is None:
-                    return halves.run(data)
+                    return xla_step.run(data)
                 session.is_jitted = False
                 if comm.rank() == 0:
                     warnings.warn(f"Training without XLA: {reason}.", stacklevel=2)
@@ -160,7 +164,7 @@ class DistributedStep(atomic_save.SavesWhole):
         session.is_opening = False
         session.is_shared = is_loop or (session.is_shared and not before[0])
         try:
-            with telling(session, lambda: _waits_for_result(session)):
+            with raising_on_all(session, lambda: _waits_for_result(session)):
                 return super().evaluate(*args, **kwargs)  # type: ignore[misc]
         finally:
             session.is_evaluating, session.is_shared, session.has_result = before
@@ -182,7 +186,7 @@ class DistributedStep(atomic_save.SavesWhole):
     @property
     def stop_training(self: Any) -> bool:
         session = self._distributed_session
-        if session.stops_together and _has_heard(session):
+        if session.agrees_on_stop and _is_stop_agreed(session):
             return True
         return self.__dict__.get("stop_training", False)
 
@@ -191,17 +195,17 @@ class DistributedStep(atomic_save.SavesWhole):
         # A wish of this rank alone, which all hear of after the next batch, or from
         # `StopTogether` at the end of the epoch.
         session = self._distributed_session
-        session.wants_to_stop = bool(value)
+        session.requests_stop = bool(value)
         with tf.init_scope():
-            session.wish.assign(float(session.wants_to_stop))
-        if not (value and session.stops_together):
+            session.stop_request.assign(float(session.requests_stop))
+        if not (value and session.agrees_on_stop):
             self.__dict__["stop_training"] = bool(value)
 
 
-def grant_stop(model: Any, *, is_agreed: bool) -> None:
+def confirm_stop(model: Any, *, is_agreed: bool) -> None:
     """Let Keras's loop see that training stops; the same on all ranks."""
     model.__dict__["stop_training"] = is_agreed
-    session_of(model).heard.assign(0.0)
+    session_of(model).agreed.assign(0.0)
 
 
 @contextlib.contextmanager
@@ -222,8 +226,8 @@ def _start(model: Any, data: Any) -> None:
     # Outside of the graph that is being traced, so that it happens once, now.
     with tf.init_scope(), _inside_step(session):
         is_first = session.builds_first or not _is_plain(session)
-        if is_first or build.has_parts(model):
-            comm.together(lambda: build.build(model, data))
+        if is_first or build.has_unbuilt_parts(model):
+            comm.run_on_all(lambda: build.build(model, data))
         batch_norm.synchronize(model)
         for hook in session.before_first_step:
             hook()
@@ -234,8 +238,8 @@ def _is_plain(session: Session) -> bool:
     return comm.size() == 1 and session.guard is None
 
 
-def _has_heard(session: Session) -> bool:
-    return tf.executing_eagerly() and float(session.heard.numpy()) > 0
+def _is_stop_agreed(session: Session) -> bool:
+    return tf.executing_eagerly() and float(session.agreed.numpy()) > 0
 
 
 def _is_of_all(session: Session) -> bool:

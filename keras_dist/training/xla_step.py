@@ -13,14 +13,14 @@ from keras_dist.optimizer import (
     Recorded,
     after_update,
     apply_recorded,
-    goes_alone,
+    average_gradients,
     guarded,
     recording,
-    share_gradients,
+    uses_local_sgd,
 )
 
 
-class Halves:
+class XlaStep:
     """Forward and backward compiled by XLA, then averaging, then the update compiled.
 
     XLA cannot compile a collective. So the user's own train step runs inside a
@@ -34,8 +34,8 @@ class Halves:
     def __init__(self, own_step: Callable[[Any], Any]) -> None:
         self._own_step = own_step
         self._calls: list[Recorded] = []
-        self._first_half = tf.function(self._record, jit_compile=True)
-        self._second_half = tf.function(self._apply, jit_compile=True)
+        self._compute_gradients = tf.function(self._record, jit_compile=True)
+        self._apply_gradients = tf.function(self._apply, jit_compile=True)
 
     def why_not(self, data: Any) -> str | None:
         """Why the step cannot be halved for batches like `data`; `None` if it can.
@@ -52,23 +52,23 @@ class Halves:
 
     def _try(self, specs: Any) -> str | None:
         try:
-            self._first_half.get_concrete_function(specs)
+            self._compute_gradients.get_concrete_function(specs)
             if len(self._calls) != 1:
                 return f"its train step makes {len(self._calls)} updates, not one"
             batch = keras.tree.map_structure(_two_rows, specs)
-            self._first_half.experimental_get_compiler_ir(batch)(stage="hlo")
+            self._compute_gradients.experimental_get_compiler_ir(batch)(stage="hlo")
         except Exception as error:  # whatever it is, the step runs without XLA
             return f"XLA cannot compile this model ({_first_line(error)})"
         return None
 
     def run(self, data: Any) -> Any:
         """One train step; returns what the model's own returns."""
-        logs, gradients = self._first_half(data)
+        logs, gradients = self._compute_gradients(data)
         [call], [own] = self._calls, gradients
-        averaged = share_gradients(call.optimizer, own, call.variables)
-        make = functools.partial(self._second_half, [averaged])
+        averaged = average_gradients(call.optimizer, own, call.variables)
+        make = functools.partial(self._apply_gradients, [averaged])
         guarded(call.optimizer, own, averaged, call.variables, make)
-        if goes_alone(call.optimizer):
+        if uses_local_sgd(call.optimizer):
             after_update(call.optimizer)
         return logs
 

@@ -11,7 +11,7 @@ from models import SUBJECTS
 import keras_dist
 from keras_dist import comm
 from keras_dist.comm import transport
-from keras_dist.optimizer import gradients as sharing
+from keras_dist.optimizer import gradients
 
 pytestmark = pytest.mark.several_ranks
 
@@ -68,17 +68,17 @@ def test_large_gradients_travel_alone(sent, monkeypatch):
 
 def test_the_loss_is_weighed_where_only_keras_comes_after_it(monkeypatch):
     """Not where the user's own code stands between the loss and the update."""
-    weights, plain = [], sharing.exchange
+    weights, plain = [], gradients.exchange
 
-    def heard(gradients, weight, options, *, name):
+    def heard(own, weight, options, *, name):
         weights.append(weight)
-        return plain(gradients, weight, options, name=name)
+        return plain(own, weight, options, name=name)
 
     class Own(keras.optimizers.SGD):
         def apply_gradients(self, *args, **kwargs):
             return super().apply_gradients(*args, **kwargs)
 
-    monkeypatch.setattr(sharing, "exchange", heard)
+    monkeypatch.setattr(gradients, "exchange", heard)
     models = []
     for optimizer, is_weighed in ((keras.optimizers.SGD(0.1), True), (Own(0.1), False)):
         weights.clear()

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from keras_dist.comm.signed import VARIABLE, seal, unseal
+from keras_dist.comm.signed import VARIABLE, sign, verify
 
 
 class Bomb:
@@ -18,13 +18,13 @@ class Bomb:
 def test_what_a_stranger_has_written_is_not_unpickled(monkeypatch, change):
     """The signature is looked at before the message."""
     monkeypatch.setenv(VARIABLE, "of another job")
-    foreign = seal(Bomb())
+    foreign = sign(Bomb())
     monkeypatch.setenv(VARIABLE, "ours")
-    assert unseal(seal([1])) == [1]
+    assert verify(sign([1])) == [1]
     message = {
         "unsigned": pickle.dumps(Bomb()),
-        "changed": seal([1])[:32] + pickle.dumps(Bomb()),
+        "changed": sign([1])[:32] + pickle.dumps(Bomb()),
         "of another job": foreign,
     }[change]
     with pytest.raises(RuntimeError, match="signature of this job"):
-        unseal(message)
+        verify(message)

@@ -1,0 +1,138 @@
+"""A training that goes on reads what is left, on any number of ranks."""
+
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_dist.sharding import arrays, arrays_rows, either
+from keras_dist.sharding.arrays_order import Order
+from keras_dist.sharding.arrays_schedule import epoch_schedule_of
+
+NUM_ROWS = 23
+SIZES = ((1, 6), (2, 3), (3, 2), (2, 5))
+
+
+def sized(size, batch_size, steps=None):
+    """Arguments of `epoch_schedule_of`; an epoch is a pass by default."""
+    sizes = {"num_rows": NUM_ROWS, "batch_size": batch_size, "size": size}
+    return sizes | {"steps": steps or arrays_rows.steps_of_rows(**sizes)}
+
+
+def positions_of(schedule, epoch):
+    """Pass and rows of each global batch of an epoch, by arithmetic."""
+    found = []
+    for step in range(schedule.steps_of_epoch(epoch, either)):
+        position = schedule.position(epoch, step)
+        done = step + schedule.steps - schedule.steps_of_epoch(epoch, either)
+        assert (position.epoch, position.done, position.steps) == (
+            epoch,
+            done,
+            schedule.steps,
+        )
+        is_first = position.number == schedule.number
+        last = schedule.end(schedule.row if is_first else 0)
+        stop = min(position.row + schedule.batch_size * schedule.size, last)
+        found.append((position.number, list(range(position.row, stop))))
+    return found
+
+
+@pytest.mark.parametrize("steps", [None, 2, 3, 6])
+def test_the_same_ranks_go_on_with_the_very_same_batches(steps):
+    """From every step of an epoch, and again from every step of the rest."""
+    for size, batch_size in SIZES:
+        sizes = sized(size, batch_size, steps)
+        whole = epoch_schedule_of(None, **sizes)
+        expected = [positions_of(whole, epoch) for epoch in range(4)]
+        for done in range(whole.steps):
+            rest = epoch_schedule_of(whole.position(1, done), **sizes)
+            assert positions_of(rest, 1) == expected[1][done:]
+            assert [positions_of(rest, 2), positions_of(rest, 3)] == expected[2:]
+            for more in range(whole.steps - done):
+                again = epoch_schedule_of(rest.position(1, more), **sizes)
+                assert positions_of(again, 1) == expected[1][done + more :]
+                assert [positions_of(again, 2), positions_of(again, 3)] == expected[2:]
+
+
+def test_other_ranks_read_what_is_left_once():
+    """All rows of the pass that goes on and those after it, or fewer than ranks."""
+    for before, after in itertools.permutations(SIZES, 2):
+        whole = epoch_schedule_of(None, **sized(*before))
+        first = positions_of(whole, 1)
+        for done in range(1, whole.steps):
+            rest = epoch_schedule_of(whole.position(1, done), **sized(*after))
+            own = positions_of(rest, 1) if rest.epoch == 1 else []
+            read = sum((part for _, part in first[:done] + own), [])
+            assert {number for number, _ in own} <= {1}
+            assert read == list(range(len(read))) and len(read) > NUM_ROWS - after[0]
+            following = positions_of(rest, 2)
+            read = sum((part for _, part in following), [])
+            assert {number for number, _ in following} == {2}
+            assert read == list(range(len(read))) and len(read) > NUM_ROWS - after[0]
+
+
+def test_the_rows_of_each_step_are_known_beforehand():
+    """As many as all ranks read then, counted from the beginning of epoch 0."""
+    for before, after in itertools.product(SIZES[:3], repeat=2):
+        whole = epoch_schedule_of(None, **sized(*before))
+        for done in (0, 1, whole.steps - 1):
+            rest = epoch_schedule_of(whole.position(1, done), **sized(*after))
+            for epoch in (rest.epoch, rest.epoch + 1):
+                positions = positions_of(rest, epoch)
+                steps = epoch * rest.steps + np.arange(len(positions))
+                counts = rest.rows_of_step(tf.constant(steps, tf.int64))
+                assert counts.numpy().tolist() == [len(part) for _, part in positions]
+
+
+@pytest.mark.parametrize(
+    ("shuffle", "steps"), [(False, None), (True, 5), ("batch", None)]
+)
+def test_the_data_set_deals_what_the_arithmetic_says(shuffle, steps):
+    """From the middle of an epoch, on the same ranks and on others."""
+    data = arrays.as_arrays(np.arange(NUM_ROWS))
+    orders = {}
+    # Inside batches, another size has other orders.
+    for after in ((2, 3, steps), (3, 3, steps))[: 1 if shuffle == "batch" else 2]:
+        whole = epoch_schedule_of(None, **sized(2, 3, steps))
+        for schedule in (
+            whole,
+            epoch_schedule_of(whole.position(1, 2), **sized(*after)),
+        ):
+            for epoch in (1, 2):
+                batches = sharded(data, schedule, shuffle, epoch)
+                positions = positions_of(schedule, epoch)
+                for (number, part), batch in zip(positions, batches, strict=True):
+                    if shuffle == "batch":
+                        assert sorted(batch) == part
+                    for position, row in zip(part, batch, strict=True):
+                        assert orders.setdefault((number, position), row) == row
+
+
+def sharded(data, schedule, shuffle, epoch):
+    """The global batches of an epoch, put rows_of_all from those of all ranks."""
+    variable = tf.Variable(epoch, dtype=tf.int64)
+    parts_of_ranks = []
+    for rank in range(schedule.size):
+        order = Order(schedule, rank, shuffle=shuffle, seed=5)
+        dataset = arrays.shard_training(data, order, epoch=variable)
+        assert int(dataset.cardinality()) == schedule.steps
+        parts_of_ranks.append([x.numpy().tolist() for (x,) in dataset])
+    batches = []
+    for parts in zip(*parts_of_ranks, strict=True):
+        rows_of_all = [None] * sum(map(len, parts))
+        for rank, part in enumerate(parts):
+            assert 0 < len(part) <= schedule.batch_size
+            rows_of_all[rank :: schedule.size] = part
+        batches.append(rows_of_all)
+    return batches
+
+
+def test_the_middle_of_other_data_is_refused():
+    """At the end of an epoch there may be more rows."""
+    sizes = sized(2, 3)
+    position = epoch_schedule_of(None, **sizes).position(1, 2)
+    with pytest.raises(ValueError, match="23 rows"):
+        epoch_schedule_of(position, **sizes | {"num_rows": 24})
+    position = epoch_schedule_of(None, **sizes).position(1, sizes["steps"])
+    assert (position.number, position.row) == (2, 0)
