@@ -8,7 +8,7 @@ READY := .venv/.ready
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo equivalence fuzz mutations bench levers growth slow-network kills
+.PHONY: help setup check test demo equivalence fuzz mutations bench levers growth slow-network kills looks
 
 help:
 	@echo "make setup   a virtual environment in .venv, with Horovod built for its TensorFlow"
@@ -18,6 +18,7 @@ help:
 	@echo "make equivalence   write docs/equivalence.md: every case on 2 and 3 processes"
 	@echo "make fuzz    try random cases: FIRST=0 COUNT=200"
 	@echo "make kills   kill a training 20 times, and see it go on to the bit"
+	@echo "make looks   look at each kind of pipeline 200 times, and see all of it be read"
 	@echo "make mutations   break one line at a time, and see a test fail"
 	@echo "make bench   write docs/performance.md: the speed beside its ceiling and its peers"
 	@echo "make levers  write docs/levers.md: what each setting does, and where the time goes"
@@ -70,6 +71,9 @@ fuzz: setup
 
 kills: setup
 	KILLS=20 $(BIN)/python -m pytest tests/test_resume.py -k killed
+
+looks: setup
+	LOOKS=200 $(BIN)/python -m pytest tests/test_looks.py
 
 mutations: setup
 	$(BIN)/python tests/mutations.py

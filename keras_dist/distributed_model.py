@@ -1,7 +1,6 @@
 """A Keras model whose methods use all ranks: `DistributedModel`."""
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from keras_dist.setup.options import Options
 from keras_dist.sharding import is_arrays
 from keras_dist.training import step
 from keras_dist.training.autotune import untuned
+from keras_dist.training.metric_scope import EvaluatedData
 from keras_dist.training.predict import predict_sharded, rows_to_predict
 
 _ADVICE = "Start every rank with the same script, arguments and data."
@@ -202,19 +202,10 @@ def _evaluating(model: Any, feed: sharding.Feed) -> Iterator[None]:
         feed: This rank's share of the data.
     """
     is_training = mixin.has(model, step.DistributedStep)
-    session = step.install(model)
-    during = {
-        "averages_metrics": True,
-        "is_shared": True,
-        "is_evaluating": False,
-        "has_validation_rows": feed.has_rows,
-        "own_error": functools.partial(sharding.own_error, [feed]),
-    }
-    before = {name: getattr(session, name) for name in during}
-    vars(session).update(during)
+    scope = step.install(model).metrics
     try:
-        yield
+        with scope.evaluating_together(EvaluatedData(feed.has_rows, (feed,))):
+            yield
     finally:
-        vars(session).update(before)
         if not is_training:
             step.uninstall(model)

@@ -1,7 +1,6 @@
 """The recipe: `dist_fit`."""
 
 import contextlib
-import functools
 import os
 import random
 import sys
@@ -18,7 +17,8 @@ from keras_dist.setup.job import Job, prepare
 from keras_dist.setup.options import Options
 from keras_dist.training import step
 from keras_dist.training.autotune import untuned
-from keras_dist.training.session import raising_on_all
+from keras_dist.training.metric_scope import EvaluatedData, raising_on_all
+from keras_dist.training.session import session_of
 
 _ADVICE = "Start every rank with the same script, arguments and data."
 
@@ -189,8 +189,8 @@ def _train(
         if comm.rank() == 0 and given.verbose != 0:
             _print(str(job.plan))
         with comm.explained(), distributed(model, job), sharding.reading(job.feeds):
-            session = step.session_of(model)
-            opening = raising_on_all(session, lambda: session.is_opening)
+            scope = session_of(model).metrics
+            opening = raising_on_all(scope.data.own_error, scope.is_opening)
             saving = checkpoint.saving(resumed, job)
             with comm.timeline(options.timeline), opening, saving as arguments:
                 return model.fit(**arguments)
@@ -220,19 +220,18 @@ def distributed(model: Any, job: Job) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(untuned(model))
         session = step.install(model)
-        session.is_held = True
+        session.holder.hold()
         stack.callback(step.uninstall, model, is_end=True)
-        session.has_validation_rows = job.validation is None or job.validation.has_rows
-        session.own_error = functools.partial(sharding.own_error, job.feeds)
-        session.rows_of_all = job.training.rows_of_all
-        session.training = job.training
+        has_rows = job.validation is None or job.validation.has_rows
+        session.metrics.use(EvaluatedData(has_rows, tuple(job.feeds)))
+        session.training.use(job.training)
         for found in optimizer.optimizers_of(model):
             if comm.size() > 1:
                 stack.enter_context(optimizer.averaging(found, job.averaging))
             stack.callback(optimizer.unscale_rate, found)
             stack.callback(optimizer.unwatch, found)
         # Only when all is built: a MultiOptimizer may not know its parts before.
-        session.before_first_step.append(lambda: _scale_rates(model, job))
+        session.first_step.call_last(lambda: _scale_rates(model, job))
         yield
 
 

@@ -312,6 +312,20 @@ MUTATIONS = [
         ("test_resume.py", "was_ended"),
     ),
     Mutation(
+        "data: a look does not cut a cache short",
+        "sharding/batches_stream.py",
+        "return list(dataset.take(count))",
+        "return list(itertools.islice(dataset, count))",
+        ("../test_looks.py", "windows"),
+    ),
+    Mutation(
+        "data: a pass that ends too early is noticed",
+        "sharding/batches_known_length.py",
+        "return dataset.apply(tf.data.experimental.assert_cardinality(length))",
+        "return dataset",
+        ("test_bad_input.py", "cut_short"),
+    ),
+    Mutation(
         "going on: from the batch that comes next",
         "sharding/batches.py",
         "shard(data.skip(schedule.skipped), length=length - schedule.skipped)",

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from keras_dist import comm, optimizer
 from keras_dist.training import step
+from keras_dist.training.session import session_of
 
 
 class AverageStatistics(keras.callbacks.Callback):
@@ -38,9 +39,7 @@ class AverageStatistics(keras.callbacks.Callback):
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
-        session = step.install(model)
-        if self._remember not in session.before_first_step:
-            session.before_first_step.append(self._remember)
+        step.install(model).first_step.call_last(self._remember)
 
     def on_train_begin(self, logs: Any = None) -> None:
         # What another fit has left is equal on all ranks.
@@ -61,7 +60,7 @@ class AverageStatistics(keras.callbacks.Callback):
         self._synchronize()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        step.session_of(self.model).is_opening = False
+        session_of(self.model).metrics.end_opening()
         self._synchronize()
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -76,7 +75,7 @@ class AverageStatistics(keras.callbacks.Callback):
         for found in _between_updates(self.model):
             optimizer.sum_accumulated(found)
         by_rule = variables_by_rule(self.model)
-        _average(by_rule["mean"], step.session_of(self.model).rows)
+        _average(by_rule["mean"], session_of(self.model).rows_trained.as_tensor())
         _add_up(by_rule["sum"], self._before)
         comm.broadcast_variables(by_rule["first"], 0)
         self._remember()

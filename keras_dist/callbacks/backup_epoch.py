@@ -10,6 +10,7 @@ import keras
 
 from keras_dist.callbacks.first_rank_callbacks import first_rank_only
 from keras_dist.training import atomic_save, step
+from keras_dist.training.session import session_of
 
 # As `keras.callbacks.BackupAndRestore` calls them.
 _WEIGHTS = "latest.weights.h5"
@@ -48,16 +49,16 @@ class BackupEpoch(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch = epoch
-        step.session_of(self.model).progress = epoch, 0
+        session_of(self.model).stamp.set(epoch, 0)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        step.session_of(self.model).progress = self._epoch, batch
+        session_of(self.model).stamp.set(self._epoch, batch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        step.session_of(self.model).progress = epoch + 1, 0
+        session_of(self.model).stamp.set(epoch + 1, 0)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        step.session_of(self.model).progress = None
+        session_of(self.model).stamp.clear()
 
 
 def _restore_metadata(folder: str) -> None:

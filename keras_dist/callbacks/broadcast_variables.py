@@ -7,6 +7,7 @@ import numpy as np
 
 from keras_dist import comm, optimizer
 from keras_dist.training import step
+from keras_dist.training.session import session_of
 
 _GOLDEN = 0x9E3779B9  # 2³² over the golden ratio: seeds of neighbors lie far apart
 
@@ -45,10 +46,8 @@ class BroadcastVariables(keras.callbacks.Callback):
         super().set_model(model)
         if getattr(model, "optimizer", None) is not None:
             optimizer.hoist(model.optimizer)
-        session = step.install(model)
-        if self.broadcast not in session.before_first_step:
-            # First: what the other hooks see is what all ranks start from.
-            session.before_first_step.insert(0, self.broadcast)
+        # First: what the other hooks see is what all ranks start from.
+        step.install(model).first_step.call_first(self.broadcast)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         # A fit that was restored on the root goes on at the same epoch on all ranks.
@@ -59,7 +58,7 @@ class BroadcastVariables(keras.callbacks.Callback):
             self.model._initial_epoch = epoch
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        if comm.size() > 1 and not step.session_of(self.model).has_started:
+        if comm.size() > 1 and not session_of(self.model).first_step.has_started:
             self._copy_unstarted()
         step.uninstall(self.model)
 

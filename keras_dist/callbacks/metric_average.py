@@ -31,7 +31,7 @@ class MetricAverage(keras.callbacks.Callback):
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
-        step.install(model).averages_metrics = True
+        step.install(model).metrics.average()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         step.uninstall(self.model)

@@ -14,6 +14,7 @@ import numpy as np
 from keras_dist import comm, optimizer
 from keras_dist.callbacks.nan_origin import Origin, named_arrays, origin_of
 from keras_dist.training import atomic_save, step
+from keras_dist.training.session import session_of
 
 ACTIONS = ("stop", "raise", "skip")
 
@@ -145,7 +146,7 @@ class NanReport(keras.callbacks.Callback):
                 'sync="every:1", or take keras.callbacks.TerminateOnNaN.'
             )
         self._guard = optimizer.Guard()
-        step.install(model).guard = self._guard
+        step.install(model).instruments.watch(self._guard)
         for each in found:
             optimizer.watch(each)
 
@@ -172,7 +173,7 @@ class NanReport(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         for found in optimizer.optimizers_of(self.model):
             optimizer.unwatch(found)
-        step.session_of(self.model).guard = None
+        session_of(self.model).instruments.watch(None)
         step.uninstall(self.model)
 
     def _act(self, hit: optimizer.Hit, found: list[NotFinite]) -> None:
@@ -193,7 +194,7 @@ class NanReport(keras.callbacks.Callback):
         if self.action == "stop":
             # At once, since every rank is here; the epoch's end asks for the wish.
             self.model.stop_training = True
-            step.confirm_stop(self.model, is_agreed=True)
+            session_of(self.model).stop_request.grant(self.model, is_granted=True)
 
     def _look_at(self, hit: optimizer.Hit) -> NotFinite | None:
         """What this rank knows of a hit; `None` if it was another rank's."""
@@ -224,7 +225,7 @@ class NanReport(keras.callbacks.Callback):
 
     def _read_at(self, hit: optimizer.Hit) -> tuple[Any, Sequence[int]]:
         """Numbers of the rows that were read, or of the batches, where known."""
-        feed = step.session_of(self.model).training
+        feed = session_of(self.model).training.feed
         rows, batches = None, ()
         with contextlib.suppress(Exception):  # a report is no reason to end a training
             if feed is not None and feed.rows_at is not None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from keras_dist.training import step
+from keras_dist.training.session import session_of
 
 
 class NextEpoch(keras.callbacks.Callback):
@@ -22,4 +22,4 @@ class NextEpoch(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self.variable.assign(epoch)
-        step.session_of(self.model).position.assign(epoch * (self.steps or 0))
+        session_of(self.model).training.begin_epoch(epoch, self.steps)

@@ -6,6 +6,7 @@ import keras
 
 from keras_dist import comm
 from keras_dist.training import step
+from keras_dist.training.session import session_of
 
 
 class StopTogether(keras.callbacks.Callback):
@@ -20,17 +21,19 @@ class StopTogether(keras.callbacks.Callback):
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
-        step.install(model).agrees_on_stop = comm.size() > 1
+        step.install(model).stop_request.make_collective(comm.size() > 1)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if comm.size() > 1:  # a fit that an error has ended may have left a wish
-            step.confirm_stop(self.model, is_agreed=False)
+            stop_request = session_of(self.model).stop_request
+            stop_request.grant(self.model, is_granted=False)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if comm.size() == 1:
             return  # granted already
-        stop_request = step.session_of(self.model).requests_stop
-        step.confirm_stop(self.model, is_agreed=comm.sum(int(stop_request)) > 0)
+        stop_request = session_of(self.model).stop_request
+        is_granted = comm.sum(int(stop_request.is_asked)) > 0
+        stop_request.grant(self.model, is_granted=is_granted)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         step.uninstall(self.model)

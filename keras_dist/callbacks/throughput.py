@@ -10,6 +10,7 @@ from keras_dist import comm
 from keras_dist.callbacks.breakdown import Times, breakdown
 from keras_dist.optimizer import Stopwatch
 from keras_dist.training import step
+from keras_dist.training.session import session_of
 
 
 class Throughput(keras.callbacks.Callback):
@@ -41,16 +42,15 @@ class Throughput(keras.callbacks.Callback):
     def set_model(self, model: Any) -> None:
         super().set_model(model)
         session = step.install(model)
-        if self.breakdown and session.stopwatch is None:
-            session.stopwatch = Stopwatch()
+        if self.breakdown:
+            session.instruments.time_steps()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._print()
-        step.session_of(self.model).rows.assign(0)
-        step.session_of(self.model).rows_before = 0
+        session_of(self.model).rows_trained.begin_epoch()
         self._measured = None
         if self.breakdown:
-            step.session_of(self.model).stopwatch.reset()
+            self._stopwatch().reset()
             self._begins.clear()
         self._begin = time.perf_counter()
 
@@ -93,13 +93,12 @@ class Throughput(keras.callbacks.Callback):
     def _measure(self) -> tuple[int, float]:
         if self._measured is None:
             # Reading the count waits for the last step.
-            session = step.session_of(self.model)
-            rows = int(session.rows.numpy()) - session.rows_before
+            rows = session_of(self.model).rows_trained.of_this_process()
             self._measured = rows, time.perf_counter() - self._begin
         return self._measured
 
     def _times(self) -> Times:
-        stopwatch = step.session_of(self.model).stopwatch
+        stopwatch = self._stopwatch()
         arrivals, exchanges = stopwatch.read()
         # Several steps of one execution have one beginning; those after it wait for
         # input inside of it, which counts as computing.
@@ -109,6 +108,11 @@ class Throughput(keras.callbacks.Callback):
         if stopwatch.has_traced:  # that was not the input
             waits[:1] = 0.0
         return Times(self._measure()[1], float(waits.sum()), exchanges)
+
+    def _stopwatch(self) -> Stopwatch:
+        stopwatch = session_of(self.model).instruments.stopwatch
+        assert stopwatch is not None  # set by `set_model`
+        return stopwatch
 
     def _print(self) -> None:
         # Later than the end of the epoch, when the progress bar has ended its line.

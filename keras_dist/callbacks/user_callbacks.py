@@ -9,7 +9,7 @@ import keras
 
 from keras_dist import comm
 from keras_dist.callbacks.first_rank_callbacks import runs_on_first_rank_only
-from keras_dist.training import step
+from keras_dist.training.session import session_of
 
 _ON_ALL_RANKS = tuple(
     f"on_{kind}_{moment}"
@@ -131,13 +131,13 @@ class UserCallbacks(keras.callbacks.Callback):
             self._error = error
             if hook.startswith("on_test"):
                 self.model.stop_evaluating = True
-            if step.session_of(self.model).agrees_on_stop:
+            if session_of(self.model).stop_request.is_collective:
                 self.model.stop_training = True
 
     def _index_of(self, callback: Any) -> contextlib.AbstractContextManager[Any]:
         """Where a callback runs: the other ranks do not evaluate with it alone."""
         if runs_on_first_rank_only(callback):
-            return step.alone(self.model)
+            return session_of(self.model).metrics.alone()
         return contextlib.nullcontext()
 
 

@@ -14,7 +14,7 @@ from keras_dist.checkpoint.trees import digest_of
 from keras_dist.metrics import states
 from keras_dist.metrics.rank_report import Seen
 from keras_dist.metrics.stateful import merges, rule_of, stateful_metrics
-from keras_dist.training import step
+from keras_dist.training.session import session_of
 
 
 def variables_of(model: Any) -> list[Any]:
@@ -69,8 +69,8 @@ def own_state(model: Any) -> dict[str, Any]:
     values = {str(index): array_of(variables[index]) for index in own}
     digests = {index: digest_of(value) for index, value in values.items()}
     of_first = comm.broadcast(digests)
-    session = step.session_of(model)
-    rows = int(session.rows.numpy())
+    session = session_of(model)
+    rows = session.rows_trained.total()
     return {
         "variables": {
             index: value
@@ -84,7 +84,7 @@ def own_state(model: Any) -> dict[str, Any]:
         ],
         "rows": rows,
         # One rank alone does not count for its metrics.
-        "seen": session.seen.numpy().tolist() if comm.size() > 1 else [0, rows, 0],
+        "seen": session.rows_seen.counts() if comm.size() > 1 else [0, rows, 0],
     }
 
 
@@ -152,7 +152,7 @@ def restore_metrics(model: Any, ranks: Sequence[Any]) -> None:
     Raises:
         ValueError: If these are other metrics.
     """
-    pieces, session = stateful_metrics(model.metrics), step.session_of(model)
+    pieces, session = stateful_metrics(model.metrics), session_of(model)
     shapes = [[tuple(v.shape) for v in part.variables] for part in pieces]
     if shapes != [[value.shape for value in part] for part in ranks[0]["metrics"]]:
         raise ValueError(
@@ -169,10 +169,10 @@ def restore_metrics(model: Any, ranks: Sequence[Any]) -> None:
                 variable.assign(keras.ops.cast(value, variable.dtype))
     else:
         rows = 0
-    session.seen.assign([steps, rows, last])
+    session.rows_seen.restore([steps, rows, last])
     # Statistics are weighted by these rows; the rate of the epoch is not.
-    session.rows_before = own["rows"] if is_same else own["rows"] // comm.size()
-    session.rows.assign_add(session.rows_before)
+    rows_trained = own["rows"] if is_same else own["rows"] // comm.size()
+    session.rows_trained.restore(rows_trained)
 
 
 def array_of(variable: Any) -> np.ndarray:

@@ -7,7 +7,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from keras_dist import comm
-from keras_dist.training import step
+from keras_dist.training.session import session_of
 
 
 class Agreed(NamedTuple):
@@ -57,28 +57,25 @@ class SaveRequests:
     def request(self, model: Any) -> None:
         """Give this rank's wish to the gradients of the next update."""
         if comm.size() > 1 and (self._is_asked or self._is_due()):
-            step.session_of(model).stop_request.assign(1.0)
+            session_of(model).stop_request.ask_to_save()
 
     def agreed(self, model: Any) -> Agreed:
         """After a batch, what all ranks do; the same on all of them."""
         if comm.size() == 1:
             return Agreed(self._is_due(), self._is_asked)
-        session = step.session_of(model)
-        if float(session.agreed.numpy()) == 0:
+        stop_request = session_of(model).stop_request
+        if not stop_request.is_agreed():
             return Agreed()
-        everyone = comm.gather((self._is_due(), self._is_asked, session.requests_stop))
+        everyone = comm.gather((self._is_due(), self._is_asked, stop_request.is_asked))
         if any(is_stop for _, _, is_stop in everyone):
             return Agreed()  # the epoch ends now, and its end saves
-        session.agreed.assign(0.0)
-        session.stop_request.assign(0.0)
+        stop_request.clear()
         return Agreed(*map(any, list(zip(*everyone, strict=True))[:2]))
 
     def settled(self, model: Any) -> Agreed:
         """At the end of an epoch, what all ranks do; the wishes have been granted."""
-        session = step.session_of(model)
         if comm.size() > 1:
-            session.stop_request.assign(0.0)
-            session.agreed.assign(0.0)
+            session_of(model).stop_request.clear()
         return Agreed(end=any(comm.gather(self._is_asked)))
 
     def has_saved(self) -> None:

@@ -14,7 +14,8 @@ from keras_dist.checkpoint.saved import Resume, Saved
 from keras_dist.checkpoint.trees import decoded, digest_of
 from keras_dist.checkpoint.writer import Writer
 from keras_dist.setup.job import Job
-from keras_dist.training import build, step
+from keras_dist.training import build
+from keras_dist.training.session import session_of
 
 # What a process exits with that was asked to end and has saved: EX_TEMPFAIL of
 # sysexits.h, "try again".
@@ -62,14 +63,13 @@ class Saver(keras.callbacks.Callback):
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
-        session = step.session_of(model)
-        session.builds_first = True
+        first_step = session_of(model).first_step
+        first_step.build_on_one_rank()
         # Around the broadcast, which is the first of all: what the first rank holds is
         # restored before it is copied, and what each has of its own behind it.
-        hooks = session.before_first_step
-        hooks.insert(0, self._restore_shared)
-        hooks.insert(1 if comm.size() == 1 else 2, self._restore_own)
-        hooks.append(self._restore_rates)
+        first_step.call_first(self._restore_shared)
+        first_step.call_first(self._restore_own, after=1 if comm.size() == 1 else 2)
+        first_step.call_last(self._restore_rates)
 
     def on_train_begin(self, logs: Any = None) -> None:
         saved = self._resume.saved
@@ -249,7 +249,8 @@ class Saver(keras.callbacks.Callback):
                     "from, to restore it. Received: a model that is not built. Build "
                     "it before, for example by an `Input` as its first layer."
                 )
-            build.build(self.model, next(iter(self._feed.arguments["x"])))
+            [first] = sharding.Stream(self._feed.arguments["x"]).first(1)
+            build.build(self.model, first)
         for found in optimizer.optimizers_of(self.model):
             if not found.built:
                 found.build(self.model.trainable_variables)

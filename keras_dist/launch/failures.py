@@ -80,7 +80,7 @@ def first_of(failures: Sequence[Failure]) -> list[Failure]:
     >>> early = Failure(0, 1.0, 1, "agreed", "", True)
     >>> late = Failure(1, 2.0, 3, "own", "", False)
     >>> [failure.summary for failure in first_of([early, late])]
-    ['own', 'heard']
+    ['own', 'agreed']
     """
     return sorted(failures, key=lambda failure: (failure.is_secondary, failure.time))
 

@@ -2,26 +2,19 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
 import keras
 
 from keras_dist import comm, mixin
-from keras_dist.optimizer.gradients import State, average_gradients, weigh_loss
-from keras_dist.optimizer.guard import guarded
+from keras_dist.optimizer import step_context
+from keras_dist.optimizer.gradients import State, average_gradients, weight_loss
 from keras_dist.optimizer.local_steps import after_update, uses_local_sgd
 from keras_dist.optimizer.nested import nested_optimizers, optimizers_of
 from keras_dist.optimizer.options import Averaging, check_usable
-
-# Where `apply` leaves its gradients while a step is only recorded.
-_record: ContextVar["list[Recorded] | None"] = ContextVar("record", default=None)
-
-# Whether the gradients that `apply` gets are averaged already.
-_is_averaged: ContextVar[bool] = ContextVar("is_averaged", default=False)
 
 # Optimizers are numbered in the order in which they are wrapped, the same on every
 # rank: Horovod matches collectives by name, and Keras's names repeat.
@@ -198,24 +191,37 @@ def averaging(optimizer: Any, options: Averaging) -> Iterator[None]:
             mixin.remove(optimizer, AveragesGradients)
 
 
-@contextlib.contextmanager
-def recording() -> Iterator[list[Recorded]]:
-    """Inside the block, averaging optimizers record their updates and make none."""
-    calls: list[Recorded] = []
-    token = _record.set(calls)
-    try:
-        yield calls
-    finally:
-        _record.reset(token)
-
-
 def apply_recorded(call: Recorded, averaged: Sequence[Any]) -> None:
     """Carry out a recorded update, with its gradients averaged."""
-    token = _is_averaged.set(True)
-    try:
+    context = replace(step_context.current(), is_averaged=True)
+    with step_context.entered(context):
         call.optimizer.apply(averaged, call.variables)
-    finally:
-        _is_averaged.reset(token)
+
+
+def guarded_update(
+    optimizer: Any,
+    own: Sequence[Any],
+    averaged: Sequence[Any],
+    variables: Sequence[Any] | None,
+    make: Callable[[], Any],
+) -> None:
+    """Make an update, unless a guard watches and finds that it is not finite.
+
+    Args:
+        optimizer: One that averages.
+        own: Gradients of this rank.
+        averaged: Those that are going to be applied.
+        variables: What they are the gradients of; `None`: all that it was built for.
+        make: The update.
+    """
+    guard = step_context.current().guard
+    if guard is None:
+        make()
+    else:
+        known = list(optimizer._trainable_variables if variables is None else variables)
+        guard.update(optimizer, own, averaged, known, make)
+    if uses_local_sgd(optimizer):
+        after_update(optimizer)
 
 
 class AveragesGradients:
@@ -223,22 +229,20 @@ class AveragesGradients:
 
     def scale_loss(self, loss: Any) -> Any:
         loss = super().scale_loss(loss)  # type: ignore[misc]
-        return weigh_loss(self, loss)
+        return weight_loss(self, loss)
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         grads = list(grads)
-        calls = _record.get()
-        if calls is not None:
-            calls.append(Recorded(self, grads, trainable_variables))
+        context = step_context.current()
+        if context.recorded is not None:
+            context.recorded.append(Recorded(self, grads, trainable_variables))
             return None
         apply = super().apply  # type: ignore[misc]
-        if _is_averaged.get() or not grads:
+        if context.is_averaged or not grads:
             return apply(grads, trainable_variables)
         averaged = grads
         if comm.size() > 1:
             averaged = average_gradients(self, grads, trainable_variables)
         make = functools.partial(apply, averaged, trainable_variables)
-        guarded(self, grads, averaged, trainable_variables, make)
-        if uses_local_sgd(self):
-            after_update(self)
+        guarded_update(self, grads, averaged, trainable_variables, make)
         return None

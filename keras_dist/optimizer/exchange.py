@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.optimizer import sparse, stop_request
+from keras_dist.optimizer import sparse, step_context
 from keras_dist.optimizer.options import Averaging
 
 
@@ -104,7 +104,8 @@ def _dense_sums(
         ]
         return sums, weight * comm.size(), []
     is_mean = options.op == "average"
-    request = stop_request.own_stop_request(wire)
+    stop_request = step_context.current().stop_request
+    request = [] if stop_request is None else [stop_request.as_tensor(wire)]
     if options.compression and wire == tf.float32 and dense:
         flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in dense], axis=0)
         vector, total, agreed = comm.sum_compressed(
@@ -115,7 +116,8 @@ def _dense_sums(
             is_mean=is_mean,
             extra=request[0] if request else 0.0,
         )
-        stop_request.collect(agreed)
+        if stop_request is not None:
+            stop_request.collect(agreed)
         pieces = tf.split(vector, [tensor.shape.num_elements() for tensor in dense])
         sums = [tf.reshape(p, t.shape) for p, t in zip(pieces, dense, strict=True)]
         return sums, total, comm.sum_tensors(counts, name=f"{name}.counts", dtype=wire)
@@ -124,7 +126,7 @@ def _dense_sums(
         [*weighted, weight, *request, *counts], name=name, dtype=wire
     )
     sums, total, *everything = everything[: len(dense)], *everything[len(dense) :]
-    if request:
+    if stop_request is not None:
         stop_request.collect(everything.pop(0))
     if is_mean:
         sums = [summed / total for summed in sums]

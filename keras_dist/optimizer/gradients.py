@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist import comm
+from keras_dist.optimizer import step_context
 from keras_dist.optimizer.accumulation import (
     accumulates,
     accumulators_of,
@@ -20,8 +21,6 @@ from keras_dist.optimizer.local_steps import (
     uses_local_sgd,
 )
 from keras_dist.optimizer.options import Averaging
-from keras_dist.optimizer.row_weights import is_weighed, row_fraction, rows_now, weigh
-from keras_dist.optimizer.stopwatch import begin_exchange, end_exchange
 
 
 @dataclass
@@ -79,17 +78,20 @@ def average_gradients(
             with tf.init_scope():
                 optimizer.build(known)
         average = _accumulated if accumulates(optimizer) else _averaged
-        begin = begin_exchange(gradients)
+        stopwatch = step_context.current().stopwatch
+        if stopwatch is None:
+            return average(optimizer, gradients, known, is_shared)
+        begin = stopwatch.begin_exchange(gradients)
         result = average(optimizer, gradients, known, is_shared)
-        end_exchange(begin, result)
+        stopwatch.end_exchange(begin, result)
         return result
 
 
-def weigh_loss(optimizer: Any, loss: Any) -> Any:
-    """The loss of this rank's rows as its part of that of all, where the part is known.
+def weight_loss(optimizer: Any, loss: Any) -> Any:
+    """The loss × this rank's fraction of the rows, where that is known beforehand.
 
-    Then its gradients need only be summed: to weigh each of them, and to divide the
-    sums, moves all of their bytes twice.
+    Then its gradients need only be summed: to multiply each of them, and to divide the
+    sums, moves all of their bytes twice more.
     """
     state: State = optimizer._averaging
     options, before = state.options, comm.size()
@@ -102,7 +104,7 @@ def weigh_loss(optimizer: Any, loss: Any) -> Any:
             and not accumulates(optimizer)
             and _keeps_digits(loss, optimizer)
         )
-        return weigh(loss, state) if is_possible else loss
+        return step_context.current().weight_loss(loss, state) if is_possible else loss
 
 
 def _keeps_digits(loss: Any, optimizer: Any) -> bool:
@@ -119,9 +121,9 @@ def _averaged(
     is_shared: Sequence[bool],
 ) -> list[Any]:
     state: State = optimizer._averaging
-    rows = rows_now()
-    weight = 1 if rows is None else rows
-    if is_weighed(state):
+    context = step_context.current()
+    weight = 1 if context.rows is None else context.rows
+    if context.is_weighted(state):
         weight = None
     shared = [
         _with_shape(gradient, variable)
@@ -146,7 +148,7 @@ def _part(gradient: Any, weight: Any, total: Any, options: Averaging) -> Any:
     if gradient is None or options.op != "average" or weight is None:
         return gradient
     if total is None:
-        factor = row_fraction(gradient.dtype)
+        factor = step_context.current().row_fraction(gradient.dtype)
     else:
         factor = tf.cast(weight, gradient.dtype) / tf.cast(total, gradient.dtype)
     return tf.convert_to_tensor(gradient) * factor
@@ -163,7 +165,8 @@ def _accumulated(
     options = state.options
     factor = 1.0
     if options.op == "average":
-        factor, options = row_fraction(tf.float64), replace(options, op="sum")
+        factor = step_context.current().row_fraction(tf.float64)
+        options = replace(options, op="sum")
     parts_of_all = [
         None
         if gradient is None

@@ -7,9 +7,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.optimizer import stop_request
+from keras_dist.optimizer import step_context
 from keras_dist.optimizer.nested import leaves, optimizers_of
-from keras_dist.optimizer.row_weights import rows_now
 
 
 @dataclass
@@ -56,7 +55,7 @@ def after_update(optimizer: Any) -> None:
     with comm.within(state.options.process_set):
         if comm.size() == 1:
             return
-        progress, rows = state.progress, rows_now()
+        progress, rows = state.progress, step_context.current().rows
         progress.rows.assign_add(tf.cast(1 if rows is None else rows, tf.float64))
         progress.steps.assign_add(1)
         tf.cond(
@@ -82,11 +81,12 @@ def _average(optimizer: Any) -> Any:
     """The mean of all ranks' weights by their rows, moved by the outer momentum."""
     state, progress = optimizer._averaging, optimizer._averaging.progress
     name = f"keras_dist.weights.{state.number}"
-    request = stop_request.own_stop_request(tf.float64)
+    stop_request = step_context.current().stop_request
+    request = [] if stop_request is None else [stop_request.as_tensor(tf.float64)]
     total, *agreed = comm.sum_tensors(
         [progress.rows.read_value(), *request], name=f"{name}.rows", dtype=tf.float64
     )
-    if agreed:
+    if stop_request is not None:
         stop_request.collect(agreed[0])
     weights = _weights(optimizer)
     fraction = progress.rows.read_value() / total

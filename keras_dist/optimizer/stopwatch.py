@@ -1,18 +1,12 @@
 """Times the parts of each step inside the graph, for `Throughput(breakdown=True)`."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 _CAPACITY = 2**18  # steps of an epoch that are remembered; of more, the first ones
-
-# The stopwatch of the model that is trained. Set around a train step, read when the
-# step is traced.
-_running: ContextVar["Stopwatch | None"] = ContextVar("stopwatch", default=None)
 
 
 class Stopwatch:
@@ -53,8 +47,12 @@ class Stopwatch:
                 lambda leaf: None if leaf is None else tf.identity(leaf), data
             )
 
-    def add(self, begin: Any, results: Sequence[Any]) -> None:
-        """The ranks have talked in this step: from `begin` until there are results."""
+    def begin_exchange(self, gradients: Sequence[Any]) -> Any:
+        """The time when this rank's gradients are there."""
+        return _time_after(gradients)
+
+    def end_exchange(self, begin: Any, results: Sequence[Any]) -> None:
+        """Add the time from `begin` until the gradients of all ranks are there."""
         seconds = _time_after(results) - begin
         index = tf.minimum(self._steps.read_value(), _CAPACITY) - 1
         self._seconds.scatter_add(tf.IndexedSlices(seconds, index))
@@ -66,28 +64,6 @@ class Stopwatch:
         """
         steps = min(int(self._steps.numpy()), _CAPACITY)
         return self._arrivals.numpy()[:steps], self._seconds.numpy()[:steps]
-
-
-@contextlib.contextmanager
-def timed_by(stopwatch: Stopwatch | None) -> Iterator[None]:
-    """Inside the block, gradients that are shared are timed."""
-    token = _running.set(stopwatch)
-    try:
-        yield
-    finally:
-        _running.reset(token)
-
-
-def begin_exchange(gradients: Sequence[Any]) -> Any:
-    """The time when gradients are there; `None` where nobody wants to know."""
-    return None if _running.get() is None else _time_after(gradients)
-
-
-def end_exchange(begin: Any, results: Sequence[Any]) -> None:
-    """Add the time since then, when the results are there."""
-    stopwatch = _running.get()
-    if stopwatch is not None:
-        stopwatch.add(begin, results)
 
 
 def _time_after(tensors: Sequence[Any]) -> Any:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.sharding.batches_known_length import (
+    checked_length,
     known_rows_left,
     rows_of_batches,
     shard_dataset,
@@ -26,6 +28,10 @@ from keras_dist.sharding.batches_sequence import ShardedSequence
 from keras_dist.sharding.batches_stream import Stream, standardized
 from keras_dist.sharding.batches_unknown_length import UnknownLengthReader
 from keras_dist.sharding.feed import Feed, Split
+
+# Stands in TensorFlow's error, and in ours, where a pass has another number of batches
+# than the data set's cardinality says.
+_WRONG_LENGTH = re.compile(r"expected to contain .* but contained[^\[{]*")
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ def rank_batches(
         if isinstance(data, tf.data.Dataset) and stream.length is not None:
             return _round_robin_dataset(stream, split, is_training, keeps_position)
     elif stream.length is not None:
-        return RankBatches(data, stream.length)
+        return RankBatches(_checked(data, stream.length), stream.length)
     reader = UnknownLengthReader(
         stream, split, is_sharded=is_sharded, is_training=is_training
     )
@@ -120,10 +126,19 @@ def reading(feeds: Sequence[Feed]) -> Iterator[None]:
 
 def own_error(feeds: Sequence[Feed], error: Exception) -> Exception:
     """What the user's data raised, where `error` is what TensorFlow made of it."""
-    if isinstance(error, tf.errors.OpError):
-        for feed in feeds:
-            if feed.reader is not None and feed.reader.failure is not None:
-                return feed.reader.failure
+    if not isinstance(error, tf.errors.OpError):
+        return error
+    for feed in feeds:
+        if feed.reader is not None and feed.reader.failure is not None:
+            return feed.reader.failure
+    if found := _WRONG_LENGTH.search(error.message):
+        return RuntimeError(
+            "A pass over the data gave another number of batches than the data set's "
+            f"cardinality says. Received: a pass {found[0].strip().rstrip('.')}. A "
+            "cache that was filled by an iterator that stopped midway has too few "
+            "batches; so has a data set with a wrong `assert_cardinality`. Make the "
+            "data set anew before this call."
+        )
     return error
 
 
@@ -187,6 +202,11 @@ def _round_robin_dataset(
     epoch = tf.Variable(schedule.epoch, dtype=tf.int64, trainable=False)
     chosen = rest_and_whole(rest, dataset, epoch=epoch, schedule=schedule)
     return RankBatches(chosen, steps, epoch=epoch, schedule=schedule)
+
+
+def _checked(data: Any, length: float) -> Any:
+    is_finite = isinstance(data, tf.data.Dataset) and length != math.inf
+    return checked_length(data, int(length)) if is_finite else data
 
 
 def _has_fixed_order(stream: Stream) -> bool:

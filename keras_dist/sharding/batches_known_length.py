@@ -1,5 +1,6 @@
 """Deal batches in turn: rank r takes batches r, r + N, …; what is left, row by row."""
 
+import math
 from typing import Any
 
 import keras
@@ -7,6 +8,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.sharding.batches_stream import num_rows
+
+# Stands in the error of a pass whose last round has too few batches.
+_TAIL = "Batches after the last full round: expected to contain others but contained"
 
 
 def shard_dataset(
@@ -19,9 +23,12 @@ def shard_dataset(
 ) -> tf.data.Dataset:
     """This rank's batches of a data set of known or endless length.
 
-    Together the ranks read in each step `size` batches, one each. Fewer may be left at
-    the end: their rows are dealt, and make one more step. In training that step needs a
-    row for each rank; with fewer, those rows are left out.
+    In each step the ranks read `size` batches, one each. Fewer may be left at the end:
+    their rows are sharded, and make one more step. In training that step needs a row
+    for each rank; with fewer, those rows are left out.
+
+    Each rank reads all batches of a step, to the end of the data: a rank that stopped
+    before it would cut a cache in `dataset` short (see `first_batches`).
 
     Args:
         dataset: The same batches on all ranks.
@@ -30,26 +37,38 @@ def shard_dataset(
         size: Number of ranks.
         is_training: Whether all ranks have to make the same number of steps.
     """
-    if length % size == 0 or length == float("inf"):
+    if length == float("inf"):
         return dataset.shard(size, rank)
+    if size == 1:
+        return checked_length(dataset, int(length))
     needed = size if is_training else rank + 1
+    in_tail = tf.constant(length % size, tf.int64)
     everything, nothing = tf.constant(size, tf.int64), tf.constant(0, tf.int64)
 
-    def shard_round(*pieces: Any) -> tf.data.Dataset:
-        round_of_batches = tf.data.Dataset.zip(pieces if len(pieces) > 1 else pieces[0])
-        is_full = round_of_batches.cardinality() == size
-        counts = round_of_batches.map(lambda *batch: tf.cast(_length(batch), tf.int64))
-        rows = counts.reduce(nothing, tf.add)
-        own = round_of_batches.take(tf.where(is_full, everything, nothing)).shard(
-            size, rank
-        )
-        is_sharded = tf.logical_and(tf.logical_not(is_full), rows >= needed)
-        left = round_of_batches.take(
-            tf.where(is_sharded, everything, nothing)
-        ).unbatch()
-        return own.concatenate(left.shard(size, rank).batch(2**30))
+    def shard_round(*parts: Any) -> tf.data.Dataset:
+        batches = tf.data.Dataset.zip(parts if len(parts) > 1 else parts[0])
+        count = batches.cardinality()
+        is_full = count == size
+        # `window` takes an error at the end of the data for the end itself.
+        check = tf.debugging.Assert(is_full | (count == in_tail), [_TAIL, count])
+        with tf.control_dependencies([check]):
+            own = batches.take(tf.where(is_full, everything, nothing))
+        lengths = batches.map(lambda *batch: tf.cast(_length(batch), tf.int64))
+        has_tail = ~is_full & (lengths.reduce(nothing, tf.add) >= needed)
+        tail = batches.take(tf.where(has_tail, everything, nothing)).unbatch()
+        own = own.shard(size, rank)
+        return own.concatenate(tail.shard(size, rank).batch(2**30))
 
-    return dataset.window(size).flat_map(shard_round)
+    rounds = dataset.window(size)
+    return checked_length(rounds, math.ceil(length / size)).flat_map(shard_round)
+
+
+def checked_length(dataset: tf.data.Dataset, length: int) -> tf.data.Dataset:
+    """The same batches; a pass over more or fewer of them than `length` is an error.
+
+    Keras takes fewer for the end of the epoch, and the other ranks would wait.
+    """
+    return dataset.apply(tf.data.experimental.assert_cardinality(length))
 
 
 def known_rows_left(dataset: tf.data.Dataset, *, length: int, size: int) -> int | None:

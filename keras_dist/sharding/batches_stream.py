@@ -50,6 +50,8 @@ class Stream:
             more = itertools.islice(self.data, max(count - len(self._buffered), 0))
             self._buffered += more
             return self._buffered[:count]
+        if isinstance(self.data, tf.data.Dataset):
+            return first_batches(self.data, count)
         return list(itertools.islice(self, count))
 
     def __iter__(self) -> Iterator[Any]:
@@ -74,6 +76,20 @@ class Stream:
     def num_first_rows(self, size: int) -> int:
         """Rows in the first `size` batches."""
         return sum(map(num_rows, self.first(size)))
+
+
+def first_batches(dataset: tf.data.Dataset, count: int) -> list[Any]:
+    """The first `count` batches of a data set, or as many as there are.
+
+    They are read through `take`, to its end. An iterator over the data set itself,
+    dropped after some batches, may cut a cache in it short: TensorFlow reads ahead in
+    a thread, and a `prefetch` before the cache says "end of data" when it is canceled
+    (docs/decisions.md).
+
+    >>> [int(number) for number in first_batches(tf.data.Dataset.range(5), 2)]
+    [0, 1]
+    """
+    return list(dataset.take(count))
 
 
 def is_stream(data: Any) -> bool:

@@ -89,7 +89,7 @@ class SavesWhole:
         is_one_file = not args and not any(kwargs.values())
         if not (_is_replaceable(filepath) and overwrite and is_one_file):
             return own(filepath, overwrite, *args, **kwargs)
-        stamp = self._distributed_session.progress
+        stamp = self._distributed_session.stamp.value
 
         def write(part: str) -> None:
             own(part, True)

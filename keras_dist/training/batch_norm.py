@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, mixin
-from keras_dist.optimizer import is_loss_weighed, rows_now
+from keras_dist.optimizer import step_context
 
 
 def synchronize(model: Any) -> None:
@@ -81,15 +81,15 @@ def _own_moments(inputs: Any, mask: Any, axes: Any) -> tuple[Any, Any, Any]:
 @tf.custom_gradient
 def _gathered(own: Any) -> Any:
     """Vectors of all ranks as rows of a matrix; every rank's loss reaches each."""
-    rows = rows_now()
+    context = step_context.current()
     everyone = comm.stack(own, verb="moments")
 
     def gradient(upstream: Any) -> Any:
         # Gradients are averaged by rows later on: what the other ranks' losses say of
         # this rank's values has to be weighted the same way, and to undergo that once.
         # Where each rank's loss is weighed, that was done before.
-        is_done = rows is None or is_loss_weighed()
-        weight = tf.cast(1 if is_done else rows, upstream.dtype)
+        is_done = context.rows is None or context.is_loss_weighted()
+        weight = tf.cast(1 if is_done else context.rows, upstream.dtype)
         total = comm.total(upstream * weight, verb="moments_gradient")
         return total[comm.rank()] / weight
 

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.optimizer import row_fraction, rows_now
+from keras_dist.optimizer import step_context
 
 
 @contextlib.contextmanager
@@ -38,10 +38,11 @@ def of_all_rows() -> Iterator[None]:
 
 
 def _factor(reduction: Any, mask: Any, sample_weight: Any) -> Any:
-    if rows_now() is None:
+    context = step_context.current()
+    if context.rows is None:
         return None
     if reduction == "sum":
-        return 1 / row_fraction(tf.float32)
+        return 1 / context.row_fraction(tf.float32)
     if reduction in ("sum_over_batch_size", "mean") and mask is not None:
         divisor = tf.reduce_sum(tf.cast(mask, tf.float32))
     elif reduction == "mean_with_sample_weight" and sample_weight is not None:
@@ -52,7 +53,7 @@ def _factor(reduction: Any, mask: Any, sample_weight: Any) -> Any:
     else:
         return None
     part = tf.math.divide_no_nan(divisor, comm.total(divisor, verb="losses"))
-    return part / row_fraction(tf.float32)
+    return part / context.row_fraction(tf.float32)
 
 
 def is_keras_path_to_update(model: Any, ours: type) -> bool:

@@ -1,104 +1,154 @@
-"""What a model that trains on many ranks remembers."""
+"""What a model that trains on many ranks remembers during one fit."""
 
-import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any
 
-from keras_dist import comm
+from keras_dist import comm, optimizer
+from keras_dist.training.counts import RowsSeen, RowsTrained, TrainingData
+from keras_dist.training.first_step import FirstStep
+from keras_dist.training.metric_scope import MetricScope
+from keras_dist.training.traced import TracedFunctions
 
 
-@dataclass
+class Instruments:
+    """What looks at each train step, where somebody wants it."""
+
+    def __init__(self) -> None:
+        self.stopwatch: optimizer.Stopwatch | None = None
+        self.guard: optimizer.Guard | None = None
+
+    def time_steps(self) -> None:
+        """Time the parts of each step from now on."""
+        self.stopwatch = self.stopwatch or optimizer.Stopwatch()
+
+    def watch(self, guard: optimizer.Guard | None) -> None:
+        """Let `guard` look at gradients before they are applied; `None`: nobody."""
+        self.guard = guard
+
+
+class XlaChoice:
+    """Whether train steps are compiled by XLA, in two parts with averaging between."""
+
+    def __init__(self) -> None:
+        self._is_split = False
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the next step is run in two compiled parts."""
+        return self._is_split
+
+    def choose(self, is_split: bool) -> None:
+        """As Keras was asked to, when it makes its train function."""
+        self._is_split = is_split
+
+    def give_up(self) -> None:
+        """XLA cannot compile this model's step: go on without."""
+        self._is_split = False
+
+
+class SaveStamp:
+    """How far the training has come, for files of weights that are written now."""
+
+    def __init__(self) -> None:
+        self._epoch_and_batch: tuple[int, int] | None = None
+
+    @property
+    def value(self) -> tuple[int, int] | None:
+        """Epochs that are done and the last batch; `None` where nobody counts."""
+        return self._epoch_and_batch
+
+    def set(self, epoch: int, batch: int) -> None:
+        """So far the training has come."""
+        self._epoch_and_batch = epoch, batch
+
+    def clear(self) -> None:
+        """Nothing is stamped any more."""
+        self._epoch_and_batch = None
+
+
+class Holder:
+    """Who ends the session: `dist_fit`, or the first callback that ends.
+
+    Where `dist_fit` does, other callbacks still save and evaluate with it at the end of
+    the training.
+    """
+
+    def __init__(self) -> None:
+        self._is_held = False
+
+    @property
+    def is_held(self) -> bool:
+        """Whether `dist_fit` ends the session."""
+        return self._is_held
+
+    def hold(self) -> None:
+        """Leave it to `dist_fit` to end the session."""
+        self._is_held = True
+
+
+@dataclass(frozen=True)
 class Session:
     """What a model that trains on many ranks remembers during one fit.
 
-    Args:
-        before_first_step: Called in order, outside of any graph, when the first
-            train step is about to run and the model is built.
-        rows: Rows that this rank has trained on since the count was read.
-        rows_before: Of them, those that another process has trained on.
-        position: Number of the next step, counted from the beginning of epoch 0.
-        rows_of_all: Rows that all ranks together read at a step, as a function of its
-            number, where that is known beforehand.
-        builds_first: Whether all is built before the first step on one rank, too.
-        in_step: Inside a step, metrics stay this rank's own.
-        averages_metrics: Whether results are taken over all ranks.
-        seen: Batches, rows, and rows of the last batch, that the metrics have been
-            shown since they were reset.
-        has_validation_rows: `False` where this rank evaluates but must not count.
-        has_result: Whether the present evaluation has come to its result.
-        is_opening: Whether an epoch is over, and validation data may be opened.
-        own_error: What the user's data raised, of an error of an evaluation.
-        is_shared: Whether all ranks make the present evaluation together.
-        is_jitted: Whether Keras asked for XLA.
-        agrees_on_stop: Whether a wish to stop waits until all ranks know of it.
-        requests_stop: Whether this rank wishes to stop.
-        stop_request: The same as a number, which travels with the gradients.
-        agreed: Wishes of all ranks that have arrived with gradients; equal on all.
-        stopwatch: Of the parts of each step, where somebody wants to know.
-        guard: Looks at gradients before they are applied, where somebody wants it.
-        training: What is known of the training data.
-        is_held: Whether callbacks leave it to `dist_fit` to end the session: others,
-            at the end of the training, still save and evaluate with it.
-        progress: Epochs that are done and the last batch, for files of weights.
-        compiled: What the model was compiled with.
-        plain_test_function: What the plain model evaluates with.
-        test_function: What this one has traced, kept for the next session.
-    """
-
-    before_first_step: list[Callable[[], None]] = field(default_factory=list)
-    rows: Any = None
-    rows_before: int = 0
-    seen: Any = None
-    position: Any = None
-    rows_of_all: Callable[[Any], Any] | None = None
-    has_started: bool = False
-    builds_first: bool = False
-    in_step: bool = False
-    is_evaluating: bool = False
-    averages_metrics: bool = False
-    has_validation_rows: bool = True
-    is_shared: bool = False
-    has_result: bool = False
-    is_opening: bool = False
-    own_error: Callable[[Exception], Exception] = lambda error: error
-    is_jitted: bool = False
-    agrees_on_stop: bool = False
-    requests_stop: bool = False
-    stop_request: Any = None
-    agreed: Any = None
-    stopwatch: Any = None
-    guard: Any = None
-    training: Any = None
-    is_held: bool = False
-    progress: tuple[int, int] | None = None
-    compiled: tuple[Any, ...] = ()
-    plain_test_function: Any = None
-    test_function: Any = None
-
-
-@contextlib.contextmanager
-def raising_on_all(
-    session: Session, is_waited_for: Callable[[], bool]
-) -> Iterator[None]:
-    """Inside the block, an error on this rank is one on those that wait for it too.
+    Each part has its own state, which changes by its methods alone.
 
     Args:
-        session: Of the model.
-        is_waited_for: Whether the next thing that the other ranks do together is a
-            `comm.share` or `comm.together`; asked when an error was raised.
+        traced: Functions that Keras has traced.
+        rows_seen: What the metrics have been shown.
+        rows_trained: What this rank has trained on in this epoch.
+        training: Which step comes next, and what is known of its data.
+        first_step: What happens once, when the model is built.
+        stop_request: Of this rank, and whether all ranks have agreed on it.
+        metrics: Whether a result is one over all ranks.
+        instruments: What looks at each step.
+        xla: Whether steps are compiled by XLA.
+        stamp: What is written into files of weights.
+        holder: Who ends the session.
     """
-    try:
-        yield
-    except Exception as error:
-        if comm.size() > 1 and is_waited_for() and not comm.is_known(error):
-            _raise_on_all(session.own_error(error))
-        raise
+
+    traced: TracedFunctions
+    rows_seen: RowsSeen
+    rows_trained: RowsTrained
+    training: TrainingData
+    first_step: FirstStep
+    stop_request: optimizer.StopRequest
+    metrics: MetricScope
+    instruments: Instruments
+    xla: XlaChoice
+    stamp: SaveStamp
+    holder: Holder
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a step is the model's own and nothing else."""
+        return comm.size() == 1 and self.instruments.guard is None
 
 
-def _raise_on_all(error: Exception) -> NoReturn:
-    def fail() -> NoReturn:
-        raise error
+def begin(model: Any, last: Session | None) -> Session:
+    """A session of `model`, which is plain now.
 
-    comm.gather_or_raise(fail)
-    raise error
+    Args:
+        model: A `keras.Model`.
+        last: Its session before, if it had one.
+    """
+    traced = TracedFunctions(model, None if last is None else last.traced)
+    # The test function that is kept counts in the variable that it was traced with.
+    rows_seen = last.rows_seen if last is not None and traced.is_kept else RowsSeen()
+    return Session(
+        traced=traced,
+        rows_seen=rows_seen,
+        rows_trained=RowsTrained(),
+        training=TrainingData(),
+        first_step=FirstStep(),
+        stop_request=optimizer.StopRequest(),
+        metrics=MetricScope(),
+        instruments=Instruments(),
+        xla=XlaChoice(),
+        stamp=SaveStamp(),
+        holder=Holder(),
+    )
+
+
+def session_of(model: Any) -> Session:
+    """The session of a model that trains on many ranks (`step.install`)."""
+    return model._distributed_session

@@ -1,6 +1,7 @@
-"""A train step in two compiled halves, with the averaging between them."""
+"""A train step in two parts that XLA compiles, with the averaging between them."""
 
 import contextvars
+import dataclasses
 import functools
 from collections.abc import Callable
 from concurrent import futures
@@ -11,17 +12,15 @@ import tensorflow as tf
 
 from keras_dist.optimizer import (
     Recorded,
-    after_update,
     apply_recorded,
     average_gradients,
-    guarded,
-    recording,
-    uses_local_sgd,
+    guarded_update,
+    step_context,
 )
 
 
 class XlaStep:
-    """Forward and backward compiled by XLA, then averaging, then the update compiled.
+    """Computing gradients and applying them, each compiled by XLA; averaging between.
 
     XLA cannot compile a collective. So the user's own train step runs inside a
     compiled function, where `apply` only records the gradients; they are averaged
@@ -38,7 +37,7 @@ class XlaStep:
         self._apply_gradients = tf.function(self._apply, jit_compile=True)
 
     def why_not(self, data: Any) -> str | None:
-        """Why the step cannot be halved for batches like `data`; `None` if it can.
+        """Why the step cannot be split for batches like `data`; `None` if it can.
 
         Nothing is run: the step is traced, and translated for XLA with a batch of two
         rows where the number of rows varies.
@@ -67,13 +66,13 @@ class XlaStep:
         [call], [own] = self._calls, gradients
         averaged = average_gradients(call.optimizer, own, call.variables)
         make = functools.partial(self._apply_gradients, [averaged])
-        guarded(call.optimizer, own, averaged, call.variables, make)
-        if uses_local_sgd(call.optimizer):
-            after_update(call.optimizer)
+        guarded_update(call.optimizer, own, averaged, call.variables, make)
         return logs
 
     def _record(self, data: Any) -> Any:
-        with recording() as calls:
+        calls: list[Recorded] = []
+        context = dataclasses.replace(step_context.current(), recorded=calls)
+        with step_context.entered(context):
             logs = self._own_step(data)
         self._calls[:] = calls
         return logs, [

@@ -189,3 +189,25 @@ def test_after_an_error_the_model_is_plain_and_trains(make_model, rows):
     assert (type(model), type(model.optimizer)) == own
     keras_dist.dist_fit(model, *rows, verbose=0)
     assert (type(model), type(model.optimizer)) == own
+
+
+@pytest.mark.several_ranks
+def test_a_data_set_that_was_cut_short_is_an_error(world, rows, make_model, tmp_path):
+    """In training, validation and evaluation; its cache was written by a shorter one.
+
+    All ranks read such a file here: it is an error on each, and none waits.
+    """
+    path = str(tmp_path / f"cache{world.rank}")
+    batches = tf.data.Dataset.from_tensor_slices(rows).batch(8, drop_remainder=True)
+    short, whole = batches.take(7).cache(path), batches.cache(path)
+    assert (len(list(short)), len(whole)) == (7, 12)
+    model = make_model()
+    many = keras_dist.DistributedModel(model)
+    for call in (
+        fit(model, whole),
+        fit(model, batches, validation_data=whole),
+        fit(model, whole, shard="none"),
+        lambda: many.evaluate(whole, verbose=0),
+    ):
+        for message in raises_everywhere(RuntimeError, call):
+            assert "another number of batches than the data set's" in message

@@ -1,19 +1,13 @@
 """Leave an update out, on all ranks, where the gradients of one are not finite."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
 from keras_dist.optimizer.nested import nested_optimizers
-
-# What watches the model that is trained. Set around a train step, read when the step
-# is traced.
-_watching: ContextVar["Guard | None"] = ContextVar("guard", default=None)
 
 
 @dataclass(frozen=True)
@@ -57,31 +51,31 @@ class Guard:
         hits, self.hits = self.hits, []
         return hits
 
-    @contextlib.contextmanager
-    def step(self, model: Any, data: Any) -> Iterator[None]:
-        """Around a train step on `data`.
+    def begin_step(self, model: Any, data: Any) -> Callable[[], None]:
+        """A train step on `data` begins.
 
-        Where its update is left out, metrics and statistics are what they were before:
-        as if there had been no such batch.
+        Returns:
+            What to call when the step is over: where its update was left out, metrics
+            and statistics become what they were before, as if there had been no such
+            batch.
         """
         self._step.assign_add(1)
         self._is_left_out.assign(False)
-        restored = list(model.non_trainable_weights)
-        restored += [v for metric in model.metrics for v in metric.variables]
-        before = [tf.convert_to_tensor(variable.value) for variable in restored]
+        saved = list(model.non_trainable_weights)
+        saved += [v for metric in model.metrics for v in metric.variables]
+        before = [tf.convert_to_tensor(variable.value) for variable in saved]
         self._batch[:] = [data]
-        token = _watching.set(self)
-        try:
-            yield
-        finally:
-            _watching.reset(token)
 
         def restore() -> Any:
-            for variable, value in zip(restored, before, strict=True):
+            for variable, value in zip(saved, before, strict=True):
                 variable.assign(value)
             return tf.constant(0)
 
-        tf.cond(self._is_left_out.read_value(), restore, lambda: tf.constant(0))
+        def end_step() -> None:
+            is_left_out = self._is_left_out.read_value()
+            tf.cond(is_left_out, restore, lambda: tf.constant(0))
+
+        return end_step
 
     def update(
         self,
@@ -137,37 +131,6 @@ class Guard:
         )
         restored = _packed(data, batch) if own else None
         self.hits.append(Hit(int(step), is_handled, own, restored))
-
-
-def guarded(
-    optimizer: Any,
-    own: Sequence[Any],
-    averaged: Sequence[Any],
-    variables: Sequence[Any] | None,
-    make: Callable[[], Any],
-) -> None:
-    """Make an update, unless a guard is there and finds that it is not finite.
-
-    Args:
-        optimizer: One that averages.
-        own: Gradients of this rank.
-        averaged: Those that are going to be applied.
-        variables: What they are the gradients of; `None`: all that it was built for.
-        make: The update.
-    """
-    guard = _watching.get()
-    if guard is None:
-        make()
-        return
-    known = list(optimizer._trainable_variables if variables is None else variables)
-    guard.update(optimizer, own, averaged, known, make)
-
-
-def watched_by(
-    guard: Guard | None, model: Any, data: Any
-) -> contextlib.AbstractContextManager[None]:
-    """Inside the block, which is a train step, `guard` looks at the updates."""
-    return contextlib.nullcontext() if guard is None else guard.step(model, data)
 
 
 def _is_bad(tensors: Sequence[Any]) -> Any:

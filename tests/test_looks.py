@@ -1,0 +1,138 @@
+"""No look at data changes what is read later: pipelines with state, many times each."""
+
+import os
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_dist.sharding import Split, Stream, own_error
+from keras_dist.sharding.batches import rank_batches
+
+ROWS, BATCH, BATCHES = 36, 4, 9
+
+# `make looks` tries each pipeline 200 times.
+TIMES = int(os.environ.get("LOOKS", "20"))
+
+
+def numbers():
+    """The rows 0 to 35."""
+    return tf.data.Dataset.range(ROWS)
+
+
+def double(row):
+    """Something to do in a thread."""
+    return row * 2
+
+
+def windows():
+    """36 windows of a time series, as Keras makes them."""
+    series = np.arange(ROWS + 3.0)
+    return keras.utils.timeseries_dataset_from_array(
+        series, series, 4, batch_size=BATCH
+    )
+
+
+def interleaved():
+    """Rows of four sources in turn."""
+    return tf.data.Dataset.range(4).interleave(
+        lambda source: tf.data.Dataset.range(source * 9, source * 9 + 9),
+        cycle_length=4,
+        num_parallel_calls=2,
+    )
+
+
+# What keeps state, and may be cut short by a look: made once, and then ended by a cache
+# of its own for each try.
+PIPELINES = {
+    "batches": lambda: numbers().batch(BATCH),
+    "read ahead": lambda: numbers().batch(BATCH).prefetch(16),
+    "shuffled": lambda: numbers().shuffle(ROWS, seed=1).batch(BATCH).prefetch(2),
+    "zipped": lambda: (
+        tf.data.Dataset.zip((numbers(), numbers())).batch(BATCH).prefetch(16)
+    ),
+    "mapped in threads": lambda: (
+        numbers().map(double, tf.data.AUTOTUNE).batch(BATCH).prefetch(4)
+    ),
+    "interleaved": lambda: interleaved().batch(BATCH).prefetch(2),
+    "windows of a time series": windows,
+}
+ENDS = {
+    "cached in memory": lambda dataset, path: dataset.cache(),
+    "cached in a file": lambda dataset, path: dataset.cache(path),
+    "saved by snapshot": lambda dataset, path: dataset.snapshot(path),
+    "cached by rows": lambda dataset, path: dataset.unbatch().cache().batch(BATCH),
+}
+CASES = [(name, "cached in memory") for name in PIPELINES]
+CASES += [("windows of a time series", end) for end in ENDS if "memory" not in end]
+
+
+def count(dataset):
+    """Batches and rows of a pass, counted by TensorFlow."""
+
+    def add(state, *batch):
+        rows = tf.shape(tf.nest.flatten(batch)[0], tf.int64)[0]
+        return state[0] + 1, state[1] + rows
+
+    zero = tf.constant(0, tf.int64)
+    options = tf.data.Options()
+    options.autotune.enabled = False  # or a pass waits at its end
+    dataset = dataset.with_options(options)
+    return [int(number) for number in dataset.reduce((zero, zero), add)]
+
+
+@pytest.mark.parametrize(("name", "end"), CASES)
+def test_a_look_changes_nothing(name, end, tmp_path):
+    """Each pipeline many times: after a look, a pass has all of its batches."""
+    pipeline = PIPELINES[name]()
+    for number in range(TIMES):
+        dataset = ENDS[end](pipeline, str(tmp_path / str(number)))
+        stream = Stream(dataset)
+        stream.fingerprint(2) if number % 2 else stream.num_first_rows(3)
+        assert count(dataset) == [BATCHES, ROWS], number
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_pass_of_one_rank_reads_all(size):
+    """Where it takes its own steps and no more, as Keras does; also in validation."""
+    pipeline = windows()
+    for number in range(max(2, TIMES // 20)):
+        dataset = pipeline.cache()
+        for rank in range(size):
+            split = Split(rank, size, keeps_position=size == 1)
+            own = rank_batches(
+                Stream(dataset), split, is_sharded=True, is_training=bool(number % 2)
+            )
+            steps = own.length or BATCHES
+            for _, _batch in zip(range(int(steps)), own.data, strict=False):
+                pass
+            assert count(dataset) == [BATCHES, ROWS], (number, rank)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("batches", [7, 8])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_pass_that_ends_too_early_is_an_error(tmp_path, size, batches, is_known):
+    """The file of its cache was written by a data set that was shorter."""
+    path = str(tmp_path / "cache")
+
+    def make(count):
+        rows = numbers().batch(BATCH, drop_remainder=is_known)
+        return rows.take(count).cache(path)
+
+    assert count(make(batches)) == [batches, batches * BATCH]
+    dataset = make(BATCHES)
+    assert len(dataset) == BATCHES
+    for is_sharded in (True, False):
+        for is_training in (True, False):
+            own = rank_batches(
+                Stream(dataset),
+                Split(size - 1, size),
+                is_sharded=is_sharded,
+                is_training=is_training,
+            )
+            with pytest.raises(tf.errors.OpError) as caught:
+                list(own.data)
+            error = own_error([], caught.value)
+            assert "another number of batches" in str(error), caught.value
