@@ -13,7 +13,8 @@ class Rows:
     Args:
         kind: The type of the data and how it is sharded, in words.
         batch_size: Rows in a batch of one rank; `None` if the data decides it.
-        total: Rows of all ranks; `None` if unknown.
+        total: Rows of all ranks, or of this rank if the data is already split; `None`
+            if unknown.
         of_rank: Rows of the first rank; `None` unless the data is sharded by row.
         left_out: Rows of an epoch that no rank reads.
         steps_before: Steps of an epoch on one process; `None` if unknown.

@@ -85,9 +85,9 @@ def _synchronized(
     }
     without_state = [metric for metric in metrics if is_without_state(metric)]
     changed = [*others.values(), *merged.values()]
-    own = arrays_of(changed)
+    own_states = arrays_of(changed)
     seen = [report.seen for report in reports]
-    values = states.synchronized(list(others.values()), own[: len(others)], seen)
+    values = states.synchronized(list(others.values()), own_states[: len(others)], seen)
     counted = [report for report in reports if report.seen.has_rows]
     try:
         for variable, value in zip(others.values(), values, strict=True):
@@ -106,7 +106,7 @@ def _synchronized(
     finally:
         for metric in without_state:
             metric.__dict__.pop("result", None)
-        for variable, state in zip(changed, own, strict=True):
+        for variable, state in zip(changed, own_states, strict=True):
             variable.assign(state)
 
 

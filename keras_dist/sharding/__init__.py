@@ -1,26 +1,37 @@
 """Shard the user's data: which rows or batches each rank reads at each step.
 
-There are three kinds of data, and the file names say which of them a file is about:
-`arrays*` (sharded by row), `batches*` whose number is known (sharded by batch, round
-robin), and `batches_unknown_length` (the same, until one rank has no batch left).
+Any kind of data:
 
-- `training`: `training_feed`: one rank's training data, whatever its kind
-- `validation`: `validation_feed`, `hold_out`: the same for an evaluation
-- `feed`: the values passed around: `Split` goes in, `Feed` comes out; `Channel`
-- `arrays`: arrays of the same rows; a `tf.data.Dataset` of one rank's rows
+- `training`: `training_feed`, this rank's arguments of `Model.fit` for its data
+- `validation`: `validation_feed` and `hold_out`, the same for an evaluation
+- `feed`: `Split` goes into these functions and `Feed` comes out; `Channel`
+
+Arrays, sharded by row:
+
+- `arrays`: `Arrays`, and a `tf.data.Dataset` of one rank's rows
 - `arrays_rows`: row arithmetic: rows and steps of a rank, rows left out
 - `arrays_order`: the permutation of the rows in each pass
 - `arrays_schedule`: which rows come in which epoch, also after a resume; `Position`
 - `arrays_reader`: read rows by index, from memory or from a memory-mapped file
-- `batches`: `rank_batches`: one rank's batches; chooses among the files below
-- `batches_stream`: `Stream`: one view of data sets, sequences, generators, loaders
-- `batches_known_length`: shard a `tf.data.Dataset` of known or infinite length
-- `batches_sequence`: shard a `keras.utils.PyDataset` by index
-- `batches_schedule`: which batches come in which epoch, also after a resume
-- `batches_unknown_length`: shard generators and data sets of unknown length
 
-This package asks neither Horovod nor `comm` for anything: rank and size are arguments,
-and data that has to communicate while it is read does so through a `Channel`.
+Data that comes in batches, sharded by batch:
+
+- `batches`: `rank_batches`, which chooses among the files below
+- `batches_stream`: `Stream`, one view of data sets, sequences, generators, loaders
+- `batches_known_length`: shard a `tf.data.Dataset` of known or infinite length
+- `batches_sequence`: shard a `keras.utils.PyDataset`, by index
+- `batches_schedule`: which batches come in which epoch, also after a resume
+
+The same, of unknown length: the ranks agree before each batch that all have one.
+
+- `batches_unknown_length`: shard generators, data loaders, filtered data sets
+
+To support a new kind of data: if it yields batches, `Stream` must know its length and
+how to iterate over it, and the rest follows. Else write a file beside `arrays`, and
+choose it in `training_feed` and `validation_feed`.
+
+Nothing here imports Horovod or `comm`. Rank and size are arguments, and data that has
+to communicate while it is read does so through a `Channel`.
 """
 
 from keras_dist.sharding.arrays import is_arrays

@@ -79,7 +79,7 @@ def rank_batches(
     if split.size == 1 and not keeps_position:
         return RankBatches(data, stream.length)
     if is_sharded:
-        rows = None  # unknown, and at least one for each rank
+        rows = None  # all rows of the data, counted only if batches may be too few
         if stream.is_short(split.size):
             rows = stream.num_first_rows(split.size)
         if rows is not None and rows < split.size and is_training:

@@ -124,7 +124,7 @@ def _used(size):
 
 @pytest.mark.several_ranks
 def test_the_plan_says_what_becomes_of_batches(world, rows, make_model, capsys):
-    """Dealt, or taken as already split where the ranks' batches differ."""
+    """Sharded, or already split if the ranks' batches differ."""
     x, y = rows
     for data, said in (
         (dataset_of(x, y), "sharded by batch, round robin"),
