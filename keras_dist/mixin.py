@@ -1,19 +1,20 @@
-"""Change the behavior of one object in place, and take the change back."""
+"""Change the class of one object in place, and change it back."""
 
 from typing import Any
 
-# Where Python keeps the class of every object. A class made here answers
-# `__class__` with the object's own class, so this is the only way to set it.
+# The descriptor by which Python sets the class of an object. The classes made here
+# override `__class__` by a property, so `target.__class__ = …` does not work.
 _CLASS = object.__dict__["__class__"]
-_made: dict[tuple[type, type], type] = {}
+_combined: dict[tuple[type, type], type] = {}
 
 
 def add(target: Any, mixin: type) -> None:
-    """Put `mixin` in front of the class of `target`; a second time does nothing.
+    """Make `target` an instance of a new class that inherits from `mixin` and its own.
 
-    State is kept, and whoever asks for `target.__class__` (Keras does when it
-    saves) still gets the object's own class: nothing of this package gets into a
-    file. Methods of `mixin` reach the object's own ones with `super()`.
+    The attributes of `target` are kept, and methods of `mixin` call the object's own
+    methods with `super()`. `target.__class__` is still the object's own class: Keras
+    reads it to save an object, so that saved files do not depend on this package.
+    Nothing happens if `mixin` was already added.
 
     >>> class Loud:
     ...     def greet(self):
@@ -32,13 +33,13 @@ def add(target: Any, mixin: type) -> None:
     if has(target, mixin):
         return
     own = type(target)
-    if (mixin, own) not in _made:
-        plain = target.__class__
-        _made[mixin, own] = type(
+    if (mixin, own) not in _combined:
+        original = target.__class__
+        _combined[mixin, own] = type(
             own.__name__,
             (mixin, own),
             {
-                "__class__": property(lambda self: plain),
+                "__class__": property(lambda self: original),
                 "__module__": own.__module__,
                 "__qualname__": own.__qualname__,
                 "__doc__": own.__doc__,
@@ -46,22 +47,22 @@ def add(target: Any, mixin: type) -> None:
                 "_keras_dist_own": own,
             },
         )
-    _CLASS.__set__(target, _made[mixin, own])
+    _CLASS.__set__(target, _combined[mixin, own])
 
 
 def remove(target: Any, mixin: type) -> None:
-    """Give `target` its class back as it was before `add(target, mixin)`."""
-    layers = []  # the mixins that were added after this one, outermost first
+    """Undo `add(target, mixin)`; mixins that were added later stay."""
+    later = []  # the mixins that were added after this one, last added first
     cls: Any = type(target)
     while cls.__dict__.get("_keras_dist_mixin") not in (mixin, None):
-        layers.append(cls._keras_dist_mixin)
+        later.append(cls._keras_dist_mixin)
         cls = cls._keras_dist_own
     if cls.__dict__.get("_keras_dist_mixin") is mixin:
         _CLASS.__set__(target, cls._keras_dist_own)
-        for layer in reversed(layers):
-            add(target, layer)
+        for other in reversed(later):
+            add(target, other)
 
 
 def has(target: Any, mixin: type) -> bool:
-    """Whether `mixin` is in front of the class of `target`."""
+    """Whether `mixin` was added to `target`."""
     return mixin in type(target).__mro__

@@ -1,4 +1,4 @@
-"""What is going to happen, as one frozen value that prints itself."""
+"""The plan: every decision about a fit as one frozen value, printed as a box."""
 
 import math
 from dataclasses import dataclass
@@ -11,14 +11,16 @@ class Rows:
     """The rows and steps of the training or the validation data.
 
     Args:
-        kind: What becomes of the data, in words.
-        batch_size: Rows of a batch of one rank, `None` where the data decides it.
-        total: Rows of all ranks together, where known.
-        of_rank: Rows of the first rank, where they are dealt.
+        kind: The type of the data and how it is sharded, in words.
+        batch_size: Rows in a batch of one rank; `None` if the data decides it.
+        total: Rows of all ranks, or of this rank if the data is already split; `None`
+            if unknown.
+        of_rank: Rows of the first rank; `None` unless the data is sharded by row.
         left_out: Rows of an epoch that no rank reads.
-        steps_before: Steps of an epoch on one process, where known.
-        steps: Steps of an epoch on each rank, where known.
-        rule: The rule that made `steps` of a number that the user gave, or "".
+        steps_before: Steps of an epoch on one process; `None` if unknown.
+        steps: Steps of an epoch on each rank; `None` if unknown.
+        rule: The rule by which `steps` was computed from a number that the user gave,
+            or "".
     """
 
     kind: str
@@ -33,16 +35,16 @@ class Rows:
 
 @dataclass(frozen=True)
 class Rate:
-    """The learning rate before and after.
+    """The learning rate of one optimizer before and after scaling.
 
     Args:
-        before: The rate for one process, as text.
-        after: The rate of the updates, as text.
+        before: The rate that the user set, as text.
+        after: The scaled rate, as text.
         rule: The rule that gave the factor, as text.
         factor: The full factor.
-        warmup_epochs: Epochs until the full factor.
-        step_multiplier: A schedule is read at step × this.
-        is_schedule: Whether the rate is a function of the step.
+        warmup_epochs: Epochs until the full factor is reached.
+        step_multiplier: A schedule is read at step × this number.
+        is_schedule: Whether the rate is a `LearningRateSchedule`.
     """
 
     before: str
@@ -58,9 +60,21 @@ class Rate:
 class Plan:
     """Every decision of one call of `dist_fit`, as plain data.
 
-    `str(plan)` is the box that the first rank prints before the first step. `metrics`
-    are those whose state is not summed, each with its rule. After `every` steps the
-    ranks talk.
+    `str(plan)` is the box that the first rank prints before the first step.
+
+    Args:
+        version: Version of keras_dist.
+        size: Number of ranks.
+        hosts: Number of hosts.
+        device: Device of each rank, as text.
+        transport: Transport of the collectives, as text.
+        training: Rows and steps of the training data.
+        validation: Rows and steps of the validation data, if there is any.
+        rates: Learning rate of each optimizer.
+        is_compiled: Whether the model is compiled by XLA.
+        outputs: Name and destination of each callback that writes files.
+        metrics: Name and rule of each metric whose state is not summed.
+        every: Steps from one averaging to the next: 1, or more with local SGD.
     """
 
     version: str
@@ -77,7 +91,7 @@ class Plan:
     every: int = 1
 
     def lines(self) -> list[tuple[str, str]]:
-        """What is decided, as pairs of a label and a sentence without a period."""
+        """The lines of the box, as pairs of a label and a text."""
         lines = [("ranks", self._ranks())]
         if self.size > 1:
             lines.append(("transport", self.transport))
@@ -95,7 +109,7 @@ class Plan:
         if self.validation is not None:
             lines += _validation_lines(self.validation, self.size)
         lines += [
-            ("learning rate", text) for rate in self.rates for text in _texts(rate)
+            ("learning rate", text) for rate in self.rates for text in _rate_texts(rate)
         ]
         if self.is_compiled and self.size > 1:
             lines.append(
@@ -114,9 +128,9 @@ class Plan:
         label_width = max(len(label) for label, _ in self.lines())
         body = []
         for label, text in self.lines():
-            for output, piece in enumerate(_wrap(text, _WIDTH - label_width - 6)):
-                left = label if output == 0 else ""
-                body.append(f"{left:<{label_width}}  {piece}")
+            for number, line in enumerate(_wrap(text, _WIDTH - label_width - 6)):
+                left = label if number == 0 else ""
+                body.append(f"{left:<{label_width}}  {line}")
         return "\n".join(
             ["╭" + title + "─" * (_WIDTH - len(title) - 2) + "╮"]
             + [f"│ {line:<{_WIDTH - 4}} │" for line in body]
@@ -126,12 +140,12 @@ class Plan:
     def _ranks(self) -> str:
         if self.size == 1:
             return f"1 (serial), {self.device}"
-        where = "1 host" if self.hosts == 1 else f"{self.hosts} hosts"
-        return f"{self.size} on {where}, {self.device}"
+        hosts = "1 host" if self.hosts == 1 else f"{self.hosts} hosts"
+        return f"{self.size} on {hosts}, {self.device}"
 
 
 def format_number(value: float) -> str:
-    """A number as short as it can be told, in a column of text.
+    """A number with at most six significant digits, without trailing zeros.
 
     >>> [format_number(value) for value in (0.1, 2.0, 1e-05, 0.30000000000000004)]
     ['0.1', '2', '1e-05', '0.3']
@@ -143,8 +157,8 @@ def _rows_lines(label: str, rows: Rows, size: int) -> list[tuple[str, str]]:
     if rows.total is None:
         return []
     if rows.of_rank is None:
-        of_this = " on this rank" if size > 1 else ""
-        return [(label, f"{rows.total:,}{of_this}")]
+        whose = " on this rank" if size > 1 else ""
+        return [(label, f"{rows.total:,}{whose}")]
     used = rows.total - rows.left_out
     low, high = used // size, math.ceil(used / size)
     each = f"{low:,}" if low == high else f"{low:,} or {high:,}"
@@ -163,14 +177,14 @@ def _steps_lines(label: str, rows: Rows, size: int) -> list[tuple[str, str]]:
 
 
 def _validation_lines(rows: Rows, size: int) -> list[tuple[str, str]]:
-    # On one line, since nothing is left out and nothing is updated.
+    # On one line: no row is left out.
     details = _rows_lines("", rows, size) + _steps_lines("", rows, size)
     text = ", ".join(text for _, text in details).replace("an epoch", "steps")
     text = text.replace(" per rank", "")
     return [("validation", f"{rows.kind}" + (f": {text}" if text else ""))]
 
 
-def _texts(rate: Rate) -> list[str]:
+def _rate_texts(rate: Rate) -> list[str]:
     warmup = ""
     if rate.warmup_epochs and rate.factor != 1:
         plural = "" if rate.warmup_epochs == 1 else "s"
@@ -187,13 +201,14 @@ def _texts(rate: Rate) -> list[str]:
 
 
 def _wrap(text: str, width: int) -> list[str]:
+    """Lines of at most `width` characters, broken at spaces and inside long words."""
     lines = [""]
     for word in text.split(" "):
         if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
             lines.append(word)
         else:
             lines[-1] = f"{lines[-1]} {word}".strip()
-    # A path longer than the box is cut in pieces; nothing of it is lost.
+    # A path may be longer than the box.
     return [
         line[start : start + width]
         for line in lines

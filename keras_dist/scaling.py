@@ -1,4 +1,4 @@
-"""Arithmetic of learning rates and steps: what the number of ranks changes."""
+"""Scale learning rates and steps with the number of ranks: arithmetic only."""
 
 import math
 from collections.abc import Callable
@@ -11,9 +11,10 @@ StepsRule = str | float | Callable[[int, int], int]
 def rate_factor(rule: LearningRateRule, *, size: int) -> float:
     """Factor on the learning rate for `size` ranks.
 
-    `"linear"` keeps the step per row as the global batch grows (Goyal et al., 2017,
-    https://arxiv.org/abs/1706.02677); `"sqrt"` keeps the variance of the step
-    (Krizhevsky, 2014, https://arxiv.org/abs/1404.5997).
+    With `"linear"`, each row changes the weights as much as in the smaller batch of one
+    process (Goyal et al., 2017, https://arxiv.org/abs/1706.02677). With `"sqrt"`, the
+    variance of the weight updates stays the same (Krizhevsky, 2014,
+    https://arxiv.org/abs/1404.5997).
 
     Args:
         rule: `"linear"`, `"sqrt"`, `"none"`, a positive number, or a function of
@@ -79,19 +80,19 @@ def scaled_steps(
     name: str = "steps_scaling",
     multiples: bool = False,
 ) -> int | None:
-    """Steps of one rank, for `steps` steps of a script written for one process.
+    """Steps of each rank, if a script for one process asks for `steps` steps.
 
     Args:
-        rule: `"divide"` by the number of ranks, rounded up; `"none"`; or a
-            function of (steps, size).
-        steps: Steps of the script, or `None` for all of the data.
+        rule: `"divide"` to divide by the number of ranks and round up; `"none"` to
+            leave `steps` as it is; or a function of (steps, size).
+        steps: Steps that the script asks for, or `None` for all of the data.
         size: Number of ranks, at least 1.
         name: Name of the rule's argument, for errors.
-        multiples: Whether `rule` may also be a positive number m, for
-            m × steps / size, rounded up.
+        multiples: Whether `rule` may also be a positive number m, for m × steps / size,
+            rounded up.
 
     Returns:
-        At least 1, or `None` when `steps` is `None`.
+        A number of at least 1, or `None` if `steps` is `None`.
 
     Raises:
         ValueError: If the rule is unknown, or `steps` or the result is not a
@@ -130,16 +131,17 @@ def scaled_steps(
 
 
 def step_multiplier(rule: StepsRule, *, size: int) -> int:
-    """How many steps of one process one step of `size` ranks stands for.
+    """Steps of one process that correspond to one step of `size` ranks.
 
-    A `LearningRateSchedule` counts steps. Where an epoch is divided among the ranks
-    it has `size` times fewer, so the schedule is read at step × `size`.
+    A `LearningRateSchedule` is a function of the step. If the steps of an epoch are
+    divided by the number of ranks, the schedule is read at step × `size`, so that it
+    has the same value at the same epoch.
     """
     return size if rule == "divide" else 1
 
 
 def _ceil(value: float, size: int) -> int:
-    # 0.1 × 30 is a hair above 3 in binary, and must not become 4.
+    # 0.1 × 30 is slightly more than 3 in floating point, and must not become 4.
     return math.ceil(round(value / size, 9))
 
 

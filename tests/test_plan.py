@@ -1,4 +1,4 @@
-"""The box that tells the user what is going to happen."""
+"""The plan box: every decision, printed before training."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ PLAN = plan.Plan(
     device="CPU, 1 thread each",
     transport="Gloo",
     training=plan.Rows(
-        "arrays, dealt row by row",
+        "arrays, sharded by row, shuffled",
         64,
         60001,
         15000,
@@ -22,7 +22,7 @@ PLAN = plan.Plan(
         235,
         "steps scaled: divide",
     ),
-    validation=plan.Rows("arrays, dealt row by row", 64, 10000, 2500, 0, 157, 40),
+    validation=plan.Rows("arrays, sharded by row", 64, 10000, 2500, 0, 157, 40),
     rates=(plan.Rate("0.1", "0.4", "linear: × 4", 4.0, 5),),
     is_compiled=False,
     outputs=(("CSVLogger", "logs/log.csv"),),
@@ -39,7 +39,8 @@ def test_the_box_says_everything():
         "64 rows per rank, 256 global",
         "60,001 → 15,000 per rank, 1 left out of each epoch",
         "938 → 235 an epoch (steps scaled: divide)",
-        "10,000 → 2,500, 157 → 40 steps",
+        "arrays, sharded by row, shuffled",
+        "arrays, sharded by row: 10,000 → 2,500, 157 → 40 steps",
         "0.1 → 0.4 (linear: × 4, after 5 epochs of warm-up)",
         "CSVLogger → logs/log.csv",
         "largest: by its own merge_states; all others summed",
@@ -57,8 +58,8 @@ def test_every_line_of_the_box_is_as_wide():
     assert path in whole
 
 
-def test_one_rank_is_told_in_fewer_words():
-    """No transport, nothing dealt, nothing scaled."""
+def test_the_plan_of_one_rank_is_shorter():
+    """No transport, nothing sharded, nothing scaled."""
     serial = dataclasses.replace(
         PLAN,
         size=1,
@@ -75,7 +76,7 @@ def test_one_rank_is_told_in_fewer_words():
 
 
 def test_a_schedule_says_at_which_step_it_is_read():
-    """The one thing that `steps_scaling` changes about it."""
+    """Where `steps_scaling` divides the steps, by the number of ranks."""
     rate = plan.Rate("CosineDecay", "CosineDecay × 4", "linear: × 4", 4.0, 0, 4, True)
     box = str(dataclasses.replace(PLAN, rates=(rate,)))
     assert "CosineDecay → CosineDecay × 4" in box

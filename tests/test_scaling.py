@@ -1,4 +1,4 @@
-"""Rates and steps: formulas, tried on every small number."""
+"""Scaling of rates and steps: formulas, tried on every small number."""
 
 import math
 
@@ -41,7 +41,7 @@ def test_warmup_is_a_straight_line_from_one():
 
 
 def test_divided_steps_are_rounded_up():
-    """Every row of one process is reached by the ranks together, and no step more."""
+    """The ranks together read every row of one process, and make no step more."""
     for size in range(1, 9):
         for steps in range(1, 100):
             own = scaling.scaled_steps("divide", steps, size=size)
@@ -72,7 +72,7 @@ def test_unusable_steps_are_refused():
             scaling.scaled_steps(lambda s, n, result=result: result, 10, size=2)
 
 
-def test_schedules_are_stretched_only_where_steps_are_divided():
+def test_the_step_multiplier_is_the_size_only_if_steps_are_divided():
     """With the other rules an epoch keeps its number of steps."""
     assert scaling.step_multiplier("divide", size=4) == 4
     assert scaling.step_multiplier("none", size=4) == 1

@@ -1,4 +1,4 @@
-"""A training that goes on reads what is left, on any number of ranks."""
+"""A resumed training reads the rows that are left, on any number of ranks."""
 
 import itertools
 
@@ -22,7 +22,7 @@ def sized(size, batch_size, steps=None):
 
 def positions_of(schedule, epoch):
     """Pass and rows of each global batch of an epoch, by arithmetic."""
-    found = []
+    batches = []
     for step in range(schedule.steps_of_epoch(epoch, either)):
         position = schedule.position(epoch, step)
         done = step + schedule.steps - schedule.steps_of_epoch(epoch, either)
@@ -31,16 +31,16 @@ def positions_of(schedule, epoch):
             done,
             schedule.steps,
         )
-        is_first = position.number == schedule.number
-        last = schedule.end(schedule.row if is_first else 0)
+        is_first = position.number == schedule.first_pass
+        last = schedule.end_of_pass(schedule.row if is_first else 0)
         stop = min(position.row + schedule.batch_size * schedule.size, last)
-        found.append((position.number, list(range(position.row, stop))))
-    return found
+        batches.append((position.number, list(range(position.row, stop))))
+    return batches
 
 
 @pytest.mark.parametrize("steps", [None, 2, 3, 6])
-def test_the_same_ranks_go_on_with_the_very_same_batches(steps):
-    """From every step of an epoch, and again from every step of the rest."""
+def test_a_resumed_training_reads_the_same_batches_on_as_many_ranks(steps):
+    """Resumed at every step of an epoch, and again at every step of the rest."""
     for size, batch_size in SIZES:
         sizes = sized(size, batch_size, steps)
         whole = epoch_schedule_of(None, **sizes)
@@ -55,8 +55,8 @@ def test_the_same_ranks_go_on_with_the_very_same_batches(steps):
                 assert [positions_of(again, 2), positions_of(again, 3)] == expected[2:]
 
 
-def test_other_ranks_read_what_is_left_once():
-    """All rows of the pass that goes on and those after it, or fewer than ranks."""
+def test_another_number_of_ranks_reads_each_row_that_is_left_once():
+    """In the resumed pass and in later ones; fewer rows than ranks may be left out."""
     for before, after in itertools.permutations(SIZES, 2):
         whole = epoch_schedule_of(None, **sized(*before))
         first = positions_of(whole, 1)
@@ -73,7 +73,7 @@ def test_other_ranks_read_what_is_left_once():
 
 
 def test_the_rows_of_each_step_are_known_beforehand():
-    """As many as all ranks read then, counted from the beginning of epoch 0."""
+    """The rows of all ranks at each step, counted from the beginning of epoch 0."""
     for before, after in itertools.product(SIZES[:3], repeat=2):
         whole = epoch_schedule_of(None, **sized(*before))
         for done in (0, 1, whole.steps - 1):
@@ -88,8 +88,8 @@ def test_the_rows_of_each_step_are_known_beforehand():
 @pytest.mark.parametrize(
     ("shuffle", "steps"), [(False, None), (True, 5), ("batch", None)]
 )
-def test_the_data_set_deals_what_the_arithmetic_says(shuffle, steps):
-    """From the middle of an epoch, on the same ranks and on others."""
+def test_the_data_set_yields_the_rows_of_the_schedule(shuffle, steps):
+    """From the middle of an epoch, on as many ranks and on more."""
     data = arrays.as_arrays(np.arange(NUM_ROWS))
     orders = {}
     # Inside batches, another size has other orders.
@@ -100,7 +100,7 @@ def test_the_data_set_deals_what_the_arithmetic_says(shuffle, steps):
             epoch_schedule_of(whole.position(1, 2), **sized(*after)),
         ):
             for epoch in (1, 2):
-                batches = sharded(data, schedule, shuffle, epoch)
+                batches = global_batches(data, schedule, shuffle, epoch)
                 positions = positions_of(schedule, epoch)
                 for (number, part), batch in zip(positions, batches, strict=True):
                     if shuffle == "batch":
@@ -109,27 +109,27 @@ def test_the_data_set_deals_what_the_arithmetic_says(shuffle, steps):
                         assert orders.setdefault((number, position), row) == row
 
 
-def sharded(data, schedule, shuffle, epoch):
-    """The global batches of an epoch, put rows_of_all from those of all ranks."""
+def global_batches(data, schedule, shuffle, epoch):
+    """The global batches of an epoch, joined from the batches of all ranks."""
     variable = tf.Variable(epoch, dtype=tf.int64)
-    parts_of_ranks = []
+    batches_of_ranks = []
     for rank in range(schedule.size):
         order = Order(schedule, rank, shuffle=shuffle, seed=5)
         dataset = arrays.shard_training(data, order, epoch=variable)
         assert int(dataset.cardinality()) == schedule.steps
-        parts_of_ranks.append([x.numpy().tolist() for (x,) in dataset])
+        batches_of_ranks.append([x.numpy().tolist() for (x,) in dataset])
     batches = []
-    for parts in zip(*parts_of_ranks, strict=True):
-        rows_of_all = [None] * sum(map(len, parts))
-        for rank, part in enumerate(parts):
-            assert 0 < len(part) <= schedule.batch_size
-            rows_of_all[rank :: schedule.size] = part
-        batches.append(rows_of_all)
+    for of_ranks in zip(*batches_of_ranks, strict=True):
+        global_batch = [None] * sum(map(len, of_ranks))
+        for rank, batch in enumerate(of_ranks):
+            assert 0 < len(batch) <= schedule.batch_size
+            global_batch[rank :: schedule.size] = batch
+        batches.append(global_batch)
     return batches
 
 
-def test_the_middle_of_other_data_is_refused():
-    """At the end of an epoch there may be more rows."""
+def test_resuming_within_an_epoch_of_other_data_is_an_error():
+    """Between epochs the number of rows may change."""
     sizes = sized(2, 3)
     position = epoch_schedule_of(None, **sizes).position(1, 2)
     with pytest.raises(ValueError, match="23 rows"):

@@ -13,7 +13,7 @@ CASES = list(itertools.product(range(1, 5), range(1, 6), range(1, 40)))
 
 
 def rows_of_batch(step, num_rows, *, batch_size, rank, size):
-    """Places, in the order of a pass, of the rows that `rank` reads at `step`."""
+    """Positions, in the order of a pass, of the rows that `rank` reads at `step`."""
     used = num_rows - arrays_rows.left_out_rows(
         num_rows, batch_size=batch_size, size=size
     )
@@ -46,18 +46,18 @@ def test_ranks_read_the_batches_of_one_process():
         for step in range(
             arrays_rows.steps_of_rows(num_rows, batch_size=batch_size, size=size)
         ):
-            own = [
+            batches = [
                 rows_of_batch(
                     step, num_rows, batch_size=batch_size, rank=rank, size=size
                 )
                 for rank in range(size)
             ]
-            assert all(1 <= len(part) <= batch_size for part in own)
-            together = sorted(row for part in own for row in part)
-            assert together == list(range(together[0], together[0] + len(together)))
-            read += together
+            assert all(1 <= len(batch) <= batch_size for batch in batches)
+            merged = sorted(row for batch in batches for row in batch)
+            assert merged == list(range(merged[0], merged[0] + len(merged)))
+            read += merged
             counts = [
-                count + len(part) for count, part in zip(counts, own, strict=True)
+                count + len(batch) for count, batch in zip(counts, batches, strict=True)
             ]
         assert read == list(range(num_rows - left_out))
         assert counts == [
@@ -69,8 +69,8 @@ def test_ranks_read_the_batches_of_one_process():
 
 
 @pytest.mark.parametrize("shuffle", [False, True, "batch"])
-def test_the_data_set_deals_what_the_arithmetic_says(shuffle):
-    """Pass after pass; each row once a pass; the order independent of the size."""
+def test_the_data_set_yields_the_rows_of_the_schedule(shuffle):
+    """Each row once a pass, in an order that does not depend on the size."""
     num_rows, batches = 23, {}
     data = arrays.as_arrays(np.arange(num_rows), np.arange(num_rows) * 2.0)
     for size, batch_size in ((1, 6), (2, 3), (3, 2)):
@@ -78,24 +78,24 @@ def test_the_data_set_deals_what_the_arithmetic_says(shuffle):
         steps = arrays_rows.steps_of_rows(num_rows, batch_size=batch_size, size=size)
         for number in range(2):
             order = []
-            parts_of_steps = zip(
+            batches_of_steps = zip(
                 *(
                     read(data, batch_size, rank, size, shuffle, steps, number)
                     for rank in range(size)
                 ),
                 strict=True,
             )
-            for step, parts in enumerate(parts_of_steps):
-                together = [None] * sum(len(part[0]) for part in parts)
-                for rank, (x, y) in enumerate(parts):
-                    together[rank::size] = x.numpy().tolist()
+            for step, of_ranks in enumerate(batches_of_steps):
+                global_batch = [None] * sum(len(batch[0]) for batch in of_ranks)
+                for rank, (x, y) in enumerate(of_ranks):
+                    global_batch[rank::size] = x.numpy().tolist()
                     assert (y.numpy() == 2 * x.numpy()).all()
                     assert y.dtype == tf.float32
-                assert len(parts[0][0]) <= batch_size
-                order += together
+                assert len(of_ranks[0][0]) <= batch_size
+                order += global_batch
                 if shuffle == "batch":
-                    first = step * 6
-                    assert sorted(together) == list(range(first, first + len(together)))
+                    rows = range(step * 6, step * 6 + len(global_batch))
+                    assert sorted(global_batch) == list(rows)
             assert sorted(order) == list(range(num_rows))
             passes.append(order)
         batches[size] = passes
@@ -106,24 +106,24 @@ def test_the_data_set_deals_what_the_arithmetic_says(shuffle):
 def read(data, batch_size, rank, size, shuffle, steps, number):
     """The batches of one rank in one epoch."""
     sizes = {"num_rows": data.num_rows, "batch_size": batch_size, "size": size}
-    sharded = Order(
+    own = Order(
         arrays_schedule.epoch_schedule_of(None, steps=steps, **sizes),
         rank,
         shuffle=shuffle,
         seed=5,
     )
     epoch = tf.Variable(number, dtype=tf.int64)
-    dataset = arrays.shard_training(data, sharded, epoch=epoch)
+    dataset = arrays.shard_training(data, own, epoch=epoch)
     assert int(dataset.cardinality()) == steps
     batches = list(dataset)
     for step, batch in enumerate(batches):
-        known = sharded.rows_at(number, step)
-        assert (batch[0].numpy() == data.x[known]).all()
+        rows = own.rows_at(number, step)
+        assert (batch[0].numpy() == data.x[rows]).all()
     return batches
 
 
-def test_epochs_shorter_and_longer_than_a_pass_go_on_where_they_ended():
-    """Any number of steps an epoch cuts the same stream of passes."""
+def test_an_epoch_begins_where_the_epoch_before_it_ended():
+    """With any number of steps: the batches of all epochs are the same sequence."""
     data = arrays.as_arrays(np.arange(11))
     in_a_pass = arrays_rows.steps_of_rows(11, batch_size=2, size=2)
     whole = [
@@ -141,7 +141,7 @@ def test_epochs_shorter_and_longer_than_a_pass_go_on_where_they_ended():
 
 
 def test_a_tail_smaller_than_the_ranks_is_left_out_and_changes():
-    """Other rows each epoch, when they are shuffled."""
+    """If the rows are shuffled, other rows are left out in each pass."""
     data = arrays.as_arrays(np.arange(7))
     first = {
         tuple(read(data, 2, 0, 3, True, 1, number)[0][0].numpy().tolist())
@@ -150,7 +150,7 @@ def test_a_tail_smaller_than_the_ranks_is_left_out_and_changes():
     assert all(len(batch) == 2 for batch in first) and len(first) > 3
 
 
-def test_arrays_are_told_from_streams():
+def test_arrays_are_distinguished_from_batches():
     """Arrays, tensors and structures of them, and nothing else."""
     x = np.zeros((3, 2))
     for data in (x, tf.constant(x), {"a": x, "b": [x, x]}, (x, None, x)):
@@ -168,7 +168,7 @@ def test_arrays_are_told_from_streams():
 
 
 def test_arrays_of_different_lengths_are_refused():
-    """By their shapes."""
+    """The error names their shapes."""
     with pytest.raises(ValueError, match=r"\(3, 2\), \(4,\)"):
         arrays.as_arrays(np.zeros((3, 2)), np.zeros(4))
 

@@ -1,4 +1,4 @@
-"""Batches dealt in turn: every small case, all ranks in one process."""
+"""Batches sharded round robin: every small case, all ranks in one process."""
 
 import math
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.sharding import Split, Stream
+from keras_dist.sharding import Channel, Split, Stream
 from keras_dist.sharding.batches import rank_batches
 from keras_dist.sharding.batches_stream import length_of
 
@@ -51,9 +51,9 @@ MAKERS = {
 }
 
 
-def read(data, rank, size, is_training, **options):
+def read(data, rank, size, is_training):
     """Rows of `x` that a rank reads, batch by batch."""
-    split = Split(rank, size, **options)
+    split = Split(rank, size)
     own = rank_batches(Stream(data), split, is_sharded=True, is_training=is_training)
     batches = own.data
     if isinstance(batches, keras.utils.PyDataset):
@@ -65,19 +65,19 @@ def read(data, rank, size, is_training, **options):
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_batches_are_dealt_in_turn_and_the_rest_by_rows(kind):
-    """Disjoint, complete up to `size` − 1 rows, each step one piece of the data."""
+def test_batches_are_sharded_round_robin_and_the_tail_by_row(kind):
+    """Disjoint, complete up to `size` − 1 rows, `size` batches in each step."""
     for size, count, last in CASES:
         batches = make_batches(count, last)
         if sum(map(len, batches)) < size:
             continue
-        parts = [read(MAKERS[kind](batches), r, size, True) for r in range(size)]
-        assert len({len(part) for part in parts}) == 1  # equal steps
-        rows = sorted(row for part in parts for batch in part for row in batch)
+        shards = [read(MAKERS[kind](batches), r, size, True) for r in range(size)]
+        assert len({len(shard) for shard in shards}) == 1  # equal steps
+        rows = sorted(row for shard in shards for batch in shard for row in batch)
         assert rows == list(range(len(rows)))
         assert sum(map(len, batches)) - len(rows) < size
         for step in range(count // size):
-            assert [part[step] for part in parts] == [
+            assert [shard[step] for shard in shards] == [
                 batch.tolist() for batch in batches[step * size : (step + 1) * size]
             ]
 
@@ -97,7 +97,7 @@ def test_each_row_is_evaluated_once(kind):
 
 
 def test_a_sequence_makes_its_own_batches_only():
-    """No rank reads what another one trains on."""
+    """No rank makes a batch that another rank trains on."""
     data = Sequence(make_batches(6, 3))
     assert read(data, 1, 3, True) == [[3, 4, 5], [12, 13, 14]]
     assert set(data.read) == {1, 4}
@@ -109,7 +109,7 @@ def test_a_shuffled_sequence_has_one_order_whatever_the_size():
     for size in (2, 3):
         order = []
         for epoch in range(2):
-            parts = []
+            shards = []
             for rank in range(size):
                 stream = Stream(Sequence(make_batches(12, 1)))
                 split = Split(rank, size, seed=4)
@@ -117,8 +117,8 @@ def test_a_shuffled_sequence_has_one_order_whatever_the_size():
                     stream, split, is_sharded=True, is_training=False, shuffle=True
                 )
                 own.epoch.assign(epoch)
-                parts.append([own.data[i][0][0] for i in range(own.data.num_batches)])
-            order += [first for step in zip(*parts, strict=True) for first in step]
+                shards.append([own.data[i][0][0] for i in range(own.data.num_batches)])
+            order += [first for step in zip(*shards, strict=True) for first in step]
         orders.append([int(first) for first in order])
     assert orders[0] == orders[1]
     assert sorted(orders[0][:12]) == sorted(orders[0][12:]) == list(range(0, 36, 3))
@@ -126,23 +126,38 @@ def test_a_shuffled_sequence_has_one_order_whatever_the_size():
     assert orders[0][11] == orders[0][23] == 33
 
 
-def test_an_endless_data_set_is_dealt_for_ever():
-    """Without a tail there is nothing to split."""
+def test_worker_processes_get_no_channel():
+    """A sequence is pickled for them, and a channel cannot be."""
+
+    class Shuffled(Sequence):
+        def on_epoch_end(self):
+            pass
+
+    channel = Channel(sum=lambda value: value, gather=lambda value: [value] * 2)
+    split = Split(0, 2, channel=channel)
+    stream = Stream(Shuffled(make_batches(4, 3)))
+    own = rank_batches(stream, split, is_sharded=True, is_training=True).data
+    assert own._channel is channel
+    assert own.__getstate__()["_channel"] is None
+
+
+def test_an_infinite_data_set_is_sharded_without_an_end():
+    """It has no tail, whose rows would be sharded."""
     data = dataset_of(make_batches(2, 3)).repeat()
     own = rank_batches(Stream(data), Split(1, 3), is_sharded=True, is_training=True)
     assert own.length == math.inf == length_of(data)
     assert [x.numpy()[0] for x, _ in own.data.take(2)] == [3, 0]
 
 
-def test_what_is_looked_at_of_a_generator_is_not_lost():
-    """The first batches are read again."""
+def test_the_inspected_batches_of_a_generator_are_not_lost():
+    """They are read again."""
     stream = Stream(iter(range(5)))
     assert stream.first(2) == [0, 1] and stream.first(3) == [0, 1, 2]
     assert list(stream) == [0, 1, 2, 3, 4]
 
 
 def test_structures_and_dtypes_stay_what_they_are():
-    """Dicts, strings, whole numbers and equal lengths, whatever reads them."""
+    """Dicts, strings, integers and equal lengths, whichever file shards them."""
     rows = {"a": np.arange(7), "b": np.array([f"row {i}" for i in range(7)])}
     data = tf.data.Dataset.from_tensor_slices((rows, np.ones((7, 2)))).batch(2)
     for dataset in (data, data.filter(lambda x, y: True)):

@@ -1,4 +1,4 @@
-"""What the ranks tell each other before they sum their states."""
+"""The report on its metrics that each rank sends to the others before the allreduce."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,20 +8,21 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dist.metrics.stateful import is_plain, merges, rule_of
+from keras_dist.metrics.stateful import is_without_state, merges, rule_of
 
 _ADVICE = "Compile and track the same metrics on every rank."
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the metrics of one rank have been shown since they were reset.
+    """How much data the metrics of one rank have been updated with since their reset.
 
     Args:
         rows: Rows of data.
         steps: Batches.
         last_rows: Rows of the last batch.
-        has_rows: `False` where this rank's state must not count.
+        has_rows: `False` if this rank evaluated a copy of another rank's row, so that
+            its state must not be counted.
     """
 
     rows: int = 0
@@ -32,13 +33,14 @@ class Seen:
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's metrics, as the others have to know them.
+    """What one rank sends to the others about its metrics.
 
     Args:
         states: Name of each metric, and shape and rule of each of its variables.
-        seen: What they have seen.
-        log_names: Names that the last step returned, `None` where they do not count.
-        merging: States of the metrics that have a rule of their own.
+        seen: How much data they have been updated with.
+        log_names: Names that the last step returned; `None` if the logs are not to be
+            synchronized.
+        merging: States of the metrics that have a method `merge_states`.
         results: Results of the metrics that have no variables.
     """
 
@@ -49,29 +51,38 @@ class RankReport:
     results: list[Any]
 
 
-def report_of_rank(pieces: Sequence[Any], seen: Seen, logs: Any) -> RankReport:
-    """What this rank tells."""
+def report_of_rank(metrics: Sequence[Any], seen: Seen, logs: Any) -> RankReport:
+    """This rank's report.
+
+    Args:
+        metrics: The metrics that hold state.
+        seen: How much data they have been updated with.
+        logs: What the last step returned, or `None`.
+    """
     states = [
-        (part.name, [f"{tuple(v.shape)} {rule_of(v)}" for v in part.variables])
-        for part in pieces
+        (metric.name, [f"{tuple(v.shape)} {rule_of(v)}" for v in metric.variables])
+        for metric in metrics
     ]
-    counting = pieces if seen.has_rows else []
+    counted = metrics if seen.has_rows else []
     return RankReport(
         states,
         seen,
         sorted(logs) if isinstance(logs, Mapping) else None,
-        [arrays_of(part.variables) for part in counting if merges(part)],
-        [on_host(part.result()) for part in counting if is_plain(part)],
+        [arrays_of(metric.variables) for metric in counted if merges(metric)],
+        [on_host(metric.result()) for metric in counted if is_without_state(metric)],
     )
 
 
-def check(everyone: Sequence[RankReport]) -> None:
-    """Raise where the ranks cannot sum, before they wait for each other.
+def check(reports: Sequence[RankReport]) -> None:
+    """Raise an error if the ranks' metrics differ: their allreduce would never end.
+
+    Args:
+        reports: Of all ranks, in rank order.
 
     Raises:
         ValueError: The same on all ranks.
     """
-    names = [Counter(name for name, _ in report.states) for report in everyone]
+    names = [Counter(name for name, _ in report.states) for report in reports]
     for rank, held in enumerate(names):
         for other, known in enumerate(names):
             for name in held - known:
@@ -79,14 +90,14 @@ def check(everyone: Sequence[RankReport]) -> None:
                     f"Rank {rank} has the metric {name!r}, which rank {other} does "
                     f"not have. Received: {_listed(map(sorted, names))}. {_ADVICE}"
                 )
-    for states in zip(*(report.states for report in everyone), strict=True):
+    for states in zip(*(report.states for report in reports), strict=True):
         if any(state != states[0] for state in states):
             raise ValueError(
                 f"The ranks disagree on the state of the metric {states[0][0]!r}. "
                 f"Received: {_listed(states)}. {_ADVICE}"
             )
-    logged = [report.log_names for report in everyone]
-    if any(own != logged[0] for own in logged):
+    logged = [report.log_names for report in reports]
+    if any(log_names != logged[0] for log_names in logged):
         raise ValueError(
             "The ranks disagree on the names in the logs. Received: "
             f"{_listed(logged)}. Log the same names on every rank."
@@ -94,12 +105,12 @@ def check(everyone: Sequence[RankReport]) -> None:
 
 
 def arrays_of(variables: Sequence[Any]) -> list[np.ndarray]:
-    """Copies of the values of variables."""
+    """Copies of the values of some variables."""
     return [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
 
 
 def on_host(result: Any) -> Any:
-    """A result without tensors and variables: numbers and arrays, copied."""
+    """A metric's result as Python numbers and NumPy arrays, copied."""
 
     def copy(value: Any) -> Any:
         array = np.array(keras.ops.convert_to_numpy(value))

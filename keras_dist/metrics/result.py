@@ -1,4 +1,4 @@
-"""The results of metrics over all ranks."""
+"""Results of metrics over the rows of all ranks."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from keras_dist.metrics.rank_report import (
     on_host,
     report_of_rank,
 )
-from keras_dist.metrics.stateful import is_plain, merges, stateful_metrics
+from keras_dist.metrics.stateful import is_without_state, merges, stateful_metrics
 
 
 def global_result(
@@ -27,131 +27,142 @@ def global_result(
     seen: Seen | None = None,
     logs: Any = None,
 ) -> Any:
-    """`result()` as it would be had one process seen the rows of all ranks.
+    """`result()` as if one process had updated the metrics with the rows of all ranks.
 
-    The state of nearly all metrics adds up (sums, counts, confusion matrices), their
-    results do not: the mean of two ranks' AUC is not the AUC. So the states are brought
-    together, by one collective for all metrics, and then `result()` is taken.
-    Afterwards the metrics hold this rank's own state again. How a state comes together:
+    Results cannot be averaged: the mean of two ranks' AUC is not the AUC. But the state
+    of nearly all metrics can be summed (totals, counts, confusion matrices). So the
+    state of all metrics is synchronized by one allreduce, `result()` is called, and
+    this rank's own state is restored. How the state of a metric is synchronized:
 
-    - a metric with a method `merge_states(states)` gets the states of all ranks that
-      have rows, each a list of arrays in the order of `variables`, and sets its own;
-    - else each variable follows its `aggregation`: `"sum"`, which is what Keras gives
-      to the variables of metrics; `"only_first_replica"`, the first rank's; `"mean"`
-      or none, an average by rows;
-    - a metric without any variable has its result averaged by rows.
+    - A method `merge_states(states)` of the metric is called with the states of all
+      ranks that have rows, each a list of arrays in the order of `variables`, and sets
+      the metric's own state.
+    - Without it, the `aggregation` of each variable decides: `"sum"`, which Keras sets
+      for the variables of metrics; `"only_first_replica"`, the first rank's value;
+      `"mean"` or none, an average weighted by rows.
+    - If the metric has no variables, its results are averaged, weighted by rows.
 
     Args:
         metrics: `keras.metrics.Metric` objects, the same ones on every rank.
-        result: Reads the metrics, for example `Model.get_metrics_result`.
-        seen: What this rank's metrics have been shown.
-        logs: What this rank's last step returned, where that counts: Keras logs it
-            where its names are not those of `result()`.
+        result: Function that reads the metrics, such as `Model.get_metrics_result`.
+        seen: How much data this rank's metrics have been updated with.
+        logs: What this rank's last step returned, or `None`. Keras logs it instead of
+            `result()` if their names differ.
 
     Returns:
-        The values of `result()`; or, where the last step returned other names, those
-        of a last step on one process.
+        The values of `result()`; or, if `logs` has other names, what the last step of
+        one process would have returned.
 
     Raises:
-        ValueError: On all ranks, if they do not hold the same metrics, with states of
+        ValueError: On all ranks, if they do not have the same metrics, with states of
             the same shapes, or do not log the same names.
     """
     if comm.size() == 1:
         return result()
-    pieces = stateful_metrics(metrics)
-    everyone = comm.gather_or_raise(
-        lambda: report_of_rank(pieces, seen or Seen(), logs)
+    stateful = stateful_metrics(metrics)
+    reports = comm.gather_or_raise(
+        lambda: report_of_rank(stateful, seen or Seen(), logs)
     )
-    check(everyone)
-    with _of_all_ranks(pieces, everyone):
+    check(reports)
+    with _synchronized(stateful, reports):
         exact = on_host(result())
     if not isinstance(logs, Mapping) or set(logs) == set(exact):
         return exact
-    return _of_last_step(logs, on_host(result()), exact, [t.seen for t in everyone])
+    return _logs_of_last_step(
+        logs, on_host(result()), exact, [report.seen for report in reports]
+    )
 
 
 @contextlib.contextmanager
-def _of_all_ranks(
-    pieces: Sequence[Any], everyone: Sequence[RankReport]
+def _synchronized(
+    metrics: Sequence[Any], reports: Sequence[RankReport]
 ) -> Iterator[None]:
-    """Inside the block, the metrics are those of one process on all rows."""
-    merging = [part for part in pieces if merges(part)]
-    merged = {id(v): v for part in merging for v in part.variables}
+    """Inside the block, the metrics have the state of one process on all rows."""
+    merging = [metric for metric in metrics if merges(metric)]
+    merged = {id(v): v for metric in merging for v in metric.variables}
     others = {
-        id(v): v for part in pieces for v in part.variables if id(v) not in merged
+        id(v): v for metric in metrics for v in metric.variables if id(v) not in merged
     }
-    plain = [part for part in pieces if is_plain(part)]
-    touched = [*others.values(), *merged.values()]
-    own = arrays_of(touched)
-    seen = [report.seen for report in everyone]
-    values_of_all = states.of_all_ranks(list(others.values()), own[: len(others)], seen)
-    counting = [report for report in everyone if report.seen.has_rows]
+    without_state = [metric for metric in metrics if is_without_state(metric)]
+    changed = [*others.values(), *merged.values()]
+    own_states = arrays_of(changed)
+    seen = [report.seen for report in reports]
+    values = states.synchronized(list(others.values()), own_states[: len(others)], seen)
+    counted = [report for report in reports if report.seen.has_rows]
     try:
-        for variable, value in zip(others.values(), values_of_all, strict=True):
+        for variable, value in zip(others.values(), values, strict=True):
             if value.dtype.kind == "f" and keras.backend.is_int_dtype(variable.dtype):
-                value = np.rint(value)  # an average of whole numbers
+                value = np.rint(value)  # an average of integers
             variable.assign(keras.ops.cast(value, variable.dtype))
-        for index, part in enumerate(merging):
-            part.merge_states([report.merging[index] for report in counting])
-        for index, part in enumerate(plain):
+        for index, metric in enumerate(merging):
+            metric.merge_states([report.merging[index] for report in counted])
+        for index, metric in enumerate(without_state):
             mean = states.average(
-                [report.results[index] for report in counting],
-                [report.seen for report in counting],
+                [report.results[index] for report in counted],
+                [report.seen for report in counted],
             )
-            object.__setattr__(part, "result", lambda mean=mean: mean)
+            object.__setattr__(metric, "result", lambda mean=mean: mean)
         yield
     finally:
-        for part in plain:
-            part.__dict__.pop("result", None)
-        for variable, state in zip(touched, own, strict=True):
+        for metric in without_state:
+            metric.__dict__.pop("result", None)
+        for variable, state in zip(changed, own_states, strict=True):
             variable.assign(state)
 
 
-def _of_last_step(
+def _logs_of_last_step(
     logs: Mapping[str, Any], own: Any, exact: Any, everyone: Sequence[Seen]
 ) -> dict[str, Any]:
-    """What the last step of one process would have returned.
+    """What the last step of one process would have returned; one gather.
 
-    A value that is the result of the metric of its name is taken over all ranks;
-    another one is averaged by the rows of the last batch, over the ranks that have it:
-    of a ragged evaluation some ranks may have one batch less.
+    A value that equals the result of the metric of the same name is replaced by the
+    result over all ranks. Other values are averaged, weighted by the rows of the last
+    batch, over the ranks that made the last step: in an evaluation some ranks may have
+    one batch less.
+
+    Args:
+        logs: What this rank's last step returned.
+        own: Results of this rank's metrics.
+        exact: Results of the metrics over all ranks.
+        everyone: How much data the metrics of each rank have been updated with.
     """
-    values = {name: _number(value) for name, value in logs.items()}
-    report = {
-        name: (value, _is_same(value, own.get(name)))
+    values = {name: _array_or_none(value) for name, value in logs.items()}
+    named_values = {
+        name: (value, _is_equal(value, own.get(name)))
         for name, value in values.items()
         if value is not None
     }
     last = max(seen.steps for seen in everyone if seen.has_rows)
-    shown = [
+    last_batches = [
         Seen(seen.last_rows, has_rows=seen.has_rows and seen.steps == last)
         for seen in everyone
     ]
-    counting = [seen for seen in shown if seen.has_rows]
-    agreed = [
-        t for t, seen in zip(comm.gather(report), shown, strict=True) if seen.has_rows
-    ]
+    gathered = zip(comm.gather(named_values), last_batches, strict=True)
+    counted = [(of_rank, seen) for of_rank, seen in gathered if seen.has_rows]
     result = dict(logs)
-    for name in report:
-        if all(held[name][1] for held in agreed):
+    for name in named_values:
+        if all(of_rank[name][1] for of_rank, _ in counted):
             result[name] = exact[name]
         else:
-            mean = states.average([held[name][0] for held in agreed], counting)
+            mean = states.average(
+                [of_rank[name][0] for of_rank, _ in counted],
+                [seen for _, seen in counted],
+            )
             result[name] = on_host(mean)
     return result
 
 
-def _number(value: Any) -> Any:
-    """`value` as an array, or `None` where it is no number."""
+def _array_or_none(value: Any) -> Any:
+    """`value` as a float64 array, or `None` if it is not numeric."""
     try:
         return np.asarray(keras.ops.convert_to_numpy(value), np.float64)
     except (TypeError, ValueError):
         return None
 
 
-def _is_same(value: np.ndarray, result: Any) -> bool:
-    """Whether a value that a step has returned is what the metric says, after it."""
-    result = _number(result)
+def _is_equal(value: np.ndarray, result: Any) -> bool:
+    """Whether a value that a step returned equals a metric's result, up to rounding."""
+    result = _array_or_none(result)
     return (
         result is not None
         and result.shape == value.shape

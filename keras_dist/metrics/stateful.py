@@ -1,4 +1,4 @@
-"""Which metrics hold state, and how it comes together."""
+"""Which metrics hold state, and by which rule the states of all ranks become one."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,79 +7,85 @@ import keras
 
 
 def stateful_metrics(metrics: Sequence[Any]) -> list[Any]:
-    """The metrics that hold state, those inside of others too, each once."""
-    found: dict[int, Any] = {}
+    """The metrics that hold state, also those nested in other metrics, each once."""
+    stateful: dict[int, Any] = {}
     for metric in metrics:
         inner = [] if merges(metric) else _inner(metric)
         own = {id(variable) for variable in metric.variables}
-        own -= {id(variable) for part in inner for variable in part.variables}
-        if own or not (inner or _is_list(metric)):
-            found[id(metric)] = metric
-        found |= {id(part): part for part in stateful_metrics(inner)}
-    return list(found.values())
+        own -= {id(variable) for nested in inner for variable in nested.variables}
+        if own or not (inner or _is_container(metric)):
+            stateful[id(metric)] = metric
+        stateful |= {id(nested): nested for nested in stateful_metrics(inner)}
+    return list(stateful.values())
 
 
 def merges(metric: Any) -> bool:
-    """Whether it has a rule of its own."""
+    """Whether a metric synchronizes its state itself, by a method `merge_states`."""
     return callable(getattr(metric, "merge_states", None))
 
 
-def is_plain(metric: Any) -> bool:
-    """Whether it keeps what it knows in Python only."""
+def is_without_state(metric: Any) -> bool:
+    """Whether a metric has no variables: what it remembers is in Python attributes."""
     return not metric.variables and not merges(metric)
 
 
 def rule_of(variable: Any) -> str:
-    """How the states of all ranks become one: "sum", "first" or "mean"."""
+    """How a variable is synchronized: "sum", "first" (rank's value) or "mean"."""
     aggregation = getattr(variable, "aggregation", "sum")
     return {"sum": "sum", "only_first_replica": "first"}.get(aggregation, "mean")
 
 
 def exceptions(metrics: Sequence[Any]) -> tuple[tuple[str, str], ...]:
-    """Name and rule of each metric whose state is not summed, as far as is known.
+    """Name and rule of each metric whose state is not summed, for the plan.
+
+    It may be incomplete for a model that is not built: some metrics create their
+    variables at the first batch.
 
     Args:
-        metrics: `Model.metrics`, also of a model that has not seen a batch.
+        metrics: `Model.metrics`, also of a model that is not built.
     """
-    found = []
+    special = []
     for metric in stateful_metrics([*metrics, *_given_to_compile(metrics)]):
         rules = {rule_of(variable) for variable in metric.variables}
         if merges(metric):
-            found.append((metric.name, "by its own merge_states"))
+            special.append((metric.name, "by its own merge_states"))
         elif "mean" in rules:
-            found.append((metric.name, "state averaged by rows"))
+            special.append((metric.name, "state averaged by rows"))
         elif "first" in rules:
-            found.append((metric.name, "the first rank's state"))
+            special.append((metric.name, "the first rank's state"))
         elif not rules and not type(metric).__module__.startswith("keras."):
-            # One may still make variables when it sees the first batch, as some of
-            # Keras's own do.
-            found.append((metric.name, "result averaged by rows if without variables"))
-    return tuple(found)
+            # It may still create variables at the first batch, as some of Keras's own
+            # metrics do.
+            special.append(
+                (metric.name, "result averaged by rows if without variables")
+            )
+    return tuple(special)
 
 
 def _given_to_compile(metrics: Sequence[Any]) -> list[Any]:
-    # Keras lists them when it has seen a batch; before, there is no public name.
-    held = [
+    # `Model.metrics` lists them after the first batch only, and there is no public
+    # attribute for them before.
+    given = [
         getattr(metric, name, None) or []
         for metric in metrics
         for name in ("_user_metrics", "_user_weighted_metrics")
     ]
-    leaves = keras.tree.flatten(held)
+    leaves = keras.tree.flatten(given)
     return [leaf for leaf in leaves if isinstance(leaf, keras.metrics.Metric)]
 
 
 def _inner(metric: Any) -> list[Any]:
-    # Keras keeps those of `compile` in `metrics`, and a metric's attributes in
-    # `_metrics`, for which there is no public name.
-    held = [*_list(metric, "metrics"), *_list(metric, "_metrics")]
-    return [part for part in held if isinstance(part, keras.metrics.Metric)]
+    # Keras's container for the metrics of `compile` lists them in `metrics`. A metric
+    # lists those among its attributes in `_metrics`; there is no public name for it.
+    nested = [*_list(metric, "metrics"), *_list(metric, "_metrics")]
+    return [inner for inner in nested if isinstance(inner, keras.metrics.Metric)]
 
 
 def _list(metric: Any, name: str) -> list[Any]:
-    found = getattr(metric, name, None)
-    return list(found) if isinstance(found, (list, tuple)) else []
+    value = getattr(metric, name, None)
+    return list(value) if isinstance(value, (list, tuple)) else []
 
 
-def _is_list(metric: Any) -> bool:
-    """Whether it is what Keras keeps the metrics of `compile` in."""
+def _is_container(metric: Any) -> bool:
+    """Whether it is Keras's container for the metrics of `compile`."""
     return isinstance(getattr(metric, "metrics", None), (list, tuple))

@@ -1,4 +1,4 @@
-"""Sum, average or take the states of all ranks, by one collective."""
+"""Synchronize the state of metrics: sum, average or copy it, by one allreduce."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,47 +12,62 @@ from keras_dist.metrics.rank_report import Seen
 from keras_dist.metrics.stateful import rule_of
 
 
-def of_all_ranks(
-    variables: Sequence[Any], states: Sequence[np.ndarray], everyone: Sequence[Seen]
+def synchronized(
+    variables: Sequence[Any], states: Sequence[np.ndarray], seen: Sequence[Seen]
 ) -> list[np.ndarray]:
-    """What each variable holds when the states of all ranks have come together.
+    """The values of metric variables over all ranks, each by its own rule.
+
+    One allreduce sums all of them: each rank sends its state × 1 or 0 where the rule is
+    "sum" or "first", and × its fraction of all rows where the rule is "mean".
 
     Args:
-        variables: Of metrics, the same ones on every rank.
-        states: This rank's values of them.
-        everyone: What the metrics of each rank have seen.
+        variables: Variables of metrics, the same on every rank.
+        states: This rank's values of the variables.
+        seen: How much data the metrics of each rank have been updated with, in rank
+            order.
+
+    Returns:
+        The synchronized value of each variable: int64 for integers that are not
+        averaged, else float64.
     """
-    fractions = weights(everyone)
+    fractions = weights(seen)
     is_first = [fraction > 0 for fraction in fractions].index(True) == comm.rank()
     fraction = fractions[comm.rank()]
-    has_rows = everyone[comm.rank()].has_rows
+    has_rows = seen[comm.rank()].has_rows
     factors = {"sum": has_rows, "first": is_first, "mean": fraction}
     sent, counts = [], []
     for variable, state in zip(variables, states, strict=True):
-        words = _words(state, factors[rule_of(variable)])
-        sent += words
-        counts.append(len(words))
+        encoded = _encoded(state, factors[rule_of(variable)])
+        sent += encoded
+        counts.append(len(encoded))
     received = iter(
         comm.sum_tensors(
-            [tf.constant(word) for word in sent],
+            [tf.constant(array) for array in sent],
             name="keras_dist.metrics",
             dtype=tf.float64,
         )
     )
-    return [_value([next(received).numpy() for _ in range(count)]) for count in counts]
+    return [
+        _decoded([next(received).numpy() for _ in range(count)]) for count in counts
+    ]
 
 
-def weights(everyone: Sequence[Seen]) -> list[float]:
-    """Each rank's part of all rows that the metrics have seen; they add up to 1."""
-    rows = [seen.rows * seen.has_rows for seen in everyone]
-    # Where nobody has counted, all ranks that count are alike.
-    rows = rows if any(rows) else [int(seen.has_rows) for seen in everyone]
-    return [own / sum(rows) for own in rows]
+def weights(seen: Sequence[Seen]) -> list[float]:
+    """Each rank's fraction of all rows that the metrics have seen; their sum is 1."""
+    rows = [of_rank.rows * of_rank.has_rows for of_rank in seen]
+    # If no rank has counted its rows, those that have rows get equal fractions.
+    rows = rows if any(rows) else [int(of_rank.has_rows) for of_rank in seen]
+    return [of_rank / sum(rows) for of_rank in rows]
 
 
-def average(results: Sequence[Any], everyone: Sequence[Seen]) -> Any:
-    """Mean of results of one structure, by the rows of each rank; in float64."""
-    fractions = weights(everyone)
+def average(results: Sequence[Any], seen: Sequence[Seen]) -> Any:
+    """Average of the ranks' results, weighted by their rows, in float64.
+
+    Args:
+        results: Of each rank, all of the same structure.
+        seen: How much data the metrics of each of these ranks have been updated with.
+    """
+    fractions = weights(seen)
 
     def mean(*values: Any) -> Any:
         pairs = zip(values, fractions, strict=True)
@@ -63,20 +78,23 @@ def average(results: Sequence[Any], everyone: Sequence[Seen]) -> Any:
     return keras.tree.map_structure(mean, *results)
 
 
-def _words(state: np.ndarray, factor: float) -> list[np.ndarray]:
-    """A state × its factor, as float64 numbers that can be summed without loss."""
+def _encoded(state: np.ndarray, factor: float) -> list[np.ndarray]:
+    """`state` × `factor` as float64 arrays whose sum over the ranks is exact.
+
+    A float64 has 53 bits. So an int64 is sent as two arrays of 32 bits each, which
+    leaves 21 bits for the sum over the ranks.
+    """
     is_whole = state.dtype.kind in "iub" and isinstance(factor, bool)
     if not is_whole:
-        # Not by multiplication: what must not count may be infinite.
+        # A state that is not counted may be infinite, and infinity × 0 is NaN.
         state = state.astype(np.float64)
         return [state * factor if factor else np.zeros_like(state)]
-    # A float64 has 53 bits: half a number each leaves room for the sum.
     whole = state.astype(np.int64) * int(factor)
     return [(whole >> 32).astype(np.float64), (whole & 0xFFFFFFFF).astype(np.float64)]
 
 
-def _value(words: list[np.ndarray]) -> np.ndarray:
-    if len(words) == 1:
-        return words[0]
-    high, low = (word.astype(np.int64) for word in words)
+def _decoded(encoded: list[np.ndarray]) -> np.ndarray:
+    if len(encoded) == 1:
+        return encoded[0]
+    high, low = (half.astype(np.int64) for half in encoded)
     return (high << 32) + low

@@ -1,1 +1,9 @@
-"""From the arguments of one call to what this rank is going to do."""
+"""From the arguments of one call of `dist_fit` to what this rank is going to do.
+
+- `arguments`: `KerasArguments`, the arguments of `dist_fit` that `Model.fit` has, too
+- `options`: `Options`, all other arguments of `dist_fit`
+- `checks`: check that the model can be trained on many ranks
+- `same_batches`: find out whether the ranks have the same batches or each its own
+- `job`: `prepare` decides everything for this rank and returns one frozen `Job`
+- `describe`: the same decisions in words and numbers, for the plan that is printed
+"""

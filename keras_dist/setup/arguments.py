@@ -1,4 +1,4 @@
-"""The arguments of `dist_fit` that `Model.fit` has, too."""
+"""Those arguments of `dist_fit` that `Model.fit` has, too."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ class KerasArguments:
     validation_freq: int | list[int] = 1
 
     def as_keywords(self) -> dict[str, Any]:
-        """Of `keras.Model.fit`; the data in it is not copied."""
+        """The arguments as a dict for `keras.Model.fit`; the data is not copied."""
         return dict(vars(self))
 
     @property

@@ -1,4 +1,4 @@
-"""What a model must be, to be trained on many ranks."""
+"""Check that a model can be trained on many ranks."""
 
 from typing import Any
 
@@ -10,15 +10,15 @@ from keras_dist.training.autotune import plain_strategy
 
 
 def check_model(model: Any, *, is_compiled: bool = True) -> None:
-    """Raise where `model` cannot be used on many ranks.
+    """Raise an error if `model` cannot be used on many ranks.
 
     Args:
-        model: What the user calls a model.
-        is_compiled: Whether it has to be compiled.
+        model: What the user passed as the model.
+        is_compiled: Whether it must be compiled.
 
     Raises:
         TypeError: If it is not a Keras model.
-        ValueError: If it is not compiled, or under a `tf.distribute` strategy.
+        ValueError: If it is not compiled, or uses a `tf.distribute` strategy.
     """
     if not isinstance(model, keras.Model):
         raise TypeError(
@@ -27,19 +27,21 @@ def check_model(model: Any, *, is_compiled: bool = True) -> None:
         )
     if is_compiled and not model.compiled:
         raise ValueError(
-            "The model must be compiled: its optimizer is what averages. Received: the "
-            f"uncompiled model {model.name!r}. Call model.compile(…) first."
+            "The model must be compiled: its optimizer averages the gradients. "
+            f"Received: the uncompiled model {model.name!r}. Call model.compile(…) "
+            "first."
         )
     if tf.distribute.has_strategy() or not _has_default_strategy(model):
         raise ValueError(
             "The model is already distributed by TensorFlow. Received: a model under "
-            f"{type(model.distribute_strategy).__name__}. Make and compile it outside "
-            "of `strategy.scope()`: keras_dist starts one process per device instead."
+            f"{type(model.distribute_strategy).__name__}. Create and compile it "
+            "outside of `strategy.scope()`: keras_dist starts one process per device "
+            "instead."
         )
 
 
 def check_local_layers(model: Any, averaging: optimizer.Averaging) -> None:
-    """Raise where a layer to be kept local is not one of `model`."""
+    """Raise a `ValueError` if one of `local_layers` is not a layer of `model`."""
     known = {id(layer) for layer in model._flatten_layers(include_self=False)}
     for layer in averaging.local_layers:
         if id(layer) not in known:

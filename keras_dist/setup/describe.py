@@ -1,4 +1,4 @@
-"""The words and numbers of the plan, from what was decided."""
+"""Describe the decisions for one fit in the words and numbers of the plan."""
 
 from typing import Any
 
@@ -9,8 +9,13 @@ from keras_dist.setup.options import Options
 
 
 def rows_of(feed: sharding.Feed, rule: Any) -> plan.Rows:
-    """What the plan says of a feed's rows and steps, which follow `rule`."""
-    named = rule if isinstance(rule, (str, int, float)) else "your function"
+    """The plan's lines about the rows and steps of a feed.
+
+    Args:
+        feed: This rank's training or validation data.
+        rule: The rule that its number of steps was computed by.
+    """
+    rule_name = rule if isinstance(rule, (str, int, float)) else "your function"
     return plan.Rows(
         kind=feed.kind,
         batch_size=feed.batch_size,
@@ -19,22 +24,30 @@ def rows_of(feed: sharding.Feed, rule: Any) -> plan.Rows:
         left_out=feed.left_out,
         steps_before=feed.steps_before,
         steps=feed.steps,
-        rule=f"steps scaled: {named}" if feed.is_scaled else "",
+        rule=f"steps scaled: {rule_name}" if feed.is_scaled else "",
     )
 
 
 def rates_of(
     model: Any, options: Options, factor: float, step_multiplier: int
 ) -> tuple[plan.Rate, ...]:
-    """The learning rates before and after, one for each optimizer that has one."""
+    """The learning rate of each of the model's optimizers, before and after scaling.
+
+    Args:
+        model: The compiled model.
+        options: The options of `dist_fit`.
+        factor: The full factor on the learning rate.
+        step_multiplier: Steps of one process for each step; schedules are read at
+            step × `step_multiplier`.
+    """
     rule = options.lr_scaling
     if not isinstance(rule, str):
         rule = "your function" if callable(rule) else "your factor"
     rates = []
     for leaf in (
         leaf
-        for found in optimizer.optimizers_of(model)
-        for leaf in optimizer.leaves(found)
+        for outermost in optimizer.optimizers_of(model)
+        for leaf in optimizer.leaves(outermost)
     ):
         schedule = optimizer.schedule_of(leaf)
         if schedule is None:

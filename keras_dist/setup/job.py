@@ -1,4 +1,4 @@
-"""From the arguments of one call to what this rank is going to do."""
+"""Decide from the arguments of one call what this rank is going to do."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,18 +14,19 @@ from keras_dist.version import __version__
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank does in one fit.
+    """Every decision about one fit on this rank.
 
     Args:
-        arguments: Of `keras.Model.fit`, for this rank.
-        callbacks: Ours and the user's, those of the first rank too.
+        arguments: This rank's arguments for `keras.Model.fit`.
+        callbacks: Ours and the user's, the same on every rank: also those that run on
+            the first rank only.
         training: This rank's training data.
         validation: This rank's validation data, if there is any.
-        averaging: How gradients become those of all ranks.
+        averaging: How gradients are averaged.
         factor: Full factor on the learning rate.
-        step_multiplier: A schedule is read at step × this.
-        warmup_steps: Steps until the full factor.
-        plan: All of it, to be read.
+        step_multiplier: Schedules of the learning rate are read at step × this number.
+        warmup_steps: Steps until the full factor is reached.
+        plan: The same decisions in words, to be printed.
     """
 
     arguments: dict[str, Any]
@@ -40,11 +41,11 @@ class Job:
 
     @property
     def feeds(self) -> list[sharding.Feed]:
-        """Of the training and, if there is any, the validation data."""
+        """The training data and, if there is any, the validation data."""
         return [feed for feed in (self.training, self.validation) if feed is not None]
 
     def facts(self) -> dict[str, Any]:
-        """What has to be equal on all ranks."""
+        """Name and value of everything that has to be equal on all ranks."""
         facts = dict(self.training.facts)
         facts |= self.validation.facts if self.validation else {}
         names = ("epochs", "initial_epoch", "validation_freq", "class_weight")
@@ -60,7 +61,7 @@ class Job:
         )
         facts["the learning rate's factor"] = self.factor
         facts["the steps of the warm-up"] = self.warmup_steps
-        # A user's own callback may be on one rank only: it has no collective in it.
+        # A callback of the user may be missing on some ranks: it has no collectives.
         facts["the callbacks of Keras and keras_dist"] = [
             type(callback).__name__
             for callback in self.callbacks
@@ -76,15 +77,16 @@ def prepare(
     options: Options,
     split: sharding.Split,
 ) -> Job:
-    """Decide everything for this rank; local work, no collective.
+    """Decide everything for this rank, without any collective.
 
     Args:
         model: The compiled model.
-        fit: Those of `Model.fit`.
-        options: Those of `dist_fit`.
+        fit: The arguments of `dist_fit` that are those of `Model.fit`.
+        options: All other arguments of `dist_fit`.
         split: How data is divided.
 
     Raises:
+        TypeError: If `model` is not a Keras model.
         ValueError: If an argument is unusable.
     """
     check_model(model)
@@ -130,7 +132,11 @@ def prepare(
 
 
 def _take_over_warmup(given: Any, options: Options) -> tuple[list[Any], Options]:
-    """Do what a `LearningRateWarmup` in the list says, and do nothing twice."""
+    """Turn a `LearningRateWarmup` in the user's list into options.
+
+    Returns:
+        The callbacks without it, and the options: else the rate would be scaled twice.
+    """
     callbacks = ours.order_callbacks(given, options.target_accuracy)
     for callback in callbacks:
         if isinstance(callback, ours.LearningRateWarmup):
@@ -149,25 +155,26 @@ def _arguments(
     validation: sharding.Feed | None,
     callbacks: list[Any],
 ) -> dict[str, Any]:
-    """Of `Model.fit`, with this rank's data, and files left to the first rank."""
+    """This rank's arguments for `Model.fit`: its data, its callbacks, its steps."""
     is_first = comm.rank() == 0
     arguments = fit.as_keywords() | training.arguments
     arguments["callbacks"] = ours.on_this_rank(callbacks)
-    if (
-        comm.size() == 1 and training.epoch is None
-    ):  # what Keras takes and refuses is its own affair
-        own = {"steps_per_epoch": training.arguments["steps_per_epoch"]}
+    if comm.size() == 1 and training.epoch is None:
+        # The user's data as it is: Keras decides what it accepts.
+        changed = {
+            "callbacks": arguments["callbacks"],
+            "steps_per_epoch": training.arguments["steps_per_epoch"],
+        }
         if fit.validation_steps and validation is not None:
-            own["validation_steps"] = validation.steps
-        return fit.as_keywords() | {"callbacks": arguments["callbacks"]} | own
+            changed["validation_steps"] = validation.steps
+        return fit.as_keywords() | changed
     if training.epoch is not None:
         arguments["callbacks"].append(ours.NextEpoch(training.epoch, training.steps))
     arguments["verbose"] = fit.verbose if is_first else 0
     if validation is not None:
-        given = validation.arguments
         arguments |= {
             "validation_split": 0.0,
-            "validation_data": _packed(given),
+            "validation_data": _validation_tuple(validation.arguments),
             "validation_steps": validation.steps if fit.validation_steps else None,
             "validation_batch_size": validation.batch_size,
         }
@@ -177,7 +184,7 @@ def _arguments(
 def _feeds(
     fit: KerasArguments, options: Options, split: sharding.Split
 ) -> tuple[sharding.Feed, sharding.Feed | None]:
-    # A wrong rule is an error also where it is not used.
+    # An unusable rule is an error even if there are no steps to apply it to.
     steps = scaling.scaled_steps(
         options.steps_scaling, fit.steps_per_epoch, size=split.size
     )
@@ -189,16 +196,16 @@ def _feeds(
         multiples=True,
     )
     try:
-        return _feeds_of_ranks(fit, options, split)
+        return _sharded_feeds(fit, options, split)
     except ValueError:
         if split.size > 1:
             raise
-        # One process: Keras says what is wrong, if it finds that anything is.
+        # One process: Keras raises its own error, if it rejects the data, too.
         kind = type(fit.x).__name__.lstrip("_")
         return sharding.Feed({"steps_per_epoch": steps}, kind=kind), None
 
 
-def _feeds_of_ranks(
+def _sharded_feeds(
     fit: KerasArguments, options: Options, split: sharding.Split
 ) -> tuple[sharding.Feed, sharding.Feed | None]:
     training_data = fit.x, fit.y, fit.sample_weight
@@ -227,11 +234,12 @@ def _feeds_of_ranks(
     return training, validation
 
 
-def _packed(given: dict[str, Any]) -> Any:
-    if given["y"] is None and given["sample_weight"] is None:
-        return given["x"]
-    pieces = given["x"], given["y"], given["sample_weight"]
-    return pieces if pieces[2] is not None else pieces[:2]
+def _validation_tuple(arguments: dict[str, Any]) -> Any:
+    """`x`, `(x, y)` or `(x, y, sample_weight)`, as `Model.fit` takes it."""
+    x, y, sample_weight = (arguments[name] for name in ("x", "y", "sample_weight"))
+    if y is None and sample_weight is None:
+        return x
+    return (x, y) if sample_weight is None else (x, y, sample_weight)
 
 
 def _warmup_steps(warmup_epochs: float, steps: int | None) -> int:
@@ -242,8 +250,8 @@ def _warmup_steps(warmup_epochs: float, steps: int | None) -> int:
         )
     if warmup_epochs and steps is None:
         raise ValueError(
-            "The number of steps of an epoch is not known, so the warm-up cannot tell "
-            f"how long it is. Received: warmup_epochs={warmup_epochs} and data of "
-            "unknown length. Pass `steps_per_epoch`."
+            "A warm-up in epochs needs the number of steps of an epoch, which is not "
+            f"known. Received: warmup_epochs={warmup_epochs} and data of unknown "
+            "length. Pass `steps_per_epoch`."
         )
     return round(warmup_epochs * (steps or 0))

@@ -1,4 +1,4 @@
-"""The arguments of `dist_fit` that `Model.fit` does not have."""
+"""Those arguments of `dist_fit` that `Model.fit` does not have."""
 
 import os
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Options:
     save_seconds: float | None = 300
 
     def averaging(self) -> optimizer.Averaging:
-        """Those that say how gradients become those of all ranks, checked."""
+        """The options that say how gradients are averaged, checked."""
         return optimizer.Averaging(
             op=self.op,
             compression=self.compression,

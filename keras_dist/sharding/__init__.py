@@ -1,4 +1,38 @@
-"""Which rows each rank reads, and the data made of them."""
+"""Shard the user's data: which rows or batches each rank reads at each step.
+
+Any kind of data:
+
+- `training`: `training_feed`, this rank's arguments of `Model.fit` for its data
+- `validation`: `validation_feed` and `hold_out`, the same for an evaluation
+- `feed`: `Split` goes into these functions and `Feed` comes out; `Channel`
+
+Arrays, sharded by row:
+
+- `arrays`: `Arrays`, and a `tf.data.Dataset` of one rank's rows
+- `arrays_rows`: row arithmetic: rows and steps of a rank, rows left out
+- `arrays_order`: the permutation of the rows in each pass
+- `arrays_schedule`: which rows come in which epoch, also after a resume; `Position`
+- `arrays_reader`: read rows by index, from memory or from a memory-mapped file
+
+Data that comes in batches, sharded by batch:
+
+- `batches`: `rank_batches`, which chooses among the files below
+- `batches_stream`: `Stream`, one view of data sets, sequences, generators, loaders
+- `batches_known_length`: shard a `tf.data.Dataset` of known or infinite length
+- `batches_sequence`: shard a `keras.utils.PyDataset`, by index
+- `batches_schedule`: which batches come in which epoch, also after a resume
+
+The same, of unknown length: the ranks agree before each batch that all have one.
+
+- `batches_unknown_length`: shard generators, data loaders, filtered data sets
+
+To support a new kind of data: if it yields batches, `Stream` must know its length and
+how to iterate over it, and the rest follows. Else write a file beside `arrays`, and
+choose it in `training_feed` and `validation_feed`.
+
+Nothing here imports Horovod or `comm`. Rank and size are arguments, and data that has
+to communicate while it is read does so through a `Channel`.
+"""
 
 from keras_dist.sharding.arrays import is_arrays
 from keras_dist.sharding.arrays_schedule import EpochSchedule, Position, either
@@ -9,12 +43,12 @@ from keras_dist.sharding.training import training_feed
 from keras_dist.sharding.validation import hold_out, validation_feed
 
 __all__ = [
+    "Channel",
     "EpochSchedule",
     "Feed",
     "Position",
     "Split",
     "Stream",
-    "Channel",
     "either",
     "hold_out",
     "is_arrays",

@@ -1,4 +1,4 @@
-"""Deal arrays to the ranks row by row."""
+"""Shard arrays by row."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +10,12 @@ import tensorflow as tf
 from keras_dist.sharding.arrays_order import Order
 from keras_dist.sharding.arrays_reader import reader_of
 from keras_dist.sharding.arrays_rows import shard_rows
-from keras_dist.sharding.batches_known_length import of_length, unsharded
+from keras_dist.sharding.batches_known_length import with_length, without_auto_shard
 
 _UNEVEN = (tf.RaggedTensor, tf.SparseTensor)
+
+# Rows that `find_rows` compares at a time.
+_BLOCK = 4096
 
 
 @dataclass(frozen=True)
@@ -47,41 +50,41 @@ class Arrays:
         """Shape of one row of each array."""
         return [tuple(np.shape(leaf))[1:] for leaf in self._leaves()]
 
-    def pieces(self) -> tuple[Any, ...]:
+    def as_tuple(self) -> tuple[Any, ...]:
         """`(x,)`, `(x, y)` or `(x, y, sample_weight)`, as a data set yields them."""
         if self.sample_weight is not None:
             weight = self.sample_weight
             if keras.tree.is_nested(self.y) and not keras.tree.is_nested(weight):
-                # One weight a row for all outputs, as Keras does for arrays.
+                # Keras applies a single array of weights to all outputs.
                 weight = keras.tree.map_structure(lambda _: weight, self.y)
             return (self.x, self.y, weight)
         return (self.x,) if self.y is None else (self.x, self.y)
 
     def __getitem__(self, rows: slice) -> "Arrays":
-        """The arrays of some rows only; NumPy arrays are views and not copied."""
+        """A slice of the rows; NumPy arrays become views and are not copied."""
 
-        def cut(leaf: Any) -> Any:
+        def sliced(leaf: Any) -> Any:
             return None if leaf is None else leaf[rows]
 
         return Arrays(
             *(
-                keras.tree.map_structure(cut, part)
-                for part in (self.x, self.y, self.sample_weight)
+                keras.tree.map_structure(sliced, array)
+                for array in (self.x, self.y, self.sample_weight)
             )
         )
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether some of them are memory-mapped files."""
+        """Whether at least one array is a memory-mapped file."""
         return any(isinstance(leaf, np.memmap) for leaf in self._leaves())
 
     def _leaves(self) -> list[Any]:
-        everything = keras.tree.flatten((self.x, self.y, self.sample_weight))
-        return [leaf for leaf in everything if leaf is not None]
+        leaves = keras.tree.flatten((self.x, self.y, self.sample_weight))
+        return [leaf for leaf in leaves if leaf is not None]
 
 
 def is_arrays(data: Any) -> bool:
-    """Whether `data` is an array-like, or a structure of nothing else."""
+    """Whether `data` is an array-like, or a structure that holds only array-likes."""
     if data is None or isinstance(data, tf.data.Dataset):
         return False
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
@@ -94,28 +97,27 @@ def is_arrays(data: Any) -> bool:
 
 
 def is_ragged_or_sparse(data: Any) -> bool:
-    """Whether `data` holds a tensor whose rows cannot be told apart by place."""
+    """Whether `data` holds a ragged or sparse tensor, which cannot be sliced by row."""
     return any(isinstance(leaf, _UNEVEN) for leaf in keras.tree.flatten(data))
 
 
 def as_arrays(x: Any, y: Any = None, sample_weight: Any = None) -> Arrays:
     """`Arrays` of pandas, NumPy and TensorFlow values; pandas becomes NumPy."""
 
-    def plain(leaf: Any) -> Any:
-        is_plain_already = (
-            leaf is None or tf.is_tensor(leaf) or isinstance(leaf, np.memmap)
-        )
-        return leaf if is_plain_already else np.asarray(leaf)
+    def converted(leaf: Any) -> Any:
+        is_kept = leaf is None or tf.is_tensor(leaf) or isinstance(leaf, np.memmap)
+        return leaf if is_kept else np.asarray(leaf)
 
     return Arrays(
-        *(keras.tree.map_structure(plain, part) for part in (x, y, sample_weight))
+        *(keras.tree.map_structure(converted, array) for array in (x, y, sample_weight))
     )
 
 
 def split_validation(arrays: Arrays, fraction: float) -> tuple[Arrays, Arrays]:
-    """Training and validation rows, the last `fraction` for validation, as in Keras.
+    """Training and validation rows; as in Keras, the last `fraction` is validation.
 
-    It is cut before anything is dealt, so that no row is in both on any rank.
+    The arrays must be split before they are sharded: then no row is training data on
+    one rank and validation data on another.
 
     Raises:
         ValueError: If one of the two parts would be empty.
@@ -131,10 +133,10 @@ def split_validation(arrays: Arrays, fraction: float) -> tuple[Arrays, Arrays]:
 
 
 def shard_validation(arrays: Arrays, *, rank: int, size: int) -> Arrays:
-    """This rank's rows for an evaluation; where it has none, the first row.
+    """The rows that this rank evaluates or predicts, always at least one.
 
-    Keras cannot evaluate nothing: a rank without a row evaluates one that belongs to
-    another rank, and its metrics must not be counted.
+    Keras cannot evaluate empty data. If there are fewer rows than ranks, a rank without
+    a row evaluates a copy of row 0, and its metrics must not be counted.
     """
     if rank >= arrays.num_rows:
         return arrays[slice(0, 1)]
@@ -143,46 +145,48 @@ def shard_validation(arrays: Arrays, *, rank: int, size: int) -> Arrays:
 
 def in_batches(arrays: Arrays, batch_size: int) -> tf.data.Dataset:
     """All rows in order, read batch by batch: for arrays larger than memory."""
-    read = reader_of(arrays.pieces())
+    read = reader_of(arrays.as_tuple())
     rows = tf.data.Dataset.range(arrays.num_rows).batch(batch_size)
-    return unsharded(rows.map(read, tf.data.AUTOTUNE, deterministic=True))
+    return without_auto_shard(rows.map(read, tf.data.AUTOTUNE, deterministic=True))
 
 
 def find_rows(arrays: Arrays, batch: Any) -> np.ndarray:
-    """Where the rows of a batch stand in arrays that Keras has shuffled by itself.
+    """Find the rows of a batch in arrays that Keras has shuffled in an unknown order.
 
     Args:
-        arrays: That were read.
+        arrays: The arrays that the batch was read from.
         batch: `(x, …)` as it was read, with NumPy arrays.
 
     Returns:
-        The number of the first row that is equal to each; -1 where none is.
+        For each row of the batch the index of the first equal row of `arrays`, or -1 if
+        there is none.
 
     >>> find_rows(Arrays(np.array([1.0, 3.0, 2.0])), (np.array([2.0, 1.0]),)).tolist()
     [2, 0]
     """
-    given = [leaf for leaf in keras.tree.flatten(arrays.pieces()) if leaf is not None]
+    leaves = keras.tree.flatten(arrays.as_tuple())
+    leaves = [leaf for leaf in leaves if leaf is not None]
     read = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
-    # Keras may have added weights of classes.
-    read = [np.asarray(leaf) for leaf, _ in zip(read, given, strict=False)]
-    found: dict[bytes, int] = dict.fromkeys(_keys(read), -1)
-    for begin in range(0, arrays.num_rows, 4096):
-        if -1 not in found.values():
+    # A batch may have one array more: the weights that Keras made of class weights.
+    read = [np.asarray(leaf) for leaf, _ in zip(read, leaves, strict=False)]
+    row_of_key: dict[bytes, int] = dict.fromkeys(_row_keys(read), -1)
+    for begin in range(0, arrays.num_rows, _BLOCK):
+        if -1 not in row_of_key.values():
             break
-        piece = [
-            np.asarray(leaf[begin : begin + 4096])
+        block = [
+            np.asarray(leaf[begin : begin + _BLOCK])
             .astype(own.dtype)
             .reshape(-1, *own.shape[1:])
-            for leaf, own in zip(given, read, strict=False)
+            for leaf, own in zip(leaves, read, strict=False)
         ]
-        for pass_index, key in enumerate(_keys(piece)):
-            if found.get(key) == -1:
-                found[key] = begin + pass_index
-    return np.array([found[key] for key in _keys(read)], np.int64)
+        for offset, key in enumerate(_row_keys(block)):
+            if row_of_key.get(key) == -1:
+                row_of_key[key] = begin + offset
+    return np.array([row_of_key[key] for key in _row_keys(read)], np.int64)
 
 
-def _keys(leaves: list[np.ndarray]) -> list[bytes]:
-    """All bytes of each row."""
+def _row_keys(leaves: list[np.ndarray]) -> list[bytes]:
+    """The bytes of each row, over all arrays: equal for equal rows."""
     return [
         b"".join(leaf[row].tobytes() for leaf in leaves)
         for row in range(len(leaves[0]))
@@ -192,48 +196,56 @@ def _keys(leaves: list[np.ndarray]) -> list[bytes]:
 def shard_training(
     arrays: Arrays, order: Order, *, epoch: tf.Variable
 ) -> tf.data.Dataset:
-    """This rank's part of every global batch of an epoch.
+    """This rank's rows of every global batch of an epoch.
 
-    Which epoch is read stands in a variable, because Keras makes more iterators than
-    there are epochs, and one that counted them would be wrong.
+    The number of the epoch is read from a variable, because an iterator cannot count
+    epochs: Keras makes more iterators than there are epochs.
 
     Args:
         arrays: All rows; every rank holds them.
-        order: In which they are dealt.
-        epoch: Number of the epoch that an iterator made from now on reads, int64.
+        order: The order in which the rows are read.
+        epoch: An int64 variable. An iterator reads the epoch whose number it holds when
+            the iterator is made.
 
     Returns:
-        A data set of as many batches `(x, …)` of shape `(batch_size, …)` as an epoch
-        has steps, though its first pass may be shorter; the last batch of a pass of the
-        rows may be smaller.
+        A data set of batches `(x, …)` of shape `(batch_size, …)`, one for each step of
+        the epoch. The last batch of each pass over the rows may be smaller. The epoch
+        in which a training is resumed has fewer batches.
     """
     schedule = order.schedule
-    in_a_pass, in_first = schedule.in_a_pass, schedule.in_first_pass
-    read = reader_of(arrays.pieces())
+    per_pass, in_first = schedule.steps_per_pass, schedule.steps_in_first_pass
+    read = reader_of(arrays.as_tuple())
 
-    def batches(pass_index: tf.Tensor, begin: tf.Tensor, steps: tf.Tensor) -> Any:
-        is_first, rows = tf.equal(pass_index, 0), order.of_pass(pass_index)
-        first = begin - tf.where(
-            is_first, pass_index, in_first + (pass_index - 1) * in_a_pass
+    def pass_of_step(step: tf.Tensor) -> tf.Tensor:
+        return tf.where(step < in_first, 0 * step, 1 + (step - in_first) // per_pass)
+
+    def batches_of_pass(
+        pass_index: tf.Tensor, begin: tf.Tensor, steps: tf.Tensor
+    ) -> tf.data.Dataset:
+        is_first, rows = tf.equal(pass_index, 0), order.rows_of_pass(pass_index)
+        steps_before = tf.where(
+            is_first, pass_index, in_first + (pass_index - 1) * per_pass
         )
-        in_this = tf.where(is_first, in_first + pass_index, in_a_pass)
+        first = begin - steps_before
+        end = tf.where(is_first, in_first + pass_index, per_pass)
         return tf.data.Dataset.range(
-            tf.maximum(first, 0), tf.minimum(first + steps, in_this)
-        ).map(lambda step: order.of_batch(rows, pass_index, step))
+            tf.maximum(first, 0), tf.minimum(first + steps, end)
+        ).map(lambda step: order.rows_of_batch(rows, pass_index, step))
 
-    def pass_of(step: tf.Tensor) -> tf.Tensor:
-        return tf.where(step < in_first, 0 * step, 1 + (step - in_first) // in_a_pass)
-
-    def passes(_: tf.Tensor) -> tf.data.Dataset:
-        begin = schedule.begin(epoch.read_value())
+    def passes_of_epoch(_: tf.Tensor) -> tf.data.Dataset:
+        begin = schedule.steps_before_epoch(epoch.read_value())
         steps = schedule.steps_of_epoch(epoch.read_value())
         pass_indices = tf.data.Dataset.range(
-            pass_of(begin), pass_of(begin + steps - 1) + 1
+            pass_of_step(begin), pass_of_step(begin + steps - 1) + 1
         )
         return pass_indices.flat_map(
-            lambda pass_index: batches(pass_index, begin, steps)
+            lambda pass_index: batches_of_pass(pass_index, begin, steps)
         )
 
-    rows_of_batches = tf.data.Dataset.range(1).flat_map(passes)
+    # The variable is read inside `flat_map`, when an iterator is made.
+    rows_of_batches = tf.data.Dataset.range(1).flat_map(passes_of_epoch)
     dataset = rows_of_batches.map(read, tf.data.AUTOTUNE, deterministic=True)
-    return unsharded(of_length(dataset, schedule.steps, schedule.is_within_epoch))
+    dataset = with_length(
+        dataset, schedule.steps, may_be_shorter=schedule.is_within_epoch
+    )
+    return without_auto_shard(dataset)

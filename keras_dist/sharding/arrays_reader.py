@@ -1,4 +1,4 @@
-"""Read rows of arrays inside a data set."""
+"""Read rows of arrays by index, inside a `tf.data.Dataset`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,18 +8,22 @@ import numpy as np
 import tensorflow as tf
 
 
-def reader_of(pieces: Any) -> Callable[[tf.Tensor], Any]:
-    """A function from numbers of rows to these rows of each array, as Keras reads them.
+def reader_of(arrays: Any) -> Callable[[tf.Tensor], Any]:
+    """A function that returns the rows of all arrays at given indices.
 
-    Arrays become tensors once. Memory-mapped files stay on disk, and only the rows
-    that are asked for are read.
+    Arrays in memory are converted to tensors once. Memory-mapped files stay on disk,
+    and only the requested rows are read.
 
     Args:
-        pieces: Arrays of one length, `None`, and structures of them.
+        arrays: Arrays with the same number of rows, or `None`, in any structure.
+
+    Returns:
+        A function of a tensor of row indices. It returns these rows, in the structure
+        of `arrays` and in the dtypes that Keras would use.
     """
     readers = keras.tree.map_structure(
-        lambda leaf: None if leaf is None else _reader(leaf),
-        keras.tree.lists_to_tuples(pieces),
+        lambda leaf: None if leaf is None else _leaf_reader(leaf),
+        keras.tree.lists_to_tuples(arrays),
     )
 
     def read(rows: tf.Tensor) -> Any:
@@ -30,22 +34,22 @@ def reader_of(pieces: Any) -> Callable[[tf.Tensor], Any]:
     return read
 
 
-def _reader(leaf: Any) -> Callable[[tf.Tensor], tf.Tensor]:
+def _leaf_reader(leaf: Any) -> Callable[[tf.Tensor], tf.Tensor]:
     if isinstance(leaf, np.memmap):
         return lambda rows: _from_disk(leaf, rows)
-    tensor = _as_keras_reads(tf.convert_to_tensor(leaf))
+    tensor = _in_keras_dtype(tf.convert_to_tensor(leaf))
     return lambda rows: tf.gather(tensor, rows)
 
 
 def _from_disk(leaf: np.memmap, rows: tf.Tensor) -> tf.Tensor:
-    found = tf.numpy_function(
+    values = tf.numpy_function(
         lambda indices: np.asarray(leaf[indices]), [rows], tf.as_dtype(leaf.dtype)
     )
-    return _as_keras_reads(tf.ensure_shape(found, [None, *leaf.shape[1:]]))
+    return _in_keras_dtype(tf.ensure_shape(values, [None, *leaf.shape[1:]]))
 
 
-def _as_keras_reads(tensor: tf.Tensor) -> tf.Tensor:
-    """In the dtype that Keras gives to arrays: floats become `floatx`."""
+def _in_keras_dtype(tensor: tf.Tensor) -> tf.Tensor:
+    """In the dtype that Keras converts arrays to: floats become `floatx`."""
     if tensor.dtype.is_floating:
         return tf.cast(tensor, keras.config.floatx())
     return tensor

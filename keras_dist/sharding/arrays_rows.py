@@ -1,7 +1,7 @@
 """Which rows belong to which rank: arithmetic only.
 
-One process with the global batch reads rows 0 … G − 1, then G … 2G − 1, and so on.
-N ranks read the very same batches together: of each, rank r takes rows r, r + N, ….
+One process with the global batch size G reads rows 0 … G − 1, then G … 2G − 1, and so
+on. N ranks read the same global batches: rank r reads the rows r, r + N, … of each.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ def shard_rows(num_rows: int, *, rank: int, size: int) -> slice:
 def left_out_rows(num_rows: int, *, batch_size: int, size: int) -> int:
     """Rows of a pass that no rank reads: a last global batch smaller than `size`.
 
-    Every rank has to take every step, and a step needs a row.
+    All ranks make the same number of steps, and a rank needs a row for each step.
 
     >>> left_out_rows(101, batch_size=10, size=2)
     1
@@ -49,13 +49,18 @@ def rows_of_rank(num_rows: int, *, batch_size: int, rank: int, size: int) -> int
 
 
 def rows_of_step(step: Any, num_rows: int, *, batch_size: int, size: int) -> Any:
-    """How many rows all ranks together read at a step of a fit, pass after pass.
+    """Rows in the global batch at `step`, counted from the first step of the fit.
+
+    Only the last step of each pass may have fewer than `batch_size` × `size` rows.
 
     Args:
-        step: A number, or a tensor of one; then so is the result.
+        step: An integer or a scalar tensor.
         num_rows: Rows of the data.
         batch_size: Rows of one rank's batch.
         size: Number of ranks.
+
+    Returns:
+        The number of rows, a tensor if `step` is one.
 
     >>> [rows_of_step(n, 101, batch_size=10, size=2) for n in (0, 4, 5, 9)]
     [20, 20, 20, 20]
@@ -64,6 +69,6 @@ def rows_of_step(step: Any, num_rows: int, *, batch_size: int, size: int) -> Any
     """
     used = num_rows - left_out_rows(num_rows, batch_size=batch_size, size=size)
     steps = steps_of_rows(num_rows, batch_size=batch_size, size=size)
-    in_all = batch_size * size
+    global_batch_size = batch_size * size
     is_last = (step % steps) // (steps - 1) if steps > 1 else 1
-    return in_all - is_last * (steps * in_all - used)
+    return global_batch_size - is_last * (steps * global_batch_size - used)

@@ -1,4 +1,4 @@
-"""One rank's batches of data that comes in batches."""
+"""One rank's part of data that comes in batches, whatever type it has."""
 
 import contextlib
 import functools
@@ -14,10 +14,10 @@ import tensorflow as tf
 
 from keras_dist.sharding.batches_known_length import (
     checked_length,
-    known_rows_left,
+    known_tail_rows,
     rows_of_batches,
     shard_dataset,
-    unsharded,
+    without_auto_shard,
 )
 from keras_dist.sharding.batches_schedule import (
     BatchSchedule,
@@ -36,15 +36,18 @@ _WRONG_LENGTH = re.compile(r"expected to contain .* but contained[^\[{]*")
 
 @dataclass(frozen=True)
 class RankBatches:
-    """What one rank reads.
+    """The batches that one rank reads, and what is known about them.
 
     Args:
-        data: In a form that Keras takes.
-        length: Batches in a pass; `math.inf` or, where nobody can say, `None`.
-        epoch: What is told the number of each epoch by `assign`, if anything is.
-        schedule: Which batches come when, where a training can go on in an epoch.
-        reader: What reads the batches in Python, if anything does.
-        has_rows: `False` if another rank's row stands in, which must not count.
+        data: The batches, in a type that Keras takes.
+        length: Number of batches in a pass, `math.inf`, or `None` if unknown.
+        epoch: Has a method `assign(epoch)`, to be called before each epoch is read;
+            `None` if the data is the same in every epoch.
+        schedule: Which batches come in which epoch; `None` if the data cannot be read
+            from the middle of an epoch.
+        reader: The reader of `data`, if the length is unknown.
+        has_rows: `False` if this rank has no rows of its own and evaluates a copy of
+            another rank's row, which its metrics must not count.
     """
 
     data: Any
@@ -63,32 +66,36 @@ def rank_batches(
     is_training: bool,
     shuffle: bool = False,
 ) -> RankBatches:
-    """This rank's batches: its part, or all where the data is already split.
+    """This rank's batches: a shard, or all batches if the data is already split.
 
     Args:
-        stream: The data.
+        stream: The user's data.
         split: How data is divided.
-        is_sharded: Whether all ranks have the same batches, to be dealt in turn.
+        is_sharded: Whether all ranks have the same batches, which are sharded round
+            robin; else all batches of `stream` belong to this rank.
         is_training: Whether all ranks have to make the same number of steps.
-        shuffle: Whether a sequence is read in another order each epoch.
+        shuffle: Whether a `PyDataset` is read in another order each epoch.
 
     Raises:
-        ValueError: If there is less than one row for each rank to train on.
+        ValueError: If there are fewer rows to train on than ranks, or no row to
+            evaluate.
     """
     data = stream.data
     keeps_position = is_training and split.keeps_position and _has_fixed_order(stream)
     if split.size == 1 and not keeps_position:
         return RankBatches(data, stream.length)
     if is_sharded:
-        few = stream.num_first_rows(split.size) if stream.is_short(split.size) else None
-        if few is not None and few < split.size and is_training:
-            raise _too_few(stream, few, split)
-        if few == 0:
+        rows = None  # all rows of the data, counted only if batches may be too few
+        if stream.is_short(split.size):
+            rows = stream.num_first_rows(split.size)
+        if rows is not None and rows < split.size and is_training:
+            raise _too_few_rows(stream, rows, split)
+        if rows == 0:
             raise ValueError(
                 f"There is nothing to validate on. Received: a {stream.kind} without "
                 "rows. Pass at least one row, or no `validation_data`."
             )
-        if few is not None and few <= split.rank:
+        if rows is not None and rows <= split.rank:
             return RankBatches(_one_row(stream), 1, has_rows=False)
         if isinstance(data, keras.utils.PyDataset):
             sharded = ShardedSequence(stream, split, is_training, shuffle)
@@ -107,10 +114,12 @@ def rank_batches(
 
 @contextlib.contextmanager
 def reading(feeds: Sequence[Feed]) -> Iterator[None]:
-    """Inside the block, the end and the errors of data are what the user expects.
+    """Inside the block, errors and warnings about data are those of the user's data.
 
-    TensorFlow, which reads the data in a thread, makes a page of its own of an error of
-    the user's; and Keras warns of the end of data whose length it did not know.
+    TensorFlow reads the data in a thread and wraps an error of the user's generator in
+    a long error of its own: here the original error is raised. Keras warns when data
+    ends before the expected number of steps: the warning is hidden if that number was
+    an estimate.
     """
     with warnings.catch_warnings():
         if not all(feed.is_exact for feed in feeds):
@@ -118,14 +127,14 @@ def reading(feeds: Sequence[Feed]) -> Iterator[None]:
         try:
             yield
         except tf.errors.OpError as error:
-            own = own_error(feeds, error)
-            if own is error:
+            original = own_error(feeds, error)
+            if original is error:
                 raise
-            raise own from None
+            raise original from None
 
 
 def own_error(feeds: Sequence[Feed], error: Exception) -> Exception:
-    """What the user's data raised, where `error` is what TensorFlow made of it."""
+    """The error that the user's data raised, if `error` is TensorFlow's wrapping."""
     if not isinstance(error, tf.errors.OpError):
         return error
     for feed in feeds:
@@ -142,66 +151,73 @@ def own_error(feeds: Sequence[Feed], error: Exception) -> Exception:
     return error
 
 
-def steps_of(
+def estimated_steps(
     own: RankBatches, stream: Stream, split: Split, *, is_sharded: bool
 ) -> int | None:
-    """Steps of a pass: exactly, or about so many; `None` where nobody can say."""
+    """Steps of a pass, exact if `own.length` is known; `None` if unknown or infinite.
+
+    It is an estimate, one too high at most, where the last step is left out if its
+    batches have too few rows: how many they have is not known beforehand.
+    """
     if own.length is not None or stream.length is None:
-        return finite(own.length)
+        return finite_or_none(own.length)
     return math.ceil(stream.length / (split.size if is_sharded else 1))
 
 
-def finite(length: float | None) -> int | None:
-    """A number of batches, or `None` where there is none that is known.
+def finite_or_none(length: float | None) -> int | None:
+    """A number of batches; `None` if it is unknown or infinite.
 
-    >>> finite(3), finite(None), finite(math.inf)
+    >>> finite_or_none(3), finite_or_none(None), finite_or_none(math.inf)
     (3, None, None)
     """
     return None if length is None or length == math.inf else int(length)
 
 
 def kind_of(stream: Stream, split: Split, *, is_sharded: bool) -> str:
-    """What becomes of the data, in words for the plan."""
+    """The type of the data and how it is sharded, in the words of the plan."""
     if split.size == 1:
         return stream.kind
     if is_sharded:
-        return f"{stream.kind}, batches dealt in turn"
+        return f"{stream.kind}, sharded by batch, round robin"
     reason = ": the ranks' batches differ" if split.shard == "auto" else ""
-    return f"{stream.kind}, taken as already split{reason}"
+    return f"{stream.kind}, already split{reason}"
 
 
 def _round_robin_dataset(
     stream: Stream, split: Split, is_training: bool, keeps_position: bool
 ) -> RankBatches:
+    """This rank's batches of a `tf.data.Dataset` of known or infinite length."""
     data, length = stream.data, stream.length or 0
     shard = functools.partial(
         shard_dataset, rank=split.rank, size=split.size, is_training=is_training
     )
     dataset = shard(data, length=length)
     if length == math.inf:
-        return RankBatches(unsharded(dataset), math.inf)
+        return RankBatches(without_auto_shard(dataset), math.inf)
 
     def steps_after(skipped: int) -> int | None:
-        rest = int(length) - skipped
-        left = known_rows_left(data, length=rest, size=split.size)
-        # The last batch may be shorter, and leave no row for some rank.
-        needed = split.size if is_training else split.rank + 1
-        return None if left is None else rest // split.size + (left >= needed)
+        left = int(length) - skipped
+        tail_rows = known_tail_rows(data, length=left, size=split.size)
+        # The last batch may be smaller, and the tail then have no row for some rank.
+        rows_needed = split.size if is_training else split.rank + 1
+        if tail_rows is None:
+            return None
+        return left // split.size + (tail_rows >= rows_needed)
 
     steps = steps_after(0)
     if steps is None:
-        return RankBatches(unsharded(dataset), None)
+        return RankBatches(without_auto_shard(dataset), None)
     dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
     if not keeps_position:
-        return RankBatches(unsharded(dataset), steps)
+        return RankBatches(without_auto_shard(dataset), steps)
     lengths = {"length": int(length), "size": split.size}
     schedule = batch_schedule_of(split.position, steps_after=steps_after, **lengths)
     if schedule is None or not schedule.is_within_epoch:
-        return RankBatches(unsharded(dataset), steps, schedule=schedule)
+        return RankBatches(without_auto_shard(dataset), steps, schedule=schedule)
     rest = shard(data.skip(schedule.skipped), length=length - schedule.skipped)
     epoch = tf.Variable(schedule.epoch, dtype=tf.int64, trainable=False)
-    chosen = rest_and_whole(rest, dataset, epoch=epoch, schedule=schedule)
-    return RankBatches(chosen, steps, epoch=epoch, schedule=schedule)
+    dataset = rest_and_whole(rest, dataset, epoch=epoch, schedule=schedule)
+    return RankBatches(dataset, steps, epoch=epoch, schedule=schedule)
 
 
 def _checked(data: Any, length: float) -> Any:
@@ -210,7 +226,10 @@ def _checked(data: Any, length: float) -> Any:
 
 
 def _has_fixed_order(stream: Stream) -> bool:
-    """Whether a batch is always at the same place: else an epoch has no middle."""
+    """Whether each pass yields the same batches, so that a rank can skip some of them.
+
+    Without that, a training cannot be resumed in the middle of an epoch.
+    """
     if isinstance(stream.data, keras.utils.PyDataset):
         return True
     is_known = stream.length is not None and stream.length != math.inf
@@ -225,9 +244,9 @@ def _one_row(stream: Stream) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensors(row)
 
 
-def _too_few(stream: Stream, num_rows: int, split: Split) -> ValueError:
+def _too_few_rows(stream: Stream, rows: int, split: Split) -> ValueError:
     return ValueError(
-        f"Each rank needs at least one row. Received: {num_rows} rows in a "
+        f"Each rank needs at least one row. Received: {rows} rows in a "
         f"{stream.kind} for {split.size} ranks. Pass more data, or start fewer "
         "processes."
     )

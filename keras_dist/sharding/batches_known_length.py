@@ -1,4 +1,9 @@
-"""Deal batches in turn: rank r takes batches r, r + N, …; what is left, row by row."""
+"""Shard a `tf.data.Dataset` of known length by batch, round robin.
+
+Rank r of N reads the batches r, r + N, …. If the number of batches is not a multiple of
+N, fewer than N batches are left for the last step: these are called the tail here, and
+their rows are sharded.
+"""
 
 import math
 from typing import Any
@@ -21,18 +26,17 @@ def shard_dataset(
     size: int,
     is_training: bool,
 ) -> tf.data.Dataset:
-    """This rank's batches of a data set of known or endless length.
+    """This rank's batches of a data set of known or infinite length.
 
-    In each step the ranks read `size` batches, one each. Fewer may be left at the end:
-    their rows are sharded, and make one more step. In training that step needs a row
-    for each rank; with fewer, those rows are left out.
+    In training, all ranks make the same number of steps. So the tail is left out if it
+    has fewer rows than there are ranks.
 
     Each rank reads all batches of a step, to the end of the data: a rank that stopped
     before it would cut a cache in `dataset` short (see `first_batches`).
 
     Args:
         dataset: The same batches on all ranks.
-        length: How many there are.
+        length: Number of these batches, or `math.inf`.
         rank: This rank.
         size: Number of ranks.
         is_training: Whether all ranks have to make the same number of steps.
@@ -53,7 +57,7 @@ def shard_dataset(
         check = tf.debugging.Assert(is_full | (count == in_tail), [_TAIL, count])
         with tf.control_dependencies([check]):
             own = batches.take(tf.where(is_full, everything, nothing))
-        lengths = batches.map(lambda *batch: tf.cast(_length(batch), tf.int64))
+        lengths = batches.map(lambda *batch: tf.cast(_row_count(batch), tf.int64))
         has_tail = ~is_full & (lengths.reduce(nothing, tf.add) >= needed)
         tail = batches.take(tf.where(has_tail, everything, nothing)).unbatch()
         own = own.shard(size, rank)
@@ -71,46 +75,47 @@ def checked_length(dataset: tf.data.Dataset, length: int) -> tf.data.Dataset:
     return dataset.apply(tf.data.experimental.assert_cardinality(length))
 
 
-def known_rows_left(dataset: tf.data.Dataset, *, length: int, size: int) -> int | None:
-    """Rows in the batches that are left over, where all batches are equally long.
+def known_tail_rows(dataset: tf.data.Dataset, *, length: int, size: int) -> int | None:
+    """Rows in the tail, or `None` if the batches are not known to be equally long.
 
     >>> data = tf.data.Dataset.range(50).batch(10, drop_remainder=True)
-    >>> known_rows_left(data, length=5, size=3)
+    >>> known_tail_rows(data, length=5, size=3)
     20
     """
     first = keras.tree.flatten(dataset.element_spec)[0]
-    in_batch = first.shape[0] if first.shape.rank else None
+    rows_per_batch = first.shape[0] if first.shape.rank else None
     if length % size == 0:
         return 0
-    return None if in_batch is None else (length % size) * in_batch
+    return None if rows_per_batch is None else (length % size) * rows_per_batch
 
 
-def of_length(
-    dataset: tf.data.Dataset, steps: int, may_end_before: bool
+def with_length(
+    dataset: tf.data.Dataset, steps: int, *, may_be_shorter: bool
 ) -> tf.data.Dataset:
-    """The same batches, of which Keras knows how many there are.
+    """The same batches, with a cardinality of `steps` for Keras to see.
 
     Args:
-        dataset: Of `steps` batches, each time it is read.
-        steps: How many.
-        may_end_before: Whether there are fewer the first time: TensorFlow's own check
-            would not let them pass.
+        dataset: A data set of `steps` batches.
+        steps: Number of batches.
+        may_be_shorter: Whether one pass may have fewer batches, as the epoch has in
+            which a training is resumed. `assert_cardinality` would raise an error then.
 
-    >>> data = of_length(tf.data.Dataset.range(2), 5, may_end_before=True)
+    >>> data = with_length(tf.data.Dataset.range(2), 5, may_be_shorter=True)
     >>> int(data.cardinality()), len(list(data))
     (5, 2)
     """
-    if not may_end_before:
+    if not may_be_shorter:
         return dataset.apply(tf.data.experimental.assert_cardinality(steps))
-    # One of two, of which the second, never chosen, has no end: so the length of the
-    # choice counts as endless, which it is not, and the first part of it as `steps`.
+    # A choice between two data sets, of which the second is infinite and never chosen.
+    # TensorFlow takes the choice to be infinite, and its first `steps` batches to be
+    # `steps`; reading still ends where `dataset` ends.
     first = tf.data.Dataset.from_tensors(tf.constant(0, tf.int64)).repeat()
     dataset = tf.data.Dataset.choose_from_datasets([dataset, dataset.repeat()], first)
     return dataset.take(steps)
 
 
-def unsharded(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Read ahead, and divided by nobody else."""
+def without_auto_shard(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """The same data set, prefetched, which TensorFlow is not to shard once more."""
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = (
         tf.data.experimental.AutoShardPolicy.OFF
@@ -119,25 +124,25 @@ def unsharded(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def rows_of_batches(batches: list[Any], *, rank: int, size: int) -> Any:
-    """Rows `rank`, `rank` + `size`, … of some batches, taken one after the other.
+    """Rows `rank`, `rank` + `size`, … of some batches, joined to one batch.
 
     >>> batches = [np.arange(3), np.arange(3, 5)]
     >>> [rows_of_batches(batches, rank=r, size=2) for r in range(2)]
     [array([0, 2, 4]), array([1, 3])]
     """
-    pieces, begin = [], 0
+    slices, begin = [], 0
     for batch in batches:
         indices = slice((rank - begin) % size, None, size)
-        pieces.append(
+        slices.append(
             keras.tree.map_structure(
                 lambda leaf, indices=indices: None if leaf is None else leaf[indices],
                 batch,
             )
         )
         begin += num_rows(batch)
-    if len(pieces) == 1:
-        return pieces[0]
-    return keras.tree.map_structure(_joined, *pieces)
+    if len(slices) == 1:
+        return slices[0]
+    return keras.tree.map_structure(_joined, *slices)
 
 
 def _joined(*leaves: Any) -> Any:
@@ -148,6 +153,7 @@ def _joined(*leaves: Any) -> Any:
     return np.concatenate([np.asarray(leaf) for leaf in leaves])
 
 
-def _length(batch: Any) -> Any:
+def _row_count(batch: Any) -> Any:
+    """Rows in a batch, as a tensor."""
     leaf = keras.tree.flatten(batch)[0]
     return leaf.nrows() if isinstance(leaf, tf.RaggedTensor) else tf.shape(leaf)[0]

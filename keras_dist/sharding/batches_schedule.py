@@ -1,4 +1,4 @@
-"""The way through data that comes in batches, for a training that goes on."""
+"""Which batches come at which step of a training, also of a resumed one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,20 +7,21 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.sharding.arrays_schedule import Position
-from keras_dist.sharding.batches_known_length import of_length, unsharded
+from keras_dist.sharding.batches_known_length import with_length, without_auto_shard
 
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Which batches come when, where an epoch is a pass.
+    """Which batches all ranks read in each epoch, where an epoch is one pass.
 
     Args:
-        length: Batches of a pass, all ranks' together.
+        length: Batches of all ranks in a pass.
         size: Number of ranks.
-        steps: Steps of an epoch.
-        epoch: The first one.
-        first_steps: Steps of it that are left.
-        skipped: Batches of it that have been read.
+        steps: Steps of a whole epoch.
+        epoch: Number of the first epoch.
+        first_steps: Steps of the first epoch that are left.
+        skipped: Batches of the first epoch that were read before the training was
+            resumed.
     """
 
     length: int
@@ -32,25 +33,25 @@ class BatchSchedule:
 
     @property
     def is_within_epoch(self) -> bool:
-        """Whether the first epoch is the rest of one."""
+        """Whether the training resumes in the middle of an epoch."""
         return self.skipped > 0
 
     def steps_of_epoch(self, epoch: int, _: Any = None) -> int:
-        """Steps of an epoch."""
+        """Steps of an epoch; same signature as `EpochSchedule.steps_of_epoch`."""
         return self.first_steps if epoch == self.epoch else self.steps
 
     def skipped_in(self, epoch: int) -> int:
-        """Batches of an epoch that were read before the training went on."""
+        """Batches of an epoch that were read before the training was resumed."""
         return self.skipped if epoch == self.epoch else 0
 
     def position(self, epoch: int, done: int) -> Position:
-        """Where the training is after some steps of an epoch that runs now."""
+        """The position after `done` steps of an epoch of this schedule."""
         steps = self.steps_of_epoch(epoch)
         if done >= steps:
             return Position(epoch + 1, 0, self.steps, epoch + 1, 0, self.length)
-        row = done * self.size + (self.skipped if epoch == self.epoch else 0)
+        batches_read = done * self.size + self.skipped_in(epoch)
         done += self.steps - steps
-        return Position(epoch, done, self.steps, epoch, row, self.length)
+        return Position(epoch, done, self.steps, epoch, batches_read, self.length)
 
 
 def batch_schedule_of(
@@ -60,16 +61,21 @@ def batch_schedule_of(
     size: int,
     steps_after: Callable[[int], int | None],
 ) -> BatchSchedule | None:
-    """The course from a place on; `None` where nobody knows the steps.
+    """The schedule of a training that resumes at `position`, or of a new one.
 
     Args:
-        position: Where the training has come to, perhaps on another number of ranks.
-        length: Batches of a pass.
+        position: Where to resume, perhaps saved by another number of ranks; `None` for
+            a new training.
+        length: Batches of all ranks in a pass.
         size: Number of ranks, now.
-        steps_after: Steps of a pass of which so many batches have been read.
+        steps_after: Function of a number of batches. It returns the steps of the rest
+            of a pass of which so many batches have been read, or `None` if unknown.
+
+    Returns:
+        The schedule, or `None` if the number of steps is unknown.
 
     Raises:
-        ValueError: If the place lies in the middle of other data.
+        ValueError: If `position` is in the middle of an epoch of other data.
     """
     steps = steps_after(0)
     if steps is None:
@@ -85,7 +91,7 @@ def batch_schedule_of(
             "folder."
         )
     left = steps_after(position.row)
-    if not left:  # fewer rows than ranks: nobody reads them
+    if not left:  # fewer rows are left than there are ranks: they are left out
         return BatchSchedule(length, size, steps, position.epoch + 1, steps, 0)
     return BatchSchedule(length, size, steps, position.epoch, left, position.row)
 
@@ -97,20 +103,25 @@ def rest_and_whole(
     epoch: tf.Variable,
     schedule: BatchSchedule,
 ) -> tf.data.Dataset:
-    """The rest of the first epoch, when it is read; else all of an epoch.
+    """One data set that yields `rest` in the first epoch, and `whole` in later ones.
 
     Args:
-        rest: What is left of it.
-        whole: An epoch.
-        epoch: Number of the one that an iterator made from now on reads, int64.
-        schedule: Which epoch is the first.
+        rest: Batches of the epoch in which the training is resumed.
+        whole: Batches of a whole epoch.
+        epoch: An int64 variable. An iterator reads the epoch whose number it holds when
+            the iterator is made.
+        schedule: Says which epoch is the first.
     """
-    nothing, everything = tf.constant(0, tf.int64), tf.constant(-1, tf.int64)
+    take_none, take_all = tf.constant(0, tf.int64), tf.constant(-1, tf.int64)
 
-    def choose(_: tf.Tensor) -> tf.data.Dataset:
+    def batches_of_epoch(_: tf.Tensor) -> tf.data.Dataset:
         is_first = tf.equal(epoch.read_value(), schedule.epoch)
-        of_rest = rest.take(tf.where(is_first, everything, nothing))
-        return of_rest.concatenate(whole.take(tf.where(is_first, nothing, everything)))
+        of_rest = rest.take(tf.where(is_first, take_all, take_none))
+        of_whole = whole.take(tf.where(is_first, take_none, take_all))
+        return of_rest.concatenate(of_whole)
 
-    chosen = tf.data.Dataset.range(1).flat_map(choose)
-    return unsharded(of_length(chosen, schedule.steps, schedule.is_within_epoch))
+    dataset = tf.data.Dataset.range(1).flat_map(batches_of_epoch)
+    dataset = with_length(
+        dataset, schedule.steps, may_be_shorter=schedule.is_within_epoch
+    )
+    return without_auto_shard(dataset)

@@ -1,4 +1,4 @@
-"""One rank's batches of a `keras.utils.PyDataset`."""
+"""Shard a `keras.utils.PyDataset` by batch, round robin."""
 
 import math
 from typing import Any
@@ -13,15 +13,18 @@ from keras_dist.sharding.feed import Split
 
 
 class ShardedSequence(keras.utils.PyDataset):
-    """Batches dealt by their index; only this rank's are ever made.
+    """This rank's batches of a `PyDataset`; the batches of other ranks are not made.
 
-    The batches that are left over after the last full round are dealt row by row, where
-    they have a row for each rank. With `shuffle`, all batches but the last are in an
-    order that follows from the seed and the epoch: the same on every rank, whatever
-    their number. The last stays, since it may be smaller.
+    In step i, rank r of N reads the batch of index i × N + r. If the number of batches
+    is not a multiple of N, fewer than N batches are left for the last step: the tail.
+    Its rows are sharded, and it is left out if it has too few rows.
+
+    With `shuffle`, the order of the batches is a function of the seed and the epoch
+    alone, so it is the same on every rank and for every number of ranks. The last batch
+    stays the last one, because it may be smaller.
 
     Args:
-        stream: The user's own, the same on all ranks.
+        stream: The user's `PyDataset`, with the same batches on all ranks.
         split: How data is divided.
         is_training: Whether all ranks have to make the same number of steps.
         shuffle: Whether the order of the batches changes from epoch to epoch.
@@ -40,27 +43,27 @@ class ShardedSequence(keras.utils.PyDataset):
         self._rank, self._size = split.rank, split.size
         self._shuffle, self._seed = shuffle, split.seed
         self._skipped = 0
-        own = type(data).on_epoch_end
-        is_static = own is keras.utils.PyDataset.on_epoch_end or not is_training
+        hook = type(data).on_epoch_end
+        is_static = hook is keras.utils.PyDataset.on_epoch_end or not is_training
         self._channel = None if is_static else split.channel
-        self._needed = split.size if is_training else split.rank + 1
-        self._has_tail = self._count_rows_left() >= self._needed
+        self._rows_needed = split.size if is_training else split.rank + 1
+        self._has_tail = self._count_tail_rows() >= self._rows_needed
         self.schedule = self._schedule_of(split) if is_training else None
         self._order = self._order_of(0)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Worker processes make batches, and talk to no rank.
-        return self.__dict__ | {"_talk": None}
+        # Worker processes make batches and take no part in collectives.
+        return self.__dict__ | {"_channel": None}
 
     def assign(self, epoch: int) -> None:
-        """Say which epoch is read from now on."""
+        """Set the number of the epoch that is read from now on."""
         self._order = self._order_of(epoch)
         if self.schedule is not None:
             self._skipped = self.schedule.skipped_in(int(epoch))
-            self._has_tail = self._count_rows_left() >= self._needed
+            self._has_tail = self._count_tail_rows() >= self._rows_needed
 
     def batches_at(self, epoch: int, step: int) -> list[int]:
-        """Of the user's batches, those that this rank reads at a step of an epoch."""
+        """Indices of the user's batches that this rank reads at a step of an epoch."""
         order, total = self._order_of(epoch), self.data.num_batches
         begin = step * self._size
         begin += self.schedule.skipped_in(epoch) if self.schedule else 0
@@ -70,15 +73,15 @@ class ShardedSequence(keras.utils.PyDataset):
 
     @property
     def length(self) -> float:
-        """The same, as a number."""
+        """`num_batches` as a number: `math.inf` instead of `None`."""
         return math.inf if self.num_batches is None else self.num_batches
 
     @property
     def num_batches(self) -> int | None:
-        """Batches of this rank in a pass; `None` where there is no end."""
+        """Batches of this rank in the current epoch; `None` for infinite data."""
         if self.data.num_batches is None:
             return None
-        # Keras asks before it says which epoch it reads, and then when it begins to.
+        # Keras asks before `assign` was called, and again when it begins the epoch.
         left = int(self.data.num_batches) - self._skipped
         return left // self._size + self._has_tail
 
@@ -87,28 +90,28 @@ class ShardedSequence(keras.utils.PyDataset):
         total = self.data.num_batches
         if total is None or begin + self._size <= total:
             return self.data[self._batch_index(begin + self._rank)]
-        left = [self.data[self._batch_index(index)] for index in range(begin, total)]
-        return rows_of_batches(left, rank=self._rank, size=self._size)
+        tail = [self.data[self._batch_index(index)] for index in range(begin, total)]
+        return rows_of_batches(tail, rank=self._rank, size=self._size)
 
     def on_epoch_begin(self) -> None:
-        """The user's own."""
+        """Call the user's `on_epoch_begin`."""
         self.data.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        """The user's own, and then a look whether the ranks still read the same.
+        """Call the user's `on_epoch_end`; it may shuffle, but alike on all ranks.
 
         Raises:
-            ValueError: On all ranks, if they do not.
+            ValueError: On all ranks, if their first batches differ afterwards.
         """
         self.data.on_epoch_end()
         if self._channel is None:
             return
-        everyone = self._channel.gather(fingerprint_of([self.data[0]]))
-        if len(set(everyone)) > 1:
+        fingerprints = self._channel.gather(fingerprint_of([self.data[0]]))
+        if len(set(fingerprints)) > 1:
             raise ValueError(
-                "After `on_epoch_end` the ranks' batches differ, so that no batch can "
-                f"be dealt. Received: x of type {type(self.data).__name__}. Shuffle it "
-                "by a random generator with the same seed on every rank."
+                "After `on_epoch_end` the ranks' batches differ, so they cannot be "
+                f"sharded. Received: x of type {type(self.data).__name__}. Shuffle it "
+                "with a random generator that has the same seed on every rank."
             )
 
     def _schedule_of(self, split: Split) -> BatchSchedule | None:
@@ -118,7 +121,7 @@ class ShardedSequence(keras.utils.PyDataset):
 
         def steps_after(skipped: int) -> int:
             self._skipped = skipped
-            self._has_tail = self._count_rows_left() >= self._needed
+            self._has_tail = self._count_tail_rows() >= self._rows_needed
             return self.num_batches or 0
 
         sizes = {"length": int(total), "size": self._size}
@@ -136,12 +139,12 @@ class ShardedSequence(keras.utils.PyDataset):
         generator = np.random.default_rng([self._seed, int(epoch)])
         return generator.permutation(total - 1)
 
-    def _count_rows_left(self) -> int:
+    def _count_tail_rows(self) -> int:
         total = self.data.num_batches
         if total is None:
             return 0
-        left = range(total - (total - self._skipped) % self._size, total)
-        return sum(num_rows(self.data[index]) for index in left)
+        tail = range(total - (total - self._skipped) % self._size, total)
+        return sum(num_rows(self.data[index]) for index in tail)
 
 
 def _index_in_order(order: Any, index: int) -> int:

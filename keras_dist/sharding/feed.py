@@ -1,4 +1,4 @@
-"""What one rank gives to Keras in place of the user's data."""
+"""What one rank passes to Keras instead of the user's data."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,36 +7,40 @@ from typing import Any
 from keras_dist.sharding.arrays_schedule import EpochSchedule, Position
 from keras_dist.sharding.batches_schedule import BatchSchedule
 
-# What Keras takes where nobody says otherwise.
+# Keras's default.
 KERAS_BATCH_SIZE = 32
 
 
 @dataclass(frozen=True)
 class Feed:
-    """Data of one rank, as arguments for Keras, and what is known of it.
+    """The data of one rank, as arguments for Keras, and what is known about it.
 
     Args:
         arguments: Keyword arguments for `Model.fit` or `Model.evaluate`.
-        kind: What became of the data, in words.
-        batch_size: Rows of a batch of one rank, `None` where the data decides it.
+        kind: The type of the data and how it is sharded, in the words of the plan.
+        batch_size: Rows in a batch of one rank; `None` if the data decides it.
         num_rows: Rows of all ranks' data, or of this rank's if it is already split.
-        rank_rows: Rows that this rank reads in a pass, where they are dealt.
+        rank_rows: Rows that this rank reads in a pass; `None` unless sharded by row.
         left_out: Rows of a pass that no rank reads.
-        steps_before: Steps that one process would make, where that is known.
-        steps: Steps that this rank makes, or about so many.
-        is_exact: Whether `steps` cannot turn out otherwise.
-        is_scaled: Whether they come from a number that the user gave.
-        has_rows: `False` if another rank's row stands in, which must not count.
-        epoch: What is told the number of the epoch by `assign`, if anything is.
-        schedule: Which rows come when, where rows are dealt.
-        rows_of_all: Rows that all ranks together read at a step of the fit, as a
-            function of its number (a tensor), where that is known beforehand.
-        rows_at: Numbers of this rank's rows in the user's arrays, of an epoch, a step
-            of it, and the batch that was read; -1 where nobody knows.
-        batches_at: Numbers of this rank's batches in the user's data, of an epoch and a
-            step of it, where anybody knows.
-        reader: Where batches are read in Python, what reads them.
-        facts: What has to be equal on all ranks.
+        steps_before: Steps that one process would make; `None` if unknown.
+        steps: Steps that this rank makes, perhaps an estimate; `None` if unknown.
+        is_exact: Whether `steps` is certain, not an estimate.
+        is_scaled: Whether `steps` was computed from a number that the user gave.
+        has_rows: `False` if this rank has no rows of its own and evaluates a copy of
+            another rank's row, which its metrics must not count.
+        epoch: Has a method `assign(epoch)`, to be called before each epoch is read;
+            `None` if the data is the same in every epoch.
+        schedule: Which rows or batches come in which epoch; `None` if the data cannot
+            be read from the middle of an epoch.
+        rows_of_all: Function of the number of a step of the fit (a tensor) that returns
+            the rows of all ranks at this step; `None` if unknown beforehand.
+        rows_at: Function of an epoch, a step in it and the batch that was read there.
+            Returns the indices of the batch's rows in the user's arrays, -1 for a row
+            that is not found.
+        batches_at: Function of an epoch and a step in it that returns the indices of
+            the batches in the user's data; `None` if unknown.
+        reader: The `UnknownLengthReader` that reads the batches, if one does.
+        facts: Name and value of everything that has to be equal on all ranks.
     """
 
     arguments: dict[str, Any]
@@ -61,11 +65,11 @@ class Feed:
 
 @dataclass(frozen=True)
 class Channel:
-    """How data that is being read talks to the other ranks.
+    """Collectives for data that communicates with the other ranks while it is read.
 
     Args:
-        sum: Sum of a number over all ranks.
-        gather: What all ranks say, in rank order.
+        sum: Sums a whole number over all ranks.
+        gather: Returns the values of all ranks, in rank order.
     """
 
     sum: Callable[[int], int]
@@ -79,13 +83,13 @@ class Split:
     Args:
         rank: This rank.
         size: Number of ranks.
-        shard: `"auto"` to deal arrays row by row, `"none"` if the user has split.
-        seed: Of the order of the rows, the same on all ranks.
-        channel: To the other ranks, from within the data.
-        keeps_position: Whether the order of the rows must be known on one rank too,
-            for a training that another number of ranks may go on with.
-        position: Where the training has come to, if it goes on.
-        same: For each kind of data ("training", "validation") that comes in batches,
+        shard: `"auto"` to shard the data; `"none"` if the user has already split it.
+        seed: Seed of the order of the rows, the same on all ranks.
+        channel: Collectives for data that needs them while it is read.
+        keeps_position: Whether the order of the rows is ours on a single rank, too. A
+            checkpoint needs that: another number of ranks may resume from it.
+        position: The position in the data to resume from, if any.
+        same: For the "training" and the "validation" data that comes in batches:
             whether all ranks were given the same batches.
     """
 

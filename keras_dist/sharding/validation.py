@@ -1,4 +1,4 @@
-"""The share of one rank in the data that is evaluated."""
+"""One rank's part of the data that is evaluated, whatever its kind."""
 
 from typing import Any
 
@@ -13,7 +13,12 @@ from keras_dist.sharding.arrays import (
     shard_validation,
     split_validation,
 )
-from keras_dist.sharding.batches import finite, kind_of, rank_batches, steps_of
+from keras_dist.sharding.batches import (
+    estimated_steps,
+    finite_or_none,
+    kind_of,
+    rank_batches,
+)
 from keras_dist.sharding.batches_stream import Stream
 from keras_dist.sharding.feed import KERAS_BATCH_SIZE, Feed, Split
 
@@ -21,7 +26,14 @@ from keras_dist.sharding.feed import KERAS_BATCH_SIZE, Feed, Split
 def hold_out(
     x: Any, y: Any, sample_weight: Any, validation_split: float
 ) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any]]:
-    """Training and validation data of `validation_split`, before any is dealt."""
+    """Training and validation data, by `validation_split` as of `Model.fit`.
+
+    Returns:
+        `(x, y, sample_weight)` for training, and the same for validation.
+
+    Raises:
+        ValueError: If the data is not arrays, or one of the two parts would be empty.
+    """
     if not is_arrays((x, y, sample_weight)):
         raise ValueError(
             "`validation_split` needs arrays. "
@@ -44,38 +56,41 @@ def validation_feed(
     steps_rule: scaling.StepsRule,
     split: Split,
 ) -> Feed:
-    """This rank's share of the data that is evaluated.
+    """This rank's validation data, as arguments for `Model.evaluate`.
 
     Args:
         data: `(x, y)` or `(x, y, sample_weight)`, or data that comes in batches.
-        batch_size: Rows of one rank's batch.
-        steps: Steps that a script for one process asked for, or `None` for all.
-        steps_rule: What happens to them.
+        batch_size: Rows of one rank's batch, or `None` for Keras's default.
+        steps: Steps of a script for one process, or `None` for all data.
+        steps_rule: How `steps` changes with the number of ranks.
         split: How data is divided.
+
+    Raises:
+        ValueError: If there is no row, or `steps` is unusable.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    after = scaling.scaled_steps(
+    own_steps = scaling.scaled_steps(
         steps_rule,
         steps,
         size=split.size,
         name="validation_steps_scaling",
         multiples=True,
     )
-    given = {"x": x, "y": y, "sample_weight": sample_weight}
-    if not is_arrays(tuple(given.values())) and x is not None:
-        return _stream_feed(given, batch_size, steps, after, split)
+    arguments = {"x": x, "y": y, "sample_weight": sample_weight}
+    if not is_arrays(tuple(arguments.values())) and x is not None:
+        return _stream_feed(arguments, batch_size, steps, own_steps, split)
     if split.size == 1 or split.shard == "none":
         return Feed(
-            given,
-            kind="arrays" + ", taken as already split" * (split.size > 1),
+            arguments,
+            kind="arrays, already split" if split.size > 1 else "arrays",
             batch_size=batch_size,
             num_rows=len(keras.tree.flatten(x)[0]),
             is_scaled=steps is not None,
             steps_before=steps,
-            steps=after,
+            steps=own_steps,
         )
     return _sharded_feed(
-        as_arrays(x, y, sample_weight), batch_size, steps, after, split
+        as_arrays(x, y, sample_weight), batch_size, steps, own_steps, split
     )
 
 
@@ -86,50 +101,52 @@ def _sharded_feed(
     steps: int | None,
     split: Split,
 ) -> Feed:
+    """Arrays of which this rank evaluates its rows."""
     if arrays.num_rows == 0:
         raise ValueError(
             "There is nothing to validate on. Received: arrays without rows. "
             "Pass at least one row, or no `validation_data`."
         )
     own = shard_validation(arrays, rank=split.rank, size=split.size)
-    in_a_pass = -(-own.num_rows // (batch_size or KERAS_BATCH_SIZE))
-    data = {"x": own.x, "y": own.y, "sample_weight": own.sample_weight}
+    steps_per_pass = -(-own.num_rows // (batch_size or KERAS_BATCH_SIZE))
+    arguments = {"x": own.x, "y": own.y, "sample_weight": own.sample_weight}
     if own.is_on_disk:
         dataset = in_batches(own, batch_size or KERAS_BATCH_SIZE)
-        data = {"x": dataset, "y": None, "sample_weight": None}
+        arguments = {"x": dataset, "y": None, "sample_weight": None}
     return Feed(
-        data,
-        kind="arrays, dealt row by row",
+        arguments,
+        kind="arrays, sharded by row",
         batch_size=batch_size,
         num_rows=arrays.num_rows,
         rank_rows=own.num_rows,
         is_scaled=steps_before is not None,
         steps_before=steps_before
         or -(-arrays.num_rows // (batch_size or KERAS_BATCH_SIZE)),
-        steps=min(steps or in_a_pass, in_a_pass),
+        steps=min(steps or steps_per_pass, steps_per_pass),
         has_rows=split.rank < arrays.num_rows,
         facts={"the number of validation rows": arrays.num_rows},
     )
 
 
 def _stream_feed(
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     batch_size: int | None,
     steps_before: int | None,
     steps: int | None,
     split: Split,
 ) -> Feed:
-    stream = Stream.of(given["x"])
+    """Data that comes in batches."""
+    stream = Stream.of(arguments["x"])
     is_sharded = split.same.get("validation", False)
     own = rank_batches(stream, split, is_sharded=is_sharded, is_training=False)
-    about = steps_of(own, stream, split, is_sharded=is_sharded)
+    steps_of_pass = estimated_steps(own, stream, split, is_sharded=is_sharded)
     return Feed(
-        given | {"x": own.data},
+        arguments | {"x": own.data},
         kind=kind_of(stream, split, is_sharded=is_sharded),
         batch_size=batch_size,
         is_scaled=steps_before is not None,
-        steps_before=steps_before or finite(stream.length),
-        steps=min(filter(None, (steps, about)), default=None),
+        steps_before=steps_before or finite_or_none(stream.length),
+        steps=min(filter(None, (steps, steps_of_pass)), default=None),
         is_exact=own.length is not None or split.size == 1,
         has_rows=own.has_rows,
         reader=own.reader,

@@ -124,10 +124,10 @@ def _used(size):
 
 @pytest.mark.several_ranks
 def test_the_plan_says_what_becomes_of_batches(world, rows, make_model, capsys):
-    """Dealt, or taken as already split where the ranks' batches differ."""
+    """Sharded, or already split if the ranks' batches differ."""
     x, y = rows
     for data, said in (
-        (dataset_of(x, y), "batches dealt in turn"),
+        (dataset_of(x, y), "sharded by batch, round robin"),
         (
             dataset_of(x[world.rank :: world.size], y[world.rank :: world.size]),
             "differ",
