@@ -16,7 +16,7 @@ import keras_dist
 from keras_dist.checkpoint import files
 from keras_dist.checkpoint.trees import decoded, encoded
 
-FILES = Path(keras_dist.__file__).parent / "resume" / "files.py"
+FILES = Path(keras_dist.__file__).parent / "checkpoint" / "files.py"
 
 # Without TensorFlow: it takes longer to start than all of this.
 _LOAD = f"""

@@ -163,7 +163,7 @@ class Ranks:
         for rank, process in self._processes.items():
             path = self._path(rank, "report.stacks")
             if rank not in self._ended and path.exists():
-                process.send_signal(report.ASK)
+                process.send_signal(report.DUMP_SIGNAL)
                 asked.append(path)
         begin = time.monotonic()
         while any(not p.stat().st_size for p in asked) and (

@@ -94,7 +94,8 @@ def test_a_process_that_a_rank_starts_is_no_rank(world):
         place, *words = done.stdout.splitlines()
         assert place == f"0 {world.size}"
         assert " ".join(words).startswith(
-            "A collective can only be called in the process of a rank" * (world.size > 1)
+            "A collective can only be called in the process of a rank"
+            * (world.size > 1)
         )
     assert keras_dist.gather(world.rank) == list(range(world.size))
 
