@@ -127,8 +127,8 @@ def _summary(returncode: int, memory: int) -> str:
     text = f"was ended by {name}"
     if returncode == -signal.SIGKILL:
         text += (
-            ", as the kernel does when memory runs out (dmesg then says so); it used at "
-            f"most {memory // _KIB_PER_MIB:,} MiB"
+            ", as the kernel does when memory runs out (dmesg then says so); "
+            f"it used at most {memory // _KIB_PER_MIB:,} MiB"
         )
     return text
 
