@@ -60,7 +60,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a training is saved, how often, and the checkpoint that it resumes from.
+    """The folder and interval of checkpoints, and the checkpoint to resume from.
 
     Args:
         folder: The folder of the checkpoints; used by the first rank only.

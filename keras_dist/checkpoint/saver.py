@@ -87,8 +87,8 @@ class Saver(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if not self._has_restored and self._random is None:
-            # Building the model draws random numbers. The uninterrupted training drew
-            # them before its first epoch, so the states of now are restored after it.
+            # Building the model draws random numbers, which the uninterrupted training
+            # drew before its first epoch. So the states from before are restored later.
             self._random = random_states.collected()
         self._requests.request(self.model)
 
@@ -194,6 +194,7 @@ class Saver(keras.callbacks.Callback):
         return saved.ranks[comm.rank() if is_same_size else 0]
 
     def _callback_states(self) -> dict[str, Any]:
+        """Saved states of the callbacks: this rank's own, else the first rank's."""
         saved = self._resume.saved
         return saved.callbacks | self._own(saved)["callbacks"] if saved else {}
 
@@ -215,6 +216,7 @@ class Saver(keras.callbacks.Callback):
         saved.arrays.clear()
 
     def _restore_own(self) -> None:
+        """Restore the state of this rank that differs from the first rank's."""
         self._has_restored = True
         saved = self._resume.saved
         if saved is None:

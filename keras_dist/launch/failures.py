@@ -93,8 +93,8 @@ def explain(
 
     Args:
         failures: The failures, sorted by `first_of`; at least one.
-        positions: In words, where each rank is, or was when it failed. Ranks that have
-            ended with exit code 0 are left out.
+        positions: The position of each rank in words, as of `Ranks.where`. Ranks that
+            have ended with exit code 0 are left out.
         num_ranks: Number of ranks.
     """
     first = failures[0]

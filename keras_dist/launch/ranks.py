@@ -107,7 +107,7 @@ class Ranks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def where(self) -> dict[int, str]:
-        """In words, where each rank is in its fit, or was when it failed.
+        """Positions in words: epoch, step and collective of each rank, now or last.
 
         Ranks that have ended with exit code 0 are left out.
         """

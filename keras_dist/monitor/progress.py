@@ -1,4 +1,4 @@
-"""Tell a process that works from one that only waits."""
+"""Distinguish a process that works from one that only waits."""
 
 from collections.abc import Collection
 

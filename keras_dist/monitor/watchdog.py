@@ -174,7 +174,7 @@ class Watchdog(threading.Thread):
         os._exit(EXIT_CODE)
 
     def _lines_of_ranks(self, own: dict[str, Any]) -> list[str]:
-        """A line for each rank that is missing, and for each place where ranks wait."""
+        """A line for each missing rank, and for each position in which ranks wait."""
         if self._store is None:
             return []
         ranks = range(self._size)
