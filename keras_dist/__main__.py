@@ -47,24 +47,24 @@ def _add_install_horovod(commands: argparse._SubParsersAction) -> None:
         help="build Horovod for the TensorFlow of this environment",
         description=(
             "Build Horovod for the TensorFlow that is installed in this environment, "
-            "with Gloo, and with MPI and NCCL where they are found. Takes about two "
+            "with Gloo, and with MPI and NCCL if they are found. Takes about two "
             "minutes on two cores."
         ),
     )
     command.add_argument(
         "--mpi",
         action=argparse.BooleanOptionalAction,
-        help="with MPI; by default where Open MPI is found",
+        help="build with MPI (default: if Open MPI is found)",
     )
     command.add_argument(
         "--nccl",
         action=argparse.BooleanOptionalAction,
-        help="with NCCL; by default where NCCL and nvcc are found",
+        help="build with NCCL (default: if NCCL and nvcc are found)",
     )
     command.add_argument(
         "--if-needed",
         action="store_true",
-        help="do nothing where a Horovod for exactly this TensorFlow is installed",
+        help="do nothing if a Horovod for exactly this TensorFlow is installed",
     )
     command.set_defaults(run=_install_horovod)
 
@@ -72,11 +72,11 @@ def _add_install_horovod(commands: argparse._SubParsersAction) -> None:
 def _add_bench_collectives(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "bench-collectives",
-        help="print how fast ranks talk, by the size of what they say",
+        help="measure latency and bandwidth of allreduce",
         description=(
-            "Print latency and bandwidth of a sum over all ranks, by its size. Starts "
-            "ranks on this machine, once for each transport that Horovod was built "
-            "with; or, started by a launcher, measures with the ranks that there are."
+            "Print latency and bandwidth of allreduce, by the size of the tensor. "
+            "Starts ranks on this machine, once for each transport that Horovod was "
+            "built with. If a launcher started this command, uses the launcher's ranks."
         ),
     )
     command.add_argument(
@@ -87,13 +87,13 @@ def _add_bench_collectives(commands: argparse._SubParsersAction) -> None:
         type=int,
         default=100,
         metavar="K",
-        help="sums of each size, a tenth of it from 1 MiB on (default: 100)",
+        help="repetitions of each size, a tenth of it from 1 MiB on (default: 100)",
     )
     command.set_defaults(run=_bench_collectives)
 
 
 def _bench_collectives(options: argparse.Namespace) -> int:
-    # TensorFlow takes seconds to import, which the other commands do without.
+    # Imports TensorFlow, which takes seconds and which no other command needs.
     bench = importlib.import_module("keras_dist.tools.bench_collectives")
     return bench.run(options.np, options.repetitions)
 

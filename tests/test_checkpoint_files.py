@@ -16,7 +16,7 @@ import keras_dist
 from keras_dist.checkpoint import files
 from keras_dist.checkpoint.trees import decoded, encoded
 
-FILES = Path(keras_dist.__file__).parent / "resume" / "files.py"
+FILES = Path(keras_dist.__file__).parent / "checkpoint" / "files.py"
 
 # Without TensorFlow: it takes longer to start than all of this.
 _LOAD = f"""
@@ -185,5 +185,5 @@ def test_values_come_back_as_they_were(tmp_path):
     again = decoded(folder.newest()[0]["value"])
     assert repr(again) == repr(value)
     assert again["best"][1].dtype == "int8" and again["best"][2].shape == (0, 2)
-    with pytest.raises(TypeError, match="can be kept"):
+    with pytest.raises(TypeError, match="can be saved"):
         encoded({"function": print})

@@ -1,4 +1,18 @@
-"""A training that was ended goes on where it was."""
+"""Save checkpoints during a fit, and resume a training that was ended.
+
+This file has `saving`, the block around a fit. The others, from the file on the disk up
+to the callback that saves:
+
+- `files`: a folder of checkpoint files, each with a checksum and replaced atomically
+- `trees`: Python values as trees of JSON and arrays, and back, without pickle
+- `model_states`: weights, optimizer state, metrics and seeds of all ranks
+- `callback_states`: attributes of callbacks that change during a training
+- `random_states`: states of the global random generators
+- `saved`: the content of a checkpoint; read the newest one and send it to all ranks
+- `save_request`: when to save: a clock, or SIGTERM, agreed on by all ranks
+- `writer`: write checkpoints in a thread while the training continues
+- `saver`: the callback that saves, and that restores before the first step
+"""
 
 import contextlib
 import warnings
@@ -20,14 +34,15 @@ __all__ = ["EXIT_CODE", "Resume", "saving", "opened"]
 
 @contextlib.contextmanager
 def saving(resume: Resume | None, job: Job) -> Iterator[dict[str, Any]]:
-    """Inside the block, a fit saves as it goes; and it begins where it has to.
+    """Inside the block, a fit starts where its checkpoint ends, and saves new ones.
 
     Args:
-        resume: The folder, and what it holds; `None` to save nothing.
-        job: What this rank does.
+        resume: The folder of the checkpoints, and the one to resume from; `None` to
+            save nothing.
+        job: The arguments and data of this rank.
 
-    Returns:
-        The arguments of `Model.fit`.
+    Yields:
+        The arguments to pass to `Model.fit`.
     """
     if resume is None:
         yield job.arguments
@@ -35,18 +50,18 @@ def saving(resume: Resume | None, job: Job) -> Iterator[dict[str, Any]]:
     arguments, saved = dict(job.arguments), resume.saved
     if saved is not None:
         arguments["initial_epoch"] = _first_epoch(resume, job)
-        _say_where(resume, job)
+        _print_position(resume, job)
         for callback in job.callbacks:
             if isinstance(callback, keras.callbacks.CSVLogger):
                 callback.append = True
-    listed = with_history(arguments["callbacks"])
-    found = [c for c in listed if isinstance(c, keras.callbacks.History)]
+    callbacks = with_history(arguments["callbacks"])
+    histories = [c for c in callbacks if isinstance(c, keras.callbacks.History)]
     others = [c for c in job.callbacks if not isinstance(c, keras.callbacks.History)]
     requests = SaveRequests(resume.save_seconds if saves_within_epochs(job) else None)
     writer = Writer(resume.folder) if comm.rank() == 0 else None
-    saver = Saver(resume, job, others + found, requests, writer)
+    saver = Saver(resume, job, others + histories, requests, writer)
     try:
-        yield arguments | {"callbacks": [*listed, saver]}
+        yield arguments | {"callbacks": [*callbacks, saver]}
     finally:
         requests.finish()
         if writer is not None:
@@ -55,6 +70,7 @@ def saving(resume: Resume | None, job: Job) -> Iterator[dict[str, Any]]:
 
 
 def _first_epoch(resume: Resume, job: Job) -> int:
+    """Epoch in which to resume; `epochs` if the training had finished."""
     saved = resume.saved
     assert saved is not None
     if saved.is_finished:
@@ -62,7 +78,7 @@ def _first_epoch(resume: Resume, job: Job) -> int:
     schedule = job.training.schedule
     if saved.position.done and schedule is None:
         raise ValueError(
-            "The training cannot go on in the middle of an epoch with this data. "
+            "The training cannot be resumed in the middle of an epoch with this data. "
             f"Received: {job.training.kind}, and a checkpoint of the middle of an "
             "epoch. Pass the same data as before, or an empty folder."
         )
@@ -72,14 +88,15 @@ def _first_epoch(resume: Resume, job: Job) -> int:
         and comm.rank() == 0
     ):
         warnings.warn(
-            f"Of epoch {saved.position.epoch + 1} fewer rows were left than there are "
-            "ranks. They are left out, and `History` has no entry for it.",
+            f"Epoch {saved.position.epoch + 1} has fewer rows left than there are "
+            "ranks. These rows are skipped, and `History` has no entry for the epoch.",
             stacklevel=2,
         )
     return saved.position.epoch if schedule is None else schedule.epoch
 
 
-def _say_where(resume: Resume, job: Job) -> None:
+def _print_position(resume: Resume, job: Job) -> None:
+    """Print on the first rank where the training is resumed."""
     position = resume.position
     if comm.rank() == 0 and job.arguments["verbose"] != 0 and position is not None:
         rows = (
@@ -88,6 +105,6 @@ def _say_where(resume: Resume, job: Job) -> None:
             else ""
         )
         print(
-            f"goes on in epoch {position.epoch + 1}{rows}, from {resume.folder.path}",
+            f"resumed in epoch {position.epoch + 1}{rows}, from {resume.folder.path}",
             flush=True,
         )

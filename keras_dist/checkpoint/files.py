@@ -1,7 +1,7 @@
-"""A folder of checkpoints: each one file, whole or not there, with a checksum.
+"""A folder of checkpoint files, each with a checksum and replaced atomically.
 
 A checkpoint is a tree of JSON whose leaves may be arrays. Nothing in it is executed
-when it is read. This file needs NumPy alone.
+when it is read. This module needs NumPy alone.
 """
 
 import contextlib
@@ -19,22 +19,22 @@ import numpy as np
 
 _FIRST_LINE = b"keras_dist checkpoint 1\n"
 _NAME = re.compile(r"checkpoint-(\d{8,})\.keras_dist")
-_PART = ".checkpoint.part"
+_PART = ".checkpoint.part"  # the file that is being written
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DamagedError(ValueError):
-    """A file is not what was written."""
+    """The content of a file is not that of a checkpoint as it was written."""
 
 
 @dataclass
 class Folder:
-    """Where checkpoints are kept; one process writes to it.
+    """A folder of checkpoints; only one process writes to it.
 
     Args:
-        path: Of the folder; it is made when it is prepared.
-        keep: So many checkpoints, the last ones.
-        number: Of the last one that was read or written.
+        path: Path of the folder. `prepare` makes it.
+        keep: Number of checkpoints to keep; older ones are removed.
+        number: Number of the checkpoint that was read or written last.
     """
 
     path: str
@@ -42,34 +42,35 @@ class Folder:
     number: int = field(default=0, init=False)
 
     def prepare(self) -> None:
-        """Make the folder, and see that a file can be written in it.
+        """Make the folder, and check that a file can be written in it.
 
         Raises:
-            OSError: If not.
+            OSError: If the folder cannot be made or written to.
         """
         os.makedirs(self.path, exist_ok=True)
         part = os.path.join(self.path, _PART)
-        with _whole_or_not(part):
+        with _removed_after_error(part):
             _write(part, [b"\0" * 4096])
         os.remove(part)
 
     def reserve(self, num_bytes: int) -> None:
-        """See that there is room for what is going to be kept.
+        """Check that there is enough disk space for the checkpoints to keep.
 
         Args:
-            num_bytes: About the size of one checkpoint.
+            num_bytes: Approximate size of one checkpoint.
 
         Raises:
-            OSError: If there is not.
+            OSError: If there is too little space.
         """
         missing = max(1, self.keep - len(self.numbers()))
         part = os.path.join(self.path, _PART)
-        with _whole_or_not(part), open(part, "wb") as file:
+        with _removed_after_error(part), open(part, "wb") as file:
             try:
-                # A file of its own for each: one may be as large as is allowed.
+                # Allocate one checkpoint, and compare the rest with the free space: one
+                # file of the size of all might exceed the largest file size allowed.
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
                 free = os.fstatvfs(file.fileno())
-            except OSError as error:  # some file systems cannot say
+            except OSError as error:  # some file systems do not support this
                 if error.errno in (*_FULL, errno.EFBIG):
                     raise
                 return
@@ -78,13 +79,14 @@ class Folder:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.path)
 
     def newest(self) -> tuple[Any, list[str]]:
-        """The newest checkpoint that is whole, and what is wrong with newer ones.
+        """Read the newest checkpoint that is not damaged.
 
         Returns:
-            The tree, `None` in an empty folder; and a line for each damaged file.
+            The tree, or `None` in an empty folder; and a line for each newer checkpoint
+            that is damaged.
 
         Raises:
-            DamagedError: If there are checkpoints and all are damaged.
+            DamagedError: If there are checkpoints, and all of them are damaged.
         """
         damaged: list[str] = []
         for number in sorted(self.numbers(), reverse=True):
@@ -99,22 +101,22 @@ class Folder:
         if damaged:
             raise DamagedError(
                 "No checkpoint in the folder can be read. Received: "
-                f"{'; '.join(damaged)}. Bring back a copy of one, or move these files "
+                f"{'; '.join(damaged)}. Restore a copy of one, or move these files "
                 "away to train from the beginning."
             )
         return None, []
 
     def write(self, tree: Any) -> str:
-        """Write a checkpoint, and then remove those that are too many.
+        """Write a checkpoint, and then remove those older than the last `keep`.
 
         Args:
-            tree: Of dicts with text as keys, lists, text, numbers, `None` and arrays.
+            tree: Dicts with text as keys, lists, text, numbers, `None` and arrays.
 
         Returns:
             The path of the file.
 
         Raises:
-            OSError: If it cannot be written: those before are still there.
+            OSError: If it cannot be written. Earlier checkpoints are still there then.
         """
         content = packed(tree)
         target = self.file(self.number + 1)
@@ -124,7 +126,7 @@ class Folder:
             older = [n for n in sorted(self.numbers()) if n < self.number]
             if error.errno not in _FULL or not older:
                 raise
-            # Room for two and a half: the last good one stays.
+            # Make room by removing the oldest one; the newest one before stays.
             os.remove(self.file(older[0]))
             self._replace(target, content)
         self.number += 1
@@ -135,41 +137,46 @@ class Folder:
         return target
 
     def file(self, number: int) -> str:
-        """Path of a checkpoint."""
+        """Path of the checkpoint with a number."""
         return os.path.join(self.path, f"checkpoint-{number:08d}.keras_dist")
 
     def numbers(self) -> list[int]:
-        """Those of the checkpoints that are there."""
-        found = map(_NAME.fullmatch, os.listdir(self.path))
-        return [int(match[1]) for match in found if match]
+        """Numbers of the checkpoints in the folder, in no order."""
+        matches = map(_NAME.fullmatch, os.listdir(self.path))
+        return [int(match[1]) for match in matches if match]
 
     def _replace(self, target: str, content: list[Any]) -> None:
         part = os.path.join(self.path, _PART)
-        with _whole_or_not(part):
+        with _removed_after_error(part):
             _write(part, content)
             os.replace(part, target)
-        _settle(self.path)
+        _sync_folder(self.path)
 
 
 def packed(tree: Any) -> list[Any]:
-    """A tree as the pieces of a file: a line, a digest, JSON, and arrays as bytes."""
+    """Serialize a tree.
+
+    Returns:
+        The parts of a file, in order: first line, digest, head, JSON, and the bytes of
+        each array. The head says how long the JSON is, and which arrays follow it.
+    """
     arrays: list[np.ndarray] = []
     text = json.dumps(_plain(tree, arrays)).encode()
     kinds = [{"shape": array.shape, "dtype": array.dtype.name} for array in arrays]
     head = json.dumps({"bytes": len(text), "arrays": kinds}).encode() + b"\n"
     body: list[Any] = [head, text, *(_bytes_of(array) for array in arrays)]
     digest = hashlib.sha256()
-    for piece in body:
-        digest.update(piece)
+    for part in body:
+        digest.update(part)
     return [_FIRST_LINE, digest.hexdigest().encode() + b"\n", *body]
 
 
 def read(path: str) -> Any:
-    """The tree that was written to a file.
+    """Read the tree that was written to a file.
 
     Raises:
-        DamagedError: If the file is not whole.
-        OSError: If it cannot be read.
+        DamagedError: If the content is not that of a checkpoint as it was written.
+        OSError: If the file cannot be read.
     """
     with open(path, "rb") as file:
         content = file.read()
@@ -178,12 +185,12 @@ def read(path: str) -> Any:
         raise DamagedError("it does not begin as a checkpoint of keras_dist does")
     digest, body = content[begin : begin + 64], memoryview(content)[begin + 65 :]
     if hashlib.sha256(body).hexdigest().encode() != digest:
-        raise DamagedError(f"its {len(content)} bytes do not fit its checksum")
+        raise DamagedError(f"its {len(content)} bytes do not match its checksum")
     try:
         return _unpacked(content, begin + 65)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        # Whoever can write the file can write a checksum.
-        raise DamagedError(f"it is no checkpoint ({error})") from None
+        # A file made on purpose can have a valid checksum and any content.
+        raise DamagedError(f"it is not a checkpoint ({error})") from None
 
 
 def _unpacked(content: bytes, begin: int) -> Any:
@@ -194,15 +201,16 @@ def _unpacked(content: bytes, begin: int) -> Any:
     for kind in head["arrays"]:
         dtype = np.dtype(kind["dtype"])
         count = math.prod(kind["shape"])
-        if count < 0:  # to NumPy that means all that there is
+        if count < 0:  # NumPy would read the whole rest of the file
             raise ValueError(f"an array has the shape {kind['shape']}")
         array = np.frombuffer(content, dtype, count, offset).reshape(kind["shape"])
-        arrays.append(array.copy())  # aligned, and free to be changed
+        arrays.append(array.copy())  # aligned and writable
         offset += count * dtype.itemsize
     return _filled(tree, arrays)
 
 
 def _plain(tree: Any, arrays: list[np.ndarray]) -> Any:
+    """The tree as JSON, with numbers in place of the arrays, which are collected."""
     if isinstance(tree, np.ndarray):
         arrays.append(tree)
         return {"array": len(arrays) - 1}
@@ -214,6 +222,7 @@ def _plain(tree: Any, arrays: list[np.ndarray]) -> Any:
 
 
 def _filled(tree: Any, arrays: list[np.ndarray]) -> Any:
+    """Invert `_plain`."""
     if not isinstance(tree, dict):
         return tree
     ((kind, value),) = tree.items()
@@ -230,24 +239,25 @@ def _bytes_of(array: np.ndarray) -> Any:
 
 def _write(path: str, content: list[Any]) -> None:
     with open(path, "wb") as file:
-        for piece in content:
-            file.write(piece)
+        for part in content:
+            file.write(part)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _settle(folder: str) -> None:
-    """Wait until the names in a folder are on the disk."""
+def _sync_folder(folder: str) -> None:
+    """Wait until a rename in a folder is on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # some file systems know no such thing
+        with contextlib.suppress(OSError):  # some file systems do not support this
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
 @contextlib.contextmanager
-def _whole_or_not(part: str) -> Iterator[None]:
+def _removed_after_error(part: str) -> Iterator[None]:
+    """Remove a file if the block raises an error."""
     try:
         yield
     except BaseException:

@@ -1,4 +1,11 @@
-"""The state of a model on all ranks: what is equal, and what each has of its own."""
+"""State of a model on all ranks: what is the same everywhere, and what differs.
+
+Weights and optimizer state are the same on all ranks, so a checkpoint has them once.
+Some variables differ between ranks: statistics such as those of BatchNormalization
+before the end of an epoch, accumulated gradients, layers that are not averaged, seeds
+and metrics. A checkpoint has them for each rank. If a training is resumed on another
+number of ranks, they are merged.
+"""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +25,7 @@ from keras_dist.training.session import session_of
 
 
 def variables_of(model: Any) -> list[Any]:
-    """Weights and the optimizers' state, in an order that follows from the model."""
+    """Weights and optimizer state, in the same order on every rank."""
     variables = list(model.weights)
     for found in optimizer.optimizers_of(model):
         variables += found.variables
@@ -26,7 +33,7 @@ def variables_of(model: Any) -> list[Any]:
 
 
 def num_bytes_of(model: Any) -> int:
-    """What they take."""
+    """Size in bytes of weights and optimizer state."""
     return sum(
         math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
         for variable in variables_of(model)
@@ -34,7 +41,7 @@ def num_bytes_of(model: Any) -> int:
 
 
 def facts_of(model: Any) -> dict[str, Any]:
-    """What a model must be, for its state to fit."""
+    """Layers, optimizers and shapes that a model must have to take a checkpoint."""
     return {
         "layers": [type(layer).__name__ for layer in getattr(model, "layers", [])],
         "optimizers": [leaf.__class__.__name__ for leaf in _leaves(model)],
@@ -46,24 +53,28 @@ def facts_of(model: Any) -> dict[str, Any]:
 
 
 def check_fits(model: Any, facts: dict[str, Any]) -> None:
-    """Raise where a checkpoint is of another model.
+    """Check that a checkpoint is of this model.
+
+    Args:
+        model: The built model.
+        facts: The `facts_of` the saved model.
 
     Raises:
-        ValueError: With the first thing in which they differ.
+        ValueError: If it is of another model, with the first difference.
     """
     own = facts_of(model)
     for name, saved in facts.items():
         if saved != own[name]:
             before, now = _first_difference(saved, own[name])
             raise ValueError(
-                "The folder holds checkpoints of another model. Received: a model "
-                f"whose {name} differ from theirs, {now} where they have {before}. "
-                "Pass an empty folder to train this one from the beginning."
+                "The folder has checkpoints of another model. Received: a model whose "
+                f"{name} differ from the checkpoint: {now} instead of {before}. "
+                "Pass an empty folder to train this model from the beginning."
             )
 
 
 def own_state(model: Any) -> dict[str, Any]:
-    """What this rank has of its own; called by all ranks together."""
+    """State of this rank that may differ from the first rank; all ranks call this."""
     variables = variables_of(model)
     own = _own_indices(model, variables)
     values = {str(index): array_of(variables[index]) for index in own}
@@ -91,17 +102,18 @@ def own_state(model: Any) -> dict[str, Any]:
 def restore_first(
     model: Any, arrays: Sequence[np.ndarray], ranks: Sequence[Any], starts: Any
 ) -> None:
-    """Give the first rank its state, which is then copied to the others.
+    """Restore the state of the first rank, which is then broadcast to the others.
 
     Args:
         model: The built model.
-        arrays: What the first rank held.
-        ranks: What each rank had of its own.
-        starts: Values from which variables that are added up have begun, where the
-            number of ranks is another one now; else `None`.
+        arrays: Weights and optimizer state of the first rank.
+        ranks: The `own_state` of each rank.
+        starts: `None` if the number of ranks is the same. Else values, at the beginning
+            of the epoch, of the variables that are summed over the ranks.
 
     Raises:
-        ValueError: If layers that each rank trains for itself were on other ranks.
+        ValueError: If the number of ranks has changed and the model has layers that
+            each rank trains for itself.
     """
     variables = variables_of(model)
     for variable, value in zip(variables, arrays, strict=True):
@@ -113,29 +125,30 @@ def restore_first(
 
 
 def rates_of(model: Any) -> list[dict[str, float]]:
-    """How far the learning rate of each optimizer has come."""
+    """Position of each optimizer in its learning rate schedule."""
     return [optimizer.position_of(leaf) for leaf in _leaves(model)]
 
 
 def restore_rates(model: Any, rates: Sequence[Any], warmup: float) -> None:
-    """Let them go on where another number of ranks has left them.
+    """Continue the learning rate schedules, also on another number of ranks.
 
     Args:
-        model: With its optimizers' state restored.
-        rates: What `rates_of` said then.
-        warmup: Steps of the warm-up now, over those of then.
+        model: The model, whose optimizer state is restored.
+        rates: The saved `rates_of`.
+        warmup: Warm-up steps now, divided by the warm-up steps when it was saved.
     """
     for leaf, position in zip(_leaves(model), rates, strict=True):
         optimizer.go_on(leaf, position, warmup)
 
 
 def _leaves(model: Any) -> list[Any]:
-    found = optimizer.optimizers_of(model)
-    return [leaf for outer in found for leaf in optimizer.leaves(outer)]
+    """The innermost optimizers of a model."""
+    outermost = optimizer.optimizers_of(model)
+    return [leaf for outer in outermost for leaf in optimizer.leaves(outer)]
 
 
 def restore_own(model: Any, own: dict[str, Any]) -> None:
-    """Give this rank what was its own, on as many ranks as there were."""
+    """Restore the own state of this rank; the number of ranks must be the same."""
     variables = variables_of(model)
     for index, value in own["variables"].items():
         variables[int(index)].assign(value)
@@ -144,21 +157,21 @@ def restore_own(model: Any, own: dict[str, Any]) -> None:
 
 
 def restore_metrics(model: Any, ranks: Sequence[Any]) -> None:
-    """Give this rank what its metrics have seen of the epoch so far.
+    """Restore the metrics of the epoch so far.
 
-    On as many ranks as there were, each has its own again. On others, the first rank
-    has what all had.
+    If the number of ranks is the same, each rank gets its own state back. Else the
+    first rank gets the merged state of all ranks, and the others begin with none.
 
     Raises:
-        ValueError: If these are other metrics.
+        ValueError: If the model has other metrics than the checkpoint.
     """
     pieces, session = stateful_metrics(model.metrics), session_of(model)
     shapes = [[tuple(v.shape) for v in part.variables] for part in pieces]
     if shapes != [[value.shape for value in part] for part in ranks[0]["metrics"]]:
         raise ValueError(
-            "The training cannot go on in the middle of an epoch with other metrics. "
-            f"Received: metrics with states of the shapes {shapes}, and a checkpoint "
-            "with others. Compile the same metrics, or pass an empty folder."
+            "The training cannot be resumed in the middle of an epoch with other "
+            f"metrics. Received: metrics with states of the shapes {shapes}, and a "
+            "checkpoint with others. Compile the same metrics, or pass an empty folder."
         )
     is_same = len(ranks) == comm.size()
     own = ranks[comm.rank()] if is_same else _of_all(pieces, ranks)
@@ -182,7 +195,7 @@ def array_of(variable: Any) -> np.ndarray:
 
 
 def _own_indices(model: Any, variables: Sequence[Any]) -> list[int]:
-    """Places of the variables that need not be equal on all ranks."""
+    """Indices of the variables that may differ between the ranks."""
     if optimizer.local_ids(model):
         return list(range(len(variables)))
     own = {id(variable) for variable in model.non_trainable_weights}
@@ -191,11 +204,12 @@ def _own_indices(model: Any, variables: Sequence[Any]) -> list[int]:
 
 
 def _accumulators(model: Any) -> list[Any]:
+    """Accumulated gradients that the next update will use."""
     return [
         accumulator
-        for found in optimizer.optimizers_of(model)
-        if optimizer.is_between_updates(found)
-        for accumulator in found._accumulated_gradients
+        for outer in optimizer.optimizers_of(model)
+        if optimizer.is_between_updates(outer)
+        for accumulator in outer._accumulated_gradients
     ]
 
 
@@ -206,14 +220,15 @@ def _seeds(model: Any) -> list[Any]:
 def _merge_ranks(
     model: Any, variables: Sequence[Any], ranks: Sequence[Any], starts: Any
 ) -> None:
-    """On the first rank, what other ranks have held of variables that differed."""
+    """Merge, on the first rank, the variables that differ between the ranks."""
     if optimizer.local_ids(model):
         raise ValueError(
-            "Layers that each rank trains for itself cannot go on with another number "
-            f"of ranks. Received: {len(ranks)} ranks before and {comm.size()} now."
+            "A model with layers that each rank trains for itself cannot be resumed on "
+            f"another number of ranks. Received: {len(ranks)} ranks before and "
+            f"{comm.size()} now. Start {len(ranks)} ranks, or pass an empty folder."
         )
     by_rule = variables_by_rule(model)
-    rule_by_id = {id(v): rule for rule, found in by_rule.items() for v in found}
+    rule_by_id = {id(v): rule for rule, those in by_rule.items() for v in those}
     rule_by_id |= dict.fromkeys(map(id, _accumulators(model)), "accumulated")
     start_of = dict(zip(map(id, by_rule["sum"]), starts, strict=False))
     rows = np.array([own["rows"] for own in ranks], np.float64)
@@ -233,22 +248,22 @@ def _merge_ranks(
             variable.assign(mean.astype(first.dtype))
 
 
-def _of_all(pieces: Sequence[Any], ranks: Sequence[Any]) -> dict[str, Any]:
-    """What all ranks have seen together, as one rank holds it."""
+def _of_all(metrics: Sequence[Any], ranks: Sequence[Any]) -> dict[str, Any]:
+    """The own states of all ranks, merged into that of one rank."""
     seen = [Seen(own["seen"][1], own["seen"][0]) for own in ranks]
     fractions = states.weights(seen)
     merged = []
-    for index, part in enumerate(pieces):
+    for index, metric in enumerate(metrics):
         values = [own["metrics"][index] for own in ranks]
-        if merges(part):
+        if merges(metric):
             if comm.rank() == 0:
-                part.merge_states(values)
-            merged.append([array_of(variable) for variable in part.variables])
+                metric.merge_states(values)
+            merged.append([array_of(variable) for variable in metric.variables])
             continue
         merged.append(
             [
-                _merged(rule_of(variable), held, fractions)
-                for variable, *held in zip(part.variables, *values, strict=True)
+                _merged(rule_of(variable), per_rank, fractions)
+                for variable, *per_rank in zip(metric.variables, *values, strict=True)
             ]
         )
     return {
@@ -262,13 +277,13 @@ def _of_all(pieces: Sequence[Any], ranks: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _merged(rule: str, held: Sequence[np.ndarray], fractions: Sequence[float]) -> Any:
+def _merged(rule: str, values: Sequence[np.ndarray], fractions: Sequence[float]) -> Any:
     if rule == "first":
-        return held[0]
+        return values[0]
     if rule == "sum":
-        return sum(held[1:], held[0])
+        return sum(values[1:], values[0])
     return sum(
-        value * fraction for value, fraction in zip(held, fractions, strict=True)
+        value * fraction for value, fraction in zip(values, fractions, strict=True)
     )
 
 

@@ -1,4 +1,4 @@
-"""The states of the generators of random numbers that a process has."""
+"""States of the global random generators of Python, NumPy and TensorFlow."""
 
 import contextlib
 import random
@@ -11,19 +11,20 @@ from keras_dist.checkpoint.trees import decoded, encoded
 
 
 def collected() -> dict[str, Any]:
-    """Those of Python, NumPy and TensorFlow, as a tree."""
+    """The states of the generators, as a tree."""
     states = {
         "python": encoded(random.getstate()),
         "numpy": encoded(np.random.get_state(legacy=False)),
     }
-    with contextlib.suppress(RuntimeError):  # with determinism, it must be made by hand
+    # With op determinism TensorFlow has none until the user makes it.
+    with contextlib.suppress(RuntimeError):
         generator = tf.random.get_global_generator()
         states["tensorflow"] = encoded(generator.state.numpy())
     return states
 
 
 def restore(states: dict[str, Any]) -> None:
-    """Go on where they were."""
+    """Set the generators to the states of `collected`."""
     random.setstate(decoded(states["python"]))
     np.random.set_state(decoded(states["numpy"]))
     if "tensorflow" in states:

@@ -1,4 +1,4 @@
-"""What a folder tells all ranks when a training begins."""
+"""The content of a checkpoint, and how all ranks get it when a training begins."""
 
 import os
 import warnings
@@ -18,17 +18,17 @@ _ADVICE = "Start every rank with the same arguments."
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint, as all ranks know it.
+    """The content of a checkpoint. Names of the fields are names in the file format.
 
     Args:
-        position: Where the training had come to.
-        seed: Of the order of the rows.
-        is_finished: Whether it had stopped by itself.
-        rates: How far the learning rate of each optimizer has come.
-        warmup_steps: Of the learning rate.
-        callbacks: State of each callback of the first rank.
-        ranks: What each rank had of its own.
-        model: What the model must be.
+        position: Epoch and row that the training had reached.
+        seed: Seed of the order of the rows.
+        is_finished: Whether the training was stopped, for example by EarlyStopping.
+        rates: Position of each optimizer in its learning rate schedule.
+        warmup_steps: Length of the learning rate's warm-up.
+        callbacks: State of each callback on the first rank.
+        ranks: For each rank, the state that differs from the first rank's.
+        model: Layers, optimizers and shapes that the model must have.
         arrays: Weights and optimizer state; on the first rank only.
     """
 
@@ -43,15 +43,15 @@ class Saved:
     arrays: list[Any]
 
     def tree(self) -> dict[str, Any]:
-        """As it is written."""
-        # "place": what files written by 0.1.0 have, and go on to be read by.
+        """The content as a tree for a checkpoint file."""
+        # The position is called "place" in files since 0.1.0.
         own = {name: value for name, value in vars(self).items() if name != "position"}
         own["place"] = asdict(self.position)
         return {"keras_dist": __version__, **own}
 
     @classmethod
     def of(cls, tree: dict[str, Any]) -> "Saved":
-        """From what was written."""
+        """Invert `tree`."""
         own = {
             n: value for n, value in tree.items() if n not in ("keras_dist", "place")
         }
@@ -60,14 +60,14 @@ class Saved:
 
 @dataclass(frozen=True)
 class Resume:
-    """A training that is kept in a folder, and perhaps goes on from there.
+    """The folder and interval of checkpoints, and the checkpoint to resume from.
 
     Args:
-        folder: Where; used by the first rank only.
-        save_steps: Steps from checkpoint to checkpoint, if any.
-        save_seconds: Seconds from checkpoint to checkpoint, if any.
-        seed: Of the order of the rows.
-        saved: What the folder holds, if anything.
+        folder: The folder of the checkpoints; used by the first rank only.
+        save_steps: Save after this many steps; `None` for not.
+        save_seconds: Save after this many seconds; `None` for not.
+        seed: Seed of the order of the rows.
+        saved: The checkpoint to resume from; `None` for a new training.
     """
 
     folder: Folder
@@ -78,27 +78,30 @@ class Resume:
 
     @property
     def position(self) -> sharding.Position | None:
-        """Where the training has come to, if it goes on."""
+        """Epoch and row to resume from; `None` for a new training."""
         return self.saved.position if self.saved is not None else None
 
     def placed(self, split: sharding.Split) -> sharding.Split:
-        """How data is divided by a training that goes on."""
+        """The split of the data, with the seed and position to resume from."""
         return replace(
             split, seed=self.seed, keeps_position=True, position=self.position
         )
 
 
 def opened(options: Options, callbacks: Any, seed: int) -> Resume | None:
-    """Read the folder, on the first rank, for all of them.
+    """Read the newest checkpoint on the first rank, and broadcast it.
 
     Args:
-        options: Of the fit; `None` where it names no folder.
-        callbacks: The user's.
-        seed: Of the order of the rows, where nothing goes on.
+        options: Options of the fit.
+        callbacks: The user's callbacks.
+        seed: Seed of the order of the rows in a new training.
+
+    Returns:
+        `None` if the option `resume` is not given.
 
     Raises:
-        ValueError: On all ranks, if an argument is unusable, or differs between the
-            ranks, or all checkpoints are damaged.
+        ValueError: On all ranks, if an argument is invalid or differs between the
+            ranks, or if all checkpoints are damaged.
         RuntimeError: On all ranks, if the folder cannot be written to.
     """
     names = ("resume", "save_steps", "save_seconds")
@@ -119,7 +122,7 @@ def opened(options: Options, callbacks: Any, seed: int) -> Resume | None:
             f"A checkpoint is damaged, and an older one is used: {'; '.join(damaged)}",
             stacklevel=2,
         )
-    # Weights are copied to the other ranks when they are built.
+    # Without the weights, which are broadcast when the model is built.
     small = None if tree is None else {**tree, "arrays": []}
     agreed = comm.broadcast(small)
     saved = None if agreed is None else Saved.of(agreed if tree is None else tree)
@@ -132,20 +135,20 @@ def _read(folder: Folder) -> tuple[Any, list[str]]:
         folder.prepare()
         return folder.newest()
     except DamagedError as error:
-        raise ValueError(str(error)) from None  # a kind that all ranks can raise
+        raise ValueError(str(error)) from None  # a type that all ranks can raise
     except OSError as error:
         raise RuntimeError(
-            "Checkpoints cannot be kept in the folder that `resume` names. Received: "
-            f"resume={folder.path!r}, {error}. Pass a folder that the first rank can "
-            "write to."
+            "Checkpoints cannot be written to the folder that `resume` names. "
+            f"Received: resume={folder.path!r}, {error}. Pass a folder that the first "
+            "rank can write to."
         ) from error
 
 
 def _check(options: Options, callbacks: Any) -> None:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
-    every: Sequence[Any] = keras.tree.flatten(callbacks or [])
-    if any(isinstance(c, keras.callbacks.BackupAndRestore) for c in every):
+    flat: Sequence[Any] = keras.tree.flatten(callbacks or [])
+    if any(isinstance(c, keras.callbacks.BackupAndRestore) for c in flat):
         raise ValueError(
             "`resume` and BackupAndRestore would both restore the model. Received: "
             f"resume={os.fspath(options.resume or '')!r} and a BackupAndRestore in "
@@ -155,7 +158,7 @@ def _check(options: Options, callbacks: Any) -> None:
     is_whole = steps is None or (isinstance(steps, int) and steps > 0)
     if not is_whole or not (seconds is None or seconds > 0):
         raise ValueError(
-            "`save_steps` must be a whole number of at least 1, `save_seconds` more "
-            "than 0, or None for neither. Received: "
+            "`save_steps` must be an integer of at least 1, `save_seconds` a number "
+            "above 0, and each may be None. Received: "
             f"save_steps={steps!r}, save_seconds={seconds!r}"
         )

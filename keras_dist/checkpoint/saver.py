@@ -1,4 +1,4 @@
-"""Keep how far the training has come, and go on from there."""
+"""The callback that saves checkpoints, and that restores one before the first step."""
 
 import warnings
 from typing import Any, NoReturn
@@ -17,31 +17,31 @@ from keras_dist.setup.job import Job
 from keras_dist.training import build
 from keras_dist.training.session import session_of
 
-# What a process exits with that was asked to end and has saved: EX_TEMPFAIL of
+# The exit code of a process that was asked to end and has saved: EX_TEMPFAIL of
 # sysexits.h, "try again".
 EXIT_CODE = 75
 
 
 def saves_within_epochs(job: Job) -> bool:
-    """Whether a place inside of an epoch is one to go on from.
+    """Whether checkpoints are also saved in the middle of an epoch.
 
-    Not without a course; and not where each rank goes alone for some steps, with
-    weights of its own, until the end of the epoch brings all together.
+    Not for data of unknown length, which has no schedule to continue. And not with
+    local SGD, where the weights of the ranks differ until the end of the epoch.
     """
     return job.training.schedule is not None and job.averaging.every == 1
 
 
 class Saver(keras.callbacks.Callback):
-    """Saves at the end of epochs and between, and restores before the first step.
+    """Saves in the middle and at the end of epochs, and restores before the first step.
 
-    Stands last in the list, behind `History`.
+    Must be the last callback, behind `History`, whose state it saves.
 
     Args:
-        resume: The folder, and what it holds.
-        job: What this rank does.
-        callbacks: All that have a state.
-        requests: Who wants to save, or to end.
-        writer: Of checkpoints; on the first rank only.
+        resume: The folder of the checkpoints, and the one to resume from.
+        job: The arguments and data of this rank.
+        callbacks: The callbacks whose state is saved.
+        requests: Requests to save, or to end.
+        writer: The thread that writes; on the first rank only.
     """
 
     def __init__(
@@ -87,7 +87,8 @@ class Saver(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if not self._has_restored and self._random is None:
-            # Building draws seeds that the uninterrupted training drew long ago.
+            # Building the model draws random numbers, which the uninterrupted training
+            # drew before its first epoch. So the states from before are restored later.
             self._random = random_states.collected()
         self._requests.request(self.model)
 
@@ -98,14 +99,14 @@ class Saver(keras.callbacks.Callback):
             self._epoch, sharding.either
         ):
             return  # the end of the epoch saves
-        is_secondary = self._requests.agreed(self.model)
-        if is_secondary.end:
+        agreed = self._requests.agreed(self.model)
+        if agreed.end:
             if self._saves_within:
                 self._save(self._position(self._epoch, self._done))
-            self._leave()
+            self._exit()
         every = self._resume.save_steps
         is_due = every is not None and self._done // every > before // every
-        if self._saves_within and (is_due or is_secondary.save):
+        if self._saves_within and (is_due or agreed.save):
             self._save(self._position(self._epoch, self._done))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -113,9 +114,10 @@ class Saver(keras.callbacks.Callback):
         self._save(self._position(epoch + 1, 0), is_finished=is_stopped)
         is_last = is_stopped or epoch + 1 == self.params["epochs"]
         if self._requests.settled(self.model).end and not is_last:
-            self._leave()
+            self._exit()
 
     def _position(self, epoch: int, done: int) -> sharding.Position:
+        """The position after `done` steps of an epoch."""
         if self._feed.schedule is None:
             return sharding.Position(epoch, 0, 1, 0, 0, 0)
         if done:
@@ -125,6 +127,7 @@ class Saver(keras.callbacks.Callback):
         return sharding.Position(epoch, 0, end.steps, end.number, end.row, end.num_rows)
 
     def _save(self, position: sharding.Position, *, is_finished: bool = False) -> None:
+        """Gather the state of all ranks, and let the first rank write a checkpoint."""
         self.report_failure()
         own = model_states.own_state(self.model)
         own["random"] = random_states.collected()
@@ -153,46 +156,50 @@ class Saver(keras.callbacks.Callback):
         )
         self._writer.submit(saved.tree())
 
-    def _leave(self) -> NoReturn:
+    def _exit(self) -> NoReturn:
+        """End this process after the checkpoint is written; all ranks call this."""
         if self._writer is not None:
             self._writer.wait()
             self.report_failure()
-        comm.gather("written")  # an end of the first rank ends the others
+        comm.gather("written")  # no rank ends before, since its end ends the others
         if comm.rank() == 0:
             print(
                 f"keras_dist: asked to end by SIGTERM in epoch {self._epoch + 1}; the "
-                f"same command goes on from {self._resume.folder.path}",
+                f"same command resumes from {self._resume.folder.path}",
                 flush=True,
             )
         self._requests.is_leaving = True
         raise SystemExit(EXIT_CODE)
 
     def report_failure(self) -> None:
-        """Say on the first rank what could not be written."""
-        failure = None if self._writer is None else self._writer.failure()
-        if failure is not None:
+        """Warn on the first rank if the last checkpoint could not be written."""
+        error = None if self._writer is None else self._writer.take_error()
+        if error is not None:
             warnings.warn(
-                "A checkpoint could not be written; the training goes on, and those "
-                f"before it are still there. Received: {failure}",
+                "A checkpoint could not be written. The training continues, and the "
+                f"checkpoints before it are still there. Received: {error}",
                 stacklevel=2,
             )
 
     def _is_within_epoch(self) -> bool:
+        """Whether the training is resumed in the middle of an epoch."""
         position, schedule = self._resume.position, self._feed.schedule
         if position is None or schedule is None:
             return False
         return position.done > 0 and position.epoch == schedule.epoch
 
     def _own(self, saved: Saved) -> Any:
-        is_same = len(saved.ranks) == comm.size()
-        return saved.ranks[comm.rank() if is_same else 0]
+        """The saved state of this rank; of the first rank if the size has changed."""
+        is_same_size = len(saved.ranks) == comm.size()
+        return saved.ranks[comm.rank() if is_same_size else 0]
 
     def _callback_states(self) -> dict[str, Any]:
+        """Saved states of the callbacks: this rank's own, else the first rank's."""
         saved = self._resume.saved
         return saved.callbacks | self._own(saved)["callbacks"] if saved else {}
 
     def _restore_shared(self) -> None:
-        """On the first rank; what cannot be restored is an error on all."""
+        """Restore what is broadcast after it; an error is raised on all ranks."""
         comm.run_on_all(self._restore_first if comm.rank() == 0 else lambda: None)
 
     def _restore_first(self) -> None:
@@ -201,14 +208,15 @@ class Saver(keras.callbacks.Callback):
         if saved is None:
             return
         model_states.check_fits(self.model, saved.model)
-        is_same = len(saved.ranks) == comm.size()
-        said = saved.callbacks.get("AverageStatistics 1", {}).get("said")
-        before = decoded(said)["before"] if said else []
-        starts = None if is_same else before
+        is_same_size = len(saved.ranks) == comm.size()
+        state = saved.callbacks.get("AverageStatistics 1", {}).get("said")
+        before = decoded(state)["before"] if state else []
+        starts = None if is_same_size else before
         model_states.restore_first(self.model, saved.arrays, saved.ranks, starts)
         saved.arrays.clear()
 
     def _restore_own(self) -> None:
+        """Restore the state of this rank that differs from the first rank's."""
         self._has_restored = True
         saved = self._resume.saved
         if saved is None:
@@ -224,7 +232,7 @@ class Saver(keras.callbacks.Callback):
             random_states.restore(self._random)
 
     def _restore_rates(self) -> None:
-        """When they are scaled for as many ranks as there are now."""
+        """Restore the learning rates, after they were scaled for the current size."""
         saved = self._resume.saved
         if saved is not None:
             before, now = saved.warmup_steps, self._job.warmup_steps
@@ -233,7 +241,7 @@ class Saver(keras.callbacks.Callback):
             )
 
     def _restore_unstarted(self) -> None:
-        """Where no epoch is left: there will be no first step."""
+        """Restore the model at once, because no epoch is left and so no first step."""
         comm.run_on_all(self._build)
         self._restore_shared()
         for callback in self._callbacks:
@@ -242,26 +250,29 @@ class Saver(keras.callbacks.Callback):
         self._restore_own()
 
     def _build(self) -> None:
+        """Build the model and its optimizers without a step."""
         if not self.model.built:
             if self._feed.schedule is None:
                 raise ValueError(
-                    "The training is over, and there is nothing to build the model "
-                    "from, to restore it. Received: a model that is not built. Build "
-                    "it before, for example by an `Input` as its first layer."
+                    "The training is finished, and there is no data to build the model "
+                    "from before it is restored. Received: a model that is not built. "
+                    "Build it before, for example with an `Input` as its first layer."
                 )
             [first] = sharding.Stream(self._feed.arguments["x"]).first(1)
             build.build(self.model, first)
-        for found in optimizer.optimizers_of(self.model):
-            if not found.built:
-                found.build(self.model.trainable_variables)
+        for each in optimizer.optimizers_of(self.model):
+            if not each.built:
+                each.build(self.model.trainable_variables)
 
     def _reserve(self) -> None:
+        """Check that there is enough disk space before the training starts."""
         num_bytes = model_states.num_bytes_of(self.model)
         try:
             self._resume.folder.reserve(num_bytes + 2**14 * comm.size())
         except OSError as error:
             raise RuntimeError(
-                "There is no room for checkpoints in the folder that `resume` names. "
-                f"Received: {self._resume.folder.path!r}, {error}, for {num_bytes:,} "
-                "bytes each, of which two are kept. Pass another folder, or make room."
+                "There is too little space for checkpoints in the folder that `resume` "
+                f"names. Received: {self._resume.folder.path!r}, {error}, for two "
+                f"checkpoints of {num_bytes:,} bytes. Pass another folder, or free "
+                "some space."
             ) from error

@@ -10,11 +10,11 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 def encoded(value: Any) -> Any:
-    """`value` as a tree that a checkpoint can hold; arrays are copied.
+    """Encode a value as a tree that a checkpoint can hold; arrays are copied.
 
     Raises:
-        TypeError: If it is no number, text, `None`, array, or list, tuple or dict of
-            these.
+        TypeError: If `value` is not a number, text, `None`, an array, or a list, tuple
+            or dict of these.
 
     >>> encoded((1, {"best": [0.5]}))
     {'tuple': [1, {'items': [['best', {'list': [0.5]}]]}]}
@@ -31,12 +31,12 @@ def encoded(value: Any) -> Any:
         return {"items": [[encoded(k), encoded(v)] for k, v in value.items()]}
     raise TypeError(
         "Only numbers, text, None, NumPy arrays, and lists, tuples and dicts of these, "
-        f"can be kept in a checkpoint. Received: {value!r}"
+        f"can be saved in a checkpoint. Received: {value!r}"
     )
 
 
 def decoded(tree: Any) -> Any:
-    """What was encoded.
+    """Decode a tree of `encoded`.
 
     >>> decoded(encoded((1, {"best": [0.5]})))
     (1, {'best': [0.5]})
@@ -50,10 +50,10 @@ def decoded(tree: Any) -> Any:
         return value[()]
     if kind == "values":
         return value
-    pieces = [decoded(part) for part in value]
-    return pieces if kind == "list" else tuple(pieces)
+    items = [decoded(item) for item in value]
+    return items if kind == "list" else tuple(items)
 
 
 def digest_of(tree: Any) -> bytes:
-    """Equal for equal trees."""
+    """A digest that is the same for equal trees."""
     return packed(tree)[1]

@@ -1,4 +1,4 @@
-"""Write checkpoints while the training goes on."""
+"""Write checkpoints in a thread while the training continues."""
 
 import threading
 from typing import Any
@@ -7,13 +7,14 @@ from keras_dist.checkpoint.files import Folder
 
 
 class Writer:
-    """Writes in a thread of its own what it is given; the last counts.
+    """A thread that writes checkpoints to a folder.
 
-    Where the disk is slower than checkpoints come, those that nobody has begun to write
-    give way to newer ones.
+    If a checkpoint is submitted while another one is still being written, it waits. A
+    waiting checkpoint is replaced by the next one, so that a slow disk does not slow
+    down the training.
 
     Args:
-        folder: To write to.
+        folder: The folder.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -21,33 +22,33 @@ class Writer:
         self._changed = threading.Condition()
         self._next: Any = None
         self._is_busy = self._is_closed = False
-        self._failure: Exception | None = None
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def submit(self, tree: Any) -> None:
-        """Write `tree` soon; nobody changes its arrays any more."""
+        """Let the thread write a checkpoint; its arrays must not be changed later."""
         with self._changed:
             self._next = tree
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Until all is written, or could not be."""
+        """Wait until the thread has nothing left to write, with or without an error."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_busy and self._next is None)
 
     def close(self) -> None:
-        """Wait, and end the thread."""
+        """Write what is left, and end the thread."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         self._thread.join()
 
-    def failure(self) -> Exception | None:
-        """Why the last checkpoint could not be written, told once."""
+    def take_error(self) -> Exception | None:
+        """Return the error of the last write, if any, and forget it."""
         with self._changed:
-            failure, self._failure = self._failure, None
-        return failure
+            error, self._error = self._error, None
+        return error
 
     def _run(self) -> None:
         while True:
@@ -58,12 +59,12 @@ class Writer:
                 if self._next is None:
                     return
                 tree, self._next, self._is_busy = self._next, None, True
-            failure: Exception | None = None
+            error: Exception | None = None
             try:
                 self._folder.write(tree)
-            except Exception as error:  # nobody would hear of it in this thread
-                failure = error
+            except Exception as caught:  # raised here, it would only end this thread
+                error = caught
             del tree  # as large as the model
             with self._changed:
-                self._failure, self._is_busy = failure, False
+                self._error, self._is_busy = error, False
                 self._changed.notify_all()

@@ -1,4 +1,17 @@
-"""Who am I, choose the device, talk to the others."""
+"""Collectives, ranks and devices: the only part of the package that uses Horovod.
+
+- `world`: rank, size, local rank and local size, read from the launcher's variables
+- `devices`: choose the GPU of this rank, or its CPU threads and cores
+- `runtime`: state of this process: its device, and its link to the other ranks
+- `transport`: the only file that imports Horovod; one thin function per collective
+- `process_sets`: `init`, and collectives among some of the ranks only
+- `collectives`: average, sum, broadcast and gather of any value, outside of a graph
+- `tensors`: collectives of tensors that also work inside a `tf.function`
+- `compressed`: allreduce in float16 or bfloat16
+- `agreement`: raise an error of one rank on all ranks; compare values between ranks
+- `signed`: sign pickled messages, so that only those of this job are unpickled
+- `timeline`: record Horovod's timeline during a block
+"""
 
 from keras_dist.comm.agreement import agree, gather_or_raise, is_known, run_on_all
 from keras_dist.comm.collectives import (
@@ -42,6 +55,7 @@ __all__ = [
     "device",
     "explained",
     "gather",
+    "gather_or_raise",
     "gather_rows",
     "has_mpi",
     "init",
@@ -50,14 +64,13 @@ __all__ = [
     "local_size",
     "prepare",
     "rank",
-    "gather_or_raise",
+    "run_on_all",
     "size",
     "stack",
     "sum",
     "sum_compressed",
     "sum_tensors",
     "timeline",
-    "run_on_all",
     "total",
     "transport_name",
     "within",

@@ -1,4 +1,4 @@
-"""Find out before a collective whether the ranks can do it together."""
+"""Raise an error of one rank on all ranks, so that no rank waits for a failed one."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -8,8 +8,9 @@ from keras_dist.comm.collectives import gather
 
 Result = TypeVar("Result")
 
-# Errors that another rank raises as its own kind; every other becomes RuntimeError.
-_KINDS: dict[str, type[Exception]] = {
+# An error of one of these types has the same type on the other ranks; an error of any
+# other type becomes a RuntimeError there.
+_SAME_TYPE: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (ValueError, TypeError, RuntimeError)
 }
 
@@ -17,41 +18,47 @@ _KINDS: dict[str, type[Exception]] = {
 def agree(
     facts: Mapping[str, Any], *, advice: str, names: Mapping[str, str] | None = None
 ) -> None:
-    """Raise the same error on all ranks where the ranks do not hold equal facts.
+    """Raise the same error on all ranks if some value differs between the ranks.
 
-    The alternative is a hang: a rank that takes another number of steps, or averages
-    another number of tensors, leaves the others waiting for ever.
+    Without this check such a difference ends in a hang: if one rank takes another
+    number of steps, or averages another number of tensors, the other ranks wait for
+    ever in a collective.
 
     Args:
-        facts: What has to be equal on all ranks, by a name for the message.
-        advice: What the user can do about a difference, one sentence.
-        names: What this rank calls a fact beside its name, for the message.
+        facts: The values that must be equal on all ranks, each by the name that the
+            error message calls it.
+        advice: One sentence for the error message: how to make the values equal.
+        names: A second name of a value on this rank, for the error message.
 
     Raises:
-        ValueError: On all ranks, naming the first fact that differs and what each
-            rank holds.
+        ValueError: On all ranks, with the first name whose values differ, and the
+            value of each rank.
     """
-    everyone = gather(dict(facts))
-    for name in dict.fromkeys(name for held in everyone for name in held):
-        values = [held.get(name, "nothing") for held in everyone]
+    per_rank = gather(dict(facts))
+    for name in dict.fromkeys(name for own in per_rank for name in own):
+        values = [own.get(name, "nothing") for own in per_rank]
         if any(value != values[0] for value in values):
-            held = "; ".join(f"rank {r}: {value}" for r, value in enumerate(values))
+            received = "; ".join(f"rank {r}: {value}" for r, value in enumerate(values))
             also = f" ({names[name]})" if names and name in names else ""
             raise ValueError(
-                f"The ranks disagree on {name}{also}. Received: {held}. {advice}"
+                f"The ranks disagree on {name}{also}. Received: {received}. {advice}"
             )
 
 
 def run_on_all(work: Callable[[], Result]) -> Result:
-    """Do local `work` on every rank; an error on one rank is raised on all.
+    """Call a function without collectives on every rank; raise its error on all ranks.
+
+    Args:
+        work: The function. It must not call a collective.
 
     Returns:
         What `work` returned on this rank.
 
     Raises:
-        Exception: This rank's own error; or, where this rank's work succeeded, a
-            `ValueError`, `TypeError` or `RuntimeError` with the message of the first
-            rank that failed; for other kinds, with the kind's name before it.
+        Exception: If `work` failed on this rank, its error. If it failed on other
+            ranks only, a `ValueError`, `TypeError` or `RuntimeError` with the message
+            of the first rank that failed; an error of any other type is raised as a
+            `RuntimeError` whose message begins with the name of that type.
     """
     results: list[Result] = []
     gather_or_raise(lambda: results.append(work()))
@@ -59,48 +66,54 @@ def run_on_all(work: Callable[[], Result]) -> Result:
 
 
 def gather_or_raise(work: Callable[[], Result]) -> list[Result]:
-    """Do local `work` on every rank, and tell all ranks what it returned.
+    """Call a function without collectives on every rank, and gather what it returned.
 
-    A rank that fails may be at another `gather_or_raise` or `run_on_all` than the
-    others: its error is raised there all the same.
+    The calls need not be the same line of code on all ranks. If a rank fails and skips
+    some lines, its next call of `gather_or_raise` or `run_on_all` meets the current
+    call of the other ranks, and they raise its error.
+
+    Args:
+        work: The function. It must not call a collective; what it returns must be
+            picklable.
 
     Returns:
-        What `work` returned on each rank, in rank order; it must be picklable.
+        What `work` returned on each rank, in rank order.
 
     Raises:
-        Exception: As `run_on_all`.
+        Exception: As in `run_on_all`.
     """
-    result, error = _tried(work)
-    everyone = gather((result, _as_message(error)))
-    _raise_first(error, [failure for _, failure in everyone])
-    return [result for result, _ in everyone]
+    result, error = _attempt(work)
+    per_rank = gather((result, _name_and_message(error)))
+    _raise_first(error, [own_error for _, own_error in per_rank])
+    return [own_result for own_result, _ in per_rank]
 
 
 def is_known(error: Exception) -> bool:
-    """Whether all ranks have heard of an error already."""
+    """Whether an error was already raised on all ranks."""
     return getattr(error, "_is_known_to_all_ranks", False)
 
 
-def _tried(work: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+def _attempt(work: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
     try:
         return work(), None
-    except Exception as caught:  # any error has to be told to the other ranks
+    except Exception as caught:  # every error has to be sent to the other ranks
         return None, caught
 
 
-def _as_message(error: Exception | None) -> tuple[str, str] | None:
+def _name_and_message(error: Exception | None) -> tuple[str, str] | None:
     return None if error is None else (type(error).__name__, str(error))
 
 
 def _raise_first(
-    error: Exception | None, everyone: list[tuple[str, str] | None]
+    error: Exception | None, per_rank: list[tuple[str, str] | None]
 ) -> None:
-    failure = next(filter(None, everyone), None)
-    if error is None and failure is not None:
-        kind, text = failure
-        message = f"On rank {everyone.index(failure)}: "
-        message += text if kind in _KINDS else f"{kind}: {text}"
-        error = _KINDS.get(kind, RuntimeError)(message)
+    """Raise this rank's error, or the error of the first rank that has one."""
+    first = next(filter(None, per_rank), None)
+    if error is None and first is not None:
+        kind, text = first
+        message = f"On rank {per_rank.index(first)}: "
+        message += text if kind in _SAME_TYPE else f"{kind}: {text}"
+        error = _SAME_TYPE.get(kind, RuntimeError)(message)
     if error is not None:
         with contextlib.suppress(AttributeError):  # a class of C may take no attribute
             error._is_known_to_all_ranks = True  # type: ignore[attr-defined]

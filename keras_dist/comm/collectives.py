@@ -1,4 +1,4 @@
-"""Talk to the other ranks: average, sum, broadcast, gather, of any value."""
+"""Average, sum, broadcast and gather of any value, outside of a graph."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,12 +12,13 @@ from keras_dist.comm import runtime, transport
 from keras_dist.comm.signed import sign, verify
 from keras_dist.comm.tensors import name_of
 
-# One message of a broadcast of many arrays holds at most this many bytes, so that
-# the copies it is packed in stay small beside the model.
+# Many arrays are broadcast in buffers of at most this many bytes, so that the buffer
+# that they are copied to stays small compared with the model.
 _MESSAGE_BYTES = 8 * 2**20
 
-# A message that is gathered travels with its length in one collective of so many bytes,
-# of which 8 are the length, if it is short enough: most are.
+# A gather of Python objects begins with one allgather of this many bytes per rank: 8
+# bytes for the length of the pickled object, and then the object itself if it fits.
+# Most do; only longer ones need a second allgather.
 _HEAD_BYTES = 1024
 
 
@@ -29,10 +30,10 @@ def average(value: Any) -> Any:
             dict of these, of the same structure and shapes on every rank.
 
     Returns:
-        The same structure. Whole numbers become float64.
+        The same structure. Integers become float64.
 
     Raises:
-        TypeError: If `value` holds something else.
+        TypeError: If `value` holds anything else.
 
     >>> average({"loss": 0.25})  # without a launcher: one rank
     {'loss': 0.25}
@@ -41,7 +42,9 @@ def average(value: Any) -> Any:
 
 
 def sum(value: Any) -> Any:
-    """Sum of `value` over all ranks; arguments, result and errors as `average`.
+    """Sum of `value` over all ranks.
+
+    Arguments and errors are those of `average`; integers stay integers.
 
     >>> sum([1, 2])
     [1, 2]
@@ -50,15 +53,15 @@ def sum(value: Any) -> Any:
 
 
 def broadcast(value: Any, root_rank: int = 0) -> Any:
-    """The value that `root_rank` passes, on every rank.
+    """Return the value of `root_rank` on every rank.
 
     Args:
-        value: A tensor or variable (of one shape on all ranks), or any Python
-            object that can be pickled; the other ranks' values are ignored.
-        root_rank: The rank whose value it is.
+        value: A tensor or variable (of the same shape on all ranks), or any Python
+            object that can be pickled. The values of the other ranks are ignored.
+        root_rank: The rank whose value is sent to the others.
 
     Raises:
-        ValueError: If there is no such rank.
+        ValueError: If `root_rank` is not a rank.
 
     >>> broadcast("from the first rank")
     'from the first rank'
@@ -73,7 +76,7 @@ def broadcast(value: Any, root_rank: int = 0) -> Any:
     if _is_tensor(value):
         tensor = _tensor(value)
         name = name_of("broadcast")
-        return _over_wire(
+        return _with_wire_dtype(
             tensor,
             lambda x: transport.broadcast(link, x, root_rank=root_rank, name=name),
         )
@@ -82,7 +85,7 @@ def broadcast(value: Any, root_rank: int = 0) -> Any:
 
 
 def gather(value: Any) -> list[Any]:
-    """The values of all ranks, as a list in rank order, on every rank.
+    """Return the values of all ranks, as a list in rank order, on every rank.
 
     Args:
         value: A tensor or variable (shapes may differ between the ranks), or any
@@ -101,49 +104,54 @@ def gather(value: Any) -> list[Any]:
 
 
 def broadcast_arrays(arrays: Sequence[np.ndarray], root_rank: int) -> list[np.ndarray]:
-    """Arrays of the root rank, in few messages; same shapes and dtypes everywhere."""
+    """Return the arrays of `root_rank` on every rank, packed into few broadcasts.
+
+    Args:
+        arrays: Arrays of the same shapes and dtypes on every rank.
+        root_rank: The rank whose arrays are sent to the others.
+    """
     link, _ = runtime.connection()
     if link is None:
         return list(arrays)
     result: list[np.ndarray] = []
-    for start, stop in _messages([array.nbytes for array in arrays]):
-        part = arrays[start:stop]
-        packed = np.concatenate([array.reshape(-1).view(np.uint8) for array in part])
+    for start, stop in _buffers([array.nbytes for array in arrays]):
+        batch = arrays[start:stop]
+        packed = np.concatenate([array.reshape(-1).view(np.uint8) for array in batch])
         tensor = tf.convert_to_tensor(packed)
-        message = transport.broadcast(
+        buffer = transport.broadcast(
             link, tensor, root_rank=root_rank, name="keras_dist.broadcast_arrays"
         ).numpy()
-        ends = np.cumsum([array.nbytes for array in part])[:-1]
-        for array, received in zip(part, np.split(message, ends), strict=True):
+        ends = np.cumsum([array.nbytes for array in batch])[:-1]
+        for array, received in zip(batch, np.split(buffer, ends), strict=True):
             result.append(received.view(array.dtype).reshape(array.shape))
     return result
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
-    """Give all variables the values of the root rank, one message after the other.
+    """Assign the values of `root_rank` to the variables of every rank.
 
-    Beside the model there is never more in memory than the copies of one message, or
-    one copy of the largest variable.
+    The variables are sent in buffers, one after the other. So the memory needed beside
+    the model is at most that of one buffer, or of the largest variable.
 
     Args:
         variables: Keras variables, of the same shapes and dtypes on every rank.
-        root_rank: The rank whose values are copied.
+        root_rank: The rank whose values are sent to the others.
     """
     link, _ = runtime.connection()
     if link is None:
         return
     name = "keras_dist.broadcast_variable"
-    for start, stop in _messages([_num_bytes(variable) for variable in variables]):
-        part = variables[start:stop]
-        if len(part) == 1 and part[0].dtype in ("float32", "float64"):
-            value = tf.convert_to_tensor(part[0])
-            part[0].assign(
+    for start, stop in _buffers([_num_bytes(variable) for variable in variables]):
+        batch = variables[start:stop]
+        if len(batch) == 1 and batch[0].dtype in ("float32", "float64"):
+            value = tf.convert_to_tensor(batch[0])
+            batch[0].assign(
                 transport.broadcast(link, value, root_rank=root_rank, name=name)
             )
             continue
-        arrays = [keras.ops.convert_to_numpy(variable) for variable in part]
+        arrays = [keras.ops.convert_to_numpy(variable) for variable in batch]
         received = broadcast_arrays(arrays, root_rank)
-        for variable, array in zip(part, received, strict=True):
+        for variable, array in zip(batch, received, strict=True):
             variable.assign(array)
 
 
@@ -173,28 +181,33 @@ def _reduce(link: Any, tensor: Any) -> Any:
     if tensor.dtype == tf.bool:
         tensor = tf.cast(tensor, tf.int64)
     name = name_of("sum")
-    return _over_wire(tensor, lambda x: transport.allreduce_sum(link, x, name=name))
+    return _with_wire_dtype(
+        tensor, lambda x: transport.allreduce_sum(link, x, name=name)
+    )
 
 
-def _over_wire(tensor: Any, collective: Callable[[Any], Any]) -> Any:
-    """Horovod carries no bfloat16, no bool and no small or unsigned integers."""
-    wire = tensor.dtype
-    if wire in (tf.bfloat16, tf.float16):
-        wire = tf.float32
-    elif not wire.is_floating:
-        wire = tf.int64
-    return tf.cast(collective(tf.cast(tensor, wire)), tensor.dtype)
+def _with_wire_dtype(tensor: Any, collective: Callable[[Any], Any]) -> Any:
+    """Call a collective with a dtype that Horovod can send, and cast the result back.
+
+    Horovod sends no bfloat16, no bool, and no small or unsigned integers.
+    """
+    dtype = tensor.dtype
+    if dtype in (tf.bfloat16, tf.float16):
+        dtype = tf.float32
+    elif not dtype.is_floating:
+        dtype = tf.int64
+    return tf.cast(collective(tf.cast(tensor, dtype)), tensor.dtype)
 
 
 def _gather_bytes(message: bytes) -> list[bytes]:
-    """The messages of all ranks: one collective, and where one is long a second."""
+    """Gather messages: in one collective, and a second one if any of them is long."""
     link, world = runtime.connection()
     if link is None:
         return [message]
     head = np.zeros(_HEAD_BYTES, np.uint8)
     # Little-endian on every host.
-    begin = np.frombuffer(len(message).to_bytes(8, "little") + message, np.uint8)
-    head[: len(begin)] = begin[:_HEAD_BYTES]
+    content = np.frombuffer(len(message).to_bytes(8, "little") + message, np.uint8)
+    head[: len(content)] = content[:_HEAD_BYTES]
     heads = transport.allgather(
         link, tf.constant(head), name="keras_dist.gather"
     ).numpy()
@@ -217,19 +230,23 @@ def _gather_bytes(message: bytes) -> list[bytes]:
     ]
 
 
-def _messages(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Consecutive pieces [start, stop) of at most `_MESSAGE_BYTES` where they can be.
+def _buffers(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Divide arrays of these sizes in bytes into consecutive buffers.
 
-    >>> _messages([10, 20, 8 * 2**20, 5])
+    Returns:
+        Ranges [start, stop) of the arrays of each buffer. A buffer has at most
+        `_MESSAGE_BYTES` bytes, unless it holds one larger array.
+
+    >>> _buffers([10, 20, 8 * 2**20, 5])
     [(0, 2), (2, 3), (3, 4)]
     """
-    pieces, start, filled = [], 0, 0
+    ranges, start, filled = [], 0, 0
     for index, size in enumerate(sizes):
         if index > start and filled + size > _MESSAGE_BYTES:
-            pieces.append((start, index))
+            ranges.append((start, index))
             start, filled = index, 0
         filled += size
-    return pieces + ([(start, len(sizes))] if len(sizes) > start else [])
+    return ranges + ([(start, len(sizes))] if len(sizes) > start else [])
 
 
 def _is_tensor(value: Any) -> bool:
@@ -259,5 +276,5 @@ def _check_number(value: Any) -> None:
     raise TypeError(
         "Only numbers, arrays and tensors, and lists, tuples and dicts of these, can "
         f"be summed or averaged over the ranks. Received: {value!r} of type "
-        f"{type(value).__name__}. `gather` and `broadcast` take any object."
+        f"{type(value).__name__}. Use `gather` or `broadcast` for other objects."
     )

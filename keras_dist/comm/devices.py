@@ -1,4 +1,4 @@
-"""Which device a rank computes on: one GPU each, or its share of the cores."""
+"""Choose the device of a rank: a GPU, or its share of the CPU cores."""
 
 import contextlib
 import os
@@ -10,21 +10,21 @@ import tensorflow as tf
 
 from keras_dist.comm.world import World
 
-# "0" leaves it to the system on which cores a rank runs.
+# "0": do not bind ranks to cores of their own.
 _BIND = "KERAS_DIST_BIND"
 
-# A user who has set one of these has chosen the threads already.
+# If the user has set one of these, the number of threads is not changed.
 _THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a rank computes on: `kind` is "GPU" or "CPU".
+    """The device that a rank computes on.
 
     Args:
         kind: "GPU" or "CPU".
-        index: Number of the GPU on its host; 0 for CPU.
-        threads: Threads of one operation, 0 for TensorFlow's own choice.
+        index: Index of the GPU on its host; 0 for a CPU.
+        threads: Number of intra-op threads; 0 for TensorFlow's own choice.
     """
 
     kind: str = "CPU"
@@ -40,7 +40,7 @@ class Device:
 
 
 def threads_of_rank(*, cores: int, local_size: int) -> int:
-    """Threads of one rank when `local_size` ranks share `cores`; at least 1.
+    """Number of threads of one rank when `local_size` ranks share `cores`; at least 1.
 
     >>> [threads_of_rank(cores=8, local_size=n) for n in (1, 2, 3, 16)]
     [8, 4, 2, 1]
@@ -49,19 +49,19 @@ def threads_of_rank(*, cores: int, local_size: int) -> int:
 
 
 def choose_device(world: World, *, is_binding: bool = False) -> Device:
-    """Take this rank's GPU or its share of the cores, before TensorFlow starts.
+    """Select the GPU of this rank, or set its number of CPU threads.
 
-    TensorFlow fixes devices and threads when it first computes (a model with an
-    `Input` is enough). Called too late, this warns, says what to do, and leaves
-    things as they are.
+    Must be called before TensorFlow initializes its devices and threads, which it does
+    at the first computation; making a model with an `Input` is one. If it is called
+    later, this warns and changes nothing.
 
     Args:
-        world: The place of this process.
-        is_binding: Whether a rank that computes on the CPU keeps to cores of its own,
-            unless KERAS_DIST_BIND=0 is in the environment.
+        world: Ranks of this process.
+        is_binding: Whether to bind a rank without a GPU to cores of its own. The
+            variable KERAS_DIST_BIND=0 turns this off.
 
     Returns:
-        The device as it is in use afterwards.
+        The device that is in use after the call.
     """
     gpus = tf.config.list_physical_devices("GPU")
     if gpus:
@@ -73,13 +73,15 @@ def choose_device(world: World, *, is_binding: bool = False) -> Device:
             if tf.config.get_visible_devices("GPU") != [gpus[index]]:
                 _warn_too_late(f"every rank of this host uses {len(gpus)} GPUs")
         return Device("GPU", index)
-    return Device("CPU", 0, _divide_threads(world, is_binding=is_binding))
+    return Device("CPU", 0, _set_threads(world, is_binding=is_binding))
 
 
 def cores_of_rank(
     cores: Sequence[int], *, local_rank: int, local_size: int
 ) -> set[int]:
-    """Cores of one rank: as many for each, none for two; all where there are too few.
+    """Cores of one rank: the same number for each rank, and no core for two ranks.
+
+    If there are fewer cores than ranks, each rank gets all of them.
 
     >>> cores_of_rank([0, 1, 2, 5, 6], local_rank=1, local_size=2)
     {2, 5}
@@ -91,18 +93,19 @@ def cores_of_rank(
 
 
 def is_unbound() -> bool:
-    """Whether this process may run on all cores of the machine."""
+    """Whether this process may run on all cores of the host."""
     return len(os.sched_getaffinity(0)) == os.cpu_count()
 
 
 def _bind(cores: set[int]) -> None:
-    """Keep all threads of this process on these cores, those to come too."""
+    """Bind the threads of this process to these cores; new threads inherit it."""
     for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):  # it may have ended meanwhile
+        with contextlib.suppress(OSError):  # the thread may have ended by now
             os.sched_setaffinity(int(thread), cores)
 
 
-def _divide_threads(world: World, *, is_binding: bool) -> int:
+def _set_threads(world: World, *, is_binding: bool) -> int:
+    """Set TensorFlow's threads to this rank's share of the cores; return how many."""
     chosen = tf.config.threading.get_intra_op_parallelism_threads()
     if chosen or any(variable in os.environ for variable in _THREAD_VARIABLES):
         return int(chosen)
@@ -125,10 +128,10 @@ def _divide_threads(world: World, *, is_binding: bool) -> int:
     return threads
 
 
-def _warn_too_late(what_happens: str) -> None:
+def _warn_too_late(consequence: str) -> None:
     warnings.warn(
         "TensorFlow had already started when keras_dist was to choose the device of "
-        f"this rank, so {what_happens}. Import keras_dist, or call "
+        f"this rank, so {consequence}. Import keras_dist, or call "
         "keras_dist.init(), before the first model or tensor is made.",
         stacklevel=4,
     )

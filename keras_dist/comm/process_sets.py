@@ -1,4 +1,4 @@
-"""Who am I, and the groups of ranks that train apart."""
+"""`init`, and process sets: groups of ranks that train separately."""
 
 import atexit
 import contextlib
@@ -12,6 +12,7 @@ from keras_dist.comm.agreement import agree
 from keras_dist.comm.collectives import gather
 from keras_dist.comm.world import World, launched
 
+# The link of each process set, by its sorted ranks.
 _sets: dict[tuple[int, ...], transport.Link] = {}
 
 
@@ -20,39 +21,39 @@ def init(
     process_sets: Sequence[Sequence[int]] = (),
     stall_limit: float | None = None,
 ) -> World:
-    """Connect with the other ranks and return the place of this process.
+    """Connect to the other ranks, and return the rank and size of this process.
 
-    The first call starts Horovod when a launcher (`horovodrun`, `mpirun`) started
-    this process, and chooses the device: one GPU per local rank with memory growth,
-    or this rank's share of the cores. Later calls return the same value. Without a
-    launcher this is the serial run: rank 0 of 1, no Horovod needed.
+    If a launcher (`keras-dist run`, `horovodrun`, `mpirun`) started this process, the
+    first call starts Horovod and chooses the device: one GPU per local rank with memory
+    growth, or this rank's share of the CPU cores. Later calls return the same value.
+    Without a launcher this process is rank 0 of 1, and Horovod is not needed.
 
     Args:
-        process_sets: Groups of ranks that are going to train apart, each as a list of
-            ranks; the same on every rank, and in the first call only. A fit takes one
-            of them by `dist_fit(…, process_set=[…])`.
-        stall_limit: Seconds after which a job ends in which no rank makes progress, 0
-            for never; in the first call only. By default `KERAS_DIST_STALL_SECONDS`
-            of the environment, else 120.
+        process_sets: Groups of ranks that are going to train separately, each a list
+            of ranks. Pass the same groups on every rank, in the first call only. A fit
+            selects one of them with `dist_fit(…, process_set=[…])`.
+        stall_limit: The job ends if no rank makes progress for this many seconds; 0
+            turns this off. In the first call only. By default the value of the
+            environment variable `KERAS_DIST_STALL_SECONDS`, else 120.
 
     Returns:
         A `World(rank, size, local_rank, local_size)`.
 
     Raises:
-        RuntimeError: If a launcher started this process and Horovod is unusable, or if
-            `process_sets` come after the first call.
-        ValueError: If a process set names a rank that there is not, or a rank twice,
-            or if the ranks were given different sets, or `stall_limit` is no number of
-            seconds.
+        RuntimeError: If a launcher started this process but Horovod cannot be used, or
+            if new `process_sets` are passed after the first call.
+        ValueError: If a process set names a rank that does not exist, or a rank twice;
+            if `process_sets` differ between the ranks; or if `stall_limit` is not a
+            number of seconds.
 
     >>> init()
     World(rank=0, size=1, local_rank=0, local_size=1)
     """
     monitor.set_limit(stall_limit)
     sets = list(dict.fromkeys(tuple(sorted(ranks)) for ranks in process_sets))
-    found = launched()
-    _check(sets, found[1].size if found else 1)
-    if not sets or found is None or set(sets) <= set(_sets):
+    from_launcher = launched()
+    _check(sets, from_launcher[1].size if from_launcher else 1)
+    if not sets or from_launcher is None or set(sets) <= set(_sets):
         return runtime.start()
     if runtime.is_started():
         raise RuntimeError(
@@ -60,28 +61,38 @@ def init(
             f"keras_dist.init. Received: process_sets={process_sets} in a later call. "
             "Call it before any other function of keras_dist."
         )
-    world = runtime.start(is_divided=True)
+    world = runtime.start(has_process_sets=True)
     agree({"`process_sets`": sets}, advice="Give the same sets to every rank.")
     link, _ = runtime.connection()
     if link is not None:
-        _sets.update({ranks: transport.divide(link, ranks) for ranks in sets})
-        atexit.register(_wait_for_all)  # comes before Horovod's own shutdown
+        _sets.update({ranks: transport.add_process_set(link, ranks) for ranks in sets})
+        atexit.register(_wait_for_all)  # runs before Horovod's own shutdown
     return world
 
 
 def _wait_for_all() -> None:
-    """The first rank to end would end Horovod for the sets that still train."""
-    # After an error the others in its set wait for this rank: then Horovod has to end.
+    """Wait at exit for all ranks, because the first exit shuts Horovod down for all.
+
+    Without it, a process set that has finished would end the sets that still train.
+    """
+    # After an error, other ranks of the set may wait in a collective for this rank.
+    # Only a shutdown of Horovod ends that, so this rank must not wait for them.
     if getattr(sys, "last_value", None) is None:
         gather("the end")
 
 
 @contextlib.contextmanager
 def within(ranks: Sequence[int] | None) -> Iterator[None]:
-    """Inside the block, these ranks are all that there are; `None` changes nothing.
+    """Inside the block, collectives are among these ranks only.
+
+    `rank()` and `size()` then count within the process set. Nothing changes without a
+    launcher, or inside another block.
+
+    Args:
+        ranks: The process set; `None` for all ranks.
 
     Raises:
-        ValueError: If it is no process set of `init`, or this rank is not in it.
+        ValueError: If `ranks` was not passed to `init`, or does not have this rank.
     """
     world = runtime.start()
     if ranks is None or world.size == 1 or runtime.is_within():

@@ -1,4 +1,4 @@
-"""Connect this process with the others, once."""
+"""The state of this process: its device, its rank, and its link to the other ranks."""
 
 import contextlib
 import os
@@ -11,13 +11,20 @@ from keras_dist.comm import transport
 from keras_dist.comm.devices import Device, choose_device, is_unbound
 from keras_dist.comm.world import World, identity, launched
 
-# Names a rank to the processes that it starts, which have its environment.
-_MARK = "KERAS_DIST_RANK_PROCESS"
+# Holds the process id of a rank. The processes that a rank starts inherit it, and so
+# they know that they are not ranks, although they inherit its HOROVOD_RANK as well.
+_RANK_PROCESS = "KERAS_DIST_RANK_PROCESS"
 
 
 @dataclass
 class _Runtime:
-    """What this process knows of its place; filled by `prepare` and `start`."""
+    """State of this process.
+
+    Args:
+        device: Set by `prepare`.
+        world: Set by `start`; `None` before.
+        link: Set by `start`; `None` on one rank.
+    """
 
     device: Device | None = None
     world: World | None = None
@@ -26,43 +33,55 @@ class _Runtime:
 
 _runtime = _Runtime()
 
-# Inside `only`: the link to some of the ranks, and the place of this process there.
+# Inside `only`: the link to the ranks of a process set, and rank and size within it.
 _current: ContextVar[tuple[transport.Link | None, World] | None] = ContextVar(
     "current", default=None
 )
 
 
 def prepare() -> None:
-    """Choose this rank's device as soon as the package is imported.
+    """Choose the device of this rank when the package is imported.
 
-    A script whose only change is `dist_fit` makes its model before it calls us, and
-    TensorFlow fixes devices and threads when the first variable is made. Without a
-    launcher this does nothing, nor does it in a process that a rank has started, to
-    load data for instance: that one lives on the cores of its rank.
+    It must be that early: a script whose only change is `dist_fit` makes its model
+    before it calls the package, and TensorFlow fixes devices and threads when the first
+    variable is made.
+
+    Does nothing without a launcher, nor in a process that a rank has started, for
+    example to load data: it runs on the cores of its rank.
     """
-    found = launched()
-    if found is not None and _runtime.device is None and not _is_helper():
-        os.environ[_MARK] = f"{os.getpid()} {identity()}"
-        # mpirun by itself binds ranks to cores; horovodrun tells it not to.
-        is_binding = found[0] == "horovodrun" or is_unbound()
-        _runtime.device = choose_device(found[1], is_binding=is_binding)
+    from_launcher = launched()
+    if from_launcher is None or _runtime.device is not None or _is_child_of_rank():
+        return
+    launcher, world = from_launcher
+    os.environ[_RANK_PROCESS] = f"{os.getpid()} {identity()}"
+    # mpirun binds ranks to cores itself, except under horovodrun, which turns it off.
+    is_binding = launcher == "horovodrun" or is_unbound()
+    _runtime.device = choose_device(world, is_binding=is_binding)
 
 
-def start(*, is_divided: bool = False) -> World:
-    """Connect with the other ranks, the first time; the place of this process."""
+def start(*, has_process_sets: bool = False) -> World:
+    """Connect to the other ranks in the first call; return rank and size.
+
+    Args:
+        has_process_sets: Whether process sets are going to be made.
+    """
     if _runtime.world is None:
         prepare()
-        found = launched()
-        if found is None:
+        from_launcher = launched()
+        if from_launcher is None:
             _runtime.world = World()
-        elif _is_helper():
-            _runtime.world = found[1]
+        elif _is_child_of_rank():
+            _runtime.world = from_launcher[1]
         else:
             before = monitor.threads()
-            _runtime.link = transport.connect(*found, is_divided=is_divided)
+            _runtime.link = transport.connect(
+                *from_launcher, has_process_sets=has_process_sets
+            )
             world = _runtime.world = transport.world_of(_runtime.link)
-            horovods = monitor.threads() - before
-            monitor.start(rank=world.rank, size=world.size, without=horovods)
+            horovod_threads = monitor.threads() - before
+            monitor.start(
+                rank=world.rank, size=world.size, ignored_threads=horovod_threads
+            )
     return _link_and_world()[1]
 
 
@@ -78,7 +97,12 @@ def is_within() -> bool:
 
 @contextlib.contextmanager
 def only(link: transport.Link, world: World) -> Iterator[None]:
-    """Inside the block, the ranks of `link` are all that there are."""
+    """Inside the block, collectives are among the ranks of `link` only.
+
+    Args:
+        link: The link to the ranks of a process set.
+        world: Rank and size of this process within the set.
+    """
     token = _current.set((link, world))
     try:
         yield
@@ -87,42 +111,42 @@ def only(link: transport.Link, world: World) -> Iterator[None]:
 
 
 def connection() -> tuple[transport.Link | None, World]:
-    """The link to the other ranks, `None` where there are none, and one's own place.
+    """Return the link to the other ranks, `None` on one rank; and rank and size.
 
     Raises:
         RuntimeError: If this process is not a rank but was started by one.
     """
     start()
     link, world = _link_and_world()
-    if world.size > 1 and _is_helper():
+    if world.size > 1 and _is_child_of_rank():
         raise RuntimeError(
-            "Only the process of a rank can talk to the other ranks. Received: a call "
-            f"in process {os.getpid()}, which was started by rank {world.rank} "
-            f"(process {os.environ[_MARK].split()[0]}). Call it in the process of the "
-            "rank and hand the result over."
+            "A collective can only be called in the process of a rank. Received: a "
+            f"call in process {os.getpid()}, which was started by rank {world.rank} "
+            f"(process {os.environ[_RANK_PROCESS].split()[0]}). Call it in the process "
+            "of the rank, and pass the result to this one."
         )
     return (link if world.size > 1 else None), world
 
 
 def device() -> Device:
-    """What this rank computes on."""
+    """Return the device that this rank computes on."""
     start()
     return _runtime.device or Device()
 
 
 def transport_name() -> str:
-    """How the ranks talk: "Gloo", "MPI", "NCCL (…)", or "none" on one rank."""
+    """Name of the transport between ranks: "Gloo", "MPI", "NCCL (…)"; "none" on one."""
     link, _ = connection()
     return "none" if link is None else transport.describe(link)
 
 
 def built_transports() -> list[str]:
-    """What Horovod was built with: of "gloo" and "mpi"."""
+    """Transports that Horovod was built with: "gloo", "mpi", or both."""
     return transport.built()
 
 
 def has_mpi() -> bool:
-    """Whether the ranks talk over MPI."""
+    """Whether the transport between ranks is MPI."""
     link, _ = connection()
     return link is not None and transport.has_mpi(link)
 
@@ -133,7 +157,7 @@ def rank() -> int:
 
 
 def size() -> int:
-    """How many processes train together."""
+    """Number of ranks."""
     return start().size
 
 
@@ -143,13 +167,13 @@ def local_rank() -> int:
 
 
 def local_size() -> int:
-    """How many of the processes run on this host."""
+    """Number of ranks on this host."""
     return start().local_size
 
 
-def _is_helper() -> bool:
-    """Whether a rank of this job has started this process, or forked it."""
-    process, _, job = os.environ.get(_MARK, "").partition(" ")
+def _is_child_of_rank() -> bool:
+    """Whether a rank of this job has started or forked this process."""
+    process, _, job = os.environ.get(_RANK_PROCESS, "").partition(" ")
     return bool(process) and job == identity() and int(process) != os.getpid()
 
 

@@ -1,4 +1,4 @@
-"""Messages that are unpickled only if a rank of this job has packed them."""
+"""Pickled messages with a signature: only messages of this job are unpickled."""
 
 import hashlib
 import hmac
@@ -6,23 +6,21 @@ import os
 import pickle
 from typing import Any
 
-# Where the launcher says the secret of this job.
+# `keras-dist run` sets this variable to the secret of the job.
 VARIABLE = "KERAS_DIST_SECRET"
-
-_LENGTH = hashlib.sha256().digest_size
 
 
 def sign(value: Any) -> bytes:
-    """Pickle a value, and sign it where the launcher has given a secret."""
+    """Pickle a value, and put a signature before it if the job has a secret."""
     message = pickle.dumps(value)
     return _signature(message) + message
 
 
 def verify(signed: bytes) -> Any:
-    """The value again.
+    """Check the signature of a message of `sign`, and return the value.
 
     Raises:
-        RuntimeError: If no rank of this job has signed it. Nothing is unpickled then.
+        RuntimeError: If the signature is not that of this job. Nothing is unpickled.
 
     >>> verify(sign({"loss": 0.5}))
     {'loss': 0.5}
@@ -31,9 +29,9 @@ def verify(signed: bytes) -> Any:
     signature, message = signed[:length], signed[length:]
     if not hmac.compare_digest(signature, _signature(message)):
         raise RuntimeError(
-            "A message of another rank does not carry the signature of this job. "
-            f"Received: {len(signed)} bytes. Somebody else may have written it, or the "
-            f"ranks were given different values of {VARIABLE}."
+            "A message from another rank does not have the signature of this job. "
+            f"Received: {len(signed)} bytes. Either it came from another program, or "
+            f"the ranks have different values of {VARIABLE}. Give all ranks the same."
         )
     return pickle.loads(message)
 
@@ -41,5 +39,5 @@ def verify(signed: bytes) -> Any:
 def _signature(message: bytes) -> bytes:
     secret = os.environ.get(VARIABLE)
     if not secret:
-        return b""  # horovodrun and mpirun give none
+        return b""  # horovodrun and mpirun set none
     return hmac.new(secret.encode(), message, hashlib.sha256).digest()

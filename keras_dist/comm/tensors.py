@@ -1,4 +1,4 @@
-"""Collectives of tensors, in a graph or not, that the training itself is made of."""
+"""Collectives of tensors that work eagerly and inside a `tf.function`."""
 
 import math
 from collections import Counter
@@ -10,23 +10,26 @@ import tensorflow as tf
 
 from keras_dist.comm import runtime, transport
 
-# From so many bytes on a tensor travels alone, and at most so many tensors do: however
-# many layers there are, the number of collectives has a limit.
+# Tensors of at least this many bytes get an allreduce of their own; at most this many
+# tensors do, so that the number of collectives does not grow with the number of layers.
 _LARGE = 4 * 2**20
 _MOST_ALONE = 16
 
-# How many collectives of each kind a graph has.
+# For each graph, the number of collectives of each kind traced in it so far.
 _counts: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 
 
 def sum_tensors(tensors: Sequence[Any], *, name: str, dtype: Any) -> list[Any]:
-    """Sums of many tensors over all ranks: one collective, and one for each large one.
+    """Sum many tensors over all ranks, packed into one allreduce.
+
+    Large tensors are not packed; each has an allreduce of its own.
 
     Args:
         tensors: Tensors of static or dynamic shape, of any float or integer dtype.
-        name: Name of the collectives: fixed and the same on all ranks, since Horovod
-            matches by name and waits for ever for one that some rank calls otherwise.
-        dtype: Dtype on the wire, in which the sum is taken.
+        name: Name of the collectives, fixed and the same on all ranks. Horovod matches
+            the collectives of the ranks by name; ranks with different names wait for
+            ever.
+        dtype: The tensors are cast to this dtype, sent in it and summed in it.
 
     Returns:
         Tensors of dtype `dtype`, in the order and the shapes of `tensors`.
@@ -36,28 +39,28 @@ def sum_tensors(tensors: Sequence[Any], *, name: str, dtype: Any) -> list[Any]:
     if link is None or not tensors:
         return tensors
     result: list[Any] = [None] * len(tensors)
-    alone = _large(tensors)
-    for index in alone:
+    large = _large_indices(tensors)
+    for index in large:
         result[index] = transport.allreduce_sum(
             link, tensors[index], name=f"{name}.large.{index}"
         )
-    indices = [index for index in range(len(tensors)) if index not in alone]
-    others = [tensors[index] for index in indices]
-    if others:
-        flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in others], axis=0)
+    indices = [index for index in range(len(tensors)) if index not in large]
+    small = [tensors[index] for index in indices]
+    if small:
+        flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in small], axis=0)
         total = transport.allreduce_sum(link, flat, name=name)
-        pieces = tf.split(total, [_num_elements(tensor) for tensor in others])
-        for index, part, tensor in zip(indices, pieces, others, strict=True):
+        sums = tf.split(total, [_num_elements(tensor) for tensor in small])
+        for index, own_sum, tensor in zip(indices, sums, small, strict=True):
             shape = tensor.shape if _is_static(tensor) else tf.shape(tensor)
-            result[index] = tf.reshape(part, shape)
+            result[index] = tf.reshape(own_sum, shape)
     return result
 
 
-def _large(tensors: Sequence[Any]) -> set[int]:
-    """Places of those that are worth a collective of their own, at most so many.
+def _large_indices(tensors: Sequence[Any]) -> set[int]:
+    """Indices of the tensors that get a collective of their own: the largest ones.
 
-    To pack them into one buffer and out of it again moves all of their bytes twice; and
-    each can be on its way as soon as it is there.
+    Packing copies all bytes of a tensor twice, into the buffer and out of it. And a
+    tensor with its own collective can be sent as soon as it is computed.
     """
     sizes = {
         index: math.prod(tensor.shape) * tensor.dtype.size
@@ -69,11 +72,11 @@ def _large(tensors: Sequence[Any]) -> set[int]:
 
 
 def stack(tensor: Any, *, verb: str) -> Any:
-    """Tensors of one shape of all ranks, as rows of one; inside a graph or not.
+    """Stack the tensors of all ranks along a new first axis, in rank order.
 
     Args:
-        tensor: The same shape and dtype on every rank.
-        verb: What it is for: part of the collective's name.
+        tensor: A tensor of the same shape and dtype on every rank.
+        verb: Part of the collective's name: what the collective is for.
     """
     link, _ = runtime.connection()
     if link is None:
@@ -82,7 +85,12 @@ def stack(tensor: Any, *, verb: str) -> Any:
 
 
 def total(tensor: Any, *, verb: str) -> Any:
-    """Sum of a float tensor over all ranks; inside a graph or not."""
+    """Sum of a float tensor over all ranks.
+
+    Args:
+        tensor: A tensor of the same shape and dtype on every rank.
+        verb: Part of the collective's name: what the collective is for.
+    """
     link, _ = runtime.connection()
     if link is None:
         return tensor
@@ -90,7 +98,7 @@ def total(tensor: Any, *, verb: str) -> Any:
 
 
 def gather_rows(tensor: Any, *, name: str) -> Any:
-    """Tensors of all ranks, joined along their first axis; inside a graph or not."""
+    """Concatenate the tensors of all ranks along their first axis, in rank order."""
     link, _ = runtime.connection()
     if link is None:
         return tensor
@@ -98,7 +106,7 @@ def gather_rows(tensor: Any, *, name: str) -> Any:
 
 
 def adaptive_sum(tensor: Any, *, name: str) -> Any:
-    """Adasum of a tensor over all ranks; inside a graph or not."""
+    """Adasum of a tensor over all ranks."""
     link, _ = runtime.connection()
     return (
         tensor if link is None else transport.allreduce_adasum(link, tensor, name=name)
@@ -106,16 +114,19 @@ def adaptive_sum(tensor: Any, *, name: str) -> Any:
 
 
 def name_of(verb: str) -> str:
-    """A name that is the same on every rank, however often each one traced before.
+    """Name of a collective, the same on every rank however often it has traced before.
 
-    In a graph collectives of one kind are numbered in the order in which they are
-    traced, since several may be under way at once.
+    Several collectives of a graph may run at once, so they need different names: those
+    of one kind are numbered in the order in which they are traced.
+
+    Args:
+        verb: What the collective is for.
     """
     if tf.executing_eagerly():
         return f"keras_dist.{verb}"
     graph = tf.compat.v1.get_default_graph()
     while getattr(getattr(graph, "outer_graph", None), "building_function", False):
-        graph = graph.outer_graph  # from a branch to the function that it is in
+        graph = graph.outer_graph  # from a branch (`tf.cond`) to its function
     counts = _counts.setdefault(graph, Counter())
     counts[verb] += 1
     return f"keras_dist.{verb}.{counts[verb]}"

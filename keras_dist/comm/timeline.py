@@ -1,4 +1,4 @@
-"""Record what each collective waits for, in Horovod's timeline."""
+"""Record Horovod's timeline: when each rank was ready for each collective."""
 
 import contextlib
 import os
@@ -10,7 +10,11 @@ from keras_dist.comm.agreement import run_on_all
 
 
 def announce_timeline(path: str | os.PathLike[str] | None) -> None:
-    """Say that `timeline` is going to be called; Horovod may not have started yet."""
+    """Let `timeline` be used later; call it before Horovod starts.
+
+    Args:
+        path: The file of the timeline; with `None` nothing is done.
+    """
     if path is not None and not runtime.is_started():
         transport.allow_timeline()
 
@@ -19,25 +23,28 @@ def announce_timeline(path: str | os.PathLike[str] | None) -> None:
 def timeline(path: str | os.PathLike[str] | None) -> Iterator[None]:
     """Inside the block, the first rank writes a timeline of all collectives.
 
-    A file of JSON for https://ui.perfetto.dev or `chrome://tracing`: of each collective
-    when each rank was ready, and how long it was waited for, copied and sent.
+    The file is JSON for https://ui.perfetto.dev or `chrome://tracing`. For each
+    collective it shows when each rank was ready, and how long the collective waited,
+    copied and sent.
 
-    Horovod's thread that writes it keeps a core of the first rank busy, to the end of
-    the process: what is recorded is slower than without.
+    Horovod's thread that writes the file keeps a core of the first rank busy until the
+    process ends, so a recorded training is slower.
 
     Args:
-        path: The file, replaced if it is there; `None`: nothing is recorded. One rank
-            has no collectives, and writes nothing.
+        path: The file, replaced if it exists; with `None` nothing is recorded. On one
+            rank there are no collectives, and no file is written.
 
     Raises:
-        ValueError: On all ranks, if Horovod had started before it was announced,
-            `HOROVOD_TIMELINE` is a file already, or inside of a process set.
-        OSError: If the file cannot be written; on the other ranks a `RuntimeError`.
+        ValueError: On all ranks, if Horovod started before `announce_timeline`, if
+            `HOROVOD_TIMELINE` names a file already, or inside a process set.
+        OSError: On the first rank, if the file cannot be written; a `RuntimeError` on
+            the other ranks.
     """
     link, world = runtime.connection()
     if path is not None and runtime.is_within():
         raise ValueError(
-            "A timeline is one of all ranks. Received: `timeline` with a process set."
+            "A timeline is always of all ranks. Received: `timeline` with a process "
+            "set. Pass only one of them."
         )
     if path is None or link is None:
         yield

@@ -1,4 +1,4 @@
-"""The door to Horovod: the only file that imports it."""
+"""The only file that imports Horovod: start it, and one function per collective."""
 
 import contextlib
 import functools
@@ -16,41 +16,43 @@ from keras_dist.comm.world import World
 
 _INSTALL = "keras-dist install-horovod"
 
-# What tells Horovod that a timeline may be asked for after it has started. Not by
-# default: the thread that would write it keeps a core of the first rank busy.
-_TIMELINE, _LATER = "HOROVOD_TIMELINE", "DYNAMIC"
+# With this value Horovod can start a timeline later than at its own start. It is not
+# the default because the thread that writes a timeline keeps a core busy.
+_TIMELINE, _DYNAMIC = "HOROVOD_TIMELINE", "DYNAMIC"
 
-# Settings of Horovod where the rank computes on the CPU and nobody has chosen others.
+# Settings of Horovod on a rank without a GPU, unless the user has set them.
 _ON_CPU = {
-    # Milliseconds between two looks for something to do. Each look costs the ranks a
-    # message, of which a core that also computes feels a thousand in a second.
+    # Milliseconds between two cycles of Horovod's background thread. In each cycle the
+    # ranks exchange a message; at Horovod's default of 1 ms the thousand messages per
+    # second slow down a core that also computes.
     "HOROVOD_CYCLE_TIME": "2.5",
-    # Small gradients are packed already; to pack large ones that happen to be ready at
-    # the same time only copies them twice more, into a buffer that is kept.
+    # No fusion by Horovod. Small gradients are packed by us already; fusing large ones
+    # that are ready at the same time copies them twice more, into a buffer that stays
+    # allocated.
     "HOROVOD_FUSION_THRESHOLD": "0",
 }
 
 
 @dataclass(frozen=True)
 class Link:
-    """Horovod, and the ranks that a collective is for.
+    """Horovod and a process set: what a collective needs.
 
     Args:
         horovod: The module `horovod.tensorflow`, initialized.
-        process_set: Horovod's own object for the ranks that take part.
+        process_set: Horovod's process set: the ranks that take part.
     """
 
     horovod: ModuleType
     process_set: Any
 
 
-def connect(launcher: str, expected: World, *, is_divided: bool = False) -> Link:
-    """A link to all ranks; every rank that the launcher started calls this.
+def connect(launcher: str, expected: World, *, has_process_sets: bool = False) -> Link:
+    """Start Horovod, and return the link to all ranks; called by every rank.
 
     Args:
-        launcher: What started this process, for messages.
-        expected: The place that the launcher gave to it.
-        is_divided: Whether `divide` is going to be called.
+        launcher: Name of the launcher, for error messages.
+        expected: Rank and size that the launcher gave to this process.
+        has_process_sets: Whether `add_process_set` is going to be called.
 
     Raises:
         RuntimeError: If Horovod is missing, was built without TensorFlow, or
@@ -60,13 +62,13 @@ def connect(launcher: str, expected: World, *, is_divided: bool = False) -> Link
     if is_on_cpu:
         for name, value in _ON_CPU.items():
             os.environ.setdefault(name, value)
-    if is_divided:
+    if has_process_sets:
         os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
     try:
         horovod = importlib.import_module("horovod.tensorflow")
-        with _polite_threads() if is_on_cpu else contextlib.nullcontext():
+        with _batch_scheduling() if is_on_cpu else contextlib.nullcontext():
             horovod.init()
-    except Exception as error:  # whatever it is, the user has to build Horovod again
+    except Exception as error:  # after any error the user has to build Horovod again
         raise RuntimeError(
             f"This process was started by {launcher} as rank {expected.rank} of "
             f"{expected.size}, but Horovod cannot be used here. "
@@ -77,26 +79,27 @@ def connect(launcher: str, expected: World, *, is_divided: bool = False) -> Link
     if horovod.size() != expected.size:
         raise RuntimeError(
             f"{launcher} started {expected.size} processes, but Horovod connects "
-            f"{horovod.size()}. Its build probably lacks the transport of this "
+            f"{horovod.size()}. It was probably built without the transport of this "
             f"launcher. Run `{_INSTALL} --mpi`, or start with `horovodrun --gloo`."
         )
     return Link(horovod, horovod.global_process_set)
 
 
 @contextlib.contextmanager
-def _polite_threads() -> Iterator[None]:
-    """Threads that are started in the block push no other thread off its core.
+def _batch_scheduling() -> Iterator[None]:
+    """Threads started in the block do not preempt other threads when they wake up.
 
-    Gloo has a thread that serves the sockets. Where the thread that sends holds the
-    lock of a socket, it does not wait but looks again, without end; on a rank with one
-    core it keeps the other from going on until the system's next tick: some
-    milliseconds of every collective. It wakes up in the middle of a send nearly always,
-    and so it must not take the core at once. Source: `Pair::handleEvents` of Gloo.
+    They get the scheduling policy SCHED_BATCH. It is for Gloo's thread that serves the
+    sockets. If the sending thread holds the lock of a socket, the serving thread spins
+    instead of waiting. It nearly always wakes up in the middle of a send; if it
+    preempted the sender on a rank with one core, the sender could only go on at the
+    next tick of the system's scheduler, which costs some milliseconds in every
+    collective. Source: `Pair::handleEvents` of Gloo.
     """
     if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
         yield
         return
-    # A thread begins with the policy of the one that starts it.
+    # A thread inherits the policy of the thread that starts it.
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     try:
@@ -106,15 +109,15 @@ def _polite_threads() -> Iterator[None]:
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
-def divide(link: Link, ranks: Sequence[int]) -> Link:
-    """A link to some of the ranks; all ranks call this, in the same order."""
+def add_process_set(link: Link, ranks: Sequence[int]) -> Link:
+    """Return a link to some of the ranks; all ranks call this, in the same order."""
     if len(ranks) == link.horovod.size():
         return link
     return Link(link.horovod, link.horovod.add_process_set(list(ranks)))
 
 
 def world_of(link: Link) -> World:
-    """The place of this process as Horovod knows it."""
+    """Rank and size of this process as Horovod knows them."""
     horovod = link.horovod
     return World(
         rank=horovod.rank(),
@@ -125,12 +128,12 @@ def world_of(link: Link) -> World:
 
 
 def has_mpi(link: Link) -> bool:
-    """Whether the ranks talk over MPI, which alone knows Adasum on CPUs."""
+    """Whether the transport is MPI, the only one with Adasum on CPUs."""
     return link.horovod.mpi_built() and link.horovod.mpi_enabled()
 
 
 def describe(link: Link) -> str:
-    """Name of the transport in use: Gloo or MPI, with NCCL between GPUs."""
+    """Name of the transport in use: Gloo or MPI; between GPUs NCCL with one of them."""
     control = "MPI" if has_mpi(link) else "Gloo"
     if link.horovod.nccl_built() and tf.config.get_visible_devices("GPU"):
         return f"NCCL ({control} for control)"
@@ -138,7 +141,7 @@ def describe(link: Link) -> str:
 
 
 def built() -> list[str]:
-    """Transports that Horovod was built with, as `horovodrun` calls them.
+    """Transports that Horovod was built with: "gloo", "mpi", or both.
 
     Raises:
         RuntimeError: If Horovod cannot be imported.
@@ -150,48 +153,49 @@ def built() -> list[str]:
             "Horovod cannot be used here. "
             f"Received: {type(error).__name__}: {error}. Run `{_INSTALL}`."
         ) from error
-    known = {"gloo": horovod.gloo_built, "mpi": horovod.mpi_built}
-    return [name for name, is_built in known.items() if is_built()]
+    checks = {"gloo": horovod.gloo_built, "mpi": horovod.mpi_built}
+    return [name for name, is_built in checks.items() if is_built()]
 
 
 def allow_timeline() -> None:
-    """Let a timeline be asked for; before `connect`."""
-    os.environ.setdefault(_TIMELINE, _LATER)
+    """Let a timeline be started later; call it before `connect`."""
+    os.environ.setdefault(_TIMELINE, _DYNAMIC)
 
 
 def check_timeline() -> None:
-    """Raise where a timeline cannot be asked for."""
-    given = os.environ.get(_TIMELINE)
-    if given is None:
+    """Raise a ValueError if a timeline cannot be started."""
+    setting = os.environ.get(_TIMELINE)
+    if setting is None:
         raise ValueError(
-            "Horovod had started already when it was asked for a timeline. Received: "
-            f"no {_TIMELINE}. Start the job with {_TIMELINE}={_LATER} in its "
-            "environment, or let this fit come before all else that needs the ranks."
+            "A timeline must be enabled before Horovod starts, but Horovod had started "
+            f"already. Received: no {_TIMELINE}. Start the job with "
+            f"{_TIMELINE}={_DYNAMIC} in its environment, or call this fit before "
+            "anything else that connects the ranks."
         )
-    if given != _LATER:
+    if setting != _DYNAMIC:
         raise ValueError(
             "Horovod writes a timeline already. "
-            f"Received: {_TIMELINE}={given!r}. Unset it, or pass no `timeline`."
+            f"Received: {_TIMELINE}={setting!r}. Unset it, or pass no `timeline`."
         )
 
 
 def start_timeline(link: Link, path: str) -> None:
-    """Let the first rank record all collectives; every rank calls this."""
+    """Start recording all collectives; every rank calls it, the first one writes."""
     link.horovod.start_timeline(path)
 
 
 def stop_timeline(link: Link) -> None:
-    """End the recording, and close the file."""
+    """Stop recording, and close the file."""
     link.horovod.stop_timeline()
 
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Inside the block, the end of another rank is told in one line.
+    """Inside the block, the end of another rank is a short error instead of a long one.
 
     Raises:
-        RuntimeError: In place of TensorFlow's error, where Horovod was shut down by
-            another rank while this one waited for it.
+        RuntimeError: Instead of TensorFlow's error, if another rank ended and so shut
+            Horovod down while this rank waited in a collective.
     """
     try:
         yield
@@ -205,7 +209,7 @@ def explained() -> Iterator[None]:
 
 
 def _collective(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a collective say that this rank is in it, and how it fails."""
+    """Decorate a collective: record that this rank waits in it, and explain errors."""
 
     @functools.wraps(collective)
     def recorded(*args: Any, name: str, **kwargs: Any) -> Any:
@@ -218,49 +222,49 @@ def _collective(collective: Callable[..., Any]) -> Callable[..., Any]:
 def _common(link: Link, name: str) -> dict[str, Any]:
     """Arguments of every collective.
 
-    The name is taken as it is. By itself Horovod puts TensorFlow's scopes before it,
-    in which Keras's names of layers stand: one rank that has made one more model would
-    call them otherwise, and all would wait for ever.
+    By default Horovod puts TensorFlow's name scope before the name. The scope contains
+    the names of Keras layers, which differ as soon as one rank has made one more model:
+    the ranks would then wait for ever. So the scope is ignored.
     """
     return {"name": name, "ignore_name_scope": True, "process_set": link.process_set}
 
 
 @_collective
 def allreduce_sum(link: Link, tensor: Any, *, name: str) -> Any:
-    """Sum of `tensor` over all ranks; the same bits on every rank."""
+    """Sum of `tensor` over all ranks; bitwise the same on every rank."""
     common = _common(link, name)
     return link.horovod.allreduce(tensor, op=link.horovod.Sum, **common)
 
 
 @_collective
 def allreduce_adasum(link: Link, tensor: Any, *, name: str) -> Any:
-    """The adaptive sum of `tensor` over all ranks (Maleki et al., 2021)."""
+    """Adasum of `tensor` over all ranks (Maleki et al., 2021)."""
     common = _common(link, name)
     return link.horovod.allreduce(tensor, op=link.horovod.Adasum, **common)
 
 
 @_collective
 def allgather(link: Link, tensor: Any, *, name: str) -> Any:
-    """The tensors of all ranks, joined along their first axis in rank order."""
+    """Concatenate the tensors of all ranks along their first axis, in rank order."""
     return link.horovod.allgather(tensor, **_common(link, name))
 
 
 @_collective
 def alltoall(link: Link, tensor: Any, *, name: str) -> Any:
-    """Slice r of every rank's tensor, on rank r, joined in rank order.
+    """Send row r of `tensor` to rank r; return the rows received, in rank order.
 
     Args:
-        link: The ranks that take part.
-        tensor: Its first axis is as long as there are ranks.
-        name: The same on all ranks.
+        link: The link to the ranks that take part.
+        tensor: A tensor with one row for each rank.
+        name: Name of the collective, the same on all ranks.
     """
     return link.horovod.alltoall(tensor, **_common(link, name))
 
 
 @_collective
 def broadcast(link: Link, tensor: Any, *, root_rank: int, name: str) -> Any:
-    """The tensor of `root_rank`, on every rank."""
-    # Horovod counts the root among all ranks, also within a set.
+    """Return the tensor of `root_rank` on every rank."""
+    # Horovod counts the root among all ranks, also within a process set.
     ranks = link.process_set.ranks
     root = ranks[root_rank] if ranks else root_rank
     common = _common(link, name)

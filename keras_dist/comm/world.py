@@ -1,10 +1,10 @@
-"""Who am I: the answer of `init()`, and what a launcher says in the environment."""
+"""Rank and size of a process, and how launchers pass them in the environment."""
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# How each launcher tells a process its place: rank, size, local rank, local size.
+# Variables that each launcher sets: rank, size, local rank, local size.
 _LAUNCHERS = {
     "horovodrun": (
         "HOROVOD_RANK",
@@ -21,19 +21,19 @@ _LAUNCHERS = {
     "mpirun (MPICH)": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 
-# What differs from job to job where the numbers of the ranks are the same.
+# Variables that launchers set to a different value in each job.
 _JOBS = ("HOROVOD_GLOO_RENDEZVOUS_PORT", "PMIX_NAMESPACE", "PMI_JOBID")
 
 
 @dataclass(frozen=True)
 class World:
-    """The place of this process among all; with its defaults, the serial run.
+    """Rank and size of this process; the defaults are those of one process alone.
 
     Args:
         rank: Number of this process, from 0 (the first rank) to size − 1.
-        size: How many processes train together.
+        size: Number of ranks.
         local_rank: Number of this process on its host, from 0.
-        local_size: How many of the processes run on this host.
+        local_size: Number of ranks on this host.
     """
 
     rank: int = 0
@@ -43,12 +43,18 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first rank, the one that prints and writes."""
+        """Whether this is the first rank, the one that prints and writes files."""
         return self.rank == 0
 
 
 def launched(environ: Mapping[str, str] | None = None) -> tuple[str, World] | None:
-    """The launcher that started this process and the place it gave, or `None`.
+    """Name of the launcher that started this process, and the ranks that it set.
+
+    Args:
+        environ: Environment variables; by default those of this process.
+
+    Returns:
+        `None` if no launcher started this process.
 
     >>> launched({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"})
     ('horovodrun', World(rank=1, size=2, local_rank=0, local_size=1))
@@ -68,6 +74,6 @@ def launched(environ: Mapping[str, str] | None = None) -> tuple[str, World] | No
 
 
 def identity() -> str:
-    """What the environment says of this rank and its job, in a word."""
+    """A string that differs between ranks and between jobs, from the environment."""
     names = [ranks[0] for ranks in _LAUNCHERS.values()]
     return ":".join(os.environ.get(name, "") for name in (*names, *_JOBS))

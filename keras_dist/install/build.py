@@ -1,4 +1,4 @@
-"""Build Horovod in a temporary folder, install it, and look whether it works."""
+"""Build Horovod in a temporary folder, install it, and check that it works."""
 
 import json
 import os
@@ -24,11 +24,11 @@ from keras_dist.install.flags import (
 from keras_dist.install.progress import Progress
 from keras_dist.install.requirements import explain, find_missing
 
-# -P: a folder of the user's that is called like a package must not hide the package.
+# -P: do not import from the current folder, in which a file may hide a package.
 _PYTHON = (sys.executable, "-P")
 _PIP = (*_PYTHON, "-m", "pip", "--disable-pip-version-check")
 
-# What a new interpreter says about the Horovod that it finds, on its last line.
+# Run in a new interpreter. Its last line of output describes the installed Horovod.
 _PROBE = """
 import json, pathlib
 import horovod, tensorflow
@@ -48,12 +48,12 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Built:
-    """What an installed Horovod says about itself.
+    """An installed Horovod.
 
     Args:
-        horovod: Its version.
-        built_for: Version of the TensorFlow that it was built for.
-        tensorflow: Version of the TensorFlow that is installed.
+        horovod: Version of Horovod.
+        built_for: Version of TensorFlow that it was built for.
+        tensorflow: Version of TensorFlow that is installed.
         gloo: Whether it was built with Gloo.
         mpi: Whether it was built with MPI.
         nccl: Whether it was built with NCCL.
@@ -67,10 +67,10 @@ class Built:
     nccl: bool
 
     def __str__(self) -> str:
-        parts = (("Gloo", self.gloo), ("MPI", self.mpi), ("NCCL", self.nccl))
-        said = ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in parts)
+        transports = (("Gloo", self.gloo), ("MPI", self.mpi), ("NCCL", self.nccl))
+        text = ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in transports)
         return (
-            f"Horovod {self.horovod} is built for TensorFlow {self.tensorflow}: {said}."
+            f"Horovod {self.horovod} is built for TensorFlow {self.tensorflow}: {text}."
         )
 
 
@@ -80,18 +80,18 @@ def install_horovod(
     """Build Horovod for the TensorFlow of this environment, and install it there.
 
     Args:
-        mpi: Whether to build with MPI; `None` for where Open MPI is found.
-        nccl: Whether to build with NCCL; `None` for where NCCL and nvcc are found.
-        only_if_needed: Whether to leave a Horovod alone that is there already, was
-            built for exactly this TensorFlow, and has what is asked for by name.
+        mpi: Whether to build with MPI; `None`: if Open MPI is found.
+        nccl: Whether to build with NCCL; `None`: if NCCL and nvcc are found.
+        only_if_needed: Whether to do nothing if the installed Horovod was built for
+            exactly this TensorFlow, and has MPI and NCCL if they are requested.
 
     Raises:
         InstallError: If something is missing, or a step of the build fails.
     """
     if only_if_needed:
-        there, _ = probe()
-        if there is not None and is_enough(there, mpi=mpi, nccl=nccl):
-            print(there)
+        installed, _ = probe()
+        if installed is not None and is_enough(installed, mpi=mpi, nccl=nccl):
+            print(installed)
             return
     facts = detect()
     missing = find_missing(facts, mpi=bool(mpi), nccl=bool(nccl))
@@ -100,27 +100,37 @@ def install_horovod(
     choice = choose(facts, mpi=mpi, nccl=nccl)
     if nccl is None and facts.cuda_home and facts.nccl and not choice.nccl:
         print(
-            "NCCL is here, but is left out: it needs the distribution `tensorflow`, "
+            "NCCL was found, but is not used: it needs the distribution `tensorflow`, "
             f"2.18 to 2.20. Received: {facts.distribution} {facts.tensorflow}."
         )
     build_and_install(facts, choice)
-    there, error = probe()
-    if there is None:
+    installed, error = probe()
+    if installed is None:
         raise InstallError(
             f"Horovod {HOROVOD} was built and installed, but cannot be imported:\n"
             f"{error}\n{remedy_for(error)}".rstrip()
         )
-    print(there)
+    print(installed)
 
 
-def is_enough(there: Built, *, mpi: bool | None, nccl: bool | None) -> bool:
-    """Whether an installed Horovod need not be built again."""
-    fits = there.horovod == HOROVOD and there.built_for == there.tensorflow
-    return fits and there.mpi >= bool(mpi) and there.nccl >= bool(nccl)
+def is_enough(installed: Built, *, mpi: bool | None, nccl: bool | None) -> bool:
+    """Whether an installed Horovod need not be built again.
+
+    Args:
+        installed: The installed Horovod.
+        mpi: Whether MPI is requested.
+        nccl: Whether NCCL is requested.
+    """
+    fits = installed.horovod == HOROVOD and installed.built_for == installed.tensorflow
+    return fits and installed.mpi >= bool(mpi) and installed.nccl >= bool(nccl)
 
 
 def probe() -> tuple[Built | None, str]:
-    """What a new interpreter says about its Horovod, or the error that it ends with."""
+    """Import Horovod in a new interpreter.
+
+    Returns:
+        The installed Horovod, or `None` and the end of the error message.
+    """
     result = subprocess.run(
         [*_PYTHON, "-c", _PROBE],
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
@@ -136,7 +146,7 @@ def probe() -> tuple[Built | None, str]:
 
 
 def build_and_install(facts: Facts, choice: Choice) -> None:
-    """Build a wheel in a temporary folder, then install it and what it imports."""
+    """Build a wheel in a temporary folder, then install it and its requirements."""
     log_number, log_name = tempfile.mkstemp(prefix="horovod-build-", suffix=".log")
     with (
         tempfile.TemporaryDirectory(prefix="keras-dist-") as folder,
@@ -146,9 +156,9 @@ def build_and_install(facts: Facts, choice: Choice) -> None:
         print(f"Building Horovod {HOROVOD} for TensorFlow {facts.tensorflow}.")
         print(f"The whole output goes to {log_name}", flush=True)
         wheel = _build(facts, choice, Path(folder), steps)
-        wanted = runtime_requirements(facts.python)
+        requirements = runtime_requirements(facts.python)
         install = [*_PIP, "install"]
-        steps.run("Installing what Horovod imports", [*install, *wanted])
+        steps.run("Installing what Horovod imports", [*install, *requirements])
         steps.run(
             "Installing Horovod",
             [*install, "--force-reinstall", "--no-deps", str(wheel)],
@@ -156,15 +166,15 @@ def build_and_install(facts: Facts, choice: Choice) -> None:
 
 
 def _build(facts: Facts, choice: Choice, folder: Path, steps: "_Steps") -> Path:
-    """Build the wheel below `folder` and return where it is."""
+    """Build the wheel in a folder below `folder`, and return its path."""
     tools, wheels, nccl_home = folder / "tools", folder / "wheels", folder / "nccl"
     steps.run(
         "Fetching the build tools", [*_PIP, "install", "--target", str(tools), *TOOLS]
     )
     if choice.nccl:
         link_nccl(facts, nccl_home)
-    # Without isolation the build sees the TensorFlow that is installed here; without
-    # the cache pip cannot take a wheel that it built for another one.
+    # Without isolation the build finds the installed TensorFlow. Without the cache pip
+    # does not take a wheel that it has built for another TensorFlow.
     options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "-v"]
     steps.run(
         "Building Horovod",
@@ -178,7 +188,7 @@ def _build(facts: Facts, choice: Choice, folder: Path, steps: "_Steps") -> Path:
 
 
 class _Steps:
-    """Runs one command after the other, with all output in one log."""
+    """Runs the commands of a build, and writes their output to one log."""
 
     def __init__(self, log_file: TextIO, log: Path):
         self._log_file = log_file
@@ -192,7 +202,17 @@ class _Steps:
         env: Mapping[str, str] | None = None,
         has_percent: bool = False,
     ) -> None:
-        """Run a command; an exit code other than 0 becomes an `InstallError`."""
+        """Run a command, and print what it does.
+
+        Args:
+            what: What the command does, for the user.
+            command: The command and its arguments.
+            env: Its environment; by default that of this process.
+            has_percent: Whether its output has percentages to show.
+
+        Raises:
+            InstallError: If the exit code is not 0.
+        """
         self._log_file.write(f"$ {' '.join(command)}\n")
         if not has_percent:
             print(f"{what} ...", flush=True)
@@ -213,6 +233,7 @@ def _execute(
     log_file: TextIO,
     on_line: Callable[[str], Any],
 ) -> tuple[int, list[str]]:
+    """Run a command; return its exit code, and its output as lines."""
     output = []
     with subprocess.Popen(
         command,

@@ -1,4 +1,4 @@
-"""What this environment has to build Horovod with, looked up once."""
+"""What this environment has to build Horovod with: compilers, MPI, CUDA, NCCL."""
 
 import importlib.metadata
 import importlib.util
@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-# Places that are searched after those that the user names in the environment.
+# Folders that are searched after those in the user's environment variables.
 _SYSTEM_HOMES = (Path("/usr"), Path("/usr/local/cuda"))
 
 
 @dataclass(frozen=True)
 class Nccl:
-    """Where NCCL lies.
+    """An installed NCCL.
 
     Args:
         include: Folder of `nccl.h`.
@@ -30,20 +30,20 @@ class Nccl:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything that decides how Horovod is built, or why it cannot be.
+    """Everything in this environment that determines how Horovod can be built.
 
     Args:
-        tensorflow: Version of the installed TensorFlow, `None` where there is none.
-        distribution: The name that it is installed under.
+        tensorflow: Version of the installed TensorFlow; `None` if there is none.
+        distribution: Name of the distribution: `tensorflow` or `tensorflow-cpu`.
         python: Major and minor version of this Python.
         has_pip: Whether this Python has pip.
         has_compiler: Whether there is a C++ compiler.
         has_make: Whether there is make.
         is_managed: Whether pip refuses to install into this Python (PEP 668).
-        has_open_mpi: Whether there is Open MPI, with its compiler.
-        cuda_home: Folder of a CUDA toolkit with nvcc.
-        nccl: NCCL, where it was found.
-        cores: How many cores the build may use.
+        has_open_mpi: Whether there is Open MPI, with its compiler wrapper.
+        cuda_home: Folder of a CUDA toolkit with nvcc; `None` if there is none.
+        nccl: The installed NCCL; `None` if there is none.
+        cores: Number of cores that the build may use.
     """
 
     tensorflow: str | None
@@ -60,7 +60,11 @@ class Facts:
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Facts:
-    """Look around in this environment, without importing TensorFlow."""
+    """Examine this environment, without importing TensorFlow.
+
+    Args:
+        environ: Environment variables; by default those of this process.
+    """
     environ = os.environ if environ is None else environ
     distribution, version = installed_tensorflow()
     return Facts(
@@ -89,7 +93,7 @@ def installed_tensorflow() -> tuple[str, str | None]:
 
 
 def compilers(environ: Mapping[str, str]) -> list[str]:
-    """The commands that CMake takes for a C++ compiler; the user's `CXX` alone.
+    """Commands that CMake tries as C++ compiler: that in `CXX`, or the usual ones.
 
     >>> compilers({"CXX": "ccache clang++"})
     ['ccache']
@@ -99,14 +103,14 @@ def compilers(environ: Mapping[str, str]) -> list[str]:
 
 
 def nccl_homes(environ: Mapping[str, str], site_packages: Iterable[Path]) -> list[Path]:
-    """Folders that may hold NCCL's `include` and `lib`, the user's own first."""
+    """Folders that may have NCCL's `include` and `lib`; first those in variables."""
     chosen = _named(environ, ("HOROVOD_NCCL_HOME", "NCCL_HOME"))
     wheels = [folder / "nvidia" / "nccl" for folder in site_packages]
     return [*chosen, *_SYSTEM_HOMES, *wheels]
 
 
 def find_nccl(homes: Iterable[Path]) -> Nccl | None:
-    """The first of the folders that has NCCL's header and shared library."""
+    """NCCL in the first of these folders that has its header and shared library."""
     multiarch = sysconfig.get_config_var("MULTIARCH") or ""
     for home in homes:
         if not (home / "include" / "nccl.h").is_file():
@@ -120,7 +124,7 @@ def find_nccl(homes: Iterable[Path]) -> Nccl | None:
 
 
 def cuda_homes(environ: Mapping[str, str], site_packages: Iterable[Path]) -> list[Path]:
-    """Folders that may hold a CUDA toolkit, the user's own first."""
+    """Folders that may have a CUDA toolkit; first those in variables."""
     chosen = _named(environ, ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"))
     nvcc = shutil.which("nvcc", path=environ.get("PATH"))
     on_path = [Path(nvcc).resolve().parent.parent] if nvcc else []
@@ -129,10 +133,10 @@ def cuda_homes(environ: Mapping[str, str], site_packages: Iterable[Path]) -> lis
 
 
 def find_cuda(homes: Iterable[Path]) -> Path | None:
-    """The first of the folders with a compiler and the headers of the CUDA runtime.
+    """The first of these folders with nvcc and the headers of the CUDA runtime.
 
-    A folder with `nvcc` alone is a wrapper script or a part of a toolkit: the wheel
-    `nvidia-cuda-nvcc-cu12`, for one, has only the assembler.
+    A folder with nvcc alone may have only a wrapper script or a part of the toolkit. An
+    example is the wheel `nvidia-cuda-nvcc-cu12`, which only has the assembler.
     """
     for home in homes:
         nvcc = home / "bin" / "nvcc"
@@ -150,7 +154,7 @@ def _has_open_mpi(environ: Mapping[str, str]) -> bool:
 
 
 def _is_managed(environ: Mapping[str, str]) -> bool:
-    """Whether the system's own package manager forbids pip here (PEP 668)."""
+    """Whether pip may not install here, because the system manages it (PEP 668)."""
     if sys.prefix != sys.base_prefix or "PIP_BREAK_SYSTEM_PACKAGES" in environ:
         return False
     return Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED").is_file()
@@ -170,7 +174,7 @@ def _is_on_path(command: str, environ: Mapping[str, str]) -> bool:
 
 
 def _output_of(*command: str) -> str:
-    """What a command prints, or nothing where it cannot be run."""
+    """Output of a command; empty if it cannot be run."""
     try:
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=30, check=False

@@ -1,4 +1,4 @@
-"""What to tell the user about a command that failed."""
+"""The message about a step of the build that failed, with a remedy if it is known."""
 
 import re
 from collections.abc import Sequence
@@ -9,8 +9,9 @@ _LAST_LINES = 20
 _TRACEBACK = "Traceback (most recent call last)"
 _ERROR = re.compile(r"\berror: |CMake Error")
 
-# What the output of a failed build says, and what helps; the first that fits is told.
-# CMake begins a line with "-- " where it goes on without what it did not find.
+# Patterns of the output of a failed build, and their remedies; the first match counts.
+# A line of CMake that begins with "-- " is no error: CMake continues without the
+# library.
 _REMEDIES = (
     (
         r"No space left on device",
@@ -66,7 +67,10 @@ class InstallError(RuntimeError):
 
 
 def remedy_for(output: str) -> str:
-    """What helps against a failure that is known, or an empty string.
+    """The remedy for a known failure; empty for any other.
+
+    Args:
+        output: Output of the command that failed.
 
     >>> remedy_for("fatal error: mpi.h: No such file or directory")[:25]
     'Open MPI cannot be used: '
@@ -78,13 +82,13 @@ def remedy_for(output: str) -> str:
 
 
 def describe_failure(what: str, *, code: int, output: Sequence[str], log: Path) -> str:
-    """The message about a command that failed: its end, the whole, and what helps.
+    """The message about a command that failed: its last lines, the log, and a remedy.
 
     Args:
-        what: What was being done.
-        code: The exit code.
+        what: What the command does.
+        code: Its exit code.
         output: The lines that it printed.
-        log: File of the whole output.
+        log: File with the whole output.
     """
     lines = [
         f"{what} failed with exit code {code}. The last lines of its output:",
@@ -96,10 +100,10 @@ def describe_failure(what: str, *, code: int, output: Sequence[str], log: Path) 
 
 
 def relevant_lines(output: Sequence[str]) -> list[str]:
-    """The last lines before Python and pip told, at length, that a command failed.
+    """The last lines of a failed build, without the traceback of Python and pip.
 
-    Where several files are compiled at once, the others go on for a while: the first
-    error is put in front where it is not among the last lines.
+    If several files are compiled at once, the others continue after an error, and print
+    more lines. So the first error is put in front if it is not in the last lines.
     """
     stops = [n for n, line in enumerate(output) if _TRACEBACK in line]
     is_command = any("CalledProcessError" in line for line in output)

@@ -1,4 +1,4 @@
-"""How Horovod is built, as plain data: what goes in, and the environment."""
+"""Flags and environment variables of the build of Horovod."""
 
 import os
 import shlex
@@ -11,8 +11,9 @@ from keras_dist.install.requirements import supports_nccl
 
 HOROVOD = "0.28.1"
 
-# Build tools in a folder of their own. Horovod's setup needs distutils as of then,
-# its CMake files a CMake before 4, and the rest is imported while it is built.
+# Build tools, installed in a temporary folder. Horovod's setup needs the distutils of
+# an older setuptools, and its CMake files need a CMake before 4. The rest is imported
+# during the build.
 TOOLS = (
     "setuptools<80",
     "cmake>=3.18,<4",
@@ -23,34 +24,39 @@ TOOLS = (
     "pyyaml",
 )
 
-# `xla_mpi_ops.cc` does not compile against TensorFlow 2.19 and later. All of it
-# stands under a check of this macro on its line 23, so a value that is 0 on that line
-# empties that file and no other. Valid for exactly Horovod 0.28.1.
+# `xla_mpi_ops.cc` does not compile with TensorFlow 2.19 and later. All of its code is
+# inside an `#if` on this macro, in line 23. A value that is 0 in line 23 excludes that
+# code, and changes no other file. Valid for exactly Horovod 0.28.1.
 _CXX_FLAG = "'-DTENSORFLOW_VERSION=(__LINE__==23?0:2018000000)'"
 
-# Without symbols for the debugger: 1.6 MB instead of 51 MB.
+# Strip debug symbols: 1.6 MB instead of 51 MB.
 _LINKER_FLAG = "-Wl,-s"
 
-# What the user may still say about the build; other settings of Horovod's contradict
-# ours, or each other, and end in CMake errors.
-_SAVED_PREFIX = "HOROVOD_BUILD_"
+# Only these of the user's HOROVOD_… variables are passed to the build. Others may
+# contradict ours, or each other, and cause errors of CMake.
+_PASSED_PREFIX = "HOROVOD_BUILD_"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What goes into Horovod besides Gloo."""
+    """What Horovod is built with in addition to Gloo.
+
+    Args:
+        mpi: Whether with MPI.
+        nccl: Whether with NCCL.
+    """
 
     mpi: bool = False
     nccl: bool = False
 
 
 def choose(facts: Facts, *, mpi: bool | None, nccl: bool | None) -> Choice:
-    """What was asked for by name, and of the rest, what can be built here.
+    """Choose MPI and NCCL as the user requests, and by default if they are possible.
 
     Args:
         facts: What this environment has.
-        mpi: Whether to build with MPI; `None` for where Open MPI is found.
-        nccl: Whether to build with NCCL; `None` for where it can be built.
+        mpi: Whether to build with MPI; `None`: if Open MPI is found.
+        nccl: Whether to build with NCCL; `None`: if it can be built.
     """
     has_nccl = (
         facts.cuda_home is not None
@@ -65,13 +71,15 @@ def choose(facts: Facts, *, mpi: bool | None, nccl: bool | None) -> Choice:
 
 
 def runtime_requirements(python: tuple[int, int]) -> list[str]:
-    """What Horovod imports at run time; distutils left Python with 3.12.
+    """Packages that Horovod imports at run time, for a version of Python.
+
+    Python 3.12 and later have no distutils; setuptools has one.
 
     >>> [runtime_requirements((3, minor))[-1] for minor in (11, 12, 13)]
     ['packaging', 'setuptools<81', 'setuptools<81']
     """
-    wanted = ["cloudpickle", "psutil", "pyyaml", "packaging"]
-    return [*wanted, "setuptools<81"] if python >= (3, 12) else wanted
+    packages = ["cloudpickle", "psutil", "pyyaml", "packaging"]
+    return [*packages, "setuptools<81"] if python >= (3, 12) else packages
 
 
 def build_environment(
@@ -82,20 +90,21 @@ def build_environment(
     tools: Path,
     nccl_home: Path,
 ) -> dict[str, str]:
-    """The environment of the build.
+    """Environment variables of the build.
 
     Args:
-        environ: The user's environment. Its compiler and linker flags, `MAKEFLAGS`
-            and `HOROVOD_BUILD_…` are kept; its other settings of Horovod are not.
+        environ: The user's environment variables. All are kept except `HOROVOD_…`,
+            of which only `HOROVOD_BUILD_…` are; the user's compiler and linker flags
+            are extended.
         facts: What this environment has.
-        choice: What goes into Horovod.
+        choice: What Horovod is built with.
         tools: Folder with the build tools.
-        nccl_home: Folder with `include` and `lib` of NCCL, used where it is chosen.
+        nccl_home: Folder with `include` and `lib` of NCCL; only used with NCCL.
     """
     env = {
         name: value
         for name, value in environ.items()
-        if not name.startswith("HOROVOD_") or name.startswith(_SAVED_PREFIX)
+        if not name.startswith("HOROVOD_") or name.startswith(_PASSED_PREFIX)
     }
     folders = [tools / "bin"]
     linker_flags = [environ.get("LDFLAGS", ""), _LINKER_FLAG]
@@ -104,7 +113,7 @@ def build_environment(
         linker_flags.append(rpath_flag(facts.nccl.library.parent))
         env |= _nccl_settings(facts.cuda_home, nccl_home)
     return env | {
-        "CMAKE_GENERATOR": "Unix Makefiles",  # its progress is what we read
+        "CMAKE_GENERATOR": "Unix Makefiles",  # `progress` reads its percentages
         "CXXFLAGS": _joined(" ", [environ.get("CXXFLAGS", ""), _CXX_FLAG]),
         "HOROVOD_WITH_GLOO": "1",
         "HOROVOD_WITH_MPI" if choice.mpi else "HOROVOD_WITHOUT_MPI": "1",
@@ -120,7 +129,7 @@ def build_environment(
 
 
 def rpath_flag(folder: Path) -> str:
-    """The linker flag that lets a library find another in `folder` at run time.
+    """The linker flag that lets a library load another one from `folder` at run time.
 
     >>> rpath_flag(Path("/opt/nccl/lib"))
     '-Wl,-rpath,/opt/nccl/lib'
@@ -129,12 +138,17 @@ def rpath_flag(folder: Path) -> str:
 
 
 def link_nccl(facts: Facts, home: Path) -> None:
-    """Lay out NCCL in `home` as Horovod's CMake files look for it.
+    """Make a folder in which Horovod's CMake files find NCCL.
 
-    PyPI's wheel has no `libnccl.so`, only `libnccl.so.2`. A symbolic link would do
-    for the linker, but CMake would then write this temporary folder into the library
-    as a place to load NCCL from, where any user of the machine could put a file later.
-    So the link is a linker script, under a name that CMake takes for a static library.
+    The wheel on PyPI has no `libnccl.so`, only `libnccl.so.2`. A symbolic link would be
+    enough for the linker. But CMake would add the folder of the link, which is a
+    temporary one, to the library's run path; later any user of the machine could put
+    another `libnccl.so` there. So the link is a linker script instead, with the name of
+    a static library, for which CMake adds no run path.
+
+    Args:
+        facts: What this environment has.
+        home: The folder to make.
     """
     if facts.nccl is None:
         return

@@ -1,18 +1,18 @@
-"""One line that tells how far the build is, read from its verbose output."""
+"""The line that shows how far the build is, read from its verbose output."""
 
 import re
 import time
 from collections.abc import Callable
 from typing import TextIO
 
-# Without a terminal (in a log of a build server) one line for each of these steps.
+# Percent between two printed lines if the output is not a terminal.
 _STEP = 10
 
 _PERCENT = re.compile(r"\s*\[\s*(\d{1,3})%\]")
 
 
 def percent_of(line: str) -> int | None:
-    """How much of the build is done by one line of its output, in percent.
+    """The percentage in a line of the build's output; `None` if there is none.
 
     >>> percent_of("  [ 37%] Building CXX object gloo/types.cc.o")
     37
@@ -22,13 +22,16 @@ def percent_of(line: str) -> int | None:
 
 
 class Progress:
-    """Prints how far the build is: over and over one line, or a line each 10 percent.
+    """Prints how far the build is.
+
+    On a terminal it overwrites one line. Elsewhere, as in a log of a build server, it
+    prints a new line every 10 percent.
 
     Args:
         title: What is being done.
-        stream: Where to print.
-        is_terminal: Whether a line can be printed over.
-        clock: The time in seconds.
+        stream: The stream to print to.
+        is_terminal: Whether the stream is a terminal.
+        clock: A function that returns the time in seconds.
     """
 
     def __init__(
@@ -48,12 +51,12 @@ class Progress:
         self._printed: tuple[int, int] | None = None
 
     def read(self, line: str) -> None:
-        """Take in one line of the build's output, and print where it tells more."""
+        """Read one line of the build's output, and print if something has changed."""
         self._percent = max(self._percent, percent_of(line) or 0)
         self._show()
 
     def finish(self) -> None:
-        """End the line, so that the next print starts its own."""
+        """End the line, so that the next print begins a new one."""
         if self._is_terminal and self._printed is not None:
             print(file=self._stream, flush=True)
 

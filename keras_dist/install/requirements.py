@@ -1,4 +1,4 @@
-"""What is missing for a build, all of it in one message, and what gets it."""
+"""What is missing for a build, in one message, with the commands that install it."""
 
 import re
 from collections.abc import Sequence
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from keras_dist.install.facts import Facts
 
-# Horovod 0.28.1 was built and run with each TensorFlow of this range.
+# Horovod 0.28.1 was built and tested with each TensorFlow of this range.
 FIRST_TENSORFLOW = (2, 18)
 LAST_TENSORFLOW = (2, 21)
 
-# From TensorFlow 2.21 on, its library lacks the function with which Horovod's GPU code
-# finds the stream of a device (`AsGpuStreamValue`): it is built, but cannot be loaded.
+# TensorFlow 2.21 no longer has the function `AsGpuStreamValue`, with which Horovod's
+# GPU code gets the stream of a device: Horovod compiles, but cannot be loaded.
 LAST_TENSORFLOW_WITH_NCCL = (2, 20)
 
 _PIP_TENSORFLOW = "pip install 'tensorflow>=2.18,<2.22'"
@@ -19,12 +19,12 @@ _PIP_TENSORFLOW = "pip install 'tensorflow>=2.18,<2.22'"
 
 @dataclass(frozen=True)
 class Missing:
-    """One thing that a build needs and that is not here.
+    """One thing that a build needs and that is missing.
 
     Args:
-        what: What it is, and what was found in its place.
-        advice: What to do about it where no Debian package helps.
-        debian: The Debian and Ubuntu packages that bring it.
+        what: What is missing, and what was found instead.
+        advice: What to do if there is no Debian package for it.
+        debian: The Debian and Ubuntu packages that have it.
     """
 
     what: str
@@ -33,7 +33,7 @@ class Missing:
 
 
 def is_supported(version: str) -> bool:
-    """Whether Horovod 0.28.1 compiles against this TensorFlow.
+    """Whether Horovod 0.28.1 compiles with this version of TensorFlow.
 
     >>> [is_supported(version) for version in ("2.17.1", "2.18.0", "2.21.1", "2.22.0")]
     [False, True, True, False]
@@ -42,7 +42,7 @@ def is_supported(version: str) -> bool:
 
 
 def supports_nccl(version: str | None) -> bool:
-    """Whether Horovod 0.28.1 can be loaded with NCCL beside this TensorFlow.
+    """Whether Horovod 0.28.1 with NCCL can be loaded with this version of TensorFlow.
 
     >>> [supports_nccl(version) for version in ("2.18.0", "2.20.0", "2.21.0", None)]
     [True, True, False, False]
@@ -56,50 +56,50 @@ def _is_between(version: str, first: tuple[int, int], last: tuple[int, int]) -> 
 
 
 def find_missing(facts: Facts, *, mpi: bool, nccl: bool) -> list[Missing]:
-    """Everything that is missing for a build with what was asked for.
+    """Everything that is missing for a build.
 
     Args:
         facts: What this environment has.
-        mpi: Whether MPI was asked for by name.
-        nccl: Whether NCCL was asked for by name.
+        mpi: Whether the user requests MPI.
+        nccl: Whether the user requests NCCL.
     """
-    found = [*_missing_python(facts), *_missing_tools(facts)]
+    missing = [*_missing_python(facts), *_missing_tools(facts)]
     if mpi and not facts.has_open_mpi:
-        found.append(
+        missing.append(
             Missing(
                 "Open MPI (mpicxx and mpirun on the PATH)",
                 debian=("libopenmpi-dev", "openmpi-bin"),
             )
         )
-    return [*found, *_missing_nccl(facts)] if nccl else found
+    return [*missing, *_missing_nccl(facts)] if nccl else missing
 
 
 def explain(missing: Sequence[Missing]) -> str:
-    """The message that names all that is missing and what installs it."""
+    """The message that lists all that is missing, and how to install it."""
     lines = ["Horovod cannot be built here. Missing:"]
-    for thing in missing:
-        lines.append(f"  - {thing.what}")
-        if thing.advice:
-            lines.append(f"    {thing.advice}")
-    packages = dict.fromkeys(name for thing in missing for name in thing.debian)
+    for item in missing:
+        lines.append(f"  - {item.what}")
+        if item.advice:
+            lines.append(f"    {item.advice}")
+    packages = dict.fromkeys(name for item in missing for name in item.debian)
     if packages:
         lines.append("On Debian or Ubuntu:")
         lines.append(f"    apt-get install {' '.join(packages)}")
-        lines.append("(as root, or after `sudo`; elsewhere the packages of like names)")
+        lines.append("(as root or with `sudo`; other systems have similar packages)")
     return "\n".join(lines)
 
 
 def _missing_python(facts: Facts) -> list[Missing]:
-    """What is wrong with the Python packages."""
-    found = []
+    """What is missing among the Python packages, or has the wrong version."""
+    missing = []
     if facts.tensorflow is None:
         what = f"TensorFlow, 2.18 to 2.21. Received: none for Python {_python(facts)}."
-        found.append(Missing(what, _PIP_TENSORFLOW))
+        missing.append(Missing(what, _PIP_TENSORFLOW))
     elif not is_supported(facts.tensorflow):
         what = f"TensorFlow, 2.18 to 2.21. Received: {facts.tensorflow}."
-        found.append(Missing(what, _PIP_TENSORFLOW))
+        missing.append(Missing(what, _PIP_TENSORFLOW))
     if not facts.has_pip:
-        found.append(
+        missing.append(
             Missing(
                 "pip in this Python",
                 "Run `python -m ensurepip`, or make a new virtual environment.",
@@ -107,7 +107,7 @@ def _missing_python(facts: Facts) -> list[Missing]:
             )
         )
     if facts.is_managed:
-        found.append(
+        missing.append(
             Missing(
                 "a virtual environment: this Python belongs to the system, and pip "
                 "must not install into it",
@@ -115,22 +115,22 @@ def _missing_python(facts: Facts) -> list[Missing]:
                 debian=("python3-venv",),
             )
         )
-    return found
+    return missing
 
 
 def _missing_tools(facts: Facts) -> list[Missing]:
-    found = []
+    missing = []
     if not facts.has_compiler:
-        found.append(Missing("a C++ compiler (g++)", debian=("g++",)))
+        missing.append(Missing("a C++ compiler (g++)", debian=("g++",)))
     if not facts.has_make:
-        found.append(Missing("make", debian=("make",)))
-    return found
+        missing.append(Missing("make", debian=("make",)))
+    return missing
 
 
 def _missing_nccl(facts: Facts) -> list[Missing]:
-    found = []
+    missing = []
     if facts.distribution != "tensorflow":
-        found.append(
+        missing.append(
             Missing(
                 "for NCCL, TensorFlow with GPU support: the distribution `tensorflow`. "
                 f"Received: `{facts.distribution}`.",
@@ -139,7 +139,7 @@ def _missing_nccl(facts: Facts) -> list[Missing]:
             )
         )
     if facts.tensorflow is not None and not supports_nccl(facts.tensorflow):
-        found.append(
+        missing.append(
             Missing(
                 "for NCCL, TensorFlow 2.18 to 2.20: a later one lacks a function that "
                 f"Horovod's GPU code calls. Received: {facts.tensorflow}.",
@@ -147,22 +147,22 @@ def _missing_nccl(facts: Facts) -> list[Missing]:
             )
         )
     if facts.cuda_home is None:
-        found.append(
+        missing.append(
             Missing(
                 "for NCCL, a CUDA toolkit with nvcc and the runtime's headers",
-                "Install NVIDIA's CUDA toolkit, and set CUDA_HOME to its folder where "
-                "it is not /usr/local/cuda.",
+                "Install NVIDIA's CUDA toolkit, and set CUDA_HOME to its folder if it "
+                "is not /usr/local/cuda.",
             )
         )
     if facts.nccl is None:
-        found.append(
+        missing.append(
             Missing(
                 "NCCL: nccl.h and libnccl.so",
-                "pip install nvidia-nccl-cu12, or set NCCL_HOME to the folder that "
-                "holds its include and lib.",
+                "pip install nvidia-nccl-cu12, or set NCCL_HOME to the folder with its "
+                "include and lib.",
             )
         )
-    return found
+    return missing
 
 
 def _python(facts: Facts) -> str:

@@ -1,4 +1,19 @@
-"""Start ranks, end them, and say which failed first."""
+"""Start the ranks of a job, end all that they have started, and show the first failure.
+
+- `function`: `keras_dist.run`, which calls a function on many ranks
+- `worker`: the module that each rank of `keras_dist.run` runs
+- `command`: the command `keras-dist run`
+- `jobs`: one job: on this host or on several, with restarts
+- `ranks`: the ranks of one host: start them, watch them, end them
+- `processes`: find and end all processes of a job, even if the launcher is killed
+- `output`: what the ranks print, passed on to the terminal or to files
+- `failures`: which rank failed first, and the message for the user
+- `hosts`: which rank runs on which host, and addresses of this host
+- `rendezvous`: the key-value store in which the ranks find each other
+- `remote_hosts`: start an agent on each host by ssh
+- `agent`: starts the ranks of its host, and reports their failures
+- `signals`: signals that stop a job
+"""
 
 from keras_dist.launch.function import run
 

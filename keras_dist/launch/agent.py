@@ -1,4 +1,4 @@
-"""The ranks of one host of several, started and watched there."""
+"""Run the ranks of one host: started by the launcher on each host of several."""
 
 import dataclasses
 import json
@@ -16,85 +16,94 @@ from keras_dist.launch.rendezvous import interface
 from keras_dist.launch.signals import stopped_by_signals
 from keras_dist.monitor.status_store import StatusStore, status_store_of
 
-# What the launcher says when the ranks have to end; so does the end of its connection.
+# The launcher sends this line when the ranks have to end. The end of the connection
+# means the same.
 STOP = "stop\n"
 
 
-def order(
-    command: Command, slots: list[Slot], *, job: str, towards: str, number: int
+def start_message(
+    command: Command, slots: list[Slot], *, job: str, launcher: str, number: int
 ) -> str:
-    """What an agent is told on its standard input, in one line.
+    """The line that the launcher writes to the standard input of an agent.
 
     Args:
-        command: What its ranks run.
-        slots: Of its ranks.
-        job: Number of the job on that host.
-        towards: A host to which the ranks have to be reachable.
-        number: Of the host.
+        command: The command that the agent's ranks run.
+        slots: The slots of the agent's ranks.
+        job: Id of the agent's processes.
+        launcher: Address of the launcher's host. The ranks listen on the network
+            interface that leads to it.
+        number: Index of the agent's host.
     """
-    order_of_host = {
+    message = {
         "command": dataclasses.asdict(command),
         "slots": [dataclasses.asdict(slot) for slot in slots],
         "job": job,
-        "towards": towards,
+        "towards": launcher,
         "number": number,
         "folder": os.getcwd(),
     }
-    return json.dumps(order_of_host) + "\n"
+    return json.dumps(message) + "\n"
 
 
 def serve() -> int:
-    """Run the ranks of this host, as standard input says, and end with them.
+    """Read a start message from standard input, and run the ranks until they end.
 
     Returns:
-        The exit code of the rank that failed first on this host.
+        The exit code of the rank that failed first on this host; 0 if none failed.
     """
-    order_of_host = json.loads(sys.stdin.readline())
-    os.chdir(order_of_host["folder"])
-    with processes.reaper(order_of_host["job"]), stopped_by_signals() as stopped:
-        # Only now: the warden forks.
-        threading.Thread(target=_listen, args=[stopped], daemon=True).start()
-        given = Command(**order_of_host["command"])
-        found = interface(address_towards(order_of_host["towards"]))
-        command = dataclasses.replace(given, environment={**given.environment, **found})
-        slots = [Slot(**slot) for slot in order_of_host["slots"]]
-        ranks = Ranks(command, slots, order_of_host["job"])
+    message = json.loads(sys.stdin.readline())
+    os.chdir(message["folder"])
+    with processes.reaper(message["job"]), stopped_by_signals() as stopped:
+        # After the fork of the reaper, which must come before the first thread.
+        threading.Thread(target=_wait_for_stop, args=[stopped], daemon=True).start()
+        plain = Command(**message["command"])
+        variables = interface(address_towards(message["towards"]))
+        environment = {**plain.environment, **variables}
+        command = dataclasses.replace(plain, environment=environment)
+        slots = [Slot(**slot) for slot in message["slots"]]
+        ranks = Ranks(command, slots, message["job"])
         failures: list[Failure] = []
         try:
             ranks.start()
             failures = ranks.wait(stopped)
-            where = ranks.where()
+            positions = ranks.where()
             store = status_store_of(command.environment)
             if store is not None:
-                _leave_word(store, order_of_host["number"], failures, where)
+                _put_report(store, message["number"], failures, positions)
         finally:
             ranks.end()
     return failures[0].code if failures else 0
 
 
-def words_of(store: StatusStore, numbers: int) -> tuple[list[Failure], dict[int, str]]:
-    """What the agents have left: all failures in order, and where ranks were.
+def words_of(
+    store: StatusStore, num_agents: int
+) -> tuple[list[Failure], dict[int, str]]:
+    """Read the reports of all agents.
 
     Args:
-        store: Of the job.
-        numbers: How many agents there are.
+        store: The store of the job.
+        num_agents: Number of agents.
+
+    Returns:
+        The failures, the first one first; and the positions of the ranks, by rank.
     """
     failures: list[Failure] = []
-    where: dict[int, str] = {}
-    for number in range(numbers):
-        word: dict[str, Any] = store.get(f"host.{number}") or {}
-        failures += [Failure(**failure) for failure in word.get("failures", [])]
-        where |= {int(rank): slot for rank, slot in word.get("where", {}).items()}
-    return first_of(failures), where
+    positions: dict[int, str] = {}
+    for number in range(num_agents):
+        report: dict[str, Any] = store.get(f"host.{number}") or {}
+        failures += [Failure(**failure) for failure in report.get("failures", [])]
+        positions |= {int(rank): text for rank, text in report.get("where", {}).items()}
+    return first_of(failures), positions
 
 
-def _leave_word(
-    store: StatusStore, number: int, failures: list[Failure], where: dict[int, str]
+def _put_report(
+    store: StatusStore, number: int, failures: list[Failure], positions: dict[int, str]
 ) -> None:
-    said = [dataclasses.asdict(failure) for failure in failures]
-    store.put(f"host.{number}", {"failures": said, "where": where})
+    """Write the report of this agent to the store."""
+    values = [dataclasses.asdict(failure) for failure in failures]
+    store.put(f"host.{number}", {"failures": values, "where": positions})
 
 
-def _listen(stopped: list[int]) -> None:
+def _wait_for_stop(stopped: list[int]) -> None:
     sys.stdin.readline()
     stopped.append(signal.SIGTERM)

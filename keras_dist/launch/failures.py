@@ -1,4 +1,4 @@
-"""Which rank failed first, and what there is to say of it."""
+"""Which rank failed first, and the message for the user."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_MEMORY = 1024  # KiB in a MiB
+_KIB_PER_MIB = 1024
 
 
 @dataclass(frozen=True)
@@ -17,12 +17,12 @@ class Failure:
     """How one rank failed.
 
     Args:
-        rank: Which one.
-        time: When, as `time.time`: of its error, or of its end where there is none.
-        code: The exit code of a shell: 128 + the number of a signal.
-        summary: In one line.
-        text: Its traceback, or the stacks of a crash; empty where there are none.
-        is_secondary: Whether its cause is on another rank.
+        rank: The rank.
+        time: Time of its error, or of its end if it has no error; as of `time.time`.
+        code: Its exit code; 128 + the number of the signal that ended it.
+        summary: One line that says what happened.
+        text: Its traceback, or the stacks of a crash; empty if there are none.
+        is_secondary: Whether the cause is on another rank.
     """
 
     rank: int
@@ -41,46 +41,47 @@ def failure_of(
     ended_at: float | None,
     memory: int,
 ) -> Failure | None:
-    """The failure of a rank, or `None` where it has not failed.
+    """The failure of a rank, or `None` if it has not failed.
 
     Args:
-        rank: Which one.
-        returncode: As `subprocess` says it; `None` while it runs.
-        path: Beginning of the files in which it says why.
-        ended_at: When it ended.
-        memory: The most that it had, in KiB.
+        rank: The rank.
+        returncode: Return code of its process, as of `subprocess`; `None` while it
+            runs.
+        path: Beginning of the paths of its report files.
+        ended_at: Time at which it ended; `None` while it runs.
+        memory: The most memory that it used, in KiB.
     """
-    said = _said(Path(f"{path}.json"))
-    if not said and not returncode:
+    report = _report_of(Path(f"{path}.json"))
+    if not report and not returncode:
         return None
     code = 1 if not returncode else returncode if returncode > 0 else 128 - returncode
-    if said:
-        lines = said["message"].strip().splitlines()
+    if report:
+        lines = report["message"].strip().splitlines()
         return Failure(
             rank=rank,
-            time=said["time"],
+            time=report["time"],
             code=code,
-            summary=": ".join([said["kind"], *lines[:1]]),
-            text=said["text"],
-            is_secondary=said["is_secondary"],
+            summary=": ".join([report["kind"], *lines[:1]]),
+            text=report["text"],
+            is_secondary=report["is_secondary"],
         )
     return Failure(
         rank=rank,
         time=ended_at or 0.0,
         code=code,
-        summary=_how(returncode or 0, memory),
+        summary=_summary(returncode or 0, memory),
         text=_read(Path(f"{path}.crash")),
         is_secondary=False,
     )
 
 
 def first_of(failures: Sequence[Failure]) -> list[Failure]:
-    """Failures in order: an error that is a rank's own before any that was heard of.
+    """Sort failures: by time, but those with their cause on another rank come last.
 
-    >>> early = Failure(0, 1.0, 1, "agreed", "", True)
-    >>> late = Failure(1, 2.0, 3, "own", "", False)
+    >>> early = Failure(0, 1.0, 1, "lost connection", "", True)
+    >>> late = Failure(1, 2.0, 3, "division by zero", "", False)
     >>> [failure.summary for failure in first_of([early, late])]
-    ['own', 'agreed']
+    ['division by zero', 'lost connection']
     """
     return sorted(failures, key=lambda failure: (failure.is_secondary, failure.time))
 
@@ -88,12 +89,13 @@ def first_of(failures: Sequence[Failure]) -> list[Failure]:
 def explain(
     failures: Sequence[Failure], positions: Mapping[int, str], *, num_ranks: int
 ) -> str:
-    """What the user reads: the first failure whole, and a line for each other rank.
+    """The message for the user: the first failure, and a line for each other rank.
 
     Args:
-        failures: First first; at least one.
-        positions: Where each rank is or was, but those that have ended well.
-        num_ranks: How many there are.
+        failures: The failures, sorted by `first_of`; at least one.
+        positions: The position of each rank in words, as of `Ranks.where`. Ranks that
+            have ended with exit code 0 are left out.
+        num_ranks: Number of ranks.
     """
     first = failures[0]
     others = {failure.rank: failure.summary for failure in failures[1:]}
@@ -110,33 +112,33 @@ def explain(
 
 
 def print_message(text: str) -> None:
-    """Print for the user."""
+    """Print a message of the launcher."""
     print(text, file=sys.stderr, flush=True)
 
 
-def _how(returncode: int, memory: int) -> str:
-    """How a rank ended that said nothing."""
+def _summary(returncode: int, memory: int) -> str:
+    """How a rank ended that wrote no report."""
     if returncode >= 0:
         return f"ended with exit code {returncode}, and without a Python error"
     try:
         name = signal.Signals(-returncode).name
     except ValueError:
         name = f"signal {-returncode}"
-    said = f"was ended by {name}"
+    text = f"was ended by {name}"
     if returncode == -signal.SIGKILL:
-        said += (
-            f", as the kernel ends a process when memory runs out (dmesg says so); it "
-            f"had at most {memory // _MEMORY:,} MiB"
+        text += (
+            ", as the kernel does when memory runs out (dmesg then says so); "
+            f"it used at most {memory // _KIB_PER_MIB:,} MiB"
         )
-    return said
+    return text
 
 
-def _said(path: Path) -> dict[str, Any]:
+def _report_of(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        report = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return report if isinstance(report, dict) else {}
 
 
 def _read(path: Path) -> str:

@@ -25,25 +25,25 @@ def run(
 ) -> list[Any]:
     """Call `function` on `np` ranks of this host, and return what each one returned.
 
-    The ranks are processes of their own, which end with the call; this process takes no
-    part. So a notebook can train on many ranks.
+    The ranks are new processes, which end with the call; this process is not a rank. So
+    a notebook can train on many ranks.
 
     Args:
-        function: What every rank calls. It is copied by value where it stands in a
-            notebook or script, and imported by name where it stands in a module.
-        args, kwargs: Its arguments, the same on every rank.
-        np: How many ranks.
-        restarts: How often to start again after a failure.
-        stall_limit: Seconds after which the job ends when no rank makes progress, 0
-            for never; by default 120.
-        log_dir: Where to write what each rank prints; by default all print here.
+        function: The function that every rank calls. A function of a notebook or script
+            is copied to the ranks by value, one of a module is imported there by name.
+        args, kwargs: Arguments of the function, the same on every rank.
+        np: Number of ranks.
+        restarts: Start the job again after a failure, at most so often.
+        stall_limit: The job ends if no rank makes progress for this many seconds; 0
+            turns this off. By default 120.
+        log_dir: Folder for a log file of each rank; by default all ranks print here.
 
     Returns:
-        The values of all ranks, in rank order.
+        The return values of all ranks, in rank order.
 
     Raises:
-        RuntimeError: If a rank failed; its own error was printed.
-        ValueError: If a number is too small.
+        RuntimeError: If a rank failed; its error is printed before.
+        ValueError: If `np` or `restarts` is too small.
 
     Example:
 
@@ -59,7 +59,7 @@ def run(
             "At least one rank is needed, and no negative number of restarts. "
             f"Received: np={np}, restarts={restarts}"
         )
-    # A folder of this user alone: what is unpickled from it nobody else has written.
+    # Only this user can write to this folder, so its files are safe to unpickle.
     with tempfile.TemporaryDirectory(prefix="keras_dist.") as folder:
         call = Path(folder) / _CALL
         call.write_bytes(_pickled((function, tuple(args), dict(kwargs or {}))))
@@ -75,14 +75,14 @@ def run(
 
 
 def _wait(command: Sequence[str]) -> None:
-    # The ranks import what this process could import.
+    # The ranks can import what this process can import.
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths})
     try:
         code = process.wait()
     except BaseException:
         process.terminate()
-        process.wait()  # until all ranks are gone
+        process.wait()  # until all ranks have ended
         raise
     if code:
         raise RuntimeError(
@@ -93,7 +93,7 @@ def _wait(command: Sequence[str]) -> None:
 
 def _pickled(value: Any) -> bytes:
     try:
-        # Comes with Horovod, and takes functions of notebooks and scripts, too.
+        # Is installed with Horovod, and can also pickle functions of notebooks.
         return importlib.import_module("cloudpickle").dumps(value)
     except ImportError:
         return pickle.dumps(value)
@@ -105,7 +105,12 @@ def _result(folder: str, rank: int) -> Any:
 
 
 def call_and_keep(folder: str, rank: int) -> None:
-    """On a rank: make the call that lies in a folder, and leave its value there."""
+    """On a rank, call the function of `run`, and write what it returned to a file.
+
+    Args:
+        folder: The folder of `run`, with the pickled function and arguments.
+        rank: This rank.
+    """
     function, args, kwargs = pickle.loads((Path(folder) / _CALL).read_bytes())
     value = _pickled(function(*args, **kwargs))
     path = Path(folder) / _RESULT.format(rank=rank)

@@ -1,4 +1,4 @@
-"""Which ranks run on which host, and how the hosts reach each other."""
+"""Which ranks run on which host, and addresses of this host."""
 
 import fcntl
 import os
@@ -15,16 +15,16 @@ _SIOCGIFADDR = 0x8915
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one rank, as Horovod wants to be told.
+    """Host and numbers of one rank, as Horovod needs them.
 
     Args:
-        rank: From 0.
-        size: Of the job.
-        host: Its name in `-H`.
-        local_rank: Among the ranks of that host.
-        local_size: How many these are.
-        cross_rank: Among the ranks of other hosts with its local rank.
-        cross_size: How many these are.
+        rank: Number of the rank, from 0.
+        size: Number of ranks of the job.
+        host: Name of its host, as in `-H`.
+        local_rank: Number of the rank on its host, from 0.
+        local_size: Number of ranks on its host.
+        cross_rank: Number of the rank among those with the same local rank.
+        cross_size: Number of ranks with the same local rank.
     """
 
     rank: int
@@ -36,7 +36,7 @@ class Slot:
     cross_size: int
 
     def environment(self) -> dict[str, str]:
-        """Variables from which Horovod learns the place."""
+        """Environment variables that pass the slot to Horovod."""
         return {
             "HOROVOD_HOSTNAME": self.host,
             "HOROVOD_RANK": str(self.rank),
@@ -49,23 +49,23 @@ class Slot:
 
 
 def slots(hosts: Sequence[tuple[str, int]]) -> list[Slot]:
-    """The places of all ranks, host by host.
+    """The slots of all ranks, host by host.
 
     Args:
-        hosts: Names, and how many ranks each one has.
+        hosts: Name and number of ranks of each host.
 
     >>> [(s.host, s.rank, s.local_rank, s.cross_rank, s.cross_size)
     ...  for s in slots([("a", 2), ("b", 1)])]
     [('a', 0, 0, 0, 2), ('a', 1, 1, 0, 1), ('b', 2, 0, 1, 2)]
     """
     size = sum(count for _, count in hosts)
-    found: list[Slot] = []
+    result: list[Slot] = []
     for name, count in hosts:
         for local_rank in range(count):
             crossing = [host for host, ranks in hosts if ranks > local_rank]
-            found.append(
+            result.append(
                 Slot(
-                    rank=len(found),
+                    rank=len(result),
                     size=size,
                     host=name,
                     local_rank=local_rank,
@@ -74,89 +74,96 @@ def slots(hosts: Sequence[tuple[str, int]]) -> list[Slot]:
                     cross_size=len(crossing),
                 )
             )
-    return found
+    return result
 
 
-def hosts_of(words: str | None, num_ranks: int | None) -> list[tuple[str, int]]:
-    """Names of hosts and how many ranks each gets, as many as there are on this one.
+def hosts_of(argument: str | None, num_ranks: int | None) -> list[tuple[str, int]]:
+    """Name and number of ranks of each host; the first hosts are filled first.
+
+    Args:
+        argument: Hosts and their slots, as in `-H a:2,b:2`; `None` for this host alone.
+        num_ranks: Number of ranks; `None` for as many as there are slots.
 
     >>> hosts_of("localhost:2", None), hosts_of("a:2,b:2", 3), hosts_of(None, 4)
     ([('localhost', 2)], [('a', 2), ('b', 1)], [('localhost', 4)])
 
     Raises:
-        ValueError: If hosts are not written so, or have too few slots.
+        ValueError: If `argument` has another form, or fewer slots than ranks.
     """
-    if words is None:
+    if argument is None:
         if num_ranks is None:
             raise ValueError(
                 "The number of ranks is needed. Received: neither -np nor -H. "
                 "For example: keras-dist run -np 2 script.py"
             )
         return [("localhost", num_ranks)]
-    pieces = [part.strip().rpartition(":") for part in words.split(",")]
-    names = [name for name, _, _ in pieces]
-    if not all(name and count.isdecimal() for name, _, count in pieces) or (
+    hosts = [host.strip().rpartition(":") for host in argument.split(",")]
+    names = [name for name, _, _ in hosts]
+    if not all(name and count.isdecimal() for name, _, count in hosts) or (
         len(set(names)) < len(names)
     ):
         raise ValueError(
-            "Hosts are names and numbers of ranks, each once, as in a:2,b:2. "
-            f"Received: -H {words}"
+            "Hosts must be names with numbers of slots, each name once, as in a:2,b:2. "
+            f"Received: -H {argument}"
         )
-    left = sum(int(count) for _, _, count in pieces) if num_ranks is None else num_ranks
-    found = []
-    for name, _, count in pieces:
-        taken = min(left, int(count))
-        left -= taken
-        if taken:
-            found.append((name, taken))
+    left = sum(int(count) for _, _, count in hosts) if num_ranks is None else num_ranks
+    result = []
+    for name, _, count in hosts:
+        used = min(left, int(count))
+        left -= used
+        if used:
+            result.append((name, used))
     if left:
         raise ValueError(
             "There are fewer slots than ranks. "
-            f"Received: -np {num_ranks} -H {words}, which lack {left}."
+            f"Received: -np {num_ranks} -H {argument}. "
+            f"Add {left} slots, or start fewer ranks."
         )
-    return found
+    return result
 
 
 def is_here(host: str) -> bool:
-    """Whether a host is this one."""
+    """Whether a name is that of this host."""
     return host in (*_HERE, os.uname().nodename)
 
 
 def address_towards(host: str) -> str:
-    """The address by which this host is known to another one.
+    """The address of this host on the network that leads to another host.
 
     Raises:
-        ValueError: If there is no such host, or no way to it.
+        ValueError: If the other host is not known, or cannot be reached.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))  # sends nothing
         except OSError as error:
             raise ValueError(
-                f"There is no way to a host. Received: {host} ({error}). If ssh knows "
-                "it by that name, say by `--address` which address this host has there."
+                f"A host cannot be reached. Received: {host} ({error}). If only ssh "
+                "knows that name, pass the address of this host, as the other host can "
+                "reach it, with `--address`."
             ) from error
         return str(probe.getsockname()[0])
 
 
 def interface_of(address: str) -> str:
-    """Name of the network interface that has an address of this host.
+    """Name of the network interface with an address of this host.
 
     >>> interface_of("127.0.0.1")
     'lo'
 
     Raises:
-        ValueError: If none has it.
+        ValueError: If no interface has this address.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            question = struct.pack("256s", name.encode())
+            request = struct.pack("256s", name.encode())
             try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, question)
-            except OSError:  # it has no address
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:  # the interface has no address
                 continue
-            if socket.inet_ntoa(answer[20:24]) == address:
+            if socket.inet_ntoa(reply[20:24]) == address:
                 return name
     raise ValueError(
-        f"No network interface of this host has this address. Received: {address}"
+        f"No network interface of this host has this address. Received: {address}. "
+        "Pass an address of this host with `--address`."
     )

@@ -1,4 +1,4 @@
-"""Start processes so that every one of them, and all that they start, can be ended."""
+"""Find and end all processes of a job, also those that the ranks have started."""
 
 import contextlib
 import os
@@ -7,34 +7,38 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-# Seconds that ranks have to end by themselves, and to be gone when they are killed.
+# Seconds to wait after SIGTERM before SIGKILL, and after SIGKILL.
 _TERM_SECONDS = 2.0
 _KILL_SECONDS = 5.0
 
 
 def mark(job: str) -> str:
-    """Name of a variable that all processes of a job have in their environment.
+    """Name of an environment variable that all processes of a job have.
 
-    Whatever a rank starts inherits it, also what leaves its session, as daemons do.
-    The number is in the name: a job within a job has the marks of both.
+    All processes that a rank starts inherit it, even daemons, which leave the session
+    of the rank. The id of the job is in the name, and not the value: so the processes
+    of a job that was started inside another job have the variables of both.
+
+    Args:
+        job: Id of the job.
     """
     return f"KERAS_DIST_JOB_{job}"
 
 
 def members(job: str) -> list[int]:
-    """The processes of a job that are there now, of this user and this host."""
-    sign = f"{mark(job)}=".encode()
-    found = []
+    """Ids of the processes of a job that run now, of this user on this host."""
+    prefix = f"{mark(job)}=".encode()
+    pids = []
     for folder in Path("/proc").iterdir():
         if not folder.name.isdecimal():
             continue
         try:
             variables = (folder / "environ").read_bytes().split(b"\0")
-        except OSError:  # of another user, or it has just ended
+        except OSError:  # a process of another user, or one that has just ended
             continue
-        if any(variable.startswith(sign) for variable in variables):
-            found.append(int(folder.name))
-    return found
+        if any(variable.startswith(prefix) for variable in variables):
+            pids.append(int(folder.name))
+    return pids
 
 
 def end(
@@ -44,13 +48,13 @@ def end(
     is_urgent: bool = False,
     seconds: float = _TERM_SECONDS,
 ) -> None:
-    """End all processes of a job; when this returns, they are gone.
+    """End all processes of a job, and wait until they have ended.
 
     Args:
-        job: Its number.
-        ranks: Processes of the ranks, which are asked first.
-        is_urgent: Whether to kill at once.
-        seconds: That ranks have to end when they are asked.
+        job: Id of the job.
+        ranks: Ids of the ranks' processes, which first get SIGTERM.
+        is_urgent: Whether to send SIGKILL at once.
+        seconds: Seconds between SIGTERM and SIGKILL.
     """
     if not is_urgent:
         for pid in ranks:
@@ -61,7 +65,7 @@ def end(
                 break
             time.sleep(0.05)
     begin = time.monotonic()
-    # Again and again: a process may start another one while we look.
+    # Repeatedly, since a process may start another one in the meantime.
     while (left := members(job)) and time.monotonic() - begin < _KILL_SECONDS:
         for pid in left:
             _signal(pid, signal.SIGKILL)
@@ -70,15 +74,19 @@ def end(
 
 @contextlib.contextmanager
 def reaper(job: str) -> Iterator[None]:
-    """Inside the block, the processes of a job end even if this one is killed.
+    """Inside the block, the processes of a job are ended even if this one is killed.
 
-    A process of its own waits until this one is no more, however it ends, and then ends
-    what is left. Call it before the first thread is started.
+    The reaper is a forked process. It waits until this process leaves the block or
+    ends, for whatever reason, and then kills the processes of the job that are left.
+    Call it before the first thread is started, because it forks.
+
+    Args:
+        job: Id of the job.
     """
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _keep_watch(job, reader)
+        _reap(job, reader)
     os.close(reader)
     try:
         yield
@@ -87,16 +95,18 @@ def reaper(job: str) -> Iterator[None]:
         os.waitpid(pid, 0)
 
 
-def _keep_watch(job: str, reader: int) -> None:
+def _reap(job: str, reader: int) -> None:
+    """In the forked process, wait until the pipe is closed, and end the job."""
     try:
         os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         os.dup2(reader, 0)
-        nothing = os.open(os.devnull, os.O_RDWR)
-        os.dup2(nothing, 1)
-        os.dup2(nothing, 2)
-        # Nobody must wait for what this process holds open, its own pipe above all.
+        devnull = os.open(os.devnull, os.O_RDWR)
+        os.dup2(devnull, 1)
+        os.dup2(devnull, 2)
+        # Close all inherited files. The write end of the pipe above all: as long as it
+        # is open here, the read below never returns.
         os.closerange(3, 1 << 16)
         os.read(0, 1)
         end(job, [], is_urgent=True)

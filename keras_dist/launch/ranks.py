@@ -1,4 +1,4 @@
-"""The ranks of one run, from their start to their end."""
+"""The ranks of one host: start them, watch them, end them."""
 
 import os
 import shutil
@@ -16,27 +16,28 @@ from keras_dist.launch.hosts import Slot
 from keras_dist.launch.output import Output
 from keras_dist.monitor import record, report, stacks
 
-# Seconds in which the others, too, may say what has happened to them.
+# Seconds to wait after the first failure, in which other ranks may fail and report.
 _GRACE = 3.0
 
-# Seconds that ranks have between SIGTERM and SIGKILL: after a failure or Ctrl-C, and
-# when the launcher itself was asked to end, as a scheduler does that wants the machine.
+# Seconds between SIGTERM and SIGKILL: the first number after a failure or Ctrl-C; the
+# second if the launcher itself got SIGTERM, as from a scheduler, because the ranks then
+# save a checkpoint.
 _END_SECONDS, _SAVE_SECONDS = 2.0, 30.0
 _TICK = 0.1
 
-# Libraries that take all cores for each rank, unless they are told otherwise.
+# Variables of libraries that by default use all cores in each rank.
 _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
 @dataclass(frozen=True)
 class Command:
-    """What every rank runs.
+    """The command that every rank runs.
 
     Args:
         kind: "script", "module" or "program".
         words: The file, module or program, and its arguments.
-        environment: Variables to set beside those of this process.
-        log_dir: Where to write a file a rank.
+        environment: Variables to set in addition to those of this process.
+        log_dir: Folder for a log file of each rank; `None` for none.
     """
 
     kind: str
@@ -46,20 +47,21 @@ class Command:
 
 
 class Ranks:
-    """All ranks of one run, on this host.
+    """The ranks of a job that run on this host.
 
     Args:
-        command: What they run.
-        slots: Of each rank.
-        job: Number of the job, by which its processes are found again.
+        command: The command that they run.
+        slots: The slot of each rank.
+        job: Id of the job, by which its processes are found.
     """
 
     def __init__(self, command: Command, slots: Sequence[Slot], job: str) -> None:
         self._command, self._slots, self._job = command, slots, job
-        self._folder = Path(tempfile.mkdtemp(prefix="keras_dist."))  # for this user
+        # Record and report files; only this user can read them.
+        self._folder = Path(tempfile.mkdtemp(prefix="keras_dist."))
         self._output = Output(slots[0].size, command.log_dir)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        # When each rank ended, and how much memory it had at most, in KiB.
+        # For each rank that has ended: when, and the most memory it used, in KiB.
         self._ended: dict[int, tuple[float, int]] = {}
 
     def start(self) -> None:
@@ -70,15 +72,18 @@ class Ranks:
             self._output.add(slot.rank, process.stdout, process.stderr)
 
     def wait(self, stopped: Sequence[int]) -> list[Failure]:
-        """Wait until all ranks have ended, or one has failed; the failures in order.
+        """Wait until all ranks have ended, or one has failed, or the job is stopped.
 
         Args:
-            stopped: Gets a member when the user wants to stop.
+            stopped: The wait ends as soon as this list is not empty.
+
+        Returns:
+            The failures, the first one first.
         """
         failed_at = None
         while not stopped and len(self._ended) < len(self._processes):
             self._output.pass_on(_TICK)
-            self._look()
+            self._poll()
             now = time.monotonic()
             if failed_at is None and self._failures():
                 failed_at = now
@@ -87,10 +92,10 @@ class Ranks:
         return first_of(self._failures())
 
     def end(self, *, is_saving: bool = False) -> None:
-        """End whatever is left, and forget it; all processes are gone then.
+        """End all processes of the job on this host, and remove its files.
 
         Args:
-            is_saving: Whether ranks that are asked to end may save first.
+            is_saving: Whether to give the ranks time to save a checkpoint.
         """
         seconds = _SAVE_SECONDS if is_saving else _END_SECONDS
         running = [p.pid for r, p in self._processes.items() if r not in self._ended]
@@ -102,15 +107,19 @@ class Ranks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def where(self) -> dict[int, str]:
-        """Where each rank is now, or was when it failed; not those that have ended."""
-        self._ask_for_stacks()
+        """Positions in words: epoch, step and collective of each rank, now or last.
+
+        Ranks that have ended with exit code 0 are left out.
+        """
+        self._request_stacks()
         return {
-            rank: self._where(rank)
+            rank: self._position(rank)
             for rank, process in self._processes.items()
             if process.returncode != 0
         }
 
     def _started(self, slot: Slot) -> subprocess.Popen[bytes]:
+        """Start the process of one rank."""
         record.make(self._path(slot.rank, "record"))
         environment = {
             **{name: str(_threads(slot)) for name in _THREADS},
@@ -124,17 +133,18 @@ class Ranks:
         }
         if self._command.log_dir is None:
             environment[report.QUIET] = "1"
-        begin = [sys.executable, report.__file__, str(os.getpid()), self._command.kind]
+        runner = [sys.executable, report.__file__, str(os.getpid()), self._command.kind]
         return subprocess.Popen(
-            begin + list(self._command.words),
+            runner + list(self._command.words),
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # a key on the terminal reaches the launcher alone
+            start_new_session=True,  # so that Ctrl-C reaches only the launcher
         )
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
+        """Collect the exit codes of ranks that have ended."""
         for rank, process in self._processes.items():
             if rank in self._ended:
                 continue
@@ -144,7 +154,7 @@ class Ranks:
                 self._ended[rank] = time.time(), used.ru_maxrss
 
     def _failures(self) -> list[Failure]:
-        found = []
+        failures = []
         for rank, process in self._processes.items():
             ended_at, memory = self._ended.get(rank, (None, 0))
             failure = failure_of(
@@ -155,27 +165,28 @@ class Ranks:
                 memory=memory,
             )
             if failure is not None:
-                found.append(failure)
-        return found
+                failures.append(failure)
+        return failures
 
-    def _ask_for_stacks(self) -> None:
-        asked = []
+    def _request_stacks(self) -> None:
+        """Let running ranks write their stacks, and wait for it, at most a second."""
+        paths = []
         for rank, process in self._processes.items():
             path = self._path(rank, "report.stacks")
             if rank not in self._ended and path.exists():
-                process.send_signal(report.ASK)
-                asked.append(path)
+                process.send_signal(report.DUMP_SIGNAL)
+                paths.append(path)
         begin = time.monotonic()
-        while any(not p.stat().st_size for p in asked) and (
+        while any(not p.stat().st_size for p in paths) and (
             time.monotonic() - begin < 1
         ):
             time.sleep(0.02)
 
-    def _where(self, rank: int) -> str:
-        slot = str(record.read(self._path(rank, "record")))
+    def _position(self, rank: int) -> str:
+        position = str(record.read(self._path(rank, "record")))
         dump = self._path(rank, "report.stacks")
         line = stacks.line_of(dump.read_text()) if dump.exists() else None
-        return f"{slot} ({line})" if line else slot
+        return f"{position} ({line})" if line else position
 
     def _path(self, rank: int, name: str) -> Path:
         return self._folder / f"{rank}.{name}"

@@ -1,4 +1,4 @@
-"""The agents of several hosts, seen from the one on which the job was started."""
+"""Start an agent on each host of a job, pass on its output, and end it."""
 
 import os
 import re
@@ -9,18 +9,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from keras_dist.launch.agent import STOP, order
+from keras_dist.launch.agent import STOP, start_message
 from keras_dist.launch.hosts import Slot, is_here
 from keras_dist.launch.output import Output
 from keras_dist.launch.ranks import Command
 
 _TICK = 0.1
 
-# Seconds in which an agent ends its ranks, and says where they were.
+# Seconds that an agent has to end its ranks and to write its report.
 _STOP_SECONDS = 15.0
 
-# Variables that are about this host or this session, and mean nothing elsewhere.
-_OWN = re.compile(
+# Variables of this host or this login session, which are not passed to other hosts.
+_NOT_PASSED_ON = re.compile(
     r"BASH_FUNC_.*|DISPLAY|HOSTNAME|OLDPWD|PWD|SHLVL|SSH_.*|TMPDIR|XDG_.*|_"
 )
 
@@ -30,8 +30,8 @@ class Reach:
     """How other hosts are reached.
 
     Args:
-        ssh: A command that runs its last argument on the host named before it.
-        address: Of this host, by which the others reach it.
+        ssh: The command and options of ssh; host and command line are added to it.
+        address: Address of this host, by which the other hosts reach it.
     """
 
     ssh: Sequence[str]
@@ -39,13 +39,13 @@ class Reach:
 
 
 class RemoteHosts:
-    """One agent for each host.
+    """The agents of a job, one on each host.
 
     Args:
-        command: What the ranks run.
-        slots: Of all ranks.
-        job: Number of the job.
-        reach: How other hosts are reached.
+        command: The command that the ranks run.
+        slots: The slots of all ranks.
+        job: Id of the job.
+        reach: How the other hosts are reached.
     """
 
     def __init__(
@@ -54,13 +54,18 @@ class RemoteHosts:
         self.hosts = list(dict.fromkeys(slot.host for slot in slots))
         self.num_ranks = len(slots)
         self._slots, self._job, self._reach = slots, job, reach
-        own = {k: v for k, v in os.environ.items() if not _OWN.fullmatch(k)}
-        self._command = replace(command, environment={**own, **command.environment})
-        self._output = Output(1, None)  # the agents put ranks before the lines
+        variables = {
+            name: value
+            for name, value in os.environ.items()
+            if not _NOT_PASSED_ON.fullmatch(name)
+        }
+        environment = {**variables, **command.environment}
+        self._command = replace(command, environment=environment)
+        self._output = Output(1, None)  # the agents put the rank before each line
         self._agents: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        """Start the agents, and tell them which ranks to run."""
+        """Start the agents, and send each one its start message."""
         for number, host in enumerate(self.hosts):
             agent = subprocess.Popen(
                 self._words(host),
@@ -71,15 +76,16 @@ class RemoteHosts:
             )
             self._agents.append(agent)
             self._output.add(number, agent.stdout, agent.stderr)
-            message = order(
+            message = start_message(
                 self._command,
                 [slot for slot in self._slots if slot.host == host],
-                # Each agent ends its own, also where several are on one machine.
+                # An id for each agent, which ends only its own ranks even if several
+                # agents run on one machine.
                 job=f"{self._job}_{number}",
-                towards=self._reach.address,
+                launcher=self._reach.address,
                 number=number,
             )
-            _say(agent, message)
+            _send(agent, message)
 
     def wait(self, stopped: Sequence[int]) -> None:
         """Wait until all agents have ended, or one has failed."""
@@ -89,16 +95,20 @@ class RemoteHosts:
                 break
 
     def end(self) -> dict[str, int]:
-        """End all ranks and agents; the exit codes of agents that have failed."""
+        """End all ranks and agents.
+
+        Returns:
+            The exit codes of the agents that have failed, by host.
+        """
         for agent in self._agents:
-            _say(agent, STOP)
+            _send(agent, STOP)
         begin = time.monotonic()
         while any(agent.poll() is None for agent in self._agents):
             self._output.pass_on(_TICK)
             if time.monotonic() - begin > _STOP_SECONDS:
                 break
         for agent in self._agents:
-            agent.kill()  # its warden ends what is left
+            agent.kill()  # its reaper ends what is left
             agent.wait()
         self._output.close()
         codes = {h: a.returncode for h, a in zip(self.hosts, self._agents, strict=True)}
@@ -108,16 +118,16 @@ class RemoteHosts:
         agent = [sys.executable, "-m", "keras_dist", "host-agent"]
         if is_here(host):
             return agent
-        # Nothing secret: command lines are for all to read.
+        # Nothing secret: all users can read the command lines of processes.
         paths = os.environ.get("PYTHONPATH")
         variables = ["env", f"PYTHONPATH={paths}"] if paths else []
         return [*self._reach.ssh, host, shlex.join([*variables, *agent])]
 
 
-def _say(agent: subprocess.Popen[bytes], words: str) -> None:
+def _send(agent: subprocess.Popen[bytes], line: str) -> None:
     try:
         assert agent.stdin is not None
-        agent.stdin.write(words.encode())
+        agent.stdin.write(line.encode())
         agent.stdin.flush()
-    except OSError:  # it has ended, and its exit code says so
+    except OSError:  # the agent has ended, which its exit code shows
         pass

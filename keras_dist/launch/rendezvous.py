@@ -1,4 +1,4 @@
-"""Where the ranks of one job find each other: Horovod's store, with a secret."""
+"""The rendezvous: Horovod's key-value store, protected by a secret of the job."""
 
 import contextlib
 import hmac
@@ -16,32 +16,32 @@ _FORBIDDEN = 403
 def rendezvous(
     slots: Sequence[Slot], secret: str, address: str = LOOPBACK
 ) -> Iterator[dict[str, str]]:
-    """Inside the block, the ranks can find each other.
+    """Inside the block, an HTTP server runs in which the ranks find each other.
 
-    The store listens at one address and answers who knows the secret, which is the
-    beginning of each path: Horovod's client sends no headers, but takes what stands
-    behind the port in its address for a part of the path.
+    It listens on one address, and only answers requests whose path begins with the
+    secret. The secret is in the path because Horovod's client sends no headers; but it
+    accepts an address with a path behind the port.
 
     Args:
-        slots: Of all ranks.
-        secret: Of this job.
-        address: Of this host, by which the ranks reach the store.
+        slots: The slots of all ranks.
+        secret: Secret of this job.
+        address: Address of this host, by which the ranks reach the server.
 
     Yields:
-        What Horovod has to find in the environment of each rank.
+        Environment variables for Horovod in each rank.
 
     Raises:
         RuntimeError: If Horovod is not installed.
     """
     try:
-        horovods = importlib.import_module("horovod.runner.http.http_server")
+        http_server = importlib.import_module("horovod.runner.http.http_server")
     except ImportError as error:
         raise RuntimeError(
             f"Horovod is not installed here. Received: {error}. "
             "Run `keras-dist install-horovod`."
         ) from error
-    handler = _guarded(horovods.RendezvousHandler, secret)
-    server = horovods.RendezvousHTTPServer((address, 0), handler, 0)
+    handler = _guarded(http_server.RendezvousHandler, secret)
+    server = http_server.RendezvousHTTPServer((address, 0), handler, 0)
     server.daemon_threads = True
     server.scope_size |= _scope_sizes(slots)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -61,17 +61,17 @@ def rendezvous(
 
 
 def interface(address: str) -> dict[str, str]:
-    """What says on which interface the ranks of this host listen.
+    """Environment variables for the network interface on which ranks listen.
 
     Args:
-        address: Of this host, by which the ranks of others reach it.
+        address: Address of this host, by which the ranks of other hosts reach it.
     """
     name = interface_of(address)
     return {"HOROVOD_GLOO_IFACE": name, "NCCL_SOCKET_IFNAME": name}
 
 
 def _scope_sizes(slots: Sequence[Slot]) -> dict[str, int]:
-    """How many ranks use each part of the store before it is emptied."""
+    """Number of ranks that use each scope of the store; it is then emptied."""
     sizes = {}
     for slot in slots:
         sizes["global"] = slot.size
@@ -81,34 +81,34 @@ def _scope_sizes(slots: Sequence[Slot]) -> dict[str, int]:
 
 
 def _guarded(handler: Any, secret: str) -> Any:
-    """A handler of Horovod's that answers only who knows the secret."""
+    """A subclass of Horovod's request handler that requires the secret."""
 
     class Guarded(handler):
         path: str
 
-        def _is_known(self) -> bool:
+        def _has_secret(self) -> bool:
             first, _, rest = self.path.lstrip("/").partition("/")
-            given = first.partition(":")[0]  # Horovod adds the port behind it
+            received = first.partition(":")[0]  # Horovod adds the port behind it
             self.path = f"/{rest}"
-            if hmac.compare_digest(given.encode(), secret.encode()):
+            if hmac.compare_digest(received.encode(), secret.encode()):
                 return True
             self.close_connection = True
             self.send_status_code(_FORBIDDEN)
             return False
 
         def do_GET(self) -> None:
-            if self._is_known():
+            if self._has_secret():
                 super().do_GET()
 
         def do_PUT(self) -> None:
-            if self._is_known():
+            if self._has_secret():
                 super().do_PUT()
 
         def do_DELETE(self) -> None:
-            if self._is_known():
+            if self._has_secret():
                 super().do_DELETE()
 
-        def do_HEAD(self) -> None:  # Horovod's would tell of files in this folder
+        def do_HEAD(self) -> None:  # the inherited one shows files of this folder
             self.send_status_code(_FORBIDDEN)
 
     return Guarded

@@ -1,4 +1,4 @@
-"""The signals that stop a job."""
+"""Signals that stop a job: Ctrl-C, SIGTERM and SIGHUP."""
 
 import contextlib
 import signal
@@ -10,7 +10,11 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def stopped_by_signals() -> Iterator[list[int]]:
-    """A list that gets the number of each signal that wants to stop the job."""
+    """Inside the block, signals that stop a job do not end this process.
+
+    Yields:
+        A list, to which the number of each such signal is appended.
+    """
     stopped: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""What each rank of `keras_dist.run` runs."""
+"""The module that each rank of `keras_dist.run` runs."""
 
 import sys
 

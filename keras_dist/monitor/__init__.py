@@ -1,4 +1,13 @@
-"""See to it that nobody waits for ever, and that the first failure is seen."""
+"""Detect ranks that wait for ever, and record where each rank is. Needs no TensorFlow.
+
+- `record`: where this rank is (epoch, step, collective), readable by other processes
+- `usage`: CPU time and bytes that a process has used, to distinguish work from waiting
+- `stacks`: Python stacks, and the line of the user's code in them
+- `status_store`: heartbeats of the ranks, kept in the launcher's key-value store
+- `progress`: how long this rank has made no progress, by its record and its usage
+- `watchdog`: a thread that ends the job if no rank makes progress
+- `report`: runs the user's script under `keras-dist run`, and reports its error
+"""
 
 from keras_dist.monitor.record import here
 from keras_dist.monitor.usage import threads

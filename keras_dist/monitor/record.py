@@ -1,4 +1,4 @@
-"""Where this rank is, in a few bytes that can be read from outside at any time."""
+"""A record of where this rank is, in a few bytes that other processes can read."""
 
 import contextlib
 import mmap
@@ -10,24 +10,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Changes so far, epoch, step, time of the last change, phase, collective.
+# Number of changes, epoch, step, time of the last change, phase, collective.
 _LAYOUT = struct.Struct("<qqqd24s104s")
 
-# The launcher names a file here, and reads it when this process can say nothing more.
+# `keras-dist run` sets this variable to the path of the record file. So it can read the
+# record even when this process was killed.
 VARIABLE = "KERAS_DIST_RECORD"
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank is.
+    """Where a rank is in its fit.
 
     Args:
         changes: How often the record was written.
-        epoch: Of the fit, from 0.
-        step: Of the epoch, or of the evaluation, from 0.
-        since: When it came there, as `time.time`.
-        phase: What it does in a fit; empty outside of one.
+        epoch: Epoch of the fit, from 0.
+        step: Step of the epoch, or of the evaluation, from 0.
+        since: Time of the last change, as of `time.time`.
+        phase: Part of the fit: "begin", "step", "test" or "end"; empty outside of a
+            fit.
         collective: Name of the collective that Python waits in; empty outside of one.
+            A collective inside a compiled step is not seen.
     """
 
     changes: int = 0
@@ -39,11 +42,11 @@ class Position:
 
     @property
     def is_with_others(self) -> bool:
-        """Whether it is in a collective, or in a fit, where others wait for it."""
+        """Whether other ranks may wait for this one: in a fit or in a collective."""
         return bool(self.phase or self.collective)
 
     def __str__(self) -> str:
-        """The place in words.
+        """The position in words.
 
         >>> print(Position(epoch=1, step=6, phase="step", collective="keras_dist.sum"))
         in the collective keras_dist.sum, in step 7 of epoch 2
@@ -51,26 +54,24 @@ class Position:
         at the end of epoch 1 / in user code, outside of a fit
         """
         epoch = f"epoch {self.epoch + 1}"
-        words = {
+        texts = {
             "": "in user code, outside of a fit",
             "begin": f"at the beginning of {epoch}",
             "step": f"in step {self.step + 1} of {epoch}",
             "test": f"in step {self.step + 1} of an evaluation in {epoch}",
             "end": f"at the end of {epoch}",
         }
-        position = words.get(self.phase, self.phase)
+        text = texts.get(self.phase, self.phase)
         return (
-            f"in the collective {self.collective}, {position}"
-            if (self.collective)
-            else position
+            f"in the collective {self.collective}, {text}" if self.collective else text
         )
 
 
 class Record:
-    """The place of this rank, written by it and read by anybody.
+    """The record of this rank, which it writes and other processes can read.
 
     Args:
-        path: A file of the launcher's; by default memory of this process.
+        path: A file that the launcher made; by default the record is kept in memory.
     """
 
     def __init__(self, path: str | None = None) -> None:
@@ -79,23 +80,27 @@ class Record:
 
     @property
     def position(self) -> Position:
-        """What was written last."""
+        """The position that was written last."""
         return self._position
 
     def enter(self, phase: str, *, epoch: int | None = None, step: int = 0) -> None:
-        """Say what this rank does in a fit.
+        """Record that this rank enters a phase of a fit.
 
         Args:
-            phase: "begin", "step", "test", "end", or empty: outside of one.
-            epoch: By default the one before.
-            step: Of the epoch or the evaluation.
+            phase: "begin", "step", "test" or "end"; empty when the fit is over.
+            epoch: Epoch of the fit; by default the one recorded before.
+            step: Step of the epoch or of the evaluation.
         """
         epoch = self._position.epoch if epoch is None else epoch
         self._write(phase, epoch, step, "")
 
     @contextlib.contextmanager
     def waiting(self, collective: str) -> Iterator[None]:
-        """Inside the block, this rank is in a collective that is called so."""
+        """Inside the block, the record says that this rank waits in a collective.
+
+        Args:
+            collective: Name of the collective.
+        """
         before = self._position
         self._write(before.phase, before.epoch, before.step, collective)
         try:
@@ -119,7 +124,7 @@ class Record:
 
 
 def read(path: str | os.PathLike[str]) -> Position:
-    """The place that another process has written last; the default one if none."""
+    """Read the record of another process; the default position if it wrote none."""
     try:
         data = Path(path).read_bytes()[: _LAYOUT.size]
     except OSError:
@@ -127,8 +132,8 @@ def read(path: str | os.PathLike[str]) -> Position:
     if len(data) < _LAYOUT.size:
         return Position()
     *numbers, phase, collective = _LAYOUT.unpack(data)
-    words = (raw.rstrip(b"\0").decode(errors="replace") for raw in (phase, collective))
-    return Position(*numbers, *words)
+    names = (raw.rstrip(b"\0").decode(errors="replace") for raw in (phase, collective))
+    return Position(*numbers, *names)
 
 
 def _mapped(path: str) -> mmap.mmap | bytearray:
@@ -136,12 +141,12 @@ def _mapped(path: str) -> mmap.mmap | bytearray:
         with open(path, "r+b") as file:
             return mmap.mmap(file.fileno(), _LAYOUT.size)
     except (OSError, ValueError):
-        # The launcher is on another host, or of another version.
+        # The launcher is on another host, or of another version of this package.
         return bytearray(_LAYOUT.size)
 
 
 def make(path: str | os.PathLike[str]) -> None:
-    """Make an empty record for another process."""
+    """Make a file with an empty record, for another process to write to."""
     Path(path).write_bytes(bytes(_LAYOUT.size))
 
 

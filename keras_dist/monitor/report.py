@@ -1,7 +1,8 @@
-"""What a rank of `keras-dist run` does first, and what it says when it fails.
+"""Run the user's script in a rank, and write a report for the launcher if it fails.
 
-The launcher runs this file by its path, in front of the user's script: before anything
-is imported, and without TensorFlow, so that every error of the script is seen.
+`keras-dist run` starts this file by its path, and this file runs the user's script. It
+imports nothing but the standard library, so that it sees every error of the script,
+also one of the first import.
 """
 
 import contextlib
@@ -18,13 +19,15 @@ import types
 from pathlib import Path
 from typing import Any
 
-# Where the launcher expects what this rank says: files that begin with this path.
+# The launcher sets this variable to the beginning of the paths of the report files:
+# PATH.json for an error, PATH.crash and PATH.stacks for Python stacks.
 VARIABLE = "KERAS_DIST_REPORT"
 
-# The launcher prints the first error itself, and the others as one line each.
+# If this variable is set, a rank that has written a report does not print its error:
+# the launcher prints the first error, and one line for each other rank.
 QUIET = "KERAS_DIST_QUIET"
 
-# An error that says so was heard of, and has its cause on another rank.
+# An error that contains one of these texts has its cause on another rank.
 _FROM_ANOTHER_RANK = (
     "Another rank has ended while this one waited",
     "Horovod has been shut down",
@@ -33,41 +36,43 @@ _FROM_ANOTHER_RANK = (
 )
 _PR_SET_PDEATHSIG = 1
 
-# The signal at which a rank writes its stacks: one that no scheduler sends.
-ASK = signal.SIGRTMIN + 7
+# At this signal a rank writes its stacks. It is one that no scheduler sends.
+DUMP_SIGNAL = signal.SIGRTMIN + 7
 
 
 def write(kind: str, message: str, text: str, *, is_secondary: bool) -> None:
-    """Say once why this rank fails; what is said later is not the reason.
+    """Write the report of this rank: why it fails.
+
+    Only the first call writes; later errors are not the cause.
 
     Args:
-        kind: Of the error: the name of its class.
-        message: Its text.
-        text: The whole of it, to be printed.
-        is_secondary: Whether its cause is on another rank.
+        kind: Name of the error's class.
+        message: Message of the error.
+        text: Text to print: the traceback and the message.
+        is_secondary: Whether the cause is on another rank.
     """
     path = os.environ.get(VARIABLE)
     if not path:
         return
-    said = {"time": time.time(), "kind": kind, "message": message, "text": text}
+    report = {"time": time.time(), "kind": kind, "message": message, "text": text}
     draft = Path(f"{path}.{os.getpid()}.draft")
-    with contextlib.suppress(OSError):  # said already, or the launcher is gone
-        draft.write_text(json.dumps(said | {"is_secondary": is_secondary}))
-        os.link(draft, f"{path}.json")  # whole or not at all, and the first stays
+    with contextlib.suppress(OSError):  # there is a report, or the launcher has ended
+        draft.write_text(json.dumps(report | {"is_secondary": is_secondary}))
+        os.link(draft, f"{path}.json")  # atomic, and fails if there is a report
 
 
 def write_error(error: BaseException) -> None:
-    """Say that this error ends the rank."""
+    """Write the report that this error ends the rank."""
     message = str(error)
     is_secondary = message.startswith("On rank ") or any(
-        words in message for words in _FROM_ANOTHER_RANK
+        text in message for text in _FROM_ANOTHER_RANK
     )
     lines = traceback.format_exception(type(error), error, _own(error.__traceback__))
     write(type(error).__name__, message, "".join(lines), is_secondary=is_secondary)
 
 
 def _own(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """The traceback without what this file and `runpy` have put before it."""
+    """The traceback without its first entries, which are of this file and `runpy`."""
     foreign = (__file__, runpy.__file__, "<frozen runpy>")
     while trace is not None and trace.tb_frame.f_code.co_filename in foreign:
         trace = trace.tb_next
@@ -75,29 +80,34 @@ def _own(trace: types.TracebackType | None) -> types.TracebackType | None:
 
 
 def _print(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    is_said = Path(f"{os.environ.get(VARIABLE)}.json").exists()
-    if not (is_said and os.environ.get(QUIET)):
+    has_report = Path(f"{os.environ.get(VARIABLE)}.json").exists()
+    if not (has_report and os.environ.get(QUIET)):
         sys.__excepthook__(kind, error, _own(trace))
 
 
 def end_with(parent: int) -> None:
-    """Let this process end when its launcher does, however that ends."""
+    """Let the kernel kill this process when its parent ends, for whatever reason.
+
+    Args:
+        parent: Process id of the parent.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before this was said
+    if os.getppid() != parent:  # it has ended before the call of prctl
         os._exit(1)
 
 
-def _listen() -> None:
-    """Write stacks where the launcher reads them: when asked, and before a crash."""
+def _enable_dumps() -> None:
+    """Write Python stacks to the report files: at `DUMP_SIGNAL`, and at a crash."""
     path = os.environ.get(VARIABLE)
     if path:
         faulthandler.enable(open(f"{path}.crash", "w"))  # noqa: SIM115
         stacks = open(f"{path}.stacks", "w")  # noqa: SIM115
-        faulthandler.register(ASK, stacks, all_threads=True)
+        faulthandler.register(DUMP_SIGNAL, stacks, all_threads=True)
 
 
 def _run_script(path: str) -> None:
+    """Run a script as `python PATH` does, without the frames of `runpy`."""
     sys.path[0] = str(Path(path).resolve().parent)
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=path, __builtins__=__builtins__)
@@ -109,14 +119,14 @@ def main(arguments: list[str]) -> None:
     """Run the user's command in this process.
 
     Args:
-        arguments: The launcher's process, what the command is ("script", "module",
-            "program"), and the command.
+        arguments: Process id of the launcher, kind of the command ("script", "module"
+            or "program"), and the words of the command.
     """
     parent, kind, *command = arguments
     end_with(int(parent))
     if kind == "program":
         os.execvp(command[0], command)
-    _listen()
+    _enable_dumps()
     sys.excepthook = _print
     sys.argv = command
     try:
@@ -129,7 +139,7 @@ def main(arguments: list[str]) -> None:
         if error.code not in (None, 0):
             write_error(error)
         raise
-    except BaseException as error:  # whatever ends the rank
+    except BaseException as error:  # KeyboardInterrupt ends the rank, too
         write_error(error)
         raise
 

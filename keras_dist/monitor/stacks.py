@@ -1,4 +1,4 @@
-"""The Python stacks of this process, and which of them is the user's."""
+"""Python stacks of this process, and the line of the user's code in them."""
 
 import re
 import sys
@@ -11,50 +11,56 @@ from types import FrameType
 
 MAIN = "the main thread"
 
-_OURS = str(Path(__file__).parents[1])
+# Files that begin with one of these are not the user's code.
 _FOREIGN = (
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    _OURS,
+    str(Path(__file__).parents[1]),
     "<frozen",
 )
 
-_FRONT = "keras_dist/watch/report.py"
+# The file that runs the user's script under `keras-dist run`.
+_LAUNCHED_FILE = "keras_dist/monitor/report.py"
 
-# Where Python waits for TensorFlow.
-_WAITS = "tensorflow/python/eager/execute.py"
+# The file in which Python waits for TensorFlow.
+_WAITING_FILE = "tensorflow/python/eager/execute.py"
 
 _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
-def text(*, without: threading.Thread) -> str:
-    """The stacks of all threads that run Python, the main one first.
+def text(*, exclude: threading.Thread) -> str:
+    """The stacks of all Python threads, the main thread first.
 
     Args:
-        without: A thread that is of no interest.
+        exclude: A thread to leave out.
     """
-    pieces = []
-    for name, frame in _frames(without):
-        entries = traceback.extract_stack(frame)
-        # What the launcher has put in front of the user's script.
-        users = [entry for entry in entries if not entry.filename.endswith(_FRONT)]
-        stack = "".join(traceback.format_list(users))
-        pieces.append(f"Stack of {name} (most recent call last):\n{stack}")
-    return "\n".join(pieces)
+    texts = []
+    for name, frame in _frames(exclude):
+        entries = [
+            entry
+            for entry in traceback.extract_stack(frame)
+            if not entry.filename.endswith(_LAUNCHED_FILE)
+        ]
+        stack = "".join(traceback.format_list(entries))
+        texts.append(f"Stack of {name} (most recent call last):\n{stack}")
+    return "\n".join(texts)
 
 
-def own_code(*, without: threading.Thread) -> str | None:
-    """Where this process is in the user's own code, or `None` where TensorFlow works.
+def own_code(*, exclude: threading.Thread) -> str | None:
+    """The line of the user's code that runs now, or `None` if TensorFlow runs.
 
-    Inside a step the main thread waits for TensorFlow, and what the user's generator or
-    `py_function` does stands on another one.
+    Two kinds of threads can run the user's code: the main thread, and the threads in
+    which TensorFlow calls the user's generator or `py_function` while the main thread
+    waits for the step.
+
+    Args:
+        exclude: A thread to leave out.
     """
-    for name, frame in _frames(without):
+    for name, frame in _frames(exclude):
         stack = traceback.extract_stack(frame)
         files = [entry.filename for entry in stack]
-        in_tensorflow = files[-1].endswith(_WAITS)
-        is_called_by_it = any(file.endswith("ops/script_ops.py") for file in files)
-        is_users = name == MAIN or is_called_by_it
-        if in_tensorflow or not is_users:
+        waits_for_tensorflow = files[-1].endswith(_WAITING_FILE)
+        is_py_function = any(file.endswith("ops/script_ops.py") for file in files)
+        if waits_for_tensorflow or not (name == MAIN or is_py_function):
             continue
         for entry in reversed(stack):
             if not entry.filename.startswith(_FOREIGN):
@@ -63,15 +69,15 @@ def own_code(*, without: threading.Thread) -> str | None:
 
 
 def line_of(dump: str) -> str | None:
-    """Where the user's code is, of a dump of `faulthandler`; `None` in TensorFlow.
+    """The line of the user's code in a dump of `faulthandler`; `None` in TensorFlow.
 
-    The main thread comes last there, and its last call first.
+    In a dump the main thread is the last one, and its most recent call comes first.
 
     >>> line_of('Thread 0x1 (most recent call first):\\n  File "a.py", line 3 in f\\n')
     'a.py, line 3, in f'
     """
     calls = _CALL.findall(dump.rpartition("(most recent call first):")[2])
-    if not calls or calls[0][0].endswith(_WAITS):
+    if not calls or calls[0][0].endswith(_WAITING_FILE):
         return None
     for file, line, name in calls:
         if not file.startswith(_FOREIGN):
@@ -79,12 +85,13 @@ def line_of(dump: str) -> str | None:
     return None
 
 
-def _frames(without: threading.Thread) -> Iterator[tuple[str, FrameType]]:
+def _frames(exclude: threading.Thread) -> Iterator[tuple[str, FrameType]]:
+    """Names and current frames of all threads but one, the main thread first."""
     frames = sys._current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     if main in frames:
         yield MAIN, frames[main]
     for thread, frame in frames.items():
-        if thread not in (main, without.ident):
+        if thread not in (main, exclude.ident):
             yield f"thread {names.get(thread, thread)}", frame

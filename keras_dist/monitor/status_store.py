@@ -1,7 +1,7 @@
-"""What the ranks write for each other to read, while none of them is in a collective.
+"""Small values that ranks write for each other without a collective: heartbeats.
 
-The board is the key-value store of the launcher, through which Horovod's ranks find
-each other: that of `horovodrun` and of `keras-dist run`. Under `mpirun` there is none.
+They are kept in the launcher's key-value store, in which Horovod's ranks find each
+other (the rendezvous). `horovodrun` and `keras-dist run` have one, `mpirun` does not.
 """
 
 import http.client
@@ -16,31 +16,34 @@ _SECONDS = 2.0
 
 
 class StatusStore:
-    """Small values of JSON by name, in the launcher's store.
+    """Small JSON values by name, in the launcher's key-value store.
 
     Args:
-        address: Host, and whatever Horovod is given behind it.
-        port: Of the store.
+        address: Address of the store, as the launcher passes it to Horovod. That of
+            `keras-dist run` has a port and the secret of the job behind the host.
+        port: Port of the store.
     """
 
     def __init__(self, address: str, port: str) -> None:
-        # Put together as Horovod does it, with which the secret of `keras-dist run`
-        # becomes the beginning of the path.
+        # Horovod makes its URLs in the same way. The secret that `keras-dist run` puts
+        # into the address so becomes the first part of the path.
         url = urlsplit(f"http://{address}:{port}/{_SCOPE}/")
         self._host, self._port, self._path = url.hostname, url.port, url.path
 
     def put(self, name: str, value: Any) -> None:
-        """Write a value; what cannot be reached stays as it is."""
-        self._ask("PUT", name, json.dumps(value).encode())
+        """Write a value; does nothing if the store cannot be reached."""
+        self._request("PUT", name, json.dumps(value).encode())
 
     def get(self, name: str) -> Any:
-        """Read a value; `None` where there is none."""
+        """Read a value; `None` if there is none, or the store cannot be reached."""
         try:
-            return json.loads(self._ask("GET", name) or "null")
+            return json.loads(self._request("GET", name) or "null")
         except ValueError:
             return None
 
-    def _ask(self, method: str, name: str, body: bytes | None = None) -> bytes | None:
+    def _request(
+        self, method: str, name: str, body: bytes | None = None
+    ) -> bytes | None:
         if self._host is None:
             return None
         connection = http.client.HTTPConnection(
@@ -57,7 +60,11 @@ class StatusStore:
 
 
 def status_store_of(environ: Mapping[str, str] | None = None) -> StatusStore | None:
-    """The board of the launcher that started this process, if it has one."""
+    """The store of the launcher that started this process; `None` if it has none.
+
+    Args:
+        environ: Environment variables; by default those of this process.
+    """
     environ = os.environ if environ is None else environ
     address = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
     port = environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT")

@@ -1,4 +1,4 @@
-"""How much a process works: the time of the processor and the bytes of its threads."""
+"""CPU time and bytes of input and output that a process has used, by thread."""
 
 import os
 from collections.abc import Collection
@@ -6,42 +6,42 @@ from pathlib import Path
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
-# Seconds of the processor and bytes read or written, by thread.
+# For each thread: CPU time in seconds, and bytes read and written.
 Usage = dict[int, tuple[float, int]]
 
 
 def threads(pid: int | None = None) -> set[int]:
-    """Numbers of all threads of a process, by default of this one; Linux only."""
+    """Ids of all threads of a process, by default of this one; Linux only."""
     try:
         return {int(name) for name in os.listdir(f"/proc/{pid or 'self'}/task")}
     except OSError:
         return set()
 
 
-def used(pid: int | None = None, *, without: Collection[int] = ()) -> Usage:
-    """What the threads of a process, and its children, have used so far.
+def used(pid: int | None = None, *, ignored_threads: Collection[int] = ()) -> Usage:
+    """CPU time and bytes that a process and its children have used so far.
 
     Args:
-        pid: The process, by default this one.
-        without: Threads that do not count.
+        pid: Id of the process; by default this one.
+        ignored_threads: Ids of threads that are left out.
     """
-    found: Usage = {}
-    for thread in threads(pid) - set(without):
+    usage: Usage = {}
+    for thread in threads(pid) - set(ignored_threads):
         folder = Path(f"/proc/{pid or 'self'}/task/{thread}")
         try:
-            # The name in brackets may hold spaces: count behind it.
+            # The name in parentheses may contain spaces: split only what follows it.
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has just ended
+        except OSError:  # the thread has just ended
             continue
         seconds = (int(fields[11]) + int(fields[12])) / _TICKS
-        found[thread] = seconds, _bytes(folder)
+        usage[thread] = seconds, _bytes(folder)
         for child in _children(folder):
-            found |= used(child)
-    return found
+            usage |= used(child)
+    return usage
 
 
 def growth(before: Usage, after: Usage) -> tuple[float, int]:
-    """Seconds and bytes used in between; threads that have ended meanwhile count not.
+    """Seconds and bytes used in between, without threads that have ended since.
 
     >>> growth({1: (1.0, 10), 2: (5.0, 0)}, {1: (1.5, 30), 3: (0.25, 0)})
     (0.75, 20)

@@ -1,4 +1,4 @@
-"""End a job in which nobody makes progress, and say why."""
+"""A thread in each rank that ends the job if no rank makes progress, and says why."""
 
 import atexit
 import os
@@ -10,75 +10,31 @@ from collections.abc import Collection
 from typing import Any
 
 from keras_dist.monitor import record, report, stacks, usage
+from keras_dist.monitor.progress import Progress, is_work
 from keras_dist.monitor.status_store import StatusStore, status_store_of
 
 VARIABLE = "KERAS_DIST_STALL_SECONDS"
 DEFAULT_LIMIT = 120.0
 
-# The exit code of a job that was ended here: EX_SOFTWARE of sysexits.h. 75 is that of
-# one that was told to end, and has saved.
+# The exit code of a rank that ends the job: EX_SOFTWARE of sysexits.h. (75 is the exit
+# code of a rank that was asked to end and has saved a checkpoint.)
 EXIT_CODE = 70
 
-# A thread that wakes up now and then to look around does not work. One that works has
-# more of the processor than this, however many share it.
-_IDLE_FRACTION = 0.02
-_IDLE_SECONDS = 0.05
-_IDLE_BYTES, _IDLE_RATE = 2**20, 50e3
-
-# Others may have seen the last progress a little later.
+# Another rank counts as idle after this fraction of the limit, since the last progress
+# of all may have been noticed a little later there.
 _ALMOST = 0.8
 
 
-class Progress:
-    """When this rank last got on: it changed its place, computed, read or wrote.
-
-    Args:
-        without: Threads that do not count.
-        now: The time, of `time.monotonic`.
-    """
-
-    def __init__(self, without: Collection[int], now: float) -> None:
-        self.without = without
-        self._last = now
-        self._usage = usage.used(without=without)
-        self._sum = (0.0, 0)
-        self._changes = -1
-
-    def idle(self, now: float) -> float:
-        """Seconds without progress; called again and again."""
-        usage_now = usage.used(without=self.without)
-        seconds, size = usage.growth(self._usage, usage_now)
-        self._usage = usage_now
-        self._sum = self._sum[0] + seconds, self._sum[1] + size
-        changes = record.here.position.changes
-        if changes != self._changes or _is_work(self._sum, now - self._last):
-            self._last, self._changes, self._sum = now, changes, (0.0, 0)
-        return now - self._last
-
-    def skip(self, seconds: float) -> None:
-        """Leave out a time in which this process was stopped."""
-        self._last += seconds
-
-
-def _is_work(used: tuple[float, int], elapsed: float) -> bool:
-    """Whether so much of the processor, or of files, is more than looking around.
-
-    >>> _is_work((0.2, 0), 60.0), _is_work((6.0, 0), 60.0), _is_work((0.0, 2**21), 9.0)
-    (False, True, True)
-    """
-    is_computing = used[0] > _IDLE_SECONDS + _IDLE_FRACTION * elapsed
-    return is_computing or used[1] > _IDLE_BYTES + _IDLE_RATE * elapsed
-
-
 class Watchdog(threading.Thread):
-    """Looks at this rank all the time, and at the others when this one stands still.
+    """A thread that checks this rank, and all other ranks while this one is idle.
 
     Args:
-        rank: Of this process.
-        size: How many ranks there are.
-        limit: Seconds without progress of any rank after which the job ends.
-        without: Horovod's threads, which look around for ever.
-        store: Where the ranks tell each other; without one, each knows only itself.
+        rank: Rank of this process.
+        size: Number of ranks.
+        limit: The job ends if no rank makes progress for this many seconds.
+        ignored_threads: Ids of Horovod's threads, which poll all the time.
+        store: The store in which the ranks keep their heartbeats; with `None` each
+            rank knows only about itself.
     """
 
     def __init__(
@@ -87,29 +43,30 @@ class Watchdog(threading.Thread):
         rank: int,
         size: int,
         limit: float,
-        without: Collection[int],
+        ignored_threads: Collection[int],
         store: StatusStore | None,
     ) -> None:
         super().__init__(name="keras_dist.monitor", daemon=True)
         self._rank, self._size, self._limit, self._store = rank, size, limit, store
-        self._without = set(without)
+        self._ignored_threads = set(ignored_threads)
         self._tick = min(max(limit / 12, 0.2), 5.0)
-        self._over = threading.Event()
+        self._stop_event = threading.Event()
         self._beats = 0
-        # Of other ranks: the last beat, when it was first seen, and what it had used.
+        # For each other rank: its last heartbeat, when that was first seen, and what
+        # the process had used by then.
         self._seen: dict[int, tuple[int, float, usage.Usage]] = {}
 
     def stop(self) -> None:
-        """This process is about to end by itself."""
-        self._over.set()
+        """Stop watching, because this process is about to exit."""
+        self._stop_event.set()
 
     def run(self) -> None:
-        self._without.add(threading.get_native_id())
+        self._ignored_threads.add(threading.get_native_id())
         before = time.monotonic()
-        progress = Progress(self._without, before)
-        while not self._over.wait(self._tick):
+        progress = Progress(self._ignored_threads, before)
+        while not self._stop_event.wait(self._tick):
             now = time.monotonic()
-            # Stopped by a signal, or a lid: nobody could make progress meanwhile.
+            # The process or the whole machine was suspended in the meantime.
             if now - before > 4 * self._tick + 2:
                 progress.skip(now - before)
             before = now
@@ -119,16 +76,20 @@ class Watchdog(threading.Thread):
                 self._end(idle)
 
     def publish(self, idle: float) -> None:
-        """Let the others know how long this rank has stood still."""
+        """Write a heartbeat to the store.
+
+        Args:
+            idle: Seconds without progress of this rank.
+        """
         self._beats += 1
         if self._store is not None:
             self._store.put(str(self._rank), self._status(idle))
 
     def _status(self, idle: float) -> dict[str, Any]:
         position = record.here.position
-        # To look at stacks takes time: only when it may matter.
-        is_doubtful = idle > self._limit / 2 and not position.collective
-        code = stacks.own_code(without=self) if is_doubtful else None
+        # Reading the stacks takes time, so only if this rank may be the cause.
+        may_be_cause = idle > self._limit / 2 and not position.collective
+        code = stacks.own_code(exclude=self) if may_be_cause else None
         return {
             "beat": self._beats,
             "idle": idle,
@@ -138,14 +99,14 @@ class Watchdog(threading.Thread):
             "code": code,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "without": sorted(self._without),
+            "without": sorted(self._ignored_threads),
         }
 
     def _is_stalled(self, idle: float, now: float) -> bool:
-        """Whether no rank gets on, and somebody waits for that."""
+        """Whether no rank makes progress while a rank is in a fit or a collective."""
         if self._store is None:
-            # Those that wait cannot know whether the others work; one that neither
-            # works nor waits can.
+            # A rank that waits in a collective cannot know whether the others work. So
+            # only a rank that is idle in the user's code, in a fit, ends the job.
             status = self._status(idle)
             return idle > self._limit and bool(
                 status["is_with_others"] and status["code"]
@@ -159,58 +120,61 @@ class Watchdog(threading.Thread):
                 if status is None or not self._is_idle(rank, status, now):
                     return False
                 statuses.append(status)
-        return idle > self._limit and any(
-            statuses["is_with_others"] for statuses in statuses
-        )
+        return idle > self._limit and any(each["is_with_others"] for each in statuses)
 
     def _is_idle(self, rank: int, status: dict[str, Any], now: float) -> bool:
+        """Whether another rank makes no progress, by its heartbeats."""
         beat, since, before = self._seen.get(rank, (-1, 0.0, {}))
         is_here = status["host"] == socket.gethostname()
+        pid, ignored = status["pid"], status["without"]
         if status["beat"] == beat:
-            # Its watchdog has no chance to run: stopped, ended, or at work in a library
-            # that lets no other thread run.
-            after = usage.used(status["pid"], without=status["without"])
+            # No new heartbeat: the process is suspended, has ended, or works in a
+            # library that keeps the GIL so that its watchdog cannot run.
+            after = usage.used(pid, ignored_threads=ignored)
             grown = usage.growth(before, after)
-            if is_here and _is_work(grown, now - since):
+            if is_here and is_work(grown, now - since):
                 self._seen[rank] = beat, now, after
                 return False
             return now - since > self._limit / 4
-        used = usage.used(status["pid"], without=status["without"]) if is_here else {}
+        used = usage.used(pid, ignored_threads=ignored) if is_here else {}
         self._seen[rank] = status["beat"], now, used
         return bool(status["idle"] > _ALMOST * self._limit)
 
-    def _is_silent(self, rank: int, status: dict[str, Any]) -> bool:
+    def _has_no_heartbeat(self, rank: int, status: dict[str, Any]) -> bool:
         beat, since, _ = self._seen.get(rank, (-1, 0.0, {}))
         return bool(
             status["beat"] == beat and time.monotonic() - since > self._limit / 4
         )
 
     def _end(self, idle: float) -> None:
+        """Print where every rank is and the stacks of this one, and exit."""
         own = self._status(idle)
-        statuses = self._others(own)
+        rank_lines = self._lines_of_ranks(own)
         message = f"no rank has made progress for {self._limit:g} s"
-        here = own["code"] or "it waits there"
+        code = own["code"] or "it waits there"
         lines = [
             f"keras_dist: {message}, and the job ends. "
-            f"Rank {self._rank} is {own['position']}: {here}.",
-            *statuses,
-            stacks.text(without=self),
-            f"If this was work, raise the limit: {VARIABLE}=600, or 0 for no limit.",
+            f"Rank {self._rank} is {own['position']}: {code}.",
+            *rank_lines,
+            stacks.text(exclude=self),
+            "If the ranks were working, raise the limit: "
+            f"{VARIABLE}=600, or 0 for no limit.",
         ]
         text = "\n".join(lines) + "\n"
         os.write(2, text.encode(errors="replace"))
-        # Where some rank is in its own code and others wait for it, it is the cause.
+        # A rank that is in the user's code while others wait for it is the cause.
         is_secondary = not own["code"] and any(
-            "is missing" in line for line in statuses
+            "is missing" in line for line in rank_lines
         )
         report.write("Stalled", message, text, is_secondary=is_secondary)
         if self._store is not None:
             self._store.put("stalled", self._rank)
         sys.stdout.flush()
-        time.sleep(2 * self._tick + 1)  # until the others have said where they are
+        time.sleep(2 * self._tick + 1)  # until the other ranks have printed, too
         os._exit(EXIT_CODE)
 
-    def _others(self, own: dict[str, Any]) -> list[str]:
+    def _lines_of_ranks(self, own: dict[str, Any]) -> list[str]:
+        """A line for each missing rank, and for each position in which ranks wait."""
         if self._store is None:
             return []
         ranks = range(self._size)
@@ -220,16 +184,16 @@ class Watchdog(threading.Thread):
         waiting: dict[str, list[int]] = {}
         lines = []
         for rank, status in statuses.items():
-            if status is None or self._is_silent(rank, status):
+            if status is None or self._has_no_heartbeat(rank, status):
                 lines.append(f"Rank {rank} is missing: it does not answer.")
             elif status["code"]:
-                where = f"{status['position']}, {status['code']}"
-                lines.append(f"Rank {rank} is missing: {where}.")
+                position = f"{status['position']}, {status['code']}"
+                lines.append(f"Rank {rank} is missing: {position}.")
             else:
                 waiting.setdefault(status["position"], []).append(rank)
-        for position, there in waiting.items():
-            names = ", ".join(map(str, there))
-            lines.append(f"Waiting {position}: rank{'s' * (len(there) > 1)} {names}.")
+        for position, those in waiting.items():
+            names = ", ".join(map(str, those))
+            lines.append(f"Waiting {position}: rank{'s' * (len(those) > 1)} {names}.")
         return lines
 
 
@@ -238,49 +202,54 @@ _limit: list[float] = []
 
 
 def limit_of(argument: float | None = None) -> float:
-    """Seconds without progress after which a job ends; 0 for never.
+    """Seconds without progress after which the job ends; 0 for no limit.
 
     Args:
-        argument: Of the user; by default the environment's, else 120.
+        argument: The limit that the user passed; by default that of the environment
+            variable `KERAS_DIST_STALL_SECONDS`, else 120.
 
     Raises:
-        ValueError: If it is no number, or negative.
+        ValueError: If the limit is not a number, or negative.
     """
-    given = os.environ.get(VARIABLE) if argument is None else argument
+    value = os.environ.get(VARIABLE) if argument is None else argument
     try:
-        limit = DEFAULT_LIMIT if given is None else float(given)
+        limit = DEFAULT_LIMIT if value is None else float(value)
     except (TypeError, ValueError):
         limit = -1.0
     if not limit >= 0:
         raise ValueError(
             "The limit for ranks without progress must be a number of seconds, or 0 "
-            f"for none. Received: {given!r}. Set it with {VARIABLE} or `stall_limit`."
+            f"for none. Received: {value!r}. Set it with {VARIABLE} or `stall_limit`."
         )
     return limit
 
 
 def set_limit(argument: float | None) -> None:
-    """Take the limit from an argument of the user's; before `start`."""
+    """Set the limit to what the user passed, before `start`; `None` changes nothing."""
     if argument is not None:
         _limit[:] = [limit_of(argument)]
 
 
-def start(*, rank: int, size: int, without: Collection[int]) -> None:
-    """Watch this rank from now on; one rank alone waits for nobody.
+def start(*, rank: int, size: int, ignored_threads: Collection[int]) -> None:
+    """Start the watchdog of this rank; on one rank, which never waits, do nothing.
 
     Args:
-        rank: Of this process.
-        size: How many ranks there are.
-        without: Threads of Horovod's.
+        rank: Rank of this process.
+        size: Number of ranks.
+        ignored_threads: Ids of Horovod's threads.
     """
     limit = _limit[0] if _limit else limit_of()
     if size > 1 and limit and not _watchdog:
         watchdog = Watchdog(
-            rank=rank, size=size, limit=limit, without=without, store=status_store_of()
+            rank=rank,
+            size=size,
+            limit=limit,
+            ignored_threads=ignored_threads,
+            store=status_store_of(),
         )
         _watchdog.append(watchdog)
-        # Before anything can happen to this rank: one that was never there is not
-        # waited for.
+        # At once, before anything can happen to this rank: the others do not count a
+        # rank as idle before its first heartbeat.
         watchdog.publish(0.0)
         watchdog.start()
         atexit.register(watchdog.stop)

@@ -1,1 +1,4 @@
-"""Commands that nothing else imports."""
+"""Commands that no other part of the package imports.
+
+- `bench_collectives`: measure allreduce: `keras-dist bench-collectives`
+"""

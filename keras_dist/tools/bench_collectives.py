@@ -1,4 +1,4 @@
-"""How fast the ranks talk: `keras-dist bench-collectives`."""
+"""Latency and bandwidth of allreduce, by size: `keras-dist bench-collectives`."""
 
 import os
 import re
@@ -15,18 +15,18 @@ import tensorflow as tf
 from keras_dist import comm
 
 SIZES = tuple(4 * 16**power for power in range(7))  # bytes: 4 to 64 Mi
-_LARGE = 2**20  # from here on fewer repetitions are enough
+_LARGE = 2**20  # bytes, from which on a tenth of the repetitions is enough
 _RANK = re.compile(r"^\[[\d,]+\]<stdout>:")
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of a sum over all ranks.
+    """Speed of an allreduce of one size.
 
     Args:
-        num_bytes: Of each rank's tensor, float32.
-        seconds: Median of the slowest rank.
-        ranks: How many there are.
+        num_bytes: Size of each rank's tensor, float32.
+        seconds: Median duration on the slowest rank.
+        ranks: Number of ranks.
     """
 
     num_bytes: int
@@ -35,10 +35,11 @@ class Speed:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second that each rank has to send, and to receive, at the least.
+        """Bytes per second that each rank sends, and receives, with the best algorithm.
 
-        2 (n − 1) / n times the tensor, whatever the algorithm (Patarasuk and Yuan,
-        2009), so that figures of different numbers of ranks can be compared.
+        On n ranks an allreduce sends at least 2 (n − 1) / n times the tensor, with any
+        algorithm (Patarasuk and Yuan, 2009). Counted so, bandwidths of different
+        numbers of ranks can be compared.
 
         >>> Speed(num_bytes=1000, seconds=0.5, ranks=4).bandwidth
         3000.0
@@ -47,28 +48,29 @@ class Speed:
 
 
 def measure(sizes: Sequence[int], repetitions: int) -> list[Speed]:
-    """Sum tensors of some sizes over all ranks; every rank calls this.
+    """Measure allreduce of tensors of some sizes; every rank calls this.
 
     Args:
-        sizes: Bytes of each tensor.
-        repetitions: Sums that are timed one by one; a tenth for large ones.
+        sizes: Size of each tensor in bytes.
+        repetitions: Number of repetitions of each size, after two that do not count; a
+            tenth of it for large tensors.
     """
-    found = []
+    speeds = []
     for num_bytes in sizes:
         tensor = tf.zeros([num_bytes // 4])
         times = []
-        wanted = repetitions if num_bytes < _LARGE else -(-repetitions // 10)
-        for _ in range(2 + wanted):
+        count = repetitions if num_bytes < _LARGE else -(-repetitions // 10)
+        for _ in range(2 + count):
             begin = time.perf_counter()
             comm.total(tensor, verb="bench")
             times.append(time.perf_counter() - begin)
         seconds = max(comm.gather(statistics.median(times[2:])))
-        found.append(Speed(num_bytes, seconds, comm.size()))
-    return found
+        speeds.append(Speed(num_bytes, seconds, comm.size()))
+    return speeds
 
 
 def table(speeds: Sequence[Speed]) -> str:
-    """A line for each size.
+    """A table with a line for each size.
 
     >>> print(table([Speed(64 * 2**20, 0.5, 2)]))
           size      latency   bandwidth
@@ -83,14 +85,14 @@ def table(speeds: Sequence[Speed]) -> str:
 
 
 def run(ranks: int, repetitions: int) -> int:
-    """Measure and print; the exit code.
+    """Measure and print the table, and return the exit code.
 
     Args:
-        ranks: To start, where no launcher has started any.
-        repetitions: Of each size.
+        ranks: Number of ranks to start if no launcher has started this process.
+        repetitions: Number of repetitions of each size.
 
     Raises:
-        ValueError: If there are too few of either.
+        ValueError: If `ranks` or `repetitions` is too small.
         RuntimeError: If Horovod cannot be used.
     """
     if repetitions < 1 or ranks < 2:
@@ -107,11 +109,12 @@ def run(ranks: int, repetitions: int) -> int:
 def _run_here(repetitions: int) -> None:
     speeds = measure(SIZES, repetitions)
     if comm.rank() == 0:
-        where = f"{comm.size()} ranks, {comm.transport_name()}, sums of float32"
-        print(f"{where}\n{table(speeds)}", flush=True)
+        title = f"{comm.size()} ranks, {comm.transport_name()}, sums of float32"
+        print(f"{title}\n{table(speeds)}", flush=True)
 
 
 def _launch(ranks: int, repetitions: int) -> int:
+    """Start ranks once for each transport that Horovod was built with."""
     horovodrun = Path(sys.executable).with_name("horovodrun")
     failures = 0
     for name in comm.built_transports():
@@ -127,7 +130,11 @@ def _launch(ranks: int, repetitions: int) -> int:
         print("\n".join(_RANK.sub("", line) for line in done.stdout.splitlines()))
         if done.returncode != 0:
             print(done.stderr[-3000:], file=sys.stderr)
-            print(f"keras-dist: over {name} it failed, as above.", file=sys.stderr)
+            print(
+                f"keras-dist: the measurement with {name} failed. The end of its "
+                "output is printed above.",
+                file=sys.stderr,
+            )
     return 1 if failures else 0
 
 

@@ -94,7 +94,8 @@ def test_a_process_that_a_rank_starts_is_no_rank(world):
         place, *words = done.stdout.splitlines()
         assert place == f"0 {world.size}"
         assert " ".join(words).startswith(
-            "Only the process of a rank can talk" * (world.size > 1)
+            "A collective can only be called in the process of a rank"
+            * (world.size > 1)
         )
     assert keras_dist.gather(world.rank) == list(range(world.size))
 
@@ -185,16 +186,16 @@ def test_what_cannot_be_summed_is_refused(world):
 
 
 def test_an_error_on_one_rank_is_raised_on_all(world):
-    """`together` tells everyone; `agree` names who holds what."""
+    """`run_on_all` raises it; `agree` names the value of each rank."""
 
     def work():
         if world.rank == world.size - 1:
             raise ValueError("no more tea")
         return 1
 
-    for message in raises_everywhere(ValueError, lambda: comm.together(work)):
+    for message in raises_everywhere(ValueError, lambda: comm.run_on_all(work)):
         assert "no more tea" in message
-    assert comm.together(lambda: 2) == 2
+    assert comm.run_on_all(lambda: 2) == 2
     comm.agree({"size": world.size}, advice="")
     if world.size > 1:
         for message in raises_everywhere(

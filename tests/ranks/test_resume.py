@@ -115,7 +115,7 @@ def test_what_cannot_be_is_an_error_on_all_ranks_before_training(folder):
     with pytest.raises(RuntimeError, match=r"(?s)resume='.*file/below'.*writ"):
         small(f"{folder}/file/below")
     trained = small(f"{folder}/kept", epochs=1)
-    with pytest.raises(ValueError, match=r"another model.*\(6, 2\) float32 where"):
+    with pytest.raises(ValueError, match=r"another model.*\(6, 2\) float32 instead"):
         small(f"{folder}/kept", units=2)
     backup = keras.callbacks.BackupAndRestore(f"{folder}/backup")
     with pytest.raises(ValueError, match="BackupAndRestore"):
