@@ -1,4 +1,4 @@
-"""All ranks stop after the same epoch, whichever asked for it."""
+"""Stop all ranks when one rank requests it."""
 
 from typing import Any
 
@@ -9,13 +9,21 @@ from keras_dist.training import step
 
 
 class StopTogether(keras.callbacks.Callback):
-    """Grants `model.stop_training = True` of any rank to all ranks at the same moment.
+    """Stops all ranks after the same step when any rank sets `model.stop_training`.
 
-    A rank that stopped alone would leave the others waiting in the next averaging. The
-    wish travels with the gradients of the next update, after which all leave the epoch;
-    at the latest all hear of it at the epoch's end.
+    If one rank stopped alone, the others would wait for it in the next collective. So
+    `model.stop_training = True` on one rank is a stop request, which is summed over the
+    ranks together with the gradients of the next update; after that step all ranks
+    stop. A request at the end of an epoch is exchanged there.
 
-    Stands last in a list, after every callback that may want to stop.
+    Position in the list: last, after every callback that may request a stop.
+
+    Example:
+
+    ```python
+    stop = [keras.callbacks.EarlyStopping(), keras_dist.StopTogether()]
+    model.fit(x, y, validation_data=(x_val, y_val), callbacks=stop)
+    ```
     """
 
     def set_model(self, model: Any) -> None:
@@ -23,12 +31,12 @@ class StopTogether(keras.callbacks.Callback):
         step.install(model).agrees_on_stop = comm.size() > 1
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if comm.size() > 1:  # a fit that an error has ended may have left a wish
+        if comm.size() > 1:  # a fit that raised may have left a stop request
             step.confirm_stop(self.model, is_agreed=False)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if comm.size() == 1:
-            return  # granted already
+            return  # Keras stops without an exchange
         stop_request = step.session_of(self.model).requests_stop
         step.confirm_stop(self.model, is_agreed=comm.sum(int(stop_request)) > 0)
 
