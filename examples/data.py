@@ -56,5 +56,5 @@ def download() -> list[np.ndarray]:
             f"Fashion-MNIST is neither in {FOLDER} nor can it be downloaded. "
             f"Received: {error}. Install Debian's package dataset-fashion-mnist, or "
             "run examples/digits.py, which needs no download."
-        ) from None  # the message says all of it
+        ) from None  # the message names the cause
     return [x, y, x_val, y_val]

@@ -13,7 +13,7 @@ Public callbacks:
 - `throughput`: rows per second; `breakdown` divides the time of an epoch into parts.
 - `training_time`: seconds since the training began.
 
-Callbacks that `dist_fit` adds where they are needed:
+Callbacks that `dist_fit` adds if they are needed:
 
 - `backup_epoch`: makes the weights and the epoch of `BackupAndRestore` fit.
 - `effective_rate`: logs the scaled learning rate for TensorBoard.

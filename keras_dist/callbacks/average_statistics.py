@@ -27,6 +27,13 @@ class AverageStatistics(keras.callbacks.Callback):
     Gradients that are accumulated for a later update are summed.
 
     Position in the list: before callbacks that save or evaluate.
+
+    Example:
+
+    ```python
+    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.Adam()), "mse")
+    model.fit(x, y, callbacks=[keras_dist.AverageStatistics()])
+    ```
     """
 
     def __init__(self) -> None:

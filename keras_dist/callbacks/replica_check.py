@@ -35,8 +35,8 @@ class ReplicaCheck(keras.callbacks.Callback):
     `local_layers`, random generators, metrics, accumulated gradients, and non-trainable
     weights, which `AverageStatistics` synchronizes.
 
-    With local SGD (`sync="every:k"`), where the ranks' weights differ between two
-    synchronizations, it compares at the ends of epochs only.
+    With local SGD (`sync="every:k"`) the ranks' weights differ between two
+    synchronizations, so it compares at the ends of epochs only.
 
     `dist_fit` adds one with `every=None` if the list has none. On one rank it does
     nothing.

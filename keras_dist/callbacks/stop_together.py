@@ -21,8 +21,8 @@ class StopTogether(keras.callbacks.Callback):
     Example:
 
     ```python
-    stop = [keras.callbacks.EarlyStopping(), keras_dist.StopTogether()]
-    model.fit(x, y, validation_data=(x_val, y_val), callbacks=stop)
+    stops = [keras.callbacks.TerminateOnNaN(), keras_dist.StopTogether()]
+    model.fit(x, y, callbacks=stops)
     ```
     """
 

@@ -20,9 +20,9 @@ class TrainingTime(keras.callbacks.Callback):
     Example:
 
     ```python
-    time = keras_dist.TrainingTime()
-    history = keras_dist.dist_fit(model, x, y, epochs=5, callbacks=[time])
-    time.seconds, history.history["training_seconds"]
+    clock = keras_dist.TrainingTime()
+    history = keras_dist.dist_fit(model, x, y, epochs=5, callbacks=[clock])
+    clock.seconds, history.history["training_seconds"]
     ```
     """
 
