@@ -26,12 +26,11 @@ _BATCHES = tuple(
 class UserCallbacks(keras.callbacks.Callback):
     """Calls the user's callbacks in their order; if one raises, all ranks raise.
 
-    At the beginning and the end of training, epochs and evaluations, the ranks exchange
-    once, for all callbacks, whether one has raised an error, and then all raise it. So
-    no rank waits for one that has failed, and the files that the first rank has written
-    exist before the other ranks continue. In each hook the callbacks run in phases: a
-    callback that may read a file starts when the ones before it that write are done on
-    the first rank.
+    At the beginning and the end of training, epochs and evaluations, the callbacks run
+    in phases: one that may read a file is in a later phase than those before it that
+    write. After each phase the ranks exchange whether a callback has raised an error,
+    and then all raise it. So no rank waits for one that has failed, and files that the
+    first rank has written exist before the other ranks read them.
 
     At batches there is no exchange: an error is stored and a stop request is made, all
     ranks stop after the next batch, and the error is raised at the next exchange.
@@ -143,7 +142,7 @@ class UserCallbacks(keras.callbacks.Callback):
 
 
 def _phases(given: Sequence[Any]) -> list[list[Any]]:
-    """The callbacks, in phases: one that may read is not in that of a writer before."""
+    """The callbacks, in phases: one that may read comes after the phase of a writer."""
     phases: list[list[Any]] = [[]]
     for callback in given:
         if _may_read(callback) and any(map(runs_on_first_rank_only, phases[-1])):
