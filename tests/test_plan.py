@@ -1,4 +1,4 @@
-"""The plan: a box with every decision, printed before training."""
+"""The box that tells the user what is going to happen."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ PLAN = plan.Plan(
     device="CPU, 1 thread each",
     transport="Gloo",
     training=plan.Rows(
-        "arrays, sharded by row",
+        "arrays, dealt row by row",
         64,
         60001,
         15000,
@@ -22,7 +22,7 @@ PLAN = plan.Plan(
         235,
         "steps scaled: divide",
     ),
-    validation=plan.Rows("arrays, sharded by row", 64, 10000, 2500, 0, 157, 40),
+    validation=plan.Rows("arrays, dealt row by row", 64, 10000, 2500, 0, 157, 40),
     rates=(plan.Rate("0.1", "0.4", "linear: × 4", 4.0, 5),),
     is_compiled=False,
     outputs=(("CSVLogger", "logs/log.csv"),),
@@ -30,7 +30,7 @@ PLAN = plan.Plan(
 )
 
 
-def test_the_box_has_every_decision():
+def test_the_box_says_everything():
     """Ranks, transport, batches, rows, steps, rates, outputs; before and after."""
     box = str(PLAN)
     for text in (
@@ -57,8 +57,8 @@ def test_every_line_of_the_box_is_as_wide():
     assert path in whole
 
 
-def test_the_box_of_one_rank_is_shorter():
-    """No transport, nothing sharded, nothing scaled."""
+def test_one_rank_is_told_in_fewer_words():
+    """No transport, nothing dealt, nothing scaled."""
     serial = dataclasses.replace(
         PLAN,
         size=1,
@@ -88,6 +88,6 @@ def test_a_schedule_says_at_which_step_it_is_read():
     "name", [field.name for field in dataclasses.fields(plan.Plan)]
 )
 def test_a_plan_cannot_be_changed(name):
-    """What is printed is what happens."""
+    """What was printed is what happens."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(PLAN, name, None)

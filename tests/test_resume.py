@@ -32,7 +32,7 @@ def run(folder, number, ranks, end, *, is_equivalent=False, **options):
         lines = [line for line in done.stdout.splitlines() if "exits with" in line]
         assert len(lines) == (ranks or 1), done.stdout + done.stderr
         assert all(line.endswith(f"exits with {EXIT_CODE}") for line in lines)
-        assert "the same command goes on" in done.stdout
+        assert "the same command resumes" in done.stdout
     return done
 
 

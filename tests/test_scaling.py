@@ -41,7 +41,7 @@ def test_warmup_is_a_straight_line_from_one():
 
 
 def test_divided_steps_are_rounded_up():
-    """All ranks in sum read every row of one process, without an extra step."""
+    """Every row of one process is reached by the ranks together, and no step more."""
     for size in range(1, 9):
         for steps in range(1, 100):
             own = scaling.scaled_steps("divide", steps, size=size)
@@ -57,7 +57,7 @@ def test_divided_steps_are_rounded_up():
 
 
 def test_unusable_steps_are_refused():
-    """The message names the rule and what was received."""
+    """By name, with what was received; a factor only where one is meant."""
     for rule in ("half", 2, None, 0.5):
         with pytest.raises(ValueError, match="`steps_scaling` must be"):
             scaling.scaled_steps(rule, 10, size=2)
@@ -72,8 +72,8 @@ def test_unusable_steps_are_refused():
             scaling.scaled_steps(lambda s, n, result=result: result, 10, size=2)
 
 
-def test_the_step_multiplier_is_above_one_only_if_steps_are_divided():
-    """With the other rules an epoch has the steps of one process."""
+def test_schedules_are_stretched_only_where_steps_are_divided():
+    """With the other rules an epoch keeps its number of steps."""
     assert scaling.step_multiplier("divide", size=4) == 4
     assert scaling.step_multiplier("none", size=4) == 1
     assert scaling.step_multiplier(lambda steps, size: steps, size=4) == 1

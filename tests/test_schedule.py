@@ -1,4 +1,4 @@
-"""A resumed training reads the rows that are left, on any number of ranks."""
+"""A training that goes on reads what is left, on any number of ranks."""
 
 import itertools
 
@@ -39,7 +39,7 @@ def positions_of(schedule, epoch):
 
 
 @pytest.mark.parametrize("steps", [None, 2, 3, 6])
-def test_the_same_number_of_ranks_resumes_with_the_same_batches(steps):
+def test_the_same_ranks_go_on_with_the_very_same_batches(steps):
     """From every step of an epoch, and again from every step of the rest."""
     for size, batch_size in SIZES:
         sizes = sized(size, batch_size, steps)
@@ -55,8 +55,8 @@ def test_the_same_number_of_ranks_resumes_with_the_same_batches(steps):
                 assert [positions_of(again, 2), positions_of(again, 3)] == expected[2:]
 
 
-def test_another_number_of_ranks_reads_the_rest_once():
-    """All rows of the resumed pass and of those after it, but fewer than `size`."""
+def test_other_ranks_read_what_is_left_once():
+    """All rows of the pass that goes on and those after it, or fewer than ranks."""
     for before, after in itertools.permutations(SIZES, 2):
         whole = epoch_schedule_of(None, **sized(*before))
         first = positions_of(whole, 1)
@@ -88,7 +88,7 @@ def test_the_rows_of_each_step_are_known_beforehand():
 @pytest.mark.parametrize(
     ("shuffle", "steps"), [(False, None), (True, 5), ("batch", None)]
 )
-def test_the_data_set_reads_the_rows_of_the_schedule(shuffle, steps):
+def test_the_data_set_deals_what_the_arithmetic_says(shuffle, steps):
     """From the middle of an epoch, on the same ranks and on others."""
     data = arrays.as_arrays(np.arange(NUM_ROWS))
     orders = {}
@@ -110,7 +110,7 @@ def test_the_data_set_reads_the_rows_of_the_schedule(shuffle, steps):
 
 
 def sharded(data, schedule, shuffle, epoch):
-    """The global batches of an epoch, interleaved from those of all ranks."""
+    """The global batches of an epoch, put rows_of_all from those of all ranks."""
     variable = tf.Variable(epoch, dtype=tf.int64)
     parts_of_ranks = []
     for rank in range(schedule.size):

@@ -13,7 +13,7 @@ CASES = list(itertools.product(range(1, 5), range(1, 6), range(1, 40)))
 
 
 def rows_of_batch(step, num_rows, *, batch_size, rank, size):
-    """Positions, in the order of a pass, of the rows that `rank` reads at `step`."""
+    """Places, in the order of a pass, of the rows that `rank` reads at `step`."""
     used = num_rows - arrays_rows.left_out_rows(
         num_rows, batch_size=batch_size, size=size
     )
@@ -53,9 +53,9 @@ def test_ranks_read_the_batches_of_one_process():
                 for rank in range(size)
             ]
             assert all(1 <= len(part) <= batch_size for part in own)
-            whole = sorted(row for part in own for row in part)
-            assert whole == list(range(whole[0], whole[0] + len(whole)))
-            read += whole
+            together = sorted(row for part in own for row in part)
+            assert together == list(range(together[0], together[0] + len(together)))
+            read += together
             counts = [
                 count + len(part) for count, part in zip(counts, own, strict=True)
             ]
@@ -69,7 +69,7 @@ def test_ranks_read_the_batches_of_one_process():
 
 
 @pytest.mark.parametrize("shuffle", [False, True, "batch"])
-def test_the_data_set_reads_the_rows_of_the_schedule(shuffle):
+def test_the_data_set_deals_what_the_arithmetic_says(shuffle):
     """Pass after pass; each row once a pass; the order independent of the size."""
     num_rows, batches = 23, {}
     data = arrays.as_arrays(np.arange(num_rows), np.arange(num_rows) * 2.0)
@@ -86,16 +86,16 @@ def test_the_data_set_reads_the_rows_of_the_schedule(shuffle):
                 strict=True,
             )
             for step, parts in enumerate(parts_of_steps):
-                whole = [None] * sum(len(part[0]) for part in parts)
+                together = [None] * sum(len(part[0]) for part in parts)
                 for rank, (x, y) in enumerate(parts):
-                    whole[rank::size] = x.numpy().tolist()
+                    together[rank::size] = x.numpy().tolist()
                     assert (y.numpy() == 2 * x.numpy()).all()
                     assert y.dtype == tf.float32
                 assert len(parts[0][0]) <= batch_size
-                order += whole
+                order += together
                 if shuffle == "batch":
                     first = step * 6
-                    assert sorted(whole) == list(range(first, first + len(whole)))
+                    assert sorted(together) == list(range(first, first + len(together)))
             assert sorted(order) == list(range(num_rows))
             passes.append(order)
         batches[size] = passes
@@ -122,7 +122,7 @@ def read(data, batch_size, rank, size, shuffle, steps, number):
     return batches
 
 
-def test_epochs_shorter_and_longer_than_a_pass_continue_the_pass():
+def test_epochs_shorter_and_longer_than_a_pass_go_on_where_they_ended():
     """Any number of steps an epoch cuts the same stream of passes."""
     data = arrays.as_arrays(np.arange(11))
     in_a_pass = arrays_rows.steps_of_rows(11, batch_size=2, size=2)
@@ -150,7 +150,7 @@ def test_a_tail_smaller_than_the_ranks_is_left_out_and_changes():
     assert all(len(batch) == 2 for batch in first) and len(first) > 3
 
 
-def test_arrays_are_distinguished_from_streams():
+def test_arrays_are_told_from_streams():
     """Arrays, tensors and structures of them, and nothing else."""
     x = np.zeros((3, 2))
     for data in (x, tf.constant(x), {"a": x, "b": [x, x]}, (x, None, x)):

@@ -1,4 +1,4 @@
-"""Batches sharded round robin: every small case, all ranks in one process."""
+"""Batches dealt in turn: every small case, all ranks in one process."""
 
 import math
 
@@ -65,7 +65,7 @@ def read(data, rank, size, is_training, **options):
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_batches_are_sharded_round_robin_and_the_rest_by_row(kind):
+def test_batches_are_dealt_in_turn_and_the_rest_by_rows(kind):
     """Disjoint, complete up to `size` − 1 rows, each step one piece of the data."""
     for size, count, last in CASES:
         batches = make_batches(count, last)
@@ -84,7 +84,7 @@ def test_batches_are_sharded_round_robin_and_the_rest_by_row(kind):
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_each_row_is_evaluated_once(kind):
-    """Nothing is left out if ranks may make different numbers of steps."""
+    """Nothing is left out where ranks may make different numbers of steps."""
     for size, count, last in CASES:
         batches = make_batches(count, last)
         rows = [
@@ -126,7 +126,7 @@ def test_a_shuffled_sequence_has_one_order_whatever_the_size():
     assert orders[0][11] == orders[0][23] == 33
 
 
-def test_an_endless_data_set_is_sharded_endlessly():
+def test_an_endless_data_set_is_dealt_for_ever():
     """Without a tail there is nothing to split."""
     data = dataset_of(make_batches(2, 3)).repeat()
     own = rank_batches(Stream(data), Split(1, 3), is_sharded=True, is_training=True)
@@ -134,14 +134,14 @@ def test_an_endless_data_set_is_sharded_endlessly():
     assert [x.numpy()[0] for x, _ in own.data.take(2)] == [3, 0]
 
 
-def test_batches_that_are_peeked_from_a_generator_are_not_lost():
+def test_what_is_looked_at_of_a_generator_is_not_lost():
     """The first batches are read again."""
     stream = Stream(iter(range(5)))
     assert stream.first(2) == [0, 1] and stream.first(3) == [0, 1, 2]
     assert list(stream) == [0, 1, 2, 3, 4]
 
 
-def test_structures_and_dtypes_do_not_change():
+def test_structures_and_dtypes_stay_what_they_are():
     """Dicts, strings, whole numbers and equal lengths, whatever reads them."""
     rows = {"a": np.arange(7), "b": np.array([f"row {i}" for i in range(7)])}
     data = tf.data.Dataset.from_tensor_slices((rows, np.ones((7, 2)))).batch(2)

@@ -53,7 +53,7 @@ def test_the_plan_is_printed_once_and_says_all(world, rows, make_model, capsys):
             f"12 → {-(-12 // n)} an epoch (steps scaled: divide)",
             f"0.1 → 0.{n} (linear: × {n}, after 3 epochs of warm-up)",
             "CSVLogger → /dev/null",
-            "sharded by row",
+            "arrays, sharded by row, shuffled",
         ):
             assert text in box, text
         assert len({len(line) for line in box.splitlines()[:5]}) == 1

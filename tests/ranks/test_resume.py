@@ -112,24 +112,24 @@ def test_an_unusable_resume_is_an_error_on_all_ranks_before_training(folder):
         file.write("tea")
     with pytest.raises(RuntimeError, match=r"(?s)resume='.*file/below'.*writ"):
         small(f"{folder}/file/below")
-    trained = small(f"{folder}/run", epochs=1)
+    trained = small(f"{folder}/kept", epochs=1)
     with pytest.raises(ValueError, match=r"another model.*\(6, 2\) float32 where"):
-        small(f"{folder}/run", units=2)
+        small(f"{folder}/kept", units=2)
     backup = keras.callbacks.BackupAndRestore(f"{folder}/backup")
     with pytest.raises(ValueError, match="BackupAndRestore"):
-        small(f"{folder}/run", callbacks=[backup])
+        small(f"{folder}/kept", callbacks=[backup])
     for wrong in ({"save_steps": 0}, {"save_seconds": -1}):
         with pytest.raises(ValueError, match=str(*wrong)):
-            small(f"{folder}/run", **wrong)
-    again = small(f"{folder}/run", epochs=1)  # the errors have changed nothing
+            small(f"{folder}/kept", **wrong)
+    again = small(f"{folder}/kept", epochs=1)  # the errors have changed nothing
     for one, other in zip(trained.weights, again.weights, strict=True):
         assert (one.numpy() == other.numpy()).all()
     if keras_dist.rank() == 0:
-        for name in os.listdir(f"{folder}/run"):
-            os.truncate(f"{folder}/run/{name}", 100)
+        for name in os.listdir(f"{folder}/kept"):
+            os.truncate(f"{folder}/kept/{name}", 100)
     keras_dist.gather("cut short")
     with pytest.raises(ValueError, match="No checkpoint in the folder can be read"):
-        small(f"{folder}/run")
+        small(f"{folder}/kept")
 
 
 @pytest.mark.several_ranks
@@ -178,11 +178,11 @@ def test_a_full_disk_is_a_warning_and_costs_no_checkpoint(folder):
     """Training continues; the checkpoint before remains, and its room is used again."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        small(f"{folder}/run", epochs=2, callbacks=[Fills(f"{folder}/run")])
+        small(f"{folder}/kept", epochs=2, callbacks=[Fills(f"{folder}/kept")])
     messages = [str(w.message) for w in caught if "File too large" in str(w.message)]
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     assert len(messages) == (keras_dist.rank() == 0)
-    assert len(os.listdir(f"{folder}/run")) == 1
+    assert len(os.listdir(f"{folder}/kept")) == 1
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     try:
         with pytest.raises(RuntimeError, match="File too large"):

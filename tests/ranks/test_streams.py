@@ -126,7 +126,7 @@ def _used(size):
 def test_the_plan_says_how_batches_are_sharded(world, rows, make_model, capsys):
     """Sharded, or used as already split if the ranks' batches differ."""
     x, y = rows
-    for data, text in (
+    for data, said in (
         (dataset_of(x, y), "sharded by batch, round robin"),
         (
             dataset_of(x[world.rank :: world.size], y[world.rank :: world.size]),
@@ -135,8 +135,8 @@ def test_the_plan_says_how_batches_are_sharded(world, rows, make_model, capsys):
     ):
         keras_dist.dist_fit(make_model(), data.take(3), warmup_epochs=1, verbose=2)
         printed = capsys.readouterr().out
-        assert (text in printed) == (world.rank == 0)
-        if text != "differ":  # the last batch may be shorter: about so many steps
+        assert (said in printed) == (world.rank == 0)
+        if said != "differ":  # the last batch may be shorter: about so many steps
             steps = f"3 → {-(-3 // world.size)} an epoch"
             assert (steps in printed) == (world.rank == 0)
 
