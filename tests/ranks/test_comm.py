@@ -185,7 +185,7 @@ def test_values_that_cannot_be_summed_are_refused(world):
 
 
 def test_an_error_on_one_rank_is_raised_on_all(world):
-    """`run_on_all` raises it on all; `agree` names the value of each rank."""
+    """`run_on_all` raises it; `agree` names the value of each rank."""
 
     def work():
         if world.rank == world.size - 1:
