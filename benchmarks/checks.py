@@ -1,13 +1,13 @@
-"""What `ReplicaCheck`, `NanReport` and `Throughput(breakdown=True)` take of a step.
+"""The time that `ReplicaCheck`, `NanReport` and a breakdown add to a step.
 
     horovodrun -np 2 python benchmarks/checks.py
 
-Two models are trained alternately as they are and with a `NanReport`, and the smallest
-processor's seconds of a step are compared: they do not count what other programs take
-from a busy machine, but do count that Horovod looks around while it waits. A check of
-all replicas is timed by itself, the collective with it, and divided by 100 steps. What
-the breakdown adds does not depend on the model, and is measured on one that computes
-next to nothing.
+Two models are trained alternately without and with a `NanReport`, and the smallest CPU
+seconds of a step are compared: CPU time does not count other programs of a busy
+machine, but it counts Horovod's polling while it waits. A check of all replicas is
+timed alone, including its collective, and divided by 100 steps. The time that
+`Throughput(breakdown=True)` adds does not depend on the model, and is measured on one
+that computes next to nothing.
 """
 
 import statistics
@@ -61,7 +61,7 @@ def models():
 def main():
     """Prints a line for each model, on the first rank."""
     keras_dist.init()
-    told = added_by_breakdown()
+    added_seconds = added_by_breakdown()
     for name, model, shape, batch_size in models():
         model.optimizer = keras.optimizers.Adam(1e-4)
         sizes = {"batch_size": batch_size, "steps": 20 * keras_dist.size()}
@@ -84,23 +84,23 @@ def main():
                 f"processor a step (from {min(plain) / max(plain):.2f}); NanReport "
                 f"{added * 1e3:+.2f} ms = {added / step:+.1%}; a check {checks} of 100 "
                 "steps, by the clock and by the processor; the breakdown "
-                f"{told * 1e6:+.0f} µs = {told / step:+.2%}",
+                f"{added_seconds * 1e6:+.0f} µs = {added_seconds / step:+.2%}",
                 flush=True,
             )
 
 
 def added_by_breakdown():
-    """Processor's seconds more a step with a breakdown; the median of some pairs."""
-    plain, told = (compiled(keras.Input((2,))) for _ in range(2))
+    """CPU seconds that a breakdown adds to a step; the median of some pairs."""
+    plain, timed = (compiled(keras.Input((2,))) for _ in range(2))
     sizes = {"batch_size": 1, "steps": 400 * keras_dist.size()}
     added = []
     for pair in range(5):
         seconds = {}
-        for is_told in (False, True) if pair % 2 else (True, False):
-            more = [keras_dist.Throughput(breakdown=True)] if is_told else []
-            model = told if is_told else plain
+        for is_timed in (False, True) if pair % 2 else (True, False):
+            more = [keras_dist.Throughput(breakdown=True)] if is_timed else []
+            model = timed if is_timed else plain
             took = seconds_of_step(fit_with(*more), model, (2,), **sizes)
-            seconds[is_told] = took * keras_dist.size()
+            seconds[is_timed] = took * keras_dist.size()
         added.append(seconds[True] - seconds[False])
     return statistics.median(added)
 

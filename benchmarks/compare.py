@@ -4,8 +4,8 @@
 
 Runs every stack for all models, one after the other, for some rounds, and writes
 docs/performance.md and docs/performance.png: medians, spreads, and ratios within each
-round. The cores must be idle. Environments of the peers are made in .bench/, and where
-Open MPI is installed (Debian: libopenmpi-dev) one of keras_dist over MPI.
+round. The cores must be idle. Environments of the peers are created in .bench/; if Open
+MPI is installed (Debian: libopenmpi-dev), also one of keras_dist over MPI.
 """
 
 import argparse
@@ -35,14 +35,14 @@ TIMEOUT = 600  # seconds of one stack in one round
 
 @dataclass(frozen=True)
 class Stack:
-    """A way to train: a script in stacks/, how to average, and how it is launched.
+    """A stack to compare: a script in stacks/, its method to average, and its launcher.
 
-    `twin` is the name of what the same processes train in turn with it, `environment`
-    one in .bench/ instead of our own, and `flags` are the launcher's.
+    `twin` is the name of the model that the same processes train in turn with it,
+    `environment` one in .bench/ instead of our own, and `flags` are the launcher's.
     """
 
     script: str
-    way: str
+    method: str
     launcher: str
     ranks: int = RANKS
     twin: str = ""
@@ -70,17 +70,17 @@ if HAS_MPI:
         flags=("--mpi",),
     )
 
-# What a rank needs in memory, and until its first step: each in processes of its own.
+# Memory of a rank, and seconds until its first step: each in processes of its own.
 COSTS = {
-    f"{way}, {ranks}": Stack("keras3.py", way, launcher, ranks=ranks)
+    f"{method}, {ranks}": Stack("keras3.py", method, launcher, ranks=ranks)
     for ranks, launcher in ((1, "python"), (2, "horovodrun"))
-    for way in ("keras_dist", "alone")
+    for method in ("keras_dist", "alone")
 }
 COSTS_OPTIONS = ["--scale", "0.2", "--models", "mlp"]
 
 
 def make_environments() -> None:
-    """What the peers need and keras_dist does not, where it is not there yet."""
+    """Install what the peers need and keras_dist does not, if it is missing."""
     version = ".".join(metadata.version("tensorflow").split(".")[:2])
     pip = [sys.executable, "-m", "pip", "install", "--quiet"]
     for folder, packages in {
@@ -123,7 +123,7 @@ def run(
     Returns:
         What each rank has measured, by ("own" or "twin", name of the model).
     """
-    script = [str(STACKS / stack.script), stack.way, *options]
+    script = [str(STACKS / stack.script), stack.method, *options]
     ranks, env = stack.ranks, {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     if "--mpi" in stack.flags and os.geteuid() == 0:  # Open MPI asks whether it may
         env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -144,7 +144,8 @@ def run(
         horovodrun = [str(python.with_name("horovodrun")), *stack.flags]
         commands = [([*horovodrun, "-np", str(ranks), *command], env)]
     else:
-        commands = [(command, {**env, **place}) for place in _places(stack, ranks)]
+        own = _variables_of_ranks(stack, ranks)
+        commands = [(command, {**env, **variables}) for variables in own]
     processes = [
         subprocess.Popen(
             line, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -161,15 +162,15 @@ def run(
         for line in out.splitlines():
             if MARK in line:
                 # mpirun may write more behind it.
-                told, _ = json.JSONDecoder().raw_decode(line.split(MARK, 1)[1])
-                found[told["part"], told["model"]].append(told)
-    if not found or any(len(told) != ranks for told in found.values()):
+                line_of_rank, _ = json.JSONDecoder().raw_decode(line.split(MARK, 1)[1])
+                found[line_of_rank["part"], line_of_rank["model"]].append(line_of_rank)
+    if not found or any(len(lines) != ranks for lines in found.values()):
         raise RuntimeError(f"{stack} failed.\n" + "\n".join(map("\n".join, outputs)))
     return found
 
 
-def _places(stack: Stack, ranks: int) -> list[dict[str, str]]:
-    """Variables that tell each process its place, where no launcher does."""
+def _variables_of_ranks(stack: Stack, ranks: int) -> list[dict[str, str]]:
+    """Variables with rank and size of each process, for stacks without a launcher."""
     ports = [_free_port() for _ in range(ranks)]
     workers = [f"127.0.0.1:{port}" for port in ports]
     return {
@@ -203,14 +204,14 @@ def _free_port() -> int:
         return free.getsockname()[1]
 
 
-def rate_of(told: list[dict]) -> float:
+def rate_of(ranks: list[dict]) -> float:
     """Rows per second of all ranks, by the clock of the slowest one."""
-    return told[0]["rows"] / max(own["seconds"] for own in told)
+    return ranks[0]["rows"] / max(own["seconds"] for own in ranks)
 
 
-def rate_in_step(told: list[dict]) -> float:
+def rate_in_step(ranks: list[dict]) -> float:
     """The same if each step had begun on all ranks at once: the slowest one's steps."""
-    return told[0]["rows"] / sum(map(max, *(own["steps"] for own in told)))
+    return ranks[0]["rows"] / sum(map(max, *(own["steps"] for own in ranks)))
 
 
 def parser_of(words: str, *, rounds: int) -> argparse.ArgumentParser:
@@ -224,11 +225,11 @@ def parser_of(words: str, *, rounds: int) -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Measure, write, and say where it is."""
+    """Measure, write, and print the files that were written."""
     parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--stacks", nargs="+", default=list(TABLE), choices=TABLE)
     parser.add_argument(
-        "--costs", action="store_true", help="keep the last speeds, measure the rest"
+        "--costs", action="store_true", help="use the last speeds, measure the rest"
     )
     arguments = parser.parse_args()
     make_environments()
@@ -266,14 +267,14 @@ def speeds(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     options = ["--scale", str(arguments.scale), "--models", *arguments.models]
     rates: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for number in range(arguments.rounds):
-        # Another order each round: nobody always comes after the same one.
+        # Another order each round: no stack always follows the same one.
         turn = number % len(arguments.stacks)
         for name in arguments.stacks[turn:] + arguments.stacks[:turn]:
-            for (part, model), told in run(TABLE[name], options).items():
+            for (part, model), ranks in run(TABLE[name], options).items():
                 stack = name if part == "own" else TABLE[name].twin
-                measured = {stack: rate_of(told)}
+                measured = {stack: rate_of(ranks)}
                 if stack == "ceiling":
-                    measured[report.IN_STEP] = rate_in_step(told)
+                    measured[report.IN_STEP] = rate_in_step(ranks)
                 for kind, rate in measured.items():
                     rates[model][kind].append(rate)
                     print(f"{number + 1} {kind}, {model}: {rate:,.0f}", flush=True)
@@ -294,9 +295,9 @@ def measured_costs(rounds: int) -> dict[str, dict[str, list[float]]]:
     costs: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for _ in range(rounds):
         for name, stack in COSTS.items():
-            told = run(stack, COSTS_OPTIONS)["own", "mlp"]
-            costs["memory"][name].append(max(own["memory"] for own in told) / 2**20)
-            costs["first step"][name].append(max(own["first_step"] for own in told))
+            ranks = run(stack, COSTS_OPTIONS)["own", "mlp"]
+            costs["memory"][name].append(max(own["memory"] for own in ranks) / 2**20)
+            costs["first step"][name].append(max(own["first_step"] for own in ranks))
     return costs
 
 
@@ -309,7 +310,7 @@ def step_of_one_rank() -> dict[str, float]:
         stdout=subprocess.PIPE,
         text=True,
         timeout=TIMEOUT,
-        check=False,  # it fails where the claim does not hold
+        check=False,  # it fails if the claim does not hold
     )
     return json.loads(done.stdout.split(MARK, 1)[1])
 

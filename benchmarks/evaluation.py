@@ -2,13 +2,13 @@
 
     python benchmarks/evaluation.py
 
-Two ranks take turns at three ways to evaluate the same rows:
+Two ranks evaluate the same rows with three methods, in turn:
 `DistributedModel.evaluate` on both; plain Keras on the first one alone, while the other
-waits; and the floor, what the machine allows: plain Keras on both, each on half of the
-rows, without talking. Here plain Keras, too, reads its data without TensorFlow's tuning
-thread, for which it would wait (`keras_dist.training.autotune`). Prints each ratio
-and the medians. The claim is a median of at most 0.6 on two ranks, or, where the floor
-itself is above 0.57, of at most 1.05 × it.
+waits; and the floor, the limit of the machine: plain Keras on both, each on half of the
+rows, without communication. Plain Keras, too, reads its data without TensorFlow's
+autotune thread, for which it would wait (`keras_dist.training.autotune`). Prints each
+ratio and the medians. The claim is a median of at most 0.6 on two ranks, or, if the
+floor itself is above 0.57, of at most 1.05 × it.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def compiled():
 
 
 def be_a_rank(rows: int, repetitions: int) -> None:
-    """Measure; the first rank prints, and ends with 1 where the claim does not hold."""
+    """Measure; the first rank prints, and exits with 1 if the claim does not hold."""
     world = keras_dist.init()
     x = np.random.default_rng(0).random((rows, 28, 28, 1), np.float32)
     y = np.arange(rows) % 10
@@ -55,26 +55,26 @@ def be_a_rank(rows: int, repetitions: int) -> None:
     plain, many = compiled(), keras_dist.DistributedModel(compiled())
     arguments = {"batch_size": BATCH_SIZE, "verbose": 0}
 
-    def alone():
+    def on_first_rank():
         if world.rank == 0:
             with untuned(plain):
                 plain.evaluate(x, y, **arguments)
 
-    def without_talk():
+    def without_communication():
         with untuned(plain):
             plain.evaluate(*half, **arguments)
 
-    ways = {
-        "one rank": alone,
+    methods = {
+        "one rank": on_first_rank,
         "two ranks": lambda: many.evaluate(x, y, **arguments),
-        "floor": without_talk,
+        "floor": without_communication,
     }
-    found = {name: [] for name in ways}
+    found = {name: [] for name in methods}
     for number in range(repetitions + 1):
-        for name, way in ways.items():
+        for name, method in methods.items():
             keras_dist.gather("ready")
             begin = time.perf_counter()
-            way()
+            method()
             seconds = max(keras_dist.gather(time.perf_counter() - begin))
             if number:  # the first one traces
                 found[name].append(seconds)
@@ -82,7 +82,7 @@ def be_a_rank(rows: int, repetitions: int) -> None:
             one, two, floor = (seconds[-1] for seconds in found.values())
             print(
                 f"1 rank {one:.2f} s, 2 ranks {two:.2f} s, ratio {two / one:.3f}; "
-                f"2 processes that do not talk {floor:.2f} s, ratio {floor / one:.3f}",
+                f"2 separate processes {floor:.2f} s, ratio {floor / one:.3f}",
                 flush=True,
             )
     ratios, floors = (
@@ -101,7 +101,7 @@ def be_a_rank(rows: int, repetitions: int) -> None:
 
 
 def main() -> int:
-    """Start two ranks; the exit code is 1 where the claim does not hold."""
+    """Start two ranks; the exit code is 1 if the claim does not hold."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=12_000)
     parser.add_argument("--repetitions", type=int, default=9)

@@ -1,4 +1,4 @@
-"""What more ranks and more layers cost: counted, measured, and predicted.
+"""The cost of more ranks and more layers: counted, measured, and predicted.
 
     make growth
 
@@ -44,13 +44,13 @@ number of layers (dense, of 16 numbers) and of ranks:
 
 {counted}
 
-A gradient of 4 MiB and more travels by itself, at most sixteen of an update do, and
-all others go together: no update has more than seventeen collectives a dtype. To sum S
+A gradient of 4 MiB and more is sent alone, at most sixteen of an update are, and all
+others are packed: no update has more than seventeen collectives a dtype. To sum S
 bytes a rank sends 2 (N − 1) / N × S, less than 2 S on any number of ranks N.
 
 ## Measured on this machine
 
-Milliseconds to sum the gradients of an update over all ranks, nothing else going on, on
+Milliseconds to sum the gradients of an update over all ranks, without other work, on
 {cores} cores (medians of {repetitions}; {transport}):
 
 {measured}
@@ -59,8 +59,8 @@ Milliseconds to sum the gradients of an update over all ranks, nothing else goin
 
 ![Predicted efficiency](growth.png)
 
-The share of a step in which a rank computes, where nothing of the averaging is hidden
-behind the computing: c / (c + L + 2 (N − 1) h + 2 (N − 1) / N × S / B), for a ring.
+The fraction of a step in which a rank computes, if no averaging overlaps with the
+computing: c / (c + L + 2 (N − 1) h + 2 (N − 1) / N × S / B), for a ring.
 
 | assumption | value | from |
 |---|---|---|
@@ -73,21 +73,21 @@ lose less than this. Stragglers, which are not predicted, cost more with each ra
 
 
 def main() -> None:
-    """Start the ranks, and write what they found."""
+    """Start the ranks, and write their measurements."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repetitions", type=int, default=15)
     arguments = parser.parse_args()
     compare.make_environments()
-    told = {}
+    by_size = {}
     for ranks in RANKS:
-        told[ranks] = launch(ranks, arguments.repetitions)
-        print(ranks, told[ranks], flush=True)
+        by_size[ranks] = launch(ranks, arguments.repetitions)
+        print(ranks, by_size[ranks], flush=True)
     hop = ping_pong()
-    write(told, hop, arguments.repetitions)
+    write(by_size, hop, arguments.repetitions)
 
 
 def launch(ranks: int, repetitions: int) -> dict:
-    """What the first of so many ranks has found."""
+    """The measurements of the first of so many ranks."""
     horovodrun = str(Path(sys.executable).with_name("horovodrun"))
     sizes = json.dumps({"one number": 4, **MODELS})
     script = str(Path(__file__).parent / "stacks" / "growth_rank.py")
@@ -129,27 +129,27 @@ def ping_pong(times: int = 2000) -> float:
     return statistics.median(own)
 
 
-def write(told: dict, hop: float, repetitions: int) -> None:
+def write(by_size: dict, hop: float, repetitions: int) -> None:
     """The document, and the plot."""
     rows = [
         [str(layers)]
         + [
-            "{} of {:,} B".format(*told[ranks]["counted"][str(layers)])
+            "{} of {:,} B".format(*by_size[ranks]["counted"][str(layers)])
             for ranks in RANKS[1:]
         ]
         for layers in LAYERS
     ]
     counted = table(["layers", *[f"{n} ranks" for n in RANKS[1:]]], rows)
-    names = list(told[2]["times"])
+    names = list(by_size[2]["times"])
     measured = table(
         ["gradients of", *[f"{n} ranks" for n in RANKS[1:]]],
         [
-            [name, *[f"{told[n]['times'][name] * 1e3:.1f}" for n in RANKS[1:]]]
+            [name, *[f"{by_size[n]['times'][name] * 1e3:.1f}" for n in RANKS[1:]]]
             for name in names
         ],
     )
     seconds = computing_seconds()
-    fixed = told[2]["times"]["one number"]
+    fixed = by_size[2]["times"]["one number"]
     assumptions = [
         ("L, of a collective", f"{fixed * 1e3:.2f} ms", "one number, 2 ranks, above"),
         ("h, of a hop", f"{hop * 1e6:.0f} µs", "TCP ping-pong on this machine"),
@@ -166,7 +166,7 @@ def write(told: dict, hop: float, repetitions: int) -> None:
         measured=measured,
         cores=len(os.sched_getaffinity(0)),
         repetitions=repetitions,
-        transport=told[2]["transport"],
+        transport=by_size[2]["transport"],
         assumptions="\n".join(f"| {a} | {b} | {c} |" for a, b, c in assumptions),
     )
     (ROOT / "docs" / "growth.md").write_text(document)
@@ -178,10 +178,11 @@ def write(told: dict, hop: float, repetitions: int) -> None:
 
 def computing_seconds() -> dict[str, float]:
     """Of a step of each model: those of the ceiling of `make bench`, measured now."""
-    told = compare.run(compare.TABLE["keras_dist"], [])
+    ranks = compare.run(compare.TABLE["keras_dist"], [])
     keys = {"small CNN": "cnn", "MLP": "mlp", "wide residual network": "wide_resnet"}
     found = {
-        name: 2 * 128 / compare.rate_of(told["twin", key]) for name, key in keys.items()
+        name: 2 * 128 / compare.rate_of(ranks["twin", key])
+        for name, key in keys.items()
     }
     return found | {"ResNet-50": RESNET_SECONDS}
 

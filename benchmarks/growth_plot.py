@@ -15,7 +15,7 @@ GIGABITS = (10, 25, 100)
 
 
 def efficiency(ranks, size, seconds, *, fixed, hop, bandwidth):
-    """The share of a step in which a rank computes; `size` in bytes."""
+    """The fraction of a step in which a rank computes; `size` in bytes."""
     sent = 2 * (ranks - 1) / ranks * size / bandwidth
     return seconds / (seconds + fixed + 2 * (ranks - 1) * hop + sent)
 

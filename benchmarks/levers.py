@@ -1,11 +1,11 @@
-"""What each setting does to the training speed, and where the time goes, on two ranks.
+"""The effect of each setting on the training speed of two ranks, and a breakdown.
 
     make levers
     python benchmarks/levers.py --levers default MPI --models cnn --rounds 5
 
-Those over MPI are left out where Open MPI is not installed (Debian: libopenmpi-dev).
+Those over MPI are left out if Open MPI is not installed (Debian: libopenmpi-dev).
 
-Every setting has its turn in each round. The share is that of the ceiling, which the
+All settings are measured in each round. The fraction is that of the ceiling, which the
 same processes train in turn, under the same setting; rows per second are those of
 `dist_fit`. Writes docs/levers.md and docs/timeline.png.
 """
@@ -45,15 +45,15 @@ TRANSPORTS = {"Gloo, where MPI is built too": "--gloo", "MPI": "--mpi"}
 if compare.HAS_MPI:
     LEVERS |= dict.fromkeys(TRANSPORTS, {})
 
-SHARES = ("computing", "averaging", "waiting", "input")
+FRACTIONS = ("computing", "averaging", "waiting", "input")
 
 _WORDS = """# What was tried, and where the time goes
 
 Written by `make levers`; do not edit. Two ranks on {cores} cores, as in
 [performance.md](performance.md){mpi}. Each setting beside the ceiling that the same
 processes train in turn, under the same setting; medians of {rounds} round{s} (smallest
-to largest), in which all settings took turns. One setting differs from round to
-round as much as performance.md shows: smaller differences say nothing here.
+to largest), in each of which all settings are measured. One setting differs from round
+to round as much as performance.md shows: smaller differences mean nothing.
 
 {levers}
 
@@ -62,7 +62,7 @@ round as much as performance.md shows: smaller differences say nothing here.
 Shares of the time of both ranks, by `Throughput(breakdown=True)`: medians over the
 epochs after the first.
 
-{shares}
+{fractions}
 
 ## A timeline
 
@@ -83,12 +83,12 @@ def main() -> None:
     arguments = parser.parse_args()
     compare.make_environments()
     options = ["--scale", str(arguments.scale), "--models", *arguments.models]
-    kept = compare.ENVIRONMENTS / "levers.json"
+    cache = compare.ENVIRONMENTS / "levers.json"
     if arguments.again:
-        found = json.loads(kept.read_text())
+        found = json.loads(cache.read_text())
     else:
         found = {"rounds": arguments.rounds, "rates": measured(arguments, options)}
-        kept.write_text(json.dumps(found))
+        cache.write_text(json.dumps(found))
     table = table_of(found["rates"])
     print(table)
     if arguments.write:
@@ -96,15 +96,15 @@ def main() -> None:
 
 
 def measured(arguments: argparse.Namespace, options: list[str]) -> list:
-    """(model, setting, [(rows per second, share)]) of all models and settings."""
+    """(model, setting, [(rows per second, fraction)]) of all models and settings."""
     rates = defaultdict(list)
     for number in range(arguments.rounds):
         turn = number % len(arguments.levers)
         for lever in arguments.levers[turn:] + arguments.levers[:turn]:
-            told = compare.run(stack_of(lever), options, LEVERS[lever])
+            ranks = compare.run(stack_of(lever), options, LEVERS[lever])
             for model in arguments.models:
                 ours, ceiling = (
-                    compare.rate_of(told[part, model]) for part in ("own", "twin")
+                    compare.rate_of(ranks[part, model]) for part in ("own", "twin")
                 )
                 rates[model, lever].append((ours, ours / ceiling))
                 print(
@@ -116,7 +116,7 @@ def measured(arguments: argparse.Namespace, options: list[str]) -> list:
 
 
 def stack_of(lever: str) -> compare.Stack:
-    """What is started to measure a setting."""
+    """The stack that is started to measure a setting."""
     stack = compare.TABLE["keras_dist"]
     if lever not in TRANSPORTS:
         return stack
@@ -130,11 +130,11 @@ def table_of(rates: list) -> str:
         "|---|---|---|---|",
     ]
     for model, lever, found in rates:
-        ours, shares = zip(*found, strict=True)
-        share, name = report.spread(shares), report.MODELS[model].split(",")[0]
+        ours, fractions = zip(*found, strict=True)
+        fraction, name = report.spread(fractions), report.MODELS[model].split(",")[0]
         lines.append(
-            f"| {name} | {lever} | {share.median:.2f} ({share.low:.2f} to "
-            f"{share.high:.2f}) | {statistics.median(ours):,.0f} |"
+            f"| {name} | {lever} | {fraction.median:.2f} ({fraction.low:.2f} to "
+            f"{fraction.high:.2f}) | {statistics.median(ours):,.0f} |"
         )
     return "\n".join(lines)
 
@@ -145,11 +145,11 @@ def write(table: str, options: list[str], rounds: int) -> None:
     timeline.unlink(missing_ok=True)
     stack = compare.Stack("keras3.py", "keras_dist", "horovodrun")
     found = compare.run(stack, options, {"BENCH_BREAKDOWN": "1"})
-    lines = [f"| model | {' | '.join(SHARES)} |", "|---" * 5 + "|"]
-    for (_, model), told in found.items():
-        shares = [f"{told[0]['shares'][name]:.2f}" for name in SHARES]
+    lines = [f"| model | {' | '.join(FRACTIONS)} |", "|---" * 5 + "|"]
+    for (_, model), ranks in found.items():
+        fractions = [f"{ranks[0]['fractions'][name]:.2f}" for name in FRACTIONS]
         name = report.MODELS[model].split(",")[0]
-        lines.append(f"| {name} | {' | '.join(shares)} |")
+        lines.append(f"| {name} | {' | '.join(fractions)} |")
     variables = {"BENCH_TIMELINE": str(timeline), "HOROVOD_TIMELINE": "DYNAMIC"}
     compare.run(stack, ["--scale", "0.5", "--models", "mlp"], variables)
     env = {**os.environ, "PYTHONPATH": str(compare.ENVIRONMENTS / "plot")}
@@ -161,13 +161,13 @@ def write(table: str, options: list[str], rounds: int) -> None:
         s="s" * (rounds > 1),
         mpi=_environment_of_mpi(),
         levers=table,
-        shares="\n".join(lines),
+        fractions="\n".join(lines),
     )
     (report.DOCS / "levers.md").write_text(words)
 
 
 def _environment_of_mpi() -> str:
-    """In what the transports are compared, in words."""
+    """The environment in which the transports are compared, in words."""
     python = compare.ENVIRONMENTS / "mpi" / "bin" / "python"
     if not python.exists():
         return ""

@@ -1,12 +1,12 @@
-"""What `dist_fit` adds to a step of `model.fit` on one rank.
+"""The time that `dist_fit` adds to a step of `model.fit` on one rank.
 
     python benchmarks/one_rank.py
 
-What is added does not depend on the model, so it is measured on one whose step takes
-next to nothing: both train it alternately, in one process, and the difference of the
-processor's seconds is taken, which do not count what other programs take from a busy
-machine (on one rank nothing is waited for). The claim is a median of at most one in a
-hundred of the step of a small convolutional network, measured in the same way.
+The added time does not depend on the model, so it is measured on one whose step takes
+next to nothing: both train it alternately, in one process. The difference is that of
+CPU seconds, which do not count other programs of a busy machine (one rank waits for no
+other). The claim is a median of at most 1 % of the step of a small convolutional
+network, measured in the same way.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def seconds_of_step(fit, model, shape, *, batch_size, steps):
 
 
 def main():
-    """Prints what was measured; the exit code is 1 where the claim does not hold."""
+    """Prints the measurements; the exit code is 1 if the claim does not hold."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=15)
     pairs = parser.parse_args().pairs
@@ -84,8 +84,8 @@ def main():
     for pair in range(pairs):
         seconds = [0.0, 0.0]
         order = [(0, keras.Model.fit), (1, keras_dist.dist_fit)]
-        for place, fit in order if pair % 2 else reversed(order):
-            seconds[place] = seconds_of_step(fit, models[place], (2,), **tiny)
+        for index, fit in order if pair % 2 else reversed(order):
+            seconds[index] = seconds_of_step(fit, models[index], (2,), **tiny)
         added.append(seconds[1] - seconds[0])
         print(f"{added[-1] * 1e6:+.0f} µs on {seconds[0] * 1e6:.0f} µs", flush=True)
     median = statistics.median(added)

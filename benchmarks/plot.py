@@ -19,16 +19,22 @@ def plot(rates: report.Rates, path: Path) -> None:
     figure, axes = pyplot.subplots(1, len(rates), figsize=(11, 4.2), squeeze=False)
     for axis, (model, found) in zip(axes[0], rates.items(), strict=True):
         stacks = [s for s in found if "ceiling" not in s and s != "one process"]
-        for place, stack in enumerate(stacks):
+        for index, stack in enumerate(stacks):
             values = found[stack]
             color = "tab:blue" if stack in report.OURS else "tab:gray"
             median = statistics.median(values)
             above = statistics.median(found[report.ceiling_of(stack)])
-            axis.bar(place, above, color="none", edgecolor="black", linestyle=":")
-            axis.bar(place, median, color=color)
-            share = report.ratio(found, stack, report.ceiling_of(stack)).median
-            place = (place, 0.98 * median)
-            axis.text(*place, f"{share:.2f}", ha="center", va="top", color="white")
+            axis.bar(index, above, color="none", edgecolor="black", linestyle=":")
+            axis.bar(index, median, color=color)
+            fraction = report.ratio(found, stack, report.ceiling_of(stack)).median
+            axis.text(
+                index,
+                0.98 * median,
+                f"{fraction:.2f}",
+                ha="center",
+                va="top",
+                color="white",
+            )
         names = [re.sub(" (on|over|DDP)", r"\n\1", stack) for stack in stacks]
         axis.set_xticks(range(len(stacks)), names, rotation=35, ha="right", fontsize=8)
         axis.set_title(report.MODELS[model], fontsize=10)

@@ -56,8 +56,8 @@ process" is plain `model.fit` with all cores. {transport}
 
 
 _WITH_MPI = """Our ranks
-talk over Gloo; and over MPI, which `horovodrun` takes by itself where Horovod was built
-with it (`keras-dist install-horovod` does that where Open MPI is installed)."""
+communicate over Gloo; and over MPI, the default of `horovodrun` if Horovod was built
+with it (`keras-dist install-horovod` does that if Open MPI is installed)."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def write(
         facts: How, for the head of the document.
     """
     has_mpi = any(OVER_MPI in found for found in rates.values())
-    transport = _WITH_MPI if has_mpi else "Our ranks talk over Gloo."
+    transport = _WITH_MPI if has_mpi else "Our ranks communicate over Gloo."
     parts = [_HEAD.format(**facts, transport=transport)]
     for model, found in rates.items():
         parts += [
@@ -166,7 +166,7 @@ def _costs(
     ):
         for ranks in (1, 2):
             ours, plain = (
-                costs[what][f"{way}, {ranks}"] for way in ("keras_dist", "alone")
+                costs[what][f"{method}, {ranks}"] for method in ("keras_dist", "alone")
             )
             more[what, ranks] = statistics.median(
                 a - b for a, b in zip(ours, plain, strict=True)

@@ -33,8 +33,8 @@ print(port, flush=True)
 sys.stdin.read()
 """
 
-# How the ranks talk: `sync` and `outer_momentum`.
-WAYS = {
+# When the ranks synchronize: `sync` and `outer_momentum`.
+SETTINGS = {
     "each step": ("every:1", 0.0),
     "every 8 steps": ("every:8", 0.0),
     "every 8 steps, outer momentum 0.5": ("every:8", 0.5),
@@ -46,35 +46,35 @@ _WORDS = """# Local SGD on a slow network
 Written by `make slow-network`; do not edit. Two ranks on {cores} cores, between which
 {rate} go through in each direction. Fashion-MNIST, {rows:,} rows an epoch, the small
 CNN of `make bench` (0.9 MB of gradients), 128 rows a batch and rank, SGD with momentum,
-{epochs} epochs; the ways took turns in {rounds} rounds with seeds of their own: medians
-(smallest to largest).
+{epochs} epochs; all settings were measured in each of {rounds} rounds, with another
+seed in each: medians (smallest to largest).
 
-| the ranks talk | seconds an epoch, after the first | accuracy on 10,000 test rows |
+| averaging | seconds an epoch, after the first | accuracy on 10,000 test rows |
 |---|---|---|
 {table}
 """
 
 
 def main() -> None:
-    """Make the network, measure, write, and take the network away."""
+    """Create the network, measure, write, and delete the network."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rate", default="100mbit", help="as `tc` takes it")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--rows", type=int, default=30_000)
     arguments = parser.parse_args()
-    told = {way: [] for way in WAYS}
+    measured = {setting: [] for setting in SETTINGS}
     with network(arguments.rate):
         for number in range(arguments.rounds):
-            for way, (sync, momentum) in WAYS.items():
+            for setting, (sync, momentum) in SETTINGS.items():
                 options = [sync, momentum, arguments.epochs, arguments.rows, number]
-                told[way].append(train([str(option) for option in options]))
-                print(number + 1, way, told[way][-1], flush=True)
+                measured[setting].append(train([str(option) for option in options]))
+                print(number + 1, setting, measured[setting][-1], flush=True)
     lines = []
-    for way, found in told.items():
+    for setting, found in measured.items():
         seconds, accuracies = zip(*found, strict=True)
         lines.append(
-            f"| {way} | {statistics.median(seconds):.1f} "
+            f"| {setting} | {statistics.median(seconds):.1f} "
             f"({min(seconds):.1f} to {max(seconds):.1f}) "
             f"| {statistics.median(accuracies):.3f} "
             f"({min(accuracies):.3f} to {max(accuracies):.3f}) |"
@@ -92,7 +92,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def network(rate: str):
-    """Inside the block there are two hosts and a slow wire."""
+    """Inside the block there are two hosts and a slow link."""
     # Gloo looks up the name of its host; `ip netns exec` puts these files over /etc.
     folders = [Path("/etc/netns") / host for host in HOSTS]
     try:
@@ -122,7 +122,7 @@ def network(rate: str):
 
 
 def run(*command: str) -> None:
-    """Do it, or say what failed."""
+    """Run a command; an error if it fails."""
     subprocess.run(command, check=True)
 
 
@@ -140,7 +140,7 @@ def train(options: list[str]) -> tuple[float, float]:
         port = server.stdout.readline().strip()
         script = str(Path(__file__).parent / "stacks" / "slow_rank.py")
         for rank, start in enumerate(inside):
-            place = {
+            variables = {
                 "HOROVOD_RANK": rank,
                 "HOROVOD_SIZE": 2,
                 "HOROVOD_LOCAL_RANK": 0,
@@ -157,7 +157,10 @@ def train(options: list[str]) -> tuple[float, float]:
                 "TF_CPP_MIN_LOG_LEVEL": 3,
                 "PYTHONPATH": ROOT,
             }
-            env = {**os.environ, **{name: str(value) for name, value in place.items()}}
+            env = {
+                **os.environ,
+                **{name: str(value) for name, value in variables.items()},
+            }
             ranks.append(
                 subprocess.Popen(
                     [*start, script, *options],

@@ -1,8 +1,8 @@
-"""A script that keeps its own `model.fit`, with the callbacks of keras_dist.
+"""A script with its own call of `model.fit`, and the callbacks of keras_dist.
 
     horovodrun -np 2 python examples/callbacks_only.py
 
-`dist_fit` does all of this by itself; here every part can be seen, and left out.
+`dist_fit` does all of this in one call; here every part is visible and optional.
 """
 
 import keras
@@ -15,14 +15,14 @@ keras.utils.set_random_seed(0)
 rank, size = keras_dist.rank(), keras_dist.size()
 
 
-def own_share(rows):
-    """Every `size`-th row from `rank` on: as many on every rank, or one would wait."""
+def shard(rows):
+    """Every `size`-th row from `rank` on: equally many on every rank, or one waits."""
     return rows[: len(rows) // size * size][rank::size]
 
 
 images, labels = load_digits(return_X_y=True)  # 1,797 rows of 8 × 8 pixels, 0 to 16
 split = train_test_split(images / 16, labels, random_state=0)
-x, x_val, y, y_val = (own_share(rows) for rows in split)
+x, x_val, y, y_val = (shard(rows) for rows in split)
 
 model = keras.Sequential(
     [
@@ -39,9 +39,9 @@ model.compile(
 )
 
 callbacks = [
-    # Makes the metrics those of all ranks. First: the others read them.
+    # Makes the metrics those of all ranks. First, because the others read them.
     keras_dist.MetricAverage(),
-    # Prints the rows per second of all ranks together.
+    # Prints the rows per second of all ranks.
     keras_dist.Throughput(),
     # Prints the seconds that the training took.
     keras_dist.TrainingTime(),
@@ -49,7 +49,7 @@ callbacks = [
     keras_dist.LearningRateWarmup(warmup_epochs=2),
     # Stops all ranks after the same epoch.
     keras_dist.StopAtAccuracy(0.95),
-    # Copies the first rank's weights to all before the first step. Last.
+    # Broadcasts the first rank's weights to all before the first step. Last.
     keras_dist.BroadcastVariables(),
 ]
 

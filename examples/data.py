@@ -6,12 +6,12 @@ from pathlib import Path
 import keras
 import numpy as np
 
-# Where Debian's package dataset-fashion-mnist puts its four files.
+# The folder of Debian's package dataset-fashion-mnist.
 FOLDER = Path("/usr/share/datasets/fashion-mnist")
 
 
 def load_fashion_mnist(rows: int | None = None):
-    """Read Fashion-MNIST from disk, or download it where it is not installed.
+    """Read Fashion-MNIST from disk, or download it if it is not installed.
 
     Args:
         rows: Take only the first `rows` rows of each of the two sets.
@@ -48,7 +48,7 @@ def read_idx(path: Path) -> np.ndarray:
 
 
 def download() -> list[np.ndarray]:
-    """The same arrays by way of Keras, which keeps them in ~/.keras/datasets."""
+    """The same arrays from Keras, which stores them in ~/.keras/datasets."""
     try:
         (x, y), (x_val, y_val) = keras.datasets.fashion_mnist.load_data()
     except Exception as error:  # Keras has no kind of its own for a failed download
@@ -56,5 +56,5 @@ def download() -> list[np.ndarray]:
             f"Fashion-MNIST is neither in {FOLDER} nor can it be downloaded. "
             f"Received: {error}. Install Debian's package dataset-fashion-mnist, or "
             "run examples/digits.py, which needs no download."
-        ) from None  # the message says what the traceback would
+        ) from None  # the message names the cause
     return [x, y, x_val, y_val]

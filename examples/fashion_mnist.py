@@ -34,7 +34,7 @@ def learning_rate(epoch: int) -> float:
 
 
 if keras_dist.local_rank() == 0:
-    load_fashion_mnist()  # where it has to be downloaded, one rank of a host does so
+    load_fashion_mnist()  # if it is missing, one rank of each host downloads it
 keras_dist.gather("loaded")  # the others wait here
 (x, y), validation_data = load_fashion_mnist(arguments.rows)
 

@@ -1,8 +1,8 @@
-"""Which tests run where: those in `ranks/` only under the launcher."""
+"""Tests in `ranks/` run under the launcher only."""
 
 import os
 
-# Ranks share two cores in tests, and TensorFlow's start-up lines hide the results.
+# TensorFlow's start-up lines hide the results, and several ranks run on two cores.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 collect_ignore = [] if "HOROVOD_SIZE" in os.environ else ["ranks"]

@@ -1,4 +1,4 @@
-"""What `make equivalence` and `make fuzz` run: all ranks against one process.
+"""`make equivalence` and `make fuzz`: all ranks against one process.
 
 Usage: python tests/equivalence.py                   writes docs/equivalence.md
        python tests/equivalence.py fuzz FIRST COUNT  tries random cases only
@@ -24,10 +24,10 @@ on 3 ranks. The numbers are the largest differences of any weight and any part o
 optimizer's state, relative to the largest value of its tensor. After each case all
 ranks held the same bits.
 
-Where a tolerance has a *, the optimizer itself makes more of rounding (by a sign, or a
-division by a small moment): it is the largest difference of three runs of one process
-that sum the same batches in another order. Where numbers have two bytes (float16,
-bfloat16, compression), it is the rounding of one, a few times.
+A tolerance with a * belongs to an optimizer that amplifies rounding errors (by a sign,
+or a division by a small moment): it is the largest difference of three runs of one
+process that sum the same batches in another order. In float16, bfloat16 and with
+compression, the tolerance is a few roundings of a number.
 """
 
 
@@ -47,18 +47,18 @@ def run(ranks, *arguments):
 
 
 def is_held(row):
-    """Whether a row keeps its tolerance."""
+    """Whether a row is within its tolerance."""
     return "error" not in row and row["difference"] <= row["tolerance"]
 
 
 def report(ranks, rows):
-    """Print what does not hold, and how many do."""
+    """Print the cases that fail, and how many hold."""
     for row in rows:
         if not is_held(row):
-            told = (
+            reason = (
                 row.get("error") or f"{row['difference']:.1e} > {row['tolerance']:.1e}"
             )
-            print(f"{ranks} ranks, {row['part']}: {row['name']}: {told}")
+            print(f"{ranks} ranks, {row['part']}: {row['name']}: {reason}")
     held = sum(map(is_held, rows))
     print(f"{ranks} ranks: {held} of {len(rows)} cases hold", flush=True)
     return held == len(rows)
@@ -67,8 +67,8 @@ def report(ranks, rows):
 def page(results):
     """The text of docs/equivalence.md."""
     versions = results[2]["versions"]
-    told = " and ".join(f"{name} {version}" for name, version in versions.items())
-    lines = [_HEAD.format(versions=told)]
+    software = " and ".join(f"{name} {version}" for name, version in versions.items())
+    lines = [_HEAD.format(versions=software)]
     pairs = list(zip(results[2]["rows"], results[3]["rows"], strict=True))
     for part, rows in groupby(pairs, key=lambda pair: pair[0]["part"]):
         lines += [f"## {part[0].upper()}{part[1:]}", ""]

@@ -1,4 +1,4 @@
-"""`keras-dist bench-collectives` measures what it says."""
+"""`keras-dist bench-collectives` prints a time for each size."""
 
 import re
 import sys
@@ -14,7 +14,7 @@ _LINE = re.compile(r"(\d+) (B|KiB|MiB) +([\d.]+) ms +([\d.]+) GB/s")
 
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_each_size_has_a_line(ranks):
-    """Started by itself, and under a launcher; the larger the slower."""
+    """Without and under a launcher; larger sizes take longer."""
     module = [sys.executable, "-m", "keras_dist", "bench-collectives"]
     done = launch([*module, "--repetitions", "2"], ranks=ranks, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, whatever happens while it is written."""
+"""A checkpoint is complete or absent, whatever happens while it is written."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from keras_dist.checkpoint.trees import decoded, encoded
 
 FILES = Path(keras_dist.__file__).parent / "checkpoint" / "files.py"
 
-# Without TensorFlow: it takes longer to start than all of this.
+# Without TensorFlow, which takes longer to import than the test runs.
 _LOAD = f"""
 import importlib.util, os, random, signal, sys, time
 import numpy as np
@@ -85,13 +85,13 @@ def folder(tmp_path):
 
 
 def counted(folder):
-    """What the newest good one of a folder says, and how many are damaged."""
+    """The count in the newest valid checkpoint, and how many are damaged."""
     tree, damaged = files.Folder(folder.path).newest()
     assert (tree["array"] == tree["count"]).all()
     return tree["count"], len(damaged)
 
 
-def test_a_damaged_file_gives_way_to_the_one_before(folder):
+def test_a_damaged_file_is_replaced_by_the_one_before(folder):
     """Cut short anywhere, or with one bit changed anywhere; the next replaces it."""
     newest = Path(folder.file(folder.number))
     whole = newest.read_bytes()
@@ -99,18 +99,18 @@ def test_a_damaged_file_gives_way_to_the_one_before(folder):
         newest.write_bytes(whole[:length])
         assert counted(folder) == (1, 1)
     generator = np.random.default_rng(0)
-    for place in (*range(0, 400, 13), *generator.integers(0, len(whole), 100)):
+    for position in (*range(0, 400, 13), *generator.integers(0, len(whole), 100)):
         changed = bytearray(whole)
-        changed[place] ^= 1 << int(generator.integers(8))
+        changed[position] ^= 1 << int(generator.integers(8))
         newest.write_bytes(changed)
-        assert counted(folder) == (1, 1), place
+        assert counted(folder) == (1, 1), position
     again = files.Folder(folder.path)
     again.newest()
     again.write({"count": 3, "array": np.full(1000, 3)})
     assert counted(folder) == (3, 0) and len(folder.numbers()) == 2
 
 
-def test_a_checkpoint_that_somebody_has_made_runs_nothing(folder, tmp_path):
+def test_a_forged_checkpoint_runs_no_code(folder, tmp_path):
     """With a checksum that fits: objects, wrong sizes, and no tree are refused."""
 
     class Trap:
@@ -137,8 +137,8 @@ def test_a_checkpoint_that_somebody_has_made_runs_nothing(folder, tmp_path):
     assert not (tmp_path / "sprung").exists()
 
 
-def test_a_folder_where_all_is_damaged_is_an_error(folder):
-    """And not a training from the beginning, which would write over it."""
+def test_a_folder_with_damaged_checkpoints_only_is_an_error(folder):
+    """And not a training from the beginning, which would overwrite it."""
     for number in folder.numbers():
         Path(folder.file(number)).write_bytes(b"tea")
     with pytest.raises(files.DamagedError, match="does not begin"):
@@ -165,8 +165,8 @@ def test_a_full_disk_leaves_the_checkpoints_before(folder):
     assert sorted(os.listdir(folder.path)) == before
 
 
-def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
-    """Below a file, where even root can make none."""
+def test_a_folder_that_cannot_be_created_is_an_error(tmp_path):
+    """Below a file, where even root cannot create one."""
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
         files.Folder(str(tmp_path / "file" / "folder")).prepare()

@@ -1,4 +1,4 @@
-"""Every example does what it promises, run as a user runs it."""
+"""Every example does what its docstring says, run as a user runs it."""
 
 import csv
 import difflib
@@ -26,7 +26,7 @@ needs_fashion_mnist = pytest.mark.skipif(
 
 
 def run(name, *arguments, ranks=None):
-    """What an example prints on the terminal, without the rank before each line."""
+    """The lines that an example prints, without the rank before each."""
     done = launch(
         [sys.executable, f"examples/{name}.py", *arguments], ranks=ranks, timeout=180
     )
@@ -44,7 +44,7 @@ def last_number(pattern, lines):
 
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_digits_reaches_its_target_and_stops(ranks):
-    """The quick start ends by itself at 95 %, with and without the launcher."""
+    """The quick start stops at 95 %, with and without the launcher."""
     lines = run("digits", ranks=ranks)
     assert last_number(r"^validation accuracy ([\d.]+)%", lines) >= 95
     epochs = last_number(r"after (\d+) epochs", lines)
@@ -93,7 +93,7 @@ def test_fashion_mnist_on_one_process_is_plain_keras():
 
 
 def test_the_two_fashion_mnist_scripts_differ_in_a_few_lines():
-    """What a reader sees in `diff` is keras_dist and nothing else."""
+    """Their `diff` is keras_dist and nothing else."""
     single, distributed = (
         (EXAMPLES / f"{name}.py").read_text().split('"""', 2)[2].splitlines()
         for name in ("fashion_mnist_single", "fashion_mnist")
@@ -114,7 +114,7 @@ def module(monkeypatch):
     return importlib.import_module
 
 
-def test_the_network_is_as_wide_as_it_is_told(module):
+def test_the_network_has_the_width_that_is_given(module):
     """Ten times 16, 32 and 64 channels after a first convolution of 16."""
     make = module("wide_resnet").wide_resnet
     model = make(mean=0.0, variance=1.0, width=10)

@@ -21,7 +21,7 @@ keras_dist.dist_fit(model, np.ones((90, 2)), np.ones(90), batch_size=4, verbose=
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_an_error_on_one_rank_ends_all_of_them(tmp_path, ranks):
-    """The others say which rank it was and what it said; no page of TensorFlow."""
+    """The others print the rank and its message, without a traceback of TensorFlow."""
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
     done = launch([sys.executable, str(script)], ranks=ranks, timeout=300)

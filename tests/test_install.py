@@ -1,4 +1,4 @@
-"""`keras-dist install-horovod`: what it decides and says, without any build."""
+"""`keras-dist install-horovod`: its decisions and messages, without a build."""
 
 import dataclasses
 import io
@@ -75,7 +75,7 @@ def test_nccl_is_found_with_either_name_of_its_library(tmp_path, name):
     assert found == facts.Nccl(home / "include", home / name)
 
 
-def test_nvcc_counts_only_where_it_runs_and_has_headers(tmp_path):
+def test_nvcc_counts_only_if_it_runs_and_has_headers(tmp_path):
     """Wrapper scripts, broken compilers and the assembler's wheel are no toolkit."""
     homes = [tmp_path / name for name in ("wrapper", "broken", "headers", "toolkit")]
     wrapper, broken, headers, toolkit = homes
@@ -83,8 +83,8 @@ def test_nvcc_counts_only_where_it_runs_and_has_headers(tmp_path):
         make_files(home, "include/cuda_runtime.h")
     for home, code in ((wrapper, 0), (broken, 1), (toolkit, 0)):
         make_files(home, "bin/nvcc")
-        says = "echo release 13.0" if code == 0 else "echo no such driver"
-        (home / "bin/nvcc").write_text(f"#!/bin/sh\n{says}\nexit {code}\n")
+        output = "echo release 13.0" if code == 0 else "echo no such driver"
+        (home / "bin/nvcc").write_text(f"#!/bin/sh\n{output}\nexit {code}\n")
         (home / "bin/nvcc").chmod(0o755)
     assert facts.find_cuda(homes) == toolkit
     assert facts.find_cuda(homes[:3]) is None
@@ -99,7 +99,7 @@ def test_exactly_the_tensorflow_versions_from_2_18_to_2_21_are_supported():
     assert not requirements.is_supported("unknown")
 
 
-def test_only_what_is_asked_for_is_missed():
+def test_only_requested_parts_can_be_missing():
     """Without MPI and NCCL, Horovod is built with Gloo alone."""
     plain = dataclasses.replace(COMPLETE, has_open_mpi=False, cuda_home=None, nccl=None)
     for mpi, nccl in itertools.product((False, True), repeat=2):
@@ -108,7 +108,7 @@ def test_only_what_is_asked_for_is_missed():
         assert len(missing) == mpi + 2 * nccl
 
 
-def test_all_that_is_missing_is_told_at_once():
+def test_all_missing_packages_are_in_one_message():
     """One message, with one command for all the Debian packages, each named once."""
     missing = requirements.find_missing(BARE, mpi=True, nccl=True)
     text = requirements.explain(missing)
@@ -128,14 +128,14 @@ def test_nccl_with_tensorflow_cpu_says_which_distribution_is_needed():
 
 
 def test_nccl_needs_a_tensorflow_that_horovod_can_be_loaded_beside():
-    """From 2.21 on it is an error where it is asked for, and left out where not."""
+    """From 2.21 on it is an error if it is requested, and otherwise left out."""
     new = dataclasses.replace(COMPLETE, tensorflow="2.21.0")
     text = requirements.explain(requirements.find_missing(new, mpi=False, nccl=True))
     assert "TensorFlow 2.18 to 2.20" in text and "Received: 2.21.0." in text
     assert flags.choose(new, mpi=False, nccl=None) == flags.Choice(False, False)
 
 
-def test_what_is_not_asked_for_is_built_where_it_is_found():
+def test_parts_that_are_not_requested_are_built_if_they_are_found():
     """`None` follows the facts; yes and no do not."""
     plain = facts.Facts(tensorflow="2.20.0")
     for mpi, nccl in itertools.product((False, True), repeat=2):
@@ -149,7 +149,7 @@ def test_what_is_not_asked_for_is_built_where_it_is_found():
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_every_build_is_for_tensorflow_with_gloo(choice):
-    """MPI is always said yes or no: left unsaid, CMake takes whatever it finds."""
+    """MPI is always set to yes or no: without a setting CMake uses what it finds."""
     env = environment(choice)
     assert env["HOROVOD_WITH_GLOO"] == env["HOROVOD_WITH_TENSORFLOW"] == "1"
     assert ("HOROVOD_WITH_MPI" in env) == choice.mpi
@@ -158,7 +158,7 @@ def test_every_build_is_for_tensorflow_with_gloo(choice):
     assert env["MAKEFLAGS"] == "-j3"
 
 
-def test_the_settings_of_the_user_are_kept_unless_they_contradict_the_choice():
+def test_the_users_settings_are_used_unless_they_contradict_the_choice():
     """Ours come after the user's flags, and the tools before the user's folders."""
     mine = {"CXXFLAGS": "-g", "LDFLAGS": "-L/x", "MAKEFLAGS": "-j1", "PATH": "/usr/bin"}
     mine |= {"HOROVOD_BUILD_CUDA_CC_LIST": "80", "PYTHONPATH": "/mine"}
@@ -175,7 +175,7 @@ def test_the_settings_of_the_user_are_kept_unless_they_contradict_the_choice():
 
 
 def test_nccl_is_found_at_run_time_in_its_own_folder():
-    """The linker is told the folder, a space in it and all, and no temporary one."""
+    """The linker gets the folder, also with a space in it, and no temporary one."""
     env = environment(flags.Choice(nccl=True))
     assert shlex.split(env["LDFLAGS"]) == ["-Wl,-s", "-Wl,-rpath,/opt/n c/lib"]
     assert env["HOROVOD_NCCL_HOME"] == "/t/nccl"
@@ -194,7 +194,7 @@ def test_the_linker_gets_nccl_under_a_name_that_it_knows(tmp_path):
 
 
 def test_percent_is_read_from_the_lines_of_make():
-    """pip indents them; other lines with a percent sign tell nothing."""
+    """pip indents them; other lines with a percent sign are ignored."""
     for percent in range(101):
         assert percent_of(f"  [{percent:3d}%] Building CXX") == percent
     for line in ("", "Downloading 37%", "[1/4]", "-- [x]"):
@@ -235,7 +235,7 @@ KNOWN = [
 @pytest.mark.parametrize(("line", "remedy"), KNOWN)
 def test_a_known_failure_says_what_helps(line, remedy):
     """The package to install, or the setting to change."""
-    # CMake goes on without a library, in every build: no failure.
+    # CMake continues without an optional library: no failure.
     harmless = "-- Could NOT find MPI\n-- Could NOT find CUDAToolkit\n"
     assert failures.remedy_for(harmless) == ""
     assert remedy in failures.remedy_for(f"{harmless}{line}\nlast line\n")
@@ -265,8 +265,8 @@ def test_the_last_line_says_what_was_built():
     )
 
 
-def test_a_horovod_is_enough_where_it_fits_tensorflow_and_has_what_is_asked_for():
-    """More than was asked for is enough; another TensorFlow or Horovod is not."""
+def test_a_horovod_is_enough_if_it_fits_tensorflow_and_has_the_requested_parts():
+    """Additional parts are fine; another TensorFlow or Horovod is not."""
     assert build.is_enough(BUILT, mpi=None, nccl=None)
     assert build.is_enough(BUILT, mpi=False, nccl=False)
     assert not build.is_enough(BUILT, mpi=True, nccl=None)
@@ -304,7 +304,7 @@ def test_a_failure_is_a_message_and_exit_code_1(monkeypatch, capsys):
 
 
 def test_something_missing_stops_before_the_build(monkeypatch):
-    """Nothing is fetched or built where the build could not end well."""
+    """Nothing is downloaded or built if the build cannot succeed."""
     monkeypatch.setattr(build, "detect", lambda: BARE)
     monkeypatch.setattr(build, "build_and_install", lambda *_: pytest.fail("built"))
     with pytest.raises(InstallError, match="Horovod cannot be built here"):
@@ -312,7 +312,7 @@ def test_something_missing_stops_before_the_build(monkeypatch):
 
 
 def test_without_tensorflow_the_command_says_which_package_to_install():
-    """And the package can be imported: only its use says what is missing."""
+    """And the package can be imported: only its use is an error."""
     env = {"PYTHONPATH": str(Path(__file__).parents[1]), "PATH": os.environ["PATH"]}
     python = [sys.executable, "-S"]  # without the packages of the environment
 

@@ -98,15 +98,15 @@ def test_the_first_failure_is_read_first_and_nothing_is_left(tmp_path, case, ran
     ended = time.time()
     begin, code = _CASES[case]
     failing = {"exit": 0, "kill": ranks - 1}.get(case, 1)
-    said = done.stderr[done.stderr.index("keras-dist: rank") :].splitlines()
+    report = done.stderr[done.stderr.index("keras-dist: rank") :].splitlines()
     assert done.returncode == code, done.stderr
-    assert said[0].startswith(f"keras-dist: rank {failing} failed first, in "), said
-    assert any(begin in line for line in said), said
+    assert report[0].startswith(f"keras-dist: rank {failing} failed first, in "), report
+    assert any(begin in line for line in report), report
     assert f"[{failing}] fails at" in done.stdout
-    others = [line for line in said if re.match(r"Rank \d was ", line)]
-    assert len(others) == ranks - 1, said
+    others = [line for line in report if re.match(r"Rank \d was ", line)]
+    assert len(others) == ranks - 1, report
     if case != "generator":
-        assert "step 7 of epoch 1" in said[0]
+        assert "step 7 of epoch 1" in report[0]
         assert all("step 7 of epoch 1" in line for line in others), others
     assert ended - float(done.stdout.split("fails at ")[1].split()[0]) < 10
     assert left_behind(mark) == []
@@ -122,7 +122,7 @@ time.sleep(1000)
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_stopped_launcher_takes_everything_with_it(tmp_path, number):
-    """Ctrl-C, a polite end, and an end that the launcher cannot see."""
+    """Ctrl-C, SIGTERM, and SIGKILL, which the launcher cannot see."""
     script, mark = tmp_path / "script.py", uuid.uuid4().hex
     script.write_text(_SLEEPS)
     process = subprocess.Popen(
@@ -157,8 +157,8 @@ time.sleep(1000)
 """
 
 
-def test_ranks_may_save_when_the_launcher_is_asked_to_end(tmp_path):
-    """SIGTERM, by which schedulers take a machine back, is passed on."""
+def test_ranks_may_save_when_the_launcher_receives_sigterm(tmp_path):
+    """SIGTERM, by which schedulers preempt a job, is forwarded."""
     script = tmp_path / "script.py"
     script.write_text(_SAVES)
     command = [*RUN, "-np", "2", str(script)]
@@ -166,9 +166,9 @@ def test_ranks_may_save_when_the_launcher_is_asked_to_end(tmp_path):
     for _ in range(2):
         assert process.stdout.readline().endswith("there\n")
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=20)
+    stdout, _ = process.communicate(timeout=20)
     assert process.returncode == 128 + signal.SIGTERM
-    assert sorted(said.splitlines()) == ["[0] saved", "[1] saved"]
+    assert sorted(stdout.splitlines()) == ["[0] saved", "[1] saved"]
 
 
 _COUNTS = """
@@ -180,7 +180,7 @@ sys.exit(5 if rank == "1" and int(start) < int(sys.argv[1]) else 0)
 
 
 def test_a_failed_job_is_started_again(tmp_path):
-    """As often as is allowed; then the exit code is that of the last start."""
+    """At most `--restarts` times; the exit code is that of the last start."""
     script, logs = tmp_path / "script.py", tmp_path / "logs"
     script.write_text(_COUNTS)
     done = start("-np", 2, "--restarts", 2, "--log-dir", logs, script, 2, "--flag")
@@ -192,7 +192,7 @@ def test_a_failed_job_is_started_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["script.py"], "number of ranks is needed"),
         (["-np", 2], "script to start is needed"),
@@ -202,14 +202,14 @@ def test_a_failed_job_is_started_again(tmp_path):
         (["-np", 2, "--stall-limit", -1, "-m", "this"], "number of seconds"),
     ],
 )
-def test_arguments_that_cannot_be_used_are_named(words, said):
+def test_arguments_that_cannot_be_used_are_named(words, message):
     """Before any rank is started."""
     done = start(*words)
     assert done.returncode == 1
-    assert said in done.stderr and "Received" in done.stderr
+    assert message in done.stderr and "Received" in done.stderr
 
 
-_TALKS = """
+_CONNECTS = """
 import os, psutil
 import keras_dist
 
@@ -223,7 +223,7 @@ print(keras_dist.gather((keras_dist.rank(), listening)), flush=True)
 def test_connections_stay_on_this_machine(tmp_path):
     """Ranks and launcher listen on the loopback interface only."""
     script = tmp_path / "script.py"
-    script.write_text(_TALKS)
+    script.write_text(_CONNECTS)
     done = start("-H", "localhost:2", script)
     assert done.returncode == 0, done.stderr
     expected = [(rank, {"127.0.0.1"}) for rank in range(2)]
@@ -244,7 +244,7 @@ keras_dist.gather("never")
 
 
 def test_ranks_of_several_hosts_are_one_job(tmp_path):
-    """Two names of this machine, and what stands in for ssh: it runs the words here."""
+    """Two names of this machine, and a stand-in for ssh that runs the command here."""
     script, ssh, mark = tmp_path / "script.py", tmp_path / "ssh", uuid.uuid4().hex
     script.write_text(_ON_HOSTS)
     ssh.write_text('#!/bin/sh\necho "to $1" >&2\nexec sh -c "$2"\n')
@@ -256,10 +256,10 @@ def test_ranks_of_several_hosts_are_one_job(tmp_path):
     expected = [(0, 0, 1), (1, 0, 2), (2, 1, 2)]
     for rank in range(3):
         assert f"[{rank}] {expected}\n" in done.stdout
-    said = done.stderr[done.stderr.index("keras-dist: rank") :]
-    assert said.startswith("keras-dist: rank 2 failed first")
-    assert "KeyError: 'tea'" in said
-    assert "Rank 0 was" in said and "Rank 1 was" in said
+    report = done.stderr[done.stderr.index("keras-dist: rank") :]
+    assert report.startswith("keras-dist: rank 2 failed first")
+    assert "KeyError: 'tea'" in report
+    assert "Rank 0 was" in report and "Rank 1 was" in report
     assert left_behind(mark) == []
 
 
@@ -275,16 +275,20 @@ def test_a_host_that_cannot_be_reached_is_named(tmp_path):
 
 
 def test_a_function_runs_on_ranks_and_returns_their_values(capfd):
-    """A function of this file goes by value; an error on one rank is one here."""
+    """A function of this file is pickled by value; an error on one rank is raised."""
 
-    def share(of, *, fail):
+    def rank_and_sum(of, *, fail):
         if fail and keras_dist.rank() == 1:
             raise KeyError("tea")
         return keras_dist.rank(), keras_dist.sum(of)
 
-    # Of a module that the ranks cannot import, as those of a notebook.
-    share.__module__ = "__main__"
-    assert keras_dist.run(share, [2], {"fail": False}, np=3) == [(0, 6), (1, 6), (2, 6)]
+    # Of a module that the ranks cannot import, like a function in a notebook.
+    rank_and_sum.__module__ = "__main__"
+    assert keras_dist.run(rank_and_sum, [2], {"fail": False}, np=3) == [
+        (0, 6),
+        (1, 6),
+        (2, 6),
+    ]
     with pytest.raises(RuntimeError, match="printed above. Received: exit code 1"):
-        keras_dist.run(share, [2], {"fail": True}, np=2)
+        keras_dist.run(rank_and_sum, [2], {"fail": True}, np=2)
     assert "keras-dist: rank 1 failed first" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""Groups of ranks that train apart, at the same time."""
+"""Groups of ranks that train different models at the same time."""
 
 import sys
 
@@ -42,7 +42,7 @@ print("all is well")
 """
 
 
-def test_process_sets_train_apart(tmp_path):
+def test_each_process_set_trains_its_own_model(tmp_path):
     """Each set equals one process with its own global batch."""
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
@@ -51,8 +51,8 @@ def test_process_sets_train_apart(tmp_path):
     assert done.stdout.count("all is well") == 3
 
 
-def test_ranks_with_different_sets_are_told(tmp_path):
-    """Before anything is made of them."""
+def test_different_process_sets_on_the_ranks_are_an_error(tmp_path):
+    """Before any set is created."""
     script = tmp_path / "script.py"
     script.write_text(
         "import keras_dist.comm.world as w, keras_dist\n"

@@ -1,4 +1,4 @@
-"""Real processes, killed or asked to end, go on where they were.
+"""Real processes, ended by SIGKILL or SIGTERM, resume at the same step.
 
 KILLS=20 in the environment kills so many times instead of a few.
 """
@@ -29,9 +29,9 @@ def run(folder, number, ranks, end, *, is_equivalent=False, **options):
     done = launch(command, ranks=ranks, timeout=600)
     assert (done.returncode == 0) == (end is None), done.stdout + done.stderr
     if end and end[0] == "SIGTERM":
-        told = [line for line in done.stdout.splitlines() if "exits with" in line]
-        assert len(told) == (ranks or 1), done.stdout + done.stderr
-        assert all(line.endswith(f"exits with {EXIT_CODE}") for line in told)
+        lines = [line for line in done.stdout.splitlines() if "exits with" in line]
+        assert len(lines) == (ranks or 1), done.stdout + done.stderr
+        assert all(line.endswith(f"exits with {EXIT_CODE}") for line in lines)
         assert "the same command resumes" in done.stdout
     return done
 
@@ -55,8 +55,8 @@ def result_of(folder, name):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_killed_processes_go_on_to_the_bit(tmp_path, ranks):
-    """SIGKILL to all ranks at random steps, SIGTERM to one: nothing tells it later."""
+def test_killed_processes_resume_to_the_bit(tmp_path, ranks):
+    """SIGKILL to all ranks at random steps, SIGTERM to one: the results are equal."""
     steps = -(-NUM_ROWS // (6 * ranks))
     choose = random.Random(ranks)
     count = KILLS or (2 if ranks == 2 else 1)
@@ -81,30 +81,30 @@ def test_killed_processes_go_on_to_the_bit(tmp_path, ranks):
         assert len(set(read)) == len(read) > NUM_ROWS - ranks
 
 
-def test_another_number_of_ranks_goes_on_with_the_same_training(tmp_path):
+def test_another_number_of_ranks_resumes_the_same_training(tmp_path):
     """Two ranks, then three, then one without a launcher; one global batch of 12."""
     options = {"lr_scaling": "none", "steps_scaling": "none", "save_steps": 1}
     options |= {"is_equivalent": True}
     run(tmp_path, 0, 2, ("SIGKILL", 5), batch_size=6, **options)
     run(tmp_path, 1, 3, ("SIGKILL", 13), batch_size=4, **options)
     run(tmp_path, 2, None, None, batch_size=12, **options)
-    (expected, history), (state, went_on) = (
+    (expected, history), (state, resumed) = (
         result_of(tmp_path, name) for name in ("whole", "cut")
     )
     for one, other in zip(expected, state, strict=True):
         if one.dtype.kind == "f":
             np.testing.assert_allclose(other, one, rtol=2e-5, atol=2e-6)
-    assert went_on.keys() == history.keys()
+    assert resumed.keys() == history.keys()
     for name, values in history.items():
-        np.testing.assert_allclose(went_on[name], values, rtol=2e-5, err_msg=name)
-    together = {
+        np.testing.assert_allclose(resumed[name], values, rtol=2e-5, err_msg=name)
+    rows_of_all = {
         name: {
             update: sorted(sum(of_ranks.values(), []))
             for update, of_ranks in rows_of(tmp_path, name).items()
         }
         for name in ("whole", "cut")
     }
-    assert together["cut"] == together["whole"]
+    assert rows_of_all["cut"] == rows_of_all["whole"]
     assert [len(rows_of(tmp_path, "cut")[n]) for n in (0, 8, 20)] == [2, 3, 1]
 
 

@@ -1,4 +1,4 @@
-"""Parts of a training that goes on: rates, batches, callbacks."""
+"""The state of a resumed training: rates, batches, callbacks."""
 
 import keras
 import numpy as np
@@ -21,8 +21,8 @@ def leaf_at(updates, factor, step_multiplier):
     return leaf
 
 
-def test_schedules_and_warmup_go_on_on_other_ranks():
-    """Read where one process would read them, from two ranks over three to one."""
+def test_schedules_and_warmup_resume_on_other_numbers_of_ranks():
+    """At the steps of one process: on two ranks, then on three, then on one."""
 
     def warmup(steps, full):
         return lambda batch: 1 + (full - 1) * min(float(batch) / steps, 1)
@@ -80,15 +80,15 @@ def test_every_batch_of_an_epoch_is_read_once():
 
 
 def test_other_batches_are_refused_in_the_middle():
-    """And are welcome at the beginning of an epoch."""
+    """At the beginning of an epoch they are accepted."""
     sizes = {"size": 2, "steps_after": lambda skipped: 5}
     with pytest.raises(ValueError, match="Received: 10 batches"):
         batch_schedule_of(Position(0, 1, 5, 0, 2, 11), length=10, **sizes)
     assert batch_schedule_of(Position(1, 0, 5, 1, 0, 11), length=10, **sizes).epoch == 1
 
 
-class Speaks(keras.callbacks.Callback):
-    """Says itself what its state is."""
+class HasStateDict(keras.callbacks.Callback):
+    """Returns and loads its own state."""
 
     def __init__(self):
         super().__init__()
@@ -103,12 +103,12 @@ class Speaks(keras.callbacks.Callback):
         self.secret = set(state["secret"])
 
 
-def test_callbacks_keep_what_has_changed():
-    """Not what the script says: a new patience counts. Those that speak are asked."""
+def test_callbacks_restore_attributes_that_have_changed():
+    """But no arguments of the script, as a new patience; `state_dict` comes first."""
 
     def make(patience):
         stops = keras.callbacks.EarlyStopping(patience=patience)
-        return [stops, Speaks(), keras.callbacks.EarlyStopping(patience=9)]
+        return [stops, HasStateDict(), keras.callbacks.EarlyStopping(patience=9)]
 
     callbacks = make(3)
     states = CallbackStates(callbacks)
@@ -126,8 +126,8 @@ def test_callbacks_keep_what_has_changed():
     assert again[1].secret == {7} and again[2].wait == 0
 
 
-def test_less_stays_better_when_a_training_goes_on():
-    """Keras finds out at the first epoch's end, and changes a setting as it does."""
+def test_early_stopping_still_minimizes_after_a_resume():
+    """Keras decides on minimum or maximum at the end of the first epoch."""
 
     def end_epoch(stops, epoch, loss):
         stops.set_model(model)

@@ -38,7 +38,7 @@ import keras_dist
 
 
 def run(code, **environ):
-    """A fresh interpreter, and what it said."""
+    """Run code in a new interpreter."""
     return subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, **environ},
@@ -117,7 +117,7 @@ def test_one_process_is_plain_keras_whatever_is_compiled(rows):
 
 
 def test_one_process_follows_the_rules_for_steps(rows):
-    """A function or a multiple says what it says for one rank."""
+    """A function or a multiple has its value for one rank."""
     batches = []
 
     class Counts(keras.callbacks.Callback):
@@ -194,7 +194,7 @@ def test_all_arguments_of_fit_are_taken():
 
 
 def test_horovod_is_not_needed():
-    """The package imports and trains where Horovod cannot be imported."""
+    """The package imports and trains if Horovod cannot be imported."""
     done = run(_WITHOUT_HOROVOD)
     assert done.returncode == 0, done.stderr
     world, last = done.stdout.splitlines()
@@ -215,8 +215,8 @@ def test_a_launcher_without_horovod_is_an_error_that_names_the_command():
         assert "no Horovod here" in done.stderr
 
 
-def test_threads_are_shared_early_and_never_against_the_user():
-    """Too late is said; a number of threads that the user has set stays."""
+def test_threads_are_divided_early_and_never_against_the_users_settings():
+    """Too late is a warning; a number of threads that the user has set remains."""
     launched = {
         "HOROVOD_RANK": "1",
         "HOROVOD_SIZE": "2",
@@ -227,8 +227,8 @@ def test_threads_are_shared_early_and_never_against_the_user():
         "import tensorflow as tf, keras_dist\n"
         "print(tf.config.threading.get_intra_op_parallelism_threads())"
     )
-    share = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert run(report, **launched).stdout.strip() == str(share)
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert run(report, **launched).stdout.strip() == str(threads)
     own = "import tensorflow as tf\ntf.config.threading."
     own += "set_intra_op_parallelism_threads(7)\n"
     assert run(own + report, **launched).stdout.strip() == "7"
@@ -246,7 +246,7 @@ def test_another_backend_is_refused():
     assert "needs Keras's TensorFlow backend. Received: the jax" in done.stderr
 
 
-def test_the_world_is_frozen_and_said_once():
+def test_the_world_is_frozen_and_always_the_same():
     """`init` is idempotent, and its answer cannot be changed."""
     world = keras_dist.init()
     assert world is keras_dist.init() and world == keras_dist.World()

@@ -15,8 +15,8 @@ class Bomb:
 
 
 @pytest.mark.parametrize("change", ["unsigned", "changed", "of another job"])
-def test_what_a_stranger_has_written_is_not_unpickled(monkeypatch, change):
-    """The signature is looked at before the message."""
+def test_a_message_without_a_valid_signature_is_not_unpickled(monkeypatch, change):
+    """The signature is verified before the message is unpickled."""
     monkeypatch.setenv(VARIABLE, "of another job")
     foreign = sign(Bomb())
     monkeypatch.setenv(VARIABLE, "ours")

@@ -17,7 +17,7 @@ for number in range(2):
 try:
     keras_dist.dist_fit(model, *rows, timeline=f"{sys.argv[1]}/no/where.json")
 except (OSError, RuntimeError) as error:
-    print("it said", error)
+    print("it raised", error)
 """
 
 
@@ -31,5 +31,5 @@ def test_a_timeline_shows_the_collectives(tmp_path):
         events = json.loads((tmp_path / f"{number}.json").read_text())
         names = [event.get("name") for event in events]
         assert names.count("GLOO_ALLREDUCE") >= 5, names
-    said = [line for line in done.stdout.splitlines() if "it said" in line]
-    assert len(said) == 2 and all("where.json" in line for line in said)
+    raised = [line for line in done.stdout.splitlines() if "it raised" in line]
+    assert len(raised) == 2 and all("where.json" in line for line in raised)

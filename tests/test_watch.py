@@ -1,4 +1,4 @@
-"""Ranks that stand still end the job; ranks that work do not."""
+"""Ranks without progress end the job; ranks that work do not."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ from keras_dist.launch.rendezvous import rendezvous
 from keras_dist.monitor.status_store import StatusStore, status_store_of
 from keras_dist.monitor.watchdog import EXIT_CODE
 
-_STANDS_STILL = """
+_STALLS = """
 import sys, time
 import keras, numpy as np
 import keras_dist
@@ -36,7 +36,7 @@ if case == "collectives":
     keras_dist.sum(1) if rank else keras_dist.gather("tea")
 else:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    # Compiled: nothing but the stacks tells a collective in a graph from other work.
+    # Compiled: only the stacks show whether a graph is in a collective.
     model.compile("sgd", "mse", jit_compile=False)
     data = {"x": np.ones((200, 2)), "y": np.ones(200), "batch_size": 4}
     if case == "generator":
@@ -46,9 +46,9 @@ else:
 
 
 def stopped(tmp_path, case, ranks, launcher):
-    """What a job says that nobody ends by hand."""
+    """The output of a job that only the watchdog ends."""
     script = tmp_path / "script.py"
-    script.write_text(_STANDS_STILL)
+    script.write_text(_STALLS)
     env = {"PYTHONPATH": str(ROOT), "KERAS_DIST_STALL_SECONDS": "5"}
     command = [*launcher, "-np", str(ranks)]
     if "keras_dist" not in launcher:
@@ -64,7 +64,7 @@ HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch"]
     ("case", "ranks"), [("callback", 2), ("callback", 3), ("generator", 2)]
 )
 def test_a_rank_that_sleeps_for_ever_is_named(tmp_path, case, ranks):
-    """All print their stacks, and the line where it sleeps comes first."""
+    """All print their stacks; the line in which it sleeps comes first."""
     done = stopped(tmp_path, case, ranks, KERAS_DIST)
     assert done.returncode == EXIT_CODE, done.stderr
     for rank in range(ranks):
@@ -73,28 +73,28 @@ def test_a_rank_that_sleeps_for_ever_is_named(tmp_path, case, ranks):
     assert re.search(
         r"\[0\] Rank 1 is missing: in step \d+ of .* in sleep_for_ever", (done.stderr)
     ), done.stderr
-    said = done.stderr[done.stderr.index("keras-dist: rank") :]
-    assert re.match(r"keras-dist: rank 1 failed first, in step \d+ of epoch 1", said)
-    assert "in sleep_for_ever" in said
+    report = done.stderr[done.stderr.index("keras-dist: rank") :]
+    assert re.match(r"keras-dist: rank 1 failed first, in step \d+ of epoch 1", report)
+    assert "in sleep_for_ever" in report
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_in_different_collectives_are_named(tmp_path, ranks):
-    """Each says which one it waits in, and where it was called."""
+    """Each prints the collective it waits in, and the line of the call."""
     done = stopped(tmp_path, "collectives", ranks, KERAS_DIST)
     assert done.returncode == EXIT_CODE, done.stderr
-    said = done.stderr
-    assert "Waiting in the collective keras_dist.gather," in said, said
+    stderr = done.stderr
+    assert "Waiting in the collective keras_dist.gather," in stderr, stderr
     names = ", ".join(map(str, range(1, ranks)))
-    place = r"Waiting in the collective keras_dist\.sum, .*: ranks? "
-    assert re.search(place + names, said), said
+    waiting = r"Waiting in the collective keras_dist\.sum, .*: ranks? "
+    assert re.search(waiting + names, stderr), stderr
     assert (
-        said.count('keras_dist.sum(1) if rank else keras_dist.gather("tea")') >= ranks
+        stderr.count('keras_dist.sum(1) if rank else keras_dist.gather("tea")') >= ranks
     )
 
 
-def test_horovodrun_is_watched_too(tmp_path):
-    """The ranks tell each other through the store of whichever launcher."""
+def test_ranks_under_horovodrun_are_monitored_too(tmp_path):
+    """The ranks report their status through the store of any launcher."""
     done = stopped(tmp_path, "callback", 2, HOROVODRUN)
     assert done.returncode != 0
     assert "[1]<stderr>:keras_dist: no rank has made progress for 5 s" in done.stderr
@@ -114,7 +114,7 @@ def compute(seconds):
     while time.monotonic() < end:
         pass
 
-def keep_others_from_running(seconds):
+def hold_the_gil(seconds):
     # Matching takes time of the order 2 ** length, in one call of C.
     length, took = 18, 0.0
     while took < seconds:
@@ -131,7 +131,7 @@ if rank == 1:  # as workers that read data do
     subprocess.run([sys.executable, "-c", code])
 keras_dist.sum(1)
 if rank == 0:
-    keep_others_from_running(2 * LIMIT)
+    hold_the_gil(2 * LIMIT)
 keras_dist.sum(1)
 print("done", flush=True)
 """
@@ -148,21 +148,21 @@ def test_ranks_that_work_are_left_alone(tmp_path):
     assert done.stdout.count("done") == 2
 
 
-def test_a_stranger_is_refused():
-    """Without the secret of the job nothing is read, written, or told."""
+def test_a_process_without_the_secret_is_refused():
+    """Without the secret of the job nothing is read or written."""
     with rendezvous(slots([("localhost", 2)]), "the-secret") as found:
         port = found["HOROVOD_GLOO_RENDEZVOUS_PORT"]
         rank = status_store_of(found)
         rank.put("0", {"beat": 1})
         assert rank.get("0") == {"beat": 1}
         for address in ("127.0.0.1", f"127.0.0.1:{port}/a-guess", f"127.0.0.1:{port}/"):
-            stranger = StatusStore(address, port)
-            stranger.put("0", {"beat": 2})
-            assert stranger.get("0") is None
+            foreign = StatusStore(address, port)
+            foreign.put("0", {"beat": 2})
+            assert foreign.get("0") is None
         assert rank.get("0") == {"beat": 1}
 
 
-def test_a_board_that_is_gone_says_nothing():
+def test_a_status_store_that_is_gone_returns_nothing():
     """The launcher may end first."""
     store = StatusStore("127.0.0.1", "9")
     store.put("0", 1)

@@ -1,4 +1,4 @@
-"""What all stacks share: data, sizes, and the line that each rank prints."""
+"""Common to all stacks: data, sizes, and the line that each rank prints."""
 
 import argparse
 import gzip
@@ -34,10 +34,10 @@ CASES = {
 }
 
 
-def arguments(*ways: str) -> argparse.Namespace:
-    """What the command line says: how to average, and which models."""
+def arguments(*methods: str) -> argparse.Namespace:
+    """Arguments of the command line: the method to average, and the models."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("way", choices=ways)
+    parser.add_argument("method", choices=methods)
     parser.add_argument("--models", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--scale", type=float, default=1, help="of the steps")
     return parser.parse_args()
@@ -71,7 +71,7 @@ class Clock:
     """Times the steps of one model on one rank, from the end of an epoch's first one.
 
     Args:
-        part: "own" for the way that is measured, "twin" for its ceiling beside it.
+        part: "own" for the model that is measured, "twin" for its ceiling beside it.
         name: Of the model.
         rows: Of one step on all ranks.
     """
@@ -91,7 +91,7 @@ class Clock:
         self.epochs[-1].append(time.perf_counter())
         self.first_step = self.first_step or time.perf_counter() - self.begun
 
-    def tell(self, **more: object) -> None:
+    def report(self, **more: object) -> None:
         """Print the one line that the comparison reads."""
         measured = self.epochs[1:]
         steps = sum(len(ends) - 1 for ends in measured)

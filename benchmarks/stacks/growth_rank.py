@@ -23,8 +23,8 @@ calls, moved = Counter(), Counter()
 plain = transport.allreduce_sum
 
 
-def heard(link, tensor, *, name):
-    """Counts what carries gradients."""
+def counted_sum(link, tensor, *, name):
+    """Counts the collectives of gradients, and their bytes."""
     if "gradients" in name:
         calls[name] += 1
         moved[name] += tensor.dtype.size * int(tf.size(tensor))
@@ -32,7 +32,7 @@ def heard(link, tensor, *, name):
 
 
 counted = {}
-transport.allreduce_sum = heard
+transport.allreduce_sum = counted_sum
 for layers in layer_counts:
     calls.clear()
     moved.clear()

@@ -1,6 +1,6 @@
 """Keras 2: Horovod's own layer beside its ceiling, or MultiWorkerMirroredStrategy.
 
-Ways: "horovod", "multiworker". Needs TF_USE_LEGACY_KERAS=1.
+Methods: "horovod", "multiworker". Needs TF_USE_LEGACY_KERAS=1.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
 tf.config.threading.set_intra_op_parallelism_threads(threads)
 tf.config.threading.set_inter_op_parallelism_threads(threads)
 strategy = None
-if arguments.way == "multiworker":
+if arguments.method == "multiworker":
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     task = json.loads(os.environ["TF_CONFIG"])["task"]
     rank, size = task["index"], strategy.num_replicas_in_sync
@@ -65,7 +65,7 @@ for name in arguments.models:
     else:
         callbacks.insert(0, hvd.callbacks.BroadcastGlobalVariablesCallback(0))
         model.fit(*own, batch_size=common.BATCH_SIZE, callbacks=callbacks, **fit)
-        twin.clock.tell()
-    clock.tell()
+        twin.clock.report()
+    clock.report()
 sys.stdout.flush()
 os._exit(0)

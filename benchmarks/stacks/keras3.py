@@ -1,6 +1,6 @@
 """Keras 3: `dist_fit`, or plain `model.fit` on each process without averaging.
 
-Ways: "both", `dist_fit` and beside it its ceiling, plain `model.fit` on this rank's
+Methods: "both", `dist_fit` and beside it its ceiling, plain `model.fit` on this rank's
 part of the rows, epoch by epoch in turn; "keras_dist" or "alone", one of them.
 """
 
@@ -30,7 +30,7 @@ if os.environ.get("BENCH_LATE"):
     at_once = keras_dist.comm.sum_tensors
 
     def late(values, **options):
-        """Sums of tensors none of which travels before all of them are there."""
+        """Sums of tensors, none of which is sent before all of them are computed."""
         with tf.control_dependencies(values):
             return at_once([tf.identity(value) for value in values], **options)
 
@@ -47,12 +47,12 @@ for name in arguments.models:
     optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
     model.compile(**keras_models.compile_arguments(optimizer))
     twin = None
-    if arguments.way == "both":
+    if arguments.method == "both":
         twin = keras_models.Twin(
             keras, name, rows, own, common.BATCH_SIZE, lambda: keras_dist.gather("")
         )
     keras_dist.gather("ready")
-    shares = {}
+    fractions = {}
     clock = common.Clock("own", name, rows)
     after = twin.turn if twin else None
     fit = {
@@ -61,20 +61,20 @@ for name in arguments.models:
         "callbacks": [keras_models.clock_callback(keras, clock, after)],
         "verbose": 0,
     }
-    if arguments.way == "alone":
+    if arguments.method == "alone":
         model.fit(*own, **fit)
     else:
         if os.environ.get("BENCH_BREAKDOWN"):
             fit["callbacks"].append(keras_dist.Throughput(breakdown=True))
         logs = keras_dist.dist_fit(model, x, y, **fit, **levers.fitted()).history
-        shares = {
-            share: statistics.median(logs[share][1:])
-            for share in ("computing", "averaging", "waiting", "input")
-            if share in logs
+        fractions = {
+            part: statistics.median(logs[part][1:])
+            for part in ("computing", "averaging", "waiting", "input")
+            if part in logs
         }
-    clock.tell(shares=shares)
+    clock.report(fractions=fractions)
     if twin:
-        twin.clock.tell()
+        twin.clock.report()
     keras_dist.gather("done")
 sys.stdout.flush()
 os._exit(0)  # nothing is left to do, and TensorFlow takes seconds to end

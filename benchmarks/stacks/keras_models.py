@@ -63,8 +63,8 @@ def clock_callback(keras, clock, after_epoch=None):
 class Twin:
     """The ceiling: the same model in the same process, without averaging.
 
-    It trains for an epoch after each epoch of the other one, so that both meet the
-    same machine.
+    It trains for an epoch after each epoch of the other one, so that both run under the
+    same load of the machine.
     """
 
     def __init__(self, keras, name, rows, own_data, batch_size, barrier):
@@ -76,7 +76,7 @@ class Twin:
         self._data, self._batch_size, self._barrier = own_data, batch_size, barrier
 
     def turn(self):
-        """One epoch, begun by all ranks together."""
+        """One epoch, which all ranks begin at the same time."""
         self._barrier()
         x, y = self._data
         self.model.fit(

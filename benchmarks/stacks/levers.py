@@ -1,4 +1,4 @@
-"""What variables of the environment change, for benchmarks/levers.py."""
+"""Arguments from environment variables, for benchmarks/levers.py."""
 
 import os
 

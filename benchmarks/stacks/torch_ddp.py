@@ -1,6 +1,6 @@
 """PyTorch: DistributedDataParallel over Gloo, and beside it no averaging.
 
-Way: "ddp".
+Method: "ddp".
 """
 
 import os
@@ -93,14 +93,14 @@ def train_epoch(clock, model, sgd, x, y):
     torch.distributed.barrier()
     clock.begin()
     loss_sum, correct = 0.0, 0
-    for places in torch.randperm(len(x)).split(common.BATCH_SIZE):
+    for indices in torch.randperm(len(x)).split(common.BATCH_SIZE):
         sgd.zero_grad()
-        outputs = model(x[places])
-        loss = functional.cross_entropy(outputs, y[places])
+        outputs = model(x[indices])
+        loss = functional.cross_entropy(outputs, y[indices])
         loss.backward()
         sgd.step()
-        loss_sum += float(loss.detach()) * len(places)
-        correct += int((outputs.argmax(1) == y[places]).sum())
+        loss_sum += float(loss.detach()) * len(indices)
+        correct += int((outputs.argmax(1) == y[indices]).sum())
         clock.step()
 
 
@@ -125,6 +125,6 @@ for name in arguments.models:
         for part in parts:
             train_epoch(*part, x, y)
     for clock, _, _ in parts:
-        clock.tell()
+        clock.report()
     torch.distributed.barrier()
 os._exit(0)

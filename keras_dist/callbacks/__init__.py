@@ -1,4 +1,31 @@
-"""What happens around the training loop, one callback a file."""
+"""What happens around Keras's training loop: one callback a file.
+
+Public callbacks:
+
+- `average_statistics`: synchronizes the weights that no gradient changes.
+- `broadcast_variables`: copies the first rank's state to all ranks before step 1.
+- `learning_rate_warmup`: scales the learning rate, with a warm-up.
+- `metric_average`: makes metrics those of all ranks.
+- `nan_report`: reports gradients that are not finite; `nan_origin` finds their layer.
+- `replica_check`: compares the models of all ranks; `fingerprints` makes its checksums.
+- `stop_at_accuracy`: stops when a metric has reached a target.
+- `stop_together`: stops all ranks after the same step when one rank requests it.
+- `throughput`: rows per second; `breakdown` divides the time of an epoch into parts.
+- `training_time`: seconds since the training began.
+
+Callbacks that `dist_fit` adds if they are needed:
+
+- `backup_epoch`: makes the weights and the epoch of `BackupAndRestore` fit.
+- `effective_rate`: logs the scaled learning rate for TensorBoard.
+- `next_epoch`: passes the number of the epoch to the sharded data.
+- `progress`: records epoch and step for the reports of the watchdog.
+- `user_callbacks`: calls the user's callbacks; an error on one rank ends all ranks.
+
+Which callbacks run, and in which order:
+
+- `callback_order`: the order of the list, and the callbacks of this rank.
+- `first_rank_callbacks`: which callbacks run on the first rank only.
+"""
 
 from keras_dist.callbacks.average_statistics import AverageStatistics
 from keras_dist.callbacks.broadcast_variables import BroadcastVariables

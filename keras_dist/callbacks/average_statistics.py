@@ -1,4 +1,4 @@
-"""Give all ranks the same state, also where no gradient changes it."""
+"""Synchronize the state that no gradient changes."""
 
 from typing import Any
 
@@ -11,23 +11,30 @@ from keras_dist.training.session import session_of
 
 
 class AverageStatistics(keras.callbacks.Callback):
-    """Brings together what each rank has gathered by itself.
+    """Synchronizes the statistics that each rank computed from its own rows.
 
-    Before each evaluation and at the end of each epoch, so that every rank evaluates,
-    and the first rank saves, the same model. Each weight that no gradient changes
-    follows one rule, by the `aggregation` that its author gave to it:
+    This happens before each evaluation and at the end of each epoch, so that every rank
+    evaluates, and the first rank saves, the same model. The `aggregation` of each
+    non-trainable weight, an attribute set by the author of its layer, decides how:
 
-    - none or `"mean"`: numbers with a fraction, such as the moving mean and variance of
-      `BatchNormalization`, are averaged by the rows of each rank; whole numbers, such
-      as counters of steps, are the first rank's;
-    - `"sum"`: what the ranks have added since the last time is added up, as for a
-      counter of rows;
-    - `"only_first_replica"`: the first rank's.
+    - none or `"mean"`: floating-point values, such as the moving mean and variance of
+      `BatchNormalization`, are averaged over the ranks, weighted by rows; integers,
+      such as step counters, are copied from the first rank;
+    - `"sum"`: what all ranks have added since the last synchronization is summed, as
+      for a counter of rows;
+    - `"only_first_replica"`: the value is copied from the first rank.
 
-    Weights that are equal on all ranks (of frozen layers) keep their bits. Gradients
-    that are accumulated for an update to come are summed.
+    Weights that are equal on all ranks (of frozen layers) do not change by a bit.
+    Gradients that are accumulated for a later update are summed.
 
-    Stands before callbacks that save or evaluate.
+    Position in the list: before callbacks that save or evaluate.
+
+    Example:
+
+    ```python
+    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.Adam()), "mse")
+    model.fit(x, y, callbacks=[keras_dist.AverageStatistics()])
+    ```
     """
 
     def __init__(self) -> None:
@@ -42,7 +49,7 @@ class AverageStatistics(keras.callbacks.Callback):
         step.install(model).first_step.call_last(self._remember)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        # What another fit has left is equal on all ranks.
+        # Gradients that an earlier fit has left accumulated are equal on all ranks.
         self._is_synchronized = comm.size() > 1
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -55,7 +62,7 @@ class AverageStatistics(keras.callbacks.Callback):
         self._has_changed = True
 
     def on_test_begin(self, logs: Any = None) -> None:
-        # A rank whose validation data cannot be opened is not here, and says so.
+        # A rank that cannot open its validation data raises its error in this exchange.
         comm.run_on_all(lambda: None)
         self._synchronize()
 
@@ -83,33 +90,33 @@ class AverageStatistics(keras.callbacks.Callback):
     def _remember(self) -> None:
         added_up = variables_by_rule(self.model)["sum"]
         self._before = {id(v): keras.ops.convert_to_numpy(v) for v in added_up}
-        known = zip(added_up, self._loaded, strict=False)
-        self._before |= {id(variable): value for variable, value in known}
+        restored = zip(added_up, self._loaded, strict=False)
+        self._before |= {id(variable): value for variable, value in restored}
         self._loaded = []
 
     def state_dict(self) -> dict[str, Any]:
-        """What a training that goes on has to know."""
+        """State for a checkpoint."""
         return {
             "has_changed": self._has_changed,
-            "is_united": self._is_synchronized,
+            "is_united": self._is_synchronized,  # the key in existing checkpoints
             "before": list(self._before.values()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state; before the first step."""
+        """Restore the state of a checkpoint; called before the first step."""
         self._has_changed = state["has_changed"]
         self._is_synchronized = state["is_united"] and comm.size() > 1
         self._loaded = list(state["before"])
 
 
 def variables_by_rule(model: Any) -> dict[str, list[Any]]:
-    """Weights that no gradient changes and the ranks share, by their rule."""
+    """Non-trainable weights outside local layers, by how they are synchronized."""
     found: dict[str, list[Any]] = {"mean": [], "sum": [], "first": []}
     local = optimizer.local_ids(model)
     for variable in model.non_trainable_weights:
         if id(variable) in local:
             continue
-        # Keras 3.5 calls everything "mean" that says nothing else.
+        # Keras 3.5 sets "mean" where the author of a layer has set nothing.
         aggregation = getattr(variable, "aggregation", None)
         if aggregation == "sum":
             found["sum"].append(variable)
@@ -143,7 +150,7 @@ def _add_up(variables: list[Any], before: dict[int, Any]) -> None:
 
 
 def _between_updates(model: Any) -> list[Any]:
-    """Optimizers that have averaged gradients of some batches not yet used."""
+    """Optimizers with accumulated gradients that no update has applied yet."""
     return [
         found
         for found in optimizer.optimizers_of(model)

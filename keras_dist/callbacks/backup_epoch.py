@@ -1,4 +1,4 @@
-"""A backup's weights and its epoch are of the same moment."""
+"""Make the weights and the epoch of a backup fit each other."""
 
 import contextlib
 import json
@@ -12,21 +12,22 @@ from keras_dist.callbacks.first_rank_callbacks import first_rank_only
 from keras_dist.training import atomic_save, step
 from keras_dist.training.session import session_of
 
-# As `keras.callbacks.BackupAndRestore` calls them.
+# File names of `keras.callbacks.BackupAndRestore`.
 _WEIGHTS = "latest.weights.h5"
 _METADATA = "training_metadata.json"
 
 
 @first_rank_only
 class BackupEpoch(keras.callbacks.Callback):
-    """Makes the epoch that `BackupAndRestore` finds the one of the weights it finds.
+    """Makes `BackupAndRestore` restore the epoch that belongs to its weights.
 
-    It writes weights and then a small file with the epoch: a process that is killed
-    between the two, or in the second, leaves files that do not fit. The weights, which
-    are replaced as a whole, have the epoch inside: from there the small file is made
-    again before it is read.
+    `BackupAndRestore` writes the weights and then a metadata file with the epoch. A
+    process that is killed between the two, or while it writes the second, leaves an
+    epoch that does not belong to the weights. The file of weights, which is replaced
+    atomically, contains the epoch, too: the metadata file is rewritten from it before
+    `BackupAndRestore` reads it.
 
-    Stands before the callbacks of the user.
+    Position in the list: before the user's callbacks.
 
     Args:
         backups: The `BackupAndRestore` callbacks of the list.
@@ -62,7 +63,7 @@ class BackupEpoch(keras.callbacks.Callback):
 
 
 def _restore_metadata(folder: str) -> None:
-    with contextlib.suppress(OSError):  # weights that Keras is going to refuse
+    with contextlib.suppress(OSError):  # damaged weights: Keras raises the error
         stamp = atomic_save.stamp_of(os.path.join(folder, _WEIGHTS))
         path = os.path.join(folder, _METADATA)
         if stamp is not None and stamp != _metadata(path):
@@ -73,7 +74,7 @@ def _metadata(path: str) -> Any:
     try:
         with open(path) as file:
             return json.load(file)
-    except (OSError, ValueError):  # missing, or half-written
+    except (OSError, ValueError):  # missing, or not written to its end
         return None
 
 

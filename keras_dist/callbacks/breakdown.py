@@ -1,4 +1,4 @@
-"""Where the time of an epoch went, from the times of all ranks."""
+"""Divide the time of an epoch into computing, averaging, waiting and input."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Times:
-    """What one rank has measured in an epoch.
+    """Times that one rank has measured in an epoch.
 
     Args:
-        seconds: Of the whole epoch, without validation.
-        input: Of them, waiting for the next batch.
-        exchanges: Seconds of each step from this rank's gradients to all ranks'.
+        seconds: Seconds of the epoch, without validation.
+        input: Seconds of them in which the rank waited for the next batch.
+        exchanges: Seconds of each step in the collective that averages gradients.
     """
 
     seconds: float
@@ -25,15 +25,15 @@ class Times:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Shares of the time of all ranks, which add up to 1.
+    """Fractions of the total time of all ranks, which add up to 1.
 
     Args:
-        computing: What is left: forward, backward, update, and Python.
-        averaging: The collective itself: what it takes the rank that came last.
-        waiting: For the rank that came last.
-        input: For the next batch.
-        slowest: The rank that most often came last, `None` on one rank.
-        how_often: The share of steps in which it did.
+        computing: The rest: forward pass, backward pass, update, and Python.
+        averaging: The collective itself, as long as it takes the last rank to arrive.
+        waiting: In the collective, for the last rank to arrive.
+        input: Waiting for the next batch.
+        slowest: The rank that most often arrived last; `None` on one rank.
+        slowest_fraction: The fraction of steps in which it arrived last.
     """
 
     computing: float
@@ -41,40 +41,40 @@ class Breakdown:
     waiting: float
     input: float
     slowest: int | None
-    how_often: float
+    slowest_fraction: float
 
     def __str__(self) -> str:
         words = [f"{self.computing:.0%} computing"]
         if self.slowest is not None:
-            last = f"for rank {self.slowest} in {self.how_often:.0%} of the steps"
+            steps = f"{self.slowest_fraction:.0%} of the steps"
             words += [
                 f"{self.averaging:.0%} averaging",
-                f"{self.waiting:.0%} waiting ({last})",
+                f"{self.waiting:.0%} waiting (for rank {self.slowest} in {steps})",
             ]
         return ", ".join([*words, f"{self.input:.0%} input"])
 
 
-def breakdown(everyone: Sequence[Times]) -> Breakdown:
-    """Break down the time of all ranks.
+def breakdown(ranks: Sequence[Times]) -> Breakdown:
+    """Divide the total time of all ranks into parts.
 
-    All ranks leave a collective together, so the one that is in it for the shortest
-    time has come last, and what it spends there is the collective itself.
+    All ranks leave a collective at the same moment. The rank with the shortest time in
+    it has therefore arrived last, and its time is that of the collective itself.
 
     Args:
-        everyone: The times of each rank, in rank order, of the same steps.
+        ranks: The times of each rank, in rank order, of the same steps.
 
-    >>> everyone = Times(10.0, 1.0, [3.0, 1.0]), Times(10.0, 1.0, [1.0, 1.0])
-    >>> print(breakdown(everyone))
+    >>> ranks = Times(10.0, 1.0, [3.0, 1.0]), Times(10.0, 1.0, [1.0, 1.0])
+    >>> print(breakdown(ranks))
     60% computing, 20% averaging, 10% waiting (for rank 1 in 50% of the steps), ...
     """
-    total = sum(times.seconds for times in everyone)
-    waited = sum(times.input for times in everyone) / total
-    steps = min(len(times.exchanges) for times in everyone)
-    exchanges = np.array([times.exchanges[:steps] for times in everyone])
-    if len(everyone) == 1 or steps == 0:
+    total = sum(times.seconds for times in ranks)
+    waited = sum(times.input for times in ranks) / total
+    steps = min(len(times.exchanges) for times in ranks)
+    exchanges = np.array([times.exchanges[:steps] for times in ranks])
+    if len(ranks) == 1 or steps == 0:
         return Breakdown(1 - waited, 0.0, 0.0, waited, None, 0.0)
     shortest = exchanges.min(axis=0)
-    averaging = len(everyone) * float(shortest.sum()) / total
+    averaging = len(ranks) * float(shortest.sum()) / total
     waiting = float((exchanges - shortest).sum()) / total
     ((slowest, count),) = Counter(exchanges.argmin(axis=0).tolist()).most_common(1)
     return Breakdown(

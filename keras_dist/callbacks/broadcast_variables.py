@@ -9,26 +9,27 @@ from keras_dist import comm, optimizer
 from keras_dist.training import step
 from keras_dist.training.session import session_of
 
-_GOLDEN = 0x9E3779B9  # 2³² over the golden ratio: seeds of neighbors lie far apart
+_GOLDEN = 0x9E3779B9  # 2³² over the golden ratio: seeds of adjacent ranks differ much
 
 
 class BroadcastVariables(keras.callbacks.Callback):
-    """Copies weights and optimizer state from one rank to all before the first step.
+    """Broadcasts weights and optimizer state from one rank before the first step.
 
-    The model and its optimizer are built first, so that the optimizer's state is
-    copied too and no step is made from different weights. States of random generators
-    are not copied but derived from those of the root: each rank draws its own dropout
-    masks, and one seed makes them reproducible.
+    The model and its optimizer are built first: otherwise the optimizer would have no
+    state to copy, and the first step would start from different weights. States of
+    random generators are not copied but derived from those of the root rank: each rank
+    draws its own dropout masks, and one seed makes them reproducible.
 
-    Stands last in a list: what another callback restores on the root is copied.
+    Position in the list: last, so that state that another callback restores on the root
+    rank is broadcast, too.
 
     Args:
-        root_rank: The rank whose state is copied.
+        root_rank: The rank whose state is broadcast.
 
     Raises:
-        ValueError: On all ranks, before anything is copied, if the ranks' variables
+        ValueError: On all ranks, before anything is broadcast, if the ranks' variables
             differ in number, shape or dtype; or if the model's optimizer does not
-            average (see `keras_dist.DistributedOptimizer`).
+            average gradients (see `keras_dist.DistributedOptimizer`).
 
     Example:
 
@@ -46,11 +47,11 @@ class BroadcastVariables(keras.callbacks.Callback):
         super().set_model(model)
         if getattr(model, "optimizer", None) is not None:
             optimizer.hoist(model.optimizer)
-        # First: what the other hooks see is what all ranks start from.
+        # First, so that the other hooks see the state that all ranks start from.
         step.install(model).first_step.call_first(self.broadcast)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        # A fit that was restored on the root goes on at the same epoch on all ranks.
+        # If the root rank has restored a backup, all ranks start at its epoch.
         epoch = comm.broadcast(
             getattr(self.model, "_initial_epoch", None), self.root_rank
         )
@@ -63,23 +64,23 @@ class BroadcastVariables(keras.callbacks.Callback):
         step.uninstall(self.model)
 
     def broadcast(self) -> None:
-        """Copy now: called when the model is built and no step has been made."""
+        """Broadcast now: called when the model is built, before the first step."""
         if comm.size() == 1:
             return
         _check_averages(self.model)
         variables, seeds = _state(self.model)
         comm.agree(
             _facts(variables, seeds),
-            advice="Make the same model with the same optimizer on every rank.",
+            advice="Create the same model and the same optimizer on every rank.",
         )
         comm.broadcast_variables(variables, self.root_rank)
         states = [keras.ops.convert_to_numpy(seed) for seed in seeds]
         received = comm.broadcast_arrays(states, self.root_rank)
         for variable, value in zip(seeds, received, strict=True):
-            variable.assign(_own_seed(value, comm.rank() - self.root_rank))
+            variable.assign(_seed_of_rank(value, comm.rank() - self.root_rank))
 
     def _copy_unstarted(self) -> None:
-        """Copy what was restored on the root, where no epoch was left to train."""
+        """Broadcast what the root rank restored, if no epoch was left to train."""
         if any(comm.gather(self.model.built)):
             comm.run_on_all(lambda: _build_optimizers(self.model))
             self.broadcast()
@@ -92,7 +93,7 @@ def _build_optimizers(model: Any) -> None:
 
 
 def _state(model: Any) -> tuple[list[Any], list[Any]]:
-    """Variables to copy, and states of random generators to derive."""
+    """Variables to broadcast, and states of random generators to derive."""
     seeds = [v for v in model.variables if v.name == "seed_generator_state"]
     variables = list(model.weights)
     for found in optimizer.optimizers_of(model):
@@ -112,19 +113,19 @@ def _facts(variables: list[Any], seeds: list[Any]) -> dict[str, Any]:
     return facts
 
 
-def _own_seed(state: np.ndarray, distance: int) -> np.ndarray:
-    own = state.copy()
+def _seed_of_rank(state: np.ndarray, distance: int) -> np.ndarray:
+    seeded = state.copy()
     seed = int(state.flat[0]) + distance * _GOLDEN
-    own.flat[0] = np.asarray(seed % 2**32).astype(state.dtype)
-    return own
+    seeded.flat[0] = np.asarray(seed % 2**32).astype(state.dtype)
+    return seeded
 
 
 def _check_averages(model: Any) -> None:
     compiled = getattr(model, "optimizer", None)
     if compiled is not None and not optimizer.is_distributed(compiled):
         raise ValueError(
-            f"The optimizer of this model does not average its gradients, so the "
-            f"{comm.size()} ranks would drift apart. Received: {compiled!r}. Compile "
-            "with keras_dist.DistributedOptimizer(optimizer), or call "
+            "The optimizer of this model does not average its gradients, so the models "
+            f"of the {comm.size()} ranks would diverge. Received: {compiled!r}. "
+            "Compile with keras_dist.DistributedOptimizer(optimizer), or call "
             "keras_dist.dist_fit(model, …) instead of model.fit(…)."
         )

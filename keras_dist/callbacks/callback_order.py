@@ -1,4 +1,4 @@
-"""The order in which callbacks have to stand, whichever the user gave."""
+"""The order of the callbacks, and which of them run on this rank."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -22,8 +22,8 @@ from keras_dist.callbacks.throughput import Throughput
 from keras_dist.callbacks.training_time import TrainingTime
 from keras_dist.callbacks.user_callbacks import UserCallbacks
 
-# Ours that change logs or state come before the user's callbacks, which read them;
-# ours that act on what the others did come after.
+# Callbacks of ours that change logs or state come before the user's, which read them;
+# those that react to what other callbacks did come after.
 _FIRST = (
     AverageStatistics,
     NanReport,
@@ -31,14 +31,14 @@ _FIRST = (
     Throughput,
     TrainingTime,
     EffectiveRate,
-    ReplicaCheck,  # its time is not that of the epoch
+    ReplicaCheck,  # after `Throughput`, which must not count its time
 )
 _LAST = (StopAtAccuracy, StopTogether, BroadcastVariables)
 
-# Keras looks for these in the list itself.
+# Keras searches the list for these, so `UserCallbacks` must not contain them.
 _KERAS_OWN = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
 
-# What is added where the user's list has none of its class.
+# Added if the user's list has none of the class.
 _ON_ONE_RANK: tuple[Callable[[], Any], ...] = (Throughput,)
 _ON_MANY_RANKS: tuple[Callable[[], Any], ...] = (
     Throughput,
@@ -51,11 +51,14 @@ _ON_MANY_RANKS: tuple[Callable[[], Any], ...] = (
 
 
 def order_callbacks(given: Any, target_accuracy: float | None = None) -> list[Any]:
-    """The user's callbacks with ours around them, none of ours twice.
+    """Add the callbacks that a fit needs to the user's, and put all of them in order.
 
     Args:
         given: What the user passed to `fit` as `callbacks`.
-        target_accuracy: Of the `StopAtAccuracy` to add, if any.
+        target_accuracy: If not `None`, a `StopAtAccuracy` with this target is added.
+
+    Returns:
+        The callbacks of all ranks; of those that are added, one of each class.
     """
     if isinstance(given, keras.callbacks.CallbackList):
         given = given.callbacks
@@ -79,23 +82,24 @@ def order_callbacks(given: Any, target_accuracy: float | None = None) -> list[An
 
 
 def on_this_rank(callbacks: Sequence[Any]) -> list[Any]:
-    """Those of `callbacks` that run on this rank, the user's kept with the others'.
-
-    On one rank, all of them as they are.
+    """Select the callbacks that run on this rank; the user's in one `UserCallbacks`.
 
     Args:
-        callbacks: The same list on all ranks, as `order_callbacks` gives it.
+        callbacks: The same list on all ranks, as `order_callbacks` returns it.
+
+    Returns:
+        The callbacks to pass to Keras; on one rank, all of them unchanged.
     """
     if comm.size() == 1:
         return list(callbacks)
     running = [
         c for c in callbacks if comm.rank() == 0 or not runs_on_first_rank_only(c)
     ]
-    apart = _FIRST + _LAST + _KERAS_OWN
+    not_the_users = _FIRST + _LAST + _KERAS_OWN
     return [
         ProgressRecord(),
         *(c for c in running if isinstance(c, _FIRST)),
-        UserCallbacks([c for c in callbacks if not isinstance(c, apart)]),
+        UserCallbacks([c for c in callbacks if not isinstance(c, not_the_users)]),
         *(c for c in running if isinstance(c, _KERAS_OWN)),
         *(c for c in running if isinstance(c, _LAST)),
     ]

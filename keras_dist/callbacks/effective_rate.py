@@ -1,4 +1,4 @@
-"""The learning rate that updates see, for TensorBoard."""
+"""Log the learning rate that updates use, for TensorBoard."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,16 +12,16 @@ _NAME = "effective_learning_rate"
 
 
 class EffectiveRate(keras.callbacks.Callback):
-    """Puts the rate that the last update saw into `logs["effective_learning_rate"]`.
+    """Puts the rate that the last update used into `logs["effective_learning_rate"]`.
 
-    `TensorBoard` writes `learning_rate` by itself, which is the rate for one process:
-    the factor exists only inside the update. With several optimizers in a
-    `MultiOptimizer`, each one's name stands after this one's, as Keras does it.
+    The `learning_rate` that `TensorBoard` writes is the rate for one process, because
+    the scaling factor is applied only inside the update. With several optimizers in a
+    `MultiOptimizer`, the name of each one is appended to the key, as in Keras.
 
-    Where no rank has a `TensorBoard`, the logs stay as they are. Where one writes
-    batches, their rates are written too.
+    If no rank has a `TensorBoard`, the logs are not changed. If a `TensorBoard` writes
+    batches, their rates are written, too.
 
-    Stands before callbacks that read `logs`.
+    Position in the list: before callbacks that read `logs`.
 
     Args:
         tensorboards: The `TensorBoard` callbacks of the list.
@@ -31,7 +31,7 @@ class EffectiveRate(keras.callbacks.Callback):
         super().__init__()
         self.tensorboards = tensorboards
         self._is_wanted = False
-        # Batches are logged as the first rank sees them.
+        # `TensorBoard` writes on the first rank only.
         self._every = [
             tensorboard.update_freq
             for tensorboard in tensorboards
@@ -44,8 +44,8 @@ class EffectiveRate(keras.callbacks.Callback):
         self._batch = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        # Not in the logs: older versions of Keras may take those of the last batch for
-        # those of the epoch. `TensorBoard` has made its writer the default one.
+        # Not through the logs: older versions of Keras may use the logs of the last
+        # batch as those of the epoch. `TensorBoard` has made its writer the default.
         self._batch += 1
         if any(self._batch % every == 0 for every in self._every):
             for name, rate in self._rates().items():

@@ -1,4 +1,4 @@
-"""Numbers that tell whether two ranks hold the same bits."""
+"""Checksums of variables, to compare the bits of ranks."""
 
 import zlib
 from collections.abc import Sequence
@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-# On a GPU so many numbers at a time, so that what is computed of them stays small
-# beside a model that fills the memory.
+# Elements that are processed at a time on a GPU, so that intermediate results stay
+# small beside a model that fills the memory.
 _PIECE = 2**24
 
 _INTEGERS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
 def fingerprints(variables: Sequence[Any]) -> np.ndarray:
-    """One number a variable, int64: equal where all bits are, NaN or not.
+    """One int64 checksum a variable: equal if all bits are equal, also those of NaN.
 
-    Nothing leaves the device that a variable is on but its number.
+    Only the checksums are copied to the host.
     """
     tensors = (tf.convert_to_tensor(variable.value) for variable in variables)
     prints = [
@@ -28,15 +28,16 @@ def fingerprints(variables: Sequence[Any]) -> np.ndarray:
 
 
 def checksum(tensor: Any) -> int:
-    """Of a tensor in the memory of the host, where it is read and not copied."""
+    """CRC-32 of a tensor in host memory, which is read without a copy."""
     return zlib.crc32(np.asarray(tensor).reshape(-1).view(np.uint8).data)
 
 
 def sum_of_bits(tensor: Any) -> Any:
-    """Of a tensor on another device, which adds up its words, each × an odd number.
+    """Checksum of a tensor on another device: the sum of its words × odd numbers.
 
-    Sums wrap around. A word that changes by one bit changes the sum, and so do two
-    words that change places. What comes back is a tensor, which is not waited for.
+    Sums wrap around at 64 bits. The sum changes if one bit of one word changes, or if
+    two different words are swapped. The result is a tensor, and the host does not wait
+    for it here.
     """
     words = tf.reshape(
         tf.cast(tensor, tf.int8) if tensor.dtype.is_bool else tensor, [-1]

@@ -7,8 +7,8 @@ import keras
 
 Marked = TypeVar("Marked")
 
-# Every rank holds the same weights and logs, and two processes that write one file
-# damage it. `OrbaxCheckpoint` exists in newer versions of Keras.
+# Every rank has the same weights and logs, and two processes that write the same file
+# damage it. Older versions of Keras have no `OrbaxCheckpoint`.
 _WRITING_CALLBACKS = tuple(
     getattr(keras.callbacks, name)
     for name in (
@@ -23,7 +23,7 @@ _WRITING_CALLBACKS = tuple(
     if hasattr(keras.callbacks, name)
 )
 
-# The attribute in which each of them keeps the place it writes to.
+# The attributes that hold the path or address to which they write.
 _PATH_ATTRIBUTES = (
     "filepath",
     "filename",
@@ -37,10 +37,11 @@ _PATH_ATTRIBUTES = (
 def first_rank_only(callback: Marked) -> Marked:
     """Mark a callback of yours, so that it runs on the first rank only.
 
-    For one that writes a file, sends a message or prints. Other callbacks run on all
-    ranks, and those of Keras that write are on the first rank anyway. What it does with
-    the model concerns this rank alone: `model.evaluate` in it evaluates the rows it is
-    given, and asks no other rank. What it changes, the other ranks do not see.
+    Use it for a callback that writes a file, sends a message or prints. All other
+    callbacks run on all ranks, except those of Keras that write: they run on the first
+    rank without a mark. A marked callback takes part in no collective: `model.evaluate`
+    in it evaluates the given rows on this rank alone, and a change that it makes to the
+    model or the logs does not reach the other ranks.
 
     Args:
         callback: A `keras.callbacks.Callback`, or a class of them.
@@ -59,7 +60,7 @@ def first_rank_only(callback: Marked) -> Marked:
 
 
 def is_writer(callback: Any) -> bool:
-    """Whether `callback` is one of Keras's that write, to a file or elsewhere."""
+    """Whether `callback` is one of Keras's that write to a file, terminal or server."""
     return isinstance(callback, _WRITING_CALLBACKS)
 
 
@@ -72,7 +73,7 @@ def runs_on_first_rank_only(callback: Any) -> bool:
 def destinations(
     callbacks: Sequence[keras.callbacks.Callback],
 ) -> tuple[tuple[str, str], ...]:
-    """Name and place, as the user gave it, of each callback that writes.
+    """Class name and path, as the user gave it, of each of Keras's that write.
 
     >>> destinations([keras.callbacks.CSVLogger("log.csv")])
     (('CSVLogger', 'log.csv'),)

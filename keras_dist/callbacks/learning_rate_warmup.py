@@ -1,4 +1,4 @@
-"""Scale the learning rate, gradually."""
+"""Scale the learning rate, with a warm-up."""
 
 import functools
 from typing import Any
@@ -10,23 +10,30 @@ from keras_dist.training import step
 
 
 class LearningRateWarmup(keras.callbacks.Callback):
-    """Lets updates see the learning rate times a factor that rises from 1.
+    """Multiplies the learning rate of updates by a factor that rises from 1.
 
     The factor rises batch by batch to its full value over `warmup_epochs` and stays
     there (Goyal et al., 2017, https://arxiv.org/abs/1706.02677). It depends on
-    `optimizer.iterations`, so it goes on where it was after a restore. The optimizer's
-    own `learning_rate` stays the rate for one process: other callbacks read and set
-    it, and files hold it, without knowing of the factor.
+    `optimizer.iterations`, so it continues after a restored checkpoint. The optimizer's
+    own `learning_rate` remains the rate for one process: other callbacks read and set
+    it, and files contain it, without the factor.
 
     Args:
         warmup_epochs: Epochs until the full factor; 0 for the full factor at once.
         lr_scaling: The full factor: `"linear"` (the number of ranks), `"sqrt"`,
             `"none"`, a positive number, or a function of the number of ranks.
-        steps_per_epoch: Steps of an epoch on one rank, where Keras does not know.
+        steps_per_epoch: Steps of an epoch on one rank, for data of unknown length.
 
     Raises:
-        ValueError: If `warmup_epochs` is negative, the rule is unknown, or the steps
-            of an epoch are not known.
+        ValueError: If `warmup_epochs` is negative, `lr_scaling` is not valid, or the
+            number of steps of an epoch is not known.
+
+    Example:
+
+    ```python
+    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.Adam()), "mse")
+    model.fit(x, y, callbacks=[keras_dist.LearningRateWarmup(5)])
+    ```
     """
 
     def __init__(
@@ -54,8 +61,8 @@ class LearningRateWarmup(keras.callbacks.Callback):
         steps = self.steps_per_epoch or self.params.get("steps")
         if self.warmup_epochs and not steps:
             raise ValueError(
-                "The number of steps of an epoch is not known, so the warm-up cannot "
-                "tell how long it is. Received: data of unknown length. Pass "
+                "The number of steps of an epoch is not known, so the length of the "
+                "warm-up is not known, either. Received: data of unknown length. Pass "
                 "`steps_per_epoch` to LearningRateWarmup or to fit."
             )
         full = scaling.rate_factor(self.lr_scaling, size=comm.size())
@@ -72,7 +79,12 @@ class LearningRateWarmup(keras.callbacks.Callback):
 
 
 def rate_factor_of_step(*, full: float, warmup_steps: int) -> Any:
-    """The factor as a function of the step, in tensors; `None` for always 1."""
+    """The factor as a function of the step, as a tensor; `None` if it is always 1.
+
+    Args:
+        full: The factor after the warm-up.
+        warmup_steps: Steps until then; 0 for the full factor at once.
+    """
     if full == 1.0:
         return None
     if warmup_steps <= 0:
@@ -81,6 +93,6 @@ def rate_factor_of_step(*, full: float, warmup_steps: int) -> Any:
 
 
 def _warmup(step: Any, *, full: float, warmup_steps: int) -> Any:
-    # `scaling.warmup_factor`, on a tensor inside the compiled update.
+    # As `scaling.warmup_factor`, but for a tensor inside the compiled update.
     progress = keras.ops.cast(step, "float32") / warmup_steps
     return 1.0 + (full - 1.0) * keras.ops.minimum(progress, 1.0)

@@ -1,4 +1,4 @@
-"""Metrics of all ranks instead of this rank's own."""
+"""Compute metrics over the rows of all ranks."""
 
 from typing import Any
 
@@ -8,25 +8,36 @@ from keras_dist.training import step
 
 
 class MetricAverage(keras.callbacks.Callback):
-    """Makes the metrics of each epoch those of all ranks, exactly.
+    """Makes the metrics of each epoch exactly those of all ranks.
 
-    The state of metrics is summed over the ranks and then read, for training and
-    validation: the result is that of one process on all rows, also for metrics that are
-    no means, such as AUC. A metric whose state does not add up says how it comes
-    together: by the `aggregation` of its variables (`"sum"`, which is Keras's default;
-    `"mean"`, by rows; `"only_first_replica"`), or by a method `merge_states(states)`,
-    which is given the states of all ranks, each a list of arrays in the order of
-    `variables`, and sets its own. The result of a metric without variables is averaged
-    by rows. So is a value that a custom `train_step` or `test_step` returns without a
-    metric behind it: by the rows of the last batch, since it is that of the last step.
+    The state of each metric is summed over the ranks before its result is computed, for
+    training and validation: the result is that of one process on all rows, also for
+    metrics that are not means, such as AUC.
 
-    An evaluation that one of your own callbacks makes is this rank's alone.
+    A metric whose state must not be summed declares another rule. Either its variables
+    have an `aggregation` (`"sum"`, Keras's default; `"mean"`, weighted by rows;
+    `"only_first_replica"`), or it has a method `merge_states(states)`, which receives
+    the states of all ranks, each a list of arrays in the order of `variables`, and
+    assigns the merged state. The result of a metric without variables is averaged,
+    weighted by rows. A value that a custom `train_step` or `test_step` returns without
+    a metric is that of the last step: it is averaged, weighted by the rows of the last
+    batch.
 
-    Stands before callbacks that read `logs`.
+    An evaluation that one of your own callbacks runs is not averaged: it is that of the
+    rank that runs it.
+
+    Position in the list: before callbacks that read `logs`.
 
     Raises:
-        ValueError: On all ranks, if they do not have the same metrics, with states of
-            the same shapes, or do not log the same names.
+        ValueError: On all ranks, if their metrics, the shapes of their states, or the
+            names in their logs differ.
+
+    Example:
+
+    ```python
+    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.Adam()), "mse")
+    model.fit(x, y, callbacks=[keras_dist.MetricAverage()])
+    ```
     """
 
     def set_model(self, model: Any) -> None:

@@ -1,4 +1,4 @@
-"""Where numbers that are not finite come from: in a model, and in a batch."""
+"""Find the layer and the rows from which numbers that are not finite come."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ import tensorflow as tf
 
 @dataclass(frozen=True)
 class Origin:
-    """Where numbers that are not finite come from.
+    """The origin of numbers that are not finite.
 
     Args:
-        layer: The first one, in the order of the forward pass, whose output is not
-            finite; where all outputs are, the one nearest to the loss of those whose
-            gradients are not.
-        is_output: Whether it is an output.
-        inputs: Arrays of the batch that are not finite.
-        indices: Of the rows in the batch that are to blame, where that can be told.
+        layer: The first layer, in the order of the forward pass, whose output is not
+            finite. If all outputs are finite: of the layers whose gradients are not,
+            the one nearest to the loss.
+        is_output: Whether `layer` was found by its output.
+        inputs: Names of the arrays of the batch that are not finite.
+        indices: Indices in the batch of the rows that caused it; empty if unknown.
     """
 
     layer: str
@@ -29,14 +29,15 @@ class Origin:
 
 
 def origin_of(model: Any, batch: Any, paths: Sequence[str]) -> Origin:
-    """Look where the gradients of a batch become not finite.
+    """Find where the gradients of a batch become not finite.
 
-    The forward pass is made once more, as for a prediction.
+    The forward pass is run once more, as for a prediction.
 
     Args:
-        model: With the weights that the batch was read with.
-        batch: As the train step got it.
-        paths: Variables whose gradients are not finite, in the order of the model.
+        model: The model, with the weights before the update.
+        batch: The batch, as `train_step` received it.
+        paths: Paths of the variables whose gradients are not finite, in the model's
+            order.
     """
     inputs, indices = [], set()
     for name, array in named_arrays(batch).items():
@@ -46,7 +47,7 @@ def origin_of(model: Any, batch: Any, paths: Sequence[str]) -> Origin:
             indices |= set(np.flatnonzero(rows).tolist())
     try:
         first = _first_output(model, keras.utils.unpack_x_y_sample_weight(batch)[0])
-    except Exception:  # a batch of a train step of the user's may be anything
+    except Exception:  # the batch of a custom train step may be of any kind
         first = None
     layer = paths[-1].split("/")[-2:][0] if paths else ""
     if first is not None:
@@ -57,7 +58,7 @@ def origin_of(model: Any, batch: Any, paths: Sequence[str]) -> Origin:
 
 
 def named_arrays(batch: Any) -> dict[str, np.ndarray]:
-    """The arrays of a batch by name: `x`, `y`, `sample_weight`, and what is in them.
+    """The arrays of a batch by name: `x`, `y`, `sample_weight`, or their elements.
 
     >>> sorted(named_arrays(({"a": np.ones(2), "b": [np.ones(2)]}, np.ones(2))))
     ['x.a', 'x.b.0', 'y']
@@ -89,12 +90,12 @@ def _add(found: dict[str, np.ndarray], name: str, value: Any) -> None:
 
 
 def _first_output(model: Any, x: Any) -> tuple[str, Any] | None:
-    """The first layer whose output is not finite, and in which rows; or `None`."""
+    """The first layer whose output is not finite, and a mask of rows; or `None`."""
     found: list[tuple[str, Any]] = []
-    plain = keras.layers.Layer.__call__
+    keras_call = keras.layers.Layer.__call__
 
     def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = plain(layer, *args, **kwargs)
+        outputs = keras_call(layer, *args, **kwargs)
         for leaf in keras.tree.flatten(outputs) if not found else ():
             rows = _bad_rows(leaf)
             if rows is not None and rows.any():
@@ -107,17 +108,17 @@ def _first_output(model: Any, x: Any) -> tuple[str, Any] | None:
     )
     leaves = [leaf for leaf in keras.tree.flatten(tensors) if leaf is not None]
     num_rows = len(leaves[0])
-    # All layers, also those in a `call` of the user's, are called by this one method.
+    # Every layer is called through this method, also in a custom `call`.
     keras.layers.Layer.__call__ = call
     try:
         model(tensors)
     finally:
-        keras.layers.Layer.__call__ = plain
+        keras.layers.Layer.__call__ = keras_call
     return found[0] if found else None
 
 
 def _bad_rows(value: Any) -> Any:
-    """Whether each row of an array holds a number that is not finite."""
+    """Mask of the rows with a number that is not finite; `None` if not an array."""
     if isinstance(value, np.ndarray) and value.dtype.kind in "OSU":
         return None
     is_array = isinstance(value, (np.ndarray, tf.Tensor))

@@ -1,4 +1,4 @@
-"""What was in the batch whose gradients are not finite."""
+"""Report gradients that are not finite, and save the batch that they come from."""
 
 import contextlib
 import functools
@@ -18,28 +18,29 @@ from keras_dist.training.session import session_of
 
 ACTIONS = ("stop", "raise", "skip")
 
-# Of more, no files are kept and no lines are printed: they might be all steps.
+# Later reports of a fit are neither printed nor saved: they may be one for each step.
 _LIMIT = 10
 
 
 @dataclass(frozen=True)
 class NotFinite:
-    """One rank's gradients that are not finite.
+    """A report of gradients that are not finite on one rank.
 
     Args:
-        rank: Whose; -1 if no rank's own are, but their sum is too large.
-        epoch, step: As callbacks count them, from 0.
+        rank: The rank; -1 if the gradients of every rank are finite, but their sum is
+            not.
+        epoch, step: Epoch and step, counted from 0 as in callbacks.
         layer: The first layer, in the order of the forward pass, whose output is not
-            finite; where all outputs are, the layer nearest to the loss of those whose
-            gradients are not.
-        is_output: Whether it is its output.
-        inputs: Arrays of the batch that are not finite, such as `"x"`.
-        rows: The rows that are to blame, by number in the arrays given to `dist_fit`;
-            where those are not known, by place in the batch. Empty if nobody can tell.
-        is_numbered: Whether `rows` are numbers in the arrays.
-        batches: Numbers of the batches in data that comes in batches.
-        file: Where the batch is kept, if it is.
-        trouble: Why it is not.
+            finite. If all outputs are finite: of the layers whose gradients are not,
+            the one nearest to the loss.
+        is_output: Whether `layer` was found by its output.
+        inputs: Names of the arrays of the batch that are not finite, such as `"x"`.
+        rows: Rows that caused it: indices in the arrays given to `dist_fit`, or, if
+            those are unknown, indices in the batch. Empty if the rows are unknown.
+        is_numbered: Whether `rows` are indices in the arrays.
+        batches: Indices of the batches that were read, for data that comes in batches.
+        file: Path of the saved batch; `None` if it is not saved.
+        trouble: Why the batch could not be saved, as a sentence for the message.
     """
 
     rank: int
@@ -57,64 +58,66 @@ class NotFinite:
     def __str__(self) -> str:
         begin = f"Epoch {self.epoch + 1}, step {self.step + 1}: "
         if self.rank < 0:
-            return f"{begin}the gradients of all ranks together overflow."
-        text = f"{begin}the gradients of rank {self.rank} are not finite, "
+            return f"{begin}the sum of the gradients of all ranks overflows."
+        text = f"{begin}the gradients of rank {self.rank} are not finite. "
         if self.is_output:
-            text += f"nor is, as the first output, that of layer `{self.layer}`."
+            text += f"The first layer whose output is not finite: `{self.layer}`."
         else:
             text += (
-                "while all outputs are; nearest to the loss are those of layer "
-                f"`{self.layer}`."
+                "All outputs are finite; the layer nearest to the loss whose gradients "
+                f"are not: `{self.layer}`."
             )
         if self.inputs:
             named = " and ".join(f"`{name}`" for name in self.inputs)
             text += f" Not finite in the data: {named}."
         if self.rows:
-            where = "of the data" if self.is_numbered else "of its batch"
-            text += f" To blame: {_counted('row', self.rows)} {where}, counted from 0."
+            of = "of the data" if self.is_numbered else "of its batch"
+            text += f" To blame: {_counted('row', self.rows)} {of}, counted from 0."
         if self.batches:
-            text += f" It read {_counted('batch', self.batches)} of the data."
-        return text + (f" Kept in {self.file}." if self.file else self.trouble)
+            text += f" The rank read {_counted('batch', self.batches)} of the data."
+        return text + (f" Saved in {self.file}." if self.file else self.trouble)
 
 
 class NanReport(keras.callbacks.Callback):
-    """Says where a gradient that is not finite comes from, and keeps its batch.
+    """Reports where a gradient that is not finite comes from, and saves its batch.
 
-    One row of the data, on one rank, is enough: averaged, its gradient makes all
-    weights on all ranks NaN, and who was it cannot be seen any more. This callback
-    looks at the average before it is applied (one pass over it a step, and no
-    collective), and where it is not finite each rank looks at its own part. The update
-    is left out on all ranks: weights, the optimizer's state, metrics and moving
-    statistics stay what they were before this batch.
+    One row of the data on one rank is enough to make all weights on all ranks NaN, and
+    from the averaged gradient alone nobody can find that row. This callback checks the
+    average before it is applied (one pass over it in each step, and no collective). If
+    it is not finite, each rank checks its own gradients, and the update is skipped on
+    all ranks: weights, the optimizer's state, metrics and moving statistics remain as
+    they were before this batch.
 
-    The batch is written on the rank that it is of, to `folder`, as a `.npz` file
-    without pickled objects: `x`, `y`, `sample_weight` (`x.name` or `x.0` where there
-    are several), and `rows`, the number of each of its rows in the arrays given to
-    `dist_fit`. After ten hits of a fit no more files are written.
+    The rank that read the batch saves it in `folder`, as a `.npz` file without pickled
+    objects: `x`, `y`, `sample_weight` (`x.name` or `x.0` if there are several), and
+    `rows`, the index of each of its rows in the arrays given to `dist_fit`. After ten
+    reports of a fit no more files are saved.
 
-    The layer is found by another forward pass over the batch, as for a prediction, with
-    the weights that the model has when the callback is called: with
-    `steps_per_execution`, those after several steps.
+    The layer is found by a second forward pass over the batch, as for a prediction,
+    with the model's weights at the time of the callback: with `steps_per_execution`,
+    those after several steps.
 
-    With a loss scale (mixed precision in float16) gradients that are not finite are how
-    the scale is found, and its optimizer leaves those updates out. They are reported,
-    and `action` is taken, only where an output of the model or the data is not finite.
+    With a loss scale (mixed precision in float16), gradients that are not finite are
+    expected while the scale is adjusted, and the `LossScaleOptimizer` skips these
+    updates. They are reported, and `action` is taken, only if an output of the model or
+    the data is not finite.
 
-    With `gradient_accumulation_steps` the ranks talk after each batch. The gradients of
-    each rank are kept in memory until the average has been looked at. The loss that is
-    logged for the batch is the one that was computed: a `TerminateOnNaN` stops.
+    With `gradient_accumulation_steps` the gradients are averaged after each batch. The
+    gradients of each rank remain in memory until the average is checked. The loss in
+    the logs of the batch is the one that was computed: `TerminateOnNaN` stops at it.
 
     Args:
         action: What happens on all ranks after the report. `"stop"`: training stops
-            after this step; `"raise"`: an error; `"skip"`: training goes on.
-        folder: For the batches that are kept; it is made when it is needed.
+            after this step; `"raise"`: an error is raised; `"skip"`: training continues
+            with the next batch.
+        folder: The folder for saved batches; it is created when it is needed.
 
     Attributes:
         found: A `NotFinite` for each report, the same on all ranks.
 
     Raises:
         ValueError: If `action` is unknown, or is not the same on all ranks; or if the
-            ranks do not average their gradients in each step (`sync`).
+            ranks do not average gradients in each step (`sync="every:k"`).
         FloatingPointError: On all ranks, if `action` is `"raise"`.
 
     >>> NanReport("skip").action
@@ -141,9 +144,9 @@ class NanReport(keras.callbacks.Callback):
         found = optimizer.optimizers_of(model)
         if comm.size() > 1 and any(map(optimizer.uses_local_sgd, found)):
             raise ValueError(
-                "NanReport looks at gradients that are averaged in each step. "
-                "Received: ranks that make steps of their own. Pass "
-                'sync="every:1", or take keras.callbacks.TerminateOnNaN.'
+                "NanReport checks gradients that are averaged in each step. "
+                "Received: ranks that make steps of their own (local SGD). Pass "
+                'sync="every:1", or use keras.callbacks.TerminateOnNaN.'
             )
         self._guard = optimizer.Guard()
         step.install(model).instruments.watch(self._guard)
@@ -154,7 +157,7 @@ class NanReport(keras.callbacks.Callback):
         self.found = []
         comm.agree(
             {"NanReport": f"action={self.action!r}"},
-            advice="Give the same NanReport to every rank.",
+            advice="Pass the same NanReport on every rank.",
         )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -162,13 +165,11 @@ class NanReport(keras.callbacks.Callback):
         self._guard.begin_epoch()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        # All ranks have the same hits, since all have the same average.
+        # All ranks have the same hits, because all have the same average.
         if hits := self._guard.take():
-            everyone = comm.gather_or_raise(
-                lambda: [self._look_at(hit) for hit in hits]
-            )
-            for hit, looks in zip(hits, zip(*everyone, strict=True), strict=True):
-                self._act(hit, [look for look in looks if look is not None])
+            by_rank = comm.gather_or_raise(lambda: [self._examine(hit) for hit in hits])
+            for hit, reports in zip(hits, zip(*by_rank, strict=True), strict=True):
+                self._act(hit, [report for report in reports if report is not None])
 
     def on_train_end(self, logs: Any = None) -> None:
         for found in optimizer.optimizers_of(self.model):
@@ -177,38 +178,39 @@ class NanReport(keras.callbacks.Callback):
         step.uninstall(self.model)
 
     def _act(self, hit: optimizer.Hit, found: list[NotFinite]) -> None:
-        if not found and hit.is_handled:  # the loss scale was too large
+        if not found and hit.is_handled:  # only the loss scale was too large
             return
         found = found or [NotFinite(-1, self._epoch, hit.step)]
         is_reported = len(self.found) < _LIMIT
         self.found += found
-        ends = {"stop": "training stops", "raise": "this error ends it", "skip": ""}
+        ends = {"stop": "training stops", "raise": "training ends here", "skip": ""}
         message = " ".join(map(str, found)) + " The update was left out on all ranks"
         message += f"; {ends[self.action]}." if ends[self.action] else "."
         if self.action == "raise":
             raise FloatingPointError(message)
         if comm.rank() == 0 and is_reported:
-            more = " This is the last one that is reported."
+            note = " Later ones of this fit are not reported."
             is_last = len(self.found) >= _LIMIT
-            warnings.warn(message + more * is_last, stacklevel=2)
+            warnings.warn(message + note * is_last, stacklevel=2)
         if self.action == "stop":
-            # At once, since every rank is here; the epoch's end asks for the wish.
+            # All ranks are here, so the stop is agreed without an exchange; the request
+            # itself is for `StopTogether` at the end of the epoch.
             self.model.stop_training = True
             session_of(self.model).stop_request.grant(self.model, is_granted=True)
 
-    def _look_at(self, hit: optimizer.Hit) -> NotFinite | None:
-        """What this rank knows of a hit; `None` if it was another rank's."""
+    def _examine(self, hit: optimizer.Hit) -> NotFinite | None:
+        """The report of this rank; `None` if only other ranks have one."""
         if hit.batch is None:
             return None
         origin = origin_of(self.model, hit.batch, hit.paths)
         if hit.is_handled and not (origin.is_output or origin.inputs):
             return None
-        rows, batches = self._read_at(hit)
+        rows, batches = self._rows_and_batches(hit)
         indices = list(origin.indices)
         is_numbered = rows is not None and bool((rows[indices] >= 0).all())
         file, trouble = None, ""
         if len(self.found) < _LIMIT:
-            file, trouble = self._keep(hit, rows, origin)
+            file, trouble = self._save(hit, rows, origin)
         return NotFinite(
             rank=comm.rank(),
             epoch=self._epoch,
@@ -223,11 +225,11 @@ class NanReport(keras.callbacks.Callback):
             trouble=trouble,
         )
 
-    def _read_at(self, hit: optimizer.Hit) -> tuple[Any, Sequence[int]]:
-        """Numbers of the rows that were read, or of the batches, where known."""
+    def _rows_and_batches(self, hit: optimizer.Hit) -> tuple[Any, Sequence[int]]:
+        """Indices of the rows and of the batches that were read at a hit, if known."""
         feed = session_of(self.model).training.feed
         rows, batches = None, ()
-        with contextlib.suppress(Exception):  # a report is no reason to end a training
+        with contextlib.suppress(Exception):  # a report must not end the training
             if feed is not None and feed.rows_at is not None:
                 rows = feed.rows_at(self._epoch, hit.step, hit.batch)
                 read = next(iter(named_arrays(hit.batch).values()))
@@ -236,7 +238,7 @@ class NanReport(keras.callbacks.Callback):
                 batches = feed.batches_at(self._epoch, hit.step)
         return rows, batches
 
-    def _keep(
+    def _save(
         self, hit: optimizer.Hit, rows: Any, origin: Origin
     ) -> tuple[str | None, str]:
         arrays = {n: _plain(array) for n, array in named_arrays(hit.batch).items()}
@@ -249,16 +251,16 @@ class NanReport(keras.callbacks.Callback):
             os.makedirs(self.folder, exist_ok=True)
             atomic_save.replace(path, functools.partial(_write, arrays))
         except OSError as error:
-            return None, f" Its batch could not be kept: {error}."
+            return None, f" Its batch could not be saved: {error}."
         return path, ""
 
 
 def _write(arrays: dict[str, Any], path: str) -> None:
-    np.savez(path, **arrays)  # none holds objects
+    np.savez(path, **arrays)  # no pickling: `_plain` has left no objects
 
 
 def _plain(array: np.ndarray) -> np.ndarray:
-    """In a dtype that a file can hold without pickling."""
+    """The array in a dtype that a `.npz` file holds without pickling."""
     if array.dtype.kind == "O":
         return array.astype(np.bytes_)
     is_known = array.dtype.kind in "biufcSU"
@@ -266,7 +268,7 @@ def _plain(array: np.ndarray) -> np.ndarray:
 
 
 def _counted(noun: str, numbers: Sequence[int]) -> str:
-    """Numbers in words, the first ten.
+    """A noun and its numbers, as words; at most ten of them.
 
     >>> _counted("row", (3,)), _counted("batch", (3, 4))
     ('row 3', 'batches 3 and 4')

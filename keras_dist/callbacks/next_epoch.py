@@ -1,4 +1,4 @@
-"""Tell data that is dealt, and the step that reads it, which epoch it is."""
+"""Pass the number of the epoch to the sharded data and to the train step."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ from keras_dist.training.session import session_of
 
 
 class NextEpoch(keras.callbacks.Callback):
-    """Writes where each epoch begins into variables, before its data is read.
+    """Assigns the epoch, and its first step, to variables before its data is read.
 
     Args:
-        variable: A `tf.Variable` that gets the number of the epoch.
-        steps: Steps of an epoch.
+        variable: A `tf.Variable` for the number of the epoch.
+        steps: Steps of an epoch; `None` if unknown.
     """
 
     def __init__(self, variable: Any, steps: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Say where in the fit this rank is."""
+"""Record the epoch and the step of this rank."""
 
 from typing import Any
 
@@ -8,10 +8,11 @@ from keras_dist import monitor
 
 
 class ProgressRecord(keras.callbacks.Callback):
-    """Writes epoch and step to this rank's record, for messages about ranks that wait.
+    """Writes epoch and step to this rank's record, for reports of ranks that wait.
 
-    It stands before all others, and has no hook at the end of a batch: with one, Keras
-    would wait for each batch.
+    It has no hook at the end of a batch: with one, Keras would wait for each batch.
+
+    Position in the list: first.
     """
 
     def on_train_begin(self, logs: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""Whether all ranks still hold the same model."""
+"""Check that all ranks hold the same model."""
 
 import hashlib
 import warnings
@@ -16,43 +16,45 @@ from keras_dist.callbacks.fingerprints import fingerprints
 
 ACTIONS = ("raise", "warn", "resync")
 
-# So many variables that differ are named.
+# A message names at most so many variables.
 _SHOWN = 5
 
 
 class ReplicaCheck(keras.callbacks.Callback):
     """Compares the weights and the optimizer's state of all ranks, bit by bit.
 
-    Every rank computes every update by itself, from the same gradients. A callback that
-    changes a weight on one rank, or a machine that computes wrongly, leaves the ranks
-    with different models from then on, and no error says so. This one does: after every
-    `every` steps and at the end of each epoch each rank makes one number of all that it
-    holds, and one collective compares them: on a CPU by reading it once, which took
-    0.3 and 0.5 % of the time of 100 steps of two models (`benchmarks/checks.py`).
+    Every rank applies every update to its own copy of the model, from the same averaged
+    gradients. If a callback changes a weight on one rank, or a machine computes a wrong
+    result, the ranks train different models from then on, without an error. This
+    callback finds it: every `every` steps and at the end of each epoch, each rank
+    computes a checksum of its variables, and one collective compares the checksums. On
+    a CPU each variable is read once, which took 0.3 and 0.5 % of the time of 100 steps
+    of two models (`benchmarks/checks.py`).
 
-    What ranks may hold differently is left out: layers in `local_layers`, random
-    generators, metrics, gradients that are added up for an update to come, and weights
-    that no gradient changes, which `AverageStatistics` brings together.
+    Variables that may differ between the ranks are not compared: layers in
+    `local_layers`, random generators, metrics, accumulated gradients, and non-trainable
+    weights, which `AverageStatistics` synchronizes.
 
-    With `sync="every:k"`, where ranks differ by right for some steps, it looks at the
-    ends of epochs only.
+    With local SGD (`sync="every:k"`) the ranks' weights differ between two
+    synchronizations, so it compares at the ends of epochs only.
 
-    `dist_fit` adds one with `every=None` where the list has none. Stands behind
-    `AverageStatistics` and before callbacks that save. On one rank it does nothing.
+    `dist_fit` adds one with `every=None` if the list has none. On one rank it does
+    nothing.
+
+    Position in the list: after `AverageStatistics`, before callbacks that save.
 
     Args:
-        every: Steps from one check to the next, the same on all ranks; `None`: at the
-            ends of epochs only.
+        every: Steps from one check to the next, the same on all ranks; `None`: only at
+            the ends of epochs.
         action: What happens on all ranks when a difference is found. `"raise"`: an
             error; `"warn"`: a warning on the first rank, once for each new difference;
-            `"resync"`: the warning, and what differs is copied from the first of the
-            ranks that agree with most others.
+            `"resync"`: the warning, and the variables that differ are broadcast from
+            the root: the lowest rank of the largest group of equal ranks.
 
     Raises:
-        ValueError: If `every` or `action` is unusable, or they are not the same on all
-            ranks.
-        RuntimeError: On all ranks, if they differ and `action` is `"raise"`: with the
-            first variable that differs, and the ranks.
+        ValueError: If `every` or `action` is not valid, or not the same on all ranks.
+        RuntimeError: On all ranks, if they differ and `action` is `"raise"`. The
+            message names the first variable that differs, and the ranks.
 
     >>> ReplicaCheck(every=10, action="warn").every
     10
@@ -63,8 +65,8 @@ class ReplicaCheck(keras.callbacks.Callback):
         is_number = isinstance(every, int) and not isinstance(every, bool)
         if every is not None and not (is_number and every > 0):
             raise ValueError(
-                "`every` must be a number of steps of at least 1, or None for the ends "
-                f"of epochs only. Received: every={every!r}"
+                "`every` must be a number of steps of at least 1, or None to check "
+                f"at the ends of epochs only. Received: every={every!r}"
             )
         if action not in ACTIONS:
             raise ValueError(
@@ -82,7 +84,7 @@ class ReplicaCheck(keras.callbacks.Callback):
         self._steps, self._is_reported = 0, None
         comm.agree(
             {"ReplicaCheck": f"every={self.every}, action={self.action!r}"},
-            advice="Give the same ReplicaCheck to every rank.",
+            advice="Pass the same ReplicaCheck on every rank.",
         )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -101,17 +103,17 @@ class ReplicaCheck(keras.callbacks.Callback):
         self.check()
 
     def check(self) -> None:
-        """Compare now; every rank calls this.
+        """Compare now; must be called on every rank.
 
         Raises:
-            RuntimeError: As the class says.
+            RuntimeError: On all ranks, if they differ and `action` is `"raise"`.
         """
         if comm.size() == 1:
             return
         variables = _variables(self.model)
         own = fingerprints(variables)
-        everyone = comm.stack(_digest(own), verb="replicas").numpy()
-        if (everyone == everyone[0]).all():
+        digests = comm.stack(_digest(own), verb="replicas").numpy()
+        if (digests == digests[0]).all():
             self._is_reported = None
             return
         paths = [variable.path for variable in variables]
@@ -138,9 +140,9 @@ class ReplicaCheck(keras.callbacks.Callback):
             advice = f"They are copied from rank {found.root} to all."
         else:
             advice = (
-                "Let callbacks change weights and rates alike on every rank, and name "
-                "layers of a rank's own in `local_layers`. "
-                'ReplicaCheck(action="resync") copies what differs.'
+                "Make callbacks change weights and rates alike on every rank, and name "
+                "layers that belong to one rank in `local_layers`. "
+                'ReplicaCheck(action="resync") copies the variables that differ.'
             )
         return (
             "The ranks no longer hold the same model. Received: after step "
@@ -152,14 +154,14 @@ class ReplicaCheck(keras.callbacks.Callback):
 
 @dataclass(frozen=True)
 class _Difference:
-    """What differs over the ranks.
+    """The variables that differ between the ranks.
 
     Args:
-        indices: Of the variables that differ.
-        paths: Of the same, as the root calls them.
-        root: The first of the ranks that agree with most others.
-        ranks: Those that hold another value of the first variable than the root.
-        agreeing: Those that hold the same.
+        indices: Indices of the variables that differ.
+        paths: Their paths on the root.
+        root: The lowest rank of the largest group of equal ranks.
+        ranks: Ranks whose first differing variable is not equal to the root's.
+        agreeing: Ranks whose first differing variable is equal to the root's.
     """
 
     indices: tuple[int, ...]
@@ -169,18 +171,18 @@ class _Difference:
     agreeing: tuple[int, ...]
 
 
-def _difference(everyone: Sequence[tuple[list[str], list[int]]]) -> _Difference:
-    """Of paths and fingerprints of each rank, which are not all equal."""
-    prints = [tuple(own) for _, own in everyone]
+def _difference(replicas: Sequence[tuple[list[str], list[int]]]) -> _Difference:
+    """Find what differs, from the paths and fingerprints of each rank."""
+    prints = [tuple(own) for _, own in replicas]
     largest = max(Counter(prints).values())
-    # Where as many agree with each other as with others, the lowest rank is right.
+    # If two groups are equally large, the one with the lowest rank is taken.
     root = next(r for r, own in enumerate(prints) if prints.count(own) == largest)
     table = list(zip(*prints, strict=True))
     indices = tuple(n for n, row in enumerate(table) if len(set(row)) > 1)
     first = table[indices[0]]
     return _Difference(
         indices=indices,
-        paths=tuple(everyone[root][0][index] for index in indices),
+        paths=tuple(replicas[root][0][index] for index in indices),
         root=root,
         ranks=tuple(r for r, value in enumerate(first) if value != first[root]),
         agreeing=tuple(r for r, value in enumerate(first) if value == first[root]),
@@ -188,9 +190,10 @@ def _difference(everyone: Sequence[tuple[list[str], list[int]]]) -> _Difference:
 
 
 def _variables(model: Any) -> list[Any]:
-    """What all ranks have to hold alike, in the same order on all of them.
+    """Variables that must be equal on all ranks, in the same order on all of them.
 
-    Causes come before what follows from them: a rate, weights, and then slots.
+    The learning rate comes first, then weights, then slots: the first variable that
+    differs is nearest to the cause.
     """
     left_out = optimizer.local_ids(model)
     state = []
@@ -215,7 +218,7 @@ def _digest(own: np.ndarray) -> Any:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """Ranks in words.
+    """Ranks as words.
 
     >>> _named([1]), _named([0, 2, 3])
     ('rank 1', 'ranks 0, 2 and 3')

@@ -1,4 +1,4 @@
-"""Stop when the model is good enough."""
+"""Stop when a metric has reached a target."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ class StopAtAccuracy(keras.callbacks.Callback):
     """Stops all ranks after the same epoch, when a metric has reached its target.
 
     Args:
-        target: Value of the metric that is good enough, for example 0.95.
+        target: The value of the metric to reach, for example 0.95.
         patience: Epochs in a row at or above `target` before training stops.
         monitor: Name of the metric in the logs. An epoch without an evaluation does
             not count.
@@ -19,6 +19,13 @@ class StopAtAccuracy(keras.callbacks.Callback):
     Raises:
         ValueError: If `patience` is less than 1; or, on all ranks, if `monitor` is
             not in the logs.
+
+    Example:
+
+    ```python
+    stop = keras_dist.StopAtAccuracy(0.95, patience=2)
+    keras_dist.dist_fit(model, x, y, validation_data=(x_val, y_val), callbacks=[stop])
+    ```
     """
 
     def __init__(
@@ -51,7 +58,7 @@ class StopAtAccuracy(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         logs = logs or {}
         is_due = self._has_evaluated or not self.monitor.startswith("val_")
-        # All ranks decide on the same value, and all hear of a missing one.
+        # All ranks decide on the same value, and all raise if one rank has none.
         values = comm.gather(
             float(logs[self.monitor]) if self.monitor in logs else None
         )
@@ -72,7 +79,7 @@ class StopAtAccuracy(keras.callbacks.Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if not self._was_seen and logs:
             raise _missing(self.monitor, logs, comm.rank())
-        # Only now: the progress bar has ended its line.
+        # Not before the progress bar has ended its line.
         if self._line and comm.rank() == 0 and self.params.get("verbose"):
             print(self._line, flush=True)
 

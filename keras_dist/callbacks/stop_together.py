@@ -1,4 +1,4 @@
-"""All ranks stop after the same epoch, whichever asked for it."""
+"""Stop all ranks when one rank requests it."""
 
 from typing import Any
 
@@ -10,13 +10,21 @@ from keras_dist.training.session import session_of
 
 
 class StopTogether(keras.callbacks.Callback):
-    """Grants `model.stop_training = True` of any rank to all ranks at the same moment.
+    """Stops all ranks after the same step when any rank sets `model.stop_training`.
 
-    A rank that stopped alone would leave the others waiting in the next averaging. The
-    wish travels with the gradients of the next update, after which all leave the epoch;
-    at the latest all hear of it at the epoch's end.
+    If one rank stopped alone, the others would wait for it in the next collective. So
+    `model.stop_training = True` on one rank is a stop request, which is summed over the
+    ranks together with the gradients of the next update; after that step all ranks
+    stop. A request at the end of an epoch is exchanged there.
 
-    Stands last in a list, after every callback that may want to stop.
+    Position in the list: last, after every callback that may request a stop.
+
+    Example:
+
+    ```python
+    stops = [keras.callbacks.TerminateOnNaN(), keras_dist.StopTogether()]
+    model.fit(x, y, callbacks=stops)
+    ```
     """
 
     def set_model(self, model: Any) -> None:
@@ -24,13 +32,13 @@ class StopTogether(keras.callbacks.Callback):
         step.install(model).stop_request.make_collective(comm.size() > 1)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if comm.size() > 1:  # a fit that an error has ended may have left a wish
+        if comm.size() > 1:  # a fit that raised may have left a stop request
             stop_request = session_of(self.model).stop_request
             stop_request.grant(self.model, is_granted=False)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if comm.size() == 1:
-            return  # granted already
+            return  # Keras stops without an exchange
         stop_request = session_of(self.model).stop_request
         is_granted = comm.sum(int(stop_request.is_asked)) > 0
         stop_request.grant(self.model, is_granted=is_granted)

@@ -1,4 +1,4 @@
-"""How fast all ranks train together."""
+"""Rows per second of all ranks."""
 
 import time
 from typing import Any
@@ -16,19 +16,27 @@ from keras_dist.training.session import session_of
 class Throughput(keras.callbacks.Callback):
     """Puts rows per second over all ranks into the logs of each epoch.
 
-    `logs["rows_per_second"]` is the number of rows that all ranks trained on, over
-    the seconds of the slowest rank; validation does not count. On the first rank one
-    line an epoch says so, unless `fit` was called with `verbose=0`.
+    `logs["rows_per_second"]` is the number of rows that all ranks trained on, divided
+    by the seconds of the slowest rank; validation is not included. The first rank
+    prints it in one line an epoch, unless `fit` was called with `verbose=0`.
 
-    Stands before callbacks that read `logs`.
+    Position in the list: before callbacks that read `logs`.
 
     Args:
-        breakdown: Whether to say where the time goes, too: in the line, and as
-            `logs["computing"]`, `["averaging"]`, `["waiting"]` (for the rank that came
-            last) and `["input"]`, shares of the time of all ranks that add up to 1.
-            Of an epoch of more than 262,144 steps, the first so many. The first epoch
-            counts tracing as computing. On a GPU, whose work is queued, the shares may
-            be those of the queue: there `timeline` tells more.
+        breakdown: Whether to measure where the time is spent, too. It is printed in the
+            same line, and logged as `logs["computing"]`, `["averaging"]`, `["waiting"]`
+            (for the slowest rank) and `["input"]`: fractions of the total time of all
+            ranks, which add up to 1. They cover at most the first 262,144 steps of an
+            epoch. In the first epoch, tracing counts as computing. On a GPU, where
+            work is queued, they may measure the queue: use `timeline` there.
+
+    Example:
+
+    ```python
+    speed = keras_dist.Throughput(breakdown=True)
+    history = keras_dist.dist_fit(model, x, y, callbacks=[speed])
+    history.history["rows_per_second"], history.history["waiting"]
+    ```
     """
 
     def __init__(self, breakdown: bool = False) -> None:
@@ -65,34 +73,34 @@ class Throughput(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         times = self._times() if self.breakdown else None
-        measured, everyone = zip(*comm.gather((self._measure(), times)), strict=True)
+        measured, by_rank = zip(*comm.gather((self._measure(), times)), strict=True)
         rows = sum(rows for rows, _ in measured)
         rate = rows / max(seconds for _, seconds in measured)
         if logs is not None:
             logs["rows_per_second"] = rate
         ranks = f"{len(measured)} rank{'s' if len(measured) > 1 else ''}"
         self._line = f"epoch {epoch + 1}: {rate:,.0f} rows/s on {ranks}"
-        if None not in everyone:
-            pieces = breakdown(everyone)
-            self._line += f"; {pieces}"
+        if None not in by_rank:
+            parts = breakdown(by_rank)
+            self._line += f"; {parts}"
             if logs is not None:
                 for name in ("computing", "averaging", "waiting", "input"):
-                    logs[name] = getattr(pieces, name)
+                    logs[name] = getattr(parts, name)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._print()
         step.uninstall(self.model)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: another process has a clock of its own."""
+        """Empty: another process has another clock."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to do."""
+        """Nothing to restore."""
 
     def _measure(self) -> tuple[int, float]:
         if self._measured is None:
-            # Reading the count waits for the last step.
+            # Reading the number of rows waits for the last step to end.
             rows = session_of(self.model).rows_trained.of_this_process()
             self._measured = rows, time.perf_counter() - self._begin
         return self._measured
@@ -100,12 +108,12 @@ class Throughput(keras.callbacks.Callback):
     def _times(self) -> Times:
         stopwatch = self._stopwatch()
         arrivals, exchanges = stopwatch.read()
-        # Several steps of one execution have one beginning; those after it wait for
-        # input inside of it, which counts as computing.
+        # With `steps_per_execution`, several steps have one beginning. The wait of the
+        # later ones for input is inside the execution, and counts as computing.
         stride = max(1, -(-len(arrivals) // max(1, len(self._begins))))
         begins = np.array(self._begins)[: len(arrivals[::stride])]
         waits = np.maximum(0.0, arrivals[::stride][: len(begins)] - begins)
-        if stopwatch.has_traced:  # that was not the input
+        if stopwatch.has_traced:  # the first wait was tracing, not input
             waits[:1] = 0.0
         return Times(self._measure()[1], float(waits.sum()), exchanges)
 
@@ -115,7 +123,7 @@ class Throughput(keras.callbacks.Callback):
         return stopwatch
 
     def _print(self) -> None:
-        # Later than the end of the epoch, when the progress bar has ended its line.
+        # Called after the end of the epoch, when the progress bar has ended its line.
         if self._line and comm.rank() == 0 and self.params.get("verbose"):
             print(self._line, flush=True)
         self._line = ""

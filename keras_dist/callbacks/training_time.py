@@ -1,4 +1,4 @@
-"""How long the training has taken."""
+"""Seconds since the training began."""
 
 import time
 from typing import Any
@@ -9,13 +9,21 @@ from keras_dist import comm
 
 
 class TrainingTime(keras.callbacks.Callback):
-    """Counts the seconds since the training began, validation included.
+    """Counts the seconds since the training began, including validation.
 
-    `logs["training_seconds"]` holds them after each epoch, the attribute `seconds` at
-    any time after an epoch, and the first rank prints them at the end, unless `fit`
-    was called with `verbose=0`. The clock is the first rank's, on all ranks.
+    After each epoch they are in `logs["training_seconds"]` and in the attribute
+    `seconds`. At the end the first rank prints them, unless `fit` was called with
+    `verbose=0`. All ranks use the clock of the first rank.
 
-    Stands before callbacks that read `logs`.
+    Position in the list: before callbacks that read `logs`.
+
+    Example:
+
+    ```python
+    clock = keras_dist.TrainingTime()
+    history = keras_dist.dist_fit(model, x, y, epochs=5, callbacks=[clock])
+    clock.seconds, history.history["training_seconds"]
+    ```
     """
 
     def __init__(self) -> None:
@@ -41,11 +49,11 @@ class TrainingTime(keras.callbacks.Callback):
             print(f"trained {epochs} in {self.seconds:.1f} s", flush=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """The seconds so far, where another process goes on with the training."""
+        """Seconds and epochs so far, for a checkpoint."""
         return {"seconds": self._seconds_now(), "epochs": self._epochs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state; after the training has begun."""
+        """Restore the state of a checkpoint; called after the training has begun."""
         self._begin -= state["seconds"]
         self._epochs = state["epochs"]
 

@@ -1,4 +1,4 @@
-"""The user's callbacks on many ranks, where an error on one rank ends all of them."""
+"""Call the user's callbacks; an error on one rank is raised on all ranks."""
 
 import contextlib
 import functools
@@ -24,27 +24,27 @@ _BATCHES = tuple(
 
 
 class UserCallbacks(keras.callbacks.Callback):
-    """Calls the user's callbacks in their order, and keeps the ranks together.
+    """Calls the user's callbacks in their order; if one raises, all ranks raise.
 
-    At the beginning and end of training, of epochs and of evaluations the ranks tell
-    each other, once for all callbacks, whether one has raised: then all raise. So a
-    rank never waits for one that has failed, and what the first rank has written is
-    there when the others go on. A callback of the user's that stands after one that
-    writes begins when that one is done on the first rank.
+    At the beginning and the end of training, epochs and evaluations, the callbacks run
+    in phases: one that may read a file is in a later phase than those before it that
+    write. After each phase the ranks exchange whether a callback has raised an error,
+    and then all raise it. So no rank waits for one that has failed, and files that the
+    first rank has written exist before the other ranks read them.
 
-    Between these moments the ranks do not ask each other: what is raised at a batch is
-    kept, all ranks stop after the next batch, and then it is raised.
+    At batches there is no exchange: an error is stored and a stop request is made, all
+    ranks stop after the next batch, and the error is raised at the next exchange.
 
     Args:
-        given: The callbacks as the user gave them, on this rank.
+        given: The callbacks, as the user passed them on this rank.
     """
 
     def __init__(self, given: Sequence[Any]) -> None:
         super().__init__()
         self.given = list(given)
         is_first = comm.rank() == 0
-        # From the last: where only the first rank was given one that writes, the
-        # callbacks after it still meet.
+        # Numbered from the last phase, so that the numbers fit on all ranks if only the
+        # first rank was given a callback that writes.
         self._phases = [
             [c for c in phase if is_first or not runs_on_first_rank_only(c)]
             for phase in reversed(_phases(self.given))
@@ -54,7 +54,7 @@ class UserCallbacks(keras.callbacks.Callback):
         self._error: Exception | None = None
         for hook in _BATCHES:
             called = [c for c in self._members if _has(c, hook)]
-            if called:  # without any, Keras need not wait for the batch
+            if called:  # with a hook, Keras waits for each batch
                 setattr(self, hook, functools.partial(self._at_batch, hook, called))
 
     def set_params(self, params: Any) -> None:
@@ -65,13 +65,13 @@ class UserCallbacks(keras.callbacks.Callback):
     def set_model(self, model: Any) -> None:
         super().set_model(model)
         comm.run_on_all(lambda: [c.set_model(model) for c in self._members])
-        # Ranks may have been given different callbacks: they take part in every phase
-        # that any rank has.
-        everyone = comm.gather_or_raise(
+        # The ranks' callbacks may differ: every rank takes part in the exchange of each
+        # phase that any rank has.
+        used_by_rank = comm.gather_or_raise(
             lambda: {hook: self._own_phases(hook) for hook in _ON_ALL_RANKS}
         )
         self._used = {
-            hook: sorted(set().union(*(own[hook] for own in everyone)), reverse=True)
+            hook: sorted(set().union(*(u[hook] for u in used_by_rank)), reverse=True)
             for hook in _ON_ALL_RANKS
         }
 
@@ -95,7 +95,7 @@ class UserCallbacks(keras.callbacks.Callback):
         self._call_on_all("on_test_end", logs)
 
     def _own_phases(self, hook: str) -> set[int]:
-        """Numbers of the phases, from the last, in which this rank has work."""
+        """Numbers of the phases in which this rank has a callback to call."""
         found = {
             index
             for index, phase in enumerate(self._phases)
@@ -115,7 +115,7 @@ class UserCallbacks(keras.callbacks.Callback):
         if error is not None:
             raise error
         for callback in self._phases[index] if index < len(self._phases) else ():
-            with self._index_of(callback):
+            with self._scope_of(callback):
                 getattr(callback, hook)(*args)
 
     def _at_batch(
@@ -125,24 +125,24 @@ class UserCallbacks(keras.callbacks.Callback):
             return
         try:
             for callback in called:
-                with self._index_of(callback):
+                with self._scope_of(callback):
                     getattr(callback, hook)(batch, logs=logs)
-        except Exception as error:  # whatever it is, the others have to hear of it
+        except Exception as error:  # of any kind: it is raised on the other ranks, too
             self._error = error
             if hook.startswith("on_test"):
                 self.model.stop_evaluating = True
             if session_of(self.model).stop_request.is_collective:
                 self.model.stop_training = True
 
-    def _index_of(self, callback: Any) -> contextlib.AbstractContextManager[Any]:
-        """Where a callback runs: the other ranks do not evaluate with it alone."""
+    def _scope_of(self, callback: Any) -> contextlib.AbstractContextManager[Any]:
+        """Context for a callback; on the first rank only, it has no collectives."""
         if runs_on_first_rank_only(callback):
             return session_of(self.model).metrics.alone()
         return contextlib.nullcontext()
 
 
 def _phases(given: Sequence[Any]) -> list[list[Any]]:
-    """The callbacks in order, parted where one may read what one before it writes."""
+    """The callbacks, in phases: one that may read comes after the phase of a writer."""
     phases: list[list[Any]] = [[]]
     for callback in given:
         if _may_read(callback) and any(map(runs_on_first_rank_only, phases[-1])):
@@ -152,14 +152,14 @@ def _phases(given: Sequence[Any]) -> list[list[Any]]:
 
 
 def _may_read(callback: Any) -> bool:
-    """Whether it runs on all ranks and may read files: none of Keras's own does."""
+    """Whether it runs on all ranks and may read files, as none of Keras's own does."""
     is_keras = type(callback).__module__.split(".")[0] == "keras"
     is_users = not is_keras or isinstance(callback, keras.callbacks.LambdaCallback)
     return is_users and not runs_on_first_rank_only(callback)
 
 
 def _has(callback: Any, hook: str) -> bool:
-    """Whether a hook does something, also under the older name `on_batch_…`."""
+    """Whether a callback overrides a hook, or its older name `on_batch_…`."""
     names = [hook, hook.replace("on_train_batch", "on_batch")]
     for name in dict.fromkeys(names):
         found = getattr(callback, name, None)

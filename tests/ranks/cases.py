@@ -1,4 +1,4 @@
-"""What has to equal one process: the rows of `docs/equivalence.md`.
+"""Cases that must equal one process: the rows of `docs/equivalence.md`.
 
 Each case trains on one process with the global batch, by plain Keras, and on all ranks.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from claims import difference_of_states, share_out, state_of
+from claims import difference_of_states, distribute_jobs, state_of
 from models import SUBJECTS
 
 import keras_dist
@@ -21,11 +21,11 @@ import keras_dist
 RATE = 0.01
 EPOCHS = 2
 
-# Tolerances of arithmetic in two bytes: the rounding of a number, a few times.
+# Tolerances in float16 and bfloat16: a few roundings of a number.
 HALF = 2.0**-8
 BRAIN = 2.0**-5
 
-# Tolerance in float64, after what makes most of rounding.
+# Tolerance in float64, also for optimizers that amplify rounding errors.
 EXACT = 1e-10
 
 
@@ -47,10 +47,10 @@ class Case:
     """One configuration of model, optimizer, data and options.
 
     Args:
-        part: What it is about.
-        name: Of the case, in words.
+        part: The topic.
+        name: Name of the case, in words.
         subject: Name of the model in `models.SUBJECTS`.
-        oracle: The same of the model of one process, where it is another one.
+        oracle: Name of the model of one process, if it is not `subject`.
         optimizer: Makes the optimizer for a learning rate.
         rows: How many rows there are.
         batch_size: Of one rank.
@@ -58,10 +58,10 @@ class Case:
         arguments: Of both `fit` and `dist_fit`; arrays have a value for each row.
         options: Of `dist_fit` alone.
         factor: On the learning rate of one process, as a function of the ranks.
-        tolerance: Where the arithmetic itself is exact.
-        orders: How many other orders of summing tell what rounding does to it.
-        dtype: Of the model, where nothing else says so.
-        on_three: Whether the tests try it on three ranks too, and not the table alone.
+        tolerance: Largest relative difference, if no optimizer amplifies rounding.
+        orders: Runs of one process with other orders of summation, to measure rounding.
+        dtype: Of the model, unless the subject sets another.
+        on_three: Whether the tests run it on three ranks, too.
     """
 
     part: str
@@ -96,9 +96,9 @@ class Case:
         difference = difference_of_states(state_of(model), expected)
         tolerance = self.tolerance
         if difference > tolerance:
-            # A sign, or a division by a small moment, makes more of rounding: as much
-            # as between runs of one process that sum the same batches in other orders.
-            others = share_out(
+            # A sign, or a division by a small moment, amplifies rounding: measured by
+            # runs of one process that sum the same batches in other orders.
+            others = distribute_jobs(
                 [
                     lambda seed=seed: self.state_of_one_process(size, seed)
                     for seed in range(self.orders)
@@ -106,9 +106,9 @@ class Case:
             )
             tolerance = max(difference_of_states(other, expected) for other in others)
         if difference > tolerance:
-            # Chance, in so few orders, or an error? Rounding vanishes in float64.
+            # Too few orders, or a bug? Rounding vanishes in float64, a bug does not.
             exact = replace(self, dtype="float64")
-            expected = share_out([lambda: exact.state_of_one_process(size)])[0]
+            expected = distribute_jobs([lambda: exact.state_of_one_process(size)])[0]
             ours = state_of(exact.on_all_ranks())
             difference, tolerance = difference_of_states(ours, expected), EXACT
         return difference, tolerance, model
@@ -119,15 +119,15 @@ class Case:
             return state_of(self.on_one_process(size, seed))
 
     def on_all_ranks(self) -> Any:
-        """The model that the ranks train together."""
+        """The model that `dist_fit` trains on all ranks."""
         with _models_in(self.dtype):
-            return self._trained_together()
+            return self._trained_on_all_ranks()
 
-    def _trained_together(self) -> Any:
+    def _trained_on_all_ranks(self) -> Any:
         x, y = SUBJECTS[self.subject].rows(self.rows)
         model = self._compiled(self.subject, RATE)
         options = {"shuffle": False, "epochs": EPOCHS} | self.arguments | self.options
-        keras.utils.set_random_seed(5)  # from which the order of the rows follows
+        keras.utils.set_random_seed(5)  # determines the order of the rows
         keras_dist.dist_fit(
             model, x, y, batch_size=self.batch_size, verbose=0, **options
         )
@@ -140,8 +140,8 @@ class Case:
         if type(model.optimizer).__name__ == "ScheduleFreeAdamW" and model.built:
             # Keras gives its state the first values only outside of a graph.
             model.optimizer.build(model.trainable_variables)
-        # One fit where the order is always the same: the end of a fit changes weights
-        # where an optimizer keeps their moving average.
+        # A single fit if every epoch has the same order, because with `use_ema` the end
+        # of a fit changes weights.
         fits = EPOCHS if self.arguments.get("shuffle") else 1
         for epoch in range(fits):
             rows = self._order(epoch, size, seed)
@@ -175,15 +175,18 @@ class Case:
             drawn = random.Random(5).getrandbits(31)
             rows = tf.random.experimental.stateless_shuffle(rows, [drawn, epoch])
             rows = rows.numpy()
-        together = self.batch_size * size
-        tail = self.rows % together
+        global_batch = self.batch_size * size
+        tail = self.rows % global_batch
         rows = rows[: self.rows - (tail if tail < size else 0)]
         if seed is None:
             return rows
         generator = np.random.default_rng(seed)
-        starts = range(0, len(rows), together)
+        starts = range(0, len(rows), global_batch)
         return np.concatenate(
-            [generator.permutation(rows[start : start + together]) for start in starts]
+            [
+                generator.permutation(rows[start : start + global_batch])
+                for start in starts
+            ]
         )
 
 
@@ -248,11 +251,11 @@ def _optimizers() -> list[Case]:
         cls = getattr(keras.optimizers, name, None)
         if cls is None:
             continue  # this Keras does not have it
-        told = ", ".join(f"{key}={value}" for key, value in arguments.items())
+        text = ", ".join(f"{key}={value}" for key, value in arguments.items())
         cases.append(
             Case(
                 "optimizers",
-                f"{name}({told})",
+                f"{name}({text})",
                 "regularized",
                 lambda rate, cls=cls, arguments=arguments: cls(
                     learning_rate=rate, **arguments

@@ -1,4 +1,4 @@
-"""What the tests on several ranks compare."""
+"""Comparisons and helpers for tests on several ranks."""
 
 import hashlib
 
@@ -29,14 +29,14 @@ def difference_of_states(states, expected_states):
     return max(differences)
 
 
-def share_out(jobs):
-    """What all `jobs` return, on every rank: each rank does its part of them."""
+def distribute_jobs(jobs):
+    """Run each of `jobs` on one rank; returns the results of all, on every rank."""
     rank, size = keras_dist.rank(), keras_dist.size()
-    own = {place: jobs[place]() for place in range(rank, len(jobs), size)}
+    own = {index: jobs[index]() for index in range(rank, len(jobs), size)}
     done = {}
     for part in keras_dist.gather(own):
         done |= part
-    return [done[place] for place in range(len(jobs))]
+    return [done[index] for index in range(len(jobs))]
 
 
 def assert_equal_to_the_bit(model):
@@ -48,7 +48,7 @@ def assert_equal_to_the_bit(model):
 
 
 def raises_everywhere(kind, call):
-    """The messages of all ranks, each of which must raise `kind`."""
+    """Call on every rank; each must raise `kind`. Returns the messages of all ranks."""
     message = None
     try:
         call()

@@ -22,9 +22,9 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what would compare Keras with itself, and repeat what is the same.
+    """Deselects tests that would compare Keras with itself, or repeat another one.
 
-    Three ranks on two cores are slow: they try what depends on how many there are.
+    Three ranks on two cores are slow: they run only tests that depend on the number.
     """
 
     def is_left_out(item):
@@ -41,16 +41,16 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_sessionfinish(session, exitstatus):
-    """Keeps the exit code for the end."""
+    """Stores the exit code for the end."""
     session.config.exit_code = int(exitstatus)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config):
-    """Ends at once.
+    """Ends the process at once.
 
-    pytest keeps the errors that tests expect, and these keep iterators of TensorFlow,
-    each of which may take a minute to end with the process.
+    pytest holds the errors that tests expect, and these hold iterators of TensorFlow,
+    each of which may take a minute to be destroyed.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -59,7 +59,7 @@ def pytest_unconfigure(config):
 
 @pytest.fixture
 def world():
-    """The place of this process."""
+    """The `World` of this process: rank and size."""
     return keras_dist.init()
 
 
@@ -82,8 +82,8 @@ def rows():
 def make_model():
     """Makes the same small model at every call, from the same initial weights.
 
-    It runs eagerly unless a test says otherwise: to trace it takes longer than to train
-    it, on three ranks of two cores.
+    It runs eagerly unless a test sets `run_eagerly`: on three ranks of two cores,
+    tracing takes longer than training.
     """
 
     def make(optimizer=None, *, seed=3, **compiled):

@@ -10,7 +10,7 @@ from cases import OPTIMIZERS, Case, optimizer_names
 # Models that take a weight for each row; the others have several targets or words.
 _WEIGHTED = {"perceptron", "unbuilt", "regularized", "convolution", "repeated names"}
 
-# Keras clips and squares repeated rows of an embedding one by one, we do their sum.
+# Keras clips and squares repeated rows of an embedding one by one; here their sum is.
 _ORACLES = {
     "embedding": "dense embedding",
     "large embedding": "large dense embedding",
@@ -63,12 +63,12 @@ def _optimizer(draws: random.Random, *, is_shuffled: bool) -> tuple[str, Any]:
     arguments["gradient_accumulation_steps"] = draws.choice([None, None, 2, 3])
     if draws.random() < 0.3:
         arguments["weight_decay"] = 0.01
-    # The end of a fit changes the weights then; shuffled, the oracle makes two fits.
+    # With `use_ema` the end of a fit changes weights; shuffled, the oracle fits twice.
     if draws.random() < 0.2 and not is_shuffled:
         arguments["use_ema"] = True
-    told = ", ".join(f"{key}={value}" for key, value in arguments.items() if value)
+    text = ", ".join(f"{key}={value}" for key, value in arguments.items() if value)
     cls = getattr(keras.optimizers, name)
-    return f"{name}({told})", lambda rate: cls(learning_rate=rate, **arguments)
+    return f"{name}({text})", lambda rate: cls(learning_rate=rate, **arguments)
 
 
 def _compiled(draws: random.Random) -> tuple[str, dict[str, Any]]:

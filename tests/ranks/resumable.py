@@ -1,4 +1,4 @@
-"""A small training with all that has a state, for tests that end it and go on."""
+"""A small training with every kind of state, for tests that end and resume it."""
 
 import glob
 
@@ -23,7 +23,7 @@ class Recording(keras.Sequential):
 class Dies(keras.callbacks.Callback):
     """Calls `die` on all ranks after so many updates, or soon after them.
 
-    A rank that was asked to end makes one step more, and may be beyond them.
+    A rank that received SIGTERM makes one more step, so it may call it later.
     """
 
     def __init__(self, updates, die):
@@ -32,7 +32,7 @@ class Dies(keras.callbacks.Callback):
         self.die = die
 
     def on_train_batch_end(self, batch, logs=None):
-        # Nothing is noted here: it would be saved, and be there in the next launch.
+        # No attribute is set here: it would be saved, and restored in the next launch.
         if self.updates and int(self.model.optimizer.iterations) >= self.updates:
             self.die()
 
@@ -50,15 +50,15 @@ def make_model(seed, *, is_equivalent=False):
 
     Args:
         seed: Of the weights that a training from the beginning starts from.
-        is_equivalent: Without what depends on how rows are dealt to ranks.
+        is_equivalent: Without layers that depend on how rows are sharded.
     """
     keras.utils.set_random_seed(seed)
-    apart = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
+    not_equivalent = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
     model = Recording(
         [
             keras.layers.Rescaling([1.0] * 5 + [0.0]),
             keras.layers.Dense(8, activation="tanh"),
-            *([] if is_equivalent else apart),
+            *([] if is_equivalent else not_equivalent),
             keras.layers.Dense(1, activation="sigmoid"),
         ]
     )
@@ -82,8 +82,8 @@ class Batches(keras.utils.PyDataset):
     def __len__(self):
         return -(-len(self.x) // 6)
 
-    def __getitem__(self, place):
-        rows = slice(6 * place, 6 * place + 6)
+    def __getitem__(self, index):
+        rows = slice(6 * index, 6 * index + 6)
         return self.x[rows], self.y[rows]
 
 
@@ -107,19 +107,19 @@ def train(
 
     Args:
         folder: As `resume`.
-        saw: Is told the number of each update, and the rows of this rank.
-        seed: Of what a process that goes on has to replace by what was saved.
+        saw: Called with the number of each update, and the rows of this rank.
+        seed: Of the weights of a process that resumes, which must replace them.
         dies: Updates after which `die` is called.
         die: Ends the training on this rank.
         is_equivalent: As in `make_model`.
         as_data: Makes data of another kind of the arrays.
         **options: Of `dist_fit`.
     """
-    goes_on = folder is not None and glob.glob(f"{folder}/checkpoint-*")
-    model = make_model(seed if goes_on else 3, is_equivalent=is_equivalent)
+    is_resumed = folder is not None and glob.glob(f"{folder}/checkpoint-*")
+    model = make_model(seed if is_resumed else 3, is_equivalent=is_equivalent)
     x, y = rows_of_all()
     object.__setattr__(model, "saw", saw)
-    # Nothing is good enough: it stops after the third epoch.
+    # No epoch improves by `min_delta`: training stops after the third one.
     stops = keras.callbacks.EarlyStopping("val_loss", patience=2, min_delta=10)
     given = {"batch_size": 6, "epochs": 5, "lr_scaling": "sqrt", "verbose": 0}
     given |= {"validation_data": (x[:31], y[:31]), "resume": folder} | options
@@ -138,6 +138,6 @@ def state_of(model, is_equivalent):
     return [np.array(keras.ops.convert_to_numpy(number)) for number in numbers]
 
 
-def told(history):
-    """What a `History` holds, without the clock."""
+def values_of(history):
+    """The values of a `History`, without the throughput."""
     return {n: v for n, v in history.history.items() if n != "rows_per_second"}

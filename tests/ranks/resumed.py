@@ -11,19 +11,19 @@ import time
 from pathlib import Path
 
 import numpy as np
-from resumable import told, train
+from resumable import train, values_of
 
 import keras_dist
 
-asked = []
+signaled = []
 
 
 def end(kind):
-    """Ends this process, or asks it to end, once, as a cluster does."""
+    """Sends this process SIGKILL, or once a SIGTERM, as a cluster does."""
     if kind == "SIGKILL":
         os.kill(os.getpid(), signal.SIGKILL)
-    if keras_dist.rank() == keras_dist.size() - 1 and not asked:
-        asked.append(kind)
+    if keras_dist.rank() == keras_dist.size() - 1 and not signaled:
+        signaled.append(kind)
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -48,7 +48,7 @@ def main(given):
             state, history = train(resume, saw=saw, **options, **more)
         if keras_dist.rank() == 0:
             np.savez(folder / f"{name}.npz", *state)
-            (folder / f"{name}.json").write_text(json.dumps(told(history)))
+            (folder / f"{name}.json").write_text(json.dumps(values_of(history)))
             if since:
                 print(f"{name}: {min(since.values()):.1f} s to the first step")
 

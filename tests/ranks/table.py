@@ -1,4 +1,4 @@
-"""Measures cases on all ranks; the first rank writes what it found to a file.
+"""Measures cases on all ranks; the first rank writes the results to a file.
 
 Usage: python table.py FILE               all of `cases.CASES`
        python table.py FILE FIRST COUNT   random cases, those drawn for so many ranks
@@ -13,11 +13,11 @@ import cases
 import fuzz
 import keras
 import tensorflow as tf
-from claims import assert_equal_to_the_bit, share_out
+from claims import assert_equal_to_the_bit, distribute_jobs
 
 import keras_dist
 
-# So many oracles are computed ahead, each rank a part of them.
+# Oracles that are computed at a time, each one on one rank.
 CHUNK = 12
 
 
@@ -26,7 +26,7 @@ def measure(chosen, size):
     found = []
     for start in range(0, len(chosen), CHUNK):
         chunk = chosen[start : start + CHUNK]
-        oracles = share_out(
+        oracles = distribute_jobs(
             [lambda case=case: case.state_of_one_process(size) for case in chunk]
         )
         for case, expected in zip(chunk, oracles, strict=True):
@@ -36,7 +36,7 @@ def measure(chosen, size):
                     size, expected
                 )
                 assert_equal_to_the_bit(model)
-            except Exception:  # told in the table, and the next case goes on
+            except Exception:  # reported in the row; the next case is measured
                 row["error"] = traceback.format_exc()
             row["is_measured"] = row["tolerance"] != case.tolerance
             found.append(row)

@@ -1,4 +1,4 @@
-"""What would make the ranks part is an error on all of them, before training."""
+"""Input that would make the ranks diverge is an error on all, before training."""
 
 import keras
 import numpy as np
@@ -49,7 +49,7 @@ def test_unusable_models(world, rows):
 
 
 def test_unknown_rules_and_negative_factors(world, make_model, rows):
-    """Every rule says what it takes."""
+    """Each message lists the valid rules."""
     bad = {
         "lr_scaling": ("cubic", -1.0, 0, float("inf"), lambda size: -size),
         "steps_scaling": ("halve", 2.0, None, lambda steps, size: 0),

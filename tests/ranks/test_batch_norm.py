@@ -52,7 +52,7 @@ def test_synchronized_layers_equal_one_process(world, rows, run_eagerly):
 
 @pytest.mark.three_ranks
 def test_moving_statistics_are_weighted_by_rows(world):
-    """A rank with fewer rows counts less; frozen layers keep their bits."""
+    """A rank with fewer rows counts less; frozen layers do not change by a bit."""
     keras.utils.set_random_seed(1)
     own_rows = 4 + 3 * world.rank
     x = np.full((own_rows, 2), float(world.rank), "float32")
@@ -71,9 +71,9 @@ def test_moving_statistics_are_weighted_by_rows(world):
         model, x, np.zeros(own_rows), batch_size=20, shard="none", verbose=0
     )
     own_mean = frozen(x[:1]).numpy()[0]
-    everyone = keras_dist.gather((own_rows, own_mean))
-    expected = sum(count * mean for count, mean in everyone)
-    expected /= sum(count for count, _ in everyone)
+    by_rank = keras_dist.gather((own_rows, own_mean))
+    expected = sum(count * mean for count, mean in by_rank)
+    expected /= sum(count for count, _ in by_rank)
     moving_mean = model.layers[1].moving_mean.numpy()
     assert moving_mean == pytest.approx(expected, rel=1e-5, abs=1e-6)
     for weight, old in zip(frozen.get_weights(), before, strict=True):

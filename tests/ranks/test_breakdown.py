@@ -1,4 +1,4 @@
-"""`Throughput(breakdown=True)` says where the time goes, and changes nothing else."""
+"""`Throughput(breakdown=True)` divides the time, and changes nothing else."""
 
 import time
 
@@ -10,7 +10,7 @@ from claims import largest_difference
 
 import keras_dist
 
-SHARES = ("computing", "averaging", "waiting", "input")
+FRACTIONS = ("computing", "averaging", "waiting", "input")
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ SHARES = ("computing", "averaging", "waiting", "input")
         {"optimizer": {"gradient_accumulation_steps": 2}},
     ],
 )
-def test_shares_add_up_and_the_model_is_the_same(world, rows, make_model, compiled):
+def test_fractions_add_up_and_the_model_is_the_same(world, rows, make_model, compiled):
     """Eagerly, with several steps of one execution, under XLA, and accumulated."""
     compiled = dict(compiled)
     options = compiled.pop("optimizer", {})
@@ -37,13 +37,13 @@ def test_shares_add_up_and_the_model_is_the_same(world, rows, make_model, compil
             model, *rows, batch_size=8, epochs=2, verbose=0, callbacks=[throughput]
         ).history
         models.append(model)
-        assert set(SHARES) <= set(history) or not breakdown
+        assert set(FRACTIONS) <= set(history) or not breakdown
         logs = history
     assert largest_difference(*models) == 0
-    for shares in zip(*(logs[name] for name in SHARES), strict=True):
-        assert sum(shares) == pytest.approx(1)
-        assert min(shares) >= -1e-9
-        assert (shares[1] > 0) == (world.size > 1)
+    for fractions in zip(*(logs[name] for name in FRACTIONS), strict=True):
+        assert sum(fractions) == pytest.approx(1)
+        assert min(fractions) >= -1e-9
+        assert (fractions[1] > 0) == (world.size > 1)
 
 
 @pytest.mark.several_ranks
@@ -71,7 +71,7 @@ def test_the_slowest_rank_is_named(world, rows, capsys):
 
 
 def test_work_inside_of_a_graph_is_computing(rows):
-    """Not input, wherever TensorFlow would look at the clock if it could choose."""
+    """Not input, whenever TensorFlow runs the op that reads the clock."""
 
     def nap(x):
         time.sleep(0.05)
@@ -95,8 +95,8 @@ def test_work_inside_of_a_graph_is_computing(rows):
     assert history["computing"][1] > 0.5 > history["input"][1]
 
 
-def test_slow_input_is_seen(world, rows, make_model):
-    """More of the time is input where each batch is slept for."""
+def test_slow_input_is_measured(world, rows, make_model):
+    """The fraction of input is larger if each batch is slept for."""
     x, y = rows
 
     def batches(seconds):

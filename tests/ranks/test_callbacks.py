@@ -1,4 +1,4 @@
-"""Callbacks act alike on every rank, alone in a list and within `dist_fit`."""
+"""Callbacks act alike on every rank, with `model.fit` and with `dist_fit`."""
 
 import keras
 import numpy as np
@@ -14,8 +14,8 @@ from claims import (
 import keras_dist
 
 
-def deal(rows, world):
-    """This rank's rows by hand, as users of the callbacks alone do it."""
+def shard(rows, world):
+    """This rank's rows, sharded by hand as for a plain `model.fit`."""
     return tuple(array[:96][world.rank :: world.size] for array in rows)
 
 
@@ -30,7 +30,7 @@ def test_callbacks_alone_train_like_one_process(world, rows, make_model, is_jitt
     expected = oracle.fit(
         x, y, batch_size=8 * world.size, validation_data=(x, y), **arguments
     )
-    own = deal(rows, world)
+    own = shard(rows, world)
     model = make_model(
         keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)),
         seed=world.rank + 3,
@@ -77,7 +77,7 @@ def test_an_optimizer_that_does_not_average_is_found(world, rows, make_model):
 
 @pytest.mark.three_ranks
 def test_another_root_can_be_copied(world, rows, make_model):
-    """`root_rank` says whose weights all ranks start from."""
+    """All ranks start from the weights of `root_rank`."""
     last = world.size - 1
     model = make_model(
         keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0 + 1e-9)),
@@ -85,7 +85,7 @@ def test_another_root_can_be_copied(world, rows, make_model):
     )
     kernel = keras_dist.broadcast(model.get_weights()[0], last)
     model.fit(
-        *deal(rows, world),
+        *shard(rows, world),
         batch_size=48,
         verbose=0,
         callbacks=[keras_dist.BroadcastVariables(root_rank=last)],
@@ -119,7 +119,7 @@ def test_a_custom_loop_averages(world, rows, make_model):
     for wrap in (tf.function, lambda step: step):
         oracle = train(keras.optimizers.Adam(), x, y, 4, lambda step: step)
         optimizer = keras_dist.DistributedOptimizer(keras.optimizers.Adam())
-        model = train(optimizer, *deal((x, y), world), 4, wrap)
+        model = train(optimizer, *shard((x, y), world), 4, wrap)
         assert largest_difference(model, oracle) < 1e-5
         assert_equal_to_the_bit(model)
 
@@ -131,7 +131,7 @@ def test_all_ranks_stop_at_the_same_epoch(world, rows, make_model, patience):
 
     class Scripted(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
-            # Ranks that see other values still decide together.
+            # Ranks with different values still make one decision.
             logs["val_accuracy"] = values[epoch] + 0.01 * keras_dist.rank()
 
     stop = keras_dist.StopAtAccuracy(0.6, patience)
@@ -148,7 +148,7 @@ def test_all_ranks_stop_at_the_same_epoch(world, rows, make_model, patience):
 
 
 def test_target_accuracy_stops(world, rows, make_model, capsys):
-    """`target_accuracy` of `dist_fit` adds the callback; one rank says so."""
+    """`target_accuracy` of `dist_fit` adds the callback; one rank prints a line."""
     history = keras_dist.dist_fit(
         make_model(),
         *rows,
@@ -160,12 +160,12 @@ def test_target_accuracy_stops(world, rows, make_model, capsys):
     )
     reached = history.history["val_accuracy"]
     assert reached[-1] >= 0.9 and all(value < 0.9 for value in reached[:-1])
-    said = "stopped after epoch" in capsys.readouterr().out
-    assert keras_dist.gather(said) == [rank == 0 for rank in range(world.size)]
+    is_printed = "stopped after epoch" in capsys.readouterr().out
+    assert keras_dist.gather(is_printed) == [rank == 0 for rank in range(world.size)]
 
 
 def test_an_unknown_metric_is_an_error_on_all_ranks(rows, make_model):
-    """The message lists what could have been meant."""
+    """The message lists the metrics in the logs."""
     for monitor, data in (("val_acc", rows), ("accurate", None), ("val_acc", None)):
         call = {"validation_data": data, "verbose": 0, "epochs": 2}
         stop = keras_dist.StopAtAccuracy(0.6, monitor=monitor)
@@ -182,12 +182,12 @@ def test_an_unknown_metric_is_an_error_on_all_ranks(rows, make_model):
 def test_a_wish_of_one_rank_stops_all(world, rows, make_model):
     """`stop_training` set by the last rank, in a batch or at an epoch's end."""
 
-    class Wish(keras.callbacks.Callback):
+    class RequestsStop(keras.callbacks.Callback):
         def __init__(self, moment):
             super().__init__()
             self.moment = moment
 
-        def wish(self, moment, epoch):
+        def request_stop(self, moment, epoch):
             if (moment, epoch) == self.moment and world.rank == world.size - 1:
                 self.model.stop_training = True
 
@@ -195,15 +195,20 @@ def test_a_wish_of_one_rank_stops_all(world, rows, make_model):
             self.epoch = epoch
 
         def on_train_batch_end(self, batch, logs=None):
-            self.wish("batch", self.epoch)
+            self.request_stop("batch", self.epoch)
 
         def on_epoch_end(self, epoch, logs=None):
-            self.wish("epoch", epoch)
+            self.request_stop("epoch", epoch)
 
     for moment in ("batch", 1), ("epoch", 1):
         model = make_model()
         history = keras_dist.dist_fit(
-            model, *rows, batch_size=8, epochs=5, verbose=0, callbacks=[Wish(moment)]
+            model,
+            *rows,
+            batch_size=8,
+            epochs=5,
+            verbose=0,
+            callbacks=[RequestsStop(moment)],
         )
         assert len(history.epoch) == 2
         assert_equal_to_the_bit(model)
@@ -225,7 +230,7 @@ def test_throughput_counts_the_rows_of_all_ranks(world, rows, make_model, capsys
 
 
 def test_files_are_written_by_the_first_rank(world, rows, make_model, tmp_path):
-    """Each rank has a folder of its own here, and only the first one's fills."""
+    """Each rank has its own folder here; only the first rank's has files."""
     csv, backup = str(tmp_path / "log.csv"), str(tmp_path / "backup")
     keras_dist.dist_fit(
         make_model(),
@@ -249,7 +254,7 @@ def test_files_are_written_by_the_first_rank(world, rows, make_model, tmp_path):
 
 
 def test_a_backup_restores_all_ranks(world, rows, make_model, tmp_path):
-    """The first rank restores weights and epoch, and the others follow."""
+    """The first rank restores weights and epoch, and broadcasts them."""
 
     class Interrupt(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):

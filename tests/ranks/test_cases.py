@@ -2,7 +2,7 @@
 
 import pytest
 from cases import CASES, OPTIMIZERS, OTHERS, TABLE_ONLY, optimizer_names
-from claims import assert_equal_to_the_bit, share_out
+from claims import assert_equal_to_the_bit, distribute_jobs
 
 import keras_dist
 
@@ -18,7 +18,9 @@ def oracles(request):
         if "case" in getattr(getattr(item, "callspec", None), "params", {})
     ]
     size = keras_dist.size()
-    states = share_out([lambda c=case: c.state_of_one_process(size) for case in chosen])
+    states = distribute_jobs(
+        [lambda c=case: c.state_of_one_process(size) for case in chosen]
+    )
     return {case.title: state for case, state in zip(chosen, states, strict=True)}
 
 

@@ -27,8 +27,8 @@ def test_the_world_is_the_launchers(world):
     assert keras_dist.init() is keras_dist.init()
 
 
-def test_cores_are_shared_out(world):
-    """No more threads than this rank's share of the cores."""
+def test_cores_are_divided_between_the_ranks(world):
+    """No more threads than this rank's part of the cores."""
     if world.size > 1:
         threads = tf.config.threading.get_intra_op_parallelism_threads()
         assert threads == comm.device().threads >= 1
@@ -37,20 +37,20 @@ def test_cores_are_shared_out(world):
 @pytest.mark.several_ranks
 @pytest.mark.three_ranks
 def test_each_rank_keeps_to_its_own_cores(world):
-    """Where there are enough; otherwise all share all of them."""
-    everyone = keras_dist.gather(sorted(os.sched_getaffinity(0)))
-    cores = {core for own in everyone for core in own}
+    """If there are enough; otherwise every rank uses all of them."""
+    by_rank = keras_dist.gather(sorted(os.sched_getaffinity(0)))
+    cores = {core for own in by_rank for core in own}
     if len(cores) < world.size:
-        assert all(set(own) == cores for own in everyone)
+        assert all(set(own) == cores for own in by_rank)
     else:
-        assert sum(map(len, everyone)) == len(cores)
-        assert len(set(map(len, everyone))) == 1
+        assert sum(map(len, by_rank)) == len(cores)
+        assert len(set(map(len, by_rank))) == 1
 
 
 @pytest.mark.several_ranks
 @pytest.mark.three_ranks
-def test_threads_that_talk_push_no_other_off_its_core():
-    """Those of Horovod wait for their turn; what computes is as it was."""
+def test_threads_of_horovod_do_not_preempt_threads_that_compute():
+    """They have the batch scheduling policy; all others are unchanged."""
     policies = []
     for thread in map(int, os.listdir("/proc/self/task")):
         with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -87,12 +87,12 @@ except RuntimeError as error:
 
 
 def test_a_process_that_a_rank_starts_is_no_rank(world):
-    """It knows its place, keeps its cores, and cannot talk; nothing hangs."""
+    """It knows rank and size, keeps its cores, has no collectives; nothing hangs."""
     if world.rank == 0:
         helper = [sys.executable, "-c", _HELPER]
         done = subprocess.run(helper, capture_output=True, text=True, check=True)
-        place, *words = done.stdout.splitlines()
-        assert place == f"0 {world.size}"
+        ranks, *words = done.stdout.splitlines()
+        assert ranks == f"0 {world.size}"
         assert " ".join(words).startswith(
             "A collective can only be called in the process of a rank"
             * (world.size > 1)
@@ -145,18 +145,18 @@ def test_objects_are_broadcast_and_gathered(world):
     assert keras_dist.broadcast(tensor, last).numpy().tolist() == [last, 5]
 
 
-def test_variables_are_broadcast_alone_and_together(world, monkeypatch):
+def test_variables_are_broadcast_alone_and_packed(world, monkeypatch):
     """A large one as it is, others packed; of every dtype that a model has."""
     monkeypatch.setattr("keras_dist.comm.collectives._MESSAGE_BYTES", 24)
     kinds = (("float32", 9), ("float32", 2), ("int32", 3), ("bfloat16", 20))
     variables = [
-        keras.Variable(np.full(length, world.rank + place), dtype=dtype)
-        for place, (dtype, length) in enumerate(kinds)
+        keras.Variable(np.full(length, world.rank + index), dtype=dtype)
+        for index, (dtype, length) in enumerate(kinds)
     ]
     comm.broadcast_variables(variables, world.size - 1)
-    for place, variable in enumerate(variables):
+    for index, variable in enumerate(variables):
         values = keras.ops.convert_to_numpy(keras.ops.cast(variable, "float32"))
-        assert (values == world.size - 1 + place).all()
+        assert (values == world.size - 1 + index).all()
 
 
 def test_many_arrays_are_broadcast_in_few_messages(world, monkeypatch):
@@ -175,7 +175,7 @@ def test_many_arrays_are_broadcast_in_few_messages(world, monkeypatch):
         assert (received.astype("int64") == world.size - 1).all()
 
 
-def test_what_cannot_be_summed_is_refused(world):
+def test_values_that_cannot_be_summed_are_refused(world):
     """An error instead of a collective that other ranks would wait in."""
     for message in raises_everywhere(TypeError, lambda: keras_dist.sum("text")):
         assert "'text'" in message
@@ -200,8 +200,8 @@ def test_an_error_on_one_rank_is_raised_on_all(world):
     if world.size > 1:
         for message in raises_everywhere(
             ValueError,
-            lambda: comm.agree({"place": world.rank}, advice="Do something."),
+            lambda: comm.agree({"color": world.rank}, advice="Do something."),
         ):
-            assert "disagree on place" in message
+            assert "disagree on color" in message
             assert f"rank {world.size - 1}: {world.size - 1}" in message
             assert message.endswith("Do something.")

@@ -1,4 +1,4 @@
-"""Every kind of data trains, and the plan says what becomes of it."""
+"""Every kind of data trains, and the plan says how it is sharded."""
 
 import subprocess
 import sys
@@ -104,8 +104,8 @@ def test_data_already_split_trains_alike(world, rows, make_model):
 
 @pytest.mark.several_ranks
 @pytest.mark.three_ranks
-def test_structures_of_arrays_are_dealt(world, rows):
-    """Dicts and lists of arrays, float64 and tensors, like Keras itself."""
+def test_structures_of_arrays_are_sharded(world, rows):
+    """Dicts and lists of arrays, float64 and tensors, as in Keras."""
     x, y = (array[:96] for array in rows)
 
     def make():

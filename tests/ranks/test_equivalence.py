@@ -55,7 +55,7 @@ def test_training_equals_one_process(world, rows, make_model, name, is_jitted):
     # Other initial weights on the other ranks: only the first rank's may count.
     model = make_model(OPTIMIZERS[name](0.1), seed=3 + world.rank, **compiled)
     history = keras_dist.dist_fit(model, x, y, batch_size=8, **arguments)
-    # Dividing by a small second moment, Adam amplifies what rounding leaves.
+    # Adam divides by a small second moment, which amplifies rounding errors.
     assert largest_difference_of_rates(model, oracle, world) < 1e-5
     assert_equal_to_the_bit(model)
     assert history.history.keys() == {*expected.history, "rows_per_second"}
@@ -103,7 +103,7 @@ def test_every_initial_weight_is_the_first_ranks(world, rows, make_model):
 
 
 @pytest.mark.three_ranks
-def test_shuffled_rows_are_seen_once_an_epoch_by_all_ranks_together(world):
+def test_shuffled_rows_are_read_once_an_epoch_over_all_ranks(world):
     """One permutation an epoch, another one the next, the same for every size."""
     x = np.arange(20, dtype="float32")[:, None]
     seen = []
@@ -124,14 +124,14 @@ def test_shuffled_rows_are_seen_once_an_epoch_by_all_ranks_together(world):
     model.compile("sgd", "mse", run_eagerly=True)
     keras.utils.set_random_seed(5)
     keras_dist.dist_fit(model, x, x, batch_size=12 // world.size, epochs=2, verbose=0)
-    everyone = keras_dist.gather(seen)
+    by_rank = keras_dist.gather(seen)
     per_epoch = len(seen) // 2
     orders = []
     for epoch in range(2):
         order = []
         for step in range(epoch * per_epoch, (epoch + 1) * per_epoch):
-            batch = [None] * sum(len(own[step]) for own in everyone)
-            for rank, own in enumerate(everyone):
+            batch = [None] * sum(len(own[step]) for own in by_rank)
+            for rank, own in enumerate(by_rank):
                 batch[rank :: world.size] = own[step]
             order += batch
         assert sorted(order) == list(range(20))
@@ -227,7 +227,7 @@ def test_each_rank_draws_its_own_dropout_masks(world, rows):
 
 @pytest.mark.three_ranks
 @pytest.mark.parametrize("is_wrapped", [False, True])
-def test_mixed_precision_skips_together(world, rows, is_wrapped):
+def test_mixed_precision_skips_on_all_ranks(world, rows, is_wrapped):
     """An inf on one rank only: all ranks skip the update and halve the scale."""
     x, y = rows
     x, y = np.array(x[:96]), y[:96]

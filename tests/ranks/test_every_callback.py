@@ -103,8 +103,8 @@ def fit_both(make_model, data, make_callback, make_optimizer, **arguments):
         pytest.param("rate", marks=pytest.mark.several_ranks),
     ],
 )
-def test_what_decides_decides_as_one_process(make_model, skewed, name):
-    """Each rank has another loss of its own, and all do what one process does."""
+def test_callbacks_that_decide_do_so_as_on_one_process(make_model, skewed, name):
+    """Each rank has another loss of its own, and all decide as one process does."""
     size, rank = keras_dist.size(), keras_dist.rank()
     data, validation = skewed
     model, history, oracle, expected = fit_both(
@@ -126,8 +126,8 @@ def test_what_decides_decides_as_one_process(make_model, skewed, name):
         assert len(set(keras_dist.gather(own))) == size
 
 
-def test_a_callback_list_is_taken_apart(make_model, rows):
-    """Keras takes a `CallbackList` too; it is not called twice."""
+def test_a_callback_list_is_flattened(make_model, rows):
+    """Keras accepts a `CallbackList`, too; its callbacks are not called twice."""
     seen = []
     mine = callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(epoch))
     keras_dist.dist_fit(
@@ -163,17 +163,17 @@ def test_a_nan_on_one_rank_stops_all_after_the_next_batch(make_model, rows):
 @pytest.mark.three_ranks
 @pytest.mark.parametrize("compression", [None, "bf16"])
 def test_a_wish_at_a_batch_stops_all_after_the_next(make_model, rows, compression):
-    """In the last rank alone; and a wish that was granted is forgotten."""
+    """A stop request of the last rank; the next fit does not see it any more."""
     last, size = keras_dist.size() - 1, keras_dist.size()
 
-    class Wish(callbacks.Callback):
+    class RequestsStop(callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             if batch == 1 and keras_dist.rank() == last:
                 self.model.stop_training = True
 
     model = make_model(run_eagerly=False)
     call = {"batch_size": 8, "epochs": 3, "verbose": 0, "compression": compression}
-    history = keras_dist.dist_fit(model, *rows, callbacks=[Wish()], **call)
+    history = keras_dist.dist_fit(model, *rows, callbacks=[RequestsStop()], **call)
     steps = 2 if size == 1 else 3
     assert history.epoch == [0]
     assert keras_dist.gather(int(model.optimizer.iterations)) == [steps] * size
@@ -229,7 +229,7 @@ def test_hooks_are_called_as_by_one_process(make_model, rows):
 
 
 def test_writers_write_once_and_readers_wait(make_model, rows, folder):
-    """All of them in one list and one folder, and a callback that reads at once."""
+    """All of them in one list and one folder, and a callback that reads the files."""
     best = folder / "best.weights.h5"
     size, epochs = keras_dist.size(), 2
     server = _Server() if keras_dist.rank() == 0 else None
@@ -271,7 +271,7 @@ def test_writers_write_once_and_readers_wait(make_model, rows, folder):
     call = {"batch_size": 8, "epochs": epochs, "verbose": 0, "callbacks": given}
     model = make_model()
     keras_dist.dist_fit(model, x, y, validation_data=(x, y), **call)
-    # At once, without waiting: on every rank.
+    # No barrier here: the files exist already, on every rank.
     steps = -(-len(x) // (8 * size))
     batches = [(n // steps + 1, n % steps + 1) for n in range(2, 2 * steps, 3)]
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
@@ -297,12 +297,12 @@ def _orbax(folder):
         return []
     try:
         return [callbacks.OrbaxCheckpoint(str(folder / "orbax"))]
-    except ImportError:  # Keras has the name also where Orbax is not installed
+    except ImportError:  # Keras has the name even if Orbax is not installed
         return []
 
 
 class _Server:
-    """Keeps what is posted to it."""
+    """Stores the events that are posted to it."""
 
     def __init__(self):
         self.events = events = []
@@ -337,15 +337,15 @@ def test_the_progress_bar_is_printed_once(make_model, rows, capsys):
         verbose=2,
         callbacks=[callbacks.ProgbarLogger()],
     )
-    said = capsys.readouterr().out.count("Epoch 1/2")
-    assert keras_dist.gather(said) == [1] + [0] * (keras_dist.size() - 1)
+    printed = capsys.readouterr().out.count("Epoch 1/2")
+    assert keras_dist.gather(printed) == [1] + [0] * (keras_dist.size() - 1)
 
 
 @pytest.mark.parametrize("update_freq", ["epoch", "batch", 2])
 def test_tensorboard_holds_the_scalars_of_the_whole_job(
     world, make_model, rows, folder, update_freq
 ):
-    """Each once, with throughput and the rate that updates see."""
+    """Each once, with the throughput and the rate that updates use."""
     size = world.size
     x, y = (array[: 4 * 8 * size][:96] for array in rows)
     model = make_model(keras.optimizers.SGD(0.1), run_eagerly=False)

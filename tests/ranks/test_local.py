@@ -13,13 +13,13 @@ pytestmark = pytest.mark.several_ranks
 
 
 def tower(seed):
-    """A layer that each rank may keep to itself."""
+    """A layer that may be local to each rank."""
     initializer = keras.initializers.GlorotUniform(seed=seed)
     return keras.layers.Dense(4, activation="tanh", kernel_initializer=initializer)
 
 
 def head():
-    """What all share."""
+    """The layer that all ranks train."""
     initializer = keras.initializers.GlorotUniform(seed=99)
     return keras.layers.Dense(1, kernel_initializer=initializer)
 
@@ -56,15 +56,15 @@ def test_local_layers_train_on_the_rows_of_their_rank(world, batches):
     expected.compile(optimizer(0.1), "mse", run_eagerly=True)
     ranks = np.arange(len(x)) % world.size
     expected.fit((x, ranks), y, batch_size=8 * world.size, **common)
-    own, shared = tower(world.rank), head()
-    model = keras.Sequential([keras.Input((5,)), own, shared])
+    own, common_head = tower(world.rank), head()
+    model = keras.Sequential([keras.Input((5,)), own, common_head])
     model.compile(optimizer(0.1), "mse", run_eagerly=True)
     keras_dist.dist_fit(
         model, x, y, batch_size=8, lr_scaling="none", local_layers=[own], **common
     )
     for layer, oracle in (
         (own, expected.towers[world.rank]),
-        (shared, expected.head),
+        (common_head, expected.head),
     ):
         for weight, other in zip(layer.weights, oracle.weights, strict=True):
             assert weight.numpy() == pytest.approx(other.numpy(), rel=1e-5, abs=1e-6)
@@ -73,9 +73,9 @@ def test_local_layers_train_on_the_rows_of_their_rank(world, batches):
 
 
 def test_options_that_cannot_be_used_are_errors_on_all_ranks(world, make_model, rows):
-    """Each says what was received and what to do."""
+    """Each message has what was received and what to do."""
     stranger = keras.layers.Dense(1)
-    for kind, said, options in (
+    for kind, text, options in (
         (ValueError, '"average", "sum" or "adasum"', {"op": "mean"}),
         (ValueError, 'None, "fp16" or "bf16"', {"compression": "int8"}),
         (ValueError, "Leave one out", {"op": "adasum", "compression": "fp16"}),
@@ -92,7 +92,7 @@ def test_options_that_cannot_be_used_are_errors_on_all_ranks(world, make_model, 
         if options == {"op": "adasum"} and keras_dist.comm.has_mpi():
             continue  # there it works, on two ranks
         for message in raises_everywhere(kind, call):
-            assert said in message and "Received: " in message
+            assert text in message and "Received: " in message
     with pytest.raises(RuntimeError, match="first call"):
         keras_dist.init(process_sets=[[0]])
     with pytest.raises(ValueError, match="ranks from 0"):
@@ -101,12 +101,12 @@ def test_options_that_cannot_be_used_are_errors_on_all_ranks(world, make_model, 
 
 @pytest.mark.several_ranks
 def test_adasum_is_the_formula_of_its_paper(world):
-    """On two ranks that talk over MPI: what of a gradient the other has too is halved.
+    """On two ranks over MPI: the common part of two gradients is halved.
 
     Start it by `mpirun -np 2`, with a Horovod built by `install-horovod --mpi`.
     """
     if not keras_dist.comm.has_mpi() or world.size != 2:
-        pytest.skip("Adasum needs two ranks that talk over MPI.")
+        pytest.skip("Adasum needs two ranks over MPI.")
     x, y = vectors(16)
 
     def make():
@@ -142,7 +142,7 @@ def test_adasum_is_the_formula_of_its_paper(world):
 
 
 class Counters(keras.layers.Layer):
-    """Counts what it sees, by each of the rules for state without a gradient."""
+    """Counts rows and steps, with each rule for state without a gradient."""
 
     def build(self, shape):
         def add(dtype, aggregation):
@@ -170,7 +170,7 @@ class Counters(keras.layers.Layer):
 
 @pytest.mark.three_ranks
 def test_state_without_a_gradient_follows_its_own_rule(world):
-    """`aggregation`: rows are added up over the ranks, steps are not."""
+    """`aggregation`: rows are summed over the ranks, steps are not."""
     x, y = vectors(48)
     counters = Counters()
     model = keras.Sequential([keras.Input((5,)), counters, keras.layers.Dense(1)])

@@ -1,4 +1,4 @@
-"""`sync="every:k"`: each rank goes alone for k steps; the oracle does so for all."""
+"""`sync="every:k"`: each rank makes k local steps; the oracle makes those of all."""
 
 import keras
 import numpy as np
@@ -14,8 +14,8 @@ BATCH, ROWS = 8, 96
 SGD = {"learning_rate": 0.1, "momentum": 0.9}
 
 
-def alone(make, x, y, *, every, outer_momentum, epochs):
-    """What plain Keras gives, on one process, for all ranks one after the other."""
+def local_sgd(make, x, y, *, every, outer_momentum, epochs):
+    """The same by plain Keras on one process, one model for each rank."""
     size = keras_dist.size()
     models = [make() for _ in range(size)]
     steps = len(x) // size // BATCH
@@ -25,23 +25,23 @@ def alone(make, x, y, *, every, outer_momentum, epochs):
     anchors = [v.numpy() for v in variables[0][0]]
     velocities = [np.zeros_like(anchor) for anchor in anchors]
 
-    def unite(place, move):
-        for column in zip(*(own[place] for own in variables), strict=True):
+    def synchronize(kind, move):
+        for column in zip(*(own[kind] for own in variables), strict=True):
             if column[0].shape:
                 new = move(np.mean([v.numpy() for v in column], axis=0))
                 for variable in column:
                     variable.assign(new)
 
     def average():
-        places = iter(range(len(anchors)))
+        indices = iter(range(len(anchors)))
 
         def move(mean):
-            place = next(places)
-            step = outer_momentum * velocities[place] + (mean - anchors[place])
-            velocities[place], anchors[place] = step, anchors[place] + step
-            return anchors[place]
+            index = next(indices)
+            step = outer_momentum * velocities[index] + (mean - anchors[index])
+            velocities[index], anchors[index] = step, anchors[index] + step
+            return anchors[index]
 
-        unite(0, move)
+        synchronize(0, move)
 
     for _ in range(epochs):
         for step in range(steps):
@@ -50,7 +50,7 @@ def alone(make, x, y, *, every, outer_momentum, epochs):
                 model.train_on_batch(x[rank::size][rows], y[rank::size][rows])
             if (step + 1) % every == 0 or step + 1 == steps:
                 average()
-        unite(1, lambda mean: mean)
+        synchronize(1, lambda mean: mean)
     return models[0]
 
 
@@ -72,7 +72,7 @@ def alone(make, x, y, *, every, outer_momentum, epochs):
         ),
     ],
 )
-def test_ranks_go_alone_and_meet(
+def test_local_sgd_equals_its_simulation_on_one_process(
     world, rows, make_model, outer_momentum, optimizer, compiled
 ):
     """Weights, momenta and the outer momentum; several steps of one call; under XLA."""
@@ -92,7 +92,7 @@ def test_ranks_go_alone_and_meet(
         outer_momentum=outer_momentum,
     )
     assert_equal_to_the_bit(model)
-    expected = alone(
+    expected = local_sgd(
         lambda: make_model(optimizer()),
         x,
         y,
@@ -104,16 +104,16 @@ def test_ranks_go_alone_and_meet(
     assert largest_difference(model, expected) < 2e-5
 
 
-def test_the_ranks_talk_every_k_steps(rows, make_model, monkeypatch):
+def test_the_ranks_exchange_weights_every_k_steps(rows, make_model, monkeypatch):
     """Weights every four of six steps and at the end; no gradient ever."""
     names = []
     own = transport.allreduce_sum
 
-    def heard(link, tensor, *, name):
+    def recorded(link, tensor, *, name):
         names.append(name)
         return own(link, tensor, name=name)
 
-    monkeypatch.setattr(transport, "allreduce_sum", heard)
+    monkeypatch.setattr(transport, "allreduce_sum", recorded)
     x, y = rows
     total = 6 * BATCH * keras_dist.size()
     x, y = np.tile(x, (3, 1))[:total], np.tile(y, 3)[:total]
@@ -123,8 +123,8 @@ def test_the_ranks_talk_every_k_steps(rows, make_model, monkeypatch):
     assert len(weights) == 2
 
 
-def test_a_wish_to_stop_is_heard_when_the_ranks_meet(world, rows, make_model):
-    """The last rank wishes it after its first batch; all stop after their third."""
+def test_a_stop_request_is_agreed_when_weights_are_averaged(world, rows, make_model):
+    """The last rank requests it after its first batch; all stop after their third."""
     steps = []
 
     class Stops(keras.callbacks.Callback):
@@ -142,7 +142,7 @@ def test_a_wish_to_stop_is_heard_when_the_ranks_meet(world, rows, make_model):
         callbacks=[Stops()],
         sync="every:3",
     )
-    # A wish travels with the weights after the step in which it was made.
+    # The stop request is sent with the weights, here after the third step.
     assert keras_dist.gather(len(steps)) == [3] * world.size
 
 
@@ -158,8 +158,8 @@ def test_a_wish_to_stop_is_heard_when_the_ranks_meet(world, rows, make_model):
         {"sync": "every:8", "compression": "fp16"},
     ],
 )
-def test_what_cannot_be_is_an_error(rows, make_model, wrong):
-    """On all ranks, before anything travels."""
+def test_unusable_options_are_errors(rows, make_model, wrong):
+    """On all ranks, before anything is sent."""
     messages = raises_everywhere(
         ValueError, lambda: keras_dist.dist_fit(make_model(), *rows, **wrong)
     )

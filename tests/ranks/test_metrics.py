@@ -90,7 +90,7 @@ CASES = {
 
 
 def all_of_keras():
-    """Names of all metrics of Keras but the one that others are made of."""
+    """Names of all metrics of Keras, without the base class."""
     return {
         name
         for name, member in vars(keras.metrics).items()
@@ -128,21 +128,21 @@ def values_of(metrics):
 def made(names):
     """The metrics of all cases of these names."""
     return {
-        f"{name} {place}": (getattr(keras.metrics, name)(**options), kind)
+        f"{name} {index}": (getattr(keras.metrics, name)(**options), kind)
         for name in sorted(names)
-        for place, (options, kind) in enumerate(CASES[name])
+        for index, (options, kind) in enumerate(CASES[name])
     }
 
 
 def shards(rank, size):
-    """Ways to divide the rows: a name, this rank's rows, whether they count."""
+    """Shards of the rows: a name, this rank's rows, whether they count."""
     rows, is_last = np.arange(NUM_ROWS), rank == size - 1
-    yield "dealt", rows[rank::size], True
+    yield "by row", rows[rank::size], True
     if size > 1:
-        begin, end = (9 * place * (place + 1) // 2 for place in (rank, rank + 1))
+        begin, end = (9 * index * (index + 1) // 2 for index in (rank, rank + 1))
         yield "uneven", rows[begin : None if is_last else end], True
-        dealt = rows[rank :: size - 1]
-        yield "none on the last", rows[:1] if is_last else dealt, not is_last
+        others = rows[rank :: size - 1]
+        yield "none on the last", rows[:1] if is_last else others, not is_last
 
 
 @pytest.mark.three_ranks
@@ -160,7 +160,7 @@ def test_every_metric_of_keras_is_that_of_one_process(world):
         # Copies: some results are the variable itself.
         expected[is_weighted] = {n: np.array(value) for n, value in results.items()}
     for shard, part, has_rows in shards(world.rank, world.size):
-        is_weighted = shard != "dealt"
+        is_weighted = shard != "by row"
         metrics = shown(own, data, part, weights if is_weighted else None)
         before = values_of(metrics)
         given = global_result(
@@ -223,7 +223,7 @@ class Rows(keras.metrics.Metric):
 
 
 class InPython(keras.metrics.Metric):
-    """Has no variable: a mean that is kept in Python."""
+    """Has no variable: its values are a list in Python."""
 
     def __init__(self, name="in_python"):
         super().__init__(name=name)
@@ -291,16 +291,16 @@ def test_the_plan_names_metrics_that_are_not_summed(world, rows, make_model, cap
     metrics = [Largest(), Rows(), InPython(), "mae", keras.metrics.F1Score()]
     model = make_model(metrics=metrics)
     keras_dist.dist_fit(model, rows[0], rows[1][:, None], batch_size=64, verbose=2)
-    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     if world.rank == 0:
-        assert "largest: by its own merge_states; rows: state averaged by rows" in said
-        assert "in_python: result averaged by rows" in said
-        box = said.split("╰")[0]
+        assert "largest: by its own merge_states; rows: state averaged by rows" in text
+        assert "in_python: result averaged by rows" in text
+        box = text.split("╰")[0]
         assert "mae:" not in box and "f1_score:" not in box
 
 
 @pytest.mark.several_ranks
-def test_ranks_with_other_metrics_are_told_which(world, rows, make_model):
+def test_different_metrics_on_the_ranks_are_an_error(world, rows, make_model):
     """Names and shapes are compared before the collective."""
     last = world.size - 1
     extra = [keras.metrics.MeanSquaredError(name="extra")] if world.rank == last else []
@@ -315,7 +315,7 @@ def test_ranks_with_other_metrics_are_told_which(world, rows, make_model):
 
     own = Own()
     own.call = lambda x: keras.ops.sum(x, axis=1, keepdims=True)
-    for metrics, said in (
+    for metrics, text in (
         (["mae", *extra], f"Rank {last} has the metric"),
         ([classes], "disagree on the state of the metric 'iou'"),
         (None, "the names in the logs"),
@@ -329,7 +329,7 @@ def test_ranks_with_other_metrics_are_told_which(world, rows, make_model):
             ValueError, lambda many=many: many.evaluate(*rows, verbose=0)
         )
         for message in messages:
-            assert said in message and "Received: rank 0: " in message
+            assert text in message and "Received: rank 0: " in message
 
 
 def two_outputs():
@@ -403,8 +403,8 @@ def test_all_metrics_of_a_fit_are_those_of_one_process(world, rows):
         part = x[:count], {name: target[:count] for name, target in targets.items()}
         with np.errstate(all="ignore"):
             values = model.evaluate(*part, verbose=0, return_dict=True)
-        told = many.evaluate(*part, verbose=0, return_dict=True)
-        assert told == pytest.approx(values, abs=2e-6, nan_ok=True), count
+        results = many.evaluate(*part, verbose=0, return_dict=True)
+        assert results == pytest.approx(values, abs=2e-6, nan_ok=True), count
 
 
 class Custom(keras.Model):
@@ -447,30 +447,30 @@ def test_values_without_a_metric_are_those_of_one_process_last_step(world, rows)
     for name in ("loss", "mae", "mine", "val_loss", "val_mae", "val_mine"):
         assert given[name] == pytest.approx(plain[name], abs=2e-6), name
     many = keras_dist.DistributedModel(models[1])
-    told = many.evaluate(x[:ragged], y[:ragged], 8, verbose=0, return_dict=True)
-    assert told["mine"] == pytest.approx(plain["val_mine"][0], abs=2e-6)
+    results = many.evaluate(x[:ragged], y[:ragged], 8, verbose=0, return_dict=True)
+    assert results["mine"] == pytest.approx(plain["val_mine"][0], abs=2e-6)
 
 
 @pytest.mark.several_ranks
 def test_an_evaluation_of_a_callback_is_its_own(world, rows, make_model):
-    """It may run on one rank; one of a `DistributedModel` in a fit is of all ranks."""
+    """It may run on one rank; with a `DistributedModel` it is one of all ranks."""
     x, y = rows
-    alone, together = [], []
+    on_one_rank, on_all_ranks = [], []
 
     class Tests(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             if world.rank == 0:
-                alone.append(self.model.evaluate(x[:9], y[:9], verbose=0))
+                on_one_rank.append(self.model.evaluate(x[:9], y[:9], verbose=0))
             many = keras_dist.DistributedModel(self.model)
-            together.append(many.evaluate(x[:9], y[:9], verbose=0))
+            on_all_ranks.append(many.evaluate(x[:9], y[:9], verbose=0))
 
     model = make_model()
     history = keras_dist.dist_fit(
         model, x, y, epochs=2, verbose=0, validation_data=rows, callbacks=[Tests()]
     )
     expected = model.evaluate(x[:9], y[:9], verbose=0)
-    assert together[-1] == pytest.approx(expected, abs=1e-6)
-    assert not alone or alone[-1] == pytest.approx(expected, abs=1e-6)
+    assert on_all_ranks[-1] == pytest.approx(expected, abs=1e-6)
+    assert not on_one_rank or on_one_rank[-1] == pytest.approx(expected, abs=1e-6)
     values = model.evaluate(x, y, verbose=0)
     assert history.history["val_loss"][-1] == pytest.approx(values[0], abs=1e-6)
     assert len(set(keras_dist.gather(tuple(history.history["val_loss"])))) == 1
@@ -522,8 +522,8 @@ def test_fashion_mnist_is_validated_alike_on_any_number_of_ranks():
         validation_data=(x, y),
         validation_batch_size=500,
     ).history
-    told = many.evaluate(x, y, 500, verbose=0, return_dict=True)
-    assert set(told) == {"loss", "accuracy", "auc", "f1"}
-    for name, value in told.items():
+    results = many.evaluate(x, y, 500, verbose=0, return_dict=True)
+    assert set(results) == {"loss", "accuracy", "auc", "f1"}
+    for name, value in results.items():
         assert value == pytest.approx(expected[name], abs=1e-6), name
         assert history[f"val_{name}"] == [pytest.approx(expected[name], abs=1e-6)], name

@@ -45,8 +45,8 @@ def fit(model, data, report, *callbacks, **arguments):
         history = keras_dist.dist_fit(
             model, x, y, callbacks=[report, *callbacks], lr_scaling="none", **given
         )
-    told = [str(w.message) for w in caught if "left out" in str(w.message)]
-    return history, told
+    warned = [str(w.message) for w in caught if "left out" in str(w.message)]
+    return history, warned
 
 
 def without_fourth_batch(data):
@@ -59,7 +59,7 @@ def difference(model, oracle):
     return largest_difference(model, oracle)
 
 
-WAYS = {
+EXECUTIONS = {
     "eagerly": {},
     "a graph": {"run_eagerly": False, "jit_compile": False, "steps_per_execution": 3},
     "xla": {"run_eagerly": False, "jit_compile": True},
@@ -67,15 +67,15 @@ WAYS = {
 
 
 @three_ranks
-@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("execution", list(EXECUTIONS))
 def test_skipped_the_model_is_as_if_there_had_been_no_such_batch(
-    way, poisoned, make_model, folder
+    execution, poisoned, make_model, folder
 ):
     """Weights, momentum, metrics: those of one process without that global batch."""
     metrics = [keras.metrics.BinaryAccuracy()]
-    model = make_model(metrics=metrics, **WAYS[way])
+    model = make_model(metrics=metrics, **EXECUTIONS[execution])
     report = keras_dist.NanReport("skip", folder)
-    history, told = fit(model, poisoned, report)
+    history, warned = fit(model, poisoned, report)
     oracle = make_model(metrics=[keras.metrics.BinaryAccuracy()])
     expected = oracle.fit(
         *without_fourth_batch(poisoned), batch_size=12, shuffle=False, verbose=0
@@ -90,15 +90,15 @@ def test_skipped_the_model_is_as_if_there_had_been_no_such_batch(
     assert (found.inputs, found.rows, found.is_output) == (("x",), (POISONED,), True)
     # Keras numbers layers, and ranks may have made other models before.
     assert found.layer == keras_dist.gather(model.layers[0].name)[rank]
-    assert len(told) == (keras_dist.rank() == 0)
-    if told:
-        assert f"Epoch 1, step 4: the gradients of rank {rank} are not" in told[0]
-        assert f"row {POISONED} of the data" in told[0]
+    assert len(warned) == (keras_dist.rank() == 0)
+    if warned:
+        assert f"Epoch 1, step 4: the gradients of rank {rank} are not" in warned[0]
+        assert f"row {POISONED} of the data" in warned[0]
     keras_dist.gather("written")
-    with np.load(found.file, allow_pickle=False) as kept:
-        assert (kept["x"] == poisoned[0][kept["rows"]]).mean() > 0.9
-        assert kept["rows"][kept["places_to_blame"]] == [POISONED]
-        assert len(kept["y"]) == batch_size()
+    with np.load(found.file, allow_pickle=False) as saved:
+        assert (saved["x"] == poisoned[0][saved["rows"]]).mean() > 0.9
+        assert saved["rows"][saved["places_to_blame"]] == [POISONED]
+        assert len(saved["y"]) == batch_size()
     assert [path.name for path in folder.iterdir()] == [Path(found.file).name]
     if keras_dist.size() > 1:
         assert_equal_to_the_bit(model)
@@ -112,8 +112,8 @@ def test_stop_and_raise_act_on_all_ranks_after_the_same_step(
     """The weights stay those before it, also when rows are shuffled."""
     model, oracle = make_model(), make_model()
     stops = keras_dist.NanReport("stop", folder)
-    history, told = fit(model, poisoned, stops, epochs=3)
-    assert len(told) == (keras_dist.rank() == 0)
+    history, warned = fit(model, poisoned, stops, epochs=3)
+    assert len(warned) == (keras_dist.rank() == 0)
     assert history.epoch == [0]
     x, y = (array[:36] for array in poisoned)
     oracle.fit(x, y, batch_size=12, shuffle=False, verbose=0)
@@ -178,7 +178,7 @@ def test_statistics_and_accumulated_gradients_are_not_spoiled(poisoned, folder):
 
     model, oracle = make(False), make(False)
     report = keras_dist.NanReport("skip", folder)
-    _, told = fit(model, poisoned, report)
+    _, warned = fit(model, poisoned, report)
     assert len(report.found) == 1
     oracle.fit(*without_fourth_batch(poisoned), batch_size=12, shuffle=False, verbose=0)
     assert difference(model, oracle) < 1e-5
@@ -191,7 +191,7 @@ def test_statistics_and_accumulated_gradients_are_not_spoiled(poisoned, folder):
 
 @several_ranks
 def test_batches_of_a_data_set_are_named(poisoned, make_model, folder):
-    """By their number; the row by its place in it."""
+    """By their number; the row by its index in the batch."""
     data = tf.data.Dataset.from_tensor_slices(poisoned).batch(6)
     report = keras_dist.NanReport("skip", folder)
     fit(make_model(), data, report, batch_size=None)
@@ -203,7 +203,7 @@ def test_batches_of_a_data_set_are_named(poisoned, make_model, folder):
 
 @several_ranks
 def test_a_loss_scale_is_not_reported_but_a_poisoned_row_is(poisoned, folder):
-    """Its first steps overflow: that is how it is found."""
+    """Its first steps overflow: that is how the scale is adjusted."""
 
     def fitted(data):
         keras.utils.set_random_seed(3)
@@ -230,7 +230,7 @@ def test_a_loss_scale_is_not_reported_but_a_poisoned_row_is(poisoned, folder):
 @several_ranks
 @three_ranks
 def test_terminate_on_nan_stops_all_ranks_after_the_same_batch(poisoned, make_model):
-    """Which one rank alone has seen; one process stops one batch earlier."""
+    """Although one rank alone has seen it; one process stops one batch earlier."""
     batches = []
 
     class Counts(keras.callbacks.Callback):
@@ -252,7 +252,7 @@ def test_terminate_on_nan_stops_all_ranks_after_the_same_batch(poisoned, make_mo
 
 
 def test_unusable_settings_are_errors(world, poisoned, make_model):
-    """What is unknown, and what differs between the ranks."""
+    """Unknown ones, and ones that differ between the ranks."""
     with pytest.raises(ValueError, match="Received: action='nothing'"):
         keras_dist.NanReport("nothing")
     if world.size > 1:
@@ -270,7 +270,7 @@ def test_unusable_settings_are_errors(world, poisoned, make_model):
 
 
 @several_ranks
-def test_gradients_that_travel_otherwise_are_seen_too(poisoned, make_model, folder):
+def test_gradients_of_every_exchange_are_checked(poisoned, make_model, folder):
     """In two bytes a number, as rows of an `Embedding`, and beside local layers."""
     for compression in ("fp16", "bf16"):
         model = make_model()

@@ -34,15 +34,15 @@ def in_batches(is_tuned=None):
 
 @pytest.fixture
 def read(monkeypatch):
-    """Whether each data set that Keras reads is tuned, `None` for TensorFlow's way."""
+    """Whether each data set that Keras reads is tuned, `None` for the default."""
     found = []
 
-    def keep(dataset, _=None):
+    def record(dataset, _=None):
         found.append(dataset.options().autotune.enabled)
         return dataset
 
     strategy = tf.distribute.get_strategy()
-    monkeypatch.setattr(strategy, "experimental_distribute_dataset", keep)
+    monkeypatch.setattr(strategy, "experimental_distribute_dataset", record)
     return found
 
 
@@ -68,8 +68,8 @@ def test_no_pass_over_data_is_tuned(model, read):
 
 
 @pytest.mark.several_ranks
-def test_who_asks_for_tuning_has_it(model, read):
-    """Options of the user's own data set are kept, and the model is plain again."""
+def test_tuning_that_the_user_requests_is_on(model, read):
+    """Options of the user's data set remain, and the model is plain again."""
     many = keras_dist.DistributedModel(model, shard="none")
     many.evaluate(in_batches(is_tuned=True), verbose=0)
     model.evaluate(X, Y, verbose=0)

@@ -26,9 +26,9 @@ class Nested(keras.Model):
 
 
 def inputs_of(count):
-    """Rows that can be told apart."""
+    """Rows that all differ."""
     x = np.random.default_rng(2).normal(size=(count, 4)).astype("float32")
-    names = np.array([f"row {place}" for place in range(count)])
+    names = np.array([f"row {index}" for index in range(count)])
     return {"x": x, "others": [np.arange(count, dtype="int32"), tf.constant(names)]}
 
 
@@ -47,7 +47,7 @@ def assert_same(given, expected):
 
 @pytest.mark.three_ranks
 def test_predictions_are_those_of_one_process(world):
-    """Any structure and dtype, ragged rows, fewer rows than ranks, `steps`, a share."""
+    """Any structure and dtype, ragged rows, fewer rows than ranks, `gather`."""
     model = Nested()
     many = keras_dist.DistributedModel(model)
     for count, options in (
@@ -59,7 +59,7 @@ def test_predictions_are_those_of_one_process(world):
         (101, {"steps": 4}),
     ):
         data = inputs_of(count)
-        # A tensor of strings cannot be sliced by Keras itself, so batches come dealt.
+        # Keras cannot slice a tensor of strings, so the oracle gets batches.
         plain = tf.data.Dataset.from_tensor_slices(keras.tree.lists_to_tuples(data))
         size = options.get("batch_size", 26 if options else 32)
         steps = options.get("steps")
@@ -74,7 +74,7 @@ def test_predictions_are_those_of_one_process(world):
 
 
 def test_data_in_batches_is_predicted_by_every_rank(world, rows, make_model, capsys):
-    """And what has been split already; the first rank alone prints and writes."""
+    """And data that is already split; the first rank alone prints and writes."""
     x, _ = rows
     model = make_model()
     expected = model.predict(x, verbose=0)
@@ -100,7 +100,7 @@ def test_data_in_batches_is_predicted_by_every_rank(world, rows, make_model, cap
 
 
 @pytest.mark.several_ranks
-def test_what_cannot_be_predicted_is_an_error_on_all_ranks(world, rows, make_model):
+def test_unusable_inputs_of_predict_are_errors_on_all_ranks(world, rows, make_model):
     """No rows, other rows, other weights, and outputs that are not one a row."""
     x, _ = rows
     model = make_model()
@@ -109,7 +109,7 @@ def test_what_cannot_be_predicted_is_an_error_on_all_ranks(world, rows, make_mod
     sums = keras.Sequential(
         [keras.Input((5,)), keras.layers.Lambda(lambda x: keras.ops.reshape(x, [-1]))]
     )
-    for net, data, said in (
+    for net, data, text in (
         (model, x[:0], "nothing to predict"),
         (model, x[: 50 + world.rank], "the number of rows"),
         (model, x[:, :4] if world.rank else x, "the shapes of the rows"),
@@ -119,4 +119,4 @@ def test_what_cannot_be_predicted_is_an_error_on_all_ranks(world, rows, make_mod
         many = keras_dist.DistributedModel(net)
         call = (lambda many=many, data=data: many.predict(data, verbose=0),)
         for message in raises_everywhere(ValueError, *call):
-            assert said in message and "Received: " in message
+            assert text in message and "Received: " in message

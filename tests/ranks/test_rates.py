@@ -67,7 +67,7 @@ def test_warmup_rises_batch_by_batch_and_only_once(world):
     rising = [1 + (world.size - 1) * step / 8 for step in range(8)]
     expected = rising + [world.size] * 4
     assert moves(model, world, epochs=3, warmup_epochs=2) == pytest.approx(expected)
-    # The model has made its first steps: a fit that goes on does not warm up again.
+    # The model has made its first steps: a second fit has no warm-up.
     again = moves(model, world, epochs=1, warmup_epochs=2)
     assert again == pytest.approx([world.size] * 4)
 
@@ -88,7 +88,7 @@ def test_a_schedule_is_read_at_the_steps_of_one_process(world):
     size = world.size
     expected = [size * (1 - step * size / 24) for step in range(4)]
     assert moves(model, world) == pytest.approx(expected)
-    # Not divided: not stretched.
+    # Steps that are not divided: the schedule is read at each step.
     model = slope(keras.optimizers.SGD(schedule))
     expected = [1 - step / 24 for step in range(4)]
     options = {"steps_scaling": "none", "lr_scaling": "none"}

@@ -38,12 +38,12 @@ class Changes(keras.callbacks.Callback):
 
 
 def kernel(model):
-    """The last weight but one."""
+    """The second to last weight."""
     return model.trainable_weights[-2]
 
 
 def slot(model):
-    """The momentum of the same."""
+    """Its momentum."""
     return model.optimizer.variables[-2]
 
 
@@ -79,7 +79,7 @@ def test_one_number_changed_on_one_rank_is_found_and_named(rows, make_model):
             ),
         )
         assert len(set(messages)) == 1
-        # The change spreads with the next update to what is computed from it.
+        # With the next update it changes other variables, too.
         assert "after step 3 of epoch 2" in messages[0]
         assert f" on {last} is not what it is on {others}" in messages[0]
         assert f"`{path}`" in messages[0]
@@ -89,7 +89,7 @@ def test_one_number_changed_on_one_rank_is_found_and_named(rows, make_model):
 @several_ranks
 @three_ranks
 def test_dist_fit_checks_at_the_end_of_each_epoch(rows, make_model):
-    """Without being asked, and before anything of that epoch is saved."""
+    """Without an option, and before anything of that epoch is saved."""
     saved = []
 
     class Saves(keras.callbacks.Callback):
@@ -105,8 +105,8 @@ def test_dist_fit_checks_at_the_end_of_each_epoch(rows, make_model):
 
 @several_ranks
 @three_ranks
-def test_ranks_are_brought_together_again(rows, make_model):
-    """Resync ends with equal weights; a check after every step heals all but one."""
+def test_resync_makes_the_ranks_equal_again(rows, make_model):
+    """With checks after every second step, two updates use the wrong gradients."""
     model, oracle = make_model(), make_model()
     fit(oracle, rows, shuffle=False)
     with warnings.catch_warnings(record=True) as caught:
@@ -124,7 +124,7 @@ def test_ranks_are_brought_together_again(rows, make_model):
 
 @several_ranks
 def test_a_warning_comes_once_for_each_difference(rows, make_model):
-    """And training goes on with it."""
+    """Training continues after it."""
     model = make_model()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -171,7 +171,7 @@ def test_what_ranks_may_hold_differently_is_not_reported(rows):
 def test_ranks_that_make_steps_of_their_own_are_compared_at_the_end_of_an_epoch(
     rows, make_model
 ):
-    """There they are brought together, and until then they differ by right."""
+    """There they are synchronized; between, local SGD lets them differ."""
     check = keras_dist.ReplicaCheck(every=1)
     model = make_model(keras.optimizers.Adam(0.01))
     fit(model, rows, check, sync="every:3")
@@ -194,8 +194,8 @@ def test_steps_of_one_execution_are_counted(rows, make_model):
 
 
 @several_ranks
-def test_ranks_with_other_settings_are_told(rows, make_model):
-    """They would wait for each other for ever."""
+def test_different_settings_on_the_ranks_are_an_error(rows, make_model):
+    """Otherwise the ranks would wait for each other for ever."""
     messages = raises_everywhere(
         ValueError,
         lambda: fit(
@@ -206,7 +206,7 @@ def test_ranks_with_other_settings_are_told(rows, make_model):
 
 
 def test_unusable_settings_are_errors(world):
-    """They say what was received."""
+    """The message has what was received."""
     for arguments in ({"every": 0}, {"every": True}, {"every": 1.5}, {"action": "x"}):
         [(name, value)] = arguments.items()
         with pytest.raises(ValueError, match=f"Received: {name}={value!r}"):
@@ -214,7 +214,7 @@ def test_unusable_settings_are_errors(world):
 
 
 @pytest.mark.parametrize("of", [checksum, sum_of_bits])
-def test_a_fingerprint_sees_every_bit_and_every_place(world, of):
+def test_a_fingerprint_depends_on_every_bit_and_its_position(world, of):
     """In all dtypes of weights; -0.0 is not 0.0, and NaN is what its bits are."""
     for dtype in ("float32", "float64", "float16", "bfloat16", "int8", "int64", "bool"):
         zeros = tf.zeros([3, 4], dtype)

@@ -1,4 +1,4 @@
-"""A training that ended goes on where it was, to the bit."""
+"""A training that was ended resumes at the same step, equal to the bit."""
 
 import glob
 import itertools
@@ -15,8 +15,8 @@ from resumable import (
     as_dataset,
     make_model,
     rows_of_all,
-    told,
     train,
+    values_of,
 )
 
 import keras_dist
@@ -45,11 +45,11 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.three_ranks
-def test_a_training_that_was_ended_goes_on_to_the_bit(folder):
-    """Again and again; every row once; and saving itself changes nothing."""
+def test_a_training_that_was_ended_resumes_to_the_bit(folder):
+    """Also repeatedly; every row is read once; saving itself changes nothing."""
     steps = -(-NUM_ROWS // (6 * keras_dist.size()))
     expected_rows, rows = {}, {}
-    # On one rank, Keras has an order of its own where nothing is kept.
+    # On one rank, without checkpoints, Keras shuffles by itself.
     whole = None if keras_dist.size() > 1 else f"{folder}/whole"
     expected, history = train(whole, saw=expected_rows.__setitem__)
     assert history.epoch == [0, 1, 2]
@@ -57,28 +57,26 @@ def test_a_training_that_was_ended_goes_on_to_the_bit(folder):
         options = {"seed": 100 + seed, "save_steps": 2, "die": die}
         with pytest.raises(Killed):
             train(f"{folder}/cut", saw=rows.__setitem__, dies=dies, **options)
-    state, went_on = train(f"{folder}/cut", saw=rows.__setitem__, seed=77)
+    state, resumed = train(f"{folder}/cut", saw=rows.__setitem__, seed=77)
     assert is_same(state, expected)
-    assert went_on.epoch == [0, 1, 2] and told(went_on) == told(history)
+    assert resumed.epoch == [0, 1, 2] and values_of(resumed) == values_of(history)
     assert rows == expected_rows
-    everyone = keras_dist.gather(rows)
+    by_rank = keras_dist.gather(rows)
     for epoch in range(3):
         updates = range(epoch * steps, (epoch + 1) * steps)
-        read = [
-            row for own, n in itertools.product(everyone, updates) for row in own[n]
-        ]
+        read = [row for own, n in itertools.product(by_rank, updates) for row in own[n]]
         assert len(set(read)) == len(read) > NUM_ROWS - keras_dist.size()
-    rows.clear()  # it is over: the same command makes no step, and gives the same
+    rows.clear()  # finished: the same command makes no step, and returns the same
     state, again = train(f"{folder}/cut", saw=rows.__setitem__, seed=78)
     count = len(make_model(3).weights)
     assert not rows and is_same(state[:count], expected[:count])
-    assert again.epoch == [0, 1, 2] and told(again) == told(history)
+    assert again.epoch == [0, 1, 2] and values_of(again) == values_of(history)
 
 
 @pytest.mark.three_ranks
 @pytest.mark.parametrize("as_data", [as_dataset, Batches])
-def test_data_in_batches_goes_on_where_it_was(folder, as_data):
-    """From a batch on: no batch before it is read, and none is left out or repeated."""
+def test_data_in_batches_resumes_where_it_was(folder, as_data):
+    """At a batch: none before it is read again, and none is left out."""
     options = {"as_data": as_data, "is_equivalent": True, "epochs": 2}
     expected_rows, rows = {}, {}
     expected, history = train(
@@ -90,9 +88,9 @@ def test_data_in_batches_goes_on_where_it_was(folder, as_data):
         train(f"{folder}/cut", saw=rows.__setitem__, **options, **more)
     rows_before = dict(rows)
     rows.clear()
-    state, went_on = train(f"{folder}/cut", saw=rows.__setitem__, seed=77, **options)
+    state, resumed = train(f"{folder}/cut", saw=rows.__setitem__, seed=77, **options)
     assert sorted(rows) == list(range(steps + 2, 2 * steps))
-    assert is_same(state, expected) and told(went_on) == told(history)
+    assert is_same(state, expected) and values_of(resumed) == values_of(history)
     assert rows_before | rows == expected_rows
 
 
@@ -108,7 +106,7 @@ def small(folder, units=1, **options):
 
 
 @pytest.mark.three_ranks
-def test_what_cannot_be_is_an_error_on_all_ranks_before_training(folder):
+def test_an_unusable_resume_is_an_error_on_all_ranks_before_training(folder):
     """A folder below a file, another model, damage, another callback that restores."""
     with open(f"{folder}/file", "w") as file:
         file.write("tea")
@@ -123,7 +121,7 @@ def test_what_cannot_be_is_an_error_on_all_ranks_before_training(folder):
     for wrong in ({"save_steps": 0}, {"save_seconds": -1}):
         with pytest.raises(ValueError, match=str(*wrong)):
             small(f"{folder}/kept", **wrong)
-    again = small(f"{folder}/kept", epochs=1)  # none of these has cost anything
+    again = small(f"{folder}/kept", epochs=1)  # the errors have changed nothing
     for one, other in zip(trained.weights, again.weights, strict=True):
         assert (one.numpy() == other.numpy()).all()
     if keras_dist.rank() == 0:
@@ -136,13 +134,13 @@ def test_what_cannot_be_is_an_error_on_all_ranks_before_training(folder):
 
 @pytest.mark.several_ranks
 def test_another_folder_on_a_rank_is_an_error(folder):
-    """Or the ranks would go on at different places."""
+    """Otherwise the ranks would resume at different steps."""
     with pytest.raises(ValueError, match="disagree on `resume`"):
         small(f"{folder}/{keras_dist.rank()}")
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder):
-    """A warning says so, on the first rank, and training goes on from the older one."""
+def test_a_damaged_checkpoint_is_replaced_by_the_one_before(folder):
+    """With a warning on the first rank; training resumes from the older one."""
     whole = small(f"{folder}/whole", epochs=3)
     small(f"{folder}/cut", epochs=2)
     if keras_dist.rank() == 0:
@@ -152,8 +150,8 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         again = small(f"{folder}/cut", epochs=3)
-    told = [str(w.message) for w in caught if "damaged" in str(w.message)]
-    assert len(told) == (keras_dist.rank() == 0)
+    messages = [str(w.message) for w in caught if "damaged" in str(w.message)]
+    assert len(messages) == (keras_dist.rank() == 0)
     for one, other in zip(whole.weights, again.weights, strict=True):
         assert (one.numpy() == other.numpy()).all()
 
@@ -162,7 +160,7 @@ class Fills(keras.callbacks.Callback):
     """From the second epoch on, the disk is full: no file may grow.
 
     Args:
-        folder: Where the first epoch is saved before.
+        folder: In which the first epoch is saved before.
     """
 
     def __init__(self, folder):
@@ -177,13 +175,13 @@ class Fills(keras.callbacks.Callback):
 
 
 def test_a_full_disk_is_a_warning_and_costs_no_checkpoint(folder):
-    """The training goes on; the checkpoint before stays, and room is used again."""
+    """Training continues; the checkpoint before remains, and its room is used again."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         small(f"{folder}/kept", epochs=2, callbacks=[Fills(f"{folder}/kept")])
-    told = [str(w.message) for w in caught if "File too large" in str(w.message)]
+    messages = [str(w.message) for w in caught if "File too large" in str(w.message)]
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-    assert len(told) == (keras_dist.rank() == 0)
+    assert len(messages) == (keras_dist.rank() == 0)
     assert len(os.listdir(f"{folder}/kept")) == 1
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     try:

@@ -1,4 +1,4 @@
-"""Data sets, sequences and generators, the same on all ranks, are dealt to them."""
+"""Data sets, sequences and generators that are the same on all ranks are sharded."""
 
 import warnings
 
@@ -37,7 +37,7 @@ def dataset_of(x, y):
 
 
 def unknown(x, y):
-    """A data set of a length that nobody knows."""
+    """A data set of unknown length."""
     return dataset_of(x, y).filter(lambda x, y: True)
 
 
@@ -57,7 +57,7 @@ def fit(model, data, **arguments):
 
 @pytest.mark.three_ranks
 @pytest.mark.several_ranks
-def test_every_kind_of_batches_is_dealt(world, rows, make_model):
+def test_every_kind_of_batches_is_sharded(world, rows, make_model):
     """Weights and metrics of one process with the global batch, tail and all."""
     x, y = (array[:96] for array in rows)  # 20 batches, the last one of one row
     used = _used(world.size)
@@ -123,8 +123,8 @@ def _used(size):
 
 
 @pytest.mark.several_ranks
-def test_the_plan_says_what_becomes_of_batches(world, rows, make_model, capsys):
-    """Sharded, or already split if the ranks' batches differ."""
+def test_the_plan_says_how_batches_are_sharded(world, rows, make_model, capsys):
+    """Sharded, or used as already split if the ranks' batches differ."""
     x, y = rows
     for data, said in (
         (dataset_of(x, y), "sharded by batch, round robin"),
@@ -142,7 +142,7 @@ def test_the_plan_says_what_becomes_of_batches(world, rows, make_model, capsys):
 
 
 @pytest.mark.several_ranks
-def test_data_that_cannot_be_dealt_is_an_error(world, rows, make_model):
+def test_data_that_cannot_be_sharded_is_an_error(world, rows, make_model):
     """Shuffled without a seed, changed differently by `on_epoch_end`, too short."""
     x, y = rows
 
@@ -153,7 +153,7 @@ def test_data_that_cannot_be_dealt_is_an_error(world, rows, make_model):
 
     tf.random.set_seed(world.rank)
     unseeded = dataset_of(x, y).shuffle(20)
-    for data, said in (
+    for data, text in (
         (unseeded, "shuffled without a seed"),
         (Shuffled(x, y), "After `on_epoch_end`"),
         (dataset_of(x[:1], y[:1]), "at least one row"),
@@ -167,7 +167,7 @@ def test_data_that_cannot_be_dealt_is_an_error(world, rows, make_model):
         model = make_model()
         call = lambda m=model, d=data: fit(m, d, epochs=2)  # noqa: E731
         for message in raises_everywhere(ValueError, call):
-            assert said in message
+            assert text in message
     for message in raises_everywhere(
         ValueError,
         lambda: fit(
@@ -180,7 +180,7 @@ def test_data_that_cannot_be_dealt_is_an_error(world, rows, make_model):
 @pytest.mark.several_ranks
 @pytest.mark.three_ranks
 def test_an_error_in_one_ranks_data_is_raised_on_all(world, rows, make_model):
-    """Its own error on that rank, and on the others which rank it was."""
+    """Its own error on that rank; on the others, one that names the rank."""
     x, y = rows
 
     def broken():
@@ -239,14 +239,14 @@ def test_an_error_in_one_ranks_evaluation_is_raised_on_all(world, rows, make_mod
         )
         for call in calls:
             assert keras_dist.gather(caught(call)) == expected
-    found = distributed.evaluate(x, y, verbose=0)  # and all goes on
+    found = distributed.evaluate(x, y, verbose=0)  # the ranks are still in step
     assert found == keras_dist.broadcast(found)
 
 
 @pytest.mark.several_ranks
 @pytest.mark.three_ranks
-def test_ranks_that_run_dry_stop_together(world, rows, make_model):
-    """After the last step that all can make; a warning says what is dropped."""
+def test_ranks_that_run_dry_stop_at_the_same_step(world, rows, make_model):
+    """After the last step for which all have a batch; a warning counts the others."""
     x, y = rows
     rank = world.rank
     data = unknown(x[: BATCH * (4 + rank)] + rank, y[: BATCH * (4 + rank)])
@@ -256,11 +256,11 @@ def test_ranks_that_run_dry_stop_together(world, rows, make_model):
         keras_dist.dist_fit(model, data, epochs=2, verbose=0)
     assert int(model.optimizer.iterations) == 2 * 4
     assert_equal_to_the_bit(model)
-    said = [str(w.message) for w in caught if "no more batch" in str(w.message)]
-    assert len(said) == (2 if rank == 0 else 0)
+    warned = [str(w.message) for w in caught if "no more batch" in str(w.message)]
+    assert len(warned) == (2 if rank == 0 else 0)
     if rank == 0:
-        assert "after 4 steps" in said[0] and "rank 0 had" in said[0]
-        assert f"{BATCH} of rank 1" in said[0]
+        assert "after 4 steps" in warned[0] and "rank 0 had" in warned[0]
+        assert f"{BATCH} of rank 1" in warned[0]
 
 
 @pytest.mark.several_ranks
@@ -295,8 +295,8 @@ def test_a_file_larger_than_memory_is_never_copied(world, rows, tmp_path, make_m
 
 
 @pytest.mark.several_ranks
-def test_a_torch_data_loader_is_dealt(world, rows, make_model):
-    """Batch by batch, and row by row at the end, as of one process."""
+def test_a_torch_data_loader_is_sharded(world, rows, make_model):
+    """By batch, and by row at the end; equal to one process."""
     torch = pytest.importorskip("torch")
     x, y = (array[:98] for array in rows)  # a tail of more rows than ranks
     data = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))

@@ -1,4 +1,4 @@
-"""Callbacks of the user's: on all ranks or on one, and what happens when one fails."""
+"""The user's callbacks: on all ranks or on one, and errors in them."""
 
 import resource
 import signal
@@ -61,9 +61,9 @@ def raised(call):
 @pytest.mark.three_ranks
 @several_ranks
 def test_an_error_on_one_rank_is_one_on_all(rows, make_model):
-    """At any hook: the rank's own there, and named by its rank elsewhere."""
+    """At any hook: its own error there; elsewhere one that names the rank."""
     last = keras_dist.size() - 1
-    told = "RuntimeError", f"On rank {last}: KeyError: 'tea'"
+    elsewhere = "RuntimeError", f"On rank {last}: KeyError: 'tea'"
     model = make_model()
     for hook in (
         "on_epoch_begin",
@@ -76,11 +76,11 @@ def test_an_error_on_one_rank_is_one_on_all(rows, make_model):
     ):
         first = int(model.optimizer.iterations)
         errors = raised(lambda hook=hook: fit(model, rows, Fails(hook), epochs=1))
-        assert errors == [told] * last + [("KeyError", "'tea'")], hook
-        if hook == "on_train_batch_end":  # the second batch, and all hear at the third
+        assert errors == [elsewhere] * last + [("KeyError", "'tea'")], hook
+        if hook == "on_train_batch_end":  # raised at the second, agreed at the third
             steps = int(model.optimizer.iterations) - first
             assert keras_dist.gather(steps) == [3] * (last + 1)
-    # The model is a plain one again, and nothing of it all is left.
+    # The model is a plain one again, and trains without an error.
     assert fit(model, rows).epoch == [0, 1]
     assert_equal_to_the_bit(model)
 
@@ -110,7 +110,7 @@ def test_an_error_in_an_evaluation_is_one_on_all(rows, make_model):
 
 @pytest.mark.three_ranks
 def test_a_marked_callback_runs_on_the_first_rank_only(world, rows, make_model):
-    """It may evaluate by itself: the others are not asked."""
+    """It may evaluate on one rank: the others take no part."""
 
     class Marked(keras.callbacks.Callback):
         def __init__(self):
@@ -141,7 +141,7 @@ def test_a_marked_callback_runs_on_the_first_rank_only(world, rows, make_model):
 
 @several_ranks
 def test_ranks_may_be_given_different_callbacks(world, rows, make_model, folder):
-    """As in scripts that say `if rank == 0`: who reads still waits for who writes."""
+    """As in scripts with `if rank == 0`: a reader still waits for the writer."""
 
     class Reads(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -202,10 +202,10 @@ class _FullDisk(keras.callbacks.Callback):
 
 @pytest.mark.parametrize("name", ["model.keras", "model.weights.h5"])
 def test_a_full_disk_leaves_the_file_before(rows, make_model, folder, name):
-    """Under `ModelCheckpoint`; all ranks raise, and nothing half-written is left."""
-    disk, model, kept = _FullDisk(), make_model(), []
+    """Under `ModelCheckpoint`; all ranks raise, and no partial file is left."""
+    disk, model, before = _FullDisk(), make_model(), []
     remembers = keras.callbacks.LambdaCallback(
-        on_epoch_begin=lambda epoch, logs: kept.append(model.get_weights())
+        on_epoch_begin=lambda epoch, logs: before.append(model.get_weights())
     )
     saves = keras.callbacks.ModelCheckpoint(
         str(folder / name), save_weights_only="weights" in name
@@ -219,7 +219,7 @@ def test_a_full_disk_leaves_the_file_before(rows, make_model, folder, name):
     assert [path.name for path in folder.iterdir()] == [name]
     twin = make_model(seed=8)
     twin.load_weights(folder / name)
-    for own, other in zip(kept[1], twin.get_weights(), strict=True):
+    for own, other in zip(before[1], twin.get_weights(), strict=True):
         assert (own == other).all()
 
 

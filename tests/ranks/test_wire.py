@@ -1,4 +1,4 @@
-"""What travels between the ranks: how many collectives, and how many bytes."""
+"""How many collectives there are, and how many bytes are sent."""
 
 from collections import Counter
 
@@ -45,7 +45,7 @@ def fit(name, optimizer, rows=48, **options):
 
 
 def test_one_collective_an_update(sent):
-    """All gradients of a dtype go together, also where batches are accumulated."""
+    """All gradients of a dtype are packed, also if batches are accumulated."""
     calls, _ = sent
     fit("perceptron", "adam")
     assert calls == {"allreduce_sum": 6}
@@ -54,23 +54,23 @@ def test_one_collective_an_update(sent):
     assert calls == {"allreduce_sum": 2}
 
 
-def test_large_gradients_travel_alone(sent, monkeypatch):
+def test_large_gradients_are_sent_alone(sent, monkeypatch):
     """Two of them at most, here; and the model is the same."""
     calls, _ = sent
-    together = fit("perceptron", keras.optimizers.SGD(0.1))
+    packed = fit("perceptron", keras.optimizers.SGD(0.1))
     calls.clear()
     monkeypatch.setattr("keras_dist.comm.tensors._LARGE", 4)
     monkeypatch.setattr("keras_dist.comm.tensors._MOST_ALONE", 2)
     alone = fit("perceptron", keras.optimizers.SGD(0.1))
     assert calls == {"allreduce_sum": 6 * 3}
-    assert largest_difference(alone, together) < 1e-6
+    assert largest_difference(alone, packed) < 1e-6
 
 
-def test_the_loss_is_weighed_where_only_keras_comes_after_it(monkeypatch):
-    """Not where the user's own code stands between the loss and the update."""
+def test_the_loss_is_weighted_if_only_keras_code_follows_it(monkeypatch):
+    """Not if the user's own code runs between the loss and the update."""
     weights, plain = [], gradients.exchange
 
-    def heard(own, weight, options, *, name):
+    def recorded(own, weight, options, *, name):
         weights.append(weight)
         return plain(own, weight, options, name=name)
 
@@ -78,7 +78,7 @@ def test_the_loss_is_weighed_where_only_keras_comes_after_it(monkeypatch):
         def apply_gradients(self, *args, **kwargs):
             return super().apply_gradients(*args, **kwargs)
 
-    monkeypatch.setattr(gradients, "exchange", heard)
+    monkeypatch.setattr(gradients, "exchange", recorded)
     models = []
     for optimizer, is_weighed in ((keras.optimizers.SGD(0.1), True), (Own(0.1), False)):
         weights.clear()
@@ -88,13 +88,13 @@ def test_the_loss_is_weighed_where_only_keras_comes_after_it(monkeypatch):
 
 
 def test_an_embedding_sends_the_rows_that_were_read(sent):
-    """Or all of its table, where that is less."""
+    """Or all of its table, if that is less."""
     calls, moved = sent
     fit("large embedding", "sgd")
     assert calls == {"allreduce_sum": 6, "allgather": 12}
     table = 500 * 3 * 4
     assert moved["allgather"] < 6 * table / 4
-    # The dense layer, the weight, the wish to stop, and how many rows each rank has.
+    # The dense layer, the weight, the stop request, and how many rows each rank has.
     assert moved["allreduce_sum"] == 6 * 4 * (13 + 2 + keras_dist.size())
     for counter in sent:
         counter.clear()
@@ -110,8 +110,8 @@ def test_repeated_rows_are_merged_before_they_are_sent(sent):
 
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])
-def test_compressed_gradients_travel_in_two_bytes(sent, kind):
-    """Two collectives of half the bytes, where a sum moves every byte twice."""
+def test_compressed_gradients_are_sent_in_two_bytes(sent, kind):
+    """Two collectives of half the bytes; a sum moves every byte twice."""
     calls, moved = sent
     model = fit("perceptron", "sgd", compression=kind)
     numbers = sum(weight.numpy().size for weight in model.weights)
@@ -129,7 +129,7 @@ def test_compressed_gradients_travel_in_two_bytes(sent, kind):
 def test_compression_neither_overflows_nor_vanishes(world, kind, magnitude):
     """Gradients of any size come out with the digits of their format."""
     own = np.random.default_rng(world.rank).normal(size=41).astype("float32")
-    everyone = np.stack(keras_dist.gather(own)).astype("float64") * magnitude
+    by_rank = np.stack(keras_dist.gather(own)).astype("float64") * magnitude
     weights = np.arange(1.0, world.size + 1)
     vector, total, extra = comm.sum_compressed(
         own * np.float32(magnitude),
@@ -140,15 +140,15 @@ def test_compression_neither_overflows_nor_vanishes(world, kind, magnitude):
         extra=float(world.rank),
     )
     assert float(extra) == sum(range(world.size))
-    expected = (weights[:, None] * everyone).sum(axis=0) / weights.sum()
+    expected = (weights[:, None] * by_rank).sum(axis=0) / weights.sum()
     assert float(total) == weights.sum()
     digits = 2.0**-10 if kind == "fp16" else 2.0**-7
-    assert np.abs(vector.numpy() - expected).max() < digits * np.abs(everyone).max()
+    assert np.abs(vector.numpy() - expected).max() < digits * np.abs(by_rank).max()
 
 
 @pytest.mark.three_ranks
 def test_an_inf_on_one_rank_is_an_inf_on_all(world):
-    """So that the loss scale of mixed precision is halved by all together."""
+    """So that all ranks halve the loss scale of mixed precision at the same step."""
     own = np.ones(8, "float32")
     own[3] = np.inf if world.rank == world.size - 1 else 1.0
     vector, _, _ = comm.sum_compressed(
@@ -165,7 +165,7 @@ def test_a_timeline_that_cannot_be_written_is_an_error(
     model = make_model()
     path = tmp_path / "trace.json"
     call = lambda: keras_dist.dist_fit(model, *rows, timeline=path)  # noqa: E731
-    for given, said in (
+    for given, text in (
         (None, "HOROVOD_TIMELINE=DYNAMIC"),
         ("other.json", "HOROVOD_TIMELINE='other.json'"),
     ):
@@ -174,5 +174,5 @@ def test_a_timeline_that_cannot_be_written_is_an_error(
         else:
             monkeypatch.setenv("HOROVOD_TIMELINE", given)
         for message in raises_everywhere(ValueError, call):
-            assert said in message
+            assert text in message
     assert int(model.optimizer.iterations) == 0

@@ -1,4 +1,4 @@
-"""`jit_compile=True`: the same weights, and one line where XLA cannot do it."""
+"""`jit_compile=True`: the same weights, and one warning if XLA cannot compile it."""
 
 import keras
 import pytest
@@ -47,7 +47,7 @@ class TwoUpdates(keras.Model):
 
 
 def test_a_model_that_xla_cannot_compile_trains_without(world, rows, make_model):
-    """It falls back, with one line on the first rank."""
+    """It trains without XLA, with one warning on the first rank."""
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((5,)), Uncompilable(), keras.layers.Dense(1)])
     model.compile("sgd", "mse", jit_compile=True)
@@ -63,7 +63,7 @@ def test_a_model_that_xla_cannot_compile_trains_without(world, rows, make_model)
 @pytest.mark.filterwarnings("ignore:Training without XLA")
 @pytest.mark.parametrize("is_jitted", [False, True])
 def test_two_optimizers_in_one_step_equal_one_process(world, rows, is_jitted):
-    """Each averages; with XLA too, where the step cannot be halved."""
+    """Each averages; also if XLA cannot compile the step in two parts."""
     x, y = (array[:96] for array in rows)
 
     def train(fit, rate, batch_size):
