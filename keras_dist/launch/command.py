@@ -46,20 +46,7 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         metavar="DIR",
         help="write all that rank K prints to DIR/rank.K.log; the screen shows rank 0",
     )
-    command.add_argument(
-        "--restarts",
-        type=int,
-        default=0,
-        metavar="K",
-        help="start again after a failure, at most K times (default: 0)",
-    )
-    command.add_argument(
-        "--stall-limit",
-        type=float,
-        metavar="S",
-        help="end the job when no rank makes progress for S seconds, 0 for never "
-        "(default: 120)",
-    )
+    _add_limits(command)
     command.add_argument("--with-parent", type=int, help=argparse.SUPPRESS)
     command.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
@@ -89,6 +76,23 @@ def _add_hosts(command: argparse.ArgumentParser) -> None:
         "--address",
         metavar="IP",
         help="address of this host for the others (default: that on the way to them)",
+    )
+
+
+def _add_limits(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="K",
+        help="start again after a failure, at most K times (default: 0)",
+    )
+    command.add_argument(
+        "--stall-limit",
+        type=float,
+        metavar="S",
+        help="end the job when no rank makes progress for S seconds, 0 for never "
+        "(default: 120)",
     )
 
 
