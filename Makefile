@@ -59,7 +59,7 @@ test: setup
 	$(BIN)/python -m pytest tests
 
 demo: setup
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/horovodrun -np 2 $(BIN)/python examples/digits.py
+	$(BIN)/keras-dist run -np 2 examples/digits.py
 
 equivalence: setup
 	$(BIN)/python tests/equivalence.py

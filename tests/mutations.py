@@ -54,7 +54,7 @@ MUTATIONS = [
     ),
     Mutation(
         "NaN: what the forward pass has changed is put back",
-        "optimizer/guard.py",
+        "optimizer/nan_guard.py",
         "self._is_left_out.assign(True)",
         "pass",
         ("test_nan_report.py", "no_such_batch"),

@@ -13,6 +13,7 @@ from keras_dist.launch.hosts import address_towards, hosts_of, is_here, slots
 from keras_dist.launch.jobs import run_command
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.remote_hosts import Reach
+from keras_dist.launch.startup_noise import VARIABLE as VERBOSE
 from keras_dist.monitor.report import end_with
 from keras_dist.monitor.watchdog import VARIABLE, limit_of
 
@@ -32,27 +33,20 @@ def add_run(commands: argparse._SubParsersAction) -> None:
             "Start a script on many ranks, show what they print, and end all of them "
             "when one fails: its own error is then the last thing to read."
         ),
+        epilog=(
+            "TensorFlow's start-up lines about oneDNN, CUDA and the CPU are not shown. "
+            f"Set {VERBOSE}=1 to see them."
+        ),
         usage="%(prog)s -np N [options] (script.py | -m module | program) [arguments]",
     )
     command.add_argument("-np", type=int, metavar="N", help="how many ranks to start")
     _add_hosts(command)
     command.add_argument(
-        "--log-dir", metavar="DIR", help="write what rank K prints to DIR/rank.K.log"
+        "--log-dir",
+        metavar="DIR",
+        help="write all that rank K prints to DIR/rank.K.log; the screen shows rank 0",
     )
-    command.add_argument(
-        "--restarts",
-        type=int,
-        default=0,
-        metavar="K",
-        help="start again after a failure, at most K times (default: 0)",
-    )
-    command.add_argument(
-        "--stall-limit",
-        type=float,
-        metavar="S",
-        help="end the job when no rank makes progress for S seconds, 0 for never "
-        "(default: 120)",
-    )
+    _add_limits(command)
     command.add_argument("--with-parent", type=int, help=argparse.SUPPRESS)
     command.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
@@ -82,6 +76,23 @@ def _add_hosts(command: argparse.ArgumentParser) -> None:
         "--address",
         metavar="IP",
         help="address of this host for the others (default: that on the way to them)",
+    )
+
+
+def _add_limits(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="K",
+        help="start again after a failure, at most K times (default: 0)",
+    )
+    command.add_argument(
+        "--stall-limit",
+        type=float,
+        metavar="S",
+        help="end the job when no rank makes progress for S seconds, 0 for never "
+        "(default: 120)",
     )
 
 

@@ -13,6 +13,7 @@ from keras_dist.launch.agent import STOP, start_message
 from keras_dist.launch.hosts import Slot, is_here
 from keras_dist.launch.output import Output
 from keras_dist.launch.ranks import Command
+from keras_dist.launch.startup_noise import VARIABLE
 
 _TICK = 0.1
 
@@ -119,9 +120,9 @@ class RemoteHosts:
         if is_here(host):
             return agent
         # Nothing secret: all users can read the command lines of processes.
-        paths = os.environ.get("PYTHONPATH")
-        variables = ["env", f"PYTHONPATH={paths}"] if paths else []
-        return [*self._reach.ssh, host, shlex.join([*variables, *agent])]
+        found = [(name, os.environ.get(name)) for name in ("PYTHONPATH", VARIABLE)]
+        variables = [f"{name}={value}" for name, value in found if value]
+        return [*self._reach.ssh, host, shlex.join(["env", *variables, *agent])]
 
 
 def _send(agent: subprocess.Popen[bytes], line: str) -> None:

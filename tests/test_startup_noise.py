@@ -1,0 +1,285 @@
+"""The screen shows the training: start-up lines stay away, and an error never does."""
+
+import io
+import os
+import re
+import sys
+
+import pytest
+from launch import ROOT, launch
+
+from keras_dist.launch.output import Output
+from keras_dist.launch.startup_noise import VARIABLE, is_startup_noise
+
+# Printed by TensorFlow 2.18.1, 2.19.1, 2.20.0 and 2.21.0 on a machine without a GPU,
+# and, from gpu_device.cc on, quoted by their users from machines with one.
+_KNOWN = r"""
+WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
+2026-11-22 13:04:55.405154: I tensorflow/core/util/port.cc:153] oneDNN custom operations are on. You may see slightly different numerical results due to floating-point round-off errors from different computation orders. To turn them off, set the environment variable `TF_ENABLE_ONEDNN_OPTS=0`.
+I0000 00:00:1795352422.942930   18190 port.cc:153] oneDNN custom operations are on. You may see slightly different numerical results due to floating-point round-off errors from different computation orders. To turn them off, set the environment variable `TF_ENABLE_ONEDNN_OPTS=0`.
+2026-11-22 13:04:55.406120: I external/local_xla/xla/tsl/cuda/cudart_stub.cc:32] Could not find cuda drivers on your machine, GPU will not be used.
+2026-11-22 13:08:47.292149: I external/local_xla/xla/tsl/cuda/cudart_stub.cc:31] Could not find cuda drivers on your machine, GPU will not be used.
+I0000 00:00:1795352422.943319   18190 cudart_stub.cc:31] Could not find cuda drivers on your machine, GPU will not be used.
+2026-11-22 13:04:55.476251: I tensorflow/core/platform/cpu_feature_guard.cc:210] This TensorFlow binary is optimized to use available CPU instructions in performance-critical operations.
+I0000 00:00:1795352423.080483   18191 cpu_feature_guard.cc:227] This TensorFlow binary is optimized to use available CPU instructions in performance-critical operations.
+To enable the following instructions: AVX2 AVX512F AVX512_VNNI AVX512_BF16 AVX512_FP16 AVX_VNNI FMA, in other operations, rebuild TensorFlow with the appropriate compiler flags.
+To enable the following instructions: SSE3 SSE4.1 SSE4.2 AVX AVX2 FMA, in other operations, rebuild TensorFlow with the appropriate compiler flags.
+2026-11-22 13:04:55.423904: E external/local_xla/xla/stream_executor/cuda/cuda_fft.cc:477] Unable to register cuFFT factory: Attempting to register factory for plugin cuFFT when one has already been registered
+E0000 00:00:1795352695.446629   28710 cuda_dnn.cc:8310] Unable to register cuDNN factory: Attempting to register factory for plugin cuDNN when one has already been registered
+E0000 00:00:1795352790.554351   29857 cuda_dnn.cc:8579] Unable to register cuDNN factory: Attempting to register factory for plugin cuDNN when one has already been registered
+2024-12-30 08:43:22.497915: E external/local_xla/xla/stream_executor/cuda/cuda_dnn.cc:8454] Unable to register cuDNN factory: Attempting to register factory for plugin cuDNN when one has already been registered
+E0000 00:00:1795352695.453044   28710 cuda_blas.cc:1418] Unable to register cuBLAS factory: Attempting to register factory for plugin cuBLAS when one has already been registered
+W0000 00:00:1795352790.644212   29857 computation_placer.cc:177] computation placer already registered. Please check linkage and avoid linking the same target more than once.
+I0000 00:00:1795352697.584639   28716 service.cc:148] XLA service 0x7fc3600071c0 initialized for platform Host (this does not guarantee that XLA will be used). Devices:
+I0000 00:00:1795352697.584686   28716 service.cc:156]   StreamExecutor device (0): Host, Default Version
+2026-11-22 13:08:57.085627: I external/local_xla/xla/service/service.cc:163] XLA service 0x7fbb9c0078c0 initialized for platform Host (this does not guarantee that XLA will be used). Devices:
+2026-11-22 13:08:57.085661: I external/local_xla/xla/service/service.cc:171]   StreamExecutor device (0): Host, Default Version
+I0000 00:00:1795352674.591816   28635 service.cc:161]   StreamExecutor [0]: Host, Default Version (Driver: 0.0.0; Runtime: 0.0.0; Toolkit: 0.0.0; DNN: 0.0.0)
+I0000 00:00:1795352675.107311   28635 device_compiler.h:208] Compiled cluster using XLA!  This line is logged at most once for the lifetime of the process.
+I0000 00:00:1757383705.682928      93 gpu_device.cc:2022] Created device /job:localhost/replica:0/task:0/device:GPU:0 with 13942 MB memory:  -> device: 0, name: Tesla T4, pci bus id: 0000:00:04.0, compute capability: 7.5
+I0000 00:00:1734495441.015725  231614 gpu_device.cc:2022] Created device /job:localhost/replica:0/task:0/device:GPU:0 with 5592 MB memory:  -> device: 0, name: NVIDIA GeForce RTX 3060 Ti, pci bus id: 0000:42:00.0, compute capability: 8.6
+I0000 00:00:1752549204.549713     106 service.cc:156]   StreamExecutor device (0): Tesla T4, Compute Capability 7.5
+I0000 00:00:1738310874.033674   16901 service.cc:148] XLA service 0x7a17f40043f0 initialized for platform CUDA (this does not guarantee that XLA will be used). Devices:
+I0000 00:00:1738310874.174356   16901 cuda_dnn.cc:529] Loaded cuDNN version 90300
+2025-01-31 08:07:54.080637: I tensorflow/compiler/mlir/tensorflow/utils/dump_mlir_util.cc:268] disabling MLIR crash reproducer, set env var `MLIR_CRASH_REPRODUCER_DIRECTORY` to enable.
+I0000 00:00:1723685517.895102   23752 cuda_executor.cc:1015] successful NUMA node read from SysFS had negative value (-1), but there must be at least one NUMA node, so returning NUMA node zero. See more at https://github.com/torvalds/linux/blob/v6.0/Documentation/ABI/testing/sysfs-bus-pci#L344-L355
+2025-08-17 04:44:41.585811: I external/local_xla/xla/stream_executor/cuda/cuda_executor.cc:998] successful NUMA node read from SysFS had negative value (-1), but there must be at least one NUMA node, so returning NUMA node zero. See more at https://github.com/torvalds/linux/blob/v6.0/Documentation/ABI/testing/sysfs-bus-pci#L344-L355
+2024-11-06 05:11:16.587915: W tensorflow/compiler/tf2tensorrt/utils/py_utils.cc:38] TF-TRT Warning: Could not find TensorRT
+"""  # noqa: E501
+KNOWN = [line.encode() for line in _KNOWN.strip().splitlines()]
+
+# What is like a known line, or an error beside them.
+_OTHERS = r"""
+E0000 00:00:1795352674.194535   28628 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: Failed call to cuInit: UNKNOWN ERROR (303)
+2025-02-18 02:54:09.566582: E external/local_xla/xla/stream_executor/cuda/cuda_driver.cc:152] failed call to cuInit: INTERNAL: CUDA error: Failed call to cuInit: CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected
+W0000 00:00:1764044088.195750   20660 gpu_device.cc:2341] Cannot dlopen some GPU libraries. Please make sure the missing libraries mentioned above are installed properly if you would like to use GPU. Follow the guide at https://www.tensorflow.org/install/gpu for how to download and setup the required libraries for your platform.
+Skipping registering GPU devices...
+W0000 00:00:1764044088.195750   20660 gpu_device.cc:2431] TensorFlow was not built with CUDA kernel binaries compatible with compute capability 12.0. CUDA kernels will be jit-compiled from PTX, which could take 30 minutes or longer.
+2025-01-31 08:07:56.468609: W external/local_xla/xla/tsl/framework/bfc_allocator.cc:306] Allocator (GPU_0_bfc) ran out of memory trying to allocate 25.15GiB with freed_by_count=0.
+2025-11-24 23:14:48.524495: W tensorflow/compiler/mlir/tools/kernel_gen/tf_gpu_runtime_wrappers.cc:40] 'cuModuleLoadData(&module, data)' failed with 'CUDA_ERROR_INVALID_PTX'
+E0000 00:00:1795352695.446629   28710 cuda_dnn.cc:456] Loaded runtime CuDNN library: 8.0.5 but source was compiled with: 9.3.0.
+F0000 00:00:1795352695.446629   28710 port.cc:153] Check failed: ret == 0 (11 vs. 0) Thread tf_data creation via pthread_create() failed.
+I0000 00:00:1795352422.942930   18190 port.cc:153] oneDNN custom operations are off.
+I0000 00:00:1795352422.942930   18190 my_port.cc:153] Could not find cuda drivers on your machine, GPU will not be used.
+I0000 00:00:1795352422.942930   18190 new_file.cc:1] A line of a TensorFlow that nobody has seen.
+WARNING:absl:You are saving your model as an HDF5 file.
+WARNING:tensorflow:5 out of the last 5 calls triggered tf.function retracing.
+UserWarning: Your input ran out of data; interrupting training.
+Traceback (most recent call last):
+  File "script.py", line 3, in <module>
+RuntimeError: Could not find cuda drivers on your machine, GPU will not be used.
+To enable the following instructions: read the manual.
+oneDNN custom operations are on.
+I think that oneDNN custom operations are on.
+
+"""  # noqa: E501
+OTHERS = [line.encode() for line in _OTHERS[1:].split("\n")]
+
+
+@pytest.mark.parametrize("line", KNOWN)
+def test_a_known_line_is_noise(line):
+    """As it was printed."""
+    assert is_startup_noise(line)
+
+
+@pytest.mark.parametrize("line", OTHERS)
+def test_any_other_line_is_not(line):
+    """Errors, warnings, the user's own lines, and what TensorFlow may say one day."""
+    assert not is_startup_noise(line)
+
+
+@pytest.mark.parametrize("line", KNOWN)
+def test_a_line_that_differs_at_all_is_not_noise(line):
+    """More at either end, less, another level, file or beginning."""
+    shorter = line[1:], line.rsplit(b" ", 1)[0]
+    for changed in (b" " + line, line + b" ", line + b"\n" + line, *shorter):
+        assert not is_startup_noise(changed)
+    for level in b"IWEF":
+        changed = re.sub(rb"^[IWE](?=\d{4})|(?<=\d: )[IWE](?= )", bytes([level]), line)
+        assert is_startup_noise(changed) == (changed == line)
+    if b".cc:" in line:
+        assert not is_startup_noise(line.replace(b".cc:", b"_2.cc:"))
+        assert not is_startup_noise(line.replace(b"] ", b"] 3 errors. ", 1))
+
+
+@pytest.mark.parametrize("library", ["cuDNN", "cuFFT", "cuBLAS"])
+def test_at_level_error_three_texts_are_known(library):
+    """Each from its own file; no other pair."""
+    files = {"cuDNN": "cuda_dnn", "cuFFT": "cuda_fft", "cuBLAS": "cuda_blas"}
+    for file in files.values():
+        line = (
+            f"E0000 00:00:1795352695.446629   28710 {file}.cc:1] Unable to register "
+            f"{library} factory: Attempting to register factory for plugin {library} "
+            "when one has already been registered"
+        )
+        assert is_startup_noise(line.encode()) == (file == files[library])
+
+
+class _Rank:
+    """The ends of a rank's two streams to which it writes."""
+
+    def __init__(self, output, rank=0):
+        readers, self._writers = zip(*(os.pipe() for _ in range(2)), strict=True)
+        self._output = output
+        output.add(rank, *(os.fdopen(reader, "rb") for reader in readers))
+
+    def write(self, stream, data):
+        os.write(self._writers[stream], data)
+        self._output.pass_on(0)
+
+    def close(self):
+        for writer in self._writers:
+            os.close(writer)
+
+
+@pytest.fixture
+def screens(monkeypatch, capsysbinary):
+    """Returns what has come to standard output and standard error since last time."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    return lambda: list(capsysbinary.readouterr())
+
+
+_MIXED = [*OTHERS, *KNOWN, "größer".encode(), b"a\tb  ", *KNOWN[:2], b"the end"]
+_MIXED_SHOWN = [*OTHERS, "größer".encode(), b"a\tb  ", b"the end"]
+
+
+@pytest.mark.parametrize("size", [7, 100, 1 << 15])
+def test_what_is_shown_does_not_depend_on_how_it_arrives(screens, size):
+    """In chunks of any size; on standard error alone is anything left out."""
+    output = Output(1, None)
+    rank = _Rank(output)
+    data = b"\n".join(_MIXED)  # the last line without a newline
+    for stream in (0, 1):
+        for begin in range(0, len(data), size):
+            rank.write(stream, data[begin : begin + size])
+    rank.close()
+    output.close()
+    shown = b"\n".join(_MIXED_SHOWN) + b"\n"
+    assert screens() == [data + b"\n", shown]
+
+
+def test_verbose_shows_everything(screens, monkeypatch):
+    """`KERAS_DIST_VERBOSE=1`; 0 does not."""
+    for value, shown in (("1", _MIXED), ("0", _MIXED_SHOWN)):
+        monkeypatch.setenv(VARIABLE, value)
+        output = Output(1, None)
+        rank = _Rank(output)
+        rank.write(1, b"\n".join(_MIXED) + b"\n")
+        rank.close()
+        output.close()
+        assert screens()[1] == b"\n".join(shown) + b"\n"
+
+
+def test_the_file_of_a_rank_has_everything(screens, tmp_path):
+    """Byte for byte; the screen has the first rank without the noise."""
+    output = Output(2, tmp_path)
+    ranks = [_Rank(output, number) for number in range(2)]
+    data = b"\n".join(_MIXED) + b"\n"
+    for rank in ranks:
+        rank.write(1, data)
+        rank.close()
+    output.close()
+    assert [(tmp_path / f"rank.{n}.log").read_bytes() for n in (0, 1)] == [data] * 2
+    assert screens()[1] == b"\n".join(_MIXED_SHOWN) + b"\n"
+
+
+def test_a_progress_bar_is_shown_as_it_grows(screens):
+    """Each state with the rank before it, as soon as the next one begins."""
+    output = Output(2, None)
+    rank = _Rank(output)
+    written = [(b"\r 1/3", b"\r"), (b"\b\b\b\b\r 2/3", b"[0]  1/3\b\b\b\b\r")]
+    written += [(b"\r 3/3", b"[0]  2/3\r"), (b" done\r", b"")]
+    written += [(b"\nnext\r\n", b"[0]  3/3 done\r\n[0] next\r\n")]
+    for data, shown in written:
+        rank.write(0, data)
+        assert screens()[0] == shown
+    rank.write(1, b"bar\r" + KNOWN[2] + b"\n")  # noise behind a bar
+    assert screens()[1] == b"[0] bar\r"
+    rank.close()
+    output.close()
+
+
+class _Screen(io.StringIO):
+    """What the user sees, on a terminal or not."""
+
+    def __init__(self, *, is_terminal):
+        super().__init__()
+        self._is_terminal = is_terminal
+
+    def isatty(self):
+        return self._is_terminal
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_line_of_another_rank_is_not_put_over_a_progress_bar(
+    monkeypatch, is_terminal
+):
+    """On a terminal it begins a new line; in a file nothing is added."""
+    screen = _Screen(is_terminal=is_terminal)
+    monkeypatch.setattr(sys, "stdout", screen)
+    output = Output(2, None)
+    first, second = _Rank(output, 0), _Rank(output, 1)
+    first.write(0, b"a long bar\ra longer bar")
+    second.write(0, b"line\nline\n")
+    first.write(0, b"\n")
+    between = "\n" if is_terminal else ""
+    bar, end = "[0] a long bar\r" + between, "[0] a longer bar\n"
+    assert screen.getvalue() == bar + "[1] line\n[1] line\n" + end
+    for rank in (first, second):
+        rank.close()
+    output.close()
+
+
+_RUN = [sys.executable, "-m", "keras_dist", "run"]
+
+
+def _run(*words, **variables):
+    env = {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "0", **variables}
+    done = launch([*_RUN, *map(str, words)], ranks=None, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_the_installed_tensorflow_starts_without_a_word(tmp_path):
+    """What it prints is in the file of the rank; each line of it is known."""
+    script, own = tmp_path / "script.py", "an error of mine"
+    script.write_text(f"import tensorflow, sys\nprint({own!r}, file=sys.stderr)\n")
+    done = _run("-np", 1, "--log-dir", tmp_path, script)
+    printed = (tmp_path / "rank.0.log").read_bytes().splitlines()
+    known = [line for line in printed if is_startup_noise(line)]
+    assert known and [line for line in printed if line not in known] == [own.encode()]
+    assert done.stderr.splitlines() == [own]
+
+
+_SCRIPT = f"""
+import os, sys
+print("I train", flush=True)
+print("oneDNN custom operations are on", file=sys.stderr, flush=True)
+os.write(2, {KNOWN[2]!r} + b"\\n")
+"""
+
+
+@pytest.mark.parametrize("verbose", ["0", "1"])
+def test_all_that_a_script_prints_is_shown_but_noise(tmp_path, verbose):
+    """With `KERAS_DIST_VERBOSE=1` that too; on every rank."""
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    done = _run("-np", 2, script, **{VARIABLE: verbose})
+    own = ["oneDNN custom operations are on"]
+    own += [KNOWN[2].decode()] if verbose == "1" else []
+    expected = sorted(f"[{rank}] {line}" for rank in range(2) for line in own)
+    assert sorted(done.stdout.splitlines()) == ["[0] I train", "[1] I train"]
+    assert sorted(done.stderr.splitlines()) == expected
+
+
+@pytest.mark.parametrize("verbose", ["0", "1"])
+def test_ranks_on_other_hosts_are_as_quiet(tmp_path, verbose):
+    """What stands in for ssh hands on no variable, as ssh does not."""
+    script, ssh = tmp_path / "script.py", tmp_path / "ssh"
+    script.write_text(f"import os\nos.write(2, {KNOWN[0]!r} + b'\\nmine\\n')\n")
+    ssh.write_text(f'#!/bin/sh\nunset {VARIABLE}\nexec sh -c "$2"\n')
+    ssh.chmod(0o755)
+    hosts = ["-H", "a:1", "--ssh", ssh, "--address", "127.0.0.1"]
+    done = _run(*hosts, script, **{VARIABLE: verbose})
+    expected = [KNOWN[0].decode(), "mine"] if verbose == "1" else ["mine"]
+    assert done.stderr.splitlines() == expected
