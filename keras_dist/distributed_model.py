@@ -204,7 +204,7 @@ def _evaluating(model: Any, feed: sharding.Feed) -> Iterator[None]:
     is_training = mixin.has(model, step.DistributedStep)
     scope = step.install(model).metrics
     try:
-        with scope.evaluating_together(EvaluatedData(feed.has_rows, (feed,))):
+        with scope.collective_evaluation(EvaluatedData(feed.has_rows, (feed,))):
             yield
     finally:
         if not is_training:

@@ -69,7 +69,7 @@ MUTATIONS = [
     Mutation(
         "a wish to stop travels with the gradients",
         "optimizer/stop_request.py",
-        "stop_request[1].assign_add(tf.cast(total, stop_request[1].dtype))",
+        "self._agreed.assign_add(tf.cast(total, self._agreed.dtype))",
         "pass",
         ("test_every_callback.py", "wish_at"),
     ),
@@ -118,7 +118,7 @@ MUTATIONS = [
     Mutation(
         "data: weighted by rows",
         "optimizer/gradients.py",
-        "weight = 1 if rows is None else rows",
+        "weight = 1 if context.rows is None else context.rows",
         "weight = 1",
         ("test_equivalence.py", "sgd-False"),
     ),
@@ -195,7 +195,7 @@ MUTATIONS = [
     Mutation(
         "losses: masks",
         "training/losses.py",
-        "return part / row_fraction(tf.float32)",
+        "return part / context.row_fraction(tf.float32)",
         "return None",
         ("test_cases.py", "padded"),
     ),

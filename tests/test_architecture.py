@@ -3,9 +3,12 @@
 import ast
 import doctest
 import importlib
+import re
+import tokenize
 from pathlib import Path
 
 import pytest
+from mutations import MUTATIONS
 
 import keras_dist
 
@@ -108,6 +111,102 @@ def test_rooms_keep_their_size():
                 body = node.body[1:] if ast.get_docstring(node) else node.body
                 length = body[-1].end_lineno - body[0].lineno + 1 if body else 0
                 assert length <= 40, f"{path}: {node.name} has {length} lines"
+
+
+def words_of(name):
+    """The words of an identifier: `rows_of_all` and `RowsOfAll` have the same three."""
+    return [w.lower() for w in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)]
+
+
+# Words of our own that a reader who knows Horovod, PyTorch DDP and Keras had to learn.
+# `docs/concepts/glossary.md` has those that took their place.
+PRIVATE_WORDS = set(
+    ["wish", "wishes", "wants", "granted", "heard", "hear", "carrying", "told", "tell", "talk", "talks", "deal", "deals", "dealt", "dealing", "course", "place", "places", "way", "halves", "alone", "unite", "united", "stretch", "led", "kept", "keeping", "survey", "whereabouts", "arrange", "writers", "parts", "rounds", "fleet", "board", "boards", "sealed", "seal", "warden", "share", "shares", "together"]
+)
+
+# Names that users know, and what is named after them.
+KNOWN_NAMES = {"StopTogether", "stop_together", "TensorBoard", "round"}
+
+
+def test_identifiers_are_the_fields_words():
+    """What has a name in the field is called by it."""
+    found = []
+    for path in FILES:
+        with path.open("rb") as file:
+            tokens = list(tokenize.tokenize(file.readline))
+        names = [(t.string, t.start[0]) for t in tokens if t.type == tokenize.NAME]
+        for name, line in [*names, (path.stem, 0)]:
+            if name not in KNOWN_NAMES and PRIVATE_WORDS & set(words_of(name)):
+                found.append(f"{path.relative_to(PACKAGE)}:{line}: {name}")
+    assert not found, found
+
+
+def mutable_fields(node):
+    """Attributes of `self` that a class sets outside of `__init__`."""
+    found = set()
+    for method in node.body:
+        if isinstance(method, ast.FunctionDef) and method.name != "__init__":
+            for inner in ast.walk(method):
+                targets = getattr(inner, "targets", [getattr(inner, "target", None)])
+                leaves = [
+                    leaf
+                    for target in targets
+                    if isinstance(inner, (ast.Assign, ast.AugAssign, ast.AnnAssign))
+                    for leaf in ast.walk(target)
+                ]
+                found |= {
+                    leaf.attr
+                    for leaf in leaves
+                    if isinstance(leaf, ast.Attribute)
+                    and isinstance(leaf.ctx, ast.Store)
+                    and ast.unparse(leaf.value) == "self"
+                }
+    words = [ast.unparse(decorator) for decorator in node.decorator_list]
+    if any(w.startswith("dataclass") and "frozen=True" not in w for w in words):
+        fields = [part for part in node.body if isinstance(part, ast.AnnAssign)]
+        found |= {field.target.id for field in fields}
+    return found
+
+
+def test_state_is_small():
+    """A class with more than eight fields that change is several classes."""
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found = mutable_fields(node)
+                assert len(found) <= 8, f"{path}: {node.name}: {sorted(found)}"
+
+
+def test_state_is_changed_by_its_owner():
+    """Nobody sets an attribute of another object of the package's session."""
+    session = PACKAGE / "training" / "session.py"
+    classes = [n for n in ast.parse(session.read_text()).body if hasattr(n, "bases")]
+    session_class = next(node for node in classes if node.name == "Session")
+    fields = {n.target.id for n in session_class.body if isinstance(n, ast.AnnAssign)}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                owner = ast.unparse(node.value).split(".")[-1]
+                assert owner not in fields - {"training"}, f"{path}: {node.attr}"
+
+
+def test_one_context_variable_carries_a_step():
+    """From the train step through Keras into `apply`; there is no second way."""
+    rooms = ("training", "optimizer")
+    made = [
+        path
+        for path in FILES
+        if room_of(path) in rooms
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("ContextVar")
+    ]
+    assert [path.name for path in made] == ["step_context.py"]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.part)
+def test_each_mutation_breaks_a_line_that_is_there(mutation):
+    """`make mutations` breaks what stands in the package today."""
+    assert (PACKAGE / mutation.file).read_text().count(mutation.line) == 1
 
 
 def test_all_public_names_exist():

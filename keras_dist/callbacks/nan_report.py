@@ -196,7 +196,7 @@ class NanReport(keras.callbacks.Callback):
             # All ranks are here, so the stop is agreed without an exchange; the request
             # itself is for `StopTogether` at the end of the epoch.
             self.model.stop_training = True
-            session_of(self.model).stop_request.grant(self.model, is_granted=True)
+            session_of(self.model).stop_request.grant(self.model, is_agreed=True)
 
     def _examine(self, hit: optimizer.Hit) -> NotFinite | None:
         """The report of this rank; `None` if only other ranks have one."""

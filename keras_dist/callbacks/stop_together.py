@@ -34,14 +34,14 @@ class StopTogether(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if comm.size() > 1:  # a fit that raised may have left a stop request
             stop_request = session_of(self.model).stop_request
-            stop_request.grant(self.model, is_granted=False)
+            stop_request.grant(self.model, is_agreed=False)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if comm.size() == 1:
             return  # Keras stops without an exchange
         stop_request = session_of(self.model).stop_request
-        is_granted = comm.sum(int(stop_request.is_asked)) > 0
-        stop_request.grant(self.model, is_granted=is_granted)
+        is_agreed = comm.sum(int(stop_request.is_asked)) > 0
+        stop_request.grant(self.model, is_agreed=is_agreed)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         step.uninstall(self.model)

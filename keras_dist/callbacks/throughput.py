@@ -81,11 +81,11 @@ class Throughput(keras.callbacks.Callback):
         ranks = f"{len(measured)} rank{'s' if len(measured) > 1 else ''}"
         self._line = f"epoch {epoch + 1}: {rate:,.0f} rows/s on {ranks}"
         if None not in by_rank:
-            parts = breakdown(by_rank)
-            self._line += f"; {parts}"
+            fractions = breakdown(by_rank)
+            self._line += f"; {fractions}"
             if logs is not None:
                 for name in ("computing", "averaging", "waiting", "input"):
-                    logs[name] = getattr(parts, name)
+                    logs[name] = getattr(fractions, name)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._print()

@@ -137,7 +137,7 @@ class UserCallbacks(keras.callbacks.Callback):
     def _scope_of(self, callback: Any) -> contextlib.AbstractContextManager[Any]:
         """Context for a callback; on the first rank only, it has no collectives."""
         if runs_on_first_rank_only(callback):
-            return session_of(self.model).metrics.alone()
+            return session_of(self.model).metrics.on_this_rank()
         return contextlib.nullcontext()
 
 

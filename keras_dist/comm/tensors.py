@@ -13,7 +13,7 @@ from keras_dist.comm import runtime, transport
 # Tensors of at least this many bytes get an allreduce of their own; at most this many
 # tensors do, so that the number of collectives does not grow with the number of layers.
 _LARGE = 4 * 2**20
-_MOST_ALONE = 16
+_MOST_SEPARATE = 16
 
 # For each graph, the number of collectives of each kind traced in it so far.
 _counts: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
@@ -68,7 +68,7 @@ def _large_indices(tensors: Sequence[Any]) -> set[int]:
         if _is_static(tensor)
     }
     large = [index for index in sizes if sizes[index] >= _LARGE]
-    return set(sorted(large, key=lambda index: -sizes[index])[:_MOST_ALONE])
+    return set(sorted(large, key=lambda index: -sizes[index])[:_MOST_SEPARATE])
 
 
 def stack(tensor: Any, *, verb: str) -> Any:

@@ -171,5 +171,5 @@ def _nccl_settings(cuda_home: Path, nccl_home: Path) -> dict[str, str]:
     }
 
 
-def _joined(separator: str, parts: list[str]) -> str:
-    return separator.join(part for part in parts if part)
+def _joined(separator: str, pieces: list[str]) -> str:
+    return separator.join(part for part in pieces if part)

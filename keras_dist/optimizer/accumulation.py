@@ -18,10 +18,10 @@ def accumulates(optimizer: Any) -> bool:
     batch.
     """
     state = getattr(optimizer, "_averaging", None)
-    is_alone = leaves(optimizer) == [optimizer] and not getattr(
+    is_single = leaves(optimizer) == [optimizer] and not getattr(
         state, "is_watched", False
     )
-    return is_alone and bool(optimizer.gradient_accumulation_steps)
+    return is_single and bool(optimizer.gradient_accumulation_steps)
 
 
 def accumulators_of(optimizer: Any, variables: Sequence[Any]) -> list[Any]:

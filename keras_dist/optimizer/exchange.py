@@ -59,13 +59,13 @@ def _sums(
     is_rows = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
     rows = [
         sparse.merged(gradient)
-        for gradient, alone in zip(gradients, is_rows, strict=True)
-        if alone
+        for gradient, is_sparse in zip(gradients, is_rows, strict=True)
+        if is_sparse
     ]
     dense = [
         tf.cast(gradient, wire)
-        for gradient, alone in zip(gradients, is_rows, strict=True)
-        if not alone
+        for gradient, is_sparse in zip(gradients, is_rows, strict=True)
+        if not is_sparse
     ]
     counts = [sparse.counts_of_ranks(part, wire) for part in rows]
     sums, total, counts = _dense_sums(dense, weight, counts, options, name=name)
@@ -73,8 +73,8 @@ def _sums(
     indices = iter(range(len(rows)))
     dense_sums = iter(sums)
     result = []
-    for gradient, alone in zip(gradients, is_rows, strict=True):
-        if not alone:
+    for gradient, is_sparse in zip(gradients, is_rows, strict=True):
+        if not is_sparse:
             result.append(next(dense_sums))
             continue
         index = next(indices)

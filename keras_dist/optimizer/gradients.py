@@ -167,14 +167,14 @@ def _accumulated(
     if options.op == "average":
         factor = step_context.current().row_fraction(tf.float64)
         options = replace(options, op="sum")
-    parts_of_all = [
+    weighted = [
         None
         if gradient is None
         else tf.convert_to_tensor(gradient) * tf.cast(factor, gradient.dtype)
         for gradient in gradients
     ]
     indices = [index for index, counts in enumerate(is_shared) if counts]
-    own: list[Any] = [parts_of_all[index] for index in indices]
+    own: list[Any] = [weighted[index] for index in indices]
     accumulators = accumulators_of(optimizer, [variables[index] for index in indices])
 
     def update() -> list[Any]:
@@ -185,8 +185,8 @@ def _accumulated(
 
     result = tf.cond(is_update(optimizer), update, lambda: list(own)) if own else []
     for index, gradient in zip(indices, result, strict=True):
-        parts_of_all[index] = gradient
-    return parts_of_all
+        weighted[index] = gradient
+    return weighted
 
 
 def _with_shape(gradient: Any, variable: Any) -> Any:

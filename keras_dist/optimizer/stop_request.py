@@ -61,12 +61,12 @@ class StopRequest:
         """Whether some rank's request has come back to all ranks; equal on all."""
         return tf.executing_eagerly() and float(self._agreed.numpy()) > 0
 
-    def grant(self, model: Any, *, is_granted: bool) -> None:
+    def grant(self, model: Any, *, is_agreed: bool) -> None:
         """Let Keras's loop of `model` see whether training stops; equal on all ranks.
 
         The request of this rank stays until it is taken back.
         """
-        model.__dict__["stop_training"] = is_granted
+        model.__dict__["stop_training"] = is_agreed
         self._agreed.assign(0.0)
 
     def clear(self) -> None:

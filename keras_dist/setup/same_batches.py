@@ -61,8 +61,8 @@ def opened(data: Any) -> Any:
     if comm.size() == 1 or isinstance(data, sharding.Stream):
         return data
     x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-    is_alone = y is None and not sharding.is_arrays(x) and sharding.is_stream(x)
-    return sharding.Stream(x) if is_alone else data
+    is_single = y is None and not sharding.is_arrays(x) and sharding.is_stream(x)
+    return sharding.Stream(x) if is_single else data
 
 
 def _same_batches(streams: dict[str, Any], shard: str) -> dict[str, bool]:

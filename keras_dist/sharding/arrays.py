@@ -105,8 +105,8 @@ def as_arrays(x: Any, y: Any = None, sample_weight: Any = None) -> Arrays:
     """`Arrays` of pandas, NumPy and TensorFlow values; pandas becomes NumPy."""
 
     def converted(leaf: Any) -> Any:
-        is_kept = leaf is None or tf.is_tensor(leaf) or isinstance(leaf, np.memmap)
-        return leaf if is_kept else np.asarray(leaf)
+        is_usable = leaf is None or tf.is_tensor(leaf) or isinstance(leaf, np.memmap)
+        return leaf if is_usable else np.asarray(leaf)
 
     return Arrays(
         *(keras.tree.map_structure(converted, array) for array in (x, y, sample_weight))

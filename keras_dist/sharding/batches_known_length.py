@@ -49,8 +49,10 @@ def shard_dataset(
     in_tail = tf.constant(length % size, tf.int64)
     everything, nothing = tf.constant(size, tf.int64), tf.constant(0, tf.int64)
 
-    def shard_round(*parts: Any) -> tf.data.Dataset:
-        batches = tf.data.Dataset.zip(parts if len(parts) > 1 else parts[0])
+    def shard_round(*components: Any) -> tf.data.Dataset:
+        batches = tf.data.Dataset.zip(
+            components if len(components) > 1 else components[0]
+        )
         count = batches.cardinality()
         is_full = count == size
         # `window` takes an error at the end of the data for the end itself.
@@ -63,8 +65,8 @@ def shard_dataset(
         own = own.shard(size, rank)
         return own.concatenate(tail.shard(size, rank).batch(2**30))
 
-    rounds = dataset.window(size)
-    return checked_length(rounds, math.ceil(length / size)).flat_map(shard_round)
+    windows = dataset.window(size)
+    return checked_length(windows, math.ceil(length / size)).flat_map(shard_round)
 
 
 def checked_length(dataset: tf.data.Dataset, length: int) -> tf.data.Dataset:

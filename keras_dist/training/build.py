@@ -28,7 +28,7 @@ def build(model: Any, data: Any) -> None:
         optimizer.build(model.trainable_variables)
 
 
-def has_unbuilt_parts(model: Any) -> bool:
+def holds_unbuilt_optimizers(model: Any) -> bool:
     """Whether the optimizer knows only when it is built which others it holds."""
     return any(
         hasattr(part, "optimizers")

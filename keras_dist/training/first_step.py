@@ -57,7 +57,7 @@ class FirstStep:
         inside = step_context.entered(step_context.StepContext())
         with tf.init_scope(), inside:
             is_built_here = self._builds_on_one_rank or not is_plain
-            if is_built_here or build.has_unbuilt_parts(model):
+            if is_built_here or build.holds_unbuilt_optimizers(model):
                 comm.run_on_all(lambda: build.build(model, data))
             batch_norm.synchronize(model)
             for hook in self._hooks:

@@ -56,7 +56,7 @@ class MetricScope:
         self._is_opening = False
         self._evaluation: Evaluation | None = None
         self._has_result = False
-        self._evaluates_together = False
+        self._is_collective = False
         self._data = EvaluatedData()
 
     def average(self) -> None:
@@ -105,7 +105,7 @@ class MetricScope:
                 that a callback makes is its own affair: perhaps it is on one rank only.
         """
         before = self._evaluation, self._has_result
-        is_of_all = is_of_loop or (self._evaluates_together and before[0] is None)
+        is_of_all = is_of_loop or (self._is_collective and before[0] is None)
         self._evaluation, self._has_result = Evaluation(is_of_all), False
         self._is_opening = False
         try:
@@ -114,29 +114,29 @@ class MetricScope:
             self._evaluation, self._has_result = before
 
     @contextlib.contextmanager
-    def evaluating_together(self, data: EvaluatedData) -> Iterator[None]:
+    def collective_evaluation(self, data: EvaluatedData) -> Iterator[None]:
         """Inside the block, the next evaluation is one of all ranks, of `data`."""
         before = (
             self._averages,
-            self._evaluates_together,
+            self._is_collective,
             self._evaluation,
             self._data,
         )
-        self._averages = self._evaluates_together = True
+        self._averages = self._is_collective = True
         self._evaluation, self._data = None, data
         try:
             yield
         finally:
             (
                 self._averages,
-                self._evaluates_together,
+                self._is_collective,
                 self._evaluation,
                 self._data,
             ) = before
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Inside the block this rank evaluates alone: the others do not take part."""
+    def on_this_rank(self) -> Iterator[None]:
+        """Inside the block an evaluation is one of this rank, without the others."""
         before, self._averages = self._averages, False
         try:
             yield

@@ -133,7 +133,7 @@ def begin(model: Any, last: Session | None) -> Session:
     """
     traced = TracedFunctions(model, None if last is None else last.traced)
     # The test function that is kept counts in the variable that it was traced with.
-    rows_seen = last.rows_seen if last is not None and traced.is_kept else RowsSeen()
+    rows_seen = last.rows_seen if last is not None and traced.is_reused else RowsSeen()
     return Session(
         traced=traced,
         rows_seen=rows_seen,

@@ -21,7 +21,7 @@ class TracedFunctions:
         self._test_function: Any = None
         if last is not None and is_valid:
             self._test_function = last._test_function
-        self.is_kept = is_valid
+        self.is_reused = is_valid
 
     def enter(self, model: Any) -> None:
         """The model becomes distributed."""

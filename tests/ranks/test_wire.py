@@ -60,7 +60,7 @@ def test_large_gradients_are_sent_alone(sent, monkeypatch):
     packed = fit("perceptron", keras.optimizers.SGD(0.1))
     calls.clear()
     monkeypatch.setattr("keras_dist.comm.tensors._LARGE", 4)
-    monkeypatch.setattr("keras_dist.comm.tensors._MOST_ALONE", 2)
+    monkeypatch.setattr("keras_dist.comm.tensors._MOST_SEPARATE", 2)
     alone = fit("perceptron", keras.optimizers.SGD(0.1))
     assert calls == {"allreduce_sum": 6 * 3}
     assert largest_difference(alone, packed) < 1e-6
