@@ -120,9 +120,17 @@ def words_of(name):
 
 # Words of our own that a reader who knows Horovod, PyTorch DDP and Keras had to learn.
 # `docs/concepts/glossary.md` has those that took their place.
-PRIVATE_WORDS = set(
-    ["wish", "wishes", "wants", "granted", "heard", "hear", "carrying", "told", "tell", "talk", "talks", "deal", "deals", "dealt", "dealing", "course", "place", "places", "way", "halves", "alone", "unite", "united", "stretch", "led", "kept", "keeping", "survey", "whereabouts", "arrange", "writers", "parts", "rounds", "fleet", "board", "boards", "sealed", "seal", "warden", "share", "shares", "together"]
-)
+PRIVATE_WORDS = {
+    word
+    for line in (
+        "wish wishes wants granted heard hear carrying told tell talk talks",
+        "deal deals dealt dealing course place places way halves alone unite",
+        "united stretch led kept keeping survey whereabouts arrange writers",
+        "parts rounds fleet board boards sealed seal warden share shares",
+        "together",
+    )
+    for word in line.split()
+}
 
 # Names that users know, and what is named after them.
 KNOWN_NAMES = {"StopTogether", "stop_together", "TensorBoard", "round"}
