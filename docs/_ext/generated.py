@@ -4,8 +4,8 @@ A page holds `<!-- generated: NAME -->` where the text of the function NAME belo
 """
 
 import argparse
-import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
@@ -22,7 +22,7 @@ PAGES = {
     "warmup_epochs": "../concepts/scaling.md",
     "steps_scaling": "../concepts/scaling.md",
     "validation_steps_scaling": "../concepts/scaling.md",
-    "shard": "../how_to/data.md",
+    "shard": "../concepts/scaling.md",
     "target_accuracy": "../concepts/scaling.md",
     "op": "../concepts/averaging.md",
     "compression": "../concepts/averaging.md",
@@ -39,7 +39,9 @@ PAGES = {
 
 def keras_arguments() -> str:
     """The arguments of `Model.fit`, as a table."""
-    rows = [f"| `{item.name}` | `{item.default!r}` |" for item in fields(KerasArguments)]
+    rows = [
+        f"| `{item.name}` | `{item.default!r}` |" for item in fields(KerasArguments)
+    ]
     return "\n".join(["| argument | default |", "|---|---|", *rows])
 
 
@@ -117,7 +119,7 @@ def restructured(docstring: str) -> str:
         return found[1] + " ".join(" ".join(found.groups()[1:]).split())
 
     def block(found: re.Match[str]) -> str:
-        code = inspect.cleandoc(found.groups()[-1]).replace("\n", "\n    ")
+        code = textwrap.dedent(found.groups()[-1]).strip().replace("\n", "\n    ")
         return f".. rubric:: Example\n\n.. code-block:: python\n\n    {code}\n"
 
     text = _NAMES.sub(one_line, docstring)
