@@ -41,6 +41,7 @@ nb_execution_mode = "force"
 nb_execution_timeout = 300
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True
+nb_output_stderr = "remove"  # a cell that fails ends the build, and is printed by it
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
@@ -57,5 +58,7 @@ html_title = f"keras_dist {__version__}"
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
 html_copy_source = False
+pygments_style = "friendly"
+pygments_dark_style = "github-dark"
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True

@@ -163,7 +163,7 @@ def test_generated_parts_are_filled():
         assert "<!-- generated" not in generated.fill(page.read_text())
     for name in ("run", "install-horovod", "bench-collectives"):
         assert f"## keras-dist {name}\n" in generated.command_line()
-    assert "| `--restarts` `K` |" in generated.command_line()
+    assert "| `--restarts K` |" in generated.command_line()
 
 
 def test_docstrings_are_made_readable_for_sphinx():
@@ -200,7 +200,7 @@ def test_the_commands_exist():
         ):
             ours = rest.partition(".py")[0].partition("#")[0]
             for option in re.findall(r"(?<!\S)(--?[a-z][\w-]*)", ours):
-                assert f"`{option}`" in _section(name) or option == "-m", option
+                assert re.search(rf"`{option}[` ]", _section(name)) or option == "-m"
     ci = (ROOT / ".ci" / "run").read_text()
     assert "make test\n" in ci and "make docs\n" in ci
 

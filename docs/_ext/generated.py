@@ -86,10 +86,10 @@ def _command_rows(parser: argparse.ArgumentParser) -> list[str]:
     for action in parser._actions:
         if action.help is argparse.SUPPRESS:
             continue
-        names = [f"`{name}`" for name in action.option_strings or [action.dest]]
-        value = f" `{action.metavar}`" if action.metavar and action.nargs != 0 else ""
+        value = f" {action.metavar}" if action.metavar and action.nargs != 0 else ""
+        names = [f"`{name}{value}`" for name in action.option_strings or [action.dest]]
         meaning = (action.help or "").replace("|", "\\|")
-        rows.append(f"| {', '.join(names)}{value} | {meaning} |")
+        rows.append(f"| {', '.join(names)} | {meaning} |")
     return rows
 
 
