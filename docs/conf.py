@@ -41,6 +41,7 @@ nb_execution_mode = "force"
 nb_execution_timeout = 300
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True
+nb_merge_streams = True
 nb_output_stderr = "remove"  # a cell that fails ends the build, and is printed by it
 
 autodoc_member_order = "bysource"
