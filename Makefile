@@ -3,18 +3,24 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+DOCS := .venv/.docs
 
 # TensorFlow's start-up lines hide what these commands print.
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
+<<<<<<< HEAD
 .PHONY: help setup check test demo equivalence fuzz mutations bench levers growth slow-network kills looks
+=======
+.PHONY: help setup check test demo docs equivalence fuzz mutations bench levers growth slow-network kills
+>>>>>>> docs-site
 
 help:
 	@echo "make setup   a virtual environment in .venv, with Horovod built for its TensorFlow"
 	@echo "make check   format, lint, types and fast tests"
 	@echo "make test    all tests, those on several processes too"
 	@echo "make demo    train a model on two processes"
+	@echo "make docs    the documentation site, in docs/_build/html"
 	@echo "make equivalence   write docs/equivalence.md: every case on 2 and 3 processes"
 	@echo "make fuzz    try random cases: FIRST=0 COUNT=200"
 	@echo "make kills   kill a training 20 times, and see it go on to the bit"
@@ -53,13 +59,22 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests --ignore tests/test_ranks.py \
-	    --ignore tests/test_examples.py --ignore tests/test_readme.py
+	    --ignore tests/test_examples.py --ignore tests/test_docs.py
 
 test: setup
 	$(BIN)/python -m pytest tests
 
 demo: setup
 	$(BIN)/keras-dist run -np 2 examples/digits.py
+
+# Warnings are errors; every link between pages is checked, and the notebook is executed.
+docs: setup $(DOCS)
+	$(BIN)/sphinx-build -E -W --keep-going -q -b html docs docs/_build/html
+	@echo "The site is in docs/_build/html: open index.html there."
+
+$(DOCS): pyproject.toml $(READY)
+	$(BIN)/python -m pip install -e '.[dev,docs]'
+	@touch $@
 
 equivalence: setup
 	$(BIN)/python tests/equivalence.py

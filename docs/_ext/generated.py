@@ -1,0 +1,143 @@
+"""Parts of pages that are made from the code when the site is built.
+
+A page holds `<!-- generated: NAME -->` where the text of the function NAME belongs.
+"""
+
+import argparse
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+from keras_dist import __main__ as command
+from keras_dist.setup.arguments import KerasArguments
+from keras_dist.setup.options import Options
+
+_MARK = re.compile(r"<!-- generated: (\w+) -->")
+
+# Where each option of `dist_fit` is explained, from docs/reference/.
+PAGES = {
+    "lr_scaling": "../concepts/scaling.md",
+    "warmup_epochs": "../concepts/scaling.md",
+    "steps_scaling": "../concepts/scaling.md",
+    "validation_steps_scaling": "../concepts/scaling.md",
+    "shard": "../concepts/scaling.md",
+    "target_accuracy": "../concepts/scaling.md",
+    "op": "../concepts/averaging.md",
+    "compression": "../concepts/averaging.md",
+    "local_layers": "../concepts/averaging.md",
+    "process_set": "../concepts/averaging.md",
+    "sync": "../concepts/averaging.md",
+    "outer_momentum": "../concepts/averaging.md",
+    "timeline": "../concepts/averaging.md",
+    "resume": "../how_to/resume.md",
+    "save_steps": "../how_to/resume.md",
+    "save_seconds": "../how_to/resume.md",
+}
+
+
+def keras_arguments() -> str:
+    """The arguments of `Model.fit`, as a table."""
+    rows = [
+        f"| `{item.name}` | `{item.default!r}` |" for item in fields(KerasArguments)
+    ]
+    return "\n".join(["| argument | default |", "|---|---|", *rows])
+
+
+def options() -> str:
+    """The keyword arguments that only `dist_fit` has, as a table."""
+    head = ["| argument | default | more |", "|---|---|---|"]
+    return "\n".join(head + list(_option_rows()))
+
+
+def shown(default: Any) -> str:
+    """A default as it is written in Python, text in double quotes."""
+    return f'"{default}"' if isinstance(default, str) else repr(default)
+
+
+def _option_rows() -> Iterator[str]:
+    for item in fields(Options):
+        page = PAGES[item.name]
+        title = page.rpartition("/")[2].removesuffix(".md").replace("_", " ")
+        yield f"| `{item.name}` | `{shown(item.default)}` | [{title}]({page}) |"
+
+
+def command_line() -> str:
+    """A section for each command of `keras-dist`, from its parser."""
+    parser = command._parser()
+    commands = next(
+        action
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    sections = []
+    for name, sub in commands.choices.items():
+        if name == "host-agent":
+            continue  # started by `run`, and by nobody else
+        usage = sub.format_usage().removeprefix("usage: ").strip()
+        sections += [f"## keras-dist {name}", sub.description or "", ""]
+        sections += ["```text", usage, "```", "", *_command_rows(sub), ""]
+    return "\n".join(sections)
+
+
+def _command_rows(parser: argparse.ArgumentParser) -> list[str]:
+    rows = ["| option | meaning |", "|---|---|"]
+    for action in parser._actions:
+        if action.help is argparse.SUPPRESS:
+            continue
+        value = f" {action.metavar}" if action.metavar and action.nargs != 0 else ""
+        names = [f"`{name}{value}`" for name in action.option_strings or [action.dest]]
+        meaning = (action.help or "").replace("|", "\\|")
+        rows.append(f"| {', '.join(names)} | {meaning} |")
+    return rows
+
+
+_PARTS = {part.__name__: part for part in (keras_arguments, options, command_line)}
+
+
+def fill(text: str) -> str:
+    """A page with its generated parts in it."""
+    return _MARK.sub(lambda found: _PARTS[found[1]](), text)
+
+
+def _fill_page(app: Any, name: str, source: list[str]) -> None:
+    source[0] = fill(source[0])
+
+
+# Names of several arguments that go on in a deeper line, up to their colon.
+_NAMES = re.compile(r"^( +)([\w*, ]+,)\n((?:\1 +[\w*, ]+,\n)*)\1 +([\w*, ]+:)", re.M)
+_FENCED = re.compile(r"^( *)```python\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"^Example:\n\n((?:    .*\n|\n)+)", re.MULTILINE)
+_DIALOG = re.compile(r"^Example:\n\n(?=>>>)", re.MULTILINE)
+
+
+def restructured(docstring: str) -> str:
+    """A docstring of this package as Sphinx reads it: code and long names marked."""
+
+    def one_line(found: re.Match[str]) -> str:
+        return found[1] + " ".join(" ".join(found.groups()[1:]).split())
+
+    def block(found: re.Match[str]) -> str:
+        code = textwrap.dedent(found.groups()[-1]).strip().replace("\n", "\n    ")
+        return f".. rubric:: Example\n\n.. code-block:: python\n\n    {code}\n"
+
+    text = _NAMES.sub(one_line, docstring)
+    if "Example:\n\n```" in text:
+        text = text.replace("Example:\n\n```", "```")
+    text = _FENCED.sub(block, text)
+    text = _CODE.sub(block, text)
+    return _DIALOG.sub(".. rubric:: Example\n\n", text)
+
+
+def _restructure(
+    app: Any, what: str, name: str, item: Any, settings: Any, lines: list[str]
+) -> None:
+    lines[:] = restructured("\n".join(lines)).splitlines() + [""]
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Called by Sphinx."""
+    app.connect("source-read", _fill_page)
+    app.connect("autodoc-process-docstring", _restructure, priority=400)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

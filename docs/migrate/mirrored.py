@@ -1,0 +1,35 @@
+"""Handwritten digits on all GPUs of one machine, in one process."""
+
+import keras
+import tensorflow as tf
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+strategy = tf.distribute.MirroredStrategy()
+batch_size = 32 * strategy.num_replicas_in_sync
+
+images, labels = load_digits(return_X_y=True)
+x, x_val, y, y_val = train_test_split(images / 16, labels, random_state=0)
+data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(2000, seed=0)
+data_val = tf.data.Dataset.from_tensor_slices((x_val, y_val))
+
+with strategy.scope():
+    model = keras.Sequential(
+        [
+            keras.Input((64,)),
+            keras.layers.Dense(64, activation="relu"),
+            keras.layers.Dense(10, activation="softmax"),
+        ]
+    )
+    model.compile(
+        keras.optimizers.Adam(1e-3 * strategy.num_replicas_in_sync),
+        "sparse_categorical_crossentropy",
+        metrics=["accuracy"],
+    )
+
+model.fit(
+    data.batch(batch_size),
+    epochs=3,
+    validation_data=data_val.batch(batch_size),
+    verbose=2,
+)

@@ -1,0 +1,95 @@
+"""The pages of the documentation, and a script that runs the code in them.
+
+    python tests/pages.py FOLDER PAGE_OR_SCRIPT …
+
+All in one process, each in a namespace and a folder of its own, since to import
+TensorFlow takes seconds.
+"""
+
+import os
+import re
+import sys
+import traceback
+import types
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+NOTEBOOK = DOCS / "notebook.md"  # executed when the site is built
+
+# What the snippets of a page take for granted.
+PREAMBLE = """
+import os
+import keras
+import keras_dist
+import numpy as np
+import tensorflow as tf
+from sklearn.datasets import load_digits
+images, labels = load_digits(return_X_y=True)
+x, x_val = images[:384].astype("float32") / 16, images[384:480].astype("float32") / 16
+y, y_val = labels[:384], labels[384:480]
+def make_model():
+    return keras.Sequential([keras.Input((64,)), keras.layers.Dense(10)])
+model = make_model()
+model.compile(
+    keras.optimizers.Adam(1e-3),
+    keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    metrics=["accuracy"],
+)
+"""
+
+
+def pages() -> list[Path]:
+    """README.md and all pages of the site."""
+    found = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
+    return [ROOT / "README.md", *(page for page in found if page != NOTEBOOK)]
+
+
+def blocks(page: Path, language: str) -> list[tuple[int, str]]:
+    """The code blocks of a page in one language: first line's number, and text."""
+    text = page.read_text()
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [(text[: block.start(1)].count("\n") + 1, block[1]) for block in found]
+
+
+def named(page: Path) -> str:
+    """Its path from the root of the repository."""
+    return page.relative_to(ROOT).as_posix()
+
+
+def _run(path: Path, folder: Path) -> None:
+    """Run all Python snippets of a page in their order, or a script."""
+    name = re.sub(r"\W", "_", named(path))
+    module = types.ModuleType(name)
+    module.__file__ = str(path)
+    sys.modules[name] = module  # where classes and functions of the page are looked up
+    here = folder / name
+    here.mkdir(parents=True, exist_ok=True)  # one for all ranks
+    os.chdir(here)
+    parts = [(1, path.read_text())] if path.suffix == ".py" else blocks(path, "python")
+    if path.suffix == ".md":
+        exec(compile(PREAMBLE, "<preamble>", "exec"), vars(module))
+    for line, code in parts:
+        # Numbered as in the page, which a traceback then shows.
+        padded = "\n" * (line - 1) + code
+        exec(compile(padded, str(path), "exec"), vars(module))
+
+
+def main(folder: str, *names: str) -> int:
+    """Run pages and scripts; stop at the first that raises."""
+    import keras  # noqa: PLC0415 - only the ranks need it
+
+    for name in names:
+        keras.config.set_dtype_policy("float32")  # a page may have chosen another one
+        keras.utils.set_random_seed(0)
+        print(f"== {name}", flush=True)
+        try:
+            _run(ROOT / name, Path(folder))
+        except BaseException:
+            print(f"In {name}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            raise
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,224 @@
+"""What README and documentation say is true: code, plan, diffs, commands, names."""
+
+import difflib
+import inspect
+import json
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import keras
+import pytest
+from launch import launch
+from pages import DOCS, ROOT, blocks, named, pages
+
+import keras_dist
+from keras_dist.setup.arguments import KerasArguments
+from keras_dist.setup.options import Options
+
+sys.path.append(str(DOCS / "_ext"))
+import generated  # noqa: E402 - lies beside the pages that it fills
+
+README = (ROOT / "README.md").read_text()
+_MIGRATE = DOCS / "migrate"
+# Pages, scripts before and after the change that they show, and which of them run here:
+# those before on one process; Horovod's own Keras layer and MultiWorkerMirroredStrategy
+# do not work with Keras 3.
+_DIFFS = {
+    "from_model_fit.md": [("single.py", "ranks.py", True)],
+    "from_horovod.md": [("horovod_keras2.py", "from_horovod.py", False)],
+    "from_tf_distribute.md": [
+        ("mirrored.py", "from_mirrored.py", True),
+        ("multi_worker.py", "from_multi_worker.py", False),
+    ],
+}
+_PAIRS = [pair for pairs in _DIFFS.values() for pair in pairs]
+
+
+def _run(names, folder, ranks):
+    command = [sys.executable, "tests/pages.py", str(folder), *names]
+    done = launch(command, ranks=ranks, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+
+
+def _with_snippets():
+    return [named(page) for page in pages() if blocks(page, "python")]
+
+
+def test_snippets_run_on_one_process(tmp_path):
+    """Each page's in their order; and the scripts before a migration."""
+    before = [named(_MIGRATE / old) for old, _, runs in _PAIRS if runs]
+    _run(_with_snippets() + before, tmp_path, None)
+
+
+def test_snippets_run_on_two_ranks(tmp_path):
+    """Each page's in their order; and the scripts after a migration."""
+    after = [named(_MIGRATE / new) for _, new, _ in _PAIRS]
+    _run(_with_snippets() + after, tmp_path, 2)
+
+
+def test_snippets_that_start_ranks_run(tmp_path):
+    """A function of the script itself, and what it returned, each snippet once."""
+    found = {code for page in pages() for _, code in blocks(page, "py")}
+    for code in found:
+        compile(code, "<page>", "exec")
+    starting = sorted(code for code in found if "keras_dist.run(" in code)
+    assert starting
+    train = "def train(rate):\n    return keras_dist.sum(rate)\n"
+    for code in starting:
+        script = tmp_path / "script.py"
+        script.write_text(f"import keras_dist\n{train}{code}\nprint(losses)\n")
+        done = launch([sys.executable, str(script)], ranks=None, timeout=120)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+        assert "[0.002, 0.002]" in done.stdout
+
+
+@pytest.mark.parametrize("page", _DIFFS)
+def test_migrations_show_the_difference_of_two_scripts(page):
+    """Line by line, as `diff` does."""
+    shown = [code for _, code in blocks(_MIGRATE / page, "diff")]
+    for (old, new, _), text in zip(_DIFFS[page], shown, strict=False):
+        assert text == difference(_MIGRATE / old, _MIGRATE / new)
+    assert len(shown) >= len(_DIFFS[page])
+
+
+def difference(old: Path, new: Path) -> str:
+    """All lines of two scripts, those that differ marked, without their docstrings."""
+    before, after = (
+        path.read_text().partition('"""\n\n')[2].splitlines() for path in (old, new)
+    )
+    lines = difflib.unified_diff(before, after, n=1000, lineterm="")
+    return "".join(f"{line.rstrip()}\n" for line in list(lines)[3:])
+
+
+def test_the_difference_of_the_examples_is_shown():
+    """Every line in which the code of the two files differs."""
+    single, many = (
+        (ROOT / "examples" / name).read_text().splitlines()
+        for name in ("fashion_mnist_single.py", "fashion_mnist.py")
+    )
+    lines = difflib.unified_diff(single, many, n=0, lineterm="")
+    changed = [line for line in lines if not line.startswith(("@@", "---", "+++"))]
+    start = changed.index("+import keras_dist")
+    _, (_, shown) = blocks(_MIGRATE / "from_model_fit.md", "diff")
+    assert sorted(shown.splitlines()) == sorted(changed[start:])
+
+
+def test_the_plan_is_the_one_that_digits_prints():
+    """All of it but the number of threads, which is the machine's."""
+    done = launch([sys.executable, "examples/digits.py"], ranks=2, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    started = (DOCS / "get_started.md").read_text()
+    boxes = [
+        re.findall(r"[╭│╰].*[╮│╯]", text) for text in (done.stdout, README, started)
+    ]
+    printed, *shown = ([line for line in box if "│ ranks" not in line] for box in boxes)
+    assert printed and shown == [printed, printed]
+
+
+def test_arguments_of_keras_are_those_of_fit():
+    """Names, order and defaults."""
+    theirs = _defaults(inspect.signature(keras.Model.fit))
+    del theirs["self"]
+    assert {item.name: item.default for item in fields(KerasArguments)} == theirs
+    assert [item.name for item in fields(KerasArguments)] == list(theirs)
+
+
+def test_dist_fit_takes_keras_arguments_and_options_alone():
+    """The model, those by position or name, then those by name only."""
+    ours = inspect.signature(keras_dist.dist_fit)
+    expected = {item.name: item.default for item in fields(KerasArguments)}
+    expected |= {item.name: item.default for item in fields(Options)}
+    defaults = _defaults(ours)
+    assert defaults.pop("model") is inspect.Parameter.empty
+    assert list(defaults.items()) == list(expected.items())
+    by_name = [p.name for p in ours.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert by_name == [item.name for item in fields(Options)]
+
+
+def _defaults(signature: inspect.Signature) -> dict[str, object]:
+    return {p.name: p.default for p in signature.parameters.values()}
+
+
+def test_every_option_is_explained_with_its_default():
+    """In a table of the page to which the reference links."""
+    for item in fields(Options):
+        page = (DOCS / "reference" / generated.PAGES[item.name]).resolve()
+        row = f"| `{item.name}` | `{generated.shown(item.default)}` |"
+        assert row in page.read_text(), f"{named(page)} has no row {row}"
+
+
+def test_every_public_name_is_in_the_reference():
+    """And nothing else is."""
+    text = (DOCS / "reference" / "api.md").read_text()
+    listed = re.findall(r"^\.\. auto\w+:: keras_dist\.(\w+)$", text, re.MULTILINE)
+    assert sorted(listed) == sorted(keras_dist.__all__)
+
+
+def test_generated_parts_are_filled():
+    """Every mark in a page is known, and the command line has all commands."""
+    for page in (DOCS / "reference").glob("*.md"):
+        assert "<!-- generated" not in generated.fill(page.read_text())
+    for name in ("run", "install-horovod", "bench-collectives"):
+        assert f"## keras-dist {name}\n" in generated.command_line()
+    assert "| `--restarts K` |" in generated.command_line()
+
+
+def test_docstrings_are_made_readable_for_sphinx():
+    """Names in two lines, code in fences and indented code."""
+    text = "Args:\n    x, y,\n        z: Data.\n    w: W.\n"
+    assert "    x, y, z: Data.\n    w: W." in generated.restructured(text)
+    for code in ("    f(\n        1)\n", "```python\nf(\n    1)\n```\n"):
+        made = generated.restructured(f"F.\n\nExample:\n\n{code}")
+        assert ".. code-block:: python\n\n    f(\n        1)" in made
+
+
+def test_the_readme_is_short_and_its_links_lead_somewhere():
+    """Everything else is in the pages."""
+    assert len(README.splitlines()) <= 150
+    for link in re.findall(r"\]\(([^)#]+)", README):
+        assert link.startswith("https://") or (ROOT / link).exists(), link
+
+
+def test_the_commands_exist():
+    """`make` targets, the console command, its subcommands and their options."""
+    makefile = (ROOT / "Makefile").read_text()
+    for target in ("setup", "check", "test", "demo", "docs"):
+        assert f"\n{target}:" in makefile
+    for argument in ("--help", "--version"):
+        subprocess.run(
+            [sys.executable, "-m", "keras_dist", argument],
+            check=True,
+            capture_output=True,
+        )
+    for page in pages():
+        for name, rest in re.findall(
+            r"keras-dist (run|install-horovod|bench-collectives)\b([^`\n]*)",
+            page.read_text(),
+        ):
+            # Up to the script, whose options are its own, and without ssh's.
+            ours = re.sub(r'"[^"]*"?', "", re.split(r"\.py|#", rest)[0])
+            for option in re.findall(r"(?<!\S)(--?[A-Za-z][\w-]*)", ours):
+                assert re.search(rf"`{option}[` ]", _section(name)) or option == "-m"
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert "make test\n" in ci and "make docs\n" in ci
+
+
+def _section(command: str) -> str:
+    sections = generated.command_line().split("## keras-dist ")
+    return next(text for text in sections if text.startswith(f"{command}\n"))
+
+
+def test_settings_of_the_documentation_are_pinned_by_ranges():
+    """So that warnings of a new version are no errors of ours."""
+    text = (ROOT / "pyproject.toml").read_text()
+    (group,) = re.findall(r"^docs = (\[.*?\n\])", text, re.DOTALL | re.MULTILINE)
+    wanted = json.loads(group.replace(",\n]", "\n]"))
+    assert all(">=" in one and "<" in one for one in wanted)
+
+
+def test_contributing_is_short():
+    """Nobody reads a long one."""
+    assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) < 45
