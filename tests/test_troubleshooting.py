@@ -22,7 +22,7 @@ _FOREIGN = ("Exit codes", "Messages of other programs")
 _WITHOUT_ENTRY = (
     "it does not begin as",
     "its \0 bytes",
-    "it is no checkpoint",
+    "it is no",
     "an array has the shape",
     "module 'keras_dist' has no attribute",
 )
