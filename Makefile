@@ -9,11 +9,7 @@ DOCS := .venv/.docs
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
-<<<<<<< HEAD
-.PHONY: help setup check test demo equivalence fuzz mutations bench levers growth slow-network kills looks
-=======
-.PHONY: help setup check test demo docs equivalence fuzz mutations bench levers growth slow-network kills
->>>>>>> docs-site
+.PHONY: help setup check test demo docs equivalence fuzz mutations bench levers growth slow-network kills looks
 
 help:
 	@echo "make setup   a virtual environment in .venv, with Horovod built for its TensorFlow"
