@@ -1,0 +1,108 @@
+"""What is changed in Keras for the time of a fit is as before when the fit is over."""
+
+import re
+import signal
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import keras_dist
+
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "architecture.md"
+
+
+class Broken(keras.callbacks.Callback):
+    """Raises at one moment of a fit."""
+
+    def __init__(self, moment):
+        super().__init__()
+        setattr(self, moment, self.fail)
+
+    def fail(self, *args, **kwargs):
+        """Raises."""
+        raise KeyError("tea")
+
+
+def make():
+    """A model with all that is changed: loss, rate, synchronized statistics."""
+    model = keras.Sequential(
+        [
+            keras.Input((5,)),
+            keras.layers.Dense(4),
+            keras.layers.BatchNormalization(synchronized=True),
+            keras.layers.Dense(1, activation="sigmoid"),
+        ]
+    )
+    optimizer = keras.optimizers.SGD(0.1)
+    model.compile(optimizer, "binary_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def patched(model):
+    """Each thing of the table in `docs/concepts/architecture.md`, as it is now."""
+    return {
+        "class of the model": type(model),
+        "`save`, `save_weights` of the model": (
+            type(model).save,
+            type(model).save_weights,
+        ),
+        "class of the model (`_Untuned`)": type(model.distribute_strategy),
+        "class of the outermost optimizer": type(model.optimizer),
+        "class of each innermost optimizer": type(model.optimizer).learning_rate,
+        "class of `BatchNormalization(synchronized=True)`": [
+            type(layer) for layer in model.layers
+        ],
+        "`keras.losses.Loss.__call__`": keras.losses.Loss.__call__,
+        "`keras.layers.Layer.__call__`": keras.layers.Layer.__call__,
+        "`model.train_function`, `model.test_function`": model.train_function,
+        "handler of SIGTERM": signal.getsignal(signal.SIGTERM),
+    }
+
+
+def test_the_table_has_every_row_that_is_tried():
+    """And each that it has is tried."""
+    section = PAGE.read_text().split("## What is changed in Keras")[1]
+    rows = [line.split("|")[1].strip() for line in re.findall(r"^\|.*", section, re.M)]
+    keys = list(patched(make()))
+    assert len(rows) == len(keys) + 2  # the head and the line below it
+    for row, key in zip(rows[2:], keys, strict=True):
+        assert row.startswith(key), row
+
+
+@pytest.mark.parametrize("moment", [None, "on_epoch_begin", "on_train_batch_end"])
+def test_all_of_it_is_taken_back(rows, tmp_path, moment):
+    """Also when the fit raised, in the middle of an epoch or at its edge."""
+    x, y = rows
+    model = make()
+    before = patched(model)
+    names = set(vars(model))
+    callbacks = [keras_dist.NanReport("skip", tmp_path / "nan")]
+    callbacks += [Broken(moment)] if moment else []
+    poisoned = np.where(np.arange(len(x))[:, None] == 3, np.nan, x)
+
+    def fit():
+        keras_dist.dist_fit(
+            model,
+            poisoned,
+            y,
+            batch_size=8,
+            epochs=2,
+            verbose=0,
+            callbacks=callbacks,
+            validation_data=rows,
+            lr_scaling=2.0,
+            resume=tmp_path / f"{moment}",
+        )
+
+    if moment is None:
+        fit()
+    else:
+        with pytest.raises((KeyError, RuntimeError), match="tea"):
+            fit()
+    assert patched(model) == before
+    assert model.optimizer.learning_rate == pytest.approx(0.1)
+    assert set(vars(model)) - names <= {"_distributed_session", "history", "_callbacks"}
+    assert not model.__dict__.get("stop_training", False) or moment
+    model.fit(x, y, epochs=1, verbose=0)
