@@ -56,6 +56,10 @@ def patched(model):
         ],
         "`keras.losses.Loss.__call__`": keras.losses.Loss.__call__,
         "`keras.layers.Layer.__call__`": keras.layers.Layer.__call__,
+        "`jit_compile` of the model": model.jit_compile,
+        "`result` of metrics without variables": [
+            vars(metric).get("result") for metric in model.metrics
+        ],
         "`model.train_function`, `model.test_function`": model.train_function,
         "handler of SIGTERM": signal.getsignal(signal.SIGTERM),
     }
