@@ -30,8 +30,8 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         "run",
         help="start a script on many ranks",
         description=(
-            "Start a script on many ranks, and show their output. If one fails, all are "
-            "ended, and its error is printed last."
+            "Start a script on many ranks, and show their output. If one fails, all "
+            "ranks are ended, and its error is printed last."
         ),
         epilog=(
             "TensorFlow's start-up lines about oneDNN, CUDA and the CPU are not shown. "
