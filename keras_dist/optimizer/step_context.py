@@ -79,7 +79,7 @@ class StepContext:
         return bool(self.weighted)
 
     def is_weighted(self, state: Any) -> bool:
-        """Whether the loss of an optimizer's gradients was multiplied by the fraction."""
+        """Whether `weight_loss` has multiplied the loss of an optimizer's gradients."""
         return any(found is state for found in self.weighted)
 
 
