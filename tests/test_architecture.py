@@ -1,4 +1,4 @@
-"""The floors hold: imports only go down, and one file imports Horovod."""
+"""Imports only go down, two files import Horovod, and names are the field's words."""
 
 import ast
 import doctest
@@ -137,7 +137,7 @@ KNOWN_NAMES = {"StopTogether", "stop_together", "TensorBoard", "round"}
 
 
 def test_identifiers_are_the_fields_words():
-    """What has a name in the field is called by it."""
+    """No identifier contains a private word."""
     found = []
     for path in FILES:
         with path.open("rb") as file:
@@ -253,7 +253,7 @@ def test_one_context_variable_carries_a_step():
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.part)
 def test_each_mutation_breaks_a_line_that_is_there(mutation):
-    """`make mutations` breaks what stands in the package today."""
+    """Each line that `make mutations` replaces occurs once in its file."""
     assert (PACKAGE / mutation.file).read_text().count(mutation.line) == 1
 
 

@@ -75,7 +75,7 @@ def _add_hosts(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--address",
         metavar="IP",
-        help="address of this host for the others (default: of the route to them)",
+        help="address at which other hosts reach this one (default: found by routing)",
     )
 
 

@@ -93,17 +93,17 @@ def _run_here(
 ) -> int:
     own = {**command.environment, **interface(LOOPBACK)}
     ranks = Ranks(replace(command, environment=own), slots, job)
-    said = ""
+    message = ""
     try:
         ranks.start()
         failures = ranks.wait(stopped)
         if failures and not stopped:
-            said = explain(failures, ranks.where(), num_ranks=len(slots))
+            message = explain(failures, ranks.where(), num_ranks=len(slots))
     finally:
         ranks.end(is_saving=stopped == [signal.SIGTERM])
-    if not said:
+    if not message:
         return 0
-    print_message(said)  # after the output of the ranks
+    print_message(message)  # after the output of the ranks
     return failures[0].code
 
 

@@ -69,7 +69,7 @@ class Averaging:
             )
         if self.outer_momentum and self.every == 1:
             raise ValueError(
-                "`outer_momentum` moves weights that are averaged now and then. "
+                "`outer_momentum` is a momentum of averaged weights, not of gradients. "
                 f"Received: outer_momentum={self.outer_momentum} and gradients that "
                 'are averaged in each step. Pass sync="every:8", or leave it out.'
             )
@@ -77,7 +77,7 @@ class Averaging:
             raise ValueError(
                 "Weights can be averaged, not summed, and are sent uncompressed. "
                 f'Received: sync="every:{self.every}", op={self.op!r}, '
-                f"compression={self.compression!r}. Leave out what is not `sync`."
+                f"compression={self.compression!r}. Leave out `op` and `compression`."
             )
 
     def local_ids(self) -> set[int]:

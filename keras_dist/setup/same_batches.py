@@ -37,7 +37,7 @@ def split_of(
 
 
 def _channel(process_set: Sequence[int] | None) -> sharding.Channel:
-    """Collectives for data that is read in threads, where no process set is active."""
+    """Collectives for threads that read data, which do not inherit the process set."""
 
     def within(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def call(value: Any) -> Any:
@@ -98,8 +98,8 @@ def _is_sharded_anyway(name: str, stream: sharding.Stream, before: str) -> bool:
     if isinstance(stream.data, keras.utils.PyDataset):
         return True  # sharded by index, even if its batches are random
     raise ValueError(
-        f"The ranks' {name} batches differ, and change when they are read again, as "
-        f"where data is shuffled without a seed. Received: x of type {stream.kind}. "
+        f"The ranks' {name} batches differ, and change when they are read again, as if "
+        f"data were shuffled without a seed. Received: x of type {stream.kind}. "
         "Pass `seed` to its `shuffle`, or call keras.utils.set_random_seed (with torch "
         "torch.manual_seed) with the same number on every rank before it is made; or "
         'pass shard="none" if each rank has its own part.'

@@ -115,10 +115,10 @@ def _check_rows(leaf: Any, num_rows: int) -> None:
     if leaf is not None and not (is_array and len(leaf) == num_rows):
         kind = f"{type(leaf).__name__} of shape {tuple(leaf.shape)}"
         raise ValueError(
-            "Predictions can be put in the order of the rows where there is one of one "
-            f"shape for each row. Received: an output of type {kind} for {num_rows} "
-            'rows. Pass the rows of each rank yourself and DistributedModel(…, shard="'
-            'none"), or use model.predict.'
+            "Predictions can be gathered only if an output has one value of one shape "
+            f"for each row. Received: an output of type {kind} for {num_rows} rows. "
+            "Shard the rows yourself and use DistributedModel(…, "
+            'shard="none"), or use model.predict.'
         )
 
 

@@ -330,7 +330,7 @@ class _Server:
 
 
 def test_the_progress_bar_is_printed_once(make_model, rows, capsys):
-    """Also where the list has a `ProgbarLogger` already."""
+    """Also if the list has a `ProgbarLogger` already."""
     keras_dist.dist_fit(
         make_model(),
         *rows,
