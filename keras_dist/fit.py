@@ -96,7 +96,7 @@ def dist_fit(
             weights by its own gradients for k steps, and then the weights are averaged,
             weighted by the rows that each rank has trained on (local SGD; Stich, 2019).
             This is for slow networks, and does not give the model of one process. The
-            optimizer's state differs between the ranks, until it is averaged, like the
+            optimizer's state differs between the ranks until it is averaged with the
             weights, before each evaluation and at the end of each epoch.
         outer_momentum: With `sync`, the fraction of the last change of the averaged
             weights that is added to the next one (block momentum; Chen and Huo, 2016).
