@@ -1,8 +1,9 @@
-"""A script with its own call of `model.fit`, and the callbacks of keras_dist.
+"""A script that calls `model.fit` itself, with the callbacks of keras_dist.
 
-    horovodrun -np 2 python examples/callbacks_only.py
+    keras-dist run -np 2 examples/callbacks_only.py
 
-`dist_fit` does all of this in one call; here every part is visible and optional.
+`dist_fit` does all of this in one call. Here every part is visible and optional.
+`horovodrun -np 2 python examples/callbacks_only.py` starts the script too.
 """
 
 import keras
@@ -16,7 +17,7 @@ rank, size = keras_dist.rank(), keras_dist.size()
 
 
 def shard(rows):
-    """Every `size`-th row from `rank` on: equally many on every rank, or one waits."""
+    """Every `size`-th row from `rank` on; as many on every rank, or one would wait."""
     return rows[: len(rows) // size * size][rank::size]
 
 
@@ -39,7 +40,7 @@ model.compile(
 )
 
 callbacks = [
-    # Makes the metrics those of all ranks. First, because the others read them.
+    # Averages the metrics over all ranks. First, because other callbacks read them.
     keras_dist.MetricAverage(),
     # Prints the rows per second of all ranks.
     keras_dist.Throughput(),

@@ -51,7 +51,7 @@ def download() -> list[np.ndarray]:
     """The same arrays from Keras, which stores them in ~/.keras/datasets."""
     try:
         (x, y), (x_val, y_val) = keras.datasets.fashion_mnist.load_data()
-    except Exception as error:  # Keras has no kind of its own for a failed download
+    except Exception as error:  # Keras has no class for a failed download
         raise RuntimeError(
             f"Fashion-MNIST is neither in {FOLDER} nor can it be downloaded. "
             f"Received: {error}. Install Debian's package dataset-fashion-mnist, or "

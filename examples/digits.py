@@ -1,8 +1,9 @@
 """Quick start: handwritten digits on two processes, in seconds, without a download.
 
-    horovodrun -np 2 python examples/digits.py
+    keras-dist run -np 2 examples/digits.py
 
-Without `horovodrun` the same script trains on one process.
+`horovodrun -np 2 python examples/digits.py` does the same. Without a launcher the
+script trains on one process.
 """
 
 import sys

@@ -1,8 +1,9 @@
 """A wide residual network on Fashion-MNIST, on many processes.
 
-    horovodrun -np 2 python examples/fashion_mnist.py --target-accuracy 0.85
+    keras-dist run -np 2 examples/fashion_mnist.py --target-accuracy 0.85
 
-`fashion_mnist_single.py` is the same on one process: compare the two with `diff`.
+`horovodrun -np 2 python examples/fashion_mnist.py` starts it too. The same script for
+one process is `fashion_mnist_single.py`: compare the two with `diff`.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
     python examples/fashion_mnist_single.py
 
-`fashion_mnist.py` is the same on many processes: compare the two with `diff`.
+The same script for many processes is `fashion_mnist.py`: compare the two with `diff`.
 """
 
 import argparse

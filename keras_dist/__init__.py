@@ -90,7 +90,7 @@ if not _missing and not _is_command:
     prepare()
     del prepare
 elif _missing:
-    # The command that builds Horovod has to start also here, and say what it needs.
+    # `keras-dist install-horovod` must start here too, and print what it needs.
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module 'keras_dist' has no attribute {name!r}")

@@ -24,8 +24,8 @@ _ADVICE = "Start every rank with the same script, arguments and data."
 class DistributedModel:
     """A Keras model whose `fit`, `evaluate` and `predict` use all ranks.
 
-    Every other attribute, read or set, is the model's own: `compile`, `save`,
-    `summary`, `weights` and so on.
+    All other attributes, such as `compile`, `save`, `summary` and `weights`, are read
+    and set on the model itself.
 
     Args:
         model: A `keras.Model`.
@@ -50,7 +50,7 @@ class DistributedModel:
         object.__setattr__(self, "options", options)
 
     def fit(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
-        """`dist_fit(model, …)`: all arguments of `keras.Model.fit`, and its own."""
+        """`dist_fit(model, …)`: it has all arguments of `keras.Model.fit` and more."""
         return dist_fit(self.model, *args, **{**self.options, **kwargs})
 
     def evaluate(
@@ -66,8 +66,8 @@ class DistributedModel:
     ) -> Any:
         """As `keras.Model.evaluate`: each row once over all ranks, exact metrics.
 
-        Data is dealt to the ranks as in `dist_fit`. `steps` are those of one process
-        and follow `validation_steps_scaling`.
+        Data is sharded as in `dist_fit`. `steps` are those of one process, to which
+        `validation_steps_scaling` is applied.
 
         Returns:
             What `keras.Model.evaluate` returns for all rows, the same on every rank.
@@ -124,27 +124,27 @@ class DistributedModel:
         *,
         gather: bool = True,
     ) -> Any:
-        """As `keras.Model.predict`: arrays are dealt, each rank predicts its share.
+        """As `keras.Model.predict`: arrays are sharded by row, and results gathered.
 
-        Data that is not arrays (`tf.data.Dataset`, `PyDataset`, generator, ragged and
-        sparse tensors), and any with `shard="none"`, is predicted by every rank as it
-        was given, and nothing is gathered.
+        For other data (`tf.data.Dataset`, `PyDataset`, generator, ragged and sparse
+        tensors), and for all data with `shard="none"`, each rank predicts everything
+        that it was given, and nothing is gathered.
 
         Args:
             x, batch_size, verbose, steps, callbacks: As in `keras.Model.predict`.
                 `batch_size` is the batch of one rank; `steps` are those of one process
-                with that batch. The first rank alone prints, and runs callbacks that
+                with that batch. Only the first rank prints, and runs callbacks that
                 write files.
-            gather: `False` for this rank's share alone, rows `[rank::size]`: where all
-                predictions together are too many to hold, or too slow to send.
+            gather: `False` to return only this rank's predictions, those of rows
+                `[rank::size]`, if all are too large for memory or too slow to send.
 
         Returns:
             What `keras.Model.predict` returns for all rows, in their order, on every
             rank: an array, or a structure of arrays.
 
         Raises:
-            ValueError: On all ranks, if there is no row, the ranks hold different rows
-                or weights, or an output has not one value for each row.
+            ValueError: On all ranks, if there is no row, if rows or weights differ
+                between the ranks, or if an output does not have one value for each row.
         """
         options = Options(**self.options)
         arguments = {
@@ -195,11 +195,11 @@ def _flat(callbacks: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def _evaluating(model: Any, feed: sharding.Feed) -> Iterator[None]:
-    """Inside the block, `model.evaluate` gives the metrics of all ranks.
+    """Inside the block, `model.evaluate` returns the metrics of all ranks.
 
     Args:
         model: A compiled model; it may be in the middle of a fit.
-        feed: This rank's share of the data.
+        feed: This rank's shard of the data.
     """
     is_training = mixin.has(model, step.DistributedStep)
     scope = step.install(model).metrics

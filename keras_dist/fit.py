@@ -78,46 +78,48 @@ def dist_fit(
             `"sqrt"` (its square root), `"none"`, a positive number, or a function of
             the number of ranks.
         warmup_epochs: Epochs over which the factor rises from 1, batch by batch.
-        steps_scaling: What happens to `steps_per_epoch`: `"divide"` by the number of
-            ranks, rounded up; `"none"`; or a function of (steps, size). With
-            `"divide"`, a `LearningRateSchedule` is read at step × size.
+        steps_scaling: Rule for `steps_per_epoch`: `"divide"` by the number of ranks,
+            rounded up; `"none"`; or a function of (steps, size). With `"divide"`, a
+            `LearningRateSchedule` is read at step × size.
         validation_steps_scaling: The same for `validation_steps`, or a number m for
             m × steps / size.
-        shard: `"auto"`: arrays are dealt to the ranks row by row, data that comes in
-            batches batch by batch where all ranks have the same batches. `"none"`: you
-            have split all data.
+        shard: `"auto"`: arrays are sharded by row; data that comes in batches is
+            sharded by batch if all ranks have the same batches. `"none"`: you have
+            split all data.
         target_accuracy: Stop when `val_accuracy` has reached it: adds
             `StopAtAccuracy(target_accuracy)`.
         op, compression, local_layers, process_set: How gradients are averaged, as in
-            `DistributedOptimizer`. In a process set, its ranks are all that there are:
-            its first one prints and writes.
-        sync: `"every:k"`: after how many steps the ranks talk. With `"every:1"` they
-            average their gradients in each step. With more, each rank updates its own
-            weights by its own gradients for k steps, and then the weights are averaged
-            by the rows that each rank has seen (local SGD; Stich, 2019): for slow
-            networks, and no longer the model of one process. Momenta and the like stay
-            each rank's own, until both are averaged before each evaluation and at the
-            end of each epoch.
-        outer_momentum: With `sync`, how much of the last move of the averaged weights
-            is added to the next (block momentum; Chen and Huo, 2016). It takes the
-            memory of two more copies of the weights.
-        timeline: A file to which the first rank writes what each collective waited for,
-            for https://ui.perfetto.dev. Horovod keeps a core of that rank busy to
-            write it. If anything has talked to the other ranks before this fit, start
-            the job with HOROVOD_TIMELINE=DYNAMIC in its environment.
-        resume: A folder in which the training is kept: the same command goes on from
-            there, in the middle of an epoch and with another number of ranks. The first
-            rank writes it. SIGTERM on any rank makes all save and exit with code 75.
-        save_steps, save_seconds: With `resume`, how often to save in an epoch; `None`
-            for not by this count. The end of each epoch is saved anyway.
+            `DistributedOptimizer`. With `process_set`, "all ranks" are those of the
+            set, and its first rank prints and writes files.
+        sync: `"every:k"`: the ranks exchange after every k steps. With `"every:1"`,
+            gradients are averaged in each step. With a larger k, each rank updates its
+            weights by its own gradients for k steps, and then the weights are averaged,
+            weighted by the rows that each rank has trained on (local SGD; Stich, 2019).
+            This is for slow networks, and does not give the model of one process. The
+            optimizer's state differs between the ranks until it is averaged with the
+            weights, before each evaluation and at the end of each epoch.
+        outer_momentum: With `sync`, the fraction of the last change of the averaged
+            weights that is added to the next one (block momentum; Chen and Huo, 2016).
+            It needs memory for two more copies of the weights.
+        timeline: A file for https://ui.perfetto.dev, to which the first rank writes
+            how long each collective waited and took. Horovod keeps a core of that rank
+            busy to write it. If the ranks have communicated before this fit, start the
+            job with HOROVOD_TIMELINE=DYNAMIC in its environment.
+        resume: A folder for checkpoints, which the first rank writes. The same command
+            continues from the last one, also in the middle of an epoch and with another
+            number of ranks. After SIGTERM on any rank, all ranks save and exit with
+            code 75.
+        save_steps, save_seconds: With `resume`, the steps or seconds from checkpoint to
+            checkpoint within an epoch; `None` turns this count off. There is always a
+            checkpoint at the end of an epoch.
 
     Returns:
         The `History` of the fit, the same on every rank.
 
     Raises:
         TypeError: If `model` is not a Keras model.
-        ValueError: On all ranks, if an argument is unusable or the ranks were given
-            different models, rows or steps.
+        ValueError: On all ranks, if an argument is invalid, or if models, rows or
+            steps differ between the ranks.
         RuntimeError: If a launcher started this process and Horovod is unusable, or
             if another rank's data raised an error.
 
@@ -197,10 +199,10 @@ def _train(
 
 
 def _seed_of_order(model: Any) -> int:
-    """A seed that follows from `keras.utils.set_random_seed` and draws nothing from it.
+    """A seed that depends on `keras.utils.set_random_seed`, without drawing from it.
 
-    Random numbers that the script draws later are those that it draws on one process.
-    The updates made so far are added, so that the next fit has another order.
+    So the script later draws the same random numbers as on one process. The number of
+    updates so far is added to the seed: the next fit shuffles in another order.
     """
     generator = random.Random()
     generator.setstate(random.getstate())
@@ -209,14 +211,14 @@ def _seed_of_order(model: Any) -> int:
 
 
 def _print(text: str) -> None:
-    # A terminal that knows no box characters must not end the training.
+    # A terminal whose encoding has no box characters must not end the training.
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     print(text.encode(encoding, "replace").decode(encoding), flush=True)
 
 
 @contextlib.contextmanager
 def distributed(model: Any, job: Job) -> Iterator[None]:
-    """Inside the block, `model` trains with the other ranks; then it is plain again."""
+    """Inside the block, `model` trains on all ranks; then it is a plain model again."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(untuned(model))
         session = step.install(model)
@@ -230,7 +232,7 @@ def distributed(model: Any, job: Job) -> Iterator[None]:
                 stack.enter_context(optimizer.averaging(found, job.averaging))
             stack.callback(optimizer.unscale_rate, found)
             stack.callback(optimizer.unwatch, found)
-        # Only when all is built: a MultiOptimizer may not know its parts before.
+        # A MultiOptimizer may have no inner optimizers before it is built.
         session.first_step.call_last(lambda: _scale_rates(model, job))
         yield
 

@@ -76,7 +76,7 @@ def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
             with contextlib.suppress(psutil.Error):
                 if "HOROVOD_RANK" in started.environ() and "python" in started.name():
                     started.send_signal(signal.SIGABRT)
-    time.sleep(3)  # what they say travels through the launcher
+    time.sleep(3)  # their output passes through the launcher
     _signal(process, signal.SIGTERM)
     try:
         # The launcher gives its ranks some seconds to end.

@@ -1,7 +1,7 @@
-"""Breaks one line at a time, and sees a test fail: `make mutations`.
+"""Break one line at a time, and see that a test fails: `make mutations`.
 
-A test that passes when what it is about is broken is no test. Each mutation is made in
-a copy of the repository, where the tests named beside it run on two ranks.
+A test is useless if it passes when the code that it tests is broken. Each mutation is
+made in a copy of the repository, where the tests named with it run on two ranks.
 """
 
 import os
@@ -20,14 +20,14 @@ SECONDS = 240
 
 @dataclass(frozen=True)
 class Mutation:
-    """One line that makes something exact, and what replaces it.
+    """A line of the package, and a wrong one that replaces it.
 
     Args:
-        part: What is broken.
-        file: In which file of the package.
-        line: What stands there once.
-        broken: What stands there instead.
-        tests: The test file, and words of the tests in it.
+        part: The part of the package that is broken.
+        file: The file of the package.
+        line: Text that occurs exactly once in the file.
+        broken: Text that replaces it.
+        tests: The test file, and the expression (`-k`) that selects tests in it.
     """
 
     part: str
@@ -46,42 +46,42 @@ MUTATIONS = [
         ("test_replica_check.py", "once_for_each"),
     ),
     Mutation(
-        "replicas: what a rank has for itself is left out",
+        "replicas: local layers are left out",
         "callbacks/replica_check.py",
         "left_out = optimizer.local_ids(model)",
         "left_out = set()",
         ("test_replica_check.py", "hold_differently"),
     ),
     Mutation(
-        "NaN: what the forward pass has changed is put back",
+        "NaN: metrics and statistics of a skipped batch are restored",
         "optimizer/nan_guard.py",
         "self._is_left_out.assign(True)",
         "pass",
         ("test_nan_report.py", "no_such_batch"),
     ),
     Mutation(
-        "NaN: a rank that adds up gradients does not decide alone",
+        "NaN: accumulated gradients are averaged after each batch",
         "optimizer/accumulation.py",
         'state, "is_watched", False',
         'state, "is_nothing", False',
         ("test_nan_report.py", "accumulated"),
     ),
     Mutation(
-        "a wish to stop travels with the gradients",
+        "stop: a request is sent with the gradients",
         "optimizer/stop_request.py",
         "self._agreed.assign_add(tf.cast(total, self._agreed.dtype))",
         "pass",
-        ("test_every_callback.py", "wish_at"),
+        ("test_every_callback.py", "stop_request_at"),
     ),
     Mutation(
-        "callbacks: who reads waits for who writes",
+        "callbacks: one that may read a file waits for one that writes",
         "callbacks/user_callbacks.py",
         "phases.append([])",
         "pass",
         ("test_user_callbacks.py", "different"),
     ),
     Mutation(
-        "files are replaced as a whole",
+        "files: replaced as a whole",
         "training/atomic_save.py",
         'part = os.path.join(folder, f".keras_dist.{comm.rank()}.{name[-200:]}")',
         "part = target",
@@ -95,21 +95,21 @@ MUTATIONS = [
         ("test_cases.py", "Nadam"),
     ),
     Mutation(
-        "accumulation: ranks talk once per update",
+        "accumulation: one allreduce for each update",
         "optimizer/gradients.py",
         "average = _accumulated if accumulates(optimizer) else _averaged",
         "average = _averaged",
         ("test_wire.py", "one_collective"),
     ),
     Mutation(
-        "accumulation: nothing is left behind",
+        "accumulation: an update resets the accumulators",
         "optimizer/accumulation.py",
         "accumulator.assign(tf.zeros_like(accumulator.value))",
         "pass",
         ("test_cases.py", "accumulation and 101"),
     ),
     Mutation(
-        "accumulation: an epoch ends with what one process holds",
+        "accumulation: an epoch ends with the sums of one process",
         "callbacks/average_statistics.py",
         "            optimizer.divide(found)",
         "            pass",
@@ -137,7 +137,7 @@ MUTATIONS = [
         ("test_equivalence.py", "mixed_precision"),
     ),
     Mutation(
-        "XLA: averaging between the halves",
+        "XLA: averaging between the two compiled functions",
         "training/xla_step.py",
         "average_gradients(call.optimizer, own, call.variables)",
         "own",
@@ -158,14 +158,14 @@ MUTATIONS = [
         ("test_cases.py", "rows"),
     ),
     Mutation(
-        "ways to train: a gradient on one rank only is found",
+        "training: a gradient on one rank only is an error",
         "optimizer/gradients.py",
         "_check_same_gradients(gradients, known, local)",
         "pass",
         ("test_bad_input.py", "one_rank_only"),
     ),
     Mutation(
-        "ways to train: names without those of layers",
+        "training: names of collectives without scopes",
         "comm/transport.py",
         '"ignore_name_scope": True',
         '"ignore_name_scope": False',
@@ -186,7 +186,7 @@ MUTATIONS = [
         ("test_batch_norm.py", "weighted_by_rows"),
     ),
     Mutation(
-        "state: counters are added up",
+        "state: counters are summed",
         "callbacks/average_statistics.py",
         "added = comm.sum(keras.ops.convert_to_numpy(variable) - start)",
         "added = keras.ops.convert_to_numpy(variable) - start",
@@ -207,7 +207,7 @@ MUTATIONS = [
         ("test_wire.py", "overflows"),
     ),
     Mutation(
-        "options: local layers are weighed",
+        "options: gradients of local layers are weighted",
         "optimizer/gradients.py",
         "return tf.convert_to_tensor(gradient) * factor",
         "return gradient",
@@ -235,98 +235,98 @@ MUTATIONS = [
         ("test_metrics.py", "without_a_metric"),
     ),
     Mutation(
-        "start: all ranks have the first rank's weights",
+        "start: all ranks begin with the first rank's weights",
         "callbacks/broadcast_variables.py",
         "comm.broadcast_variables(variables, self.root_rank)",
         "pass",
         ("test_equivalence.py", "initial_weight"),
     ),
     Mutation(
-        "stop: together",
+        "stop: all ranks after the same step",
         "callbacks/stop_together.py",
         "if comm.size() == 1:",
         "if True:",
-        ("test_callbacks.py", "wish_of_one_rank"),
+        ("test_callbacks.py", "stop_request_of_one_rank"),
     ),
     Mutation(
-        "batches: dealt in turn",
+        "batches: sharded round robin",
         "sharding/batches_known_length.py",
         "return dataset.shard(size, rank)",
         "return dataset",
         ("test_streams.py", "every_kind"),
     ),
     Mutation(
-        "batches: all ranks end together",
+        "batches: all ranks end after the same step",
         "sharding/batches_unknown_length.py",
         "return total == 0",
         "return state == 0",
         ("test_streams.py", "run_dry"),
     ),
     Mutation(
-        "batches: compared before they are dealt",
+        "batches: compared before they are sharded",
         "setup/same_batches.py",
         "name: len({other[name] for other in everyone}) == 1",
         "name: True",
         ("test_streams.py", "plan"),
     ),
     Mutation(
-        "going on: statistics of each rank",
+        "resume: statistics of each rank",
         "checkpoint/model_states.py",
         "variables[int(index)].assign(value)",
         "pass",
         ("test_resume.py", "was_ended"),
     ),
     Mutation(
-        "going on: dropout masks of each rank",
+        "resume: dropout masks of each rank",
         "checkpoint/model_states.py",
         'for variable, value in zip(_seeds(model), own["seeds"], strict=True):',
         "for variable, value in ():",
         ("test_resume.py", "was_ended"),
     ),
     Mutation(
-        "going on: metrics of the epoch so far",
+        "resume: metrics of the epoch so far",
         "checkpoint/saver.py",
         "lambda: model_states.restore_metrics(self.model, saved.ranks)",
         "lambda: None",
         ("test_resume.py", "was_ended"),
     ),
     Mutation(
-        "going on: what callbacks remember",
+        "resume: state of callbacks",
         "checkpoint/callback_states.py",
         "setattr(callback, name, decoded(tree))",
         "pass",
         ("test_resume.py", "was_ended"),
     ),
     Mutation(
-        "going on: the optimizer's state",
+        "resume: the optimizer's state",
         "checkpoint/model_states.py",
         "variables += found.variables",
         "pass",
         ("test_resume.py", "was_ended"),
     ),
     Mutation(
-        "going on: from the row that comes next",
+        "resume: from the next row",
         "sharding/arrays_order.py",
         "begin = tf.where(is_first, schedule.row, 0)",
         "begin = 0",
         ("test_resume.py", "was_ended"),
     ),
     Mutation(
-        "data: a look does not cut a cache short",
+        "data: reading first batches keeps a cache complete",
         "sharding/batches_stream.py",
         "return list(dataset.take(count))",
         "return list(itertools.islice(dataset, count))",
         ("../test_looks.py", "windows"),
     ),
     Mutation(
-        "data: a pass that ends too early is noticed",
+        "data: a pass that ends too early is an error",
         "sharding/batches_known_length.py",
         "return dataset.apply(tf.data.experimental.assert_cardinality(length))",
         "return dataset",
         ("test_bad_input.py", "cut_short"),
     ),
     Mutation(
-        "going on: from the batch that comes next",
+        "resume: from the next batch",
         "sharding/batches.py",
         "shard(data.skip(schedule.skipped), length=length - schedule.skipped)",
         "shard(data, length=length - schedule.skipped)",
@@ -336,7 +336,7 @@ MUTATIONS = [
 
 
 def notice(mutation: Mutation) -> str:
-    """How the tests take it: "failed", "hung", or "" where they notice nothing."""
+    """The result of the tests: "failed", "hung", or "" if they pass."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         for name in ("keras_dist", "tests"):
@@ -360,18 +360,18 @@ def notice(mutation: Mutation) -> str:
             start_new_session=True,
         )
         try:
-            told, _ = process.communicate(timeout=SECONDS)
+            output, _ = process.communicate(timeout=SECONDS)
         except subprocess.TimeoutExpired:
             process.terminate()  # the launcher ends its ranks
             process.communicate()
             return "hung"
-        # No test at all would end with an error too.
-        is_noticed = " failed" in told or "has been shut down" in told
+        # Not the exit code: pytest also fails if it selects no test.
+        is_noticed = " failed" in output or "has been shut down" in output
         return "failed" if is_noticed else ""
 
 
 def main(words: list[str]) -> int:
-    """Tries those whose part has one of `words`, or all; returns the exit code."""
+    """Try mutations whose part contains one of `words`, or all; return an exit code."""
     chosen = [m for m in MUTATIONS if not words or any(w in m.part for w in words)]
     missed = []
     for mutation in chosen:

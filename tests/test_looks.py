@@ -1,4 +1,4 @@
-"""No look at data changes what is read later: pipelines with state, many times each."""
+"""First batches are read without changing later passes, many times each."""
 
 import os
 
@@ -84,7 +84,7 @@ def count(dataset):
 
 @pytest.mark.parametrize(("name", "end"), CASES)
 def test_a_look_changes_nothing(name, end, tmp_path):
-    """Each pipeline many times: after a look, a pass has all of its batches."""
+    """Each pipeline many times: afterwards, a pass has all of its batches."""
     pipeline = PIPELINES[name]()
     for number in range(TIMES):
         dataset = ENDS[end](pipeline, str(tmp_path / str(number)))
@@ -95,7 +95,7 @@ def test_a_look_changes_nothing(name, end, tmp_path):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_pass_of_one_rank_reads_all(size):
-    """Where it takes its own steps and no more, as Keras does; also in validation."""
+    """Even if only its own steps are read, as by Keras; in validation too."""
     pipeline = windows()
     for number in range(max(2, TIMES // 20)):
         dataset = pipeline.cache()

@@ -76,7 +76,7 @@ def test_the_plan_of_one_rank_is_shorter():
 
 
 def test_a_schedule_says_at_which_step_it_is_read():
-    """Where `steps_scaling` divides the steps, by the number of ranks."""
+    """If `steps_scaling` divides the steps, by the number of ranks."""
     rate = plan.Rate("CosineDecay", "CosineDecay × 4", "linear: × 4", 4.0, 0, 4, True)
     box = str(dataclasses.replace(PLAN, rates=(rate,)))
     assert "CosineDecay → CosineDecay × 4" in box

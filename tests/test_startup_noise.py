@@ -274,7 +274,7 @@ def test_all_that_a_script_prints_is_shown_but_noise(tmp_path, verbose):
 
 @pytest.mark.parametrize("verbose", ["0", "1"])
 def test_ranks_on_other_hosts_are_as_quiet(tmp_path, verbose):
-    """What stands in for ssh hands on no variable, as ssh does not."""
+    """The stand-in for ssh passes on no variable, as ssh does not."""
     script, ssh = tmp_path / "script.py", tmp_path / "ssh"
     script.write_text(f"import os\nos.write(2, {KNOWN[0]!r} + b'\\nmine\\n')\n")
     ssh.write_text(f'#!/bin/sh\nunset {VARIABLE}\nexec sh -c "$2"\n')

@@ -84,7 +84,7 @@ def test_batches_are_sharded_round_robin_and_the_tail_by_row(kind):
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_each_row_is_evaluated_once(kind):
-    """Nothing is left out where ranks may make different numbers of steps."""
+    """Nothing is left out if ranks may make different numbers of steps."""
     for size, count, last in CASES:
         batches = make_batches(count, last)
         rows = [

@@ -1,4 +1,4 @@
-"""Who wants to save or to end, and when all ranks know it."""
+"""Requests to save or to end, on which all ranks agree before they act."""
 
 import signal
 import threading
@@ -11,11 +11,11 @@ from keras_dist.training.session import session_of
 
 
 class Agreed(NamedTuple):
-    """What all ranks do now.
+    """What all ranks have agreed to do now.
 
     Args:
-        save: A rank's time has come.
-        end: A rank was asked to end.
+        save: Write a checkpoint: `save_seconds` have passed.
+        end: Save and end: a rank has received SIGTERM.
     """
 
     save: bool = False
@@ -23,14 +23,14 @@ class Agreed(NamedTuple):
 
 
 class SaveRequests:
-    """Of this rank: SIGTERM, and on the first rank the clock.
+    """This rank's requests: SIGTERM, to end; on the first rank the clock, to save.
 
-    On several ranks a wish travels with the gradients of the next update, as a wish to
-    stop does. After it all ranks ask each other what is wished. So they do the same at
-    the same step, and a step without a wish costs nothing.
+    On several ranks a request is sent with the gradients of the next update, as a stop
+    request is. After that update the ranks gather what was requested, and so act on it
+    after the same step. A step without a request needs no collective for this.
 
     Args:
-        seconds: From checkpoint to checkpoint, if any.
+        seconds: From checkpoint to checkpoint; `None` for no limit.
     """
 
     def __init__(self, seconds: float | None) -> None:
@@ -41,26 +41,26 @@ class SaveRequests:
         self._is_installed = False
 
     def begin(self) -> None:
-        """From now on, SIGTERM is a wish, and the clock runs."""
+        """Start the clock; from now on, SIGTERM is a request to save and end."""
         self._saved_at = time.monotonic()
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._ask)
             self._is_installed = True
 
     def finish(self) -> None:
-        """SIGTERM is again what it was; if this process ends by it, it is nothing."""
+        """Restore the handler of SIGTERM; ignore the signal if it ends this process."""
         if self._is_installed:
             self._is_installed = False
             after = signal.SIG_IGN if self.is_leaving else self._before
             signal.signal(signal.SIGTERM, signal.SIG_DFL if after is None else after)
 
     def request(self, model: Any) -> None:
-        """Give this rank's wish to the gradients of the next update."""
+        """If this rank has a request, send it with the gradients of the next update."""
         if comm.size() > 1 and (self._is_asked or self._is_due()):
             session_of(model).stop_request.ask_to_save()
 
     def agreed(self, model: Any) -> Agreed:
-        """After a batch, what all ranks do; the same on all of them."""
+        """What to do after this batch; equal on all ranks."""
         if comm.size() == 1:
             return Agreed(self._is_due(), self._is_asked)
         stop_request = session_of(model).stop_request
@@ -68,18 +68,18 @@ class SaveRequests:
             return Agreed()
         everyone = comm.gather((self._is_due(), self._is_asked, stop_request.is_asked))
         if any(is_stop for _, _, is_stop in everyone):
-            return Agreed()  # the epoch ends now, and its end saves
+            return Agreed()  # the epoch ends now, which writes a checkpoint
         stop_request.clear()
         return Agreed(*map(any, list(zip(*everyone, strict=True))[:2]))
 
     def settled(self, model: Any) -> Agreed:
-        """At the end of an epoch, what all ranks do; the wishes have been granted."""
+        """What to do at the end of an epoch; drop the requests of its batches."""
         if comm.size() > 1:
             session_of(model).stop_request.clear()
         return Agreed(end=any(comm.gather(self._is_asked)))
 
     def has_saved(self) -> None:
-        """The clock begins anew."""
+        """Restart the clock."""
         self._saved_at = time.monotonic()
 
     def _is_due(self) -> bool:

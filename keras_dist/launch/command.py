@@ -1,4 +1,4 @@
-"""`keras-dist run`: its arguments."""
+"""The command `keras-dist run` and its arguments."""
 
 import argparse
 import os
@@ -17,7 +17,7 @@ from keras_dist.launch.startup_noise import VARIABLE as VERBOSE
 from keras_dist.monitor.report import end_with
 from keras_dist.monitor.watchdog import VARIABLE, limit_of
 
-# Seconds that a rank waits for another one to connect.
+# Seconds for which a rank waits for the others to connect.
 _CONNECT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 _CONNECT_SECONDS = 120
 
@@ -30,8 +30,8 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         "run",
         help="start a script on many ranks",
         description=(
-            "Start a script on many ranks, show what they print, and end all of them "
-            "when one fails: its own error is then the last thing to read."
+            "Start a script on many ranks, and show their output. If one fails, all "
+            "ranks are ended, and its error is printed last."
         ),
         epilog=(
             "TensorFlow's start-up lines about oneDNN, CUDA and the CPU are not shown. "
@@ -44,7 +44,7 @@ def add_run(commands: argparse._SubParsersAction) -> None:
     command.add_argument(
         "--log-dir",
         metavar="DIR",
-        help="write all that rank K prints to DIR/rank.K.log; the screen shows rank 0",
+        help="write the output of rank K to DIR/rank.K.log; the screen shows rank 0",
     )
     _add_limits(command)
     command.add_argument("--with-parent", type=int, help=argparse.SUPPRESS)
@@ -64,18 +64,18 @@ def _add_hosts(command: argparse.ArgumentParser) -> None:
         "-H",
         dest="hosts",
         metavar="HOST:SLOTS,…",
-        help="hosts, which are reached by ssh (default: this one)",
+        help="hosts, reached by ssh (default: this one)",
     )
     command.add_argument(
         "--ssh",
         default=_SSH,
         metavar="COMMAND",
-        help=f"what reaches other hosts (default: {_SSH})",
+        help=f"command that connects to other hosts (default: {_SSH})",
     )
     command.add_argument(
         "--address",
         metavar="IP",
-        help="address of this host for the others (default: that on the way to them)",
+        help="address at which other hosts reach this one (default: found by routing)",
     )
 
 
@@ -129,15 +129,15 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def command_of(words: Sequence[str]) -> tuple[str, list[str]]:
-    """What a command is: a script, a module or a program, and the words without Python.
+    """The kind of a command (script, module or program), and its words without Python.
 
-    `python script.py` is the script, so that its errors are seen.
+    `python script.py` counts as a script, so that its errors are reported.
 
     Raises:
         ValueError: If there is no such file or program.
     """
     found = Path(shutil.which(words[0]) or "")
-    # Not its real path, which environments share.
+    # Not the resolved path, which is the same in several environments.
     is_here = found.absolute().parent == Path(sys.executable).parent
     is_python = is_here and found.name.startswith("python")
     if is_python and words[1:2] == ["-m"] and len(words) > 2:

@@ -1,4 +1,4 @@
-"""A job: its ranks, once or again after a failure."""
+"""Run a job, and restart it after a failure."""
 
 import secrets
 import signal
@@ -14,10 +14,10 @@ from keras_dist.launch.rendezvous import interface, rendezvous
 from keras_dist.launch.signals import stopped_by_signals
 from keras_dist.monitor.status_store import status_store_of
 
-# With which the ranks sign what they send each other.
+# The variable with the secret by which the ranks sign objects that they send.
 SECRET = "KERAS_DIST_SECRET"
 
-# The number of the restart, from 1; not there in the first run.
+# The variable with the number of the restart, from 1; not set in the first run.
 RESTART = "KERAS_DIST_RESTART"
 
 
@@ -28,18 +28,19 @@ def run_command(
     restarts: int = 0,
     reach: Reach | None = None,
 ) -> int:
-    """Run a command on ranks, and end all that they have started.
+    """Run a command on all ranks, and end every process that they have started.
 
-    Call it from the main thread of a process of its own: it takes over its signals.
+    It installs signal handlers, so call it from the main thread of a process that does
+    nothing else.
 
     Args:
-        command: What every rank runs.
-        slots: Of the ranks.
-        restarts: How often to start again after a failure.
-        reach: How other hosts are reached; `None` where all ranks are on this one.
+        command: The command that every rank runs.
+        slots: The slots of the ranks.
+        restarts: The largest number of restarts after failures.
+        reach: How other hosts are reached; `None` if all ranks are on this one.
 
     Returns:
-        The exit code: 0, that of the rank that failed first, or 128 + the number of
+        The exit code: 0, or that of the rank that failed first, or 128 + the number of
         the signal that stopped the job.
 
     Raises:
@@ -52,7 +53,7 @@ def run_command(
             f"Received: -np {len(slots)} --restarts {restarts}"
         )
     job = secrets.token_hex(8)
-    # Before the first thread, since it forks.
+    # The reaper is forked, so before the first thread.
     with processes.reaper(job), stopped_by_signals() as stopped:
         for restart in range(restarts + 1):
             code = _run_once(command, slots, job, reach, restart, stopped)
@@ -92,17 +93,17 @@ def _run_here(
 ) -> int:
     own = {**command.environment, **interface(LOOPBACK)}
     ranks = Ranks(replace(command, environment=own), slots, job)
-    said = ""
+    message = ""
     try:
         ranks.start()
         failures = ranks.wait(stopped)
         if failures and not stopped:
-            said = explain(failures, ranks.where(), num_ranks=len(slots))
+            message = explain(failures, ranks.where(), num_ranks=len(slots))
     finally:
         ranks.end(is_saving=stopped == [signal.SIGTERM])
-    if not said:
+    if not message:
         return 0
-    print_message(said)  # after all that the ranks have printed
+    print_message(message)  # after the output of the ranks
     return failures[0].code
 
 

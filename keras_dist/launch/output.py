@@ -1,4 +1,4 @@
-"""What the ranks print: on the screen line by line, or in a file a rank."""
+"""Pass on the output of the ranks: to the screen, or to one file for each rank."""
 
 import contextlib
 import os
@@ -12,29 +12,29 @@ from keras_dist.launch.startup_noise import is_startup_noise, is_verbose
 
 _CHUNK = 1 << 16
 
-# A line, or one state of a progress bar: what ends with a carriage return. Only the
-# next byte says whether a carriage return belongs to the end of a line.
+# A line, or one state of a progress bar, which ends with a carriage return. The next
+# byte decides whether a carriage return is part of the end of a line.
 _LINE = re.compile(rb"[^\r\n]*(?:\r?\n|\r(?=[^\n]))")
 
 
 class Output:
-    """Passes on what the ranks print.
+    """Passes on the output of the ranks.
 
-    A line is shown when it is complete, and so is each state of a progress bar: several
-    ranks write to one screen. TensorFlow's start-up lines on standard error are left
-    out unless `KERAS_DIST_VERBOSE=1` (see `startup_noise`); a file has all lines.
+    Several ranks write to one screen, so a line, or a state of a progress bar, is shown
+    when it is complete. TensorFlow's start-up lines on standard error are left out
+    unless `KERAS_DIST_VERBOSE=1` is set (see `startup_noise`); a file has all lines.
 
     Args:
-        size: How many ranks there are; more than one are told apart by `[rank]`.
-        folder: Where to write a file a rank; the screen then shows the first rank
-            alone. By default all ranks share the screen.
+        size: The number of ranks; if there are several, each line begins with `[rank]`.
+        folder: Folder for one file for each rank; the screen then shows only the first
+            rank. By default the screen shows all ranks.
     """
 
     def __init__(self, size: int, folder: str | os.PathLike[str] | None) -> None:
         self._size = size
         self._is_verbose = is_verbose()
         self._selector = selectors.DefaultSelector()
-        # Whose progress bar stands in the last line of the terminal.
+        # The rank whose progress bar is the last line of the terminal.
         self._bar: _Lines | None = None
         self._folder = None if folder is None else Path(folder)
         self._files: dict[int, IO[bytes]] = {}
@@ -44,7 +44,7 @@ class Output:
     def add(self, rank: int, stdout: Any, stderr: Any) -> None:
         """Read from the pipes of a rank."""
         if self._folder is not None:
-            # Appended to: the runs of a job that is started again follow each other.
+            # Append, so that the file has all runs of a job that is restarted.
             path = self._folder / f"rank.{rank}.log"
             self._files[rank] = open(path, "ab", buffering=0)  # noqa: SIM115
         for pipe, screen in ((stdout, sys.stdout), (stderr, sys.stderr)):
@@ -54,7 +54,7 @@ class Output:
             self._selector.register(pipe, selectors.EVENT_READ, lines)
 
     def pass_on(self, seconds: float) -> bool:
-        """Wait at most so long for something, and pass it on; whether there was any."""
+        """Wait for output, at most so long, and pass it on; whether there was any."""
         is_any = False
         for key, _ in self._selector.select(seconds):
             data = _read(key.fd)
@@ -68,7 +68,7 @@ class Output:
         return is_any
 
     def close(self) -> None:
-        """Pass on what is left, of the ranks' children too, and forget the pipes."""
+        """Pass on the rest, also of the ranks' children, and close pipes and files."""
         while self.pass_on(0):
             pass
         for key in list(self._selector.get_map().values()):
@@ -98,14 +98,14 @@ class Output:
 
     def _show(self, lines: "_Lines", shown: list[bytes]) -> None:
         if self._bar and self._bar is not lines and shown[0].endswith(b"\n"):
-            self._bar.print(b"\n")  # or the end of a longer bar would stay behind it
+            self._bar.print(b"\n")  # or the end of a longer bar would stay visible
         lines.print(b"".join(shown))
         is_bar = shown[-1].endswith(b"\r") and lines.screen.isatty()
         self._bar = lines if is_bar else None
 
 
 class _Lines:
-    """What one rank writes to one screen, cut into whole lines."""
+    """The output of one rank to one stream, split into lines."""
 
     def __init__(
         self, rank: int, prefix: bytes, screen: Any, *, is_filtered: bool
@@ -115,7 +115,7 @@ class _Lines:
         self.rest = b""
 
     def add(self, data: bytes) -> list[bytes]:
-        """The lines that are complete with this data, as they are to be shown."""
+        """Add data; return the lines that are complete now, with their prefix."""
         data = self.rest + data
         lines = _LINE.findall(data)
         self.rest = data[sum(map(len, lines)) :]
@@ -129,12 +129,12 @@ class _Lines:
         return not (self._is_filtered and is_startup_noise(line.rstrip(b"\r\n")))
 
     def _prefixed(self, line: bytes) -> bytes:
-        # A progress bar may begin with a carriage return, which is no line of its own.
+        # A progress bar may begin with a carriage return, which is not a line.
         return line if line == b"\r" else self._prefix + line
 
 
 def _read(descriptor: int) -> bytes | None:
-    """What is there; empty at the end, and `None` where there is nothing yet."""
+    """The available data: empty at the end, `None` if there is nothing yet."""
     try:
         return os.read(descriptor, _CHUNK)
     except BlockingIOError:

@@ -17,7 +17,7 @@ from keras_dist.launch.startup_noise import VARIABLE
 
 _TICK = 0.1
 
-# Seconds that an agent has to end its ranks and to write its report.
+# Seconds in which an agent must end its ranks and write its report.
 _STOP_SECONDS = 15.0
 
 # Variables of this host or this login session, which are not passed to other hosts.
@@ -99,7 +99,7 @@ class RemoteHosts:
         """End all ranks and agents.
 
         Returns:
-            The exit codes of the agents that have failed, by host.
+            The exit codes of the agents that failed, by host.
         """
         for agent in self._agents:
             _send(agent, STOP)

@@ -1,4 +1,19 @@
-"""Average gradients over the ranks before each update, at the scaled rate."""
+"""Average gradients over the ranks before each update, and scale the learning rate.
+
+- `averaging`: `DistributedOptimizer`, and the mixin whose `apply` averages gradients
+- `gradients`: `average_gradients`, from a rank's own gradients to the averaged ones
+- `exchange`: one allreduce for gradients, rows and the stop request
+- `sparse`: gradients of an `Embedding`, sent as rows or whole
+- `accumulation`: gradient accumulation with one allreduce for each update
+- `local_steps`: local SGD, which averages weights after every k steps
+- `options`: `Averaging`, the options of all of these
+- `stop_request`: a request to stop, which is sent with the gradients
+- `step_context`: the context that a train step passes to `apply`
+- `nan_guard`: leave out updates whose gradients are not finite
+- `stopwatch`: times of each step, measured inside the graph
+- `rate`: the scaled learning rate
+- `nested`: the optimizers of a model, and those inside an optimizer
+"""
 
 from keras_dist.optimizer.accumulation import (
     divide,

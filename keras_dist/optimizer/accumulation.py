@@ -1,4 +1,4 @@
-"""Several batches to an update: the ranks talk once per update."""
+"""Gradient accumulation: one allreduce for each update, not for each batch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,12 +10,12 @@ from keras_dist.optimizer.nested import leaves
 
 
 def accumulates(optimizer: Any) -> bool:
-    """Whether gradients of several batches are added up on each rank by itself.
+    """Whether each rank adds up its own gradients of several batches.
 
-    Not inside a `LossScaleOptimizer`, which decides about each batch by the gradients
-    of all ranks, and not in a `MultiOptimizer`, whose parts may each have their own
-    number of batches, nor where a guard watches: there the ranks talk after every
-    batch.
+    In three cases gradients are averaged after each batch instead: inside a
+    `LossScaleOptimizer`, which decides for each batch by the gradients of all ranks; in
+    a `MultiOptimizer`, whose optimizers may accumulate different numbers of batches;
+    and under a NaN guard, which checks the average of each batch.
     """
     state = getattr(optimizer, "_averaging", None)
     is_single = leaves(optimizer) == [optimizer] and not getattr(
@@ -25,7 +25,7 @@ def accumulates(optimizer: Any) -> bool:
 
 
 def accumulators_of(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
-    """Where Keras adds up the gradients of some variables."""
+    """The variables in which Keras adds up the gradients of some variables."""
     return [
         optimizer._accumulated_gradients[optimizer._get_variable_index(variable)]
         for variable in variables
@@ -33,34 +33,34 @@ def accumulators_of(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
 
 
 def own_sums(optimizer: Any) -> list[Any]:
-    """Accumulators that hold what this rank alone has added up."""
+    """Accumulators that hold sums of this rank only."""
     if not (optimizer.built and accumulates(optimizer)):
         return []
     return list(optimizer._accumulated_gradients)
 
 
 def is_update(optimizer: Any) -> Any:
-    """Whether the present batch ends in an update; the same on all ranks."""
+    """Whether this batch ends with an update; the same on all ranks."""
     batches = optimizer.gradient_accumulation_steps
     return (tf.convert_to_tensor(optimizer._iterations.value) + 1) % batches == 0
 
 
 def take(accumulator: Any, gradient: Any) -> Any:
-    """What has been added up, with the last gradient; nothing is left behind."""
+    """The accumulated sum plus the last gradient; sets the accumulator to 0."""
     everything = accumulator.value + tf.cast(gradient, accumulator.dtype)
     accumulator.assign(tf.zeros_like(accumulator.value))
     return everything
 
 
 def is_between_updates(optimizer: Any) -> bool:
-    """Whether some batches have been added up and not yet used."""
+    """Whether the accumulators hold gradients that no update has used yet."""
     if not (optimizer.built and accumulates(optimizer)):
         return False
     return int(optimizer._iterations.value) % optimizer.gradient_accumulation_steps != 0
 
 
 def sum_accumulated(optimizer: Any) -> None:
-    """Give every rank the sum of what all have added up, as one process holds it."""
+    """Set every rank's accumulators to the sum over all ranks, as on one process."""
     accumulators = _shared(optimizer)
     for dtype in (tf.float32, tf.float64):
         own = [
@@ -76,7 +76,7 @@ def sum_accumulated(optimizer: Any) -> None:
 
 
 def divide(optimizer: Any) -> None:
-    """Leave each rank its part of what is equal on all: undoes `sum_accumulated`."""
+    """Divide the accumulators by the number of ranks: undoes `sum_accumulated`."""
     for accumulator in _shared(optimizer):
         accumulator.assign(accumulator.value / comm.size())
 

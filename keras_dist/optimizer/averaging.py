@@ -16,14 +16,14 @@ from keras_dist.optimizer.local_steps import after_update, uses_local_sgd
 from keras_dist.optimizer.nested import nested_optimizers, optimizers_of
 from keras_dist.optimizer.options import Averaging, check_usable
 
-# Optimizers are numbered in the order in which they are wrapped, the same on every
-# rank: Horovod matches collectives by name, and Keras's names repeat.
+# Optimizers are numbered in the order in which they are made to average, which is the
+# same on all ranks. Horovod matches collectives by name, and Keras's names repeat.
 _numbers = count()
 
 
 @dataclass
 class Recorded:
-    """One call of `apply` that was recorded instead of carried out."""
+    """A call of `apply` that was recorded, and not run."""
 
     optimizer: Any
     gradients: Sequence[Any]
@@ -40,25 +40,25 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
 ) -> Any:
     """Make `optimizer` average its gradients over all ranks before each update.
 
-    For scripts that call `model.fit` themselves with the callbacks of this package,
-    and for custom training loops. `dist_fit` does this by itself for the time of the
-    fit. The gradients are averaged in `apply`, where every Keras train step and every
-    custom loop ends: clipping, weight decay and the check for inf see the average.
+    This is for scripts that call `model.fit` with the callbacks of this package, and
+    for custom training loops; `dist_fit` does it itself. The gradients are averaged in
+    `apply`, which every Keras train step and every custom loop calls. So clipping,
+    weight decay and the check for inf see the average.
 
-    The object is changed in place and keeps its state; in a saved file it is the
-    plain optimizer that it was.
+    The object is changed in place and keeps its state. Keras saves it as the plain
+    optimizer that it was.
 
     Args:
-        optimizer: A `keras.optimizers.Optimizer`; with mixed precision the outermost
-            one, or simply the one given to `compile`.
-        op: `"average"`, by the rows of each rank where they are known; `"sum"`; or
-            `"adasum"` (Maleki et al., 2021), which needs ranks that talk over MPI, and
-            2, 4, 8, … of them.
-        compression: `"fp16"` or `"bf16"`: gradients of float32 travel in two bytes a
-            number, scaled so that none overflows, and are summed in float32. `None`: as
-            they are.
-        local_layers: Layers of the model that each rank trains for itself, on its own
-            rows: their gradients are weighed, but never averaged.
+        optimizer: A `keras.optimizers.Optimizer`. With mixed precision, the outermost
+            one or the one given to `compile`.
+        op: `"average"`, weighted by the rows of each rank if they are known; `"sum"`;
+            or `"adasum"` (Maleki et al., 2021), which needs 2, 4, 8, … ranks that
+            communicate over MPI.
+        compression: `"fp16"` or `"bf16"`: float32 gradients are sent in two bytes a
+            number, scaled so that none overflows, and summed in float32. `None`: they
+            are sent uncompressed.
+        local_layers: Local layers: each rank trains them on its own rows. Their
+            gradients are weighted by rows, but not averaged.
         process_set: The ranks to average over, one of the groups given to
             `keras_dist.init`. `None`: all.
 
@@ -94,17 +94,17 @@ def _averages(optimizer: Any, options: Averaging) -> Any:
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Whether `optimizer`, or one that it holds inside, averages its gradients."""
+    """Whether `optimizer`, or one inside it, averages its gradients."""
     return any(
         mixin.has(part, AveragesGradients) for part in nested_optimizers(optimizer)
     )
 
 
 def watch(optimizer: Any) -> None:
-    """Let a guard see the updates of `optimizer`, also on one rank, and each batch.
+    """Make the updates of `optimizer` call the NaN guard, on one rank too.
 
-    Gradients that are accumulated are averaged batch by batch from now on, since only
-    all ranks together can leave one out.
+    With gradient accumulation, gradients are now averaged after each batch, since the
+    ranks must agree to leave a batch out.
     """
     hoist(optimizer)
     was_plain = not mixin.has(optimizer, AveragesGradients)
@@ -116,7 +116,7 @@ def watch(optimizer: Any) -> None:
 
 
 def unwatch(optimizer: Any) -> None:
-    """Take `watch` back."""
+    """Undo `watch`."""
     if mixin.has(optimizer, AveragesGradients):
         optimizer._averaging.is_watched = False
         if optimizer._averaging.is_only_watched:
@@ -124,7 +124,7 @@ def unwatch(optimizer: Any) -> None:
 
 
 def averages_by_rows(model: Any) -> bool:
-    """Whether the gradients of `model` are averaged, and not summed in another way."""
+    """Whether the gradients of `model` are averaged in each step."""
     states = [
         part._averaging
         for optimizer in optimizers_of(model)
@@ -137,10 +137,10 @@ def averages_by_rows(model: Any) -> bool:
 
 
 def local_ids(model: Any) -> set[int]:
-    """Identities of the variables that each rank keeps to itself, slots with them.
+    """Identities of the variables of local layers and of the optimizer's slots.
 
-    Keras does not say which variable of an optimizer belongs to which of the model; its
-    name begins with that one's path.
+    Keras does not record to which variable of the model a slot belongs, but the slot's
+    name begins with that variable's path.
     """
     found: set[int] = set()
     for optimizer in optimizers_of(model):
@@ -156,11 +156,11 @@ def local_ids(model: Any) -> set[int]:
 
 
 def hoist(optimizer: Any) -> None:
-    """Move averaging from an optimizer inside to the outermost one.
+    """Move averaging from an inner optimizer to the outermost one.
 
-    With mixed precision, Keras puts a `LossScaleOptimizer` outside of an optimizer
-    that the user wrapped, and skips the inner `apply` on a rank with an inf: the
-    others would wait for it for ever.
+    With mixed precision, Keras wraps the user's optimizer in a `LossScaleOptimizer`,
+    which does not call the inner `apply` on a rank with an inf. The other ranks would
+    wait for it forever.
     """
     inside = [
         p for p in nested_optimizers(optimizer)[1:] if mixin.has(p, AveragesGradients)
@@ -174,8 +174,8 @@ def hoist(optimizer: Any) -> None:
 def averaging(optimizer: Any, options: Averaging) -> Iterator[None]:
     """Average the gradients of `optimizer` inside the block.
 
-    Afterwards it is as before: plain, or averaging if the user had made it so. Then its
-    own options hold, unless `options` says something else than to average all.
+    Afterwards the optimizer is as before. If the user's `DistributedOptimizer` made it
+    average, its own options are used, unless `options` differs from the defaults.
     """
     hoist(optimizer)
     was_plain = not mixin.has(optimizer, AveragesGradients)
@@ -192,7 +192,7 @@ def averaging(optimizer: Any, options: Averaging) -> Iterator[None]:
 
 
 def apply_recorded(call: Recorded, averaged: Sequence[Any]) -> None:
-    """Carry out a recorded update, with its gradients averaged."""
+    """Run a recorded call of `apply`, with averaged gradients."""
     context = replace(step_context.current(), is_averaged=True)
     with step_context.entered(context):
         call.optimizer.apply(averaged, call.variables)
@@ -205,14 +205,15 @@ def guarded_update(
     variables: Sequence[Any] | None,
     make: Callable[[], Any],
 ) -> None:
-    """Make an update, unless a guard watches and finds that it is not finite.
+    """Make an update, unless a NaN guard finds a gradient that is not finite.
 
     Args:
-        optimizer: One that averages.
+        optimizer: An optimizer that averages.
         own: Gradients of this rank.
-        averaged: Those that are going to be applied.
-        variables: What they are the gradients of; `None`: all that it was built for.
-        make: The update.
+        averaged: The gradients that are applied.
+        variables: The variables of the gradients; `None`: all that the optimizer was
+            built for.
+        make: A function that makes the update.
     """
     guard = step_context.current().guard
     if guard is None:
@@ -225,7 +226,7 @@ def guarded_update(
 
 
 class AveragesGradients:
-    """Mixin for the outermost optimizer: average, then update."""
+    """Mixin for the outermost optimizer: average the gradients, then update."""
 
     def scale_loss(self, loss: Any) -> Any:
         loss = super().scale_loss(loss)  # type: ignore[misc]

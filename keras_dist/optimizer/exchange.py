@@ -1,4 +1,4 @@
-"""What travels between the ranks: their own gradients in, those of all ranks out."""
+"""The allreduce of gradients, with their weights and the stop request."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,20 +14,19 @@ from keras_dist.optimizer.options import Averaging
 def exchange(
     gradients: Sequence[Any], weight: Any, options: Averaging, *, name: str
 ) -> tuple[list[Any], Any]:
-    """Gradients of all ranks, the dense ones of a dtype by one collective.
+    """Reduce gradients over all ranks; dense ones of a dtype by one collective.
 
     Args:
         gradients: Tensors or `tf.IndexedSlices`, of the same kinds and shapes on all
             ranks.
-        weight: What this rank's gradients count in an average: the rows that they are
-            a mean over. `None`: they are its parts of the average already.
-        options: Of the averaging.
-        name: Fixed and the same on all ranks: Horovod matches collectives by name.
+        weight: The weight of this rank's gradients in an average: the rows that they
+            are a mean over. `None`: they have been multiplied by their weights.
+        options: The options of the averaging.
+        name: A fixed name, the same on all ranks: Horovod matches collectives by name.
 
     Returns:
-        Of each gradient the mean over all ranks by weight, or the sum without any, or
-        the adaptive sum; tensors of float32, or float64 where a gradient is that. And
-        the sum of the weights.
+        For each gradient the weighted mean over all ranks, the sum, or the adaptive
+        sum, as float32, or float64 if the gradient is that; and the sum of the weights.
     """
     if weight is None:
         options = replace(options, op="sum")
@@ -54,7 +53,7 @@ def exchange(
 def _sums(
     gradients: list[Any], weight: Any, options: Averaging, *, name: str
 ) -> tuple[list[Any], Any]:
-    """As `exchange`, for gradients of one dtype on the wire: that of `weight`."""
+    """As `exchange`, for gradients that are all sent in the dtype of `weight`."""
     wire = weight.dtype
     is_rows = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
     rows = [
@@ -94,7 +93,7 @@ def _dense_sums(
 ) -> tuple[list[Any], Any, list[Any]]:
     """Means or sums of dense gradients, of the weights, and of counts of rows.
 
-    A wish to stop goes with them. Adasum sums nothing that could carry it.
+    The stop request is summed with them, but not under Adasum, which sums nothing.
     """
     wire = weight.dtype
     if options.op == "adasum":
@@ -134,8 +133,8 @@ def _dense_sums(
 
 
 def _wire_of(gradient: Any) -> Any:
-    """Dtype in which a gradient travels and is summed.
+    """The dtype in which a gradient is sent and summed.
 
-    Horovod carries no bfloat16, and float16 is too narrow for a sum.
+    Horovod does not support bfloat16, and float16 is too narrow for a sum.
     """
     return tf.float64 if gradient.dtype == tf.float64 else tf.float32

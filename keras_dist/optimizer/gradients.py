@@ -1,4 +1,4 @@
-"""From a rank's own gradients to those that Keras is to apply."""
+"""From a rank's own gradients to those that Keras applies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,15 +25,15 @@ from keras_dist.optimizer.options import Averaging
 
 @dataclass
 class State:
-    """What an optimizer that averages remembers.
+    """The state of an optimizer that averages.
 
     Args:
-        number: Its place among all of them, the same on all ranks.
-        options: Of the averaging.
-        is_checked: Whether the ranks have compared their gradients.
-        is_watched: Whether each batch is judged by all ranks.
-        is_only_watched: Whether the optimizer averages for that reason alone.
-        progress: Where each rank updates by itself, how far it has gone.
+        number: The number of the optimizer, the same on all ranks.
+        options: The options of the averaging.
+        is_checked: Whether the ranks have compared their gradients' shapes and dtypes.
+        is_watched: Whether a NaN guard checks each batch.
+        is_only_watched: Whether the optimizer has its mixin only for the guard.
+        progress: Under local SGD, the steps since the last averaging.
     """
 
     number: int
@@ -47,16 +47,17 @@ class State:
 def average_gradients(
     optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any] | None
 ) -> list[Any]:
-    """This rank's gradients in, those that Keras is to apply out.
+    """Take this rank's gradients, and return those that Keras applies.
 
-    By default that is the mean of each over all ranks, weighted by the rows of each
-    where they are known: the sum of gradient × rows, over the sum of rows, which is the
-    gradient of the global batch also when its last part is ragged.
+    By default each is the mean over all ranks, weighted by the rows of each rank if
+    they are known: the sum of gradient × rows, divided by the sum of rows. That is the
+    gradient of the global batch, also if the ranks' last batches differ in length.
 
     Args:
         optimizer: An optimizer that averages.
         gradients: Tensors, `tf.IndexedSlices` or `None`.
-        variables: What they are the gradients of; `None`: all that it was built for.
+        variables: The variables of the gradients; `None`: all that the optimizer was
+            built for.
     """
     state: State = optimizer._averaging
     known = list(optimizer._trainable_variables if variables is None else variables)
@@ -88,10 +89,10 @@ def average_gradients(
 
 
 def weight_loss(optimizer: Any, loss: Any) -> Any:
-    """The loss × this rank's fraction of the rows, where that is known beforehand.
+    """The loss × this rank's fraction of the rows, if that is known before the step.
 
-    Then its gradients need only be summed: to multiply each of them, and to divide the
-    sums, moves all of their bytes twice more.
+    Then the gradients only have to be summed. To multiply each gradient, and to divide
+    the sums, would read and write all of their bytes twice more.
     """
     state: State = optimizer._averaging
     options, before = state.options, comm.size()
@@ -108,7 +109,7 @@ def weight_loss(optimizer: Any, loss: Any) -> Any:
 
 
 def _keeps_digits(loss: Any, optimizer: Any) -> bool:
-    """Whether a share as precise as the loss is precise enough for all gradients."""
+    """Whether a fraction in the loss's dtype is precise enough for all gradients."""
     variables = getattr(optimizer, "_trainable_variables", None) or []
     is_double = any(str(v.dtype).endswith("float64") for v in variables)
     return loss.dtype == tf.float64 or (loss.dtype == tf.float32 and not is_double)
@@ -144,7 +145,7 @@ def _averaged(
 
 
 def _part(gradient: Any, weight: Any, total: Any, options: Averaging) -> Any:
-    """The gradient of a local variable: its part of the loss of all rows."""
+    """The gradient of a local layer's variable, as part of the global batch's loss."""
     if gradient is None or options.op != "average" or weight is None:
         return gradient
     if total is None:
@@ -160,7 +161,7 @@ def _accumulated(
     variables: Sequence[Any],
     is_shared: Sequence[bool],
 ) -> list[Any]:
-    """Each rank adds up its own part; the ranks talk when an update is due."""
+    """Each rank adds up its own part; the ranks exchange when an update is due."""
     state: State = optimizer._averaging
     options = state.options
     factor = 1.0
@@ -190,7 +191,7 @@ def _accumulated(
 
 
 def _with_shape(gradient: Any, variable: Any) -> Any:
-    """Rows of a gradient know the shape of the whole, which TensorFlow may not."""
+    """A gradient; if it is `tf.IndexedSlices`, with the shape of its variable."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     shape = tf.constant(tuple(variable.shape), tf.int64)
@@ -200,8 +201,8 @@ def _with_shape(gradient: Any, variable: Any) -> Any:
 def _check_same_gradients(
     gradients: Sequence[Any], variables: Sequence[Any], local: set[int]
 ) -> None:
-    # Once, at the first update: ranks trace that one together, but one of them alone
-    # may trace again later, when its last batch has a new shape.
+    # Only at the first update, which all ranks trace. Later, a single rank may trace
+    # again, when its last batch has a new shape.
     own = {
         f"gradient {index}": (gradient, variable)
         for index, (gradient, variable) in enumerate(
@@ -222,7 +223,7 @@ def _check_same_gradients(
 
 
 def _name(variable: Any) -> str:
-    """Its path in the model; a plain `tf.Variable` has none."""
+    """The variable's path in the model; the name of a plain `tf.Variable`."""
     return getattr(variable, "path", variable.name)
 
 

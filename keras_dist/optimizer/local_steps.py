@@ -1,4 +1,4 @@
-"""Some steps of each rank by itself, then the mean of the weights (local SGD)."""
+"""Local SGD: each rank makes k steps of its own, then weights are averaged."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from keras_dist.optimizer.nested import leaves, optimizers_of
 
 @dataclass
 class LocalProgress:
-    """How far a rank has gone by itself.
+    """Steps since the weights were averaged, and the state of the outer momentum.
 
     Args:
-        steps: Since the weights were averaged; the same on all ranks.
-        rows: Of this rank in these steps.
-        anchors: The weights as they were then; none without outer momentum.
-        velocities: Of the outer momentum, one for each anchor.
+        steps: The number of these steps; the same on all ranks.
+        rows: Rows of this rank in these steps.
+        anchors: The weights after the last averaging; empty without outer momentum.
+        velocities: The outer momentum, one velocity for each anchor.
     """
 
     steps: Any
@@ -35,7 +35,7 @@ def uses_local_sgd(optimizer: Any) -> bool:
 
 
 def before_update(optimizer: Any) -> None:
-    """Remember from where this rank goes, the first time."""
+    """At the first update, make the variables of `LocalProgress`."""
     state = optimizer._averaging
     if state.progress is not None:
         return
@@ -50,7 +50,7 @@ def before_update(optimizer: Any) -> None:
 
 
 def after_update(optimizer: Any) -> None:
-    """Count a step, and average the weights if it is time; in a graph or not."""
+    """Count a step, and average the weights if it was the k-th; in a graph or not."""
     state = optimizer._averaging
     with comm.within(state.options.process_set):
         if comm.size() == 1:
@@ -66,7 +66,7 @@ def after_update(optimizer: Any) -> None:
 
 
 def synchronize_replicas(model: Any) -> None:
-    """Give all ranks the same weights and optimizer's state, wherever they are."""
+    """Average weights and optimizer state, after any number of local steps."""
     for optimizer in optimizers_of(model):
         if not uses_local_sgd(optimizer) or optimizer._averaging.progress is None:
             continue
@@ -78,7 +78,7 @@ def synchronize_replicas(model: Any) -> None:
 
 
 def _average(optimizer: Any) -> Any:
-    """The mean of all ranks' weights by their rows, moved by the outer momentum."""
+    """Average the weights over the ranks by rows, and apply the outer momentum."""
     state, progress = optimizer._averaging, optimizer._averaging.progress
     name = f"keras_dist.weights.{state.number}"
     stop_request = step_context.current().stop_request
@@ -107,7 +107,7 @@ def _average(optimizer: Any) -> Any:
 
 
 def _synchronize_states(optimizer: Any) -> None:
-    """Means of momenta and the like; single numbers are the first rank's."""
+    """Average the optimizer's slots; scalars become the first rank's."""
     ours = {id(weight) for weight in _weights(optimizer)}
     states = [v for v in optimizer.variables if id(v) not in ours]
     slots = [v for v in states if len(v.shape) and "float" in str(v.dtype)]
@@ -123,7 +123,7 @@ def _synchronize_states(optimizer: Any) -> None:
 
 
 def _weighted_sums(tensors: Sequence[Any], fraction: Any, name: str) -> list[Any]:
-    """Sums of tensor × share over all ranks, in the dtypes of the tensors."""
+    """Sums of tensor × fraction over all ranks, in the dtypes of the tensors."""
     result: list[Any] = [None] * len(tensors)
     wires = [tf.float64 if t.dtype == tf.float64 else tf.float32 for t in tensors]
     for wire in sorted(set(wires), key=str):

@@ -1,4 +1,4 @@
-"""Leave an update out, on all ranks, where the gradients of one are not finite."""
+"""Leave an update out, on all ranks, if a rank's gradients are not finite."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -12,13 +12,14 @@ from keras_dist.optimizer.nested import nested_optimizers
 
 @dataclass(frozen=True)
 class Hit:
-    """An update of gradients that are not finite on some rank.
+    """An update with gradients that are not finite on some rank.
 
     Args:
-        step: Of the epoch.
-        is_handled: Whether the optimizer itself leaves it out: with a loss scale.
+        step: The step of the epoch.
+        is_handled: Whether the optimizer itself leaves the update out, as a
+            `LossScaleOptimizer` does.
         paths: Variables whose gradient on this rank is not finite, in their order.
-        batch: Of this rank; `None` where its gradients are finite.
+        batch: This rank's batch; `None` if its gradients are finite.
     """
 
     step: int
@@ -28,11 +29,11 @@ class Hit:
 
 
 class Guard:
-    """Looks at each averaged gradient before it is applied.
+    """Checks averaged gradients before they are applied.
 
-    What is averaged is finite only if it was so on every rank, and it is equal on all:
-    all ranks see a hit in the same step, without asking each other. Only then each
-    looks at its own part.
+    An average is finite only if every rank's gradient is, and it is equal on all ranks.
+    So all ranks see a hit in the same step without another collective. Only after a hit
+    does a rank check its own gradients.
     """
 
     def __init__(self) -> None:
@@ -43,7 +44,7 @@ class Guard:
             self._is_left_out = tf.Variable(False, trainable=False)
 
     def begin_epoch(self) -> None:
-        """The next step is its first one."""
+        """Count the steps of the epoch from 0 again."""
         self._step.assign(-1)
 
     def take(self) -> list[Hit]:
@@ -52,12 +53,11 @@ class Guard:
         return hits
 
     def begin_step(self, model: Any, data: Any) -> Callable[[], None]:
-        """A train step on `data` begins.
+        """Begin a train step on `data`.
 
         Returns:
-            What to call when the step is over: where its update was left out, metrics
-            and statistics become what they were before, as if there had been no such
-            batch.
+            A function to call when the step is over. If the update was left out, it
+            restores metrics and statistics, as if there had been no such batch.
         """
         self._step.assign_add(1)
         self._is_left_out.assign(False)
@@ -85,14 +85,14 @@ class Guard:
         variables: Sequence[Any],
         make: Callable[[], Any],
     ) -> None:
-        """Make an update, or keep what is not finite about it."""
+        """Make an update, or record a hit if gradients are not finite."""
         local = optimizer._averaging.options.local_ids()
         shared = [
             _dense(gradient)
             for gradient, variable in zip(averaged, variables, strict=True)
             if gradient is not None and id(variable) not in local
         ]
-        # A loss scale is found by gradients that are not finite, now and then.
+        # Under a loss scale, gradients that are not finite are normal now and then.
         is_handled = len(nested_optimizers(optimizer)) > 1
         paths = [
             getattr(variable, "path", variable.name)
@@ -134,12 +134,12 @@ class Guard:
 
 
 def _is_bad(tensors: Sequence[Any]) -> Any:
-    """Whether a number of some tensors is not finite."""
+    """Whether some tensor has an element that is not finite."""
     tensors = [tensor for tensor in tensors if tensor.dtype.is_floating]
     if not tensors:
         return tf.constant(False)
-    # One pass over them. The sum of finite numbers may overflow, so it is looked at
-    # twice where it is not finite.
+    # One pass over the elements: their sum. A sum of finite numbers may overflow, so
+    # the elements are checked only if the sum is not finite.
     sums = [tf.cast(tf.reduce_sum(tensor), tf.float32) for tensor in tensors]
     return tf.cond(
         tf.math.is_finite(tf.add_n(sums)),
@@ -155,13 +155,13 @@ def _all_finite(tensor: Any) -> Any:
 
 
 def _dense(gradient: Any) -> Any:
-    """Its numbers: of rows of a gradient, those."""
+    """The elements of a gradient; of `tf.IndexedSlices`, its values."""
     is_rows = isinstance(gradient, tf.IndexedSlices)
     return gradient.values if is_rows else tf.convert_to_tensor(gradient)
 
 
 def _tensors_of(data: Any) -> list[Any]:
-    """Tensors of a batch; of one that is ragged or sparse, those that it is made of."""
+    """Tensors of a batch; for ragged and sparse tensors, their components."""
     flat = tf.nest.flatten(data, expand_composites=True)
     return [leaf for leaf in flat if leaf is not None]
 

@@ -1,4 +1,4 @@
-"""Which optimizers there are: on a model, and one inside another."""
+"""Find optimizers: those of a model, and those inside another one."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import keras
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """The compiled optimizer, and those that a custom train step keeps on `model`."""
+    """The compiled optimizer, and others that are attributes of `model`."""
     return [
         value
         for value in {id(v): v for v in vars(model).values()}.values()
@@ -15,10 +15,10 @@ def optimizers_of(model: Any) -> list[Any]:
 
 
 def leaves(optimizer: Any) -> list[Any]:
-    """The optimizers that update variables, and so have a rate: the innermost ones.
+    """The innermost optimizers, which update variables and have a learning rate.
 
-    A `LossScaleOptimizer` has one inside, a `MultiOptimizer` several, of which it may
-    know only when it is built. Every other optimizer is its own leaf.
+    A `LossScaleOptimizer` has one inside, and a `MultiOptimizer` several, which it may
+    make only when it is built. Every other optimizer is its own leaf.
     """
     inner = getattr(optimizer, "inner_optimizer", None)
     if inner is not None:

@@ -1,4 +1,4 @@
-"""How gradients become those of all ranks, as one frozen value."""
+"""The options of averaging, as one frozen value."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,16 +18,17 @@ class Averaging:
 
     Args:
         op: `"average"`, weighted by the rows of each rank; `"sum"`; or `"adasum"`.
-        compression: How numbers travel: `None` as they are, `"fp16"` or `"bf16"`.
-        local_layers: Layers whose variables each rank keeps to itself.
+        compression: How numbers are sent: `None` uncompressed, `"fp16"` or `"bf16"`.
+        local_layers: Local layers, whose gradients are not averaged.
         process_set: The ranks to average over, `None` for all.
-        every: Steps after which the ranks talk: 1, their gradients in each step; more,
-            their weights after so many steps of their own.
-        outer_momentum: Of the mean weights where `every` is more than 1, from 0 to 1.
+        every: 1: gradients are averaged in each step. More: weights are averaged after
+            so many steps (local SGD).
+        outer_momentum: Momentum of the averaged weights if `every` is more than 1; at
+            least 0 and less than 1.
 
     Raises:
         ValueError: If an option is unknown, or two contradict each other.
-        TypeError: If `local_layers` holds something else than layers.
+        TypeError: If `local_layers` holds something other than layers.
     """
 
     op: str = "average"
@@ -68,19 +69,19 @@ class Averaging:
             )
         if self.outer_momentum and self.every == 1:
             raise ValueError(
-                "`outer_momentum` moves weights that are averaged now and then. "
+                "`outer_momentum` is a momentum of averaged weights, not of gradients. "
                 f"Received: outer_momentum={self.outer_momentum} and gradients that "
                 'are averaged in each step. Pass sync="every:8", or leave it out.'
             )
         if self.every > 1 and (self.op != "average" or self.compression):
             raise ValueError(
-                "Weights can be averaged, not summed, and travel as they are. "
+                "Weights can be averaged, not summed, and are sent uncompressed. "
                 f'Received: sync="every:{self.every}", op={self.op!r}, '
-                f"compression={self.compression!r}. Leave out what is not `sync`."
+                f"compression={self.compression!r}. Leave out `op` and `compression`."
             )
 
     def local_ids(self) -> set[int]:
-        """Identities of the variables that each rank keeps to itself."""
+        """Identities of the variables of local layers."""
         return {
             id(variable) for layer in self.local_layers for variable in layer.weights
         }
@@ -90,7 +91,7 @@ def every_of(sync: str) -> int:
     """The number of steps in `"every:8"`.
 
     Raises:
-        ValueError: If it is something else.
+        ValueError: If `sync` has another form.
 
     >>> every_of("every:8")
     8
@@ -105,11 +106,11 @@ def every_of(sync: str) -> int:
 
 
 def check_usable(options: Averaging) -> None:
-    """Raise where the ranks cannot do what `options` says.
+    """Check that the ranks can average with these options.
 
     Raises:
-        ValueError: If Adasum is asked for and Horovod cannot do it here, or the process
-            set is not one of `keras_dist.init` with this rank in it.
+        ValueError: If `op` is `"adasum"` and Horovod cannot do it here, or if the
+            process set was not given to `keras_dist.init` or lacks this rank.
     """
     with comm.within(options.process_set):
         size = comm.size()
@@ -117,13 +118,13 @@ def check_usable(options: Averaging) -> None:
         return
     if options.process_set is not None or size & (size - 1):
         raise ValueError(
-            "Adasum works on all ranks together, and on 2, 4, 8, … of them. Received: "
+            "Adasum works on all ranks of a job, and on 2, 4, 8, … of them. Received: "
             f'op="adasum", {size} ranks, process_set={options.process_set}. '
             'Take op="average", or another number of ranks.'
         )
     if not comm.has_mpi():
         raise ValueError(
-            "Adasum needs a Horovod whose ranks talk over MPI. Received: "
+            "Adasum needs a Horovod whose ranks communicate over MPI. Received: "
             f'op="adasum" over {comm.transport_name()}. Run `keras-dist '
             "install-horovod --mpi` and start the ranks with mpirun."
         )

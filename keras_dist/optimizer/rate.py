@@ -1,4 +1,4 @@
-"""The scaled learning rate, which exists only inside an update."""
+"""The scaled learning rate, which is used only inside an update."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from keras_dist.optimizer.nested import leaves
 
 @dataclass
 class _Rate:
-    """What an optimizer whose rate is scaled remembers."""
+    """The state of an optimizer whose learning rate is scaled."""
 
     factor: Callable[[Any], Any] | None  # of the step; `None` for 1
     step_multiplier: int
     is_updating: bool = False
-    # What was done on another number of ranks, beyond what `iterations` say.
+    # After a resume with another number of ranks: added to steps, and to batches.
     offset: int = 0
     ahead: float = 0
 
@@ -25,10 +25,11 @@ class _Rate:
 def scale_rate(
     optimizer: Any, factor: Callable[[Any], Any] | None, *, step_multiplier: int = 1
 ) -> None:
-    """Let updates see rate × `factor`, and schedules step × `step_multiplier`.
+    """Make updates use rate × `factor`, and schedules step × `step_multiplier`.
 
-    Only inside the update: at all other times `optimizer.learning_rate` is the plain
-    rate, so that callbacks which read and set it, and checkpoints, never scale twice.
+    The factor applies only inside the update. Otherwise `optimizer.learning_rate` is
+    the unscaled rate, so that callbacks that read and set it, and checkpoints, never
+    scale it twice.
 
     Args:
         optimizer: A Keras optimizer, built if it is a `MultiOptimizer`.
@@ -41,7 +42,7 @@ def scale_rate(
 
 
 def unscale_rate(optimizer: Any) -> None:
-    """Take `scale_rate` back."""
+    """Undo `scale_rate`."""
     for leaf in leaves(optimizer):
         mixin.remove(leaf, ScalesRate)
 
@@ -58,12 +59,13 @@ def position_of(leaf: Any) -> dict[str, float]:
 
 
 def go_on(leaf: Any, position: dict[str, float], warmup: float) -> None:
-    """Let the rate go on where another number of ranks has left it.
+    """Continue the learning rate after a resume with another number of ranks.
 
     Args:
-        leaf: An optimizer with the iterations of then, whose rate is scaled for now.
-        position: Of then; its `steps` are those of one process.
-        warmup: Steps of the warm-up now, over those of then.
+        leaf: An optimizer with the iterations of the checkpoint, whose rate is scaled
+            for the number of ranks of now.
+        position: `position_of` in the checkpoint; its `steps` are those of one process.
+        warmup: Warm-up steps now, divided by those of the checkpoint.
     """
     state = leaf._rate if mixin.has(leaf, ScalesRate) else _Rate(None, 1)
     steps, batches = _counts(leaf)
@@ -87,8 +89,8 @@ def effective_rate(leaf: Any) -> float:
     """The learning rate that the last update saw: rate × factor, at its step.
 
     Args:
-        leaf: An optimizer that holds no other ones. Before its first update, the rate
-            that this one is going to see.
+        leaf: An optimizer without others inside. Before its first update, the result
+            is the rate of that update.
     """
     state = leaf._rate if mixin.has(leaf, ScalesRate) else _Rate(None, 1)
     batches = leaf.gradient_accumulation_steps or 1
@@ -106,14 +108,14 @@ def effective_rate(leaf: Any) -> float:
 
 
 def schedule_of(leaf: Any) -> Any:
-    """The `LearningRateSchedule` of an optimizer, or `None` where it has a number."""
+    """The `LearningRateSchedule` of an optimizer, or `None` if its rate is a number."""
     rate = getattr(leaf, "_learning_rate", None)
     is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
     return rate if is_schedule else None
 
 
 class ScalesRate:
-    """Mixin for a leaf: the scaled rate lives inside `apply`."""
+    """Mixin for a leaf: inside `apply`, `learning_rate` is the scaled rate."""
 
     _rate: _Rate
 

@@ -1,4 +1,4 @@
-"""Gradients of which few rows are not zero, as an `Embedding` has them."""
+"""Sparse gradients, as of an `Embedding`: only few rows are not zero."""
 
 import math
 from typing import Any
@@ -9,16 +9,16 @@ from keras_dist import comm
 
 
 def merged(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """The same gradient with each row once: repeated ones are added up."""
+    """The same gradient with each row once: repeated rows are added up."""
     rows, index = tf.unique(slices.indices)
     values = tf.math.unsorted_segment_sum(slices.values, index, tf.size(rows))
     return tf.IndexedSlices(values, rows, slices.dense_shape)
 
 
 def counts_of_ranks(slices: tf.IndexedSlices, dtype: Any) -> Any:
-    """A vector of zeros, with the number of this rank's rows at its rank's place.
+    """A vector of zeros, with this rank's number of rows at the index of its rank.
 
-    Summed over the ranks it holds the number of each.
+    The sum over all ranks holds the number of rows of each rank.
     """
     count = tf.cast(tf.shape(slices.indices)[0], dtype)
     return count * tf.one_hot(comm.rank(), comm.size(), dtype=dtype)
@@ -27,21 +27,22 @@ def counts_of_ranks(slices: tf.IndexedSlices, dtype: Any) -> Any:
 def sum_of_ranks(
     slices: tf.IndexedSlices, shape: Any, counts: Any, *, name: str
 ) -> Any:
-    """Sum of a gradient over all ranks, moved as rows or whole, whichever is less.
+    """Sum a gradient over all ranks, sent as rows or whole, whichever is smaller.
 
     Args:
-        slices: This rank's part, each row once.
-        shape: Of the variable.
-        counts: How many rows each rank has: the same on all ranks, so that they
-            decide alike.
-        name: Fixed, and the same on all ranks.
+        slices: This rank's gradient, each row once.
+        shape: Shape of the variable.
+        counts: The number of rows of each rank. It is equal on all ranks, so all make
+            the same choice.
+        name: A fixed name, the same on all ranks.
 
     Returns:
-        A dense tensor: the optimizers of Keras make one of it anyway.
+        A dense tensor: Keras's optimizers would make one of it anyway.
     """
     values, indices = slices.values, slices.indices
     row_bytes = math.prod(shape[1:]) * values.dtype.size
-    # Each rank receives all rows of the others; of a whole gradient, two times all.
+    # A rank receives the rows of all ranks, or in a ring allreduce the whole gradient
+    # twice.
     as_rows = tf.reduce_sum(counts) * (row_bytes + indices.dtype.size)
     as_whole = tf.cast(2 * shape[0] * row_bytes, as_rows.dtype)
 
@@ -51,7 +52,7 @@ def sum_of_ranks(
         total = tf.zeros(shape, values.dtype)
         ends = tf.cumsum(tf.cast(counts, tf.int32))
         begins = tf.concat([[0], ends[:-1]], axis=0)
-        # One rank after the other, so that all add in the same order: the same bits.
+        # In the order of the ranks, so that all ranks get the same bits.
         for rank in range(comm.size()):
             rows = tf.range(begins[rank], ends[rank])
             total = tf.tensor_scatter_nd_add(

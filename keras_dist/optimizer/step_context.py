@@ -1,4 +1,4 @@
-"""What one train step hands to `Optimizer.apply`, through Keras's own code."""
+"""The context that a train step passes to `Optimizer.apply` through Keras's code."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepContext:
-    """What is known of the train step that is being traced or run.
+    """Facts about the train step that is being traced or run.
 
-    Keras calls `Optimizer.apply` with gradients and variables alone, and a user's own
-    `train_step` may stand in between. So the step makes one of these, and `apply` asks
-    `current()` for it. With its defaults, all ranks count alike and nobody watches.
+    Keras calls `Optimizer.apply` with gradients and variables only, and a user's own
+    `train_step` may be in between. So the step enters one of these, and `apply` gets it
+    from `current()`. With the defaults, all ranks have the same weight, and nothing is
+    timed or checked.
 
     Args:
         rows: Rows of this rank's batch, over which its loss is a mean; a number or a
-            scalar tensor. `None` where nobody knows.
-        rows_of_all: Rows of the batches of all ranks, where they are known without
-            asking the ranks.
-        is_keras_path: Whether Keras's own code alone leads from the loss to the update:
+            scalar tensor. `None` if unknown.
+        rows_of_all: Rows of the batches of all ranks, if known without a collective.
+        is_keras_path: Whether Keras's own code alone computes the update from the loss:
             all gradients come from the loss that was given to `scale_loss`.
-        stop_request: Is sent with the gradients.
+        stop_request: The stop request, which is sent with the gradients.
         stopwatch: Times the exchange of gradients.
-        guard: Looks at averaged gradients before they are applied.
-        recorded: Where `apply` leaves its updates, instead of making them.
-        is_averaged: Whether `apply` is given gradients that are averaged already.
-        weighted: The optimizers' states whose loss is multiplied by this rank's
+        guard: Checks averaged gradients before they are applied.
+        recorded: A list to which `apply` adds its calls, without running them.
+        is_averaged: Whether the gradients given to `apply` are averaged already.
+        weighted: States of the optimizers whose loss is multiplied by this rank's
             fraction of the rows.
     """
 
@@ -51,9 +51,9 @@ class StepContext:
     weighted: list[Any] = field(default_factory=list)
 
     def row_fraction(self, dtype: Any) -> Any:
-        """This rank's rows over those of all ranks, from 0 to 1; a scalar tensor.
+        """This rank's rows divided by those of all ranks; a scalar tensor.
 
-        Only where nobody knows the rows of all ranks, they are summed: one number.
+        If the rows of all ranks are unknown, they are summed by a collective.
         """
         if self.rows is None:
             return tf.constant(1 / comm.size(), dtype)
@@ -63,11 +63,11 @@ class StepContext:
         return tf.cast(rows / tf.cast(self.rows_of_all, tf.float64), dtype)
 
     def weight_loss(self, loss: Any, state: Any) -> Any:
-        """The loss × this rank's fraction of the rows, where that is known beforehand.
+        """The loss × this rank's fraction of the rows, if that is known.
 
         Args:
-            loss: As Keras gives it to `scale_loss`.
-            state: Of the optimizer that differentiates it.
+            loss: The loss that Keras gives to `scale_loss`.
+            state: State of the optimizer that differentiates the loss.
         """
         if self.rows_of_all is None or not self.is_keras_path:
             return loss
@@ -75,25 +75,25 @@ class StepContext:
         return loss * self.row_fraction(loss.dtype)
 
     def is_loss_weighted(self) -> bool:
-        """Whether the loss that is differentiated now is multiplied by a fraction."""
+        """Whether the loss was multiplied by this rank's fraction of the rows."""
         return bool(self.weighted)
 
     def is_weighted(self, state: Any) -> bool:
-        """Whether an optimizer's gradients are parts of the average already."""
+        """Whether `weight_loss` has multiplied the loss of an optimizer's gradients."""
         return any(found is state for found in self.weighted)
 
 
-# The one way from a train step to `apply`. Set around a step, read when it is traced.
+# Set around each train step; read in `apply` while the step is traced or run.
 _current: ContextVar[StepContext | None] = ContextVar("step_context", default=None)
 
 
 def current() -> StepContext:
-    """The context of the train step around this call; the default one outside."""
+    """The context of the train step around this call; outside of one, the default."""
     return _current.get() or StepContext()
 
 
 def is_inside() -> bool:
-    """Whether this is called from inside of a step of training or evaluation."""
+    """Whether this is called inside of a step of training or evaluation."""
     return _current.get() is not None
 
 

@@ -6,19 +6,19 @@ import tensorflow as tf
 
 
 class StopRequest:
-    """From the request of one rank to the moment at which all ranks stop.
+    """The stop request of one rank, until all ranks act on it after the same step.
 
-    A rank that left Keras's loop alone would leave the others waiting in the next
-    averaging. So a request goes through three states:
+    If one rank left Keras's loop first, the others would wait for it in the next
+    allreduce. So a request goes through three states:
 
-    1. *asked*: this rank asks, by `ask`, or by `ask_to_save` for a checkpoint;
-    2. *agreed*: the sum of all requests came back with the gradients of an update
+    1. *requested*: this rank has called `ask`, or `ask_to_save` for a checkpoint;
+    2. *agreed*: the sum of all requests came with the gradients of an update
        (`collect`), on all ranks in the same step;
-    3. *granted*: the ranks act on it (`grant`, `clear`).
+    3. *done*: the ranks act on it (`grant`, `clear`).
     """
 
     def __init__(self) -> None:
-        # Read after each batch, so on the CPU; no part of a model's saved state.
+        # On the CPU, since it is read after each batch. Keras does not save it.
         with tf.init_scope(), tf.device("CPU:0"):
             self._own = tf.Variable(0.0, trainable=False)
             self._agreed = tf.Variable(0.0, trainable=False)
@@ -27,7 +27,7 @@ class StopRequest:
 
     @property
     def is_asked(self) -> bool:
-        """Whether this rank asks to stop."""
+        """Whether this rank has requested to stop."""
         return self._is_asked
 
     @property
@@ -36,40 +36,40 @@ class StopRequest:
         return self._is_collective
 
     def make_collective(self, is_collective: bool) -> None:
-        """Say whether a request has to be agreed on before it ends the training."""
+        """Set whether all ranks have to agree before a request ends the training."""
         self._is_collective = is_collective
 
     def ask(self, is_asked: bool) -> None:
-        """Ask the ranks to stop, or take that back; sent with the next update."""
+        """Request to stop, or withdraw the request; sent with the next update."""
         self._is_asked = is_asked
         with tf.init_scope():
             self._own.assign(float(is_asked))
 
     def ask_to_save(self) -> None:
-        """Ask the ranks what to do after the next update, without asking to stop."""
+        """Make all ranks gather their save requests after the next update."""
         self._own.assign(1.0)
 
     def as_tensor(self, dtype: Any) -> Any:
-        """1 where this rank asks, else 0: a scalar tensor, to be summed."""
+        """1 if this rank has a request, else 0: a scalar tensor, to be summed."""
         return tf.cast(self._own.read_value(), dtype)
 
     def collect(self, total: Any) -> None:
-        """Take in the sum of all ranks' requests, in an update that all ranks make."""
+        """Store the sum of all ranks' requests, in an update that all ranks make."""
         self._agreed.assign_add(tf.cast(total, self._agreed.dtype))
 
     def is_agreed(self) -> bool:
-        """Whether some rank's request has come back to all ranks; equal on all."""
+        """Whether a request of some rank has reached all ranks; equal on all."""
         return tf.executing_eagerly() and float(self._agreed.numpy()) > 0
 
     def grant(self, model: Any, *, is_agreed: bool) -> None:
-        """Let Keras's loop of `model` see whether training stops; equal on all ranks.
+        """Set `stop_training` of `model` for Keras's loop; equal on all ranks.
 
-        The request of this rank stays until it is taken back.
+        This rank's own request stays until it is withdrawn.
         """
         model.__dict__["stop_training"] = is_agreed
         self._agreed.assign(0.0)
 
     def clear(self) -> None:
-        """Forget requests that were acted on; called by all ranks after one step."""
+        """Drop requests that were acted on; all ranks call this after the same step."""
         self._own.assign(0.0)
         self._agreed.assign(0.0)

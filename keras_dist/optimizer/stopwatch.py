@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-_CAPACITY = 2**18  # steps of an epoch that are remembered; of more, the first ones
+_CAPACITY = 2**18  # steps of an epoch that are recorded; later ones are not
 
 
 class Stopwatch:
-    """When the data of each step was there, and how long its averaging took.
+    """Records when each step's data was ready, and how long its exchange took.
 
-    `has_traced` says whether a step was traced in this epoch, before its data came.
+    `has_traced` is true if a step was traced in this epoch.
     """
 
     def __init__(self) -> None:
@@ -28,12 +28,12 @@ class Stopwatch:
             )
 
     def reset(self) -> None:
-        """An epoch begins."""
+        """Begin an epoch."""
         self._steps.assign(0)
         self.has_traced = False
 
     def begin_step(self, data: Any) -> Any:
-        """A step has its data; the same data, for what comes after this moment."""
+        """Record that a step has its data; return the data for what comes after."""
         self.has_traced |= not tf.executing_eagerly()
         leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
         index = tf.minimum(self._steps.read_value(), _CAPACITY - 1)
@@ -42,25 +42,25 @@ class Stopwatch:
         self._seconds.scatter_update(tf.IndexedSlices(tf.zeros([], now.dtype), index))
         self._steps.assign_add(1)
         with tf.control_dependencies([now]):
-            # Or TensorFlow might look at the clock when the step is nearly over.
+            # Otherwise TensorFlow might read the clock when the step is nearly over.
             return tf.nest.map_structure(
                 lambda leaf: None if leaf is None else tf.identity(leaf), data
             )
 
     def begin_exchange(self, gradients: Sequence[Any]) -> Any:
-        """The time when this rank's gradients are there."""
+        """The time at which this rank's gradients are ready."""
         return _time_after(gradients)
 
     def end_exchange(self, begin: Any, results: Sequence[Any]) -> None:
-        """Add the time from `begin` until the gradients of all ranks are there."""
+        """Add the seconds from `begin` until the averaged gradients are ready."""
         seconds = _time_after(results) - begin
         index = tf.minimum(self._steps.read_value(), _CAPACITY) - 1
         self._seconds.scatter_add(tf.IndexedSlices(seconds, index))
 
     def read(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of each step: when its data was there, and seconds in which the ranks talked.
+        """For each step, the time at which its data was ready, and seconds of exchange.
 
-        The times are of `time.time()`.
+        The times are those of `time.time()`.
         """
         steps = min(int(self._steps.numpy()), _CAPACITY)
         return self._arrivals.numpy()[:steps], self._seconds.numpy()[:steps]

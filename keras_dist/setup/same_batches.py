@@ -1,4 +1,4 @@
-"""Find out whether all ranks were given the same batches."""
+"""Find out whether all ranks have the same batches."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,13 +17,13 @@ def split_of(
     process_set: Sequence[int] | None = None,
     seed: int = 0,
 ) -> sharding.Split:
-    """How this rank's part of the data is found; called by all ranks together.
+    """How the data is split over the ranks. A collective: all ranks call it.
 
     Args:
-        streams: Data by name, of which those that are a `Stream` are looked at.
+        streams: Data by name; the batches of each `Stream` in it are compared.
         shard: As in `dist_fit`.
         process_set: The ranks that take part, `None` for all.
-        seed: Of the order of the rows, the same on all ranks.
+        seed: Seed of the order of the rows, the same on all ranks.
 
     Raises:
         ValueError: On all ranks, if `shard` is unknown, the ranks have data of
@@ -37,7 +37,7 @@ def split_of(
 
 
 def _channel(process_set: Sequence[int] | None) -> sharding.Channel:
-    """A way to the other ranks for data, which is read in threads of its own."""
+    """Collectives for threads that read data, which do not inherit the process set."""
 
     def within(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def call(value: Any) -> Any:
@@ -50,14 +50,14 @@ def _channel(process_set: Sequence[int] | None) -> sharding.Channel:
 
 
 def opened_arguments(given: KerasArguments) -> KerasArguments:
-    """The same, with `Stream`s for data that comes in batches."""
+    """The arguments, with a `Stream` in place of data that comes in batches."""
     return replace(
         given, x=opened(given.x), validation_data=opened(given.validation_data)
     )
 
 
 def opened(data: Any) -> Any:
-    """The same, as a `Stream` where it comes in batches that have to be looked at."""
+    """`data`, as a `Stream` if it comes in batches and there are several ranks."""
     if comm.size() == 1 or isinstance(data, sharding.Stream):
         return data
     x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
@@ -66,10 +66,10 @@ def opened(data: Any) -> Any:
 
 
 def _same_batches(streams: dict[str, Any], shard: str) -> dict[str, bool]:
-    """Which data is the same on all ranks, and has to be dealt; the rest is split.
+    """Which data is the same on all ranks and has to be sharded; other data is split.
 
-    The first batches are compared. Where they differ, they are read again: if they
-    stay what they are, each rank has data of its own.
+    The first batches are compared. If they differ, they are read a second time: if no
+    rank's batches have changed, the data was already split.
     """
     size = comm.size()
     known = {n: s for n, s in streams.items() if isinstance(s, sharding.Stream)}
@@ -96,10 +96,10 @@ def _is_sharded_anyway(name: str, stream: sharding.Stream, before: str) -> bool:
     if comm.sum(int(now != before)) == 0:
         return False
     if isinstance(stream.data, keras.utils.PyDataset):
-        return True  # by index, whatever its batches are changed by at random
+        return True  # sharded by index, even if its batches are random
     raise ValueError(
-        f"The ranks' {name} batches differ, and change when they are read again, as "
-        f"where data is shuffled without a seed. Received: x of type {stream.kind}. "
+        f"The ranks' {name} batches differ, and change when they are read again, as if "
+        f"data were shuffled without a seed. Received: x of type {stream.kind}. "
         "Pass `seed` to its `shuffle`, or call keras.utils.set_random_seed (with torch "
         "torch.manual_seed) with the same number on every rank before it is made; or "
         'pass shard="none" if each rank has its own part.'

@@ -10,17 +10,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-# So many batches tell whether two ranks read the same data.
+# The number of batches that are compared to see whether ranks read the same data.
 _LOOKS = 2
 
 
 class Stream:
-    """Data in batches, of which the first ones can be looked at before it is read.
+    """Data in batches, whose first batches can be read without being used up.
 
     Args:
         data: A `tf.data.Dataset`, a `keras.utils.PyDataset`, a torch `DataLoader`, or
-            an iterator such as a generator. What is looked at of an iterator is kept,
-            so that nothing of it is lost.
+            an iterator such as a generator. Batches that `first` reads from an iterator
+            are buffered, so that a later pass begins with them.
     """
 
     def __init__(self, data: Any) -> None:
@@ -32,7 +32,7 @@ class Stream:
 
     @classmethod
     def of(cls, data: Any) -> "Stream":
-        """`data`, as a stream if it is none."""
+        """`data` itself if it is a stream, else a stream of it."""
         return data if isinstance(data, cls) else cls(data)
 
     @property
@@ -69,7 +69,7 @@ class Stream:
         yield from self.data
 
     def fingerprint(self, size: int) -> str:
-        """A digest of the first batches: equal where the ranks read the same data."""
+        """A digest of the first batches: equal if the ranks read the same data."""
         looks = max(_LOOKS, size) if self.is_short(size) else _LOOKS
         return fingerprint_of(self.first(looks))
 
@@ -81,10 +81,10 @@ class Stream:
 def first_batches(dataset: tf.data.Dataset, count: int) -> list[Any]:
     """The first `count` batches of a data set, or as many as there are.
 
-    They are read through `take`, to its end. An iterator over the data set itself,
-    dropped after some batches, may cut a cache in it short: TensorFlow reads ahead in
-    a thread, and a `prefetch` before the cache says "end of data" when it is canceled
-    (docs/decisions.md).
+    They are read by `take`, until its end. If an iterator over the data set itself is
+    dropped after some batches, a cache in the data set may become complete too early:
+    TensorFlow reads ahead in a thread, and a `prefetch` in front of the cache reports
+    "end of data" when it is canceled (docs/decisions.md).
 
     >>> [int(number) for number in first_batches(tf.data.Dataset.range(5), 2)]
     [0, 1]
@@ -93,7 +93,7 @@ def first_batches(dataset: tf.data.Dataset, count: int) -> list[Any]:
 
 
 def is_stream(data: Any) -> bool:
-    """Whether `data` comes in batches that can be looked at one by one."""
+    """Whether `data` comes in batches that can be read one by one."""
     if isinstance(data, (list, tuple, dict, str, bytes)) or hasattr(data, "shape"):
         return False
     is_batches = isinstance(data, (tf.data.Dataset, keras.utils.PyDataset, Iterator))
@@ -144,7 +144,7 @@ def standardized(batch: Any) -> Any:
 
 
 def fingerprint_of(batches: Iterable[Any]) -> str:
-    """A digest of all that stands in some batches."""
+    """A digest of the shapes, dtypes and values in some batches."""
     digest = hashlib.sha256()
     for batch in batches:
         for leaf in tf.nest.flatten(batch, expand_composites=True):

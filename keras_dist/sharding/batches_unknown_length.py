@@ -1,4 +1,4 @@
-"""Batches as long as every rank has one: for data whose length nobody knows."""
+"""Read data of unknown length: a pass ends when one rank has no more batch."""
 
 import itertools
 import warnings
@@ -17,17 +17,18 @@ _MORE, _END, _ERROR = 0, 1, 2**20
 
 
 class UnknownLengthReader:
-    """This rank's batches, until one rank has no more: then all ranks end together.
+    """This rank's batches, until one rank has no more: all ranks stop at once.
 
-    A rank that ended alone would leave the others waiting in the next averaging. So
-    each batch is preceded by one sum of one number over the ranks.
+    If one rank ended earlier, the others would wait for it in the next allreduce. So
+    one number is summed over the ranks before each batch.
 
     Args:
         stream: The data.
         split: How data is divided.
-        is_sharded: Whether all ranks read the same batches, which are dealt in turn.
+        is_sharded: Whether all ranks read the same batches, which are then sharded
+            round robin.
         is_training: Whether all ranks have to make the same number of steps. If not,
-            each ends by itself.
+            each rank reads to the end of its own batches, without a collective.
     """
 
     def __init__(
@@ -40,8 +41,8 @@ class UnknownLengthReader:
         self._channel = split.channel if is_training else None
 
     def dataset(self) -> tf.data.Dataset:
-        """The batches as Keras takes them; each iterator is one pass."""
-        # Nothing is read ahead: ranks would be at different places when they stop.
+        """The batches as a data set for Keras; each iterator over it is one pass."""
+        # Without reading ahead, all ranks have read as many batches when they stop.
         options = tf.data.Options()
         options.experimental_optimization.inject_prefetch = False
         options.experimental_distribute.auto_shard_policy = (
@@ -58,7 +59,7 @@ class UnknownLengthReader:
             try:
                 batch = next(own, None)
                 state = _END if batch is None else _MORE
-            except Exception as error:  # any error has to be told to the other ranks
+            except Exception as error:  # any error is sent to the other ranks
                 self.failure = error
                 state, message = _ERROR, f"{type(error).__name__}: {error}"
             if not self._goes_on(step, state, message, batch):
@@ -124,7 +125,7 @@ def _any_rows(spec: Any) -> Any:
 
 
 def _spec_of(*leaves: Any) -> tf.TensorSpec:
-    """Shape and dtype of some arrays; where their lengths differ, any length."""
+    """Shape and dtype of some arrays; an axis whose lengths differ has any length."""
     if tf.is_tensor(leaves[0]):
         dtype = leaves[0].dtype
     else:

@@ -1,4 +1,4 @@
-"""Files that are there whole, or as they were before."""
+"""Replace files as a whole: a reader sees the old file or the new one."""
 
 import contextlib
 import errno
@@ -12,37 +12,37 @@ import h5py
 
 from keras_dist import comm
 
-# The attribute of a file of weights that says how far the training had come.
+# The attribute of a file of weights that holds the epoch and batch of the training.
 _STAMP = "keras_dist_training"
 
 
 def replace(path: Any, write: Callable[[str], Any], *, num_bytes: int = 0) -> Any:
-    """Let `write` make a file beside `path`, which then takes its place at once.
+    """Let `write` make a temporary file beside `path`, then rename it to `path`.
 
-    A full disk or a process that is killed leaves at `path` what was there before, and
-    ranks that all write one file do not damage it.
+    If the disk is full or the process is killed, the file at `path` is the one before.
+    Several ranks that write the same path do not damage the file.
 
     Args:
-        path: Of a local file, in a folder that exists.
-        write: Makes a file at the path that it is given, of the same ending.
-        num_bytes: About what it takes, where it is HDF5 that writes.
+        path: Path of a local file, in a folder that exists.
+        write: A function that writes a file to a given path, with the same extension.
+        num_bytes: If HDF5 writes the file: its approximate size.
 
     Returns:
-        What `write` returns.
+        The result of `write`.
 
     Raises:
         OSError: If there is no room for the file.
     """
     target = os.path.realpath(path)
     folder, name = os.path.split(target)
-    # Always the same name: what a killed process has left is overwritten, not kept.
+    # Always the same name: the next save overwrites what a killed process has left.
     part = os.path.join(folder, f".keras_dist.{comm.rank()}.{name[-200:]}")
     try:
         if num_bytes:
             _reserve(part, max(num_bytes, _size(target)))
         result = write(part)
         _settle(part)
-        with contextlib.suppress(OSError):  # the mode that the user has given to it
+        with contextlib.suppress(OSError):  # keep the mode of the file before
             shutil.copymode(target, part)
         os.replace(part, target)
     except BaseException:
@@ -53,7 +53,7 @@ def replace(path: Any, write: Callable[[str], Any], *, num_bytes: int = 0) -> An
 
 
 def stamp_of(path: str) -> dict[str, Any] | None:
-    """What `SavesWhole` has stamped on a file of weights; `None` if nothing.
+    """Epoch and batch that `SavesWhole` has written into a file of weights, or `None`.
 
     Raises:
         OSError: If the file cannot be read.
@@ -64,7 +64,7 @@ def stamp_of(path: str) -> dict[str, Any] | None:
 
 
 class SavesWhole:
-    """Mixin for a model: a file that it saves is whole, or as it was before."""
+    """Mixin for a model: `save` and `save_weights` replace a file as a whole."""
 
     _distributed_session: Any
 
@@ -77,7 +77,7 @@ class SavesWhole:
         return replace(
             filepath,
             lambda part: own(part, True, *args, **kwargs),
-            # There HDF5 writes to memory.
+            # For a .keras file, HDF5 writes to memory.
             num_bytes=0 if str(filepath).endswith(".keras") else _num_bytes(self),
         )
 
@@ -85,7 +85,7 @@ class SavesWhole:
         self: Any, filepath: Any, overwrite: bool = True, *args: Any, **kwargs: Any
     ) -> None:
         own = super().save_weights  # type: ignore[misc]
-        # With more arguments, weights may become many files.
+        # With more arguments, Keras may write several files.
         is_one_file = not args and not any(kwargs.values())
         if not (_is_replaceable(filepath) and overwrite and is_one_file):
             return own(filepath, overwrite, *args, **kwargs)
@@ -101,10 +101,10 @@ class SavesWhole:
 
 
 def _is_replaceable(path: Any) -> bool:
-    """Whether `path` is of a local file, or of none yet, that Keras would write."""
+    """Whether Keras would write `path`, and it is a local file or does not exist."""
     if not isinstance(path, (str, os.PathLike)):
         return False
-    # What Keras is going to refuse, it refuses by its own name.
+    # Keras refuses other extensions, with an error that names the path.
     if not str(path).endswith((".keras", ".h5", ".hdf5")):
         return False
     target = os.path.realpath(path)
@@ -114,11 +114,11 @@ def _is_replaceable(path: Any) -> bool:
 
 
 def _num_bytes(model: Any) -> int:
-    """About the size of a file of HDF5 with the model's state."""
+    """The approximate size of an HDF5 file with the model's state."""
     found = getattr(model, "optimizer", None)
     variables = [*model.variables, *(found.variables if found is not None else ())]
     numbers = sum(math.prod(v.shape) for v in variables)
-    # Nearly all are of four bytes; and HDF5's own headers.
+    # Nearly all numbers have four bytes; HDF5 adds its headers.
     return 4 * numbers + 2048 * (len(variables) + 4)
 
 
@@ -127,7 +127,7 @@ def _size(path: str) -> int:
 
 
 def _reserve(path: str, num_bytes: int) -> None:
-    """Raise where there is no room: HDF5 ends the process when a write fails."""
+    """Raise if there is no room: HDF5 ends the process when a write fails."""
     with open(path, "wb") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, num_bytes)
@@ -137,6 +137,6 @@ def _reserve(path: str, num_bytes: int) -> None:
 
 
 def _settle(path: str) -> None:
-    """Wait until the file is on the disk: its name must not be there before it."""
+    """Wait until the data is on the disk: the file must not be renamed before."""
     with open(path, "rb+") as file:
         os.fsync(file.fileno())

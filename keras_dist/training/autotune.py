@@ -1,4 +1,4 @@
-"""Passes over data that end at once: input pipelines that TensorFlow does not tune."""
+"""Turn off the tuning of input pipelines, which delays the end of each pass."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,17 +11,19 @@ from keras_dist import comm, mixin
 
 @contextlib.contextmanager
 def untuned(model: Any) -> Iterator[None]:
-    """Inside the block, passes over the data of `model` end when their last batch has.
+    """Inside the block, a pass over the data of `model` ends with its last batch.
 
-    A thread of TensorFlow's tunes each pass over a `tf.data.Dataset` (Keras makes one
-    of all data), at times that double from 10 ms to a minute. At the end of the pass it
-    is told to stop and then waited for, but it looks before the word is there and
-    sleeps on until its next time: nearly always where a rank has one core. A pass
-    then takes up to twice as long, or a minute more. Without the thread, stages of
-    the pipeline that asked for `tf.data.AUTOTUNE` keep the parallelism it begins with:
-    all threads of this rank, at most 16.
+    TensorFlow tunes each pass over a `tf.data.Dataset` (Keras makes one of all data) in
+    a thread, which sleeps for 10 ms, then twice as long each time, up to a minute. At
+    the end of the pass TensorFlow wakes the thread and waits for it. But the thread is
+    woken before the stop flag is set: it may see no flag, and sleep again. On a rank
+    with one core this happens nearly always, and a pass takes up to twice as long, or
+    a minute more. Without the thread, the stages of the pipeline that use
+    `tf.data.AUTOTUNE` keep their initial parallelism: all threads of this rank, at
+    most 16.
 
-    On one rank nothing is changed; nor is data whose options say whether it is tuned.
+    On one rank nothing is changed, and neither is a data set whose options turn tuning
+    on or off.
 
     Args:
         model: A `keras.Model`.
@@ -41,13 +43,13 @@ def untuned(model: Any) -> Iterator[None]:
 
 
 def plain_strategy(model: Any) -> Any:
-    """The `tf.distribute.Strategy` of `model`, inside of `untuned` too."""
+    """The `tf.distribute.Strategy` of `model`; also inside `untuned`."""
     strategy = model.distribute_strategy
     return strategy.plain if isinstance(strategy, _Strategy) else strategy
 
 
 def as_untuned(dataset: Any) -> Any:
-    """The same data set, not tuned where its options do not say.
+    """The same data set, with tuning turned off unless its options set it.
 
     >>> data = tf.data.Dataset.range(3)
     >>> as_untuned(data).options().autotune.enabled
@@ -63,7 +65,7 @@ def as_untuned(dataset: Any) -> Any:
 
 
 class _Strategy:
-    """A strategy through which all data goes that Keras reads."""
+    """A `tf.distribute.Strategy` that turns off tuning of all data that Keras reads."""
 
     def __init__(self, plain: Any) -> None:
         self.plain = plain
@@ -72,13 +74,13 @@ class _Strategy:
         return self.plain.experimental_distribute_dataset(as_untuned(dataset), options)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "plain":  # a copy that is being made has none yet
+        if name == "plain":  # a copy that is being made does not have it yet
             raise AttributeError(name)
         return getattr(self.plain, name)
 
 
 class _Untuned:
-    """What `untuned` puts in front of the class of a model."""
+    """Mixin that `untuned` adds to the class of a model."""
 
     @property
     def distribute_strategy(self) -> Any:

@@ -10,17 +10,17 @@ from keras_dist.optimizer import step_context
 
 
 def synchronize(model: Any) -> None:
-    """Let `BatchNormalization(synchronized=True)` layers see the rows of all ranks.
+    """Make `BatchNormalization(synchronized=True)` layers use the rows of all ranks.
 
-    Keras synchronizes them within `tf.distribute` only: on the ranks of Horovod such a
-    layer would silently normalize by its own rank's rows.
+    Keras synchronizes them only under `tf.distribute`. Under Horovod such a layer would
+    silently normalize by the rows of its rank.
     """
     for layer in _synchronized_layers(model):
         mixin.add(layer, GlobalMoments)
 
 
 def desynchronize(model: Any) -> None:
-    """Take `synchronize` back."""
+    """Undo `synchronize`."""
     for layer in _synchronized_layers(model):
         mixin.remove(layer, GlobalMoments)
 
@@ -40,7 +40,7 @@ class GlobalMoments:
         everyone = _gathered(own)
         counts = everyone[:, :1]
         means, squares = tf.split(everyone[:, 1:], 2, axis=1)
-        # Chan et al., 1983: no difference of large numbers, as E[x²] − E[x]² would be.
+        # Chan et al., 1983. E[x²] − E[x]² would subtract large numbers and lose digits.
         total = tf.maximum(tf.reduce_sum(counts), 1.0)
         mean = tf.reduce_sum(counts * means, axis=0) / total
         spread = counts * tf.square(means - mean)
@@ -80,14 +80,15 @@ def _own_moments(inputs: Any, mask: Any, axes: Any) -> tuple[Any, Any, Any]:
 
 @tf.custom_gradient
 def _gathered(own: Any) -> Any:
-    """Vectors of all ranks as rows of a matrix; every rank's loss reaches each."""
+    """The vectors of all ranks as rows of a matrix, which every rank's loss uses."""
     context = step_context.current()
     everyone = comm.stack(own, verb="moments")
 
     def gradient(upstream: Any) -> Any:
-        # Gradients are averaged by rows later on: what the other ranks' losses say of
-        # this rank's values has to be weighted the same way, and to undergo that once.
-        # Where each rank's loss is weighed, that was done before.
+        # The gradients of weights are averaged by rows later, which multiplies them by
+        # this rank's rows. So the other ranks' gradients of this rank's values are
+        # multiplied by their rows here, and the sum is divided by this rank's. If each
+        # rank's loss was multiplied by its fraction of the rows, nothing is left to do.
         is_done = context.rows is None or context.is_loss_weighted()
         weight = tf.cast(1 if is_done else context.rows, upstream.dtype)
         total = comm.total(upstream * weight, verb="moments_gradient")

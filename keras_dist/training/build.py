@@ -1,4 +1,4 @@
-"""Build what is not there before the first step."""
+"""Build the model, its metrics and its optimizer before the first step."""
 
 import warnings
 from typing import Any
@@ -9,13 +9,13 @@ from keras_dist.optimizer import nested_optimizers, optimizers_of
 def build(model: Any, data: Any) -> None:
     """Make all variables of the model, its metrics and its optimizer.
 
-    Weights and optimizer state are copied to all ranks before the first step, and
-    XLA cannot make variables, so everything has to be there by then.
+    They must exist before the first step: weights and optimizer state are copied to all
+    ranks then, and code that XLA compiles cannot make variables.
     """
     try:
         model._symbolic_build(data_batch=data)
     except Exception as error:
-        # A model that cannot be run on shapes alone still builds itself as it runs.
+        # A model that cannot be called on symbolic tensors is built when it is called.
         if not model.built:
             warnings.warn(
                 f"{type(model).__name__} could not be built from the shapes of its "
@@ -29,7 +29,7 @@ def build(model: Any, data: Any) -> None:
 
 
 def holds_unbuilt_optimizers(model: Any) -> bool:
-    """Whether the optimizer knows only when it is built which others it holds."""
+    """Whether an optimizer holds others that it may make only when it is built."""
     return any(
         hasattr(part, "optimizers")
         for found in optimizers_of(model)

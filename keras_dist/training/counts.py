@@ -1,4 +1,4 @@
-"""What is counted while a model trains: rows, batches that metrics saw, steps."""
+"""Counters of a fit: rows trained on, batches that metrics have seen, steps."""
 
 from typing import Any
 
@@ -8,9 +8,10 @@ from keras_dist.metrics import Seen
 
 
 class RowsTrained:
-    """Rows that this rank has trained on in this epoch.
+    """Counts the rows that this rank has trained on in this epoch.
 
-    Statistics are averaged by them, and `Throughput` divides them by the time.
+    They are the weights of averaged statistics, and `Throughput` divides them by the
+    time.
     """
 
     def __init__(self) -> None:
@@ -23,48 +24,49 @@ class RowsTrained:
         self._restored = 0
 
     def add(self, rows: Any) -> None:
-        """A train step has read so many rows; in a graph or not."""
+        """Add the rows of a train step; in a graph or not."""
         self._count.assign_add(tf.cast(rows, tf.int64))
 
     def restore(self, rows: int) -> None:
-        """Another process has trained on so many rows of this epoch."""
+        """Add rows of this epoch that the process before a resume has trained on."""
         self._restored = rows
         self._count.assign_add(rows)
 
     def as_tensor(self) -> Any:
-        """Rows of this epoch, also those of another process."""
+        """Rows of this epoch, including restored ones."""
         return self._count.read_value()
 
     def total(self) -> int:
-        """The same as a number; it waits for the last step."""
+        """The same as a number; this waits for the last step."""
         return int(self._count.numpy())
 
     def of_this_process(self) -> int:
-        """Rows that this process has trained on, which took its time."""
+        """Rows of this epoch without restored ones."""
         return self.total() - self._restored
 
 
 class RowsSeen:
-    """Batches and rows that the metrics have been shown since they were reset.
+    """Counts the batches and rows that the metrics have seen since they were reset.
 
-    It is kept between fits together with the traced test function that counts in it.
+    It is reused by the next fit if that reuses the traced test function, which adds to
+    this object's variable.
     """
 
     def __init__(self) -> None:
         self._counts = _counter([0, 0, 0])
 
     def reset(self) -> None:
-        """The metrics were reset."""
+        """Count from 0 again: the metrics were reset."""
         self._counts.assign([0, 0, 0])
 
     def add(self, rows: Any) -> None:
-        """Metrics are shown a batch of so many rows; in a graph or not."""
+        """Add a batch of `rows` rows; in a graph or not."""
         rows = tf.cast(rows, tf.int64)
         steps, so_far, _ = tf.unstack(self._counts.read_value())
         self._counts.assign(tf.stack([steps + 1, so_far + rows, rows]))
 
     def restore(self, counts: list[int]) -> None:
-        """Go on from what `counts` gave."""
+        """Continue from the result of `counts` of another process."""
         self._counts.assign(counts)
 
     def counts(self) -> list[int]:
@@ -72,17 +74,17 @@ class RowsSeen:
         return self._counts.numpy().tolist()
 
     def seen(self, *, has_rows: bool) -> Seen:
-        """The same for the other ranks.
+        """The counts, in the form in which they are sent to the other ranks.
 
         Args:
-            has_rows: `False` where the rows were another rank's.
+            has_rows: `False` if this rank evaluated a row of another rank.
         """
         steps, rows, last_rows = self.counts()
         return Seen(rows, steps, last_rows, has_rows)
 
 
 class TrainingData:
-    """Which step of the fit comes next, and what is known of its data.
+    """The training data, and the number of the next step.
 
     Args of `use`:
         feed: A `sharding.Feed`: this rank's training data.
@@ -93,17 +95,17 @@ class TrainingData:
         self.feed: Any = None
 
     def use(self, feed: Any) -> None:
-        """Say what is trained on."""
+        """Set the training data."""
         self.feed = feed
 
     def begin_epoch(self, epoch: int, steps: int | None) -> None:
-        """The next step is the first one of an epoch, each of `steps` steps."""
+        """Set the next step to the first one of `epoch`; an epoch has `steps` steps."""
         self._step.assign(epoch * (steps or 0))
 
     def next_rows_of_all(self) -> Any:
-        """Rows that all ranks read in the next step; `None` where nobody knows.
+        """Rows that all ranks read in the next step; `None` if unknown.
 
-        It counts the step; in a graph or not.
+        It also increments the number of the step; in a graph or not.
         """
         if self.feed is None or self.feed.rows_of_all is None:
             return None
@@ -113,6 +115,6 @@ class TrainingData:
 
 
 def _counter(value: Any) -> tf.Variable:
-    # Not in a graph, and no part of the model's tracked state: it would be saved.
+    # Made outside of any graph. Keras does not track it, or it would be saved.
     with tf.init_scope():
         return tf.Variable(value, dtype=tf.int64, trainable=False)

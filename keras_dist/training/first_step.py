@@ -1,4 +1,4 @@
-"""What happens once, when the first train step is about to run."""
+"""Build the model and call hooks, once, before the first train step runs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +11,10 @@ from keras_dist.training import batch_norm, build
 
 
 class FirstStep:
-    """Builds the model when its first batch is there, and calls hooks then.
+    """Builds the model from its first batch, then calls hooks.
 
-    Weights are copied, and rates scaled, when all variables exist and before any of
-    them has changed.
+    The hooks copy weights to all ranks and scale learning rates: all variables exist by
+    then, and none has changed.
     """
 
     def __init__(self) -> None:
@@ -24,36 +24,34 @@ class FirstStep:
 
     @property
     def has_started(self) -> bool:
-        """Whether a train step was begun in this fit."""
+        """Whether a train step has begun in this fit."""
         return self._has_started
 
     def call_last(self, hook: Callable[[], None]) -> None:
-        """Call `hook` after those that are there; a second time adds nothing."""
+        """Add `hook` at the end of the list, unless it is there already."""
         if hook not in self._hooks:
             self._hooks.append(hook)
 
     def call_first(self, hook: Callable[[], None], *, after: int = 0) -> None:
-        """Call `hook` before those that are there, but for the first `after` of them.
+        """Insert `hook` after the first `after` hooks, unless it is there already."""
 
-        A second time adds nothing.
-        """
         if hook not in self._hooks:
             self._hooks.insert(after, hook)
 
     def build_on_one_rank(self) -> None:
-        """Build everything before the first step also where Keras would do it in it."""
+        """Build everything before the first step on one rank too, unlike Keras."""
         self._builds_on_one_rank = True
 
     def start(self, model: Any, data: Any, *, is_plain: bool) -> None:
-        """The first step of `model` is about to run on a batch.
+        """Build `model` and call the hooks; called when its first step begins.
 
         Args:
             model: In the middle of its first train step, perhaps in a graph.
             data: The batch.
-            is_plain: Whether a step is the model's own and nothing else.
+            is_plain: Whether the model's own train step is used unchanged.
         """
         self._has_started = True
-        # Outside of the graph that is being traced, so that it happens once, now.
+        # Outside of the graph that is being traced, so that this runs once, now.
         inside = step_context.entered(step_context.StepContext())
         with tf.init_scope(), inside:
             is_built_here = self._builds_on_one_rank or not is_plain

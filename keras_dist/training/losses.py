@@ -1,4 +1,4 @@
-"""Losses of one rank's rows as parts of the loss of the global batch."""
+"""Make the loss of one rank's rows its part of the loss of the global batch."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,14 +13,15 @@ from keras_dist.optimizer import step_context
 
 @contextlib.contextmanager
 def of_all_rows() -> Iterator[None]:
-    """Inside the block, the mean of losses by rows is the loss of the global batch.
+    """Inside the block, the row-weighted mean of losses is that of the global batch.
 
-    A loss that is a mean over its rows is so already. One that adds up its rows, or
-    divides by how much was not masked or by how much the rows weigh, is not: it is
-    multiplied by what makes it so, its part of that sum over its part of the rows.
+    Nothing has to be done for a loss that is a mean over its rows. A loss that adds up
+    its rows, or divides by the number of unmasked elements or by the sum of the sample
+    weights, is multiplied by a factor: the rank's fraction of that divisor over its
+    fraction of the rows.
 
-    Keras calls losses in many places, also in a user's own train step, and all of them
-    by `keras.losses.Loss.__call__`: this is the one place to do it.
+    Keras's own train step and those of users all call `keras.losses.Loss.__call__`, so
+    it is this method that is replaced.
     """
     plain = keras.losses.Loss.__call__
 
@@ -57,11 +58,11 @@ def _factor(reduction: Any, mask: Any, sample_weight: Any) -> Any:
 
 
 def is_keras_path_to_update(model: Any, ours: type) -> bool:
-    """Whether only Keras's code leads from the loss to the update.
+    """Whether Keras's own code alone computes the update from the loss.
 
     Args:
         model: A compiled model.
-        ours: The mixin of this package that does not count.
+        ours: The mixin of this package, whose methods are ignored.
     """
     return all(
         _definer(found, name, ours).startswith("keras.")

@@ -1,4 +1,4 @@
-"""Whether a result of metrics that is read now is one over all ranks."""
+"""Whether a metric's result that is read now is one over all ranks."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -11,10 +11,10 @@ from keras_dist.optimizer import step_context
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation that is under way.
+    """An evaluation that is running.
 
     Args:
-        is_of_all: Whether all ranks make it together.
+        is_of_all: Whether it runs on all ranks.
     """
 
     is_of_all: bool
@@ -22,33 +22,33 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class EvaluatedData:
-    """What is known of the data of evaluations.
+    """Facts about the data of evaluations.
 
     Args:
-        has_rows: `False` where this rank evaluates a row of another rank's.
-        feeds: Of the data; what the user's data raised is found in them.
+        has_rows: `False` if this rank evaluates a row of another rank, since it has
+            none.
+        feeds: The feeds of the data, which hold errors that the user's data raised.
     """
 
     has_rows: bool = True
     feeds: tuple[sharding.Feed, ...] = ()
 
     def own_error(self, error: Exception) -> Exception:
-        """What the user's data raised, where `error` is what TensorFlow made of it."""
+        """The user's own error, if `error` is what TensorFlow raised because of it."""
         return sharding.own_error(self.feeds, error)
 
 
 class MetricScope:
-    """Whose rows a result of the metrics is over, and whether ranks wait for it.
+    """Whether a metric's result is over all ranks, and whether other ranks wait for it.
 
     Inside of a step, metrics are this rank's own. At the end of an epoch, and of an
-    evaluation that all ranks make, their state is summed over all ranks: a collective,
-    in which all ranks have to take part. `is_of_all` says which it is; the methods say
-    when that changes. A fit goes through these states:
+    evaluation on all ranks, the metrics' state is summed over all ranks, which is a
+    collective. `is_of_all` tells the two cases apart. A fit goes through these states:
 
-    - *steps*: `is_opening` is false, and no evaluation is under way;
-    - *opening*: the results of the training were taken; Keras opens the validation
-      data, and the ranks that have done so wait for the others;
-    - *evaluation*: `begin_evaluation`; then its result is taken.
+    - *steps*: `is_opening` is false, and no evaluation is running;
+    - *opening*: the results of the training were taken. Keras opens the validation
+      data, and ranks that have opened it wait for the others;
+    - *evaluation*: inside of `evaluation`, until its result is taken.
     """
 
     def __init__(self) -> None:
@@ -60,16 +60,16 @@ class MetricScope:
         self._data = EvaluatedData()
 
     def average(self) -> None:
-        """From now on results are taken over all ranks."""
+        """From now on, sum the state of metrics over all ranks."""
         self._averages = True
 
     def use(self, data: EvaluatedData) -> None:
-        """Say what evaluations of this fit read."""
+        """Set the validation data of this fit."""
         self._data = data
 
     @property
     def data(self) -> EvaluatedData:
-        """Of the present evaluation, or of those of this fit."""
+        """The data of the running evaluation, or the validation data of this fit."""
         return self._data
 
     def is_of_all(self) -> bool:
@@ -87,22 +87,23 @@ class MetricScope:
         return self._is_opening
 
     def take_result(self) -> bool:
-        """A result over all ranks is taken now; whether this rank's rows count."""
+        """Note that a result over all ranks is taken; return whether own rows count."""
         self._has_result = True
         self._is_opening = self._evaluation is None
         return self._data.has_rows or self._evaluation is None
 
     def end_opening(self) -> None:
-        """The validation data is open, or there is none; metrics begin anew."""
+        """The validation data is open, or there is none; metrics were reset."""
         self._is_opening = False
 
     @contextlib.contextmanager
     def evaluation(self, *, is_of_loop: bool) -> Iterator[None]:
-        """Around an evaluation.
+        """Inside the block, an evaluation runs.
 
         Args:
-            is_of_loop: Whether Keras's own loop of the fit makes it, on all ranks. One
-                that a callback makes is its own affair: perhaps it is on one rank only.
+            is_of_loop: Whether the loop of `Model.fit` calls it, on all ranks. A
+                callback that calls `evaluate` may do so on one rank only, so its
+                result is that rank's.
         """
         before = self._evaluation, self._has_result
         is_of_all = is_of_loop or (self._is_collective and before[0] is None)
@@ -115,7 +116,7 @@ class MetricScope:
 
     @contextlib.contextmanager
     def collective_evaluation(self, data: EvaluatedData) -> Iterator[None]:
-        """Inside the block, the next evaluation is one of all ranks, of `data`."""
+        """Inside the block, the next evaluation runs on all ranks, and reads `data`."""
         before = (
             self._averages,
             self._is_collective,
@@ -136,7 +137,7 @@ class MetricScope:
 
     @contextlib.contextmanager
     def on_this_rank(self) -> Iterator[None]:
-        """Inside the block an evaluation is one of this rank, without the others."""
+        """Inside the block, an evaluation is of this rank only, without collectives."""
         before, self._averages = self._averages, False
         try:
             yield
@@ -148,12 +149,12 @@ class MetricScope:
 def raising_on_all(
     own_error: Callable[[Exception], Exception], is_waited_for: Callable[[], bool]
 ) -> Iterator[Any]:
-    """Inside the block, an error on this rank is raised on those that wait for it.
+    """Inside the block, an error on this rank is also raised on ranks that wait for it.
 
     Args:
-        own_error: What the user's data raised, of an error.
-        is_waited_for: Whether the next thing that the other ranks do is a
-            `comm.gather_or_raise` or `comm.run_on_all`; asked when an error was raised.
+        own_error: Returns the error of the user's data that is behind an error.
+        is_waited_for: Whether the next call of the other ranks is
+            `comm.gather_or_raise` or `comm.run_on_all`; called after an error.
     """
     try:
         yield

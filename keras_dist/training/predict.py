@@ -1,4 +1,4 @@
-"""Predict rows on all ranks, and put the predictions in the order of the rows."""
+"""Predict a shard of the rows on each rank, and gather the predictions."""
 
 import math
 import zlib
@@ -13,12 +13,12 @@ from keras_dist.sharding.arrays import Arrays, as_arrays, shard_validation
 
 _ADVICE = "Give every rank the same model, weights, data and arguments."
 
-# Predictions are gathered in pieces of at most so many bytes of each rank.
+# Predictions are gathered in pieces; this is the largest piece of one rank.
 _MESSAGE_BYTES = 64 * 2**20
 
 
 def rows_to_predict(x: Any, *, batch_size: int | None, steps: int | None) -> Arrays:
-    """The rows that one process predicts.
+    """The rows that one process would predict.
 
     Args:
         x: Array-like of shape `(rows, …)`, or a list, tuple or dict of them.
@@ -48,17 +48,18 @@ def predict_sharded(
     *,
     gather: bool,
 ) -> Any:
-    """The predictions of all rows, of which each rank computes its share.
+    """The predictions of all rows; each rank predicts its shard of them.
 
     Args:
         arrays: All rows; every rank holds them.
-        predict: Predicts arrays of rows, without talking to the other ranks.
-        weights: What has to be equal on all ranks; called when the model is built.
-        gather: `False` for this rank's share, rows `[rank::size]`, alone.
+        predict: Predicts arrays of rows, without a collective.
+        weights: Returns the weights that have to be equal on all ranks; called when the
+            model is built.
+        gather: `False` to return only the predictions of rows `[rank::size]`.
 
     Raises:
-        ValueError: On all ranks, if they hold different rows or weights, or if the
-            outputs are not one for each row.
+        ValueError: On all ranks, if rows or weights differ between the ranks, or if
+            there is not one output for each row.
     """
     rank, size = comm.rank(), comm.size()
     comm.agree(
@@ -70,7 +71,7 @@ def predict_sharded(
         advice=_ADVICE,
     )
     own = shard_validation(arrays, rank=rank, size=size)
-    # A rank without a row has predicted one of another rank, for its shape.
+    # A rank without a row predicts one of another rank, to know the shape of outputs.
     has_rows = rank < arrays.num_rows
 
     def outputs_of_rows() -> Any:
@@ -97,7 +98,7 @@ def predict_sharded(
 
 
 def _gathered(leaf: np.ndarray, num_rows: int) -> np.ndarray:
-    """The rows of all ranks in their order, a piece at a time."""
+    """The rows of all ranks in the order of the data, gathered piece by piece."""
     size = comm.size()
     whole = np.empty((num_rows, *leaf.shape[1:]), leaf.dtype)
     row_bytes = max(1, leaf.dtype.itemsize * math.prod(leaf.shape[1:]))
@@ -114,10 +115,10 @@ def _check_rows(leaf: Any, num_rows: int) -> None:
     if leaf is not None and not (is_array and len(leaf) == num_rows):
         kind = f"{type(leaf).__name__} of shape {tuple(leaf.shape)}"
         raise ValueError(
-            "Predictions can be put in the order of the rows where there is one of one "
-            f"shape for each row. Received: an output of type {kind} for {num_rows} "
-            'rows. Pass the rows of each rank yourself and DistributedModel(…, shard="'
-            'none"), or use model.predict.'
+            "Predictions can be gathered only if an output has one value of one shape "
+            f"for each row. Received: an output of type {kind} for {num_rows} rows. "
+            "Shard the rows yourself and use DistributedModel(…, "
+            'shard="none"), or use model.predict.'
         )
 
 

@@ -1,4 +1,4 @@
-"""What a model that trains on many ranks remembers during one fit."""
+"""The state of a model that trains on many ranks, during one fit."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from keras_dist.training.traced import TracedFunctions
 
 
 class Instruments:
-    """What looks at each train step, where somebody wants it."""
+    """The stopwatch and the NaN guard of each train step, if they are in use."""
 
     def __init__(self) -> None:
         self.stopwatch: optimizer.Stopwatch | None = None
@@ -22,55 +22,55 @@ class Instruments:
         self.stopwatch = self.stopwatch or optimizer.Stopwatch()
 
     def watch(self, guard: optimizer.Guard | None) -> None:
-        """Let `guard` look at gradients before they are applied; `None`: nobody."""
+        """Check gradients by `guard` before they are applied; `None`: do not."""
         self.guard = guard
 
 
 class XlaChoice:
-    """Whether train steps are compiled by XLA, in two parts with averaging between."""
+    """Whether steps run in two functions compiled by XLA, with an allreduce between."""
 
     def __init__(self) -> None:
         self._is_split = False
 
     @property
     def is_split(self) -> bool:
-        """Whether the next step is run in two compiled parts."""
+        """Whether the next step runs in two compiled functions."""
         return self._is_split
 
     def choose(self, is_split: bool) -> None:
-        """As Keras was asked to, when it makes its train function."""
+        """Set whether steps are split, when Keras makes its train function."""
         self._is_split = is_split
 
     def give_up(self) -> None:
-        """XLA cannot compile this model's step: go on without."""
+        """Train without XLA, which cannot compile this model's step."""
         self._is_split = False
 
 
 class SaveStamp:
-    """How far the training has come, for files of weights that are written now."""
+    """Epoch and batch of the training, which are written into files of weights."""
 
     def __init__(self) -> None:
         self._epoch_and_batch: tuple[int, int] | None = None
 
     @property
     def value(self) -> tuple[int, int] | None:
-        """Epochs that are done and the last batch; `None` where nobody counts."""
+        """The number of completed epochs, and the last batch; `None` if not counted."""
         return self._epoch_and_batch
 
     def set(self, epoch: int, batch: int) -> None:
-        """So far the training has come."""
+        """Set the number of completed epochs, and the last batch."""
         self._epoch_and_batch = epoch, batch
 
     def clear(self) -> None:
-        """Nothing is stamped any more."""
+        """Write nothing into files of weights from now on."""
         self._epoch_and_batch = None
 
 
 class Holder:
-    """Who ends the session: `dist_fit`, or the first callback that ends.
+    """Whether `dist_fit` ends the session, or the first callback that ends.
 
-    Where `dist_fit` does, other callbacks still save and evaluate with it at the end of
-    the training.
+    If `dist_fit` does, the session lasts until all callbacks have ended: they may save
+    and evaluate at the end of the training.
     """
 
     def __init__(self) -> None:
@@ -88,22 +88,22 @@ class Holder:
 
 @dataclass(frozen=True)
 class Session:
-    """What a model that trains on many ranks remembers during one fit.
+    """The state of a model that trains on many ranks, during one fit.
 
-    Each part has its own state, which changes by its methods alone.
+    Each part changes its state only by its own methods.
 
     Args:
         traced: Functions that Keras has traced.
-        rows_seen: What the metrics have been shown.
-        rows_trained: What this rank has trained on in this epoch.
-        training: Which step comes next, and what is known of its data.
-        first_step: What happens once, when the model is built.
-        stop_request: Of this rank, and whether all ranks have agreed on it.
-        metrics: Whether a result is one over all ranks.
-        instruments: What looks at each step.
-        xla: Whether steps are compiled by XLA.
-        stamp: What is written into files of weights.
-        holder: Who ends the session.
+        rows_seen: Batches and rows that the metrics have seen.
+        rows_trained: Rows that this rank has trained on in this epoch.
+        training: The training data, and the number of the next step.
+        first_step: Builds the model, then calls hooks.
+        stop_request: This rank's stop request, and whether all ranks have agreed.
+        metrics: Whether a metric's result is one over all ranks.
+        instruments: The stopwatch and the NaN guard of each step.
+        xla: Whether steps run in two functions compiled by XLA.
+        stamp: Epoch and batch for files of weights.
+        holder: Whether `dist_fit` ends the session.
     """
 
     traced: TracedFunctions
@@ -120,19 +120,19 @@ class Session:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a step is the model's own and nothing else."""
+        """Whether the model's own train step is used unchanged."""
         return comm.size() == 1 and self.instruments.guard is None
 
 
 def begin(model: Any, last: Session | None) -> Session:
-    """A session of `model`, which is plain now.
+    """Make a session for `model`, which is a plain Keras model now.
 
     Args:
         model: A `keras.Model`.
-        last: Its session before, if it had one.
+        last: The session of its last fit, if there was one.
     """
     traced = TracedFunctions(model, None if last is None else last.traced)
-    # The test function that is kept counts in the variable that it was traced with.
+    # A reused test function counts in the variable with which it was traced.
     rows_seen = last.rows_seen if last is not None and traced.is_reused else RowsSeen()
     return Session(
         traced=traced,

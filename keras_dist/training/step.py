@@ -1,4 +1,4 @@
-"""The train step on many ranks: weight by rows, keep collectives out of XLA."""
+"""The train step on many ranks: weights by rows, and no collective inside XLA."""
 
 import contextlib
 import warnings
@@ -17,10 +17,10 @@ from keras_dist.training.xla_step import XlaStep
 
 
 def install(model: Any) -> Session:
-    """Let `model` train with the other ranks; a second time gives the same session."""
+    """Make `model` train on all ranks; a second call returns the same session."""
     if not mixin.has(model, DistributedStep):
         session = begin(model, model.__dict__.get("_distributed_session"))
-        # Out of the model's tracked state, or it would be saved with it.
+        # Keras does not track an attribute that is set so; it would save the session.
         object.__setattr__(model, "_distributed_session", session)
         mixin.add(model, DistributedStep)
         session.traced.enter(model)
@@ -28,11 +28,11 @@ def install(model: Any) -> Session:
 
 
 def uninstall(model: Any, *, is_end: bool = False) -> None:
-    """Make `model` a plain Keras model again, unless a fit of `dist_fit` goes on.
+    """Make `model` a plain Keras model again, unless `dist_fit` is still running.
 
     Args:
-        model: On which `install` was called.
-        is_end: Whether that fit is over too.
+        model: A model on which `install` was called.
+        is_end: Whether `dist_fit` is over.
     """
     if not mixin.has(model, DistributedStep):
         return
@@ -46,7 +46,7 @@ def uninstall(model: Any, *, is_end: bool = False) -> None:
 
 
 class DistributedStep(atomic_save.SavesWhole):
-    """Mixin for a model: what Keras's own loop calls, on many ranks."""
+    """Mixin for a model: the methods that Keras's loops call, on many ranks."""
 
     _distributed_session: Session
 
@@ -107,7 +107,7 @@ class DistributedStep(atomic_save.SavesWhole):
         return _results(self, super().get_metrics_result)  # type: ignore[misc]
 
     def _get_metrics_result_or_logs(self: Any, logs: Any) -> Any:
-        # What Keras's loops log: the results, or what the last step has returned.
+        # Keras's loops log this: the results, or values that the last step returned.
         is_of_all = self._distributed_session.metrics.is_of_all()
         if comm.size() == 1 or not is_of_all:
             return super()._get_metrics_result_or_logs(logs)  # type: ignore[misc]
@@ -122,8 +122,8 @@ class DistributedStep(atomic_save.SavesWhole):
 
     @stop_training.setter
     def stop_training(self: Any, value: bool) -> None:
-        # A request of this rank alone: all ranks agree on it after the next batch, or
-        # in `StopTogether` at the end of the epoch.
+        # A request of one rank: all ranks agree on it after the next batch, or in
+        # `StopTogether` at the end of the epoch.
         stop_request = self._distributed_session.stop_request
         stop_request.ask(bool(value))
         if not (value and stop_request.is_collective):
@@ -131,7 +131,7 @@ class DistributedStep(atomic_save.SavesWhole):
 
 
 def _context(model: Any, rows: Any) -> step_context.StepContext:
-    """What the train step that begins now hands to the optimizer."""
+    """The context that this train step passes to the optimizer."""
     session = session_of(model)
     is_keras_path = losses.is_keras_path_to_update(model, DistributedStep)
     return step_context.StepContext(
@@ -145,7 +145,7 @@ def _context(model: Any, rows: Any) -> step_context.StepContext:
 
 
 def _run(session: Session, own_step: Callable[[Any], Any], data: Any) -> Any:
-    """The model's own step, in two parts that XLA compiles where that is asked for."""
+    """Run the model's own step, in two functions compiled by XLA if it is split."""
     if session.xla.is_split:
         xla_step = XlaStep(own_step)
         reason = xla_step.why_not(data)
@@ -166,10 +166,10 @@ def _results(model: Any, own_result: Callable[[], Any], logs: Any = None) -> Any
 
 
 def _after_updates(model: Any, data: Any) -> Any:
-    """The same data, there when the updates of the step before have been made.
+    """The same data, which depends on the updates of the step before.
 
-    Several steps may stand in one graph. Collectives have the same names in each, and
-    those of two steps must not be under way at once.
+    One graph may contain several steps, whose collectives have the same names. So a
+    step must not begin its collectives before those of the step before have ended.
     """
     if tf.executing_eagerly():
         return data

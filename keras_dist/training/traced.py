@@ -1,4 +1,4 @@
-"""Functions that Keras has traced, and how long they can be used again."""
+"""Reuse functions that Keras has traced, as long as they are valid."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ from typing import Any
 class TracedFunctions:
     """Keeps the test function of a distributed model from one fit to the next.
 
-    A train function is traced anew in each fit: one that was traced before averages
-    nothing. A test function can stay until the model is compiled anew.
+    The train function is traced again in each fit: one that was traced before does not
+    average gradients. The test function is valid until the model is compiled again.
 
     Args:
-        model: A `keras.Model` that is plain now.
-        last: Of the fit before, if there was one.
+        model: A `keras.Model`, plain at this time.
+        last: The traced functions of the fit before, if there was one.
     """
 
     def __init__(self, model: Any, last: "TracedFunctions | None") -> None:
@@ -24,12 +24,12 @@ class TracedFunctions:
         self.is_reused = is_valid
 
     def enter(self, model: Any) -> None:
-        """The model becomes distributed."""
+        """Give a model that becomes distributed the test function of the last fit."""
         model.train_function = None
         model.test_function = self._test_function
 
     def leave(self, model: Any) -> None:
-        """The model is plain again."""
+        """Keep the test function, and give the plain model back its own."""
         model.train_function = None
         self._test_function = model.test_function
         is_same = _is_same(self._compiled, _compiled(model))
@@ -37,7 +37,7 @@ class TracedFunctions:
 
 
 def _compiled(model: Any) -> tuple[Any, ...]:
-    """Objects of which `compile` makes new ones, and what else makes Keras trace."""
+    """The objects that `compile` makes, and options that make Keras trace again."""
     made = [getattr(model, n, None) for n in ("_compile_loss", "_compile_metrics")]
     return *made, model.run_eagerly, model.jit_compile, model.steps_per_execution
 

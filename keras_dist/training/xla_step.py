@@ -1,4 +1,4 @@
-"""A train step in two parts that XLA compiles, with the averaging between them."""
+"""A train step in two functions compiled by XLA, with an allreduce in between."""
 
 import contextvars
 import dataclasses
@@ -20,14 +20,14 @@ from keras_dist.optimizer import (
 
 
 class XlaStep:
-    """Computing gradients and applying them, each compiled by XLA; averaging between.
+    """Computes gradients and applies them in two compiled functions.
 
-    XLA cannot compile a collective. So the user's own train step runs inside a
-    compiled function, where `apply` only records the gradients; they are averaged
-    outside of it; and `apply` is carried out inside a second one.
+    XLA cannot compile a collective. So the model's own train step runs inside a
+    compiled function, where `apply` only records the gradients. They are averaged
+    outside, and a second compiled function applies them.
 
     Args:
-        own_step: The model's own `train_step`; all its variables exist.
+        own_step: The model's own `train_step`; its variables must exist.
     """
 
     def __init__(self, own_step: Callable[[Any], Any]) -> None:
@@ -39,12 +39,12 @@ class XlaStep:
     def why_not(self, data: Any) -> str | None:
         """Why the step cannot be split for batches like `data`; `None` if it can.
 
-        Nothing is run: the step is traced, and translated for XLA with a batch of two
-        rows where the number of rows varies.
+        The step is not run. It is traced, and translated for XLA; an unknown number of
+        rows is taken as two.
         """
         specs = keras.tree.map_structure(_spec, data)
-        # This is called in the middle of tracing. A thread of its own is outside of
-        # that graph; so is `tf.init_scope`, but there no tape records a gradient.
+        # This is called while a graph is traced. Another thread is outside of that
+        # graph; so is `tf.init_scope`, but there no tape records a gradient.
         context = contextvars.copy_context()
         with futures.ThreadPoolExecutor(max_workers=1) as thread:
             return thread.submit(context.run, self._try, specs).result()
@@ -56,12 +56,12 @@ class XlaStep:
                 return f"its train step makes {len(self._calls)} updates, not one"
             batch = keras.tree.map_structure(_two_rows, specs)
             self._compute_gradients.experimental_get_compiler_ir(batch)(stage="hlo")
-        except Exception as error:  # whatever it is, the step runs without XLA
+        except Exception as error:  # after any error, the step runs without XLA
             return f"XLA cannot compile this model ({_first_line(error)})"
         return None
 
     def run(self, data: Any) -> Any:
-        """One train step; returns what the model's own returns."""
+        """Run one train step, and return the logs of the model's own step."""
         logs, gradients = self._compute_gradients(data)
         [call], [own] = self._calls, gradients
         averaged = average_gradients(call.optimizer, own, call.variables)
@@ -92,7 +92,7 @@ def _spec(leaf: Any) -> Any:
 def _two_rows(spec: Any) -> Any:
     if spec is None:
         return None
-    # A tensor, since TensorFlow takes no structure of specs here.
+    # A tensor, since TensorFlow accepts no structure of specs here.
     return tf.zeros([2 if n is None else n for n in spec.shape], spec.dtype)
 
 

@@ -27,7 +27,7 @@ def make_model(is_synchronized, run_eagerly=True):
 
 
 def used(rows, world):
-    """Rows of which the last global batch is ragged but has one for every rank."""
+    """Rows whose last global batch is ragged, but has at least one for every rank."""
     x, y = rows
     return 10.0 + x[:95], y[:95]
 

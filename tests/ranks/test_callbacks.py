@@ -179,7 +179,7 @@ def test_an_unknown_metric_is_an_error_on_all_ranks(rows, make_model):
 
 
 @pytest.mark.three_ranks
-def test_a_wish_of_one_rank_stops_all(world, rows, make_model):
+def test_a_stop_request_of_one_rank_stops_all(world, rows, make_model):
     """`stop_training` set by the last rank, in a batch or at an epoch's end."""
 
     class RequestsStop(keras.callbacks.Callback):

@@ -162,8 +162,10 @@ def test_a_nan_on_one_rank_stops_all_after_the_next_batch(make_model, rows):
 @pytest.mark.several_ranks
 @pytest.mark.three_ranks
 @pytest.mark.parametrize("compression", [None, "bf16"])
-def test_a_wish_at_a_batch_stops_all_after_the_next(make_model, rows, compression):
-    """A stop request of the last rank; the next fit does not see it any more."""
+def test_a_stop_request_at_a_batch_stops_all_after_the_next(
+    make_model, rows, compression
+):
+    """The last rank sets `stop_training`; in the next fit there is no request left."""
     last, size = keras_dist.size() - 1, keras_dist.size()
 
     class RequestsStop(callbacks.Callback):
@@ -328,7 +330,7 @@ class _Server:
 
 
 def test_the_progress_bar_is_printed_once(make_model, rows, capsys):
-    """Also where the list has a `ProgbarLogger` already."""
+    """Also if the list has a `ProgbarLogger` already."""
     keras_dist.dist_fit(
         make_model(),
         *rows,

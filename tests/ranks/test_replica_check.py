@@ -195,7 +195,7 @@ def test_steps_of_one_execution_are_counted(rows, make_model):
 
 @several_ranks
 def test_different_settings_on_the_ranks_are_an_error(rows, make_model):
-    """Otherwise the ranks would wait for each other for ever."""
+    """Otherwise the ranks would wait for each other forever."""
     messages = raises_everywhere(
         ValueError,
         lambda: fit(

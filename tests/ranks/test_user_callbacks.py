@@ -225,7 +225,7 @@ def test_a_full_disk_leaves_the_file_before(rows, make_model, folder, name):
 
 @pytest.mark.several_ranks
 def test_the_epoch_of_a_backup_is_that_of_its_weights(rows, make_model, folder):
-    """Also where the process was killed before, or while, it wrote the epoch."""
+    """Also if the process was killed before or while it wrote the epoch."""
     backup = keras.callbacks.BackupAndRestore
 
     def last_epochs(seed):
