@@ -176,7 +176,7 @@ def _train(
 ) -> keras.callbacks.History:
     comm.announce_timeline(options.timeline)
     with comm.within(options.process_set):
-        given = comm.run_on_all(lambda: same_batches.opened_arguments(given))
+        given = comm.run_on_all(lambda: same_batches.with_streams(given))
         seed = comm.broadcast(_seed_of_order(model))
         resumed = checkpoint.opened(options, given.callbacks, seed)
         split = same_batches.split_of(

@@ -111,7 +111,7 @@ MUTATIONS = [
     Mutation(
         "accumulation: an epoch ends with the sums of one process",
         "callbacks/average_statistics.py",
-        "            optimizer.divide(found)",
+        "            optimizer.divide_accumulated(found)",
         "            pass",
         ("test_cases.py", "accumulation and 101"),
     ),

@@ -29,7 +29,7 @@ def test_schedules_and_warmup_resume_on_other_numbers_of_ranks():
 
     two = leaf_at(100, warmup(600, 2.0), 2)
     three = leaf_at(100, warmup(400, 3.0), 3)
-    optimizer.go_on(three, optimizer.position_of(two), 400 / 600)
+    optimizer.restore_progress(three, optimizer.position_of(two), 400 / 600)
     plain = keras.optimizers.schedules.ExponentialDecay(0.1, 1000, 0.5)
     np.testing.assert_allclose(three.learning_rate, plain(200), rtol=1e-6)
     three.iterations.assign(150)  # a quarter of the rest of the warm-up
@@ -37,13 +37,13 @@ def test_schedules_and_warmup_resume_on_other_numbers_of_ranks():
     before = optimizer.effective_rate(three) / float(plain(347))
     np.testing.assert_allclose(before, 1 + 2 * (400 / 6 + 49) / 400, rtol=1e-5)
     again = leaf_at(150, warmup(400, 3.0), 3)
-    optimizer.go_on(again, optimizer.position_of(three), 1)
+    optimizer.restore_progress(again, optimizer.position_of(three), 1)
     assert optimizer.effective_rate(again) == optimizer.effective_rate(three)
     one = leaf_at(150, None, 1)
-    optimizer.go_on(one, optimizer.position_of(three), 0)
+    optimizer.restore_progress(one, optimizer.position_of(three), 0)
     np.testing.assert_allclose(one.learning_rate, plain(350), rtol=1e-6)
     same = leaf_at(150, None, 1)
-    optimizer.go_on(same, optimizer.position_of(leaf_at(150, None, 1)), 1)
+    optimizer.restore_progress(same, optimizer.position_of(leaf_at(150, None, 1)), 1)
     assert type(same) is keras.optimizers.SGD
 
 

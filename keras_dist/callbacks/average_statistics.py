@@ -56,7 +56,7 @@ class AverageStatistics(keras.callbacks.Callback):
         if self._is_synchronized:
             self._is_synchronized = False
             for found in _between_updates(self.model):
-                optimizer.divide(found)
+                optimizer.divide_accumulated(found)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._has_changed = True

@@ -112,7 +112,7 @@ class ReplicaCheck(keras.callbacks.Callback):
             return
         variables = _variables(self.model)
         own = fingerprints(variables)
-        digests = comm.stack(_digest(own), verb="replicas").numpy()
+        digests = comm.stack(_digest(own), purpose="replicas").numpy()
         if (digests == digests[0]).all():
             self._is_reported = None
             return

@@ -138,7 +138,7 @@ def restore_rates(model: Any, rates: Sequence[Any], warmup: float) -> None:
         warmup: Warm-up steps now, divided by the warm-up steps when it was saved.
     """
     for leaf, position in zip(_leaves(model), rates, strict=True):
-        optimizer.go_on(leaf, position, warmup)
+        optimizer.restore_progress(leaf, position, warmup)
 
 
 def _leaves(model: Any) -> list[Any]:

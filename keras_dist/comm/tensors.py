@@ -71,30 +71,30 @@ def _large_indices(tensors: Sequence[Any]) -> set[int]:
     return set(sorted(large, key=lambda index: -sizes[index])[:_MOST_SEPARATE])
 
 
-def stack(tensor: Any, *, verb: str) -> Any:
+def stack(tensor: Any, *, purpose: str) -> Any:
     """Stack the tensors of all ranks along a new first axis, in rank order.
 
     Args:
         tensor: A tensor of the same shape and dtype on every rank.
-        verb: Part of the collective's name: what the collective is for.
+        purpose: Part of the collective's name: what the collective is for.
     """
     link, _ = runtime.connection()
     if link is None:
         return tensor[tf.newaxis]
-    return transport.allgather(link, tensor[tf.newaxis], name=name_of(verb))
+    return transport.allgather(link, tensor[tf.newaxis], name=name_of(purpose))
 
 
-def total(tensor: Any, *, verb: str) -> Any:
+def total(tensor: Any, *, purpose: str) -> Any:
     """Sum of a float tensor over all ranks.
 
     Args:
         tensor: A tensor of the same shape and dtype on every rank.
-        verb: Part of the collective's name: what the collective is for.
+        purpose: Part of the collective's name: what the collective is for.
     """
     link, _ = runtime.connection()
     if link is None:
         return tensor
-    return transport.allreduce_sum(link, tensor, name=name_of(verb))
+    return transport.allreduce_sum(link, tensor, name=name_of(purpose))
 
 
 def gather_rows(tensor: Any, *, name: str) -> Any:
@@ -113,23 +113,23 @@ def adaptive_sum(tensor: Any, *, name: str) -> Any:
     )
 
 
-def name_of(verb: str) -> str:
+def name_of(purpose: str) -> str:
     """Name of a collective, the same on every rank however often it has traced before.
 
     Several collectives of a graph may run at once, so they need different names: those
     of one kind are numbered in the order in which they are traced.
 
     Args:
-        verb: What the collective is for.
+        purpose: What the collective is for.
     """
     if tf.executing_eagerly():
-        return f"keras_dist.{verb}"
+        return f"keras_dist.{purpose}"
     graph = tf.compat.v1.get_default_graph()
     while getattr(getattr(graph, "outer_graph", None), "building_function", False):
         graph = graph.outer_graph  # from a branch (`tf.cond`) to its function
     counts = _counts.setdefault(graph, Counter())
     counts[verb] += 1
-    return f"keras_dist.{verb}.{counts[verb]}"
+    return f"keras_dist.{purpose}.{counts[verb]}"
 
 
 def _is_static(tensor: Any) -> bool:

@@ -16,7 +16,7 @@
 """
 
 from keras_dist.optimizer.accumulation import (
-    divide,
+    divide_accumulated,
     is_between_updates,
     own_sums,
     sum_accumulated,
@@ -44,8 +44,8 @@ from keras_dist.optimizer.nested import leaves, nested_optimizers, optimizers_of
 from keras_dist.optimizer.options import Averaging, check_usable, every_of
 from keras_dist.optimizer.rate import (
     effective_rate,
-    go_on,
     position_of,
+    restore_progress,
     scale_rate,
     schedule_of,
     unscale_rate,
@@ -66,10 +66,10 @@ __all__ = [
     "averages_by_rows",
     "averaging",
     "check_usable",
-    "divide",
+    "divide_accumulated",
     "effective_rate",
     "every_of",
-    "go_on",
+    "restore_progress",
     "uses_local_sgd",
     "hoist",
     "is_between_updates",

@@ -75,7 +75,7 @@ def sum_accumulated(optimizer: Any) -> None:
             accumulator.assign(tf.cast(summed, accumulator.dtype))
 
 
-def divide(optimizer: Any) -> None:
+def divide_accumulated(optimizer: Any) -> None:
     """Divide the accumulators by the number of ranks: undoes `sum_accumulated`."""
     for accumulator in _shared(optimizer):
         accumulator.assign(accumulator.value / comm.size())

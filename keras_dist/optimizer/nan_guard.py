@@ -109,7 +109,7 @@ class Guard:
                 self._is_left_out.assign(True)
             return tf.constant(0)
 
-        def go_on() -> Any:
+        def apply_update() -> Any:
             make()
             return tf.constant(0)
 
@@ -118,7 +118,7 @@ class Guard:
             tf.cond(is_bad, leave_out, lambda: tf.constant(0))
             make()
         else:
-            tf.cond(is_bad, leave_out, go_on)
+            tf.cond(is_bad, leave_out, apply_update)
 
     def _keep(
         self, is_handled: bool, paths: Sequence[str], data: Any, step: Any, *both: Any

@@ -48,7 +48,7 @@ def unscale_rate(optimizer: Any) -> None:
 
 
 def position_of(leaf: Any) -> dict[str, float]:
-    """How far the learning rate of an optimizer has come: see `go_on`."""
+    """How far the learning rate of an optimizer has come: see `restore_progress`."""
     state = leaf._rate if mixin.has(leaf, ScalesRate) else _Rate(None, 1)
     steps, batches = _counts(leaf)
     return {
@@ -58,7 +58,7 @@ def position_of(leaf: Any) -> dict[str, float]:
     }
 
 
-def go_on(leaf: Any, position: dict[str, float], warmup: float) -> None:
+def restore_progress(leaf: Any, position: dict[str, float], warmup: float) -> None:
     """Continue the learning rate after a resume with another number of ranks.
 
     Args:

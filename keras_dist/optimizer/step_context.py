@@ -59,7 +59,7 @@ class StepContext:
             return tf.constant(1 / comm.size(), dtype)
         rows = tf.cast(self.rows, tf.float64)
         if self.rows_of_all is None:
-            return tf.cast(rows / comm.total(rows, verb="rows"), dtype)
+            return tf.cast(rows / comm.total(rows, purpose="rows"), dtype)
         return tf.cast(rows / tf.cast(self.rows_of_all, tf.float64), dtype)
 
     def weight_loss(self, loss: Any, state: Any) -> Any:

@@ -49,7 +49,7 @@ def _channel(process_set: Sequence[int] | None) -> sharding.Channel:
     return sharding.Channel(sum=within(comm.sum), gather=within(comm.gather))
 
 
-def opened_arguments(given: KerasArguments) -> KerasArguments:
+def with_streams(given: KerasArguments) -> KerasArguments:
     """The arguments, with a `Stream` in place of data that comes in batches."""
     return replace(
         given, x=opened(given.x), validation_data=opened(given.validation_data)

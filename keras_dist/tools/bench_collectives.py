@@ -62,7 +62,7 @@ def measure(sizes: Sequence[int], repetitions: int) -> list[Speed]:
         count = repetitions if num_bytes < _LARGE else -(-repetitions // 10)
         for _ in range(2 + count):
             begin = time.perf_counter()
-            comm.total(tensor, verb="bench")
+            comm.total(tensor, purpose="bench")
             times.append(time.perf_counter() - begin)
         seconds = max(comm.gather(statistics.median(times[2:])))
         speeds.append(Speed(num_bytes, seconds, comm.size()))

@@ -82,7 +82,7 @@ def _own_moments(inputs: Any, mask: Any, axes: Any) -> tuple[Any, Any, Any]:
 def _gathered(own: Any) -> Any:
     """The vectors of all ranks as rows of a matrix, which every rank's loss uses."""
     context = step_context.current()
-    everyone = comm.stack(own, verb="moments")
+    everyone = comm.stack(own, purpose="moments")
 
     def gradient(upstream: Any) -> Any:
         # The gradients of weights are averaged by rows later, which multiplies them by
@@ -91,7 +91,7 @@ def _gathered(own: Any) -> Any:
         # rank's loss was multiplied by its fraction of the rows, nothing is left to do.
         is_done = context.rows is None or context.is_loss_weighted()
         weight = tf.cast(1 if is_done else context.rows, upstream.dtype)
-        total = comm.total(upstream * weight, verb="moments_gradient")
+        total = comm.total(upstream * weight, purpose="moments_gradient")
         return total[comm.rank()] / weight
 
     return everyone, gradient

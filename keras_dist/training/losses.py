@@ -53,7 +53,7 @@ def _factor(reduction: Any, mask: Any, sample_weight: Any) -> Any:
         divisor = tf.reduce_sum(weight)
     else:
         return None
-    part = tf.math.divide_no_nan(divisor, comm.total(divisor, verb="losses"))
+    part = tf.math.divide_no_nan(divisor, comm.total(divisor, purpose="losses"))
     return part / context.row_fraction(tf.float32)
 
 

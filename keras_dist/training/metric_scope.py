@@ -86,7 +86,7 @@ class MetricScope:
         """Whether the other ranks wait for this one to open the validation data."""
         return self._is_opening
 
-    def take_result(self) -> bool:
+    def begin_result(self) -> bool:
         """Note that a result over all ranks is taken; return whether own rows count."""
         self._has_result = True
         self._is_opening = self._evaluation is None

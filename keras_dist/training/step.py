@@ -161,7 +161,7 @@ def _results(model: Any, own_result: Callable[[], Any], logs: Any = None) -> Any
     session = session_of(model)
     if not session.metrics.is_of_all():
         return own_result()
-    seen = session.rows_seen.seen(has_rows=session.metrics.take_result())
+    seen = session.rows_seen.seen(has_rows=session.metrics.begin_result())
     return metrics.global_result(model.metrics, own_result, seen=seen, logs=logs)
 
 
