@@ -128,8 +128,8 @@ def name_of(purpose: str) -> str:
     while getattr(getattr(graph, "outer_graph", None), "building_function", False):
         graph = graph.outer_graph  # from a branch (`tf.cond`) to its function
     counts = _counts.setdefault(graph, Counter())
-    counts[verb] += 1
-    return f"keras_dist.{purpose}.{counts[verb]}"
+    counts[purpose] += 1
+    return f"keras_dist.{purpose}.{counts[purpose]}"
 
 
 def _is_static(tensor: Any) -> bool:
