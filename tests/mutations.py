@@ -120,7 +120,7 @@ MUTATIONS = [
         "optimizer/gradients.py",
         "weight = 1 if context.rows is None else context.rows",
         "weight = 1",
-        ("test_equivalence.py", "sgd-False"),
+        ("test_streams.py", "every_kind"),
     ),
     Mutation(
         "data: one permutation for all ranks",

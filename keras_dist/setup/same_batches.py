@@ -9,6 +9,13 @@ import keras
 from keras_dist import comm, sharding
 from keras_dist.setup.arguments import KerasArguments
 
+# In the plan, behind how the data is sharded.
+_BY_INDEX = "; they differ from rank to rank: each rank takes its index"
+_MAY_BE_SHUFFLED = (
+    ". If they are shuffled without a seed, rows are left out or come twice: pass "
+    '`seed` to `shuffle`; or shard="none" if each rank has its own part'
+)
+
 
 def split_of(
     streams: dict[str, Any],
@@ -27,13 +34,14 @@ def split_of(
 
     Raises:
         ValueError: On all ranks, if `shard` is unknown, the ranks have data of
-            different kinds, or a data set shuffles differently on each of them.
+            different kinds, or validation data shuffles differently on each of them.
     """
     channel = _channel(process_set)
     split = comm.run_on_all(
         lambda: sharding.Split(comm.rank(), comm.size(), shard, seed, channel)
     )
-    return replace(split, same=_same_batches(streams, shard))
+    same, notes = _compared(streams, shard)
+    return replace(split, same=same, notes=notes)
 
 
 def _channel(process_set: Sequence[int] | None) -> sharding.Channel:
@@ -65,38 +73,57 @@ def opened(data: Any) -> Any:
     return sharding.Stream(x) if is_single else data
 
 
-def _same_batches(streams: dict[str, Any], shard: str) -> dict[str, bool]:
-    """Which data is the same on all ranks and has to be sharded; other data is split.
+def _compared(
+    streams: dict[str, Any], shard: str
+) -> tuple[dict[str, bool], dict[str, str]]:
+    """`same` and `notes` of a `Split`, from the first batches of all ranks.
 
-    The first batches are compared. If they differ, they are read a second time: if no
-    rank's batches have changed, the data was already split.
+    If they differ, they are read a second time: if no rank's batches have changed, each
+    rank has data of its own.
     """
     size = comm.size()
     known = {n: s for n, s in streams.items() if isinstance(s, sharding.Stream)}
+    same: dict[str, bool] = {}
+    notes: dict[str, str] = {}
     if size == 1:
-        return {}
+        return same, notes
     kinds = {f"the kind of the {n} data": s.kind for n, s in known.items()}
     facts = {"`shard`": shard} | kinds
     comm.agree(facts, advice="Give every rank the same kind of data.")
     if shard == "none" or not known:
-        return {}
+        return same, notes
     own = comm.run_on_all(lambda: {n: s.fingerprint(size) for n, s in known.items()})
     everyone = comm.gather(own)
-    return {
-        name: len({other[name] for other in everyone}) == 1
-        or _is_sharded_anyway(name, stream, own[name])
-        for name, stream in known.items()
-    }
+    for name, stream in known.items():
+        if len({other[name] for other in everyone}) == 1:
+            same[name] = True
+        else:
+            note = _note_on_random(name, stream, own[name])
+            same[name] = note is not None
+            notes[name] = note or ""
+    return same, notes
 
 
-def _is_sharded_anyway(name: str, stream: sharding.Stream, before: str) -> bool:
+def _note_on_random(name: str, stream: sharding.Stream, before: str) -> str | None:
+    """What the plan says of random batches; `None` if each rank has its own data.
+
+    A collective. Batches that are random are sharded by index: batch i of each rank is
+    made of the same rows, if only what is made of them is random.
+    """
     if not stream.is_repeatable:
-        return False
-    now = comm.run_on_all(lambda: stream.fingerprint(comm.size()))
+        return None
+    size = comm.size()
+    now = comm.run_on_all(lambda: stream.fingerprint(size))
     if comm.sum(int(now != before)) == 0:
-        return False
+        return None
     if isinstance(stream.data, keras.utils.PyDataset):
-        return True  # sharded by index, even if its batches are random
+        return _BY_INDEX
+    readings = comm.run_on_all(lambda: [stream.fingerprints(size) for _ in range(2)])
+    everyone = [one for both in comm.gather(readings) for one in both]
+    if any(len(set(same)) == 1 and same[0] for same in zip(*everyone, strict=False)):
+        return _BY_INDEX
+    if name == "training":
+        return _BY_INDEX + _MAY_BE_SHUFFLED
     raise ValueError(
         f"The ranks' {name} batches differ, and change when they are read again, as if "
         f"data were shuffled without a seed. Received: x of type {stream.kind}. "

@@ -173,12 +173,20 @@ def finite_or_none(length: float | None) -> int | None:
     return None if length is None or length == math.inf else int(length)
 
 
-def kind_of(stream: Stream, split: Split, *, is_sharded: bool) -> str:
-    """The type of the data and how it is sharded, in the words of the plan."""
+def kind_of(stream: Stream, split: Split, name: str, *, is_sharded: bool) -> str:
+    """The type of the data and how it is sharded, in the words of the plan.
+
+    Args:
+        stream: The data.
+        split: How the data is divided.
+        name: "training" or "validation".
+        is_sharded: Whether the batches are sharded over the ranks.
+    """
     if split.size == 1:
         return stream.kind
     if is_sharded:
-        return f"{stream.kind}, sharded by batch, round robin"
+        note = split.notes.get(name, "")
+        return f"{stream.kind}, sharded by batch, round robin{note}"
     reason = ": the ranks' batches differ" if split.shard == "auto" else ""
     return f"{stream.kind}, already split{reason}"
 

@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -12,6 +12,8 @@ import tensorflow as tf
 
 # The number of batches that are compared to see whether ranks read the same data.
 _LOOKS = 2
+
+_UNEVEN = (tf.RaggedTensor, tf.SparseTensor)
 
 
 class Stream:
@@ -70,8 +72,23 @@ class Stream:
 
     def fingerprint(self, size: int) -> str:
         """A digest of the first batches: equal if the ranks read the same data."""
-        looks = max(_LOOKS, size) if self.is_short(size) else _LOOKS
-        return fingerprint_of(self.first(looks))
+        return fingerprint_of(self._first_looks(size))
+
+    def fingerprints(self, size: int) -> list[str]:
+        """A digest of each component of the first batches; "" if its rows are equal.
+
+        A component is one tensor of a batch, such as the images or the labels. If only
+        some are equal over the ranks, the same rows are changed at random; equal rows
+        would show nothing.
+        """
+        flat = [tf.nest.flatten(batch) for batch in self._first_looks(size)]
+        return [
+            "" if _has_equal_rows(leaves) else fingerprint_of(leaves)
+            for leaves in zip(*flat, strict=False)
+        ]
+
+    def _first_looks(self, size: int) -> list[Any]:
+        return self.first(max(_LOOKS, size) if self.is_short(size) else _LOOKS)
 
     def num_first_rows(self, size: int) -> int:
         """Rows in the first `size` batches."""
@@ -141,6 +158,12 @@ def standardized(batch: Any) -> Any:
     while len(pieces) > 1 and pieces[-1] is None:
         pieces.pop()
     return tuple(keras.tree.lists_to_tuples(part) for part in pieces)
+
+
+def _has_equal_rows(leaves: Sequence[Any]) -> bool:
+    arrays = [np.asarray(leaf) for leaf in leaves if not isinstance(leaf, _UNEVEN)]
+    rows = {row.tobytes() for array in arrays if array.ndim for row in array}
+    return len(rows) <= 1
 
 
 def fingerprint_of(batches: Iterable[Any]) -> str:

@@ -90,7 +90,8 @@ class Split:
             checkpoint needs that: another number of ranks may resume from it.
         position: The position in the data to resume from, if any.
         same: For the "training" and the "validation" data that comes in batches:
-            whether all ranks were given the same batches.
+            whether batch i is the same on all ranks, or may be taken for it.
+        notes: What the plan says of such data, beside how it is sharded.
     """
 
     rank: int
@@ -101,6 +102,7 @@ class Split:
     keeps_position: bool = False
     position: Position | None = None
     same: Mapping[str, bool] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.shard not in ("auto", "none"):

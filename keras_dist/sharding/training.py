@@ -175,7 +175,7 @@ def _stream_feed(
         arguments
         | {"x": own.data, "batch_size": batch_size, "steps_per_epoch": steps}
         | {"shuffle": is_shuffled_by_keras},
-        kind=kind_of(stream, split, is_sharded=is_sharded),
+        kind=kind_of(stream, split, "training", is_sharded=is_sharded),
         batch_size=batch_size,
         is_scaled=steps_before is not None,
         steps_before=steps_before or finite_or_none(stream.length),

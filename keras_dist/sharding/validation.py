@@ -142,7 +142,7 @@ def _stream_feed(
     steps_of_pass = estimated_steps(own, stream, split, is_sharded=is_sharded)
     return Feed(
         arguments | {"x": own.data},
-        kind=kind_of(stream, split, is_sharded=is_sharded),
+        kind=kind_of(stream, split, "validation", is_sharded=is_sharded),
         batch_size=batch_size,
         is_scaled=steps_before is not None,
         steps_before=steps_before or finite_or_none(stream.length),

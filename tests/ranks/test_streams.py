@@ -1,5 +1,6 @@
 """Data sets, sequences and generators that are the same on all ranks are sharded."""
 
+import re
 import warnings
 
 import keras
@@ -143,7 +144,7 @@ def test_the_plan_says_how_batches_are_sharded(world, rows, make_model, capsys):
 
 @pytest.mark.several_ranks
 def test_data_that_cannot_be_sharded_is_an_error(world, rows, make_model):
-    """Shuffled without a seed, changed differently by `on_epoch_end`, too short."""
+    """Changed differently by `on_epoch_end`, too short, of different kinds."""
     x, y = rows
 
     class Shuffled(Sequence):
@@ -151,10 +152,7 @@ def test_data_that_cannot_be_sharded_is_an_error(world, rows, make_model):
             order = np.random.default_rng().permutation(len(self.x))
             self.x, self.y = self.x[order], self.y[order]
 
-    tf.random.set_seed(world.rank)
-    unseeded = dataset_of(x, y).shuffle(20)
     for data, text in (
-        (unseeded, "shuffled without a seed"),
         (Shuffled(x, y), "After `on_epoch_end`"),
         (dataset_of(x[:1], y[:1]), "at least one row"),
         (Sequence(x[:0], y[:0]), "There is no data to train on"),
@@ -175,6 +173,35 @@ def test_data_that_cannot_be_sharded_is_an_error(world, rows, make_model):
         ),
     ):
         assert "nothing to validate on" in message
+
+
+@pytest.mark.several_ranks
+def test_random_batches_are_sharded_by_index(world, rows, make_model, capsys):
+    """Augmented at random: the same rows. Shuffled without a seed: the plan says so."""
+    x, y = rows
+
+    def noise(batch):
+        return batch + np.random.default_rng().normal(size=batch.shape, scale=1e-3)
+
+    def augment(batch, labels):
+        noisy = tf.numpy_function(noise, [tf.cast(batch, tf.float64)], tf.float64)
+        return tf.ensure_shape(noisy, batch.shape), labels
+
+    augmented = dataset_of(x, y).map(augment)
+    tf.random.set_seed(world.rank)  # and no `seed` below
+    shuffled = dataset_of(x, y).shuffle(21)
+    for data, warns in ((augmented, False), (shuffled, True)):
+        capsys.readouterr()
+        model = make_model()
+        keras_dist.dist_fit(model, data, epochs=2, verbose=2)
+        printed = " ".join(re.findall(r"[^│╭╰\s]+", capsys.readouterr().out))
+        is_first = world.rank == 0
+        assert ("each rank takes its index" in printed) == is_first
+        assert ("shuffled without a seed" in printed) == (is_first and warns)
+    for message in raises_everywhere(
+        ValueError, lambda: fit(make_model(), x, y=y, validation_data=shuffled)
+    ):
+        assert "shuffled without a seed" in message
 
 
 @pytest.mark.several_ranks
