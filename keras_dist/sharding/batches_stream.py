@@ -68,6 +68,11 @@ class Stream:
             yield self._buffered.pop(0)
         yield from self.data
 
+    def as_read(self, batch: Any) -> Any:
+        """A batch as Keras hands it to a step; those of a data set as they are."""
+        is_dataset = isinstance(self.data, tf.data.Dataset)
+        return batch if is_dataset else standardized(batch)
+
     def fingerprint(self, size: int) -> str:
         """A digest of the first batches: equal where the ranks read the same data."""
         looks = max(_LOOKS, size) if self.is_short(size) else _LOOKS
@@ -130,7 +135,7 @@ def num_rows(batch: Any) -> int:
 
 
 def standardized(batch: Any) -> Any:
-    """A batch as Keras reads it: `(x,)`, `(x, y)`, `(x, y, sample_weight)` or a dict.
+    """A batch of a sequence or an iterator as Keras reads it: `(x,)`, `(x, y)`, `(x, y, sample_weight)` or a dict.
 
     >>> standardized([1, None])
     (1,)
