@@ -9,7 +9,7 @@ from keras_dist import callbacks as ours
 from keras_dist import comm, metrics, optimizer, plan, scaling, sharding
 from keras_dist.setup import describe
 from keras_dist.setup.arguments import KerasArguments
-from keras_dist.setup.checks import check_local_layers, check_model
+from keras_dist.setup.checks import check_local_layers
 from keras_dist.setup.options import Options
 from keras_dist.version import __version__
 
@@ -88,10 +88,8 @@ def prepare(
         split: How data is divided.
 
     Raises:
-        TypeError: If `model` is not a Keras model.
         ValueError: If an argument is unusable.
     """
-    check_model(model)
     averaging = options.averaging()
     optimizer.check_usable(averaging)
     check_local_layers(model, averaging)
