@@ -9,8 +9,6 @@ import keras_dist
 
 pytestmark = pytest.mark.several_ranks
 
-METRICS = ["mae", keras.metrics.AUC]
-
 
 class OwnSteps(keras.Model):
     """Custom steps that return logs by `logs_of(model, loss)`."""
@@ -62,13 +60,12 @@ def own_names(model, loss):
 
 
 def deep(model, loss):
-    """Dicts in dicts, with two metrics of one name, lists, tuples and a batch's own."""
+    """Dicts in dicts, with two metrics of one name, a vector and a batch's own."""
     return {
         "gan": {
             "of_first": {"x": model.first.result()},
-            "of_second": {"y": model.second.result(), "batch": loss},
+            "of_second": {"y": model.second.result(), "batch": {"loss": loss}},
         },
-        "listed": [model.tracker.result(), (loss, model.first.result())],
         "vector": keras.ops.stack([loss, loss]),
     }
 
@@ -136,9 +133,9 @@ def test_a_callback_that_reads_nested_logs_does_the_same_on_all_ranks(world):
         (keras_dist.dist_fit, 4, {"lr_scaling": "none"}),
     ):
         plateau = keras.callbacks.ReduceLROnPlateau(
-            monitor="val_mae", patience=0, min_delta=0.02, factor=0.5
+            monitor="val_mae", patience=0, min_delta=0.2, factor=0.5
         )
         history = trained(fit, guide_to_train_steps, size, [plateau], **more)
         own.append(history["learning_rate"])
     assert own[0] == pytest.approx(own[1])
-    assert own[0][-1] < own[0][0]
+    assert own[0][-1] < own[0][0]  # so that the claim says something
