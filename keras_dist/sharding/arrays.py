@@ -211,8 +211,8 @@ def shard_training(
 
     Returns:
         A data set of batches, `x` or `(x, …)`, of shape `(batch_size, …)`, one for
-        each step of the epoch. The last batch of each pass over the rows may be smaller. The epoch
-        in which a training is resumed has fewer batches.
+        each step of the epoch. The last batch of each pass over the rows may be
+        smaller. The epoch in which a training is resumed has fewer batches.
     """
     schedule = order.schedule
     per_pass, in_first = schedule.steps_per_pass, schedule.steps_in_first_pass

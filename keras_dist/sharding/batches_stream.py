@@ -135,7 +135,9 @@ def num_rows(batch: Any) -> int:
 
 
 def standardized(batch: Any) -> Any:
-    """A batch of a sequence or an iterator as Keras reads it: `(x,)`, `(x, y)`, `(x, y, sample_weight)` or a dict.
+    """A batch of a sequence or an iterator as Keras reads it.
+
+    That is `(x,)`, `(x, y)`, `(x, y, sample_weight)` or a dict.
 
     >>> standardized([1, None])
     (1,)

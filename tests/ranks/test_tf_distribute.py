@@ -1,4 +1,4 @@
-"""A model that TensorFlow distributes is an error that says so, on any number of ranks."""
+"""A model that TensorFlow distributes is an error that says so."""
 
 import keras
 import numpy as np

@@ -195,7 +195,9 @@ def trained(make, fit, size, validation_size=4, **arguments):
     validation = make(named, validation_size)
     if isinstance(validation, list):
         validation = (validation,)
-    history = fit(model, x, validation_data=validation, verbose=0, shuffle=False, **arguments)
+    history = fit(
+        model, x, validation_data=validation, verbose=0, shuffle=False, **arguments
+    )
     return model, history.history
 
 
