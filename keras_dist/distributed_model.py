@@ -105,9 +105,8 @@ class DistributedModel:
         split: sharding.Split,
     ) -> sharding.Feed:
         check_model(self.model)
-        x, y, sample_weight = pieces
         return sharding.validation_feed(
-            x if y is None and sample_weight is None else pieces,
+            pieces,
             batch_size=batch_size,
             steps=steps,
             steps_rule=options.validation_steps_scaling,

@@ -13,6 +13,7 @@ from keras_dist import checkpoint, comm, optimizer, scaling, sharding
 from keras_dist.callbacks.learning_rate_warmup import rate_factor_of_step
 from keras_dist.setup import same_batches
 from keras_dist.setup.arguments import KerasArguments
+from keras_dist.setup.checks import check_model
 from keras_dist.setup.job import Job, prepare
 from keras_dist.setup.options import Options
 from keras_dist.training import step
@@ -176,7 +177,7 @@ def _train(
 ) -> keras.callbacks.History:
     comm.announce_timeline(options.timeline)
     with comm.within(options.process_set):
-        given = comm.run_on_all(lambda: same_batches.with_streams(given))
+        given = comm.run_on_all(lambda: _opened(model, given))
         seed = comm.broadcast(_seed_of_order(model))
         resumed = checkpoint.opened(options, given.callbacks, seed)
         split = same_batches.split_of(
@@ -196,6 +197,11 @@ def _train(
             saving = checkpoint.saving(resumed, job)
             with comm.timeline(options.timeline), opening, saving as arguments:
                 return model.fit(**arguments)
+
+
+def _opened(model: Any, given: KerasArguments) -> KerasArguments:
+    check_model(model)
+    return same_batches.with_streams(given)
 
 
 def _seed_of_order(model: Any) -> int:

@@ -117,7 +117,7 @@ def global_batches(data, schedule, shuffle, epoch):
         order = Order(schedule, rank, shuffle=shuffle, seed=5)
         dataset = arrays.shard_training(data, order, epoch=variable)
         assert int(dataset.cardinality()) == schedule.steps
-        batches_of_ranks.append([x.numpy().tolist() for (x,) in dataset])
+        batches_of_ranks.append([x.numpy().tolist() for x in dataset])
     batches = []
     for of_ranks in zip(*batches_of_ranks, strict=True):
         global_batch = [None] * sum(map(len, of_ranks))

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from keras_dist.metrics.stateful import is_without_state, merges, rule_of
+from keras_dist.metrics.step_logs import names_of
 
 _ADVICE = "Compile and track the same metrics on every rank."
 
@@ -38,8 +39,8 @@ class RankReport:
     Args:
         states: Name of each metric, and shape and rule of each of its variables.
         seen: How much data they have been updated with.
-        log_names: Names that the last step returned; `None` if the logs are not to be
-            synchronized.
+        log_names: Names that the last step returned, as `names_of`; `None` if the logs
+            are not to be synchronized.
         merging: States of the metrics that have a method `merge_states`.
         results: Results of the metrics that have no variables.
     """
@@ -67,7 +68,7 @@ def report_of_rank(metrics: Sequence[Any], seen: Seen, logs: Any) -> RankReport:
     return RankReport(
         states,
         seen,
-        sorted(logs) if isinstance(logs, Mapping) else None,
+        names_of(logs) if isinstance(logs, Mapping) else None,
         [arrays_of(metric.variables) for metric in counted if merges(metric)],
         [on_host(metric.result()) for metric in counted if is_without_state(metric)],
     )

@@ -18,6 +18,7 @@ from keras_dist.metrics.rank_report import (
     report_of_rank,
 )
 from keras_dist.metrics.stateful import is_without_state, merges, stateful_metrics
+from keras_dist.metrics.step_logs import Path, leaves_of, map_leaves
 
 
 def global_result(
@@ -51,7 +52,7 @@ def global_result(
 
     Returns:
         The values of `result()`; or, if `logs` has other names, what the last step of
-        one process would have returned.
+        one process would have returned, in the structure of `logs`.
 
     Raises:
         ValueError: On all ranks, if they do not have the same metrics, with states of
@@ -66,11 +67,13 @@ def global_result(
     check(reports)
     with _synchronized(stateful, reports):
         exact = on_host(result())
-    if not isinstance(logs, Mapping) or set(logs) == set(exact):
+        is_of_step = isinstance(logs, Mapping) and set(logs) != set(exact)
+        exact_results = _results_of_each(metrics, exact) if is_of_step else {}
+    if not is_of_step:
         return exact
-    return _logs_of_last_step(
-        logs, on_host(result()), exact, [report.seen for report in reports]
-    )
+    own_results = _results_of_each(metrics, on_host(result()))
+    seen_by_rank = [report.seen for report in reports]
+    return _logs_of_last_step(logs, own_results, exact_results, seen_by_rank)
 
 
 @contextlib.contextmanager
@@ -110,46 +113,88 @@ def _synchronized(
             variable.assign(state)
 
 
-def _logs_of_last_step(
-    logs: Mapping[str, Any], own: Any, exact: Any, everyone: Sequence[Seen]
-) -> dict[str, Any]:
-    """What the last step of one process would have returned; one gather.
-
-    A value that equals the result of the metric of the same name is replaced by the
-    result over all ranks. Other values are averaged, weighted by the rows of the last
-    batch, over the ranks that made the last step: in an evaluation some ranks may have
-    one batch less.
+def _results_of_each(metrics: Sequence[Any], results: Any) -> dict[Path, np.ndarray]:
+    """All results that a step may have returned, by the index of the metric and path.
 
     Args:
-        logs: What this rank's last step returned.
+        metrics: As of `global_result`.
+        results: What `result()` returns now; its index is -1.
+    """
+    found = {-1: results}
+    for index, metric in enumerate(metrics):
+        # One that was never updated may have no result; then no step has returned it.
+        with contextlib.suppress(Exception):
+            found[index] = {metric.name: on_host(metric.result())}
+    arrays = {path: _array_or_none(leaf) for path, leaf in leaves_of(found).items()}
+    return {path: array for path, array in arrays.items() if array is not None}
+
+
+def _logs_of_last_step(
+    logs: Mapping[str, Any],
+    own: Mapping[Path, np.ndarray],
+    exact: Mapping[Path, np.ndarray],
+    everyone: Sequence[Seen],
+) -> Any:
+    """What the last step of one process would have returned; one gather.
+
+    A value that equals the result of a metric on each rank is replaced by its result
+    over all ranks. Other values are averaged, weighted by the rows of the last batch,
+    over the ranks that made the last step: in an evaluation some ranks may have one
+    batch less.
+
+    Args:
+        logs: What this rank's last step returned, also in dicts and lists inside.
         own: Results of this rank's metrics.
         exact: Results of the metrics over all ranks.
         everyone: How much data the metrics of each rank have been updated with.
     """
-    values = {name: _array_or_none(value) for name, value in logs.items()}
-    named_values = {
-        name: (value, _is_equal(value, own.get(name)))
-        for name, value in values.items()
-        if value is not None
+    arrays = {path: _array_or_none(leaf) for path, leaf in leaves_of(logs).items()}
+    values = {
+        path: (array, [key for key in own if _is_equal(array, own[key])])
+        for path, array in arrays.items()
+        if array is not None
     }
     last = max(seen.steps for seen in everyone if seen.has_rows)
     last_batches = [
         Seen(seen.last_rows, has_rows=seen.has_rows and seen.steps == last)
         for seen in everyone
     ]
-    gathered = zip(comm.gather(named_values), last_batches, strict=True)
+    gathered = zip(comm.gather(values), last_batches, strict=True)
     counted = [(of_rank, seen) for of_rank, seen in gathered if seen.has_rows]
-    result = dict(logs)
-    for name in named_values:
-        if all(of_rank[name][1] for of_rank, _ in counted):
-            result[name] = exact[name]
-        else:
-            mean = states.average(
-                [of_rank[name][0] for of_rank, _ in counted],
-                [seen for _, seen in counted],
-            )
-            result[name] = on_host(mean)
-    return result
+
+    def of_all(path: Path, value: Any) -> Any:
+        if path not in values:
+            return value  # not a number
+        found = [of_rank[path] for of_rank, _ in counted]
+        key = _metric_of(path, [keys for _, keys in found], exact)
+        if key is not None:
+            return on_host(exact[key])
+        if len({array.shape for array, _ in found}) > 1:
+            return on_host(found[0][0])  # values by row: at least equal on all ranks
+        seen = [of_rank for _, of_rank in counted]
+        return on_host(states.average([array for array, _ in found], seen))
+
+    return map_leaves(of_all, logs)
+
+
+def _metric_of(
+    path: Path, found: Sequence[Sequence[Path]], exact: Mapping[Path, np.ndarray]
+) -> Path | None:
+    """The result that a value in the logs is; `None` if it is none, or nobody knows.
+
+    Args:
+        path: Of the value.
+        found: For each rank the results that its value is equal to.
+        exact: Results over all ranks.
+    """
+    common = [key for key in found[0] if all(key in keys for keys in found)]
+    common = [key for key in common if key in exact]
+    named = [key for key in common if key[-1] == path[-1]]
+    if named:
+        return named[0]
+    # Two metrics may be equal on all ranks by chance, and not over all ranks.
+    is_clear = all(_is_equal(exact[key], exact[common[0]]) for key in common)
+    return common[0] if common and is_clear else None
 
 
 def _array_or_none(value: Any) -> Any:
@@ -160,11 +205,8 @@ def _array_or_none(value: Any) -> Any:
         return None
 
 
-def _is_equal(value: np.ndarray, result: Any) -> bool:
+def _is_equal(value: np.ndarray, result: np.ndarray) -> bool:
     """Whether a value that a step returned equals a metric's result, up to rounding."""
-    result = _array_or_none(result)
-    return (
-        result is not None
-        and result.shape == value.shape
-        and np.allclose(value, result, rtol=1e-5, atol=0, equal_nan=True)
+    return result.shape == value.shape and np.allclose(
+        value, result, rtol=1e-5, atol=0, equal_nan=True
     )

@@ -31,6 +31,7 @@ from keras_dist.optimizer.averaging import (
     hoist,
     is_distributed,
     local_ids,
+    only_averaging,
     unwatch,
     watch,
 )
@@ -76,6 +77,7 @@ __all__ = [
     "is_distributed",
     "leaves",
     "local_ids",
+    "only_averaging",
     "optimizers_of",
     "own_sums",
     "nested_optimizers",

@@ -225,6 +225,45 @@ def guarded_update(
         after_update(optimizer)
 
 
+@contextlib.contextmanager
+def only_averaging() -> Iterator[None]:
+    """Inside the block, an update by an optimizer that does not average is an error.
+
+    All optimizers that a model keeps do average. One that its train step has from
+    elsewhere would let the ranks drift apart.
+    """
+    base = keras.optimizers.Optimizer
+    plain, is_own = base.apply, "apply" in vars(base)
+
+    def apply(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        is_averaged = step_context.current().is_averaged
+        if not is_averaged and not mixin.has(optimizer, AveragesGradients):
+            raise RuntimeError(
+                "An optimizer that does not average its gradients updates weights in "
+                f"a train step on {comm.size()} ranks. Received: {optimizer!r}, which "
+                "the model does not keep. Make it an attribute of the model, also in "
+                "a list, a dict or an object of your own; or pass it to "
+                "keras_dist.DistributedOptimizer."
+            )
+        return plain(optimizer, *args, **kwargs)
+
+    base.apply = apply
+    try:
+        yield
+    finally:
+        if is_own:
+            base.apply = plain
+        else:
+            del base.apply
+
+
+def _update(apply: Callable[..., Any], averaged: Any, variables: Any) -> None:
+    """The update itself; optimizers inside of this one have the averages, too."""
+    context = replace(step_context.current(), is_averaged=True)
+    with step_context.entered(context):
+        apply(averaged, variables)
+
+
 class AveragesGradients:
     """Mixin for the outermost optimizer: average the gradients, then update."""
 
@@ -244,6 +283,6 @@ class AveragesGradients:
         averaged = grads
         if comm.size() > 1:
             averaged = average_gradients(self, grads, trainable_variables)
-        make = functools.partial(apply, averaged, trainable_variables)
+        make = functools.partial(_update, apply, averaged, trainable_variables)
         guarded_update(self, grads, averaged, trainable_variables, make)
         return None

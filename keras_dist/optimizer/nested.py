@@ -1,17 +1,75 @@
 """Find optimizers: those of a model, and those inside another one."""
 
+import types
+from collections import deque
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
 
+# Nobody keeps optimizers in a longer list; a user's data may be in one.
+_LONGEST = 1000
+
+# Looked at so many objects, nearest to the model first, the search ends.
+_MOST = 10_000
+
+# Objects of these packages hold no optimizers, but for models.
+_NOT_SEARCHED = {"builtins", "keras", "keras_dist", "numpy", "tensorflow"}
+
 
 def optimizers_of(model: Any) -> list[Any]:
-    """The compiled optimizer, and others that are attributes of `model`."""
-    return [
-        value
-        for value in {id(v): v for v in vars(model).values()}.values()
-        if isinstance(value, keras.optimizers.Optimizer)
+    """The compiled optimizer, and all others that `model` keeps, each once.
+
+    Those of a custom train step may be attributes of the model, or stand in lists,
+    tuples and dicts, in objects of the user's own and in models and layers inside. All
+    ranks find them in the same order: attributes first, in the order in which they were
+    set. A set has no order that is the same on all ranks, and is not searched.
+
+    Args:
+        model: A `keras.Model`.
+    """
+    found: dict[int, Any] = {}
+    seen = {id(model)}
+    waiting = deque([model])
+    while waiting and len(seen) < _MOST:
+        for value in _held_by(waiting.popleft()):
+            if isinstance(value, keras.optimizers.Optimizer):
+                found[id(value)] = value
+            elif id(value) not in seen and _may_hold_optimizers(value):
+                seen.add(id(value))
+                waiting.append(value)
+    return list(found.values())
+
+
+def _may_hold_optimizers(value: Any) -> bool:
+    if isinstance(value, (list, tuple, deque, Mapping)):
+        return 0 < len(value) <= _LONGEST
+    if isinstance(value, keras.Model):
+        return True
+    if isinstance(value, (type, types.ModuleType, types.FunctionType)):
+        return False
+    package = type(value).__module__.partition(".")[0]
+    return package not in _NOT_SEARCHED
+
+
+def _held_by(value: Any) -> Iterable[Any]:
+    """What is in a container, or the attributes of an object; no property is read."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple, deque)):
+        return list(value)
+    slots = [
+        name
+        for cls in type(value).__mro__
+        for name in _listed(vars(cls).get("__slots__", ()))
+        if isinstance(vars(cls).get(name), types.MemberDescriptorType)
     ]
+    in_slots = [getattr(value, name, None) for name in slots]
+    return [*getattr(value, "__dict__", {}).values(), *in_slots]
+
+
+def _listed(names: Any) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)
 
 
 def leaves(optimizer: Any) -> list[Any]:

@@ -31,10 +31,11 @@ def check_model(model: Any, *, is_compiled: bool = True) -> None:
             f"Received: the uncompiled model {model.name!r}. Call model.compile(…) "
             "first."
         )
-    if tf.distribute.has_strategy() or not _has_default_strategy(model):
+    strategy = _strategy_of(model)
+    if strategy is not None:
         raise ValueError(
             "The model is already distributed by TensorFlow. Received: a model under "
-            f"{type(model.distribute_strategy).__name__}. Create and compile it "
+            f"{type(strategy).__name__}. Create and compile it "
             "outside of `strategy.scope()`: keras_dist starts one process per device "
             "instead."
         )
@@ -51,5 +52,20 @@ def check_local_layers(model: Any, averaging: optimizer.Averaging) -> None:
             )
 
 
-def _has_default_strategy(model: Any) -> bool:
-    return plain_strategy(model) is tf.distribute.get_strategy()
+def _strategy_of(model: Any) -> Any:
+    """The `tf.distribute.Strategy` around this call or of anything in `model`, if any.
+
+    The scope may have been around the compilation alone, or around a layer.
+    """
+    if tf.distribute.has_strategy():
+        return tf.distribute.get_strategy()
+    if plain_strategy(model) is not tf.distribute.get_strategy():
+        return plain_strategy(model)
+    variables = list(model.variables)
+    for found in optimizer.optimizers_of(model):
+        variables += found.variables
+    for variable in variables:
+        value = getattr(variable, "value", None)
+        if isinstance(value, tf.distribute.DistributedValues):
+            return value.distribute_strategy
+    return None

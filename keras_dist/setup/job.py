@@ -3,11 +3,13 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+import keras
+
 from keras_dist import callbacks as ours
 from keras_dist import comm, metrics, optimizer, plan, scaling, sharding
 from keras_dist.setup import describe
 from keras_dist.setup.arguments import KerasArguments
-from keras_dist.setup.checks import check_local_layers, check_model
+from keras_dist.setup.checks import check_local_layers
 from keras_dist.setup.options import Options
 from keras_dist.version import __version__
 
@@ -86,10 +88,8 @@ def prepare(
         split: How data is divided.
 
     Raises:
-        TypeError: If `model` is not a Keras model.
         ValueError: If an argument is unusable.
     """
-    check_model(model)
     averaging = options.averaging()
     optimizer.check_usable(averaging)
     check_local_layers(model, averaging)
@@ -235,11 +235,9 @@ def _sharded_feeds(
 
 
 def _validation_tuple(arguments: dict[str, Any]) -> Any:
-    """`x`, `(x, y)` or `(x, y, sample_weight)`, as `Model.fit` takes it."""
-    x, y, sample_weight = (arguments[name] for name in ("x", "y", "sample_weight"))
-    if y is None and sample_weight is None:
-        return x
-    return (x, y) if sample_weight is None else (x, y, sample_weight)
+    """`x`, `(x,)`, `(x, y)` or `(x, y, sample_weight)`, as `Model.fit` takes it."""
+    names = ("x", "y", "sample_weight")
+    return keras.utils.pack_x_y_sample_weight(*(arguments[name] for name in names))
 
 
 def _warmup_steps(warmup_epochs: float, steps: int | None) -> int:

@@ -50,15 +50,17 @@ class Arrays:
         """Shape of one row of each array."""
         return [tuple(np.shape(leaf))[1:] for leaf in self._leaves()]
 
-    def as_tuple(self) -> tuple[Any, ...]:
-        """`(x,)`, `(x, y)` or `(x, y, sample_weight)`, as a data set yields them."""
-        if self.sample_weight is not None:
-            weight = self.sample_weight
-            if keras.tree.is_nested(self.y) and not keras.tree.is_nested(weight):
-                # Keras applies a single array of weights to all outputs.
-                weight = keras.tree.map_structure(lambda _: weight, self.y)
-            return (self.x, self.y, weight)
-        return (self.x,) if self.y is None else (self.x, self.y)
+    def packed(self) -> Any:
+        """What a step is given: `x`, `(x, y)` or `(x, y, sample_weight)`.
+
+        Without `y` it is as in Keras: `x` itself, or `(x,)` if that is a list or tuple;
+        weights are dropped.
+        """
+        weight = self.sample_weight
+        if keras.tree.is_nested(self.y) and not keras.tree.is_nested(weight):
+            # Keras applies a single array of weights to all outputs.
+            weight = keras.tree.map_structure(lambda _: self.sample_weight, self.y)
+        return keras.utils.pack_x_y_sample_weight(self.x, self.y, weight)
 
     def __getitem__(self, rows: slice) -> "Arrays":
         """A slice of the rows; NumPy arrays become views and are not copied."""
@@ -145,7 +147,7 @@ def shard_validation(arrays: Arrays, *, rank: int, size: int) -> Arrays:
 
 def in_batches(arrays: Arrays, batch_size: int) -> tf.data.Dataset:
     """All rows in order, read batch by batch: for arrays larger than memory."""
-    read = reader_of(arrays.as_tuple())
+    read = reader_of(arrays.packed())
     rows = tf.data.Dataset.range(arrays.num_rows).batch(batch_size)
     return without_auto_shard(rows.map(read, tf.data.AUTOTUNE, deterministic=True))
 
@@ -155,7 +157,7 @@ def find_rows(arrays: Arrays, batch: Any) -> np.ndarray:
 
     Args:
         arrays: The arrays that the batch was read from.
-        batch: `(x, …)` as it was read, with NumPy arrays.
+        batch: `x` or `(x, …)` as it was read, with NumPy arrays.
 
     Returns:
         For each row of the batch the index of the first equal row of `arrays`, or -1 if
@@ -164,7 +166,7 @@ def find_rows(arrays: Arrays, batch: Any) -> np.ndarray:
     >>> find_rows(Arrays(np.array([1.0, 3.0, 2.0])), (np.array([2.0, 1.0]),)).tolist()
     [2, 0]
     """
-    leaves = keras.tree.flatten(arrays.as_tuple())
+    leaves = keras.tree.flatten(arrays.packed())
     leaves = [leaf for leaf in leaves if leaf is not None]
     read = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
     # A batch may have one array more: the weights that Keras made of class weights.
@@ -208,13 +210,13 @@ def shard_training(
             the iterator is made.
 
     Returns:
-        A data set of batches `(x, …)` of shape `(batch_size, …)`, one for each step of
-        the epoch. The last batch of each pass over the rows may be smaller. The epoch
-        in which a training is resumed has fewer batches.
+        A data set of batches, `x` or `(x, …)`, of shape `(batch_size, …)`, one for
+        each step of the epoch. The last batch of each pass over the rows may be
+        smaller. The epoch in which a training is resumed has fewer batches.
     """
     schedule = order.schedule
     per_pass, in_first = schedule.steps_per_pass, schedule.steps_in_first_pass
-    read = reader_of(arrays.as_tuple())
+    read = reader_of(arrays.packed())
 
     def pass_of_step(step: tf.Tensor) -> tf.Tensor:
         return tf.where(step < in_first, 0 * step, 1 + (step - in_first) // per_pass)

@@ -25,7 +25,7 @@ from keras_dist.sharding.batches_schedule import (
     rest_and_whole,
 )
 from keras_dist.sharding.batches_sequence import ShardedSequence
-from keras_dist.sharding.batches_stream import Stream, standardized
+from keras_dist.sharding.batches_stream import Stream
 from keras_dist.sharding.batches_unknown_length import UnknownLengthReader
 from keras_dist.sharding.feed import Feed, Split
 
@@ -247,7 +247,7 @@ def _has_fixed_order(stream: Stream) -> bool:
 
 
 def _one_row(stream: Stream) -> tf.data.Dataset:
-    first = standardized(stream.first(1)[0])
+    first = stream.as_read(stream.first(1)[0])
     row = rows_of_batches([first], rank=0, size=2**30)
     return tf.data.Dataset.from_tensors(row)
 

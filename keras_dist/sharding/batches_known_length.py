@@ -47,12 +47,12 @@ def shard_dataset(
         return checked_length(dataset, int(length))
     needed = size if is_training else rank + 1
     in_tail = tf.constant(length % size, tf.int64)
+    # `flat_map` unpacks batches that are tuples, also tuples of one.
+    is_tuple = type(dataset.element_spec) is tuple
     everything, nothing = tf.constant(size, tf.int64), tf.constant(0, tf.int64)
 
     def shard_round(*components: Any) -> tf.data.Dataset:
-        batches = tf.data.Dataset.zip(
-            components if len(components) > 1 else components[0]
-        )
+        batches = tf.data.Dataset.zip(components if is_tuple else components[0])
         count = batches.cardinality()
         is_full = count == size
         # `window` takes an error at the end of the data for the end itself.

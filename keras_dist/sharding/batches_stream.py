@@ -70,6 +70,11 @@ class Stream:
             yield self._buffered.pop(0)
         yield from self.data
 
+    def as_read(self, batch: Any) -> Any:
+        """A batch as Keras hands it to a step; those of a data set as they are."""
+        is_dataset = isinstance(self.data, tf.data.Dataset)
+        return batch if is_dataset else standardized(batch)
+
     def fingerprint(self, size: int) -> str:
         """A digest of the first batches: equal if the ranks read the same data."""
         return fingerprint_of(self._first_looks(size))
@@ -147,7 +152,9 @@ def num_rows(batch: Any) -> int:
 
 
 def standardized(batch: Any) -> Any:
-    """A batch as Keras reads it: `(x,)`, `(x, y)`, `(x, y, sample_weight)` or a dict.
+    """A batch of a sequence or an iterator as Keras reads it.
+
+    That is `(x,)`, `(x, y)`, `(x, y, sample_weight)` or a dict.
 
     >>> standardized([1, None])
     (1,)

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.sharding.batches_known_length import rows_of_batches
-from keras_dist.sharding.batches_stream import Stream, num_rows, standardized
+from keras_dist.sharding.batches_stream import Stream, num_rows
 from keras_dist.sharding.feed import Split
 
 _MORE, _END, _ERROR = 0, 1, 2**20
@@ -64,7 +64,7 @@ class UnknownLengthReader:
                 state, message = _ERROR, f"{type(error).__name__}: {error}"
             if not self._goes_on(step, state, message, batch):
                 return
-            yield standardized(batch)
+            yield self._stream.as_read(batch)
 
     def _goes_on(self, step: int, state: int, message: str | None, batch: Any) -> bool:
         total = state if self._channel is None else self._channel.sum(state)
@@ -89,7 +89,7 @@ class UnknownLengthReader:
                 yield round_of_batches[self._rank]
             elif sum(map(num_rows, round_of_batches)) >= needed:
                 yield rows_of_batches(
-                    [standardized(batch) for batch in round_of_batches],
+                    [self._stream.as_read(batch) for batch in round_of_batches],
                     rank=self._rank,
                     size=self._size,
                 )
@@ -98,7 +98,7 @@ class UnknownLengthReader:
         data = self._stream.data
         if isinstance(data, tf.data.Dataset):
             return keras.tree.map_structure(_any_rows, data.element_spec)
-        looks = [standardized(batch) for batch in self._stream.first(2)]
+        looks = [self._stream.as_read(batch) for batch in self._stream.first(2)]
         if not looks:
             raise ValueError(
                 f"There is no data. Received: a {self._stream.kind} without a batch."

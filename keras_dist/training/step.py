@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, metrics, mixin
-from keras_dist.optimizer import averages_by_rows, step_context
+from keras_dist.optimizer import averages_by_rows, only_averaging, step_context
 from keras_dist.training import atomic_save, batch_norm, losses
 from keras_dist.training.metric_scope import raising_on_all
 from keras_dist.training.session import Session, begin, session_of
@@ -68,8 +68,12 @@ class DistributedStep(atomic_save.SavesWhole):
         guard = session.instruments.guard
         end = guard.begin_step(self, data) if guard is not None else lambda: None
         is_exact = comm.size() > 1 and averages_by_rows(self)
-        exact = losses.of_all_rows() if is_exact else contextlib.nullcontext()
-        with step_context.entered(context), exact:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(step_context.entered(context))
+            if is_exact:
+                stack.enter_context(losses.of_all_rows())
+            if comm.size() > 1:
+                stack.enter_context(only_averaging())
             logs = _run(session, own_step, data)
         end()
         return logs

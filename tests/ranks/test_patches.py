@@ -54,6 +54,7 @@ def patched(model):
         "class of `BatchNormalization(synchronized=True)`": [
             type(layer) for layer in model.layers
         ],
+        "`keras.optimizers.Optimizer.apply`": keras.optimizers.Optimizer.apply,
         "`keras.losses.Loss.__call__`": keras.losses.Loss.__call__,
         "`keras.layers.Layer.__call__`": keras.layers.Layer.__call__,
         "`jit_compile` of the model": model.jit_compile,

@@ -1,0 +1,226 @@
+"""Optimizers of a custom train step are averaged wherever the model keeps them."""
+
+import dataclasses
+import types
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from claims import assert_equal_to_the_bit
+
+import keras_dist
+from keras_dist.optimizer import is_distributed, optimizers_of
+
+pytestmark = pytest.mark.several_ranks
+
+
+@dataclasses.dataclass
+class Pair:
+    """A helper of the user's own."""
+
+    generator: object
+    critics: list
+
+
+class WithSlots:
+    """Another one, without a `__dict__`."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+
+class InLayer(keras.layers.Layer):
+    """A layer of the user's own that keeps optimizers."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.kept = kept
+
+
+class Wrapping(keras.optimizers.SGD):
+    """An optimizer of the user's own, which updates by another one inside."""
+
+    def __init__(self, inner):
+        super().__init__(inner.learning_rate.numpy())
+        self.inside = inner
+
+    def apply(self, grads, trainable_variables=None):
+        self.inside.apply([2 * gradient for gradient in grads], trainable_variables)
+
+
+class Gan(keras.Model):
+    """Two networks, two optimizers; several steps of the critic for one."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = keras.layers.Dense(3)
+        self.critic = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+
+    def build(self, shape):
+        self.generator.build(shape)
+
+    def call(self, x):
+        return self.critic(self.generator(x))
+
+    def optimizers(self):
+        """The optimizer of the generator and that of the critic."""
+        return self.get(self)
+
+    def train_step(self, data):
+        x, y = data
+        of_generator, of_critic = self.optimizers()
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                score = self.critic(self.generator(x)) - self.critic(x)
+                loss = keras.ops.mean(keras.ops.square(score - y))
+            weights = self.critic.trainable_variables
+            of_critic.apply(tape.gradient(loss, weights), weights)
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(keras.ops.square(self(x) - y))
+        weights = self.generator.trainable_variables
+        of_generator.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def in_list(model, one, two):
+    model.held = [one, two]
+    return lambda model: model.held
+
+
+def in_dict(model, one, two):
+    model.held = {"critic": two, "generator": one}
+    return lambda model: (model.held["generator"], model.held["critic"])
+
+
+def in_tuple_in_dict(model, one, two):
+    model.held = {"all": (("generator", one), ("critic", two))}
+    return lambda model: [pair[1] for pair in model.held["all"]]
+
+
+def in_object(model, one, two):
+    model.held = Pair(one, [two])
+    return lambda model: (model.held.generator, model.held.critics[0])
+
+
+def in_slots(model, one, two):
+    model.held = WithSlots(types.SimpleNamespace(one=one, two=two))
+    return lambda model: (model.held.inner.one, model.held.inner.two)
+
+
+def in_layer(model, one, two):
+    model.held = WithSlots(InLayer({"both": [one, two]}))
+    return lambda model: model.held.inner.kept["both"]
+
+
+def of_inner_model(model, one, two):
+    model.critic.compile(two)
+    model.held = one
+    return lambda model: (model.held, model.critic.optimizer)
+
+
+def of_wrapper(model, one, two):
+    model.held = [Wrapping(one), two]
+    return lambda model: model.held
+
+
+HOLDERS = [
+    in_list,
+    in_dict,
+    in_tuple_in_dict,
+    in_object,
+    in_slots,
+    in_layer,
+    of_inner_model,
+]
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    """Rounding hides no error."""
+    before = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    yield
+    keras.config.set_floatx(before[0])
+    keras.config.set_dtype_policy(before[1])
+
+
+def trained(fit, hold, rate, batch_size, is_eager=True, **arguments):
+    generator = np.random.default_rng(2)
+    x, y = generator.normal(size=(24, 3)), generator.normal(size=(24, 1))
+    keras.utils.set_random_seed(4)
+    model = Gan()
+    model(x[:1])
+    one = keras.optimizers.SGD(rate, momentum=0.9)
+    two = keras.optimizers.Adam(rate / 10)
+    object.__setattr__(model, "get", hold(model, one, two))
+    model.compile(keras.optimizers.SGD(0.0), run_eagerly=is_eager)
+    given = {"batch_size": batch_size, "shuffle": False, "epochs": 2, "verbose": 0}
+    history = fit(model, x, y, **given, **arguments)
+    return model, history.history
+
+
+@pytest.mark.parametrize("hold", HOLDERS)
+def test_optimizers_are_averaged_wherever_they_are(world, hold):
+    """Weights and state equal one process, at the scaled rate; then all are plain."""
+    size = world.size
+    expected, logs = trained(keras.Model.fit, hold, 0.1 * size, 4 * size)
+    check = keras_dist.ReplicaCheck()
+    model, own_logs = trained(keras_dist.dist_fit, hold, 0.1, 4, callbacks=[check])
+    assert len(own_logs["loss"]) == 2  # the check has not ended the training
+    np.testing.assert_allclose(own_logs["loss"], logs["loss"], atol=1e-10)
+    for own, other in zip(model.weights, expected.weights, strict=True):
+        np.testing.assert_allclose(own, other, rtol=0, atol=1e-10)
+    assert len(optimizers_of(model)) >= 3
+    for own, other in zip(model.optimizers(), expected.optimizers(), strict=True):
+        for mine, its in zip(own.variables[2:], other.variables[2:], strict=True):
+            np.testing.assert_allclose(mine, its, rtol=0, atol=1e-10)
+        assert not is_distributed(own)
+        assert type(own).apply is type(other).apply
+    assert_equal_to_the_bit(model)
+
+
+def test_an_optimizer_inside_of_the_users_own_gets_the_averages(world):
+    """It is no leaf that this package knows, so its rate stays as it is."""
+    expected, _ = trained(keras.Model.fit, of_wrapper, 0.1, 4 * world.size)
+    arguments = {"lr_scaling": "none"}
+    model, _ = trained(keras_dist.dist_fit, of_wrapper, 0.1, 4, **arguments)
+    for own, other in zip(model.weights, expected.weights, strict=True):
+        np.testing.assert_allclose(own, other, rtol=0, atol=1e-10)
+
+
+def test_the_same_in_a_traced_step(world):
+    """With `tf.function`, as a model trains by default."""
+    size = world.size
+    expected, _ = trained(keras.Model.fit, in_dict, 0.1 * size, 4 * size, False)
+    model, _ = trained(keras_dist.dist_fit, in_dict, 0.1, 4, False)
+    for own, other in zip(model.weights, expected.weights, strict=True):
+        np.testing.assert_allclose(own, other, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("is_eager", [True, False])
+def test_an_optimizer_from_elsewhere_is_an_error_on_all_ranks(world, is_eager):
+    """One that the model does not keep, such as a global variable."""
+
+    def elsewhere(model, one, two):
+        return lambda model: (one, two)
+
+    plain = keras.optimizers.Optimizer.apply
+    with pytest.raises(RuntimeError, match="does not average its gradients"):
+        trained(keras_dist.dist_fit, elsewhere, 0.1, 4, is_eager)
+    assert keras.optimizers.Optimizer.apply is plain
+
+
+def test_optimizers_are_found_in_the_same_order_each_once():
+    """Those nearest to the model first; cycles and long data do no harm."""
+    one, two, three = (keras.optimizers.SGD(0.1, name=name) for name in "abc")
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.early = {"b": [two], "a": (one,)}
+    model.again = [one, two, model]
+    model.data = list(range(10**5))
+    model.numbers = np.zeros(3)
+    model.late = three
+    assert [found.name for found in optimizers_of(model)] == ["c", "a", "b"]
