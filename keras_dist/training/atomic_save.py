@@ -58,8 +58,10 @@ def replace(path: Any, write: Callable[[str], Any], *, num_bytes: int = 0) -> An
 def merge(path: Any, write: Callable[[str], Any]) -> Any:
     """Let `write` make files in a folder of its own, and move them to `path`.
 
-    For what is more than one file: a folder, or weights in several files. Each of them
-    is there whole, and what else is in a folder at `path` stays.
+    For what is more than one file: a folder, or weights in several files. A folder that
+    is not there yet is moved as a whole, and only if no other rank has done so in the
+    meantime: the files of two ranks do not fit together. Into one that is there, each
+    file is moved as a whole, and what else is in it stays.
 
     Args:
         path: Of a local file or folder.
@@ -68,17 +70,26 @@ def merge(path: Any, write: Callable[[str], Any]) -> Any:
     Returns:
         What `write` returns.
     """
-    folder, name = os.path.split(os.path.realpath(path))
+    target = os.path.realpath(path)
+    folder, name = os.path.split(target)
+    is_new = not os.path.exists(target)
     os.makedirs(folder, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".keras_dist.", dir=folder) as own:
         result = write(os.path.join(own, name))
         with _locked(folder):
-            for source, _, files in os.walk(own):
-                target = os.path.join(folder, os.path.relpath(source, own))
-                os.makedirs(target, exist_ok=True)
-                for file in files:
-                    os.replace(os.path.join(source, file), os.path.join(target, file))
+            if not is_new or not os.path.isdir(os.path.join(own, name)):
+                _move_files(own, folder)
+            elif not os.path.exists(target):
+                os.rename(os.path.join(own, name), target)
     return result
+
+
+def _move_files(source: str, target: str) -> None:
+    for folder, _, files in os.walk(source):
+        there = os.path.join(target, os.path.relpath(folder, source))
+        os.makedirs(there, exist_ok=True)
+        for file in files:
+            os.replace(os.path.join(folder, file), os.path.join(there, file))
 
 
 @contextlib.contextmanager

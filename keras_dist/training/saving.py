@@ -27,7 +27,6 @@ _METHODS = (
     (keras.Model, "save"),
     (keras.Model, "save_weights"),
     (keras.Model, "export"),
-    (keras.export.ExportArchive, "write_out"),
 )
 _FUNCTIONS = ("save_model", "save_weights")
 
@@ -47,7 +46,9 @@ def install() -> None:
         return
     _logs.append(SaveLog.of(world))
     atexit.register(_logs[0].end)
-    for owner, name in _METHODS:
+    archives = type(keras.export.ExportArchive())  # one for each of Keras's backends
+    archive = next(c for c in archives.__mro__ if "write_out" in vars(c))
+    for owner, name in (*_METHODS, (archive, "write_out")):
         setattr(owner, name, _by_first_rank(getattr(owner, name)))
     for own in filter(None, (getattr(keras.saving, n, None) for n in _FUNCTIONS)):
         shared = _by_first_rank(own)
