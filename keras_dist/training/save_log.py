@@ -11,7 +11,7 @@ from keras_dist import monitor
 from keras_dist.comm import World
 
 # The name of the log in the store, and how many saves it keeps.
-_NAME, _KEPT = "saves", 64
+_NAME, _SAVES = "saves", 64
 
 # How long a rank waits for the first rank to begin a save, and to finish one. After
 # that it writes by itself.
@@ -121,7 +121,7 @@ class FirstRankLog(SaveLog):
         key, number = self._count(name)
         self._saves.pop(key, None)  # the newest is the last one
         self._saves[key] = {"number": number, "state": "writing"}
-        for old in list(self._saves)[:-_KEPT]:
+        for old in list(self._saves)[:-_SAVES]:
             del self._saves[old]
         self._publish()
         state = "failed"

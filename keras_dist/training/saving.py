@@ -126,8 +126,8 @@ def _write(
             there.arguments["overwrite"] = True
         return own(*there.args, **there.kwargs)
 
-    is_kept = not call.arguments.get("overwrite", True) and os.path.exists(path)
-    if is_kept or atomic_save.is_remote(path):
+    is_prompt = not call.arguments.get("overwrite", True) and os.path.exists(path)
+    if is_prompt or atomic_save.is_remote(path):
         return own(*call.args, **call.kwargs)
     is_export = "overwrite" not in call.signature.parameters
     if is_export and is_announced:

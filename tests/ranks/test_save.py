@@ -140,6 +140,7 @@ def test_what_all_ranks_save_at_once_is_whole(model, folder, store, kind):
     assert not [path for path in folder.rglob(".keras_dist*") if path.exists()]
 
 
+@pytest.mark.three_ranks
 def test_the_first_rank_alone_writes(model, folder, monkeypatch):
     """Once, however late it comes; a second save of the same path is another one."""
     written = []
@@ -159,6 +160,7 @@ def test_the_first_rank_alone_writes(model, folder, monkeypatch):
     assert on_all(len(written)) == [2] + [0] * (keras_dist.size() - 1)
 
 
+@pytest.mark.three_ranks
 def test_a_path_of_each_rank_is_written_by_it(model, folder, store):
     """And nobody waits for a save that the first rank does not make."""
     rank, size = keras_dist.rank(), keras_dist.size()
@@ -222,6 +224,7 @@ def test_what_else_is_in_a_folder_stays(model, folder, store):
     assert serve(str(folder / "out"), model)
 
 
+@pytest.mark.three_ranks
 def test_a_block_of_the_first_rank(folder):
     """It is done on the first rank before any other goes on; others may do it after."""
     path = folder / "array.npy"
