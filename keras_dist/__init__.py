@@ -29,6 +29,7 @@ __all__ = [
     "average",
     "broadcast",
     "dist_fit",
+    "first_rank",
     "first_rank_only",
     "gather",
     "init",
@@ -73,6 +74,7 @@ if not _missing and not _is_command:
         World,
         average,
         broadcast,
+        first_rank,
         gather,
         init,
         local_rank,
@@ -86,9 +88,11 @@ if not _missing and not _is_command:
     from keras_dist.fit import dist_fit
     from keras_dist.launch import run
     from keras_dist.optimizer import DistributedOptimizer
+    from keras_dist.training import saving
 
     prepare()
-    del prepare
+    saving.install()
+    del prepare, saving
 elif _missing:
     # `keras-dist install-horovod` must start here too, and print what it needs.
     def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@
 - `tensors`: collectives of tensors that also work inside a `tf.function`
 - `compressed`: allreduce in float16 or bfloat16
 - `agreement`: raise an error of one rank on all ranks; compare values between ranks
+- `first_rank`: a block that the first rank runs before the others
 - `signed`: sign pickled messages, so that only those of this job are unpickled
 - `timeline`: record Horovod's timeline during a block
 """
@@ -24,17 +25,20 @@ from keras_dist.comm.collectives import (
 )
 from keras_dist.comm.compressed import sum_compressed
 from keras_dist.comm.devices import Device
+from keras_dist.comm.first_rank import first_rank
 from keras_dist.comm.process_sets import init, within
 from keras_dist.comm.runtime import (
     built_transports,
     device,
     has_mpi,
+    is_child_of_rank,
     local_rank,
     local_size,
     prepare,
     rank,
     size,
     transport_name,
+    world_of_job,
 )
 from keras_dist.comm.tensors import adaptive_sum, gather_rows, stack, sum_tensors, total
 from keras_dist.comm.timeline import announce_timeline, timeline
@@ -54,11 +58,13 @@ __all__ = [
     "built_transports",
     "device",
     "explained",
+    "first_rank",
     "gather",
     "gather_or_raise",
     "gather_rows",
     "has_mpi",
     "init",
+    "is_child_of_rank",
     "is_known",
     "local_rank",
     "local_size",
@@ -74,4 +80,5 @@ __all__ = [
     "total",
     "transport_name",
     "within",
+    "world_of_job",
 ]

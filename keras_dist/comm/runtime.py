@@ -38,6 +38,9 @@ _current: ContextVar[tuple[transport.Link | None, World] | None] = ContextVar(
     "current", default=None
 )
 
+# Whether this is inside of `without_collectives`.
+_is_forbidden: ContextVar[bool] = ContextVar("is_forbidden", default=False)
+
 
 def prepare() -> None:
     """Choose the device of this rank when the package is imported.
@@ -50,7 +53,7 @@ def prepare() -> None:
     example to load data: it runs on the cores of its rank.
     """
     from_launcher = launched()
-    if from_launcher is None or _runtime.device is not None or _is_child_of_rank():
+    if from_launcher is None or _runtime.device is not None or is_child_of_rank():
         return
     launcher, world = from_launcher
     os.environ[_RANK_PROCESS] = f"{os.getpid()} {identity()}"
@@ -70,7 +73,7 @@ def start(*, has_process_sets: bool = False) -> World:
         from_launcher = launched()
         if from_launcher is None:
             _runtime.world = World()
-        elif _is_child_of_rank():
+        elif is_child_of_rank():
             _runtime.world = from_launcher[1]
         else:
             before = monitor.threads()
@@ -83,6 +86,12 @@ def start(*, has_process_sets: bool = False) -> World:
                 rank=world.rank, size=world.size, ignored_threads=horovod_threads
             )
     return _link_and_world()[1]
+
+
+def world_of_job() -> World:
+    """Rank and size as the launcher set them, without a connection to other ranks."""
+    from_launcher = launched()
+    return World() if from_launcher is None else from_launcher[1]
 
 
 def is_started() -> bool:
@@ -110,15 +119,33 @@ def only(link: transport.Link, world: World) -> Iterator[None]:
         _current.reset(token)
 
 
+@contextlib.contextmanager
+def without_collectives() -> Iterator[None]:
+    """Inside the block, a collective is an error: the other ranks are elsewhere."""
+    token = _is_forbidden.set(True)
+    try:
+        yield
+    finally:
+        _is_forbidden.reset(token)
+
+
 def connection() -> tuple[transport.Link | None, World]:
     """Return the link to the other ranks, `None` on one rank; and rank and size.
 
     Raises:
-        RuntimeError: If this process is not a rank but was started by one.
+        RuntimeError: If this process is not a rank but was started by one, or inside
+            of `without_collectives`.
     """
     start()
     link, world = _link_and_world()
-    if world.size > 1 and _is_child_of_rank():
+    if world.size > 1 and _is_forbidden.get():
+        raise RuntimeError(
+            "The ranks run a block of `first_rank()` one after the other, so that no "
+            f"collective can be in it. Received: a collective on rank {world.rank}. "
+            "Call it (`dist_fit`, `gather`, `DistributedModel.evaluate`) before or "
+            "after the block."
+        )
+    if world.size > 1 and is_child_of_rank():
         raise RuntimeError(
             "A collective can only be called in the process of a rank. Received: a "
             f"call in process {os.getpid()}, which was started by rank {world.rank} "
@@ -171,7 +198,7 @@ def local_size() -> int:
     return start().local_size
 
 
-def _is_child_of_rank() -> bool:
+def is_child_of_rank() -> bool:
     """Whether a rank of this job has started or forked this process."""
     process, _, job = os.environ.get(_RANK_PROCESS, "").partition(" ")
     return bool(process) and job == identity() and int(process) != os.getpid()

@@ -10,7 +10,17 @@
 """
 
 from keras_dist.monitor.record import here
+from keras_dist.monitor.status_store import StatusStore, status_store_of
 from keras_dist.monitor.usage import threads
 from keras_dist.monitor.watchdog import EXIT_CODE, limit_of, set_limit, start
 
-__all__ = ["EXIT_CODE", "here", "limit_of", "set_limit", "start", "threads"]
+__all__ = [
+    "EXIT_CODE",
+    "StatusStore",
+    "here",
+    "limit_of",
+    "set_limit",
+    "start",
+    "status_store_of",
+    "threads",
+]

@@ -2,10 +2,12 @@
 
 import contextlib
 import errno
+import fcntl
 import math
 import os
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import h5py
@@ -36,7 +38,8 @@ def replace(path: Any, write: Callable[[str], Any], *, num_bytes: int = 0) -> An
     target = os.path.realpath(path)
     folder, name = os.path.split(target)
     # Always the same name: the next save overwrites what a killed process has left.
-    part = os.path.join(folder, f".keras_dist.{comm.rank()}.{name[-200:]}")
+    rank = comm.world_of_job().rank
+    part = os.path.join(folder, f".keras_dist.{rank}.{name[-200:]}")
     try:
         if num_bytes:
             _reserve(part, max(num_bytes, _size(target)))
@@ -50,6 +53,55 @@ def replace(path: Any, write: Callable[[str], Any], *, num_bytes: int = 0) -> An
             os.remove(part)
         raise
     return result
+
+
+def merge(path: Any, write: Callable[[str], Any]) -> Any:
+    """Let `write` make files in a folder of its own, and move them to `path`.
+
+    For what is more than one file: a folder, or weights in several files. A folder that
+    is not there yet is moved as a whole, and only if no other rank has done so in the
+    meantime: the files of two ranks do not fit together. Into one that is there, each
+    file is moved as a whole, and what else is in it stays.
+
+    Args:
+        path: Of a local file or folder.
+        write: Makes it at the path that it is given, of the same name.
+
+    Returns:
+        What `write` returns.
+    """
+    target = os.path.realpath(path)
+    folder, name = os.path.split(target)
+    is_new = not os.path.exists(target)
+    os.makedirs(folder, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".keras_dist.", dir=folder) as own:
+        result = write(os.path.join(own, name))
+        with _locked(folder):
+            if not is_new or not os.path.isdir(os.path.join(own, name)):
+                _move_files(own, folder)
+            elif not os.path.exists(target):
+                os.rename(os.path.join(own, name), target)
+    return result
+
+
+def _move_files(source: str, target: str) -> None:
+    for folder, _, files in os.walk(source):
+        there = os.path.join(target, os.path.relpath(folder, source))
+        os.makedirs(there, exist_ok=True)
+        for file in files:
+            os.replace(os.path.join(folder, file), os.path.join(there, file))
+
+
+@contextlib.contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    """Inside the block, other ranks that come here for this folder wait."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def stamp_of(path: str) -> dict[str, Any] | None:
@@ -72,13 +124,12 @@ class SavesWhole:
         self: Any, filepath: Any, overwrite: bool = True, *args: Any, **kwargs: Any
     ) -> None:
         own = super().save  # type: ignore[misc]
-        if not (_is_replaceable(filepath) and overwrite):
+        if not (is_replaceable(filepath) and overwrite):
             return own(filepath, overwrite, *args, **kwargs)
         return replace(
             filepath,
             lambda part: own(part, True, *args, **kwargs),
-            # For a .keras file, HDF5 writes to memory.
-            num_bytes=0 if str(filepath).endswith(".keras") else _num_bytes(self),
+            num_bytes=hdf5_size(self, filepath),
         )
 
     def save_weights(
@@ -87,7 +138,7 @@ class SavesWhole:
         own = super().save_weights  # type: ignore[misc]
         # With more arguments, Keras may write several files.
         is_one_file = not args and not any(kwargs.values())
-        if not (_is_replaceable(filepath) and overwrite and is_one_file):
+        if not (is_replaceable(filepath) and overwrite and is_one_file):
             return own(filepath, overwrite, *args, **kwargs)
         stamp = self._distributed_session.stamp.value
 
@@ -97,11 +148,11 @@ class SavesWhole:
                 with h5py.File(part, "r+") as file:
                     file.attrs[_STAMP] = stamp
 
-        return replace(filepath, write, num_bytes=_num_bytes(self))
+        return replace(filepath, write, num_bytes=hdf5_size(self, filepath))
 
 
-def _is_replaceable(path: Any) -> bool:
-    """Whether Keras would write `path`, and it is a local file or does not exist."""
+def is_replaceable(path: Any) -> bool:
+    """Whether `path` is of a local file, or of none yet, that Keras would write."""
     if not isinstance(path, (str, os.PathLike)):
         return False
     # Keras refuses other extensions, with an error that names the path.
@@ -110,11 +161,21 @@ def _is_replaceable(path: Any) -> bool:
     target = os.path.realpath(path)
     if os.path.exists(target) and not os.path.isfile(target):
         return False
-    return "://" not in str(path) and os.path.isdir(os.path.dirname(target))
+    return not is_remote(path) and os.path.isdir(os.path.dirname(target))
 
 
-def _num_bytes(model: Any) -> int:
-    """The approximate size of an HDF5 file with the model's state."""
+def is_remote(path: Any) -> bool:
+    """Whether `path` is an address, as `gs://…`, where files cannot be renamed."""
+    return "://" in os.fspath(path)
+
+
+def hdf5_size(model: Any, path: Any) -> int:
+    """About the size of a file of HDF5 with the model's state; 0 for a `.keras` file.
+
+    There HDF5 writes to memory.
+    """
+    if str(path).endswith(".keras"):
+        return 0
     found = getattr(model, "optimizer", None)
     variables = [*model.variables, *(found.variables if found is not None else ())]
     numbers = sum(math.prod(v.shape) for v in variables)

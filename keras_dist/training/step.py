@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_dist import comm, metrics, mixin
 from keras_dist.optimizer import averages_by_rows, only_averaging, step_context
-from keras_dist.training import atomic_save, batch_norm, losses
+from keras_dist.training import atomic_save, batch_norm, losses, saving
 from keras_dist.training.metric_scope import raising_on_all
 from keras_dist.training.session import Session, begin, session_of
 from keras_dist.training.xla_step import XlaStep
@@ -19,6 +19,7 @@ from keras_dist.training.xla_step import XlaStep
 def install(model: Any) -> Session:
     """Make `model` train on all ranks; a second call returns the same session."""
     if not mixin.has(model, DistributedStep):
+        saving.begin_interval()
         session = begin(model, model.__dict__.get("_distributed_session"))
         # Keras does not track an attribute that is set so; it would save the session.
         object.__setattr__(model, "_distributed_session", session)
@@ -38,6 +39,7 @@ def uninstall(model: Any, *, is_end: bool = False) -> None:
         return
     session = session_of(model)
     if is_end or not session.holder.is_held:
+        saving.begin_interval()
         stopped = model.stop_training
         mixin.remove(model, DistributedStep)
         batch_norm.desynchronize(model)
