@@ -265,8 +265,8 @@ MUTATIONS = [
     Mutation(
         "batches: compared before they are sharded",
         "setup/same_batches.py",
-        "name: len({other[name] for other in everyone}) == 1",
-        "name: True",
+        "if len({other[name] for other in everyone}) == 1:",
+        "if True:",
         ("test_streams.py", "plan"),
     ),
     Mutation(
