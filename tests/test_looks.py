@@ -13,7 +13,7 @@ from keras_dist.sharding.batches import rank_batches
 ROWS, BATCH, BATCHES = 36, 4, 9
 
 # `make looks` tries each pipeline 200 times.
-TIMES = int(os.environ.get("LOOKS", "20"))
+TIMES = int(os.environ.get("LOOKS", "10"))
 
 
 def numbers():

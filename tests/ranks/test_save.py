@@ -17,7 +17,7 @@ import keras_dist
 from keras_dist.training import saving
 
 pytestmark = pytest.mark.several_ranks
-TIMES = 15
+TIMES = 5
 
 
 @pytest.fixture
