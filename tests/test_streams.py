@@ -171,3 +171,17 @@ def test_structures_and_dtypes_stay_what_they_are():
         ]
         assert batches[0][0]["a"].dtype == tf.int64
         assert batches[0][1].shape == (2, 2) and batches[0][1].dtype == tf.float64
+
+
+def test_components_are_compared_by_their_rows():
+    """Also text, ragged rows and scalars; equal rows show nothing."""
+    batch = (
+        tf.constant(["tea", "milk"]),
+        tf.constant([[1.0], [2.0]]),
+        tf.zeros([2, 3]),
+        tf.ragged.constant([[1], [2, 3]]),
+        tf.constant(1),
+    )
+    text, numbers, *others = Stream(tf.data.Dataset.from_tensors(batch)).fingerprints(1)
+    assert text and numbers and text != numbers
+    assert not any(others)

@@ -169,7 +169,12 @@ def standardized(batch: Any) -> Any:
 
 def _has_equal_rows(leaves: Sequence[Any]) -> bool:
     arrays = [np.asarray(leaf) for leaf in leaves if not isinstance(leaf, _UNEVEN)]
-    rows = {row.tobytes() for array in arrays if array.ndim for row in array}
+    rows = {
+        repr(row) if array.dtype.kind == "O" else row.tobytes()  # text is of objects
+        for array in arrays
+        if array.ndim
+        for row in array
+    }
     return len(rows) <= 1
 
 
