@@ -7,6 +7,7 @@ from keras_dist import comm, optimizer
 from keras_dist.training.counts import RowsSeen, RowsTrained, TrainingData
 from keras_dist.training.first_step import FirstStep
 from keras_dist.training.metric_scope import MetricScope
+from keras_dist.training.terms_log import TermsLog
 from keras_dist.training.traced import TracedFunctions
 
 
@@ -102,6 +103,7 @@ class Session:
         metrics: Whether a metric's result is one over all ranks.
         instruments: The stopwatch and the NaN guard of each step.
         xla: Whether steps run in two functions compiled by XLA.
+        terms_log: Which losses of a step that runs eagerly are sums over rows.
         stamp: Epoch and batch for files of weights.
         holder: Whether `dist_fit` ends the session.
     """
@@ -115,6 +117,7 @@ class Session:
     metrics: MetricScope
     instruments: Instruments
     xla: XlaChoice
+    terms_log: TermsLog
     stamp: SaveStamp
     holder: Holder
 
@@ -144,6 +147,7 @@ def begin(model: Any, last: Session | None) -> Session:
         metrics=MetricScope(),
         instruments=Instruments(),
         xla=XlaChoice(),
+        terms_log=TermsLog(),
         stamp=SaveStamp(),
         holder=Holder(),
     )
