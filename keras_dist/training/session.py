@@ -97,7 +97,7 @@ class Session:
         traced: Functions that Keras has traced.
         rows_seen: Batches and rows that the metrics have seen.
         rows_trained: Rows that this rank has trained on in this epoch.
-        training: The training data, and the number of the next step.
+        training_data: The training data, and the number of the next step.
         first_step: Builds the model, then calls hooks.
         stop_request: This rank's stop request, and whether all ranks have agreed.
         metrics: Whether a metric's result is one over all ranks.
@@ -111,7 +111,7 @@ class Session:
     traced: TracedFunctions
     rows_seen: RowsSeen
     rows_trained: RowsTrained
-    training: TrainingData
+    training_data: TrainingData
     first_step: FirstStep
     stop_request: optimizer.StopRequest
     metrics: MetricScope
@@ -141,7 +141,7 @@ def begin(model: Any, last: Session | None) -> Session:
         traced=traced,
         rows_seen=rows_seen,
         rows_trained=RowsTrained(),
-        training=TrainingData(),
+        training_data=TrainingData(),
         first_step=FirstStep(),
         stop_request=optimizer.StopRequest(),
         metrics=MetricScope(),

@@ -142,7 +142,7 @@ def _context(model: Any, rows: Any) -> step_context.StepContext:
     is_keras_path = losses.is_keras_path_to_update(model, DistributedStep)
     return step_context.StepContext(
         rows=rows,
-        rows_of_all=session.training.next_rows_of_all(),
+        rows_of_all=session.training_data.next_rows_of_all(),
         is_keras_path=is_keras_path and not session.xla.is_split,
         stop_request=session.stop_request,
         stopwatch=session.instruments.stopwatch,
