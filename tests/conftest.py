@@ -1,8 +1,20 @@
 """Tests in `ranks/` run under the launcher only."""
 
 import os
+import sys
+
+import pytest
 
 # TensorFlow's start-up lines hide the results, and several ranks run on two cores.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 collect_ignore = [] if "HOROVOD_SIZE" in os.environ else ["ranks"]
+
+
+@pytest.fixture(scope="session")
+def digits_on_two_ranks():
+    """What `examples/digits.py` prints on two ranks, which several tests look at."""
+    from launch import launch  # noqa: PLC0415 - no rank needs it
+
+    command = [sys.executable, "examples/digits.py"]
+    return launch(command, ranks=2, timeout=300)

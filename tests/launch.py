@@ -29,25 +29,27 @@ def launch(
     ranks: int | None,
     timeout: float,
     env: dict[str, str] | None = None,
+    launcher: str = "keras-dist",
 ) -> subprocess.CompletedProcess[str]:
     """Run `command` from the root of the repository until it ends.
 
     Args:
         command: A program and its arguments.
-        ranks: Under `horovodrun`, on so many ranks; `None` for without a launcher.
+        ranks: How many ranks of it to start; `None` for without a launcher.
         timeout: Seconds after which the command and all it started are ended.
         env: Variables to set beside those of this process.
+        launcher: "keras-dist" for `keras-dist run`; or "horovodrun", which imports
+            TensorFlow three times before it starts a rank.
 
     Returns:
-        The exit code, and what was printed: under `horovodrun` each line with its
-        rank before it, as in "[0]<stdout>:".
+        The exit code, and what was printed: each line with its rank before it, as in
+        "[0] " or, under `horovodrun`, "[0]<stdout>:".
 
     Raises:
         TimeoutError: With what was printed so far.
     """
     if ranks is not None:
-        horovodrun = Path(sys.executable).with_name("horovodrun")
-        command = [str(horovodrun), "-np", str(ranks), *command]
+        command = _under(launcher, command, ranks)
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -68,6 +70,13 @@ def launch(
         _end(process)
         raise
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def _under(launcher: str, command: list[str], ranks: int) -> list[str]:
+    if launcher == "horovodrun":
+        horovodrun = Path(sys.executable).with_name("horovodrun")
+        return [str(horovodrun), "-np", str(ranks), *command]
+    return [sys.executable, "-m", "keras_dist", "run", "-np", str(ranks), *command]
 
 
 def _end(process: subprocess.Popen[str]) -> tuple[str, str]:

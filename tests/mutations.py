@@ -362,10 +362,10 @@ def notice(mutation: Mutation) -> str:
             sys.exit(f"Not once in {mutation.file}: {mutation.line}")
         path.write_text(text.replace(mutation.line, mutation.broken))
         file, words = mutation.tests
-        horovodrun = Path(sys.executable).with_name("horovodrun")
+        run = [sys.executable, "-m", "keras_dist", "run", "-np", "2"]
         tests = ["-m", "pytest", "-x", "-q", f"tests/ranks/{file}", "-k", words]
         process = subprocess.Popen(
-            [str(horovodrun), "-np", "2", sys.executable, *tests],
+            [*run, *tests],
             cwd=copy,
             env={**os.environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "70"},
             stdout=subprocess.PIPE,

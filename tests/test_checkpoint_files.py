@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import resource
 import subprocess
 import sys
@@ -38,8 +39,9 @@ for count in range(5):
 one = (time.monotonic() - begin) / 5
 random.seed(0)
 last = 0
-while_writing = 0
-for _ in range(50):
+killed = while_writing = 0
+# More often where the machine is busy, and children are killed before they write.
+while killed < 50 or (min(last, 2 * while_writing) <= 10 and killed < 1000):
     child = os.fork()
     if child == 0:
         tree, _ = folder.newest()
@@ -50,6 +52,7 @@ for _ in range(50):
     time.sleep(random.random() * 4 * one)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+    killed += 1
     while_writing += os.path.exists(os.path.join(folder.path, ".checkpoint.part"))
     tree, damaged = folder.newest()
     assert not damaged, damaged
@@ -57,20 +60,20 @@ for _ in range(50):
     last = tree["count"]
     assert len(os.listdir(folder.path)) <= 4, os.listdir(folder.path)
 assert last > 10 and while_writing > 5, (last, while_writing)
-print("killed 50 times,", while_writing, "of them in a file;", last, "written")
+print("killed", killed, "times,", while_writing, "of them in a file;", last, "written")
 """
 )
 
 
 def test_a_process_that_is_killed_while_it_writes_leaves_a_whole_checkpoint(tmp_path):
-    """Fifty times, at random moments; what was there before is never lost."""
+    """Fifty times or more, at random moments; what was there before is never lost."""
     done = subprocess.run(
         [sys.executable, "-c", _KILLED, str(tmp_path / "folder")],
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert "killed 50 times" in done.stdout, done.stderr
+    assert re.match(r"killed \d+ times", done.stdout), done.stderr
 
 
 @pytest.fixture

@@ -106,9 +106,9 @@ def test_the_difference_of_the_examples_is_shown():
     assert sorted(shown.splitlines()) == sorted(changed[start:])
 
 
-def test_the_plan_is_the_one_that_digits_prints():
+def test_the_plan_is_the_one_that_digits_prints(digits_on_two_ranks):
     """All of it but the number of threads, which is the machine's."""
-    done = launch([sys.executable, "examples/digits.py"], ranks=2, timeout=300)
+    done = digits_on_two_ranks
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     started = (DOCS / "get_started.md").read_text()
     boxes = [

@@ -27,14 +27,17 @@ needs_fashion_mnist = pytest.mark.skipif(
 
 def run(name, *arguments, ranks=None):
     """The lines that an example prints, without the rank before each."""
-    done = launch(
-        [sys.executable, f"examples/{name}.py", *arguments], ranks=ranks, timeout=180
-    )
+    command = [sys.executable, f"examples/{name}.py", *arguments]
+    return lines_of(launch(command, ranks=ranks, timeout=180), ranks)
+
+
+def lines_of(done, ranks):
+    """The same of an example that has ended."""
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     lines = done.stdout.splitlines()
     if ranks is not None:
-        assert all(line.startswith("[0]<stdout>:") for line in lines), done.stdout
-    return [line.removeprefix("[0]<stdout>:") for line in lines]
+        assert all(line.startswith("[0] ") for line in lines), done.stdout
+    return [line.removeprefix("[0] ") for line in lines]
 
 
 def last_number(pattern, lines):
@@ -43,9 +46,12 @@ def last_number(pattern, lines):
 
 
 @pytest.mark.parametrize("ranks", [None, 2])
-def test_digits_reaches_its_target_and_stops(ranks):
+def test_digits_reaches_its_target_and_stops(ranks, request):
     """The quick start stops at 95 %, with and without the launcher."""
-    lines = run("digits", ranks=ranks)
+    if ranks is None:
+        lines = run("digits")
+    else:
+        lines = lines_of(request.getfixturevalue("digits_on_two_ranks"), ranks)
     assert last_number(r"^validation accuracy ([\d.]+)%", lines) >= 95
     epochs = last_number(r"after (\d+) epochs", lines)
     assert len([line for line in lines if "rows/s on" in line]) == epochs < 50

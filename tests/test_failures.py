@@ -24,7 +24,12 @@ def test_an_error_on_one_rank_ends_all_of_them(tmp_path, ranks):
     """The others print the rank and its message, without a traceback of TensorFlow."""
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
-    done = launch([sys.executable, str(script)], ranks=ranks, timeout=300)
+    done = launch(
+        [sys.executable, str(script)],
+        ranks=ranks,
+        timeout=300,
+        launcher="horovodrun",
+    )
     assert done.returncode != 0
     assert "[1]<stderr>:KeyError: 'tea'" in done.stderr
     others = [line for line in done.stderr.splitlines() if line.startswith("[0]")]

@@ -88,8 +88,9 @@ def left_behind(mark):
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("case", _CASES)
+@pytest.mark.parametrize(
+    ("case", "ranks"), [*((case, 2) for case in _CASES), ("raise", 3), ("kill", 3)]
+)
 def test_the_first_failure_is_read_first_and_nothing_is_left(tmp_path, case, ranks):
     """Its own traceback, a line for each other rank, its exit code, within 10 s."""
     script, mark = tmp_path / "script.py", uuid.uuid4().hex

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import keras
 import numpy as np
@@ -35,6 +36,12 @@ import tensorflow as tf
 tf.constant(1) + 1
 import keras_dist
 """
+
+
+def run_each(*programs):
+    """Run codes, each with its variables, in new interpreters; two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda program: run(program[0], **program[1]), programs))
 
 
 def run(code, **environ):
@@ -204,12 +211,12 @@ def test_horovod_is_not_needed():
 
 def test_a_launcher_without_horovod_is_an_error_that_names_the_command():
     """Each process would otherwise train a model of its own."""
-    for environ in (
+    launchers = (
         {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"},
         {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
         {"PMI_RANK": "1", "PMI_SIZE": "2"},
-    ):
-        done = run(_WITHOUT_HOROVOD, **environ)
+    )
+    for done in run_each(*((_WITHOUT_HOROVOD, environ) for environ in launchers)):
         assert done.returncode != 0
         assert "keras-dist install-horovod" in done.stderr
         assert "no Horovod here" in done.stderr
@@ -228,13 +235,16 @@ def test_threads_are_divided_early_and_never_against_the_users_settings():
         "print(tf.config.threading.get_intra_op_parallelism_threads())"
     )
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert run(report, **launched).stdout.strip() == str(threads)
     own = "import tensorflow as tf\ntf.config.threading."
     own += "set_intra_op_parallelism_threads(7)\n"
-    assert run(own + report, **launched).stdout.strip() == "7"
-    assert run(report, **launched, OMP_NUM_THREADS="3").stdout.strip() == "0"
-    assert run(report).stdout.strip() == "0"
-    late = run(_TOO_LATE, **launched)
+    *done, late = run_each(
+        (report, launched),
+        (own + report, launched),
+        (report, {**launched, "OMP_NUM_THREADS": "3"}),
+        (report, {}),
+        (_TOO_LATE, launched),
+    )
+    assert [one.stdout.strip() for one in done] == [str(threads), "7", "0", "0"]
     assert late.returncode == 0
     assert "before the first model or tensor" in late.stderr
 

@@ -60,9 +60,7 @@ KERAS_DIST = [sys.executable, "-m", "keras_dist", "run"]
 HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch"]
 
 
-@pytest.mark.parametrize(
-    ("case", "ranks"), [("callback", 2), ("callback", 3), ("generator", 2)]
-)
+@pytest.mark.parametrize(("case", "ranks"), [("callback", 3), ("generator", 2)])
 def test_a_rank_that_sleeps_for_ever_is_named(tmp_path, case, ranks):
     """All print their stacks; the line in which it sleeps comes first."""
     done = stopped(tmp_path, case, ranks, KERAS_DIST)
@@ -78,16 +76,15 @@ def test_a_rank_that_sleeps_for_ever_is_named(tmp_path, case, ranks):
     assert "in sleep_for_ever" in report
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_in_different_collectives_are_named(tmp_path, ranks):
+def test_ranks_in_different_collectives_are_named(tmp_path):
     """Each prints the collective it waits in, and the line of the call."""
+    ranks = 3
     done = stopped(tmp_path, "collectives", ranks, KERAS_DIST)
     assert done.returncode == EXIT_CODE, done.stderr
     stderr = done.stderr
     assert "Waiting in the collective keras_dist.gather," in stderr, stderr
-    names = ", ".join(map(str, range(1, ranks)))
-    waiting = r"Waiting in the collective keras_dist\.sum, .*: ranks? "
-    assert re.search(waiting + names, stderr), stderr
+    waiting = r"Waiting in the collective keras_dist\.sum, .*: ranks 1, 2"
+    assert re.search(waiting, stderr), stderr
     assert (
         stderr.count('keras_dist.sum(1) if rank else keras_dist.gather("tea")') >= ranks
     )
@@ -106,7 +103,7 @@ _WORKS = """
 import re, subprocess, sys, time
 import keras_dist
 
-LIMIT = 3
+LIMIT = 2
 rank = keras_dist.init(stall_limit=LIMIT).rank
 
 def compute(seconds):
@@ -127,7 +124,7 @@ if rank == 0:
     compute(3 * LIMIT)  # as validation on the first rank does
 keras_dist.sum(1)
 if rank == 1:  # as workers that read data do
-    code = "import time; t = time.monotonic()\\nwhile time.monotonic() < t + 9: pass"
+    code = "import time; t = time.monotonic()\\nwhile time.monotonic() < t + 6: pass"
     subprocess.run([sys.executable, "-c", code])
 keras_dist.sum(1)
 if rank == 0:

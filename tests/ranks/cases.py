@@ -446,6 +446,7 @@ def _statistics() -> list[Case]:
             "BatchNormalization(synchronized=True)",
             "normalized",
             rows=95,
+            on_three=True,
         ),
         Case(
             part,
@@ -454,7 +455,6 @@ def _statistics() -> list[Case]:
             adam,
             rows=95,
             compiled={"run_eagerly": False},
-            on_three=True,
         ),
         Case(
             part,

@@ -16,6 +16,7 @@ def pytest_configure(config):
     """Registers the marks of tests that need not run on every number of ranks."""
     config.addinivalue_line("markers", "several_ranks: one rank is plain Keras")
     config.addinivalue_line("markers", "three_ranks: an odd number may matter")
+    config.addinivalue_line("markers", "two_ranks: slow, and the same on any number")
     # The oracle, plain Keras, need not sleep at the end of each pass over its data.
     strategy = tf.distribute.get_strategy()
     strategy.experimental_distribute_dataset = lambda data, _=None: as_untuned(data)
@@ -30,6 +31,8 @@ def pytest_collection_modifyitems(config, items):
     def is_left_out(item):
         marks = {mark.name for mark in item.iter_markers()}
         size = keras_dist.size()
+        if "two_ranks" in marks and size != 2:
+            return True
         if size == 1:
             return "several_ranks" in marks
         return size > 2 and "three_ranks" not in marks

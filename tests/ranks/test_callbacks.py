@@ -25,7 +25,7 @@ def shard(rows, world):
 def test_callbacks_alone_train_like_one_process(world, rows, make_model, is_jitted):
     """Plain `model.fit`, our optimizer and our callbacks one by one."""
     x, y = (array[:96] for array in rows)
-    arguments = {"epochs": 3, "shuffle": False, "verbose": 0}
+    arguments = {"epochs": 2, "shuffle": False, "verbose": 0}
     oracle = make_model(keras.optimizers.SGD(0.1 * world.size))
     expected = oracle.fit(
         x, y, batch_size=8 * world.size, validation_data=(x, y), **arguments
@@ -205,7 +205,7 @@ def test_a_stop_request_of_one_rank_stops_all(world, rows, make_model):
         history = keras_dist.dist_fit(
             model,
             *rows,
-            batch_size=8,
+            batch_size=12,
             epochs=5,
             verbose=0,
             callbacks=[RequestsStop(moment)],
@@ -217,7 +217,7 @@ def test_a_stop_request_of_one_rank_stops_all(world, rows, make_model):
 def test_throughput_counts_the_rows_of_all_ranks(world, rows, make_model, capsys):
     """Rows per second in the history, one line an epoch on the first rank."""
     from_history = keras_dist.dist_fit(
-        make_model(), *rows, batch_size=8, epochs=2, verbose=2
+        make_model(), *rows, batch_size=24, epochs=2, verbose=2
     ).history["rows_per_second"]
     lines = [
         line for line in capsys.readouterr().out.splitlines() if " rows/s " in line
@@ -225,7 +225,7 @@ def test_throughput_counts_the_rows_of_all_ranks(world, rows, make_model, capsys
     assert len(lines) == (2 if world.rank == 0 else 0)
     assert len(from_history) == 2 and min(from_history) > 0
     assert len(set(keras_dist.gather(from_history[0]))) == 1
-    keras_dist.dist_fit(make_model(), *rows, batch_size=8, verbose=0)
+    keras_dist.dist_fit(make_model(), *rows, batch_size=24, verbose=0)
     assert capsys.readouterr().out == ""
 
 
@@ -235,7 +235,7 @@ def test_files_are_written_by_the_first_rank(world, rows, make_model, tmp_path):
     keras_dist.dist_fit(
         make_model(),
         *rows,
-        batch_size=8,
+        batch_size=24,
         epochs=2,
         verbose=0,
         callbacks=[
@@ -261,24 +261,23 @@ def test_a_backup_restores_all_ranks(world, rows, make_model, tmp_path):
             if epoch == 2:
                 raise KeyboardInterrupt
 
+    options = {"batch_size": 24, "epochs": 3, "shuffle": False, "verbose": 0}
+
     def fit(model, *callbacks):
         backup = keras.callbacks.BackupAndRestore(str(tmp_path / "backup"))
         return keras_dist.dist_fit(
             model,
             *rows,
-            batch_size=8,
-            epochs=4,
-            shuffle=False,
-            verbose=0,
+            **options,
             callbacks=[backup, *callbacks],
         )
 
     with pytest.raises(KeyboardInterrupt):
         fit(make_model(), Interrupt())
     model = make_model(seed=20 + world.rank)
-    assert fit(model).epoch == [2, 3]
+    assert fit(model).epoch == [2]
     whole = make_model()
-    keras_dist.dist_fit(whole, *rows, batch_size=8, epochs=4, shuffle=False, verbose=0)
+    keras_dist.dist_fit(whole, *rows, **options)
     assert_equal_to_the_bit(model)
     assert all(
         (own == other).all()

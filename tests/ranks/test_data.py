@@ -188,6 +188,7 @@ def test_a_distributed_model_is_the_model(world, rows, make_model):
         keras_dist.DistributedModel(model, batch=3)
 
 
+@pytest.mark.two_ranks
 def test_saved_files_are_plain(world, rows, tmp_path, make_model):
     """Saved during or after the fit, they load without keras_dist and Horovod."""
     model = make_model(keras.optimizers.Adam(0.01))

@@ -12,7 +12,6 @@ import keras_dist
 
 OPTIMIZERS = {
     "sgd": lambda rate: keras.optimizers.SGD(rate, momentum=0.9, nesterov=True),
-    "adam": lambda rate: keras.optimizers.Adam(rate / 10),
     "adamw": lambda rate: keras.optimizers.AdamW(
         rate / 10, weight_decay=0.01, clipnorm=0.05
     ),
@@ -31,11 +30,9 @@ def usable(rows, world, batch_size):
     ("name", "is_jitted"),
     [
         pytest.param("sgd", False, marks=pytest.mark.three_ranks),
-        pytest.param("adam", False, marks=pytest.mark.several_ranks),
         pytest.param("adamw", False, marks=pytest.mark.several_ranks),
-        pytest.param("sgd", True, marks=pytest.mark.several_ranks),
         pytest.param(
-            "adam",
+            "sgd",
             True,
             marks=[pytest.mark.several_ranks, pytest.mark.three_ranks],
         ),
@@ -47,7 +44,8 @@ def test_training_equals_one_process(world, rows, make_model, name, is_jitted):
     arguments = {"epochs": 2, "shuffle": False, "verbose": 0}
     arguments["validation_data"] = (x[:57], y[:57])
     compiled = {"jit_compile": is_jitted, "run_eagerly": False}
-    compiled["metrics"] = ["accuracy", "auc"]
+    # XLA takes seconds to compile an AUC, on every rank and for each size of a batch.
+    compiled["metrics"] = ["accuracy", "mae" if is_jitted else "auc"]
     oracle = make_model(OPTIMIZERS[name](0.1 * world.size), **compiled)
     expected = oracle.fit(
         *usable(rows, world, 8), batch_size=8 * world.size, **arguments
@@ -92,7 +90,7 @@ def test_every_initial_weight_is_the_first_ranks(world, rows, make_model):
     unbuilt = keras.Sequential([keras.layers.Dense(1, activation="sigmoid")])
     for model in (late, unbuilt, make_model(seed=world.rank)):
         if model is not unbuilt:
-            model.compile(keras.optimizers.Adam(), "binary_crossentropy")
+            model.compile("adam", "binary_crossentropy", jit_compile=False)
         else:
             model.compile("adam", "mse", run_eagerly=True)
         keras_dist.dist_fit(model, x, y, batch_size=40, epochs=1, verbose=0)
@@ -193,7 +191,8 @@ def test_moving_statistics_are_the_same_on_all_ranks(world, rows):
             keras.layers.Dense(1, activation="sigmoid"),
         ]
     )
-    model.compile("adam", "binary_crossentropy", metrics=["accuracy"])
+    compiled = {"metrics": ["accuracy"], "jit_compile": False}
+    model.compile("adam", "binary_crossentropy", **compiled)
     history = keras_dist.dist_fit(
         model, x, y, batch_size=8, epochs=2, validation_data=rows, verbose=0
     )
@@ -215,7 +214,7 @@ def test_each_rank_draws_its_own_dropout_masks(world, rows):
         model = keras.Sequential(
             [keras.Input((5,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
         )
-        model.compile("sgd", "mse")
+        model.compile("sgd", "mse", jit_compile=False)
         keras_dist.dist_fit(model, x, y, batch_size=40, epochs=1, verbose=0)
         state = [v for v in model.variables if v.name == "seed_generator_state"]
         return keras_dist.gather(state[0].numpy().tolist())
@@ -240,7 +239,7 @@ def test_mixed_precision_skips_on_all_ranks(world, rows, is_wrapped):
     if is_wrapped:
         inner = keras_dist.DistributedOptimizer(inner)
     optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=1024.0)
-    model.compile(optimizer, "mse")
+    model.compile(optimizer, "mse", jit_compile=False)
     x[-1] = np.inf  # the last row belongs to the last rank
     arguments = {"batch_size": 96 // world.size, "epochs": 3, "shuffle": False}
     if is_wrapped:

@@ -160,8 +160,9 @@ def test_a_nan_on_one_rank_stops_all_after_the_next_batch(make_model, rows):
 
 
 @pytest.mark.several_ranks
-@pytest.mark.three_ranks
-@pytest.mark.parametrize("compression", [None, "bf16"])
+@pytest.mark.parametrize(
+    "compression", [None, pytest.param("bf16", marks=pytest.mark.three_ranks)]
+)
 def test_a_stop_request_at_a_batch_stops_all_after_the_next(
     make_model, rows, compression
 ):
@@ -173,7 +174,8 @@ def test_a_stop_request_at_a_batch_stops_all_after_the_next(
             if batch == 1 and keras_dist.rank() == last:
                 self.model.stop_training = True
 
-    model = make_model(run_eagerly=False)
+    is_jitted = compression is None
+    model = make_model(run_eagerly=False, jit_compile=is_jitted)
     call = {"batch_size": 8, "epochs": 3, "verbose": 0, "compression": compression}
     history = keras_dist.dist_fit(model, *rows, callbacks=[RequestsStop()], **call)
     steps = 2 if size == 1 else 3
@@ -350,7 +352,8 @@ def test_tensorboard_holds_the_scalars_of_the_whole_job(
     """Each once, with the throughput and the rate that updates use."""
     size = world.size
     x, y = (array[: 4 * 8 * size][:96] for array in rows)
-    model = make_model(keras.optimizers.SGD(0.1), run_eagerly=False)
+    compiled = {"run_eagerly": False, "jit_compile": False}
+    model = make_model(keras.optimizers.SGD(0.1), **compiled)
     history = keras_dist.dist_fit(
         model,
         x,

@@ -81,7 +81,7 @@ def in_float64():
     keras.config.set_dtype_policy(before[1])
 
 
-def trained(fit, logs_of, batch_size, callbacks=(), **arguments):
+def trained(fit, logs_of, batch_size, callbacks=(), epochs=2, **arguments):
     generator = np.random.default_rng(2)
     x = generator.normal(size=(50, 3))
     y = (x.sum(axis=1, keepdims=True) > 0).astype("float64")
@@ -98,7 +98,7 @@ def trained(fit, logs_of, batch_size, callbacks=(), **arguments):
         batch_size=batch_size,
         validation_batch_size=batch_size,
         shuffle=False,
-        epochs=3,
+        epochs=epochs,
         verbose=0,
         callbacks=list(callbacks),
         **arguments,
@@ -135,7 +135,7 @@ def test_a_callback_that_reads_nested_logs_does_the_same_on_all_ranks(world):
         plateau = keras.callbacks.ReduceLROnPlateau(
             monitor="val_mae", patience=0, min_delta=0.2, factor=0.5
         )
-        history = trained(fit, guide_to_train_steps, size, [plateau], **more)
+        history = trained(fit, guide_to_train_steps, size, [plateau], 3, **more)
         own.append(history["learning_rate"])
     assert own[0] == pytest.approx(own[1])
     assert own[0][-1] < own[0][0]  # so that the claim says something

@@ -57,8 +57,8 @@ def test_rules_scale_the_update_and_not_the_rate(world):
         model = slope(keras.optimizers.SGD(0.5))
         assert moves(model, world, lr_scaling=rule) == pytest.approx([0.5 * factor] * 4)
         assert float(model.optimizer.learning_rate) == 0.5
-        # A second fit of the same model does not scale again.
-        assert moves(model, world, lr_scaling=rule) == pytest.approx([0.5 * factor] * 4)
+    # A second fit of the same model does not scale again.
+    assert moves(model, world, lr_scaling=rule) == pytest.approx([0.5 * factor] * 4)
 
 
 def test_warmup_rises_batch_by_batch_and_only_once(world):

@@ -138,7 +138,6 @@ def test_a_warning_comes_once_for_each_difference(rows, make_model):
 
 
 @several_ranks
-@three_ranks
 def test_what_ranks_may_hold_differently_is_not_reported(rows):
     """Local layers and their slots, statistics, metrics, generators, accumulators."""
     for steps in (None, 3):

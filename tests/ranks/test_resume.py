@@ -21,6 +21,8 @@ from resumable import (
 
 import keras_dist
 
+BATCH = 12
+
 
 class Killed(BaseException):
     """Ends a fit at once, as a signal does; nothing of the package catches it."""
@@ -47,17 +49,18 @@ def folder(tmp_path_factory):
 @pytest.mark.three_ranks
 def test_a_training_that_was_ended_resumes_to_the_bit(folder):
     """Also repeatedly; every row is read once; saving itself changes nothing."""
-    steps = -(-NUM_ROWS // (6 * keras_dist.size()))
+    steps = -(-NUM_ROWS // (BATCH * keras_dist.size()))
     expected_rows, rows = {}, {}
     # On one rank, without checkpoints, Keras shuffles by itself.
     whole = None if keras_dist.size() > 1 else f"{folder}/whole"
-    expected, history = train(whole, saw=expected_rows.__setitem__)
+    sizes = {"batch_size": BATCH}
+    expected, history = train(whole, saw=expected_rows.__setitem__, **sizes)
     assert history.epoch == [0, 1, 2]
     for seed, dies in enumerate((steps - 1, steps + 2, 3 * steps - 1)):
-        options = {"seed": 100 + seed, "save_steps": 2, "die": die}
+        options = {"seed": 100 + seed, "save_steps": 2, "die": die} | sizes
         with pytest.raises(Killed):
             train(f"{folder}/cut", saw=rows.__setitem__, dies=dies, **options)
-    state, resumed = train(f"{folder}/cut", saw=rows.__setitem__, seed=77)
+    state, resumed = train(f"{folder}/cut", saw=rows.__setitem__, seed=77, **sizes)
     assert is_same(state, expected)
     assert resumed.epoch == [0, 1, 2] and values_of(resumed) == values_of(history)
     assert rows == expected_rows
@@ -67,14 +70,15 @@ def test_a_training_that_was_ended_resumes_to_the_bit(folder):
         read = [row for own, n in itertools.product(by_rank, updates) for row in own[n]]
         assert len(set(read)) == len(read) > NUM_ROWS - keras_dist.size()
     rows.clear()  # finished: the same command makes no step, and returns the same
-    state, again = train(f"{folder}/cut", saw=rows.__setitem__, seed=78)
+    state, again = train(f"{folder}/cut", saw=rows.__setitem__, seed=78, **sizes)
     count = len(make_model(3).weights)
     assert not rows and is_same(state[:count], expected[:count])
     assert again.epoch == [0, 1, 2] and values_of(again) == values_of(history)
 
 
-@pytest.mark.three_ranks
-@pytest.mark.parametrize("as_data", [as_dataset, Batches])
+@pytest.mark.parametrize(
+    "as_data", [as_dataset, pytest.param(Batches, marks=pytest.mark.three_ranks)]
+)
 def test_data_in_batches_resumes_where_it_was(folder, as_data):
     """At a batch: none before it is read again, and none is left out."""
     options = {"as_data": as_data, "is_equivalent": True, "epochs": 2}

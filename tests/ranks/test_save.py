@@ -33,7 +33,7 @@ def model():
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(512)])
     model.add(keras.layers.Dense(512, name="encoded"))
     model.add(keras.layers.Dense(1))
-    model.compile("sgd", "mse")
+    model.compile("sgd", "mse", jit_compile=False)
     x = np.ones((8, 5), "float32")
     keras_dist.dist_fit(model, x, x[:, :1], batch_size=8, epochs=1, verbose=0)
     return model

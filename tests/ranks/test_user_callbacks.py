@@ -227,10 +227,11 @@ def test_a_full_disk_leaves_the_file_before(rows, make_model, folder, name):
 def test_the_epoch_of_a_backup_is_that_of_its_weights(rows, make_model, folder):
     """Also if the process was killed before or while it wrote the epoch."""
     backup = keras.callbacks.BackupAndRestore
+    options = {"epochs": 3, "shuffle": False, "batch_size": 16}
 
     def last_epochs(seed):
         model = make_model(seed=seed)
-        history = fit(model, rows, backup(str(folder)), epochs=3, shuffle=False)
+        history = fit(model, rows, backup(str(folder)), **options)
         assert_equal_to_the_bit(model)
         return history.epoch, model
 
@@ -240,17 +241,10 @@ def test_the_epoch_of_a_backup_is_that_of_its_weights(rows, make_model, folder):
                 raise KeyboardInterrupt
 
     whole = make_model()
-    fit(whole, rows, epochs=3, shuffle=False)
+    fit(whole, rows, **options)
     for text in ("", '{"epoch": 1, "batch": 0}'):
         with pytest.raises(KeyboardInterrupt):
-            fit(
-                make_model(),
-                rows,
-                backup(str(folder)),
-                Interrupt(),
-                epochs=3,
-                shuffle=False,
-            )
+            fit(make_model(), rows, backup(str(folder)), Interrupt(), **options)
         keras_dist.gather("all have ended")
         if keras_dist.rank() == 0:
             (folder / "training_metadata.json").write_text(text)
