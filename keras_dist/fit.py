@@ -4,7 +4,7 @@ import contextlib
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -233,14 +233,29 @@ def distributed(model: Any, setup: FitSetup) -> Iterator[None]:
         has_rows = setup.validation is None or setup.validation.has_rows
         session.metrics.use(EvaluatedData(has_rows, tuple(setup.feeds)))
         session.training_data.use(setup.training)
-        for found in optimizer.optimizers_of(model):
-            if comm.size() > 1:
-                stack.enter_context(optimizer.averaging(found, setup.averaging))
-            stack.callback(optimizer.unscale_rate, found)
-            stack.callback(optimizer.unwatch, found)
+        average = _averaging(model, setup, stack)
+        average()
+        # A train step may make an optimizer when it is first traced.
+        session.first_step.call_last(average)
         # A MultiOptimizer may have no inner optimizers before it is built.
         session.first_step.call_last(lambda: _scale_rates(model, setup))
         yield
+
+
+def _averaging(model: Any, setup: FitSetup, stack: contextlib.ExitStack) -> Callable[[], None]:
+    """A function that makes all optimizers average that do not yet, until the end."""
+    known: set[int] = set()
+
+    def average() -> None:
+        for found in optimizer.optimizers_of(model):
+            if id(found) not in known:
+                known.add(id(found))
+                if comm.size() > 1:
+                    stack.enter_context(optimizer.averaging(found, setup.averaging))
+                stack.callback(optimizer.unscale_rate, found)
+                stack.callback(optimizer.unwatch, found)
+
+    return average
 
 
 def _scale_rates(model: Any, setup: FitSetup) -> None:

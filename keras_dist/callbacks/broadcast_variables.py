@@ -30,6 +30,8 @@ class BroadcastVariables(keras.callbacks.Callback):
         ValueError: On all ranks, before anything is broadcast, if the ranks' variables
             differ in number, shape or dtype; or if the model's optimizer does not
             average gradients (see `keras_dist.DistributedOptimizer`).
+        RuntimeError: On all ranks, after the first batch, if the model was trained
+            without the `train_step` of its class.
 
     Example:
 
@@ -58,6 +60,16 @@ class BroadcastVariables(keras.callbacks.Callback):
         if epoch is not None:
             self.model._initial_epoch = epoch
 
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if comm.size() > 1 and not session_of(self.model).first_step.has_started:
+            raise RuntimeError(
+                "A batch was trained on without the `train_step` of the model's class, "
+                "so the ranks have not got the same weights. Received: "
+                f"{_overridden(self.model)}. Define `train_step` in the class, and let "
+                "`make_train_function` return a new function that calls "
+                "`self.train_step`."
+            )
+
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if comm.size() > 1 and not session_of(self.model).first_step.has_started:
             self._copy_unstarted()
@@ -84,6 +96,12 @@ class BroadcastVariables(keras.callbacks.Callback):
         if any(comm.gather(self.model.built)):
             comm.run_on_all(lambda: _build_optimizers(self.model))
             self.broadcast()
+
+
+def _overridden(model: Any) -> str:
+    if "train_step" in vars(model):
+        return f"{model.name!r} with a `train_step` that was set on the object"
+    return f"{model.name!r} with a `make_train_function` of its own"
 
 
 def _build_optimizers(model: Any) -> None:

@@ -1,31 +1,82 @@
-"""Build the model, its metrics and its optimizer before the first step."""
+"""Build the model, its metrics and its optimizers before the first step."""
 
+import contextlib
+import random
 import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from keras_dist.optimizer import nested_optimizers, optimizers_of
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dist.optimizer import nested_optimizers, optimizers_of, step_context
+
+# Builds a model; raises an error if it cannot.
+Method = Callable[[Any, "OwnStep"], None]
 
 
-def build(model: Any, data: Any) -> None:
-    """Make all variables of the model, its metrics and its optimizer.
+@dataclass(frozen=True)
+class OwnStep:
+    """The model's own train step, and the first batch that it gets.
+
+    Args:
+        run: The `train_step` of Keras, or of the user's class.
+        data: The batch; tensors of a graph, perhaps.
+        is_eager: Whether the step runs without a graph.
+    """
+
+    run: Callable[[Any], Any]
+    data: Any
+    is_eager: bool
+
+    @property
+    def is_of_user(self) -> bool:
+        """Whether another class than Keras's defines it."""
+        function = getattr(self.run, "__func__", self.run)
+        return not getattr(function, "__module__", "").startswith("keras.")
+
+
+def build(model: Any, step: OwnStep) -> None:
+    """Make all variables of the model, its metrics and its optimizers.
 
     They must exist before the first step: weights and optimizer state are copied to all
     ranks then, and code that XLA compiles cannot make variables.
+
+    Keras builds a model by calling it on the batch. A train step of the user's may call
+    it, or layers of it, on something else, and would find weights of other shapes. So
+    such a step is traced instead: its variables are made, and nothing is run.
+
+    This is called inside of the graph of the step, if there is one: outside of it, by
+    `tf.init_scope`, no tape would record a gradient.
+
+    Args:
+        model: A `keras.Model`.
+        step: Its own train step, which begins after this.
+
+    Raises:
+        Exception: What the user's train step raises, if it had to be run once.
     """
-    try:
-        model._symbolic_build(data_batch=data)
-    except Exception as error:
-        # A model that cannot be called on symbolic tensors is built when it is called.
-        if not model.built:
-            warnings.warn(
-                f"{type(model).__name__} could not be built from the shapes of its "
-                f"first batch ({type(error).__name__}: {error}). Build it before the "
-                "fit, for example by calling it on one batch.",
-                stacklevel=2,
-            )
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and not optimizer.built and model.built:
-        optimizer.build(model.trainable_variables)
+    before = _num_unbuilt(model)
+    errors = []
+    for method in _methods(model, step):
+        is_begun = _num_unbuilt(model) < before
+        if method is _by_keras and step.is_eager and step.is_of_user and is_begun:
+            continue  # what is left is not built by calling the model, either
+        try:
+            method(model, step)
+        except Exception as error:
+            if method is _by_running:
+                raise
+            errors.append(error)
+        else:
+            return
+        if not _num_unbuilt(model):
+            break
+    else:
+        _warn(model, errors[0])
+    _build_optimizer(model)
 
 
 def holds_unbuilt_optimizers(model: Any) -> bool:
@@ -34,4 +85,135 @@ def holds_unbuilt_optimizers(model: Any) -> bool:
         hasattr(part, "optimizers")
         for found in optimizers_of(model)
         for part in nested_optimizers(found)
+    )
+
+
+def _methods(model: Any, step: OwnStep) -> list[Method]:
+    """How the model may be built: the next is tried where one raises an error."""
+    methods: list[Method] = [_by_tracing, _by_keras]
+    if not step.is_of_user:
+        methods = [_by_keras, _by_tracing]
+    elif _is_complete(model) or (step.is_eager and not _num_unbuilt(model)):
+        return [_by_keras]  # runs no Python of the user's step
+    return [*methods, _by_running] if step.is_eager else methods
+
+
+def _num_unbuilt(model: Any) -> int:
+    """How many layers are not built and hold no weight.
+
+    A model of which a train step only calls the layers has weights, and is never built.
+    """
+    layers = model._flatten_layers()
+    return sum(not layer.built and not layer.weights for layer in layers)
+
+
+def _is_complete(model: Any) -> bool:
+    """Whether all layers, compiled metrics and optimizers have their variables."""
+    found = [*model.metrics, *optimizers_of(model)]
+    return not _num_unbuilt(model) and all(getattr(f, "built", True) for f in found)
+
+
+def _by_keras(model: Any, step: OwnStep) -> None:
+    with tf.init_scope():
+        model._symbolic_build(data_batch=step.data)
+    _build_optimizer(model)
+
+
+def _build_optimizer(model: Any) -> None:
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built and model.built:
+        with tf.init_scope():
+            optimizer.build(model.trainable_variables)
+
+
+def _by_tracing(model: Any, step: OwnStep) -> None:
+    """Trace the step in a graph that is thrown away."""
+    leaves = keras.tree.flatten(step.data)
+    is_traced = False
+
+    def trace(tensors: list[Any]) -> None:
+        nonlocal is_traced
+        if is_traced:
+            return  # TensorFlow traces again if it had to lift a variable
+        is_traced = True
+        rest = iter(tensors)
+        batch = [None if leaf is None else next(rest) for leaf in leaves]
+        with tf.variable_creator_scope(_made_now):
+            step.run(keras.tree.pack_sequence_as(step.data, batch))
+
+    specs = [tf.type_spec_from_value(leaf) for leaf in leaves if leaf is not None]
+    # Gradients are averaged in the step itself, not here.
+    context = step_context.StepContext(is_averaged=True)
+    try:
+        with step_context.entered(context), _inlined():
+            tf.function(trace, autograph=False).get_concrete_function(specs)
+    finally:
+        model._clear_losses()  # of this graph
+
+
+def _made_now(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+    """Make a variable outside of the graph, unless its first value depends on that."""
+    value = kwargs.get("initial_value")
+    if not callable(value):
+        known = tf.get_static_value(value) if tf.is_tensor(value) else value
+        if known is None:
+            return next_creator(**kwargs)
+        kwargs["initial_value"] = known
+    kwargs["experimental_enable_variable_lifting"] = False
+    with tf.init_scope():
+        return next_creator(**kwargs)
+
+
+@contextlib.contextmanager
+def _inlined() -> Iterator[None]:
+    """Inside the block, functions of the user's are not traced for themselves.
+
+    They would keep a trace in which no gradient is averaged.
+    """
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)
+
+
+def _by_running(model: Any, step: OwnStep) -> None:
+    """Run the step on its batch, and take back what it did to variables."""
+    before = [(variable, tf.identity(variable)) for variable in _variables_of(model)]
+    states = random.getstate(), np.random.get_state()
+
+    def noted(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        variable = next_creator(**kwargs)
+        before.append((variable, tf.identity(variable)))
+        return variable
+
+    context = step_context.StepContext(is_averaged=True)
+    try:
+        with step_context.entered(context), tf.variable_creator_scope(noted):
+            step.run(step.data)
+    finally:
+        for variable, value in before:
+            variable.assign(value)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def _variables_of(model: Any) -> list[Any]:
+    """Weights, states of random generators, metrics and optimizers."""
+    found = list(model.variables)
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.Model):
+            found += layer.metrics_variables
+    for optimizer in optimizers_of(model):
+        found += optimizer.variables
+    return found
+
+
+def _warn(model: Any, error: Exception) -> None:
+    warnings.warn(
+        f"{type(model).__name__} could not be built before its first step "
+        f"({type(error).__name__}: {error}). Build it before the fit, for example by "
+        "calling it on one batch.",
+        stacklevel=2,
     )

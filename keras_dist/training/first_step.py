@@ -42,21 +42,41 @@ class FirstStep:
         """Build everything before the first step on one rank too, unlike Keras."""
         self._builds_on_one_rank = True
 
-    def start(self, model: Any, data: Any, *, is_plain: bool) -> None:
+    def start(
+        self, model: Any, data: Any, own_step: Callable[[Any], Any], *, is_plain: bool
+    ) -> None:
         """Build `model` and call the hooks; called when its first step begins.
 
         Args:
             model: In the middle of its first train step, perhaps in a graph.
             data: The batch.
+            own_step: The model's own train step.
             is_plain: Whether the model's own train step is used unchanged.
         """
         self._has_started = True
-        # Outside of the graph that is being traced, so that this runs once, now.
-        inside = step_context.entered(step_context.StepContext())
-        with tf.init_scope(), inside:
+        step = build.OwnStep(own_step, data, is_eager=tf.executing_eagerly())
+        with step_context.entered(step_context.StepContext()):
             is_built_here = self._builds_on_one_rank or not is_plain
             if is_built_here or build.holds_unbuilt_optimizers(model):
-                comm.run_on_all(lambda: build.build(model, data))
-            batch_norm.synchronize(model)
-            for hook in self._hooks:
-                hook()
+                _on_all(lambda: build.build(model, step))
+            # Outside of the graph that is being traced, so that this runs once, now.
+            with tf.init_scope():
+                batch_norm.synchronize(model)
+                for hook in self._hooks:
+                    hook()
+
+
+def _on_all(work: Callable[[], None]) -> None:
+    """Run `work` in the graph that is being traced; raise an error of it on all."""
+    failed: list[Exception] = []
+    try:
+        work()
+    except Exception as error:
+        failed.append(error)
+
+    def report() -> None:
+        if failed:
+            raise failed[0]
+
+    with tf.init_scope():
+        comm.run_on_all(report)

@@ -54,13 +54,13 @@ class DistributedStep(atomic_save.SavesWhole):
 
     def train_step(self: Any, data: Any) -> Any:
         session = self._distributed_session
+        own_step = super().train_step  # type: ignore[misc]
         if not session.first_step.has_started:
-            session.first_step.start(self, data, is_plain=session.is_plain)
+            session.first_step.start(self, data, own_step, is_plain=session.is_plain)
         rows = _num_rows(data)
         session.rows_trained.add(rows)
         if session.instruments.stopwatch is not None:
             data = session.instruments.stopwatch.begin_step(data)
-        own_step = super().train_step  # type: ignore[misc]
         if session.is_plain:
             with step_context.entered(step_context.StepContext()):
                 return own_step(data)

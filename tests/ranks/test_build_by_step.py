@@ -1,0 +1,543 @@
+"""A model is built from what its train step does, before the first step."""
+
+import random
+import types
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from claims import assert_equal_to_the_bit, raises_everywhere
+from keras import ops
+
+import keras_dist
+from keras_dist.optimizer import optimizers_of
+
+pytestmark = pytest.mark.several_ranks
+
+
+class Positions(keras.layers.Layer):
+    """Adds a weight to each word of a sequence, of the length it is built for."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=shape[1:], initializer="glorot_uniform")
+
+    def call(self, x):
+        return x + self.table
+
+
+class Stepping(keras.Model):
+    """A train step that differentiates a loss, by one optimizer."""
+
+    def loss_of(self, data):
+        """The loss, a mean over rows."""
+        raise NotImplementedError
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(data)
+        weights = self.trainable_variables
+        gradients = tape.gradient(loss, weights)
+        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        return {"loss": loss}
+
+
+class Translator(Stepping):
+    """Sequence to sequence: the target without its last word is an input."""
+
+    def __init__(self):
+        super().__init__()
+        self.source = keras.Sequential([keras.layers.Embedding(9, 4), Positions()])
+        self.target = keras.Sequential([keras.layers.Embedding(9, 4), Positions()])
+        self.encoder = keras.layers.GRU(4)
+        self.decoder = keras.layers.GRU(4, return_sequences=True)
+        self.words = keras.layers.Dense(9)
+
+    def call(self, inputs):
+        source, target = inputs
+        state = self.encoder(self.source(source))
+        return self.words(self.decoder(self.target(target), initial_state=state))
+
+    def loss_of(self, data):
+        source, target = data["source"], data["target"]
+        predicted = self([source, target[:, :-1]])
+        right = ops.one_hot(target[:, 1:], 9, dtype="float64")
+        return ops.mean(ops.square(right - predicted))
+
+
+class Student(Stepping):
+    """Distillation: `call` is the student, the step calls the teacher, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = keras.Sequential([keras.layers.Dense(5), keras.layers.Dense(2)])
+        self.teacher.trainable = False
+        self.student = keras.Sequential([keras.layers.Dense(2)])
+
+    def call(self, x):
+        return self.student(x)
+
+    def loss_of(self, data):
+        x, y = data
+        taught = ops.softmax(self.teacher(ops.concatenate([x, x * x], axis=1)))
+        seen = self(x)
+        return ops.mean(ops.square(taught - ops.softmax(seen))) + ops.mean(
+            ops.square(seen - y)
+        )
+
+
+class Contrastive(Stepping):
+    """Two views of a batch, and no `call`."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = keras.Sequential([keras.layers.Dense(4, "tanh")])
+        self.head = keras.layers.Dense(3)
+
+    def loss_of(self, data):
+        x, _ = data
+        one = self.head(self.encoder(ops.flip(x, axis=1)[:, :2]))
+        two = self.head(self.encoder(2 * x[:, 1:]))
+        return ops.mean(ops.square(one - two)) + ops.mean(ops.square(one + two - 1))
+
+
+class TakesDict(Stepping):
+    """`call` takes a dict that the step makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.layers.Dense(4, "tanh")
+        self.outer = keras.layers.Dense(3)
+
+    def call(self, inputs):
+        return self.outer(
+            ops.concatenate([self.inner(inputs["noisy"]), inputs["time"]], axis=1)
+        )
+
+    def loss_of(self, data):
+        x, _ = data
+        time = ops.mean(x, axis=1, keepdims=True)
+        noisy = x + time * ops.sin(17 * x)
+        return ops.mean(ops.square(self({"noisy": noisy, "time": time}) - x))
+
+
+class Diffusion(Stepping):
+    """The step calls a network inside, with noisy rows and times."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = keras.Sequential([keras.layers.Dense(5), keras.layers.Dense(3)])
+
+    def call(self, x):
+        return self.network(x)
+
+    def loss_of(self, data):
+        x = data[0]
+        time = ops.mean(x, axis=1, keepdims=True)
+        noise = ops.sin(17 * x)
+        made = self.network(ops.concatenate([x + time * noise, time], axis=1))
+        return ops.mean(ops.square(made - noise))
+
+
+class Lazy(Stepping):
+    """The step makes a layer, a metric and a second optimizer when it first runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.layers.Dense(3)
+        self.is_made = False
+
+    def call(self, x):
+        return self.inner(x)
+
+    def train_step(self, data):
+        x, y = data
+        if not self.is_made:
+            self.is_made = True
+            self.head = keras.layers.Dense(2)
+            self.of_head = keras.optimizers.Adam(self.optimizer.rate_of_head)
+            self.error = keras.metrics.MeanAbsoluteError(name="error")
+        with tf.GradientTape(persistent=True) as tape:
+            predicted = self.head(self(x))
+            loss = ops.mean(ops.square(predicted - y))
+        for used, layer in ((self.optimizer, self.inner), (self.of_head, self.head)):
+            weights = layer.trainable_variables
+            used.apply(tape.gradient(loss, weights), weights)
+        self.error.update_state(y, predicted)
+        return {"loss": loss, "error": self.error.result()}
+
+
+class OwnMetrics(Stepping):
+    """Compiled loss and metrics see other targets than the batch has."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.layers.Dense(3)
+
+    def call(self, x):
+        return self.inner(x)
+
+    def train_step(self, data):
+        x, y = data
+        right = ops.argmax(ops.concatenate([y, ops.flip(y, axis=1)], axis=1)[:, :3], 1)
+        with tf.GradientTape() as tape:
+            predicted = self(x[:, 1:])
+            loss = self.compute_loss(y=right, y_pred=predicted)
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return self.compute_metrics(x, right, predicted)
+
+
+class Counting(Diffusion):
+    """The step counts its runs in a weight, and has a metric; it may read values."""
+
+    def __init__(self, reads):
+        super().__init__()
+        self.reads = reads
+        self.drawn = []
+        self.seen = keras.metrics.Mean(name="seen")
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        raise NotImplementedError("nobody calls it")
+
+    def train_step(self, data):
+        if self.reads:
+            assert data[0].numpy().any()
+        self.drawn.append((random.random(), np.random.random()))
+        self.count.assign_add(1)
+        logs = super().train_step(data)
+        self.seen.update_state(self.count)
+        return {**logs, "seen": self.seen.result()}
+
+
+class Compiled(Diffusion):
+    """The step is a function of TensorFlow, which keeps its traces."""
+
+    train_step = tf.function(Diffusion.train_step)
+
+
+class InFunction(Diffusion):
+    """The step calls one that computes the gradients and updates the weights."""
+
+    @tf.function
+    def train_step_of(self, data):
+        """Keeps its trace, too."""
+        return super().train_step(data)
+
+    def train_step(self, data):
+        return self.train_step_of(data)
+
+
+class Nested(Stepping):
+    """The step trains a compiled model inside, by the step of that one."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.Sequential([keras.layers.Dense(3, "tanh")])
+        self.inner.add(keras.layers.Dense(2))
+        self.inner.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+        self.outer = keras.layers.Dense(2)
+
+    def call(self, x):
+        return self.outer(self.inner(x))
+
+    def train_step(self, data):
+        x, y = data
+        made = ops.concatenate([x, x * x], axis=1)
+        logs = self.inner.train_step((made, y))
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(self(made) - y))
+        weights = self.outer.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss, **{f"inner {name}": logs[name] for name in logs}}
+
+
+class Trainable(keras.layers.Layer):
+    """A layer with a network, an optimizer and a train step."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = keras.Sequential([keras.layers.Dense(3, "tanh")])
+        self.optimizer = keras.optimizers.Adam(0.01)
+
+    def call(self, x):
+        return self.network(x)
+
+    def train_step(self, x, y):
+        """Train the network on a batch."""
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(self(x) - y[:, :1]))
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+
+
+class HasTrainable(Nested):
+    """The step of the model calls that of the layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Trainable()
+
+    def train_step(self, data):
+        x, y = data
+        made = ops.concatenate([x, x * x], axis=1)
+        self.inner.train_step(made, y)
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(self(made) - y))
+        weights = self.outer.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+class OwnFunction(Diffusion):
+    """A `make_train_function` of its own."""
+
+    def make_train_function(self, force=False):
+        if self.train_function is None or force:
+            self.train_function = tf.function(
+                lambda it: self.train_step(next(it)), autograph=False
+            )
+        return self.train_function
+
+
+class LossBuilds(keras.Model):
+    """Keras's own step; `compute_loss` calls a layer that nothing else calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.layers.Dense(3)
+        self.head = keras.layers.Dense(2)
+
+    def call(self, x):
+        # Keras's symbolic call has no values.
+        return ops.convert_to_tensor(tf.raw_ops.Identity(input=self.inner(x)))
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        return ops.mean(ops.square(self.head(y_pred) - y))
+
+
+class Speech(Stepping):
+    """CTC, on the frames of a recording without their first band."""
+
+    def __init__(self):
+        super().__init__()
+        self.frames = keras.layers.GRU(4, return_sequences=True)
+        self.letters = keras.layers.Dense(6)
+
+    def call(self, x):
+        return self.letters(self.frames(x))
+
+    def loss_of(self, data):
+        x, y = data
+        length = ops.sum(ops.cast(y > 0, "int32"), axis=1)
+        frames = ops.full(ops.shape(length), x.shape[1], "int32")
+        made = self(x[:, :, 1:])
+        return ops.mean(ops.ctc_loss(y, made, length, frames, mask_index=0))
+
+
+class WithoutStep(Diffusion):
+    """The train function does not call `train_step`."""
+
+    def make_train_function(self, force=False):
+        @tf.function
+        def train_function(iterator):
+            return Diffusion.train_step(self, next(iterator))
+
+        self.train_function = train_function
+        return train_function
+
+
+MODELS = [
+    Translator,
+    Student,
+    Contrastive,
+    TakesDict,
+    Diffusion,
+    Lazy,
+    OwnMetrics,
+]
+MORE = [Compiled, InFunction, Nested, HasTrainable, OwnFunction, LossBuilds]
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    """Rounding hides no error."""
+    before = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    yield
+    keras.config.set_floatx(before[0])
+    keras.config.set_dtype_policy(before[1])
+
+
+def data_for(kind):
+    generator = np.random.default_rng(2)
+    if kind is Translator:
+        words = generator.integers(0, 9, size=(24, 11))
+        return ({"source": words[:, :5], "target": words[:, 5:]},)
+    if kind is Speech:
+        letters = generator.integers(1, 6, size=(24, 4))
+        letters[::3, 2:] = 0
+        return generator.normal(size=(24, 12, 3)), letters
+    return generator.normal(size=(24, 3)), generator.normal(size=(24, 2))
+
+
+def trained(fit, kind, size, seed=4, is_eager=False, **arguments):
+    """A model after two epochs; `size` ranks in one."""
+    keras.utils.set_random_seed(seed)
+    model = kind()
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.rate_of_head = 0.01
+    compiled = {}
+    if kind is LossBuilds:
+        compiled = {"loss": "mse"}
+    if kind is OwnMetrics:
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        compiled = {"loss": loss, "metrics": ["accuracy"]}
+    model.compile(optimizer, run_eagerly=is_eager, **compiled)
+    given = {"batch_size": 4 * size, "shuffle": False, "epochs": 2, "verbose": 0}
+    history = fit(model, *data_for(kind), **(given | arguments))
+    return model, history.history
+
+
+def assert_same(own, expected, tolerance=1e-10):
+    """The weights and the state of all optimizers of two models, in float64."""
+    for mine, its in zip(_state(own), _state(expected), strict=True):
+        np.testing.assert_allclose(mine, its, rtol=0, atol=tolerance)
+
+
+def _state(model):
+    variables = list(model.weights)
+    for found in optimizers_of(model):
+        variables += found.variables
+    return [ops.convert_to_numpy(variable) for variable in variables]
+
+
+def equals_one_process(world, kind, tolerance=1e-10, **arguments):
+    """Train on all ranks, from other weights on the others than on the first."""
+    expected, logs = trained(keras.Model.fit, kind, world.size, **arguments)
+    model, own_logs = trained(
+        keras_dist.dist_fit,
+        kind,
+        1,
+        seed=4 + world.rank,
+        lr_scaling="none",
+        callbacks=[keras_dist.ReplicaCheck()],
+        **arguments,
+    )
+    assert_same(model, expected, tolerance)
+    assert_equal_to_the_bit(model)
+    for name, values in logs.items():
+        np.testing.assert_allclose(own_logs[name], values, rtol=0, atol=tolerance)
+    return model
+
+
+@pytest.mark.three_ranks
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_step_that_calls_something_else_equals_one_process(world, kind):
+    """In a graph, which is traced once more to build."""
+    equals_one_process(world, kind)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_same_without_a_graph(world, kind):
+    """With `run_eagerly`, in which a step may read values."""
+    equals_one_process(world, kind, is_eager=True)
+
+
+@pytest.mark.parametrize("kind", MORE)
+def test_steps_inside_of_others_equal_one_process(world, kind):
+    """Of models and layers inside, functions of TensorFlow, Keras's own."""
+    equals_one_process(world, kind)
+
+
+def test_speech_recognition_equals_one_process(world):
+    """TensorFlow computes CTC in float32."""
+    equals_one_process(world, Speech, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_building_leaves_no_trace(world, is_eager, reads):
+    """Weights that a step assigns, metrics, and the random numbers of Python."""
+    if reads and not is_eager:
+        return
+    model = equals_one_process(world, lambda: Counting(reads), is_eager=is_eager)
+    steps = 2 * 24 // (4 * world.size)
+    assert float(model.count) == steps
+    if is_eager:
+        assert len(model.drawn) == steps + 1
+    if reads:
+        assert model.drawn[0] == model.drawn[1]
+
+
+def test_a_second_fit_builds_nothing_again(world):
+    """Its step is run as on one process."""
+    models = []
+    for fit, size in ((keras.Model.fit, world.size), (keras_dist.dist_fit, 1)):
+        options = {} if fit is keras.Model.fit else {"lr_scaling": "none"}
+        model, _ = trained(fit, lambda: Counting(True), size, is_eager=True, **options)
+        calls = len(model.drawn)
+        given = {"batch_size": 4 * size, "shuffle": False, "verbose": 0}
+        fit(model, *data_for(Counting), **given, **options)
+        assert len(model.drawn) - calls == 24 // (4 * world.size)
+        models.append(model)
+    assert_same(models[1], models[0])
+
+
+@pytest.mark.parametrize("is_loop", [False, True])
+def test_callbacks_of_a_users_own_fit_or_loop_do_the_same(world, is_loop):
+    """`model.fit` with `BroadcastVariables`, or `train_on_batch` with it."""
+    x, y = data_for(Diffusion)
+    models = []
+    for is_ours in (False, True):
+        rank, size = (world.rank, world.size) if is_ours else (0, 1)
+        keras.utils.set_random_seed(4 + rank)
+        model = Diffusion()
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        if is_ours:
+            optimizer = keras_dist.DistributedOptimizer(optimizer)
+        model.compile(optimizer)
+        own = [keras_dist.BroadcastVariables()] if is_ours else []
+        mine = x[rank::size], y[rank::size]
+        if is_loop:
+            loop = keras.callbacks.CallbackList(own, model=model)
+            loop.on_train_begin()
+            for start in range(0, len(mine[0]), 12 // size):
+                model.train_on_batch(*(a[start : start + 12 // size] for a in mine))
+            loop.on_train_end()
+        else:
+            given = {"batch_size": 12 // size, "shuffle": False, "verbose": 0}
+            model.fit(*mine, callbacks=own, **given)
+        models.append(model)
+    assert_same(models[1], models[0])
+
+
+def test_a_second_optimizer_is_restored_though_nothing_was_built(world, tmp_path):
+    """A training that goes on from a checkpoint equals one that was not ended."""
+    folder = keras_dist.broadcast(str(tmp_path))
+    common = {"size": 1, "lr_scaling": "none"}
+    expected, _ = trained(keras_dist.dist_fit, Lazy, **common)
+    trained(keras_dist.dist_fit, Lazy, epochs=1, resume=folder, **common)
+    model, _ = trained(keras_dist.dist_fit, Lazy, seed=9, resume=folder, **common)
+    assert_same(model, expected)
+
+
+@pytest.mark.parametrize("is_on_object", [False, True])
+def test_a_step_that_is_not_of_the_class_is_an_error(world, is_on_object):
+    """No rank trains on with weights of its own."""
+
+    def make():
+        if not is_on_object:
+            return WithoutStep()
+        model = Diffusion()
+        model.train_step = types.MethodType(Diffusion.train_step, model)
+        return model
+
+    def fit():
+        trained(keras_dist.dist_fit, make, 1, seed=world.rank)
+
+    messages = raises_everywhere(RuntimeError, fit)
+    kind = "that was set on the object" if is_on_object else "make_train_function"
+    assert all("without the `train_step`" in text and kind in text for text in messages)
