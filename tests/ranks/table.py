@@ -2,7 +2,7 @@
 
 Usage: python table.py FILE               all of `cases.CASES`
        python table.py FILE FIRST COUNT   random cases, those drawn for so many ranks
-       python table.py FILE ways [PATTERN]   the ways of keras.io whose title and dtype match
+       python table.py FILE ways [PATTERN]  ways of keras.io that match: title, dtype
 """
 
 import json
@@ -68,7 +68,7 @@ def measure_ways(pattern, size):
             expected = oracles(chunk, size, folder / f"{start}")
             for (way, dtype), arrays in zip(chunk, expected, strict=True):
                 row = {"part": way.part, "name": way.name, "dtype": dtype}
-                row["tolerance"] = TOLERANCES[dtype]
+                row["tolerance"] = way.tolerance(dtype)
                 begin = time.perf_counter()
                 try:
                     run = way.run_of(size, folder, is_oracle=False)

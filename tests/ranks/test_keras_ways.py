@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from keras_ways import WAYS
-from keras_ways.way import TOLERANCES, difference, oracles
+from keras_ways.way import difference, oracles
 
 import keras_dist
 
@@ -53,7 +53,7 @@ def test_a_way_equals_one_process(world, expected, folder, way, dtype):
     run = way.run_of(world.size, folder, is_oracle=False)
     arrays = way.arrays(run, dtype)
     largest, name = difference(arrays, expected[way.title, dtype])
-    assert largest <= TOLERANCES[dtype], f"{name}: {largest:.1e}"
+    assert largest <= way.tolerance(dtype), f"{name}: {largest:.1e}"
     digest = hashlib.sha256(b"".join(array.tobytes() for array in arrays.values()))
     assert len(set(keras_dist.gather(digest.hexdigest()))) == 1
 

@@ -205,7 +205,7 @@ def bidirectional(run):
     return model, run.fit(model, padded(WORDS, 5), integers(2))
 
 
-@TEXT.way("CTC of speech", on_three=True)
+@TEXT.way("CTC of speech", on_three=True, is_single=True)
 def ctc(run):
     model = _recognizer()
     run.compile(model, keras.optimizers.Adam(0.01), keras.losses.CTC())
@@ -223,12 +223,12 @@ class CtcLayer(keras.layers.Layer):
         return scores
 
 
-@TEXT.way("CTC in a layer that adds one loss a row")
+@TEXT.way("CTC in a layer that adds one loss a row", is_single=True)
 def ctc_layer(run):
-    recognizer = _recognizer()
+    pictures = keras.Input((8, 3), name="pictures")
     labels = keras.Input((3,), dtype="int32", name="labels")
-    outputs = CtcLayer()(labels, recognizer.output)
-    inputs = {"pictures": recognizer.input, "labels": labels}
+    outputs = CtcLayer()(labels, _recognizer()(pictures))
+    inputs = {"pictures": pictures, "labels": labels}
     model = keras.Model(inputs, outputs)
     run.compile(model, keras.optimizers.SGD(0.01))
     given = {"pictures": floats(8, 3), "labels": integers(5, 3, low=1)}
@@ -334,7 +334,11 @@ def vectorization_in_pipeline(run):
     return model, run.fit(model, data.cache().prefetch(tf.data.AUTOTUNE))
 
 
-@TEXT.way("LoRA: a trained model, and then its low-rank changes", on_three=True)
+@TEXT.way(
+    "LoRA: a trained model, and then its low-rank changes",
+    on_three=True,
+    is_single=True,
+)
 def low_rank(run):
     words = keras.layers.Embedding(WORDS, 4)
     dense = [keras.layers.Dense(6, activation="tanh"), keras.layers.Dense(1)]

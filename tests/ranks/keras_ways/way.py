@@ -91,6 +91,7 @@ class Way:
         on_one: Whether the tests run it on one rank, too.
         on_three: The same on three.
         is_tested: Whether the tests run it, or `make equivalence` alone.
+        is_single: Whether Keras computes some of it in float32 in all models.
     """
 
     part: str
@@ -101,6 +102,11 @@ class Way:
     on_one: bool = False
     on_three: bool = False
     is_tested: bool = True
+    is_single: bool = False
+
+    def tolerance(self, dtype: str) -> float:
+        """The largest relative difference that is rounding."""
+        return TOLERANCES["float32" if self.is_single else dtype]
 
     @property
     def title(self) -> str:
