@@ -5,6 +5,7 @@ each rank draws for itself could not equal one process.
 """
 
 import contextlib
+import hashlib
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -178,6 +179,14 @@ def difference(
     ]
     assert all(np.isfinite(found) for found, _ in differences), "not finite"
     return max(differences)
+
+
+def digest(arrays: dict[str, Any]) -> str:
+    """Equal where the bits of all arrays are."""
+    found = hashlib.sha256()
+    for name in sorted(arrays):
+        found.update(name.encode() + arrays[name].tobytes())
+    return found.hexdigest()
 
 
 def _named_arrays(found: Any, name: str = "") -> Iterator[tuple[str, Any]]:
