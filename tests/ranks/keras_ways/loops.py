@@ -86,13 +86,13 @@ def cosine(run):
     return _schedule(run, cosine)
 
 
-@LOOPS.way("schedules: steps of a rate, in a graph", is_traced=True)
+@LOOPS.way("schedules: steps of a rate, in a graph", is_traced=True, is_tested=False)
 def steps_of_rate(run):
     piecewise = keras.optimizers.schedules.PiecewiseConstantDecay
     return _schedule(run, piecewise([4, 8], [0.05, 0.02, 0.01]))
 
 
-@LOOPS.way("rates set by callbacks", on_three=True)
+@LOOPS.way("rates set by callbacks")
 def rates_by_callbacks(run):
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     model = run.compile(perceptron(4, 1, inputs=5), optimizer, "mse")
@@ -123,7 +123,6 @@ def folds(run):
 
 @LOOPS.way(
     "a second and a third fit",
-    dtypes=("float64", "float32"),
     on_one=True,
     on_three=True,
 )
@@ -151,7 +150,7 @@ class Watching(keras.callbacks.Callback):
         logs["own"] = found["mae"]
 
 
-@LOOPS.way("predict and evaluate in callbacks", on_three=True)
+@LOOPS.way("predict and evaluate in callbacks")
 def watching(run):
     model = run.compile(perceptron(4, 1, inputs=5), "adam", "mse", metrics=["mae"])
     x, y = floats(5), floats(1, seed=1)
@@ -281,7 +280,11 @@ class Likelihood(keras.layers.Layer):
         return ops.sigmoid(logits)
 
 
-@LOOPS.way("an endpoint layer with add_loss of a mean and a metric", is_traced=True)
+@LOOPS.way(
+    "an endpoint layer with add_loss of a mean and a metric",
+    is_traced=True,
+    is_tested=False,
+)
 def endpoint(run):
     inputs, targets = (
         keras.Input((5,), name="inputs"),
@@ -338,7 +341,9 @@ def batches(run):
     return model, first, run.fit(model, generator())
 
 
-@LOOPS.way("several optimizers for the layers, several steps an execution")
+@LOOPS.way(
+    "several optimizers for the layers, several steps an execution", is_tested=False
+)
 def layered(run):
     body, head = keras.optimizers.SGD(0.01, momentum=0.9), keras.optimizers.Adam(0.01)
     model = perceptron(4, 1, inputs=5)
@@ -351,7 +356,7 @@ def layered(run):
     return model.weights, body, head, history
 
 
-@LOOPS.way("accumulated gradients and a moving average of the weights")
+@LOOPS.way("accumulated gradients and a moving average of the weights", is_tested=False)
 def accumulated(run):
     optimizer = keras.optimizers.AdamW(
         0.01, gradient_accumulation_steps=2, use_ema=True, ema_momentum=0.8

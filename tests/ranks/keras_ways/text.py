@@ -112,7 +112,9 @@ def masked_language_model_of_vectors(run):
     )
 
 
-@TEXT.way("transformer with masks: a class for each text", is_traced=True)
+@TEXT.way(
+    "transformer with masks: a class for each text", is_traced=True, is_tested=False
+)
 def transformer(run):
     inputs = keras.Input((6,), dtype="int32")
     x = Block(4)(WordsAndPositions(6, 4)(inputs))
@@ -171,7 +173,11 @@ def sequence_to_sequence(run):
     return model
 
 
-@TEXT.way("characters as vectors, LSTM with a state that is passed on", is_traced=True)
+@TEXT.way(
+    "characters as vectors, LSTM with a state that is passed on",
+    is_traced=True,
+    is_tested=False,
+)
 def character_model(run):
     source, target = keras.Input((None, 4)), keras.Input((None, 4))
     _, *state = keras.layers.LSTM(3, return_state=True)(source)
@@ -336,7 +342,6 @@ def vectorization_in_pipeline(run):
 
 @TEXT.way(
     "LoRA: a trained model, and then its low-rank changes",
-    on_three=True,
     is_single=True,
 )
 def low_rank(run):

@@ -16,7 +16,7 @@ from keras_ways.way import ROWS, Registry
 VISION = Registry("vision")
 
 
-@VISION.way("ConvLSTM: the next pictures of a film", on_three=True)
+@VISION.way("ConvLSTM: the next pictures of a film")
 def conv_lstm(run):
     inputs = keras.Input((None, 5, 5, 1))
     x = keras.layers.ConvLSTM2D(2, 3, padding="same", return_sequences=True)(inputs)
@@ -66,7 +66,7 @@ class AnchorLoss(keras.losses.Loss):
         return ops.sum(focal + positive * gap, axis=-1) / count
 
 
-@VISION.way("object detection: a loss of all anchors", on_three=True)
+@VISION.way("object detection: a loss of all anchors")
 def anchors(run):
     model = keras.Sequential(
         [
@@ -79,7 +79,7 @@ def anchors(run):
     return model, run.fit(model, floats(6, 6, 1), floats(9, 5, seed=1))
 
 
-@VISION.way("segmentation: a class for each pixel, up and down again")
+@VISION.way("segmentation: a class for each pixel, up and down again", is_tested=False)
 def segmentation(run):
     inputs = keras.Input((6, 6, 1))
     down = keras.layers.Conv2D(3, 3, strides=2, padding="same")(inputs)
@@ -136,7 +136,6 @@ def _backbone():
 
 @VISION.way(
     "transfer learning: frozen, then thawed and compiled again",
-    dtypes=("float64", "float32"),
     on_one=True,
     on_three=True,
 )
@@ -171,7 +170,9 @@ def frozen_normalization(run):
     return model, run.fit(model, floats(6, 6, 1), floats(1, seed=1))
 
 
-@VISION.way("weights of one model loaded into the layers of another one")
+@VISION.way(
+    "weights of one model loaded into the layers of another one", is_tested=False
+)
 def loaded_weights(run):
     model = keras.Sequential([_backbone(), keras.layers.Dense(2)])
     model.layers[0].layers[1].trainable = False
@@ -219,7 +220,9 @@ def pictures_of_folder(run):
         return model, run.fit(model, train, epochs=2, validation_data=validation)
 
 
-@VISION.way("films: a picture network for each time, padded to one length")
+@VISION.way(
+    "films: a picture network for each time, padded to one length", is_tested=False
+)
 def films(run):
     x = floats(4, 3)
     lengths = 1 + np.arange(ROWS) % 4
@@ -257,7 +260,7 @@ class Gradual(keras.Model):
         return {"loss": total, "number": losses[0], "label": losses[1]}
 
 
-@VISION.way("two tasks, one train step, a tuple of targets")
+@VISION.way("two tasks, one train step, a tuple of targets", is_tested=False)
 def two_tasks(run):
     model = run.compile(Gradual(), keras.optimizers.Nadam(0.01))
     data = (floats(5), (floats(1, seed=1), integers(3)))
