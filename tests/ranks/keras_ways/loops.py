@@ -305,7 +305,7 @@ class SumOfLosses(keras.Model):
         return ops.sum(ops.square(y - y_pred)) + 0.1 * ops.mean(ops.abs(y_pred))
 
 
-@LOOPS.way("compute_loss of a sum and a mean", on_three=True)
+@LOOPS.way("compute_loss of a sum and a mean", is_traced=True, on_three=True)
 def sum_of_losses(run):
     inputs = keras.Input((5,))
     model = SumOfLosses(inputs, keras.layers.Dense(1)(inputs))
