@@ -185,7 +185,7 @@ def _triplets(run, reduce):
         data = [tf.data.Dataset.from_tensor_slices(part) for part in parts]
         return tf.data.Dataset.zip(tuple(data)).batch(run.batch_size)
 
-    model = run.compile(Triplets(reduce), keras.optimizers.SGD(0.01, momentum=0.9))
+    model = run.compile(Triplets(reduce), keras.optimizers.SGD(0.002, momentum=0.9))
     history = run.fit(model, batches(0), validation_data=batches(3))
     return model.weights, history
 
