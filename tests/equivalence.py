@@ -1,6 +1,7 @@
 """`make equivalence` and `make fuzz`: all ranks against one process.
 
 Usage: python tests/equivalence.py                   writes docs/equivalence.md
+       python tests/equivalence.py ways              writes its part of keras.io alone
        python tests/equivalence.py fuzz FIRST COUNT  tries random cases only
 """
 
@@ -28,6 +29,16 @@ A tolerance with a * belongs to an optimizer that amplifies rounding errors (by 
 or a division by a small moment): it is the largest difference of three runs of one
 process that sum the same batches in another order. In float16, bfloat16 and with
 compression, the tolerance is a few roundings of a number.
+"""
+
+_WAYS = """## Ways to train that keras.io shows
+
+Small models of `tests/ranks/keras_ways/`, each trained as an example or a guide of
+Keras trains its own: by plain `fit` on one process with the global batch, and by
+`dist_fit` at the same learning rate. All weights, the state of the optimizers and the
+logs are compared. The tolerance is 1e-10 in float64 and 1e-5 in float32; where a name
+has a *, Keras itself computes a part in float32, and 1e-5 is that of both. After each
+training all ranks held the same bits.
 """
 
 
@@ -84,14 +95,49 @@ def page(results):
     return "\n".join(lines)
 
 
+def ways_of_page(results):
+    """The text of docs/equivalence.md about the ways of keras.io."""
+    lines = [_WAYS]
+    rows = [
+        [row for row in results[ranks]["rows"] if row["dtype"] == dtype]
+        for ranks in (2, 3)
+        for dtype in ("float64", "float32")
+    ]
+    columns = list(zip(*rows, strict=True))
+    for part, of_part in groupby(columns, key=lambda column: column[0]["part"]):
+        lines += [f"### {part[0].upper()}{part[1:]}", ""]
+        lines += ["| way | 2 ranks, float64 | float32 | 3 ranks, float64 | float32 |"]
+        lines += ["|---|---|---|---|---|"]
+        for column in of_part:
+            is_single = column[0]["tolerance"] == column[1]["tolerance"]
+            cells = [column[0]["name"] + (" *" if is_single else "")]
+            cells += [f"{row['difference']:.1e}" for row in column]
+            lines += [f"| {' | '.join(cells)} |"]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def measured(*arguments):
+    """What 2 and 3 ranks have measured; `None` if not all cases hold."""
+    results = {ranks: run(ranks, *arguments) for ranks in (2, 3)}
+    all_hold = all([report(ranks, found["rows"]) for ranks, found in results.items()])
+    return results if all_hold else None
+
+
 def main(arguments):
     """Returns the exit code."""
-    results = {ranks: run(ranks, *arguments[1:]) for ranks in (2, 3)}
-    all_hold = all([report(ranks, found["rows"]) for ranks, found in results.items()])
-    if all_hold and not arguments:
-        PAGE.write_text(page(results))
+    if arguments[:1] == ["fuzz"]:
+        return 0 if measured(*arguments[1:]) else 1
+    cases = None if arguments else measured()
+    ways = measured("ways", *arguments[1:])
+    if ways is None or (cases is None and not arguments):
+        return 1
+    if not arguments[1:]:
+        title = _WAYS.splitlines()[0]
+        before = page(cases) if cases else PAGE.read_text().partition(title)[0]
+        PAGE.write_text(before.rstrip("\n") + "\n\n" + ways_of_page(ways))
         print(f"Written: {PAGE.relative_to(ROOT)}")
-    return 0 if all_hold else 1
+    return 0
 
 
 if __name__ == "__main__":

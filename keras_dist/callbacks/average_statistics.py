@@ -130,16 +130,34 @@ def variables_by_rule(model: Any) -> dict[str, list[Any]]:
 
 
 def _average(variables: list[Any], rows: Any) -> None:
-    # In float64 the weighted mean of equal float32 values is exact.
     rows = tf.cast(rows, tf.float64)
+    terms = [_exact_terms(variable) for variable in variables]
     *sums, total = comm.sum_tensors(
-        [tf.cast(keras.ops.convert_to_tensor(v), tf.float64) * rows for v in variables]
-        + [rows],
+        [term * rows for of_variable in terms for term in of_variable] + [rows],
         name="keras_dist.statistics",
         dtype=tf.float64,
     )
-    for variable, summed in zip(variables, sums, strict=True):
-        variable.assign(keras.ops.cast(summed / total, variable.dtype))
+    means = iter([summed / total for summed in sums])
+    for variable, of_variable in zip(variables, terms, strict=True):
+        mean = sum(next(means) for _ in of_variable)
+        variable.assign(keras.ops.cast(mean, variable.dtype))
+
+
+def _exact_terms(variable: Any) -> list[Any]:
+    """Numbers of few digits that add up to a weight.
+
+    In float64 the weighted mean of equal float32 values is exact. A float64 has too
+    many digits for that: its first 24 binary digits are averaged by themselves, and the
+    other ones, too.
+    """
+    value = tf.convert_to_tensor(keras.ops.convert_to_tensor(variable))
+    if value.dtype != tf.float64:
+        return [tf.cast(value, tf.float64)]
+    digits = tf.bitcast(value, tf.int64)
+    first = tf.bitwise.bitwise_and(digits, tf.constant(-(2**29), tf.int64))
+    first = tf.bitcast(first, tf.float64)
+    rest = tf.where(tf.math.is_finite(value), value - first, tf.zeros_like(value))
+    return [first, rest]
 
 
 def _add_up(variables: list[Any], before: dict[int, Any]) -> None:

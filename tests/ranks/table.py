@@ -2,18 +2,25 @@
 
 Usage: python table.py FILE               all of `cases.CASES`
        python table.py FILE FIRST COUNT   random cases, those drawn for so many ranks
+       python table.py FILE ways [PATTERN]  ways of keras.io that match: title, dtype
 """
 
 import json
+import re
 import sys
+import tempfile
+import time
 import traceback
 import warnings
+from pathlib import Path
 
 import cases
 import fuzz
 import keras
 import tensorflow as tf
 from claims import assert_equal_to_the_bit, distribute_jobs
+from keras_ways import WAYS
+from keras_ways.way import TOLERANCES, difference, digest, oracles
 
 import keras_dist
 
@@ -45,17 +52,52 @@ def measure(chosen, size):
     return found
 
 
-def main(path, *numbers):
+def measure_ways(pattern, size):
+    """For each way and dtype the difference and the tolerance, or the error."""
+    pairs = [(way, dtype) for way in WAYS for dtype in TOLERANCES]
+    chosen = [
+        (way, dtype)
+        for way, dtype in pairs
+        if re.search(pattern, f"{way.title}, {dtype}")
+    ]
+    found = []
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(keras_dist.broadcast(own))
+        for start in range(0, len(chosen), CHUNK):
+            chunk = chosen[start : start + CHUNK]
+            expected = oracles(chunk, size, folder / f"{start}")
+            for (way, dtype), arrays in zip(chunk, expected, strict=True):
+                row = {"part": way.part, "name": way.name, "dtype": dtype}
+                row["tolerance"] = way.tolerance(dtype)
+                begin = time.perf_counter()
+                try:
+                    run = way.run_of(size, folder, is_oracle=False)
+                    ours = way.arrays(run, dtype)
+                    row["difference"], row["array"] = difference(ours, arrays)
+                    assert len(set(keras_dist.gather(digest(ours)))) == 1
+                except Exception:  # reported in the row; the next way is measured
+                    row["error"] = traceback.format_exc()
+                    print(row["error"], file=sys.stderr, flush=True)
+                row["seconds"] = time.perf_counter() - begin
+                found.append(row)
+                if keras_dist.rank() == 0:
+                    print(json.dumps(row), flush=True)
+        keras_dist.gather("read")  # before the folder is removed
+    return found
+
+
+def main(path, *chosen_by):
     """Writes the versions and the rows."""
     size = keras_dist.size()
-    chosen = cases.CASES
-    if numbers:
-        first, count = map(int, numbers)
+    if chosen_by and chosen_by[0] == "ways":
+        rows = measure_ways("".join(chosen_by[1:]), size)
+    elif chosen_by:
+        first, count = map(int, chosen_by)
         drawn = [fuzz.draw(seed) for seed in range(first, first + count)]
-        chosen = [case for ranks, case in drawn if ranks == size]
+        rows = measure([case for ranks, case in drawn if ranks == size], size)
     else:
         warnings.filterwarnings("error", "Training without XLA")
-    rows = measure(chosen, size)
+        rows = measure(cases.CASES, size)
     if keras_dist.rank() == 0:
         versions = {"TensorFlow": tf.__version__, "Keras": keras.__version__}
         with open(path, "w") as file:

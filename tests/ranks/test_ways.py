@@ -40,6 +40,19 @@ def test_layers_unfrozen_between_two_fits(world, rows):
     assert_equal(models)
 
 
+@pytest.mark.three_ranks
+def test_frozen_weights_of_float64_keep_their_bits(world, rows):
+    """They are averaged like statistics: of equal values the mean is that value."""
+    x, y = rows
+    keras.utils.set_random_seed(6)
+    frozen = keras.layers.Dense(50, dtype="float64", trainable=False)
+    model = keras.Sequential([keras.Input((5,)), frozen, keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    before = frozen.get_weights()[0]
+    keras_dist.dist_fit(model, x, y, batch_size=8, **ARGUMENTS)
+    assert (frozen.get_weights()[0] == before).all()
+
+
 def test_batches_one_by_one(world, rows):
     """`train_on_batch` with an optimizer that averages."""
     x, y = (array[:96] for array in rows)

@@ -1,0 +1,365 @@
+"""What scripts do around `fit`: callbacks, several fits, rates, optimizers."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import psutil
+import tensorflow as tf
+from keras import ops
+
+from keras_ways.data import floats, integers, perceptron
+from keras_ways.generative import update
+from keras_ways.way import ROWS, Registry
+
+LOOPS = Registry("around fit")
+
+
+class Centralized(keras.optimizers.RMSprop):
+    """An optimizer of the user's: the mean of each gradient is subtracted."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        if len(gradient.shape) > 1:
+            axes = list(range(len(gradient.shape) - 1))
+            gradient -= ops.mean(gradient, axis=axes, keepdims=True)
+        super().update_step(gradient, variable, learning_rate)
+
+
+@LOOPS.way("gradient centralization: an optimizer of the user's", is_traced=True)
+def centralized(run):
+    model = run.compile(perceptron(4, 1, inputs=5), Centralized(0.01), "mse")
+    return model, run.fit(model, floats(5), floats(1, seed=1), epochs=2)
+
+
+class Signed(keras.optimizers.Optimizer):
+    """An optimizer of the user's from the ground up, with a state and `apply`."""
+
+    def __init__(self, learning_rate: Any = 0.01, **arguments: Any) -> None:
+        super().__init__(learning_rate=learning_rate, **arguments)
+
+    def build(self, variables: Any) -> None:
+        if not self.built:
+            super().build(variables)
+            self.slow = [self.add_variable_from_reference(v, "slow") for v in variables]
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        norm = ops.sqrt(sum(ops.sum(ops.square(gradient)) for gradient in grads))
+        scaled = [gradient / (1 + norm) for gradient in grads]
+        super().apply(scaled, trainable_variables)
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        slow = self.slow[self._get_variable_index(variable)]
+        self.assign(slow, 0.9 * slow + gradient)
+        self.assign_sub(variable, learning_rate * ops.tanh(slow))
+
+
+@LOOPS.way("an optimizer of the user's with a norm of all gradients", on_three=True)
+def users_optimizer(run):
+    model = run.compile(perceptron(4, 1, inputs=5), Signed(0.05), "mse")
+    return model, run.fit(model, floats(5), floats(1, seed=1))
+
+
+class PerGlobalStep(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule as one process with the global batch has to read it."""
+
+    def __init__(self, inner: Any, size: int) -> None:
+        self.inner, self.size = inner, size
+
+    def __call__(self, step: Any) -> Any:
+        return self.inner(step * self.size) * self.size
+
+
+def _schedule(run, schedule):
+    if run.is_oracle:
+        schedule = PerGlobalStep(schedule, run.size)
+    optimizer = keras.optimizers.SGD(schedule, momentum=0.9)
+    model = run.compile(perceptron(4, 1, inputs=5), optimizer, "mse")
+    x, y = floats(5), floats(1, seed=1)
+    return model, run.fit(model, x, y, epochs=2, lr_scaling="linear")
+
+
+@LOOPS.way("schedules: cosine with warm-up, read at the scaled step", on_three=True)
+def cosine(run):
+    cosine = keras.optimizers.schedules.CosineDecay(
+        0.0, 12, warmup_target=0.05, warmup_steps=6
+    )
+    return _schedule(run, cosine)
+
+
+@LOOPS.way("schedules: steps of a rate, in a graph", is_traced=True, is_tested=False)
+def steps_of_rate(run):
+    piecewise = keras.optimizers.schedules.PiecewiseConstantDecay
+    return _schedule(run, piecewise([4, 8], [0.05, 0.02, 0.01]))
+
+
+@LOOPS.way("rates set by callbacks")
+def rates_by_callbacks(run):
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    model = run.compile(perceptron(4, 1, inputs=5), optimizer, "mse")
+    callbacks = [
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.8),
+        keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, min_delta=10.0),
+    ]
+    x, y = floats(5), floats(1, seed=1)
+    given = {"callbacks": callbacks, "validation_data": (x[:9], y[:9])}
+    return model, run.fit(model, x, y, epochs=4, **given)
+
+
+@LOOPS.way("k-fold cross-validation in a loop", is_traced=True)
+def folds(run):
+    x, y = floats(5, rows=25), floats(1, rows=25, seed=1)
+    scores, models, memory = [], [], []
+    for fold in np.array_split(np.arange(25), 5):
+        others = np.setdiff1d(np.arange(25), fold)
+        model = perceptron(4, 1, inputs=5)
+        run.compile(model, "adam", "mse", metrics=["mae"])
+        history = run.fit(model, x[others], y[others])
+        scores.append(model.evaluate(x[fold], y[fold], verbose=0))
+        models.append([model, history])
+        memory.append(psutil.Process().memory_info().rss)
+    assert memory[-1] <= 1.1 * memory[0]
+    return models, np.mean(scores, axis=0)
+
+
+@LOOPS.way(
+    "a second and a third fit",
+    on_one=True,
+    on_three=True,
+)
+def several_fits(run):
+    optimizer = keras.optimizers.Adam(0.01)
+    model = run.compile(perceptron(4, 1, inputs=5), optimizer, "mse", metrics=["mae"])
+    x, y = floats(5), floats(1, seed=1)
+    first = run.fit(model, x, y)
+    second = run.fit(model, x, y, epochs=3, initial_epoch=1)
+    other = tf.data.Dataset.from_tensor_slices((x[::-1], y)).batch(run.batch_size)
+    return model, first, second, run.fit(model, other, validation_data=(x[:9], y[:9]))
+
+
+class Watching(keras.callbacks.Callback):
+    """Predicts and evaluates at the end of each epoch."""
+
+    def __init__(self, x: Any, y: Any) -> None:
+        super().__init__()
+        self.x, self.y, self.seen = x, y, []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.seen.append(self.model.predict(self.x, verbose=0))
+        found = self.model.evaluate(self.x, self.y, verbose=0, return_dict=True)
+        self.seen.append(found["loss"])
+        logs["own"] = found["mae"]
+
+
+@LOOPS.way("predict and evaluate in callbacks")
+def watching(run):
+    model = run.compile(perceptron(4, 1, inputs=5), "adam", "mse", metrics=["mae"])
+    x, y = floats(5), floats(1, seed=1)
+    watching = Watching(x[:9], y[:9])
+    given = {"callbacks": [watching], "validation_data": (x[9:], y[9:])}
+    history = run.fit(model, x, y, epochs=2, **given)
+    return model, history, watching.seen
+
+
+class Painting(keras.callbacks.Callback):
+    """Writes pictures that the model makes, as the monitors of GANs do."""
+
+    def __init__(self, folder: Any) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        latent = np.linspace(-1, 1, 10).reshape(2, 5)
+        pictures = ops.convert_to_numpy(self.model(latent)).reshape(2, 4, 4, 1)
+        for index, picture in enumerate(pictures):
+            name = f"{keras.config.floatx()}_{index}_{epoch}.png"
+            image = keras.utils.array_to_img(picture)
+            image.save(str(self.folder / name))
+
+
+@LOOPS.way("pictures written in on_epoch_end")
+def painting(run):
+    model = run.compile(perceptron(4, 16, inputs=5), "adam", "mse")
+    callbacks = [Painting(run.folder)]
+    history = run.fit(
+        model, floats(5), floats(16, seed=1), epochs=2, callbacks=callbacks
+    )
+    names = [f"{i}_{e}" for e in range(2) for i in range(2)]
+    paths = [run.folder / f"{keras.config.floatx()}_{name}.png" for name in names]
+    pictures = [
+        keras.utils.img_to_array(
+            keras.utils.load_img(str(path), color_mode="grayscale")
+        )
+        for path in paths
+    ]
+    return model, history, pictures
+
+
+class Interrupting(keras.callbacks.Callback):
+    """The user's Ctrl-C, in the second batch of the second epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if (self.epoch, batch) == (1, 1):
+            raise KeyboardInterrupt
+
+
+@LOOPS.way("KeyboardInterrupt in the middle, and another fit", on_three=True)
+def interrupted(run):
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+    model = run.compile(perceptron(4, 1, inputs=5), optimizer, "mse")
+    x, y = floats(5), floats(1, seed=1)
+    before = None
+    try:
+        run.fit(model, x, y, epochs=3, callbacks=[Interrupting()])
+    except KeyboardInterrupt:
+        before = [np.array(weight) for weight in model.get_weights()]
+    assert before is not None
+    return before, model, run.fit(model, x, y)
+
+
+class OwnStep(keras.Model):
+    """The guide's train step: sample weights, metrics, and a test step."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=y_pred, sample_weight=weight)
+        update(tape, loss, self.optimizer, self)
+        return self._logged(loss, y, y_pred, weight)
+
+    def test_step(self, data: Any) -> Any:
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        y_pred = self(x, training=False)
+        loss = self.compute_loss(y=y, y_pred=y_pred, sample_weight=weight)
+        return self._logged(loss, y, y_pred, weight)
+
+    def _logged(self, loss: Any, y: Any, y_pred: Any, weight: Any) -> Any:
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss, sample_weight=ops.shape(y)[0])
+            else:
+                metric.update_state(y, y_pred, sample_weight=weight)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+@LOOPS.way(
+    "the guide's train step with sample weights and class weights",
+    is_traced=True,
+    on_one=True,
+    on_three=True,
+)
+def own_step(run):
+    inputs = keras.Input((5,))
+    x = keras.layers.Dense(4, "tanh")(inputs)
+    model = OwnStep(inputs, keras.layers.Dense(1, "sigmoid")(x))
+    run.compile(model, "adam", "binary_crossentropy", metrics=["mae"])
+    x, y = floats(5), integers(2)[:, None]
+    weights = np.linspace(0.1, 2, ROWS).astype(keras.config.floatx())
+    first = run.fit(model, x, y, sample_weight=weights, validation_data=(x, y))
+    return model, first, run.fit(model, x, y, class_weight={0: 0.25, 1: 2.0})
+
+
+class Likelihood(keras.layers.Layer):
+    """An endpoint layer: it takes the targets, and adds its loss and a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = keras.metrics.BinaryAccuracy(name="acc")
+
+    def call(self, targets: Any, logits: Any) -> Any:
+        losses = keras.losses.binary_crossentropy(targets, logits, from_logits=True)
+        self.add_loss(ops.mean(losses))
+        self.accuracy.update_state(targets, ops.sigmoid(logits))
+        return ops.sigmoid(logits)
+
+
+@LOOPS.way(
+    "an endpoint layer with add_loss of a mean and a metric",
+    is_traced=True,
+    is_tested=False,
+)
+def endpoint(run):
+    inputs, targets = (
+        keras.Input((5,), name="inputs"),
+        keras.Input((1,), name="targets"),
+    )
+    outputs = Likelihood()(targets, keras.layers.Dense(1)(inputs))
+    model = run.compile(keras.Model([inputs, targets], outputs), "adam")
+    y = integers(2)[:, None].astype(keras.config.floatx())
+    return model, run.fit(model, {"inputs": floats(5), "targets": y})
+
+
+class SumOfLosses(keras.Model):
+    """`compute_loss` of the user's, which adds up the rows."""
+
+    def compute_loss(
+        self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, **_: Any
+    ) -> Any:
+        return ops.sum(ops.square(y - y_pred)) + 0.1 * ops.mean(ops.abs(y_pred))
+
+
+@LOOPS.way("compute_loss of a sum and a mean", is_traced=True, on_three=True)
+def sum_of_losses(run):
+    inputs = keras.Input((5,))
+    model = SumOfLosses(inputs, keras.layers.Dense(1)(inputs))
+    run.compile(model, keras.optimizers.SGD(0.005, momentum=0.9))
+    return model, run.fit(model, floats(5), floats(1, seed=1))
+
+
+class Batches(keras.utils.PyDataset):
+    """Batches of the user's own class."""
+
+    def __init__(self, x: Any, y: Any, batch_size: int) -> None:
+        super().__init__()
+        self.x, self.y, self.batch_size = x, y, batch_size
+
+    def __len__(self) -> int:
+        return -(-len(self.x) // self.batch_size)
+
+    def __getitem__(self, index: int) -> Any:
+        rows = slice(index * self.batch_size, (index + 1) * self.batch_size)
+        return self.x[rows], self.y[rows]
+
+
+@LOOPS.way("batches of a PyDataset and of a generator", on_three=True)
+def batches(run):
+    model = run.compile(perceptron(4, 1, inputs=5), "adam", "mse")
+    data = Batches(floats(5), floats(1, seed=1), run.batch_size)
+    first = run.fit(model, data, validation_data=data)
+
+    def generator():
+        for index in range(len(data)):
+            yield data[index]
+
+    return model, first, run.fit(model, generator())
+
+
+@LOOPS.way(
+    "several optimizers for the layers, several steps an execution", is_tested=False
+)
+def layered(run):
+    body, head = keras.optimizers.SGD(0.01, momentum=0.9), keras.optimizers.Adam(0.01)
+    model = perceptron(4, 1, inputs=5)
+    first = {weight.path for weight in model.layers[0].weights}
+    optimizer = keras.optimizers.MultiOptimizer(
+        lambda variable: body if variable.path in first else head
+    )
+    run.compile(model, optimizer, "mse", run_eagerly=False, steps_per_execution=2)
+    history = run.fit(model, floats(5), floats(1, seed=1), epochs=2)
+    return model.weights, body, head, history
+
+
+@LOOPS.way("accumulated gradients and a moving average of the weights", is_tested=False)
+def accumulated(run):
+    optimizer = keras.optimizers.AdamW(
+        0.01, gradient_accumulation_steps=2, use_ema=True, ema_momentum=0.8
+    )
+    model = run.compile(perceptron(4, 1, inputs=5), optimizer, "mse")
+    return model, run.fit(model, floats(5), floats(1, seed=1), epochs=2)

@@ -1,0 +1,224 @@
+"""A way to train: how it is run by Keras on one process and by `dist_fit` on all ranks.
+
+All ways take their random numbers from the data or from its row's values: noise that
+each rank draws for itself could not equal one process.
+"""
+
+import contextlib
+import hashlib
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from claims import difference_of_states, distribute_jobs
+
+import keras_dist
+
+# Rows of one rank in a step. 22 rows make whole and smaller last steps on 1, 2 and 3
+# ranks, and leave no row out: 4 * 5 + 2, 8 * 2 + 6, 12 + 10.
+BATCH_SIZE = 4
+ROWS = 22
+
+TOLERANCES = {"float64": 1e-10, "float32": 1e-5}
+
+_DIST_FIT = {"lr_scaling": "none"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training of a way, which sees no difference between its two kinds.
+
+    Args:
+        size: Ranks whose batches are one global batch.
+        is_oracle: Whether Keras trains on one process, with the global batch.
+        is_traced: Whether models train in a graph, as by default; else eagerly, which
+            is quicker for few steps.
+        folder: For files; the same on all ranks that train one model.
+    """
+
+    size: int
+    is_oracle: bool
+    is_traced: bool
+    folder: Path
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a batch of the data that `fit` is given."""
+        return BATCH_SIZE * self.size if self.is_oracle else BATCH_SIZE
+
+    def steps(self, count: int) -> int:
+        """`steps_per_epoch` of a script for one process, for so many global batches."""
+        return count if self.is_oracle else count * self.size
+
+    def rate(self, rate: float) -> float:
+        """The learning rate of one process, where ranks scale it by their number."""
+        return rate * self.size if self.is_oracle else rate
+
+    def compile(self, model: Any, *args: Any, **arguments: Any) -> Any:
+        """`model.compile`; returns the model."""
+        how = {"run_eagerly": not self.is_traced, "jit_compile": False}
+        model.compile(*args, **how | arguments)
+        return model
+
+    def fit(self, model: Any, x: Any, y: Any = None, **arguments: Any) -> Any:
+        """`fit` of Keras or of all ranks, in the order of the rows; its `History`.
+
+        Arrays are read in batches of `batch_size`; other data has them by itself.
+        """
+        common: dict[str, Any] = {"shuffle": False, "verbose": 0}
+        if isinstance(x, (np.ndarray, dict, list)):
+            common["batch_size"] = self.batch_size
+        if self.is_oracle:
+            arguments.pop("lr_scaling", None)
+            return model.fit(x, y, **common | arguments)
+        return keras_dist.dist_fit(model, x, y, **_DIST_FIT | common | arguments)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train.
+
+    Args:
+        part: The topic.
+        name: Name of the way, in words.
+        train: Trains, and returns models, optimizers, histories and arrays, in any
+            nesting: all of them are compared.
+        is_traced: As of `Run`.
+        dtypes: In which the tests run it; `make equivalence` runs it in both.
+        on_one: Whether the tests run it on one rank, too.
+        on_three: The same on three.
+        is_tested: Whether the tests run it, or `make equivalence` alone.
+        is_single: Whether Keras computes some of it in float32 in all models.
+    """
+
+    part: str
+    name: str
+    train: Callable[[Run], Any]
+    is_traced: bool = False
+    dtypes: tuple[str, ...] = ("float64",)
+    on_one: bool = False
+    on_three: bool = False
+    is_tested: bool = True
+    is_single: bool = False
+
+    def tolerance(self, dtype: str) -> float:
+        """The largest relative difference that is rounding."""
+        return TOLERANCES["float32" if self.is_single else dtype]
+
+    @property
+    def title(self) -> str:
+        """Part and name, which no other way has."""
+        return f"{self.part}: {self.name}"
+
+    def arrays(self, run: Run, dtype: str) -> dict[str, Any]:
+        """What the training leaves, as arrays by name, in models of this dtype."""
+        with _models_in(dtype):
+            keras.utils.set_random_seed(5)
+            return dict(_named_arrays(self.train(run)))
+
+    def run_of(self, size: int, folder: Path, *, is_oracle: bool) -> Run:
+        """A run of this way, by `size` ranks or by one process."""
+        return Run(size, is_oracle, self.is_traced, folder)
+
+
+@dataclass
+class Registry:
+    """The ways of a file, in their order."""
+
+    part: str
+    ways: list[Way] = field(default_factory=list)
+
+    def way(self, name: str, **options: Any) -> Callable[[Any], Any]:
+        """Adds the decorated function, which trains."""
+
+        def add(train: Callable[[Run], Any]) -> Callable[[Run], Any]:
+            self.ways.append(Way(self.part, name, train, **options))
+            return train
+
+        return add
+
+
+def oracles(
+    chosen: list[tuple[Way, str]], size: int, folder: Path
+) -> list[dict[str, Any] | str]:
+    """What one process leaves, of each way and dtype; every rank computes some of them.
+
+    An error is the text of it: the other ranks must not wait for the one that has it.
+    """
+
+    def job(index: int, way: Way, dtype: str) -> dict[str, Any] | str:
+        own = folder / f"oracle{index}"
+        own.mkdir(parents=True)
+        try:
+            return way.arrays(way.run_of(size, own, is_oracle=True), dtype)
+        except Exception:
+            return traceback.format_exc()
+
+    return distribute_jobs(
+        [
+            lambda index=index, way=way, dtype=dtype: job(index, way, dtype)
+            for index, (way, dtype) in enumerate(chosen)
+        ]
+    )
+
+
+def difference(
+    arrays: dict[str, Any], expected: dict[str, Any] | str
+) -> tuple[float, str]:
+    """The largest relative difference, and the name of the array that has it."""
+    assert isinstance(expected, dict), f"one process failed: {expected}"
+    apart = sorted(arrays.keys() ^ expected.keys())
+    assert not apart, f"on one process or on the ranks alone: {apart}"
+    differences = [
+        (difference_of_states([arrays[name]], [expected[name]]), name)
+        for name in arrays
+    ]
+    assert all(np.isfinite(found) for found, _ in differences), "not finite"
+    return max(differences)
+
+
+def digest(arrays: dict[str, Any]) -> str:
+    """Equal where the bits of all arrays are."""
+    found = hashlib.sha256()
+    for name in sorted(arrays):
+        found.update(name.encode() + arrays[name].tobytes())
+    return found.hexdigest()
+
+
+def _named_arrays(found: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(found, keras.callbacks.History):
+        logs = found.history
+        known = {key: logs[key] for key in logs if key != "rows_per_second"}
+        yield from _named_arrays(known, name + "logs ")
+    elif isinstance(found, keras.Model):
+        weights = {f"weight {i}": weight for i, weight in enumerate(found.weights)}
+        optimizer = getattr(found, "optimizer", None)
+        yield from _named_arrays([weights, optimizer], name)
+    elif isinstance(found, keras.optimizers.Optimizer):
+        yield from _named_arrays([v.value for v in found.variables], name + "state ")
+    elif isinstance(found, dict):
+        for key, value in found.items():
+            yield from _named_arrays(value, f"{name}{key} ")
+    elif isinstance(found, (list, tuple)):
+        for index, value in enumerate(found):
+            yield from _named_arrays(value, f"{name}{index} ")
+    elif found is not None:
+        array = keras.ops.convert_to_numpy(found)
+        yield name.strip(), np.asarray(array, dtype="float64")
+
+
+@contextlib.contextmanager
+def _models_in(dtype: str) -> Iterator[None]:
+    """Inside the block, models and their data are of this dtype."""
+    before = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx(dtype)
+    keras.config.set_dtype_policy(dtype)
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(before[0])
+        keras.config.set_dtype_policy(before[1])

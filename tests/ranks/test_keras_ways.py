@@ -1,0 +1,61 @@
+"""Each way to train that keras.io shows gives what one process gives.
+
+Weights, optimizers' state and logs are compared in float64, where rounding hides
+nothing; some of them in float32, too. `make equivalence` runs all ways in both, and
+lists them in `docs/equivalence.md`.
+"""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from keras_ways import WAYS
+from keras_ways.way import difference, digest, oracles
+
+import keras_dist
+
+
+def cases():
+    """Each way, in each dtype that the tests have time for."""
+    for way in WAYS:
+        for dtype in way.dtypes if way.is_tested else ():
+            marks = [] if way.on_one else [pytest.mark.several_ranks]
+            marks += [pytest.mark.three_ranks] if way.on_three else []
+            yield pytest.param(way, dtype, id=f"{way.title}, {dtype}", marks=marks)
+
+
+@pytest.fixture(scope="module")
+def folder():
+    """A folder that all ranks have."""
+    with tempfile.TemporaryDirectory() as own:
+        yield Path(keras_dist.broadcast(own))
+
+
+@pytest.fixture(scope="module")
+def expected(request, folder):
+    """What one process leaves of each way; every rank computes some of them."""
+    chosen = [
+        (item.callspec.params["way"], item.callspec.params["dtype"])
+        for item in request.session.items
+        if "way" in getattr(getattr(item, "callspec", None), "params", {})
+    ]
+    found = oracles(chosen, keras_dist.size(), folder)
+    return {
+        (way.title, dtype): arrays
+        for (way, dtype), arrays in zip(chosen, found, strict=True)
+    }
+
+
+@pytest.mark.parametrize(("way", "dtype"), cases())
+def test_a_way_equals_one_process(world, expected, folder, way, dtype):
+    """Weights, state and logs, and the same bits on all ranks."""
+    run = way.run_of(world.size, folder, is_oracle=False)
+    arrays = way.arrays(run, dtype)
+    largest, name = difference(arrays, expected[way.title, dtype])
+    assert largest <= way.tolerance(dtype), f"{name}: {largest:.1e}"
+    assert len(set(keras_dist.gather(digest(arrays)))) == 1
+
+
+def test_at_least_forty_ways_are_tried():
+    """Each has a name of its own."""
+    assert len({way.title for way in WAYS}) == len(WAYS) >= 40
