@@ -242,7 +242,9 @@ def distributed(model: Any, setup: FitSetup) -> Iterator[None]:
         yield
 
 
-def _averaging(model: Any, setup: FitSetup, stack: contextlib.ExitStack) -> Callable[[], None]:
+def _averaging(
+    model: Any, setup: FitSetup, stack: contextlib.ExitStack
+) -> Callable[[], None]:
     """A function that makes all optimizers average that do not yet, until the end."""
     known: set[int] = set()
 
