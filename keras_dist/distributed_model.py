@@ -78,10 +78,10 @@ class DistributedModel:
                 given = x, y, batch_size, verbose, sample_weight, steps, callbacks
                 return self.model.evaluate(*given, return_dict=return_dict)
             x = comm.run_on_all(lambda: same_batches.opened(x))
-            split = same_batches.split_of({"validation": x}, options.shard)
+            spec = same_batches.shard_spec_of({"validation": x}, options.shard)
             pieces = x, y, sample_weight
             feed = comm.run_on_all(
-                lambda: self._feed(pieces, batch_size, steps, options, split)
+                lambda: self._feed(pieces, batch_size, steps, options, spec)
             )
             comm.agree(feed.facts, advice=_ADVICE)
             is_of_all = _evaluating(self.model, feed)
@@ -102,7 +102,7 @@ class DistributedModel:
         batch_size: int | None,
         steps: int | None,
         options: Options,
-        split: sharding.Split,
+        spec: sharding.ShardSpec,
     ) -> sharding.Feed:
         check_model(self.model)
         return sharding.validation_feed(
@@ -110,7 +110,7 @@ class DistributedModel:
             batch_size=batch_size,
             steps=steps,
             steps_rule=options.validation_steps_scaling,
-            split=split,
+            spec=spec,
         )
 
     def predict(

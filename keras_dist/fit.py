@@ -14,7 +14,7 @@ from keras_dist.callbacks.learning_rate_warmup import rate_factor_of_step
 from keras_dist.setup import same_batches
 from keras_dist.setup.arguments import KerasArguments
 from keras_dist.setup.checks import check_model
-from keras_dist.setup.job import Job, prepare
+from keras_dist.setup.fit_setup import FitSetup, prepare
 from keras_dist.setup.options import Options
 from keras_dist.training import step
 from keras_dist.training.autotune import untuned
@@ -180,21 +180,21 @@ def _train(
         given = comm.run_on_all(lambda: _opened(model, given))
         seed = comm.broadcast(_seed_of_order(model))
         resumed = checkpoint.opened(options, given.callbacks, seed)
-        split = same_batches.split_of(
+        spec = same_batches.shard_spec_of(
             {"training": given.x, "validation": given.validation_data},
             options.shard,
             process_set=options.process_set,
             seed=seed,
         )
-        split = split if resumed is None else resumed.placed(split)
-        job = comm.run_on_all(lambda: prepare(model, given, options, split))
-        comm.agree(job.facts(), advice=_ADVICE)
+        spec = spec if resumed is None else resumed.placed(spec)
+        setup = comm.run_on_all(lambda: prepare(model, given, options, spec))
+        comm.agree(setup.facts(), advice=_ADVICE)
         if comm.rank() == 0 and given.verbose != 0:
-            _print(str(job.plan))
-        with comm.explained(), distributed(model, job), sharding.reading(job.feeds):
+            _print(str(setup.plan))
+        with comm.explained(), distributed(model, setup), sharding.reading(setup.feeds):
             scope = session_of(model).metrics
             opening = raising_on_all(scope.data.own_error, scope.is_opening)
-            saving = checkpoint.saving(resumed, job)
+            saving = checkpoint.saving(resumed, setup)
             with comm.timeline(options.timeline), opening, saving as arguments:
                 return model.fit(**arguments)
 
@@ -223,28 +223,28 @@ def _print(text: str) -> None:
 
 
 @contextlib.contextmanager
-def distributed(model: Any, job: Job) -> Iterator[None]:
+def distributed(model: Any, setup: FitSetup) -> Iterator[None]:
     """Inside the block, `model` trains on all ranks; then it is a plain model again."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(untuned(model))
         session = step.install(model)
         session.holder.hold()
         stack.callback(step.uninstall, model, is_end=True)
-        has_rows = job.validation is None or job.validation.has_rows
-        session.metrics.use(EvaluatedData(has_rows, tuple(job.feeds)))
-        session.training.use(job.training)
+        has_rows = setup.validation is None or setup.validation.has_rows
+        session.metrics.use(EvaluatedData(has_rows, tuple(setup.feeds)))
+        session.training_data.use(setup.training)
         for found in optimizer.optimizers_of(model):
             if comm.size() > 1:
-                stack.enter_context(optimizer.averaging(found, job.averaging))
+                stack.enter_context(optimizer.averaging(found, setup.averaging))
             stack.callback(optimizer.unscale_rate, found)
             stack.callback(optimizer.unwatch, found)
         # A MultiOptimizer may have no inner optimizers before it is built.
-        session.first_step.call_last(lambda: _scale_rates(model, job))
+        session.first_step.call_last(lambda: _scale_rates(model, setup))
         yield
 
 
-def _scale_rates(model: Any, job: Job) -> None:
-    factor = rate_factor_of_step(full=job.factor, warmup_steps=job.warmup_steps)
-    if factor is not None or job.step_multiplier > 1:
+def _scale_rates(model: Any, setup: FitSetup) -> None:
+    factor = rate_factor_of_step(full=setup.factor, warmup_steps=setup.warmup_steps)
+    if factor is not None or setup.step_multiplier > 1:
         for found in optimizer.optimizers_of(model):
-            optimizer.scale_rate(found, factor, step_multiplier=job.step_multiplier)
+            optimizer.scale_rate(found, factor, step_multiplier=setup.step_multiplier)

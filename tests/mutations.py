@@ -195,9 +195,23 @@ MUTATIONS = [
     Mutation(
         "losses: masks",
         "training/losses.py",
-        "return part / context.row_fraction(tf.float32)",
-        "return None",
+        "term = Term(value, divisor=divisor)",
+        "term = Term(value * 0)",
         ("test_cases.py", "padded"),
+    ),
+    Mutation(
+        "losses: sums outside of Loss objects",
+        "training/row_probe.py",
+        "return Kind.MEAN if is_mean else Kind.SUM",
+        "return Kind.MEAN",
+        ("test_sums.py", "own_sum"),
+    ),
+    Mutation(
+        "losses: masked means by a user's code",
+        "training/row_terms.py",
+        "return below",
+        "return tf.ones_like(below)",
+        ("test_sums.py", "masked"),
     ),
     Mutation(
         "options: float16 has a scale",

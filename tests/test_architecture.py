@@ -14,9 +14,9 @@ import keras_dist
 
 PACKAGE = Path(keras_dist.__file__).parent
 
-# Room (a file or a folder): floor. A room may import rooms of its own floor that do not
-# import it back, and those below.
-FLOORS = {
+# Each folder and file at the top of the package, and its layer. It may import those of
+# its own layer that do not import it back, and those below.
+LAYERS = {
     "version": 0,
     "mixin": 0,
     "scaling": 0,
@@ -42,8 +42,8 @@ FLOORS = {
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-def room_of(path):
-    """The room in which a file stands."""
+def member_of(path):
+    """The folder at the top of the package in which a file is, or the file itself."""
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
@@ -60,29 +60,29 @@ def imports_of(path):
     return found
 
 
-def rooms_imported_by(path):
-    """Rooms of this package that a file imports, other than its own."""
+def members_imported_by(path):
+    """Folders and files at the top that a file imports, other than its own."""
     parts = (name.split(".") for name in imports_of(path))
-    rooms = {part[1] for part in parts if part[0] == "keras_dist" and len(part) > 1}
-    return (rooms & set(FLOORS)) - {room_of(path)}
+    found = {part[1] for part in parts if part[0] == "keras_dist" and len(part) > 1}
+    return (found & set(LAYERS)) - {member_of(path)}
 
 
-def test_every_file_has_a_floor():
-    """A new room is welcome, with a place in the table."""
-    assert {room_of(path) for path in FILES} <= set(FLOORS)
+def test_every_file_has_a_layer():
+    """A new folder is welcome, with a line in the table."""
+    assert {member_of(path) for path in FILES} <= set(LAYERS)
 
 
 def test_imports_only_go_down():
-    """No room imports one above it, and no two import each other."""
+    """No folder imports one above it, and no two import each other."""
     edges = {
-        (room_of(path), room) for path in FILES for room in rooms_imported_by(path)
+        (member_of(path), name) for path in FILES for name in members_imported_by(path)
     }
     for upper, lower in edges:
-        assert FLOORS[lower] <= FLOORS[upper], f"{upper} imports {lower}"
+        assert LAYERS[lower] <= LAYERS[upper], f"{upper} imports {lower}"
         assert (lower, upper) not in edges, f"{upper} and {lower} import each other"
 
 
-def test_only_the_door_imports_horovod():
+def test_only_two_files_import_horovod():
     """Everything else runs where Horovod is not installed.
 
     The launcher's store, which needs no TensorFlow, is the other one.
@@ -95,14 +95,14 @@ def test_only_the_door_imports_horovod():
     assert importers == {"comm/transport.py", "launch/rendezvous.py"}
 
 
-def test_no_private_door_is_used():
+def test_no_private_module_is_imported():
     """`keras.src` and `tensorflow.python` change without notice."""
     for path in FILES:
         for name in imports_of(path):
             assert not name.startswith(("keras.src", "tensorflow.python")), path
 
 
-def test_rooms_keep_their_size():
+def test_files_keep_their_size():
     """A file over 300 lines, or a function over 40, has two reasons to change."""
     for path in FILES:
         assert len(path.read_text().splitlines()) <= 300, path
@@ -235,16 +235,16 @@ def test_state_is_changed_by_its_owner():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 owner = ast.unparse(node.value).split(".")[-1]
-                assert owner not in fields - {"training"}, f"{path}: {node.attr}"
+                assert owner not in fields, f"{path}: {node.attr}"
 
 
 def test_one_context_variable_carries_a_step():
     """From the train step through Keras into `apply`; there is no second way."""
-    rooms = ("training", "optimizer")
+    folders = ("training", "optimizer")
     made = [
         path
         for path in FILES
-        if room_of(path) in rooms
+        if member_of(path) in folders
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("ContextVar")
     ]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.sharding import Split, Stream, own_error
+from keras_dist.sharding import ShardSpec, Stream, own_error
 from keras_dist.sharding.batches import rank_batches
 
 ROWS, BATCH, BATCHES = 36, 4, 9
@@ -100,9 +100,9 @@ def test_a_pass_of_one_rank_reads_all(size):
     for number in range(max(2, TIMES // 20)):
         dataset = pipeline.cache()
         for rank in range(size):
-            split = Split(rank, size, keeps_position=size == 1)
+            spec = ShardSpec(rank, size, keeps_position=size == 1)
             own = rank_batches(
-                Stream(dataset), split, is_sharded=True, is_training=bool(number % 2)
+                Stream(dataset), spec, is_sharded=True, is_training=bool(number % 2)
             )
             steps = own.length or BATCHES
             for _, _batch in zip(range(int(steps)), own.data, strict=False):
@@ -128,7 +128,7 @@ def test_a_pass_that_ends_too_early_is_an_error(tmp_path, size, batches, is_know
         for is_training in (True, False):
             own = rank_batches(
                 Stream(dataset),
-                Split(size - 1, size),
+                ShardSpec(size - 1, size),
                 is_sharded=is_sharded,
                 is_training=is_training,
             )

@@ -6,7 +6,7 @@ import pytest
 
 from keras_dist import optimizer
 from keras_dist.checkpoint.callback_states import CallbackStates
-from keras_dist.sharding import Position
+from keras_dist.sharding import DataPosition
 from keras_dist.sharding.batches_schedule import batch_schedule_of
 
 
@@ -29,7 +29,7 @@ def test_schedules_and_warmup_resume_on_other_numbers_of_ranks():
 
     two = leaf_at(100, warmup(600, 2.0), 2)
     three = leaf_at(100, warmup(400, 3.0), 3)
-    optimizer.restore_progress(three, optimizer.position_of(two), 400 / 600)
+    optimizer.restore_rate_progress(three, optimizer.rate_progress(two), 400 / 600)
     plain = keras.optimizers.schedules.ExponentialDecay(0.1, 1000, 0.5)
     np.testing.assert_allclose(three.learning_rate, plain(200), rtol=1e-6)
     three.iterations.assign(150)  # a quarter of the rest of the warm-up
@@ -37,13 +37,15 @@ def test_schedules_and_warmup_resume_on_other_numbers_of_ranks():
     before = optimizer.effective_rate(three) / float(plain(347))
     np.testing.assert_allclose(before, 1 + 2 * (400 / 6 + 49) / 400, rtol=1e-5)
     again = leaf_at(150, warmup(400, 3.0), 3)
-    optimizer.restore_progress(again, optimizer.position_of(three), 1)
+    optimizer.restore_rate_progress(again, optimizer.rate_progress(three), 1)
     assert optimizer.effective_rate(again) == optimizer.effective_rate(three)
     one = leaf_at(150, None, 1)
-    optimizer.restore_progress(one, optimizer.position_of(three), 0)
+    optimizer.restore_rate_progress(one, optimizer.rate_progress(three), 0)
     np.testing.assert_allclose(one.learning_rate, plain(350), rtol=1e-6)
     same = leaf_at(150, None, 1)
-    optimizer.restore_progress(same, optimizer.position_of(leaf_at(150, None, 1)), 1)
+    optimizer.restore_rate_progress(
+        same, optimizer.rate_progress(leaf_at(150, None, 1)), 1
+    )
     assert type(same) is keras.optimizers.SGD
 
 
@@ -62,7 +64,9 @@ def test_every_batch_of_an_epoch_is_read_once():
             assert (whole.steps, whole.is_within_epoch) == (23 // before, False)
             for done in range(1, whole.steps):
                 position = whole.position(2, done)
-                assert position == Position(2, done, whole.steps, 2, done * before, 23)
+                assert position == DataPosition(
+                    2, done, whole.steps, 2, done * before, 23
+                )
                 rest = batch_schedule_of(
                     position, size=after, steps_after=steps_after(after), **sizes
                 )
@@ -76,15 +80,20 @@ def test_every_batch_of_an_epoch_is_read_once():
                     position = rest.position(2, more)
                     assert position.row == done * before + more * after
                     assert position.steps - position.done == left - more
-                assert rest.position(2, left) == Position(3, 0, 23 // after, 3, 0, 23)
+                assert rest.position(2, left) == DataPosition(
+                    3, 0, 23 // after, 3, 0, 23
+                )
 
 
 def test_other_batches_are_refused_in_the_middle():
     """At the beginning of an epoch they are accepted."""
     sizes = {"size": 2, "steps_after": lambda skipped: 5}
     with pytest.raises(ValueError, match="Received: 10 batches"):
-        batch_schedule_of(Position(0, 1, 5, 0, 2, 11), length=10, **sizes)
-    assert batch_schedule_of(Position(1, 0, 5, 1, 0, 11), length=10, **sizes).epoch == 1
+        batch_schedule_of(DataPosition(0, 1, 5, 0, 2, 11), length=10, **sizes)
+    assert (
+        batch_schedule_of(DataPosition(1, 0, 5, 1, 0, 11), length=10, **sizes).epoch
+        == 1
+    )
 
 
 class HasStateDict(keras.callbacks.Callback):

@@ -21,7 +21,7 @@ from data_kinds import (
     ids_of_batches,
 )
 
-from keras_dist.sharding import Split, Stream, training_feed, validation_feed
+from keras_dist.sharding import ShardSpec, Stream, training_feed, validation_feed
 
 FIRST = int(os.environ.get("ROWS_FIRST", "0"))
 COUNT = int(os.environ.get("ROWS_COUNT", "40"))
@@ -33,10 +33,10 @@ CHUNK = 20
 QUICK = ["arrays", *SEQUENCES]
 
 
-def split_of(case: Case, rank: int, name: str) -> Split:
-    """How `same_batches.split_of` divides it, where all ranks have the same."""
+def spec_of(case: Case, rank: int, name: str) -> ShardSpec:
+    """How `same_batches.spec_of` divides it, where all ranks have the same."""
     is_in_batches = case.kind in BATCHES
-    return Split(
+    return ShardSpec(
         rank,
         case.size,
         seed=3,
@@ -57,7 +57,7 @@ def training(case: Case, rank: int) -> Any:
         shuffle=case.shuffle,
         steps_per_epoch=case.steps if case.kind in ARRAYS else None,
         steps_rule="divide",
-        split=split_of(case, rank, "training"),
+        spec=spec_of(case, rank, "training"),
     )
 
 
@@ -69,7 +69,7 @@ def validation(case: Case, rank: int) -> Any:
         batch_size=case.batch_size,
         steps=None,
         steps_rule="divide",
-        split=split_of(case, rank, "validation"),
+        spec=spec_of(case, rank, "validation"),
     )
 
 

@@ -3,13 +3,14 @@
 import io
 import os
 import re
+import shlex
 import sys
 
 import pytest
 from launch import ROOT, launch
 
 from keras_dist.launch.output import Output
-from keras_dist.launch.startup_noise import VARIABLE, is_startup_noise
+from keras_dist.launch.startup_noise import VARIABLE, has_nvidia, is_startup_noise
 
 # Printed by TensorFlow 2.18.1, 2.19.1, 2.20.0 and 2.21.0 on a machine without a GPU,
 # and, from gpu_device.cc on, quoted by their users from machines with one.
@@ -50,7 +51,8 @@ KNOWN = [line.encode() for line in _KNOWN.strip().splitlines()]
 
 # What is like a known line, or an error beside them.
 _OTHERS = r"""
-E0000 00:00:1795352674.194535   28628 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: Failed call to cuInit: UNKNOWN ERROR (303)
+E0000 00:00:1795352674.194535   28628 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: Failed call to cuInit: CUDA_ERROR_UNKNOWN: unknown error
+E0000 00:00:1795352674.194535   28628 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: Failed call to cuInit: UNKNOWN ERROR (304)
 2025-02-18 02:54:09.566582: E external/local_xla/xla/stream_executor/cuda/cuda_driver.cc:152] failed call to cuInit: INTERNAL: CUDA error: Failed call to cuInit: CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected
 W0000 00:00:1764044088.195750   20660 gpu_device.cc:2341] Cannot dlopen some GPU libraries. Please make sure the missing libraries mentioned above are installed properly if you would like to use GPU. Follow the guide at https://www.tensorflow.org/install/gpu for how to download and setup the required libraries for your platform.
 Skipping registering GPU devices...
@@ -74,6 +76,39 @@ I think that oneDNN custom operations are on.
 
 """  # noqa: E501
 OTHERS = [line.encode() for line in _OTHERS[1:].split("\n")]
+
+
+# Of TensorFlow 2.21 and 2.18: known where there is nothing of NVIDIA's.
+_CUDA = r"""
+E0000 00:00:1795352674.194535   28628 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: Failed call to cuInit: UNKNOWN ERROR (303)
+2025-02-13 18:31:41.211563: E external/local_xla/xla/stream_executor/cuda/cuda_driver.cc:152] failed call to cuInit: INTERNAL: CUDA error: Failed call to cuInit: UNKNOWN ERROR (303)
+"""  # noqa: E501
+CUDA = [line.encode() for line in _CUDA.strip().splitlines()]
+
+
+@pytest.mark.parametrize("line", CUDA)
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("dev/nvidiactl", ""),
+        ("dev/dxg", ""),
+        ("proc/driver/nvidia/version", "NVRM version: …"),
+        ("sys/bus/pci/devices/0000:00:04.0/vendor", "0x10de\n"),
+    ],
+)
+def test_an_error_of_cuda_is_noise_only_without_nvidia(tmp_path, line, file, content):
+    """With a driver, or a device without one, it is an error and shown."""
+    other = tmp_path / "sys/bus/pci/devices/0000:00:03.0/vendor"
+    other.parent.mkdir(parents=True)
+    other.write_text("0x8086\n")
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvme0").touch()
+    assert is_startup_noise(line, root=tmp_path)
+    for changed in (line.replace(b": E ", b": F ").replace(b"E0", b"F0"), line + b"!"):
+        assert not is_startup_noise(changed, root=tmp_path)
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text(content)
+    assert has_nvidia(tmp_path) and not is_startup_noise(line, root=tmp_path)
 
 
 @pytest.mark.parametrize("line", KNOWN)
@@ -241,9 +276,12 @@ def _run(*words, **variables):
 
 
 def test_the_installed_tensorflow_starts_without_a_word(tmp_path):
-    """What it prints is in the file of the rank; each line of it is known."""
+    """Also as it lists GPUs; it is in the file of the rank, and each line is known."""
     script, own = tmp_path / "script.py", "an error of mine"
-    script.write_text(f"import tensorflow, sys\nprint({own!r}, file=sys.stderr)\n")
+    lists = "" if has_nvidia() else "tensorflow.config.list_physical_devices()"
+    script.write_text(
+        f"import tensorflow, sys\n{lists}\nprint({own!r}, file=sys.stderr)\n"
+    )
     done = _run("-np", 1, "--log-dir", tmp_path, script)
     printed = (tmp_path / "rank.0.log").read_bytes().splitlines()
     known = [line for line in printed if is_startup_noise(line)]
@@ -274,12 +312,17 @@ def test_all_that_a_script_prints_is_shown_but_noise(tmp_path, verbose):
 
 @pytest.mark.parametrize("verbose", ["0", "1"])
 def test_ranks_on_other_hosts_are_as_quiet(tmp_path, verbose):
-    """The stand-in for ssh passes on no variable, as ssh does not."""
+    """The stand-in for ssh passes on no variable, as ssh does not.
+
+    The agent decides, not the launcher, whose host may have other devices.
+    """
     script, ssh = tmp_path / "script.py", tmp_path / "ssh"
     script.write_text(f"import os\nos.write(2, {KNOWN[0]!r} + b'\\nmine\\n')\n")
-    ssh.write_text(f'#!/bin/sh\nunset {VARIABLE}\nexec sh -c "$2"\n')
+    say = f"printf '%s\\n' {shlex.quote(KNOWN[1].decode())} >&2"
+    ssh.write_text(f'#!/bin/sh\nunset {VARIABLE}\n{say}\nexec sh -c "$2"\n')
     ssh.chmod(0o755)
     hosts = ["-H", "a:1", "--ssh", ssh, "--address", "127.0.0.1"]
     done = _run(*hosts, script, **{VARIABLE: verbose})
     expected = [KNOWN[0].decode(), "mine"] if verbose == "1" else ["mine"]
+    expected.insert(0, KNOWN[1].decode())
     assert done.stderr.splitlines() == expected

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.sharding import Channel, Split, Stream, training_feed
+from keras_dist.sharding import Channel, ShardSpec, Stream, training_feed
 from keras_dist.sharding.batches import rank_batches
 from keras_dist.sharding.batches_stream import length_of
 
@@ -53,8 +53,8 @@ MAKERS = {
 
 def read(data, rank, size, is_training):
     """Rows of `x` that a rank reads, batch by batch."""
-    split = Split(rank, size)
-    own = rank_batches(Stream(data), split, is_sharded=True, is_training=is_training)
+    spec = ShardSpec(rank, size)
+    own = rank_batches(Stream(data), spec, is_sharded=True, is_training=is_training)
     batches = own.data
     if isinstance(batches, keras.utils.PyDataset):
         batches = [batches[index] for index in range(batches.num_batches)]
@@ -112,9 +112,9 @@ def test_a_shuffled_sequence_has_one_order_whatever_the_size():
             shards = []
             for rank in range(size):
                 stream = Stream(Sequence(make_batches(12, 1)))
-                split = Split(rank, size, seed=4)
+                spec = ShardSpec(rank, size, seed=4)
                 own = rank_batches(
-                    stream, split, is_sharded=True, is_training=False, shuffle=True
+                    stream, spec, is_sharded=True, is_training=False, shuffle=True
                 )
                 own.epoch.assign(epoch)
                 shards.append([own.data[i][0][0] for i in range(own.data.num_batches)])
@@ -136,7 +136,7 @@ def test_shuffled_batches_of_uneven_sizes_leave_no_rank_without_rows():
         for rank in range(4):
             own = rank_batches(
                 Stream(Sequence(batches)),
-                Split(rank, 4, seed=1),
+                ShardSpec(rank, 4, seed=1),
                 is_sharded=True,
                 is_training=True,
                 shuffle=True,
@@ -163,7 +163,7 @@ def test_the_indices_of_the_last_batches_of_unknown_length_are_known():
             shuffle=False,
             steps_per_epoch=None,
             steps_rule="divide",
-            split=Split(rank, 3, same={"training": True}),
+            spec=ShardSpec(rank, 3, same={"training": True}),
         )
         assert len(list(feed.arguments["x"])) == 2
         assert [list(feed.batches_at(0, step)) for step in (0, 1)] == [[rank], [3, 4]]
@@ -177,9 +177,9 @@ def test_worker_processes_get_no_channel():
             pass
 
     channel = Channel(sum=lambda value: value, gather=lambda value: [value] * 2)
-    split = Split(0, 2, channel=channel)
+    spec = ShardSpec(0, 2, channel=channel)
     stream = Stream(Shuffled(make_batches(4, 3)))
-    own = rank_batches(stream, split, is_sharded=True, is_training=True).data
+    own = rank_batches(stream, spec, is_sharded=True, is_training=True).data
     assert own._channel is channel
     assert own.__getstate__()["_channel"] is None
 
@@ -187,7 +187,7 @@ def test_worker_processes_get_no_channel():
 def test_an_infinite_data_set_is_sharded_without_an_end():
     """It has no tail, whose rows would be sharded."""
     data = dataset_of(make_batches(2, 3)).repeat()
-    own = rank_batches(Stream(data), Split(1, 3), is_sharded=True, is_training=True)
+    own = rank_batches(Stream(data), ShardSpec(1, 3), is_sharded=True, is_training=True)
     assert own.length == math.inf == length_of(data)
     assert [x.numpy()[0] for x, _ in own.data.take(2)] == [3, 0]
 
@@ -205,7 +205,7 @@ def test_structures_and_dtypes_stay_what_they_are():
     data = tf.data.Dataset.from_tensor_slices((rows, np.ones((7, 2)))).batch(2)
     for dataset in (data, data.filter(lambda x, y: True)):
         own = rank_batches(
-            Stream(dataset), Split(0, 3), is_sharded=True, is_training=False
+            Stream(dataset), ShardSpec(0, 3), is_sharded=True, is_training=False
         )
         batches = list(own.data)
         assert [x["b"].numpy().tolist() for x, _ in batches] == [

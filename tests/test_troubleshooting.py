@@ -23,6 +23,7 @@ _WITHOUT_ENTRY = (
     "it does not begin as",
     "its \0 bytes",
     "it is no",
+    "because of ",
     "an array has the shape",
     "module 'keras_dist' has no attribute",
 )

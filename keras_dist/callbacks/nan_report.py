@@ -227,7 +227,7 @@ class NanReport(keras.callbacks.Callback):
 
     def _rows_and_batches(self, hit: optimizer.Hit) -> tuple[Any, Sequence[int]]:
         """Indices of the rows and of the batches that were read at a hit, if known."""
-        feed = session_of(self.model).training.feed
+        feed = session_of(self.model).training_data.feed
         rows, batches = None, ()
         with contextlib.suppress(Exception):  # a report must not end the training
             if feed is not None and feed.rows_at is not None:

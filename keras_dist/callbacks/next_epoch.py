@@ -22,4 +22,4 @@ class NextEpoch(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self.variable.assign(epoch)
-        session_of(self.model).training.begin_epoch(epoch, self.steps)
+        session_of(self.model).training_data.begin_epoch(epoch, self.steps)

@@ -27,39 +27,39 @@ from keras_dist.checkpoint.save_request import SaveRequests
 from keras_dist.checkpoint.saved import Resume, opened
 from keras_dist.checkpoint.saver import EXIT_CODE, Saver, saves_within_epochs
 from keras_dist.checkpoint.writer import Writer
-from keras_dist.setup.job import Job
+from keras_dist.setup.fit_setup import FitSetup
 
 __all__ = ["EXIT_CODE", "Resume", "saving", "opened"]
 
 
 @contextlib.contextmanager
-def saving(resume: Resume | None, job: Job) -> Iterator[dict[str, Any]]:
+def saving(resume: Resume | None, setup: FitSetup) -> Iterator[dict[str, Any]]:
     """Inside the block, a fit starts where its checkpoint ends, and saves new ones.
 
     Args:
         resume: The folder of the checkpoints, and the one to resume from; `None` to
             save nothing.
-        job: The arguments and data of this rank.
+        setup: The arguments and data of this rank.
 
     Yields:
         The arguments to pass to `Model.fit`.
     """
     if resume is None:
-        yield job.arguments
+        yield setup.arguments
         return
-    arguments, saved = dict(job.arguments), resume.saved
+    arguments, saved = dict(setup.arguments), resume.saved
     if saved is not None:
-        arguments["initial_epoch"] = _first_epoch(resume, job)
-        _print_position(resume, job)
-        for callback in job.callbacks:
+        arguments["initial_epoch"] = _first_epoch(resume, setup)
+        _print_position(resume, setup)
+        for callback in setup.callbacks:
             if isinstance(callback, keras.callbacks.CSVLogger):
                 callback.append = True
     callbacks = with_history(arguments["callbacks"])
     histories = [c for c in callbacks if isinstance(c, keras.callbacks.History)]
-    others = [c for c in job.callbacks if not isinstance(c, keras.callbacks.History)]
-    requests = SaveRequests(resume.save_seconds if saves_within_epochs(job) else None)
+    others = [c for c in setup.callbacks if not isinstance(c, keras.callbacks.History)]
+    requests = SaveRequests(resume.save_seconds if saves_within_epochs(setup) else None)
     writer = Writer(resume.folder) if comm.rank() == 0 else None
-    saver = Saver(resume, job, others + histories, requests, writer)
+    saver = Saver(resume, setup, others + histories, requests, writer)
     try:
         yield arguments | {"callbacks": [*callbacks, saver]}
     finally:
@@ -69,17 +69,17 @@ def saving(resume: Resume | None, job: Job) -> Iterator[dict[str, Any]]:
             saver.report_failure()
 
 
-def _first_epoch(resume: Resume, job: Job) -> int:
+def _first_epoch(resume: Resume, setup: FitSetup) -> int:
     """Epoch in which to resume; `epochs` if the training had finished."""
     saved = resume.saved
     assert saved is not None
     if saved.is_finished:
-        return int(job.arguments["epochs"])
-    schedule = job.training.schedule
+        return int(setup.arguments["epochs"])
+    schedule = setup.training.schedule
     if saved.position.done and schedule is None:
         raise ValueError(
             "The training cannot be resumed in the middle of an epoch with this data. "
-            f"Received: {job.training.kind}, and a checkpoint of the middle of an "
+            f"Received: {setup.training.kind}, and a checkpoint of the middle of an "
             "epoch. Pass the same data as before, or an empty folder."
         )
     if (
@@ -95,10 +95,10 @@ def _first_epoch(resume: Resume, job: Job) -> int:
     return saved.position.epoch if schedule is None else schedule.epoch
 
 
-def _print_position(resume: Resume, job: Job) -> None:
+def _print_position(resume: Resume, setup: FitSetup) -> None:
     """Print on the first rank where the training is resumed."""
     position = resume.position
-    if comm.rank() == 0 and job.arguments["verbose"] != 0 and position is not None:
+    if comm.rank() == 0 and setup.arguments["verbose"] != 0 and position is not None:
         rows = (
             f", after {position.row:,} of {position.num_rows:,} rows"
             if position.done

@@ -125,8 +125,8 @@ def restore_first(
 
 
 def rates_of(model: Any) -> list[dict[str, float]]:
-    """Position of each optimizer in its learning rate schedule."""
-    return [optimizer.position_of(leaf) for leaf in _leaves(model)]
+    """How far each optimizer's learning rate has come."""
+    return [optimizer.rate_progress(leaf) for leaf in _leaves(model)]
 
 
 def restore_rates(model: Any, rates: Sequence[Any], warmup: float) -> None:
@@ -137,8 +137,8 @@ def restore_rates(model: Any, rates: Sequence[Any], warmup: float) -> None:
         rates: The saved `rates_of`.
         warmup: Warm-up steps now, divided by the warm-up steps when it was saved.
     """
-    for leaf, position in zip(_leaves(model), rates, strict=True):
-        optimizer.restore_progress(leaf, position, warmup)
+    for leaf, progress in zip(_leaves(model), rates, strict=True):
+        optimizer.restore_rate_progress(leaf, progress, warmup)
 
 
 def _leaves(model: Any) -> list[Any]:

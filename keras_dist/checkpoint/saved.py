@@ -24,7 +24,7 @@ class Saved:
         position: Epoch and row that the training had reached.
         seed: Seed of the order of the rows.
         is_finished: Whether the training was stopped, for example by EarlyStopping.
-        rates: Position of each optimizer in its learning rate schedule.
+        rates: How far each optimizer's learning rate has come: `rate_progress`.
         warmup_steps: Length of the learning rate's warm-up.
         callbacks: State of each callback on the first rank.
         ranks: For each rank, the state that differs from the first rank's.
@@ -32,7 +32,7 @@ class Saved:
         arrays: Weights and optimizer state; on the first rank only.
     """
 
-    position: sharding.Position
+    position: sharding.DataPosition
     seed: int
     is_finished: bool
     rates: list[dict[str, float]]
@@ -55,7 +55,7 @@ class Saved:
         own = {
             n: value for n, value in tree.items() if n not in ("keras_dist", "place")
         }
-        return cls(position=sharding.Position(**tree["place"]), **own)
+        return cls(position=sharding.DataPosition(**tree["place"]), **own)
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,14 @@ class Resume:
     saved: Saved | None
 
     @property
-    def position(self) -> sharding.Position | None:
+    def position(self) -> sharding.DataPosition | None:
         """Epoch and row to resume from; `None` for a new training."""
         return self.saved.position if self.saved is not None else None
 
-    def placed(self, split: sharding.Split) -> sharding.Split:
-        """The split of the data, with the seed and position to resume from."""
+    def placed(self, spec: sharding.ShardSpec) -> sharding.ShardSpec:
+        """`spec` with the seed and position to resume from."""
         return replace(
-            split, seed=self.seed, keeps_position=True, position=self.position
+            spec, seed=self.seed, keeps_position=True, position=self.position
         )
 
 

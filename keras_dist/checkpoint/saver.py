@@ -13,7 +13,7 @@ from keras_dist.checkpoint.save_request import SaveRequests
 from keras_dist.checkpoint.saved import Resume, Saved
 from keras_dist.checkpoint.trees import decoded, digest_of
 from keras_dist.checkpoint.writer import Writer
-from keras_dist.setup.job import Job
+from keras_dist.setup.fit_setup import FitSetup
 from keras_dist.training import build
 from keras_dist.training.session import session_of
 
@@ -22,13 +22,13 @@ from keras_dist.training.session import session_of
 EXIT_CODE = 75
 
 
-def saves_within_epochs(job: Job) -> bool:
+def saves_within_epochs(setup: FitSetup) -> bool:
     """Whether checkpoints are also saved in the middle of an epoch.
 
     Not for data of unknown length, which has no schedule to continue. And not with
     local SGD, where the weights of the ranks differ until the end of the epoch.
     """
-    return job.training.schedule is not None and job.averaging.every == 1
+    return setup.training.schedule is not None and setup.averaging.every == 1
 
 
 class Saver(keras.callbacks.Callback):
@@ -38,7 +38,7 @@ class Saver(keras.callbacks.Callback):
 
     Args:
         resume: The folder of the checkpoints, and the one to resume from.
-        job: The arguments and data of this rank.
+        setup: The arguments and data of this rank.
         callbacks: The callbacks whose state is saved.
         requests: Requests to save, or to end.
         writer: The thread that writes; on the first rank only.
@@ -47,14 +47,14 @@ class Saver(keras.callbacks.Callback):
     def __init__(
         self,
         resume: Resume,
-        job: Job,
+        setup: FitSetup,
         callbacks: list[Any],
         requests: SaveRequests,
         writer: Writer | None,
     ) -> None:
         super().__init__()
-        self._resume, self._job, self._feed = resume, job, job.training
-        self._saves_within = saves_within_epochs(job)
+        self._resume, self._setup, self._feed = resume, setup, setup.training
+        self._saves_within = saves_within_epochs(setup)
         self._callbacks, self._states = callbacks, CallbackStates(callbacks)
         self._requests, self._writer = requests, writer
         self._epoch = self._done = 0
@@ -116,17 +116,21 @@ class Saver(keras.callbacks.Callback):
         if self._requests.settled(self.model).end and not is_last:
             self._exit()
 
-    def _position(self, epoch: int, done: int) -> sharding.Position:
+    def _position(self, epoch: int, done: int) -> sharding.DataPosition:
         """The position after `done` steps of an epoch."""
         if self._feed.schedule is None:
-            return sharding.Position(epoch, 0, 1, 0, 0, 0)
+            return sharding.DataPosition(epoch, 0, 1, 0, 0, 0)
         if done:
             return self._feed.schedule.position(epoch, done)
         before = self._feed.schedule.steps_of_epoch(epoch - 1, sharding.either)
         end = self._feed.schedule.position(epoch - 1, before)
-        return sharding.Position(epoch, 0, end.steps, end.number, end.row, end.num_rows)
+        return sharding.DataPosition(
+            epoch, 0, end.steps, end.number, end.row, end.num_rows
+        )
 
-    def _save(self, position: sharding.Position, *, is_finished: bool = False) -> None:
+    def _save(
+        self, position: sharding.DataPosition, *, is_finished: bool = False
+    ) -> None:
         """Gather the state of all ranks, and let the first rank write a checkpoint."""
         self.report_failure()
         own = model_states.own_state(self.model)
@@ -148,7 +152,7 @@ class Saver(keras.callbacks.Callback):
             seed=self._resume.seed,
             is_finished=is_finished,
             rates=model_states.rates_of(self.model),
-            warmup_steps=self._job.warmup_steps,
+            warmup_steps=self._setup.warmup_steps,
             callbacks=states,
             ranks=ranks,
             model=model_states.facts_of(self.model),
@@ -235,7 +239,7 @@ class Saver(keras.callbacks.Callback):
         """Restore the learning rates, after they were scaled for the current size."""
         saved = self._resume.saved
         if saved is not None:
-            before, now = saved.warmup_steps, self._job.warmup_steps
+            before, now = saved.warmup_steps, self._setup.warmup_steps
             model_states.restore_rates(
                 self.model, saved.rates, now / before if before else 1
             )

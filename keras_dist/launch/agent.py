@@ -75,7 +75,7 @@ def serve() -> int:
     return failures[0].code if failures else 0
 
 
-def words_of(
+def read_reports(
     store: StatusStore, num_agents: int
 ) -> tuple[list[Failure], dict[int, str]]:
     """Read the reports of all agents.

@@ -14,7 +14,7 @@ from keras_dist.launch.jobs import run_command
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.remote_hosts import Reach
 from keras_dist.launch.startup_noise import VARIABLE as VERBOSE
-from keras_dist.monitor.report import end_with
+from keras_dist.monitor.rank_process import end_with
 from keras_dist.monitor.watchdog import VARIABLE, limit_of
 
 # Seconds for which a rank waits for the others to connect.

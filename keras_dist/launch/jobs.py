@@ -116,7 +116,7 @@ def _run_on_hosts(command: Command, remote: RemoteHosts, stopped: list[int]) -> 
         codes = remote.end()
     store = status_store_of(command.environment)
     assert store is not None
-    failures, where = agent.words_of(store, len(remote.hosts))
+    failures, where = agent.read_reports(store, len(remote.hosts))
     if not codes or stopped:
         return 0
     if not failures:

@@ -28,11 +28,19 @@ class Output:
         size: The number of ranks; if there are several, each line begins with `[rank]`.
         folder: Folder for one file for each rank; the screen then shows only the first
             rank. By default the screen shows all ranks.
+        is_of_agents: Whether agents on other hosts have left out these lines already.
     """
 
-    def __init__(self, size: int, folder: str | os.PathLike[str] | None) -> None:
+    def __init__(
+        self,
+        size: int,
+        folder: str | os.PathLike[str] | None,
+        *,
+        is_of_agents: bool = False,
+    ) -> None:
         self._size = size
-        self._is_verbose = is_verbose()
+        # What is noise on one host may be an error on another one.
+        self._shows_all = is_of_agents or is_verbose()
         self._selector = selectors.DefaultSelector()
         # The rank whose progress bar is the last line of the terminal.
         self._bar: _Lines | None = None
@@ -49,7 +57,7 @@ class Output:
             self._files[rank] = open(path, "ab", buffering=0)  # noqa: SIM115
         for pipe, screen in ((stdout, sys.stdout), (stderr, sys.stderr)):
             os.set_blocking(pipe.fileno(), False)
-            is_filtered = pipe is stderr and not self._is_verbose
+            is_filtered = pipe is stderr and not self._shows_all
             lines = _Lines(rank, self._prefix(rank), screen, is_filtered=is_filtered)
             self._selector.register(pipe, selectors.EVENT_READ, lines)
 

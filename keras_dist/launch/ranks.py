@@ -14,7 +14,7 @@ from keras_dist.launch import processes
 from keras_dist.launch.failures import Failure, failure_of, first_of
 from keras_dist.launch.hosts import Slot
 from keras_dist.launch.output import Output
-from keras_dist.monitor import record, report, stacks
+from keras_dist.monitor import rank_process, record, stacks
 
 # Seconds to wait after the first failure, in which other ranks may fail and report.
 _GRACE = 3.0
@@ -129,11 +129,16 @@ class Ranks:
             **slot.environment(),
             processes.mark(self._job): "1",
             record.VARIABLE: str(self._path(slot.rank, "record")),
-            report.VARIABLE: str(self._path(slot.rank, "report")),
+            rank_process.REPORT_VARIABLE: str(self._path(slot.rank, "report")),
         }
         if self._command.log_dir is None:
-            environment[report.QUIET] = "1"
-        runner = [sys.executable, report.__file__, str(os.getpid()), self._command.kind]
+            environment[rank_process.QUIET] = "1"
+        runner = [
+            sys.executable,
+            rank_process.__file__,
+            str(os.getpid()),
+            self._command.kind,
+        ]
         return subprocess.Popen(
             runner + list(self._command.words),
             env=environment,
@@ -174,7 +179,7 @@ class Ranks:
         for rank, process in self._processes.items():
             path = self._path(rank, "report.stacks")
             if rank not in self._ended and path.exists():
-                process.send_signal(report.DUMP_SIGNAL)
+                process.send_signal(rank_process.DUMP_SIGNAL)
                 paths.append(path)
         begin = time.monotonic()
         while any(not p.stat().st_size for p in paths) and (

@@ -62,7 +62,8 @@ class RemoteHosts:
         }
         environment = {**variables, **command.environment}
         self._command = replace(command, environment=environment)
-        self._output = Output(1, None)  # the agents put the rank before each line
+        # The agents put the rank before each line.
+        self._output = Output(1, None, is_of_agents=True)
         self._agents: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:

@@ -2,13 +2,16 @@
 
 A line is noise only if all of it fits one entry of the table: its level, the C++ file
 that logs it and its text. So a line that TensorFlow adds or changes is shown, and so
-is every error but the three of which TensorFlow itself knows that they mean nothing.
+is every error but four. Three say that CUDA's libraries are linked twice. The fourth
+says that CUDA's driver library cannot be loaded; it is noise only on a host that has
+neither a driver nor a device of NVIDIA's.
 
 The texts are those of TensorFlow 2.18 to 2.21.
 """
 
 import os
 import re
+from pathlib import Path
 
 # Set to 1, everything that the ranks print is shown.
 VARIABLE = "KERAS_DIST_VERBOSE"
@@ -104,6 +107,22 @@ _LOGGED = (
     ),
 )
 
+# 303 is CUDA_ERROR_SHARED_OBJECT_INIT_FAILED. TensorFlow logs it once a process, when
+# it lists the GPUs.
+_NO_DRIVER = tuple(
+    (
+        "E",
+        file,
+        r"failed call to cuInit: INTERNAL: CUDA error: Failed call to cuInit: "
+        r"UNKNOWN ERROR \(303\)",
+    )
+    for file in ("cuda_driver.cc", "cuda_platform.cc")
+)
+
+# What a host with an NVIDIA driver has: devices, the kernel's module, and WSL's device.
+_DRIVERS = ("dev/nvidia*", "proc/driver/nvidia*", "dev/dxg")
+_NVIDIA = "0x10de"  # number of a vendor of PCI devices
+
 # Lines without a level: what absl says first, and the second line of
 # cpu_feature_guard.cc.
 _BARE = (
@@ -128,13 +147,17 @@ def _pattern(level: str, file: str, text: str) -> str:
 _NOISE = re.compile(
     "|".join([*(_pattern(*entry) for entry in _LOGGED), *_BARE]).encode()
 )
+_NOISE_WITHOUT_NVIDIA = re.compile(
+    "|".join(_pattern(*entry) for entry in _NO_DRIVER).encode()
+)
 
 
-def is_startup_noise(line: bytes) -> bool:
+def is_startup_noise(line: bytes, *, root: str = "/") -> bool:
     r"""Whether a line of standard error is known start-up noise, and nothing else.
 
     Args:
         line: Without the newline.
+        root: The folder of `dev`, `proc` and `sys` of the host that printed the line.
 
     >>> is_startup_noise(
     ...     b"I0000 00:00:1795352422.943319   18190 cudart_stub.cc:31] "
@@ -144,7 +167,24 @@ def is_startup_noise(line: bytes) -> bool:
     >>> is_startup_noise(b"my script: GPU will not be used.")
     False
     """
-    return _NOISE.fullmatch(line) is not None
+    if _NOISE.fullmatch(line):
+        return True
+    return _NOISE_WITHOUT_NVIDIA.fullmatch(line) is not None and not has_nvidia(root)
+
+
+def has_nvidia(root: str = "/") -> bool:
+    """Whether a host has an NVIDIA driver, or a device that may want one.
+
+    Args:
+        root: The folder of `dev`, `proc` and `sys`.
+    """
+    if any(next(Path(root).glob(name), None) for name in _DRIVERS):
+        return True
+    vendors = Path(root).glob("sys/bus/pci/devices/*/vendor")
+    try:
+        return any(vendor.read_text().strip() == _NVIDIA for vendor in vendors)
+    except OSError:
+        return True  # who knows: the line is shown
 
 
 def is_verbose() -> bool:

@@ -6,7 +6,8 @@
 - `status_store`: heartbeats of the ranks, kept in the launcher's key-value store
 - `progress`: how long this rank has made no progress, by its record and its usage
 - `watchdog`: a thread that ends the job if no rank makes progress
-- `report`: runs the user's script under `keras-dist run`, and reports its error
+- `rank_process`: the process of a rank under `keras-dist run`, which runs the user's
+  script; and the report that it writes for the launcher if it fails
 """
 
 from keras_dist.monitor.record import here

@@ -19,7 +19,7 @@ VARIABLE = "KERAS_DIST_RECORD"
 
 
 @dataclass(frozen=True)
-class Position:
+class RankPosition:
     """Where a rank is in its fit.
 
     Args:
@@ -48,9 +48,9 @@ class Position:
     def __str__(self) -> str:
         """The position in words.
 
-        >>> print(Position(epoch=1, step=6, phase="step", collective="keras_dist.sum"))
-        in the collective keras_dist.sum, in step 7 of epoch 2
-        >>> print(Position(phase="end"), "/", Position(changes=1))
+        >>> print(RankPosition(epoch=1, step=6, phase="step", collective="dist.sum"))
+        in the collective dist.sum, in step 7 of epoch 2
+        >>> print(RankPosition(phase="end"), "/", RankPosition(changes=1))
         at the end of epoch 1 / in user code, outside of a fit
         """
         epoch = f"epoch {self.epoch + 1}"
@@ -76,10 +76,10 @@ class Record:
 
     def __init__(self, path: str | None = None) -> None:
         self._buffer: Any = _mapped(path) if path else bytearray(_LAYOUT.size)
-        self._position = Position()
+        self._position = RankPosition()
 
     @property
-    def position(self) -> Position:
+    def position(self) -> RankPosition:
         """The position that was written last."""
         return self._position
 
@@ -110,7 +110,7 @@ class Record:
 
     def _write(self, phase: str, epoch: int, step: int, collective: str) -> None:
         changes, now = self._position.changes + 1, time.time()
-        self._position = Position(changes, epoch, step, now, phase, collective)
+        self._position = RankPosition(changes, epoch, step, now, phase, collective)
         _LAYOUT.pack_into(
             self._buffer,
             0,
@@ -123,17 +123,17 @@ class Record:
         )
 
 
-def read(path: str | os.PathLike[str]) -> Position:
+def read(path: str | os.PathLike[str]) -> RankPosition:
     """Read the record of another process; the default position if it wrote none."""
     try:
         data = Path(path).read_bytes()[: _LAYOUT.size]
     except OSError:
-        return Position()
+        return RankPosition()
     if len(data) < _LAYOUT.size:
-        return Position()
+        return RankPosition()
     *numbers, phase, collective = _LAYOUT.unpack(data)
     names = (raw.rstrip(b"\0").decode(errors="replace") for raw in (phase, collective))
-    return Position(*numbers, *names)
+    return RankPosition(*numbers, *names)
 
 
 def _mapped(path: str) -> mmap.mmap | bytearray:

@@ -19,7 +19,7 @@ _FOREIGN = (
 )
 
 # The file that runs the user's script under `keras-dist run`.
-_LAUNCHED_FILE = "keras_dist/monitor/report.py"
+_LAUNCHED_FILE = "keras_dist/monitor/rank_process.py"
 
 # The file in which Python waits for TensorFlow.
 _WAITING_FILE = "tensorflow/python/eager/execute.py"

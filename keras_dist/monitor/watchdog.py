@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from keras_dist.monitor import record, report, stacks, usage
+from keras_dist.monitor import rank_process, record, stacks, usage
 from keras_dist.monitor.progress import Progress, is_work
 from keras_dist.monitor.status_store import StatusStore, status_store_of
 
@@ -166,7 +166,7 @@ class Watchdog(threading.Thread):
         is_secondary = not own["code"] and any(
             "is missing" in line for line in rank_lines
         )
-        report.write("Stalled", message, text, is_secondary=is_secondary)
+        rank_process.write_report("Stalled", message, text, is_secondary=is_secondary)
         if self._store is not None:
             self._store.put("stalled", self._rank)
         sys.stdout.flush()

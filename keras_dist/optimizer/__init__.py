@@ -45,8 +45,8 @@ from keras_dist.optimizer.nested import leaves, nested_optimizers, optimizers_of
 from keras_dist.optimizer.options import Averaging, check_usable, every_of
 from keras_dist.optimizer.rate import (
     effective_rate,
-    position_of,
-    restore_progress,
+    rate_progress,
+    restore_rate_progress,
     scale_rate,
     schedule_of,
     unscale_rate,
@@ -70,7 +70,7 @@ __all__ = [
     "divide_accumulated",
     "effective_rate",
     "every_of",
-    "restore_progress",
+    "restore_rate_progress",
     "uses_local_sgd",
     "hoist",
     "is_between_updates",
@@ -81,7 +81,7 @@ __all__ = [
     "optimizers_of",
     "own_sums",
     "nested_optimizers",
-    "position_of",
+    "rate_progress",
     "scale_rate",
     "schedule_of",
     "average_gradients",

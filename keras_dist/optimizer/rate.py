@@ -47,8 +47,16 @@ def unscale_rate(optimizer: Any) -> None:
         mixin.remove(leaf, ScalesRate)
 
 
-def position_of(leaf: Any) -> dict[str, float]:
-    """How far the learning rate of an optimizer has come: see `restore_progress`."""
+def rate_progress(leaf: Any) -> dict[str, float]:
+    """How far the learning rate of an optimizer has come.
+
+    Args:
+        leaf: An optimizer without others inside.
+
+    Returns:
+        Steps and batches of one process, and how many of these batches were added by
+        `restore_rate_progress`.
+    """
     state = leaf._rate if mixin.has(leaf, ScalesRate) else _Rate(None, 1)
     steps, batches = _counts(leaf)
     return {
@@ -58,21 +66,22 @@ def position_of(leaf: Any) -> dict[str, float]:
     }
 
 
-def restore_progress(leaf: Any, position: dict[str, float], warmup: float) -> None:
+def restore_rate_progress(leaf: Any, progress: dict[str, float], warmup: float) -> None:
     """Continue the learning rate after a resume with another number of ranks.
 
     Args:
         leaf: An optimizer with the iterations of the checkpoint, whose rate is scaled
             for the number of ranks of now.
-        position: `position_of` in the checkpoint; its `steps` are those of one process.
+        progress: The `rate_progress` that was saved; its `steps` are those of one
+            process.
         warmup: Warm-up steps now, divided by those of the checkpoint.
     """
     state = leaf._rate if mixin.has(leaf, ScalesRate) else _Rate(None, 1)
     steps, batches = _counts(leaf)
-    state.offset = int(position["steps"]) - steps * state.step_multiplier
-    state.ahead = position["ahead"]
+    state.offset = int(progress["steps"]) - steps * state.step_multiplier
+    state.ahead = progress["ahead"]
     if warmup != 1:
-        state.ahead = position["batches"] * warmup - batches
+        state.ahead = progress["batches"] * warmup - batches
     if state.offset or state.ahead:
         object.__setattr__(leaf, "_rate", state)
         mixin.add(leaf, ScalesRate)

@@ -58,9 +58,11 @@ class StepContext:
         if self.rows is None:
             return tf.constant(1 / comm.size(), dtype)
         rows = tf.cast(self.rows, tf.float64)
-        if self.rows_of_all is None:
-            return tf.cast(rows / comm.total(rows, purpose="rows"), dtype)
-        return tf.cast(rows / tf.cast(self.rows_of_all, tf.float64), dtype)
+        total = self.rows_of_all
+        if total is None:
+            total = comm.total(rows, purpose="rows")
+        fraction = tf.cast(rows / tf.cast(total, tf.float64), dtype)
+        return make_known(fraction, "constant")
 
     def weight_loss(self, loss: Any, state: Any) -> Any:
         """The loss × this rank's fraction of the rows, if that is known.
@@ -81,6 +83,24 @@ class StepContext:
     def is_weighted(self, state: Any) -> bool:
         """Whether `weight_loss` has multiplied the loss of an optimizer's gradients."""
         return any(found is state for found in self.weighted)
+
+
+def make_known(tensor: Any, kind: str) -> Any:
+    """Note on a tensor what is known of it, and return the tensor.
+
+    Args:
+        tensor: A tensor that is computed from a rank's batch.
+        kind: `"mean"`: a mean over the rows of the batch, or a number whose mean over
+            the ranks, weighted by rows, is that of the global batch; `"constant"`: a
+            factor that is not to be looked into.
+    """
+    tensor._keras_dist_known_as = kind
+    return tensor
+
+
+def known_as(tensor: Any) -> str | None:
+    """What was noted by `make_known`."""
+    return getattr(tensor, "_keras_dist_known_as", None)
 
 
 # Set around each train step; read in `apply` while the step is traced or run.

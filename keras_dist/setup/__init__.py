@@ -4,6 +4,6 @@
 - `options`: `Options`, all other arguments of `dist_fit`
 - `checks`: check that the model can be trained on many ranks
 - `same_batches`: find out whether the ranks have the same batches or each its own
-- `job`: `prepare` decides everything for this rank and returns one frozen `Job`
+- `fit_setup`: `prepare` decides everything for this rank: one frozen `FitSetup`
 - `describe`: the same decisions in words and numbers, for the plan that is printed
 """

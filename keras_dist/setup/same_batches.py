@@ -17,14 +17,14 @@ _MAY_BE_SHUFFLED = (
 )
 
 
-def split_of(
+def shard_spec_of(
     streams: dict[str, Any],
     shard: str,
     *,
     process_set: Sequence[int] | None = None,
     seed: int = 0,
-) -> sharding.Split:
-    """How the data is split over the ranks. A collective: all ranks call it.
+) -> sharding.ShardSpec:
+    """How the data is divided among the ranks. A collective: all ranks call it.
 
     Args:
         streams: Data by name; the batches of each `Stream` in it are compared.
@@ -37,11 +37,11 @@ def split_of(
             different kinds, or validation data shuffles differently on each of them.
     """
     channel = _channel(process_set)
-    split = comm.run_on_all(
-        lambda: sharding.Split(comm.rank(), comm.size(), shard, seed, channel)
+    spec = comm.run_on_all(
+        lambda: sharding.ShardSpec(comm.rank(), comm.size(), shard, seed, channel)
     )
     same, notes = _compared(streams, shard)
-    return replace(split, same=same, notes=notes)
+    return replace(spec, same=same, notes=notes)
 
 
 def _channel(process_set: Sequence[int] | None) -> sharding.Channel:
@@ -76,7 +76,7 @@ def opened(data: Any) -> Any:
 def _compared(
     streams: dict[str, Any], shard: str
 ) -> tuple[dict[str, bool], dict[str, str]]:
-    """`same` and `notes` of a `Split`, from the first batches of all ranks.
+    """`same` and `notes` of a `ShardSpec`, from the first batches of all ranks.
 
     If they differ, they are read a second time: if no rank's batches have changed, each
     rank has data of its own.

@@ -4,14 +4,14 @@ Any kind of data:
 
 - `training`: `training_feed`, this rank's arguments of `Model.fit` for its data
 - `validation`: `validation_feed` and `hold_out`, the same for an evaluation
-- `feed`: `Split` goes into these functions and `Feed` comes out; `Channel`
+- `feed`: `ShardSpec` goes into these functions and `Feed` comes out; `Channel`
 
 Arrays, sharded by row:
 
 - `arrays`: `Arrays`, and a `tf.data.Dataset` of one rank's rows
 - `arrays_rows`: row arithmetic: rows and steps of a rank, rows left out
 - `arrays_order`: the permutation of the rows in each pass
-- `arrays_schedule`: which rows come in which epoch, also after a resume; `Position`
+- `arrays_schedule`: which rows come in which epoch, also after a resume; `DataPosition`
 - `arrays_reader`: read rows by index, from memory or from a memory-mapped file
 
 Data that comes in batches, sharded by batch:
@@ -35,10 +35,10 @@ to communicate while it is read does so through a `Channel`.
 """
 
 from keras_dist.sharding.arrays import is_arrays
-from keras_dist.sharding.arrays_schedule import EpochSchedule, Position, either
+from keras_dist.sharding.arrays_schedule import DataPosition, EpochSchedule, either
 from keras_dist.sharding.batches import own_error, reading
 from keras_dist.sharding.batches_stream import Stream, is_stream
-from keras_dist.sharding.feed import Channel, Feed, Split
+from keras_dist.sharding.feed import Channel, Feed, ShardSpec
 from keras_dist.sharding.training import training_feed
 from keras_dist.sharding.validation import hold_out, validation_feed
 
@@ -46,8 +46,8 @@ __all__ = [
     "Channel",
     "EpochSchedule",
     "Feed",
-    "Position",
-    "Split",
+    "DataPosition",
+    "ShardSpec",
     "Stream",
     "either",
     "hold_out",

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.sharding.arrays_schedule import EpochSchedule, either
-from keras_dist.sharding.feed import Split
+from keras_dist.sharding.feed import ShardSpec
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Order:
 
 
 def batches_at(
-    step: int, *, total: int | None, split: Split, is_sharded: bool, skipped: int = 0
+    step: int, *, total: int | None, spec: ShardSpec, is_sharded: bool, skipped: int = 0
 ) -> Sequence[int]:
     """Indices of the batches of the user's data that a rank reads at a step of a pass.
 
@@ -110,17 +110,18 @@ def batches_at(
     Args:
         step: Number of the step, counted from the beginning of the pass.
         total: Batches of all ranks in a pass; `None` if unknown.
-        split: How data is divided.
+        spec: How data is divided among the ranks.
         is_sharded: Whether batches are sharded round robin; else all belong to this
             rank.
         skipped: Batches of the pass that were read before the training was resumed.
 
-    >>> [batches_at(n, total=5, split=Split(1, 2), is_sharded=True) for n in (0, 1, 2)]
+    >>> spec = ShardSpec(rank=1, size=2)
+    >>> [batches_at(n, total=5, spec=spec, is_sharded=True) for n in (0, 1, 2)]
     [[1], [3], [4]]
     """
-    if not is_sharded or split.size == 1:
+    if not is_sharded or spec.size == 1:
         return [step + skipped]
-    begin = step * split.size + skipped
-    if total is not None and begin + split.size > total:
+    begin = step * spec.size + skipped
+    if total is not None and begin + spec.size > total:
         return list(range(begin, total))
-    return [begin + split.rank]
+    return [begin + spec.rank]

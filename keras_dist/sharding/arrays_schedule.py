@@ -10,7 +10,7 @@ from keras_dist.sharding.arrays_rows import left_out_rows, rows_of_step, steps_o
 
 
 @dataclass(frozen=True)
-class Position:
+class DataPosition:
     """How far a training has read its data; it does not depend on the number of ranks.
 
     It is saved in checkpoints. For data that comes in batches, `row` and `num_rows`
@@ -104,7 +104,7 @@ class EpochSchedule:
         steps = 0 * epoch + self.steps
         return where(epoch <= self.epoch, steps - self.steps + self.first_steps, steps)
 
-    def position(self, epoch: int, done: int) -> Position:
+    def position(self, epoch: int, done: int) -> DataPosition:
         """The position after `done` steps of an epoch of this schedule."""
         step = self.steps_before_epoch(epoch, either) + done
         number, row = self.first_pass, self.row + step * self.global_batch_size
@@ -113,7 +113,7 @@ class EpochSchedule:
             number += 1 + passes
             row = step * self.global_batch_size
         done += self.steps - self.steps_of_epoch(epoch, either)
-        return Position(epoch, done, self.steps, number, row, self.num_rows)
+        return DataPosition(epoch, done, self.steps, number, row, self.num_rows)
 
     def rows_of_step(self, step: Any) -> Any:
         """Rows of all ranks at a step (a tensor), counted from epoch 0."""
@@ -138,7 +138,12 @@ class EpochSchedule:
 
 
 def epoch_schedule_of(
-    position: Position | None, *, num_rows: int, batch_size: int, size: int, steps: int
+    position: DataPosition | None,
+    *,
+    num_rows: int,
+    batch_size: int,
+    size: int,
+    steps: int,
 ) -> EpochSchedule:
     """The schedule of a training that resumes at `position`, or of a new one.
 

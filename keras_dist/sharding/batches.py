@@ -27,7 +27,7 @@ from keras_dist.sharding.batches_schedule import (
 from keras_dist.sharding.batches_sequence import ShardedSequence
 from keras_dist.sharding.batches_stream import Stream
 from keras_dist.sharding.batches_unknown_length import UnknownLengthReader
-from keras_dist.sharding.feed import Feed, Split
+from keras_dist.sharding.feed import Feed, ShardSpec
 
 # Stands in TensorFlow's error, and in ours, where a pass has another number of batches
 # than the data set's cardinality says.
@@ -60,7 +60,7 @@ class RankBatches:
 
 def rank_batches(
     stream: Stream,
-    split: Split,
+    spec: ShardSpec,
     *,
     is_sharded: bool,
     is_training: bool,
@@ -70,7 +70,7 @@ def rank_batches(
 
     Args:
         stream: The user's data.
-        split: How data is divided.
+        spec: How data is divided among the ranks.
         is_sharded: Whether all ranks have the same batches, which are sharded round
             robin; else all batches of `stream` belong to this rank.
         is_training: Whether all ranks have to make the same number of steps.
@@ -81,33 +81,33 @@ def rank_batches(
             evaluate.
     """
     data = stream.data
-    keeps_position = is_training and split.keeps_position and _has_fixed_order(stream)
-    if split.size == 1 and not keeps_position:
+    keeps_position = is_training and spec.keeps_position and _has_fixed_order(stream)
+    if spec.size == 1 and not keeps_position:
         return RankBatches(data, stream.length)
     if is_sharded:
         rows = None  # all rows of the data, counted only if batches may be too few
-        if stream.is_short(split.size):
-            rows = stream.num_first_rows(split.size)
-        if rows is not None and rows < split.size and is_training:
-            raise _too_few_rows(stream, rows, split)
+        if stream.is_short(spec.size):
+            rows = stream.num_first_rows(spec.size)
+        if rows is not None and rows < spec.size and is_training:
+            raise _too_few_rows(stream, rows, spec)
         if rows == 0:
             raise ValueError(
                 f"There is nothing to validate on. Received: a {stream.kind} without "
                 "rows. Pass at least one row, or no `validation_data`."
             )
-        if rows is not None and rows <= split.rank:
+        if rows is not None and rows <= spec.rank:
             return RankBatches(_one_row(stream), 1, has_rows=False)
         if isinstance(data, keras.utils.PyDataset):
-            sharded = ShardedSequence(stream, split, is_training, shuffle)
+            sharded = ShardedSequence(stream, spec, is_training, shuffle)
             return RankBatches(
                 sharded, sharded.length, epoch=sharded, schedule=sharded.schedule
             )
         if isinstance(data, tf.data.Dataset) and stream.length is not None:
-            return _round_robin_dataset(stream, split, is_training, keeps_position)
+            return _round_robin_dataset(stream, spec, is_training, keeps_position)
     elif stream.length is not None:
         return RankBatches(_checked(data, stream.length), stream.length)
     reader = UnknownLengthReader(
-        stream, split, is_sharded=is_sharded, is_training=is_training
+        stream, spec, is_sharded=is_sharded, is_training=is_training
     )
     return RankBatches(reader.dataset(), None, reader=reader)
 
@@ -152,7 +152,7 @@ def own_error(feeds: Sequence[Feed], error: Exception) -> Exception:
 
 
 def estimated_steps(
-    own: RankBatches, stream: Stream, split: Split, *, is_sharded: bool
+    own: RankBatches, stream: Stream, spec: ShardSpec, *, is_sharded: bool
 ) -> int | None:
     """Steps of a pass, exact if `own.length` is known; `None` if unknown or infinite.
 
@@ -161,7 +161,7 @@ def estimated_steps(
     """
     if own.length is not None or stream.length is None:
         return finite_or_none(own.length)
-    return math.ceil(stream.length / (split.size if is_sharded else 1))
+    return math.ceil(stream.length / (spec.size if is_sharded else 1))
 
 
 def finite_or_none(length: float | None) -> int | None:
@@ -173,31 +173,31 @@ def finite_or_none(length: float | None) -> int | None:
     return None if length is None or length == math.inf else int(length)
 
 
-def kind_of(stream: Stream, split: Split, name: str, *, is_sharded: bool) -> str:
+def kind_of(stream: Stream, spec: ShardSpec, name: str, *, is_sharded: bool) -> str:
     """The type of the data and how it is sharded, in the words of the plan.
 
     Args:
         stream: The data.
-        split: How the data is divided.
+        spec: How data is divided among the ranks.
         name: "training" or "validation".
         is_sharded: Whether the batches are sharded over the ranks.
     """
-    if split.size == 1:
+    if spec.size == 1:
         return stream.kind
     if is_sharded:
-        note = split.notes.get(name, "")
+        note = spec.notes.get(name, "")
         return f"{stream.kind}, sharded by batch, round robin{note}"
-    reason = ": the ranks' batches differ" if split.shard == "auto" else ""
+    reason = ": the ranks' batches differ" if spec.shard == "auto" else ""
     return f"{stream.kind}, already split{reason}"
 
 
 def _round_robin_dataset(
-    stream: Stream, split: Split, is_training: bool, keeps_position: bool
+    stream: Stream, spec: ShardSpec, is_training: bool, keeps_position: bool
 ) -> RankBatches:
     """This rank's batches of a `tf.data.Dataset` of known or infinite length."""
     data, length = stream.data, stream.length or 0
     shard = functools.partial(
-        shard_dataset, rank=split.rank, size=split.size, is_training=is_training
+        shard_dataset, rank=spec.rank, size=spec.size, is_training=is_training
     )
     dataset = shard(data, length=length)
     if length == math.inf:
@@ -205,12 +205,12 @@ def _round_robin_dataset(
 
     def steps_after(skipped: int) -> int | None:
         left = int(length) - skipped
-        tail_rows = known_tail_rows(data, length=left, size=split.size)
+        tail_rows = known_tail_rows(data, length=left, size=spec.size)
         # The last batch may be smaller, and the tail then have no row for some rank.
-        rows_needed = split.size if is_training else split.rank + 1
+        rows_needed = spec.size if is_training else spec.rank + 1
         if tail_rows is None:
             return None
-        return left // split.size + (tail_rows >= rows_needed)
+        return left // spec.size + (tail_rows >= rows_needed)
 
     steps = steps_after(0)
     if steps is None:
@@ -218,8 +218,8 @@ def _round_robin_dataset(
     dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
     if not keeps_position:
         return RankBatches(without_auto_shard(dataset), steps)
-    lengths = {"length": int(length), "size": split.size}
-    schedule = batch_schedule_of(split.position, steps_after=steps_after, **lengths)
+    lengths = {"length": int(length), "size": spec.size}
+    schedule = batch_schedule_of(spec.position, steps_after=steps_after, **lengths)
     if schedule is None or not schedule.is_within_epoch:
         return RankBatches(without_auto_shard(dataset), steps, schedule=schedule)
     rest = shard(data.skip(schedule.skipped), length=length - schedule.skipped)
@@ -252,9 +252,9 @@ def _one_row(stream: Stream) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensors(row)
 
 
-def _too_few_rows(stream: Stream, rows: int, split: Split) -> ValueError:
+def _too_few_rows(stream: Stream, rows: int, spec: ShardSpec) -> ValueError:
     return ValueError(
         f"Each rank needs at least one row. Received: {rows} rows in a "
-        f"{stream.kind} for {split.size} ranks. Pass more data, or start fewer "
+        f"{stream.kind} for {spec.size} ranks. Pass more data, or start fewer "
         "processes."
     )

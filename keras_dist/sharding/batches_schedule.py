@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.sharding.arrays_schedule import Position
+from keras_dist.sharding.arrays_schedule import DataPosition
 from keras_dist.sharding.batches_known_length import with_length, without_auto_shard
 
 
@@ -44,18 +44,18 @@ class BatchSchedule:
         """Batches of an epoch that were read before the training was resumed."""
         return self.skipped if epoch == self.epoch else 0
 
-    def position(self, epoch: int, done: int) -> Position:
+    def position(self, epoch: int, done: int) -> DataPosition:
         """The position after `done` steps of an epoch of this schedule."""
         steps = self.steps_of_epoch(epoch)
         if done >= steps:
-            return Position(epoch + 1, 0, self.steps, epoch + 1, 0, self.length)
+            return DataPosition(epoch + 1, 0, self.steps, epoch + 1, 0, self.length)
         batches_read = done * self.size + self.skipped_in(epoch)
         done += self.steps - steps
-        return Position(epoch, done, self.steps, epoch, batches_read, self.length)
+        return DataPosition(epoch, done, self.steps, epoch, batches_read, self.length)
 
 
 def batch_schedule_of(
-    position: Position | None,
+    position: DataPosition | None,
     *,
     length: int,
     size: int,

@@ -9,7 +9,7 @@ import numpy as np
 from keras_dist.sharding.batches_known_length import rows_of_batches
 from keras_dist.sharding.batches_schedule import BatchSchedule, batch_schedule_of
 from keras_dist.sharding.batches_stream import Stream, fingerprint_of, num_rows
-from keras_dist.sharding.feed import Split
+from keras_dist.sharding.feed import ShardSpec
 
 
 class ShardedSequence(keras.utils.PyDataset):
@@ -25,13 +25,13 @@ class ShardedSequence(keras.utils.PyDataset):
 
     Args:
         stream: The user's `PyDataset`, with the same batches on all ranks.
-        split: How data is divided.
+        spec: How data is divided among the ranks.
         is_training: Whether all ranks have to make the same number of steps.
         shuffle: Whether the order of the batches changes from epoch to epoch.
     """
 
     def __init__(
-        self, stream: Stream, split: Split, is_training: bool, shuffle: bool
+        self, stream: Stream, spec: ShardSpec, is_training: bool, shuffle: bool
     ) -> None:
         data = stream.data
         super().__init__(
@@ -40,17 +40,17 @@ class ShardedSequence(keras.utils.PyDataset):
             max_queue_size=data.max_queue_size,
         )
         self.data = data
-        self._rank, self._size = split.rank, split.size
-        self._shuffle, self._seed = shuffle, split.seed
+        self._rank, self._size = spec.rank, spec.size
+        self._shuffle, self._seed = shuffle, spec.seed
         self._skipped = 0
         hook = type(data).on_epoch_end
         is_static = hook is keras.utils.PyDataset.on_epoch_end or not is_training
-        self._channel = None if is_static else split.channel
-        self._rows_needed = split.size if is_training else split.rank + 1
+        self._channel = None if is_static else spec.channel
+        self._rows_needed = spec.size if is_training else spec.rank + 1
         self._rows: dict[int, int] = {}  # of the batches whose rows were counted
-        self._order = self._order_of(split.position.epoch if split.position else 0)
+        self._order = self._order_of(spec.position.epoch if spec.position else 0)
         self._has_tail = self._count_tail_rows() >= self._rows_needed
-        self.schedule = self._schedule_of(split) if is_training else None
+        self.schedule = self._schedule_of(spec) if is_training else None
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes make batches and take no part in collectives.
@@ -118,9 +118,9 @@ class ShardedSequence(keras.utils.PyDataset):
                 "with a random generator that has the same seed on every rank."
             )
 
-    def _schedule_of(self, split: Split) -> BatchSchedule | None:
+    def _schedule_of(self, spec: ShardSpec) -> BatchSchedule | None:
         total = self.data.num_batches
-        if total is None or not split.keeps_position:
+        if total is None or not spec.keeps_position:
             return None
 
         def steps_after(skipped: int) -> int:
@@ -129,7 +129,7 @@ class ShardedSequence(keras.utils.PyDataset):
             return self.num_batches or 0
 
         sizes = {"length": int(total), "size": self._size}
-        schedule = batch_schedule_of(split.position, steps_after=steps_after, **sizes)
+        schedule = batch_schedule_of(spec.position, steps_after=steps_after, **sizes)
         steps_after(0)
         return schedule
 

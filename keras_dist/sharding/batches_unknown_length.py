@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_dist.sharding.batches_known_length import rows_of_batches
 from keras_dist.sharding.batches_stream import Stream, num_rows
-from keras_dist.sharding.feed import Split
+from keras_dist.sharding.feed import ShardSpec
 
 _MORE, _END, _ERROR = 0, 1, 2**20
 
@@ -24,7 +24,7 @@ class UnknownLengthReader:
 
     Args:
         stream: The data.
-        split: How data is divided.
+        spec: How data is divided among the ranks.
         is_sharded: Whether all ranks read the same batches, which are then sharded
             round robin.
         is_training: Whether all ranks have to make the same number of steps. If not,
@@ -37,14 +37,14 @@ class UnknownLengthReader:
     """
 
     def __init__(
-        self, stream: Stream, split: Split, *, is_sharded: bool, is_training: bool
+        self, stream: Stream, spec: ShardSpec, *, is_sharded: bool, is_training: bool
     ) -> None:
         self.failure: Exception | None = None
         self.total: int | None = None
         self._stream = stream
-        self._rank, self._size = split.rank, split.size
+        self._rank, self._size = spec.rank, spec.size
         self._is_sharded, self._is_training = is_sharded, is_training
-        self._channel = split.channel if is_training else None
+        self._channel = spec.channel if is_training else None
 
     def dataset(self) -> tf.data.Dataset:
         """The batches as a data set for Keras; each iterator over it is one pass."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from keras_dist.sharding.arrays_schedule import EpochSchedule, Position
+from keras_dist.sharding.arrays_schedule import DataPosition, EpochSchedule
 from keras_dist.sharding.batches_schedule import BatchSchedule
 
 # Keras's default.
@@ -77,7 +77,7 @@ class Channel:
 
 
 @dataclass(frozen=True)
-class Split:
+class ShardSpec:
     """How data is divided among the ranks.
 
     Args:
@@ -100,7 +100,7 @@ class Split:
     seed: int = 0
     channel: Channel | None = None
     keeps_position: bool = False
-    position: Position | None = None
+    position: DataPosition | None = None
     same: Mapping[str, bool] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
 

@@ -34,7 +34,7 @@ from keras_dist.sharding.batches import (
 )
 from keras_dist.sharding.batches_sequence import ShardedSequence
 from keras_dist.sharding.batches_stream import Stream
-from keras_dist.sharding.feed import KERAS_BATCH_SIZE, Feed, Split
+from keras_dist.sharding.feed import KERAS_BATCH_SIZE, Feed, ShardSpec
 
 
 def training_feed(
@@ -46,7 +46,7 @@ def training_feed(
     shuffle: bool | str,
     steps_per_epoch: int | None,
     steps_rule: scaling.StepsRule,
-    split: Split,
+    spec: ShardSpec,
 ) -> Feed:
     """This rank's training data, as arguments for `Model.fit`.
 
@@ -58,7 +58,7 @@ def training_feed(
         shuffle: As of `Model.fit`.
         steps_per_epoch: Steps of a script for one process, or `None` for all data.
         steps_rule: How `steps_per_epoch` changes with the number of ranks.
-        split: How data is divided.
+        spec: How data is divided among the ranks.
 
     Raises:
         ValueError: If there is no data, there are fewer rows than ranks, or the data is
@@ -70,35 +70,33 @@ def training_feed(
             "tf.data.Dataset, a keras.utils.PyDataset or a generator as `x`."
         )
     arguments = {"x": x, "y": y, "sample_weight": sample_weight, "shuffle": shuffle}
-    steps = scaling.scaled_steps(steps_rule, steps_per_epoch, size=split.size)
+    steps = scaling.scaled_steps(steps_rule, steps_per_epoch, size=spec.size)
     if not is_arrays((x, y, sample_weight)):
-        return _stream_feed(arguments, batch_size, steps_per_epoch, steps, split)
+        return _stream_feed(arguments, batch_size, steps_per_epoch, steps, spec)
     arrays = as_arrays(x, y, sample_weight)
-    _check_rows(arrays, split)
+    _check_rows(arrays, spec)
     # Keras's default: all rows divided by the steps, or 32.
     per_step = -(-arrays.num_rows // steps_per_epoch) if steps_per_epoch else None
     batch_size = _checked_batch_size(batch_size or per_step or KERAS_BATCH_SIZE)
     arguments |= {"batch_size": batch_size, "steps_per_epoch": steps}
-    is_sharded = split.size > 1 or split.keeps_position
-    if not is_sharded or split.shard == "none":
-        return _unsharded_feed(arguments, arrays, steps_per_epoch, split)
-    return _sharded_feed(arguments, arrays, steps_per_epoch, split)
+    is_sharded = spec.size > 1 or spec.keeps_position
+    if not is_sharded or spec.shard == "none":
+        return _unsharded_feed(arguments, arrays, steps_per_epoch, spec)
+    return _sharded_feed(arguments, arrays, steps_per_epoch, spec)
 
 
 def _sharded_feed(
-    arguments: dict[str, Any], arrays: Arrays, steps_before: int | None, split: Split
+    arguments: dict[str, Any], arrays: Arrays, steps_before: int | None, spec: ShardSpec
 ) -> Feed:
     """Arrays of which this rank reads its rows."""
     batch_size, shuffle = arguments["batch_size"], arguments["shuffle"]
     num_rows = arrays.num_rows
-    sizes = {"batch_size": batch_size, "size": split.size}
+    sizes = {"batch_size": batch_size, "size": spec.size}
     steps = arguments["steps_per_epoch"] or steps_of_rows(num_rows, **sizes)
     epoch = tf.Variable(0, dtype=tf.int64, trainable=False)
     from_start = functools.partial(rows_of_step, num_rows=num_rows, **sizes)
-    schedule = epoch_schedule_of(
-        split.position, num_rows=num_rows, steps=steps, **sizes
-    )
-    order = Order(schedule, rank=split.rank, shuffle=shuffle, seed=split.seed)
+    schedule = epoch_schedule_of(spec.position, num_rows=num_rows, steps=steps, **sizes)
+    order = Order(schedule, rank=spec.rank, shuffle=shuffle, seed=spec.seed)
     dataset = shard_training(arrays, order, epoch=epoch)
     return Feed(
         # They are part of the data set: Keras accepts none of them beside one.
@@ -107,7 +105,7 @@ def _sharded_feed(
         kind="arrays, sharded by row, " + ("shuffled" if shuffle else "in order"),
         batch_size=batch_size,
         num_rows=num_rows,
-        rank_rows=rows_of_rank(num_rows, rank=split.rank, **sizes),
+        rank_rows=rows_of_rank(num_rows, rank=spec.rank, **sizes),
         left_out=left_out_rows(num_rows, **sizes),
         is_scaled=steps_before is not None,
         steps_before=steps_before or -(-num_rows // batch_size),
@@ -115,7 +113,7 @@ def _sharded_feed(
         is_exact=not schedule.is_within_epoch,
         epoch=epoch,
         schedule=schedule,
-        rows_of_all=schedule.rows_of_step if split.position else from_start,
+        rows_of_all=schedule.rows_of_step if spec.position else from_start,
         rows_at=lambda number, step, _: order.rows_at(number, step),
         facts={
             "the number of rows": num_rows,
@@ -127,14 +125,14 @@ def _sharded_feed(
 
 
 def _unsharded_feed(
-    arguments: dict[str, Any], arrays: Arrays, steps_before: int | None, split: Split
+    arguments: dict[str, Any], arrays: Arrays, steps_before: int | None, spec: ShardSpec
 ) -> Feed:
     """Arrays of which this rank reads all rows, in the order that Keras draws."""
     batch_size, steps = arguments["batch_size"], arguments["steps_per_epoch"]
     steps_per_pass = -(-arrays.num_rows // batch_size)
     return Feed(
         arguments,
-        kind="arrays, already split" if split.size > 1 else "arrays",
+        kind="arrays, already split" if spec.size > 1 else "arrays",
         batch_size=batch_size,
         num_rows=arrays.num_rows,
         is_scaled=steps_before is not None,
@@ -154,15 +152,15 @@ def _stream_feed(
     batch_size: int | None,
     steps_before: int | None,
     steps: int | None,
-    split: Split,
+    spec: ShardSpec,
 ) -> Feed:
     """Data that comes in batches."""
     stream = Stream.of(arguments["x"])
-    _check_stream(stream, arguments, steps, split)
-    is_sharded = split.same.get("training", split.size == 1 and split.keeps_position)
+    _check_stream(stream, arguments, steps, spec)
+    is_sharded = spec.same.get("training", spec.size == 1 and spec.keeps_position)
     shuffle = bool(arguments["shuffle"])
     own = rank_batches(
-        stream, split, is_sharded=is_sharded, is_training=True, shuffle=shuffle
+        stream, spec, is_sharded=is_sharded, is_training=True, shuffle=shuffle
     )
     is_shuffled_by_keras = (
         shuffle
@@ -170,23 +168,23 @@ def _stream_feed(
         and isinstance(own.data, keras.utils.PyDataset)
     )
     schedule = own.schedule if steps is None else None
-    steps_of_pass = estimated_steps(own, stream, split, is_sharded=is_sharded)
+    steps_of_pass = estimated_steps(own, stream, spec, is_sharded=is_sharded)
     return Feed(
         arguments
         | {"x": own.data, "batch_size": batch_size, "steps_per_epoch": steps}
         | {"shuffle": is_shuffled_by_keras},
-        kind=kind_of(stream, split, "training", is_sharded=is_sharded),
+        kind=kind_of(stream, spec, "training", is_sharded=is_sharded),
         batch_size=batch_size,
         is_scaled=steps_before is not None,
         steps_before=steps_before or finite_or_none(stream.length),
         steps=min(filter(None, (steps, steps_of_pass)), default=None),
-        is_exact=(own.length is not None or split.size == 1)
+        is_exact=(own.length is not None or spec.size == 1)
         and not (schedule is not None and schedule.is_within_epoch),
         # With `steps_per_epoch` Keras may read ahead, into batches of the next epoch.
         epoch=own.epoch if steps is None else None,
         schedule=schedule,
         reader=own.reader,
-        batches_at=_batches_at(own, stream, steps, split, is_sharded, shuffle),
+        batches_at=_batches_at(own, stream, steps, spec, is_sharded, shuffle),
         facts={
             "the batches of a pass over its data": finite_or_none(own.length),
             "the steps of an epoch": steps,
@@ -199,7 +197,7 @@ def _batches_at(
     own: RankBatches,
     stream: Stream,
     steps: int | None,
-    split: Split,
+    spec: ShardSpec,
     is_sharded: bool,
     shuffle: bool,
 ) -> Callable[[int, int], Sequence[int]] | None:
@@ -223,7 +221,7 @@ def _batches_at(
         return batches_at(
             step_of_pass,
             total=total,
-            split=split,
+            spec=spec,
             is_sharded=is_sharded,
             skipped=skipped,
         )
@@ -232,9 +230,9 @@ def _batches_at(
 
 
 def _check_stream(
-    stream: Stream, arguments: dict[str, Any], steps: int | None, split: Split
+    stream: Stream, arguments: dict[str, Any], steps: int | None, spec: ShardSpec
 ) -> None:
-    if split.size > 1 and split.shard == "auto" and is_ragged_or_sparse(arguments):
+    if spec.size > 1 and spec.shard == "auto" and is_ragged_or_sparse(arguments):
         raise ValueError(
             "Ragged and sparse tensors cannot be sharded. Received: x of "
             f"type {stream.kind}. Pass dense arrays, or split the data yourself "
@@ -246,7 +244,7 @@ def _check_stream(
             f"x of type {stream.kind} without a batch. Pass at least one row for each "
             "rank."
         )
-    if split.size > 1 and stream.length == math.inf and steps is None:
+    if spec.size > 1 and stream.length == math.inf and steps is None:
         raise ValueError(
             "An epoch of infinite data needs a number of steps. Received: "
             f"infinite x of type {stream.kind}, steps_per_epoch=None. "
@@ -254,16 +252,16 @@ def _check_stream(
         )
 
 
-def _check_rows(arrays: Arrays, split: Split) -> None:
+def _check_rows(arrays: Arrays, spec: ShardSpec) -> None:
     if arrays.num_rows == 0:
         raise ValueError(
             "There is no data to train on. Received: arrays of 0 rows. Pass at least "
             "one row for each rank."
         )
-    if split.shard == "auto" and arrays.num_rows < split.size:
+    if spec.shard == "auto" and arrays.num_rows < spec.size:
         raise ValueError(
             "Each rank needs at least one row. "
-            f"Received: {arrays.num_rows} rows for {split.size} ranks. "
+            f"Received: {arrays.num_rows} rows for {spec.size} ranks. "
             f"Pass more data, or start at most {arrays.num_rows} processes."
         )
 

@@ -20,7 +20,7 @@ from keras_dist.sharding.batches import (
     rank_batches,
 )
 from keras_dist.sharding.batches_stream import Stream
-from keras_dist.sharding.feed import KERAS_BATCH_SIZE, Feed, Split
+from keras_dist.sharding.feed import KERAS_BATCH_SIZE, Feed, ShardSpec
 
 
 def hold_out(
@@ -54,7 +54,7 @@ def validation_feed(
     batch_size: int | None,
     steps: int | None,
     steps_rule: scaling.StepsRule,
-    split: Split,
+    spec: ShardSpec,
 ) -> Feed:
     """This rank's validation data, as arguments for `Model.evaluate`.
 
@@ -63,7 +63,7 @@ def validation_feed(
         batch_size: Rows of one rank's batch, or `None` for Keras's default.
         steps: Steps of a script for one process, or `None` for all data.
         steps_rule: How `steps` changes with the number of ranks.
-        split: How data is divided.
+        spec: How data is divided among the ranks.
 
     Raises:
         ValueError: If there is no row, or `steps` is unusable.
@@ -72,17 +72,17 @@ def validation_feed(
     own_steps = scaling.scaled_steps(
         steps_rule,
         steps,
-        size=split.size,
+        size=spec.size,
         name="validation_steps_scaling",
         multiples=True,
     )
     arguments = {"x": x, "y": y, "sample_weight": sample_weight}
     if not is_arrays(tuple(arguments.values())) and x is not None:
-        return _stream_feed(arguments, batch_size, steps, own_steps, split)
-    if split.size == 1 or split.shard == "none":
+        return _stream_feed(arguments, batch_size, steps, own_steps, spec)
+    if spec.size == 1 or spec.shard == "none":
         return Feed(
             arguments,
-            kind="arrays, already split" if split.size > 1 else "arrays",
+            kind="arrays, already split" if spec.size > 1 else "arrays",
             batch_size=batch_size,
             num_rows=len(keras.tree.flatten(x)[0]),
             is_scaled=steps is not None,
@@ -90,7 +90,7 @@ def validation_feed(
             steps=own_steps,
         )
     return _sharded_feed(
-        as_arrays(x, y, sample_weight), batch_size, steps, own_steps, split
+        as_arrays(x, y, sample_weight), batch_size, steps, own_steps, spec
     )
 
 
@@ -99,7 +99,7 @@ def _sharded_feed(
     batch_size: int | None,
     steps_before: int | None,
     steps: int | None,
-    split: Split,
+    spec: ShardSpec,
 ) -> Feed:
     """Arrays of which this rank evaluates its rows."""
     if arrays.num_rows == 0:
@@ -107,7 +107,7 @@ def _sharded_feed(
             "There is nothing to validate on. Received: arrays without rows. "
             "Pass at least one row, or no `validation_data`."
         )
-    own = shard_validation(arrays, rank=split.rank, size=split.size)
+    own = shard_validation(arrays, rank=spec.rank, size=spec.size)
     steps_per_pass = -(-own.num_rows // (batch_size or KERAS_BATCH_SIZE))
     arguments = {"x": own.x, "y": own.y, "sample_weight": own.sample_weight}
     if own.is_on_disk:
@@ -123,7 +123,7 @@ def _sharded_feed(
         steps_before=steps_before
         or -(-arrays.num_rows // (batch_size or KERAS_BATCH_SIZE)),
         steps=min(steps or steps_per_pass, steps_per_pass),
-        has_rows=split.rank < arrays.num_rows,
+        has_rows=spec.rank < arrays.num_rows,
         facts={"the number of validation rows": arrays.num_rows},
     )
 
@@ -133,21 +133,21 @@ def _stream_feed(
     batch_size: int | None,
     steps_before: int | None,
     steps: int | None,
-    split: Split,
+    spec: ShardSpec,
 ) -> Feed:
     """Data that comes in batches."""
     stream = Stream.of(arguments["x"])
-    is_sharded = split.same.get("validation", False)
-    own = rank_batches(stream, split, is_sharded=is_sharded, is_training=False)
-    steps_of_pass = estimated_steps(own, stream, split, is_sharded=is_sharded)
+    is_sharded = spec.same.get("validation", False)
+    own = rank_batches(stream, spec, is_sharded=is_sharded, is_training=False)
+    steps_of_pass = estimated_steps(own, stream, spec, is_sharded=is_sharded)
     return Feed(
         arguments | {"x": own.data},
-        kind=kind_of(stream, split, "validation", is_sharded=is_sharded),
+        kind=kind_of(stream, spec, "validation", is_sharded=is_sharded),
         batch_size=batch_size,
         is_scaled=steps_before is not None,
         steps_before=steps_before or finite_or_none(stream.length),
         steps=min(filter(None, (steps, steps_of_pass)), default=None),
-        is_exact=own.length is not None or split.size == 1,
+        is_exact=own.length is not None or spec.size == 1,
         has_rows=own.has_rows,
         reader=own.reader,
     )

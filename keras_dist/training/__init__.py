@@ -5,6 +5,9 @@
 - `first_step`: build the model at its first batch, then call hooks; `build` builds it
 - `counts`: rows trained on, batches that metrics have seen, the number of the step
 - `losses`: make a rank's loss its part of the loss of the global batch
+- `row_terms`: which terms of a loss are sums over rows, read in its graph: `row_graph`
+  finds the tensors with rows, `row_probe` tries a term, `terms_log` keeps the answers
+  for steps that run eagerly
 - `batch_norm`: normalize by the statistics of the global batch
 - `xla_step`: a step in two functions compiled by XLA, with the allreduce in between
 - `traced`: keep traced functions from one fit to the next

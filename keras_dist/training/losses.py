@@ -1,6 +1,8 @@
 """Make the loss of one rank's rows its part of the loss of the global batch."""
 
 import contextlib
+import functools
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,10 +11,17 @@ import tensorflow as tf
 
 from keras_dist import comm
 from keras_dist.optimizer import step_context
+from keras_dist.training.row_graph import RowGraph
+from keras_dist.training.row_probe import Kind, Probe
+from keras_dist.training.row_terms import Term, Undecided, terms_of
+from keras_dist.training.terms_log import TermsLog
+
+# Losses of Keras that are one number for the whole batch, whatever its reduction.
+_OF_WHOLE_BATCH = (keras.losses.Dice, keras.losses.Tversky)
 
 
 @contextlib.contextmanager
-def of_all_rows() -> Iterator[None]:
+def of_all_rows(model: Any, log: TermsLog) -> Iterator["RowLosses"]:
     """Inside the block, the row-weighted mean of losses is that of the global batch.
 
     Nothing has to be done for a loss that is a mean over its rows. A loss that adds up
@@ -20,41 +29,250 @@ def of_all_rows() -> Iterator[None]:
     weights, is multiplied by a factor: the rank's fraction of that divisor over its
     fraction of the rows.
 
-    Keras's own train step and those of users all call `keras.losses.Loss.__call__`, so
-    it is this method that is replaced.
+    Keras's own train step and those of users call `keras.losses.Loss.__call__` for the
+    losses of `compile`, `Model._aggregate_additional_loss` for those of `add_loss`,
+    `tf.GradientTape.gradient` for the gradients of anything that they have added up
+    themselves, and `keras.metrics.Mean.update_state` to log it. So it is these methods
+    that are replaced.
+
+    Args:
+        model: The model that is trained.
+        log: What was read in the graph of the step, for one that runs eagerly.
     """
-    plain = keras.losses.Loss.__call__
-
-    def call(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        value = plain(loss, y_true, y_pred, sample_weight)
-        mask = getattr(y_pred, "_keras_mask", None)
-        factor = _factor(loss.reduction, mask, sample_weight)
-        return value if factor is None else value * tf.cast(factor, value.dtype)
-
-    keras.losses.Loss.__call__ = call
+    losses = RowLosses(model, log)
+    patched = [
+        (keras.losses.Loss, "__call__", losses.call),
+        (tf.GradientTape, "gradient", losses.gradient),
+        (keras.metrics.Mean, "update_state", losses.update_state),
+        (keras.Model, "_aggregate_additional_loss", losses.additional),
+    ]
+    before = [vars(cls).get(name) for cls, name, _ in patched]
+    for cls, name, ours in patched:
+        changed = functools.partialmethod(_swapped, ours, getattr(cls, name))
+        setattr(cls, name, changed)
     try:
-        yield
+        yield losses
     finally:
-        keras.losses.Loss.__call__ = plain
+        for (cls, name, _), method in zip(patched, before, strict=True):
+            if method is None:  # it is inherited
+                delattr(cls, name)
+            else:
+                setattr(cls, name, method)
 
 
-def _factor(reduction: Any, mask: Any, sample_weight: Any) -> Any:
-    context = step_context.current()
-    if context.rows is None:
-        return None
-    if reduction == "sum":
-        return 1 / context.row_fraction(tf.float32)
+def _swapped(self: Any, ours: Any, plain: Any, *args: Any, **kwargs: Any) -> Any:
+    return ours(functools.partial(plain, self), self, *args, **kwargs)
+
+
+class RowLosses:
+    """The losses of one train step.
+
+    Args:
+        model: The model that is trained.
+        log: What was read in the graph of the step, for one that runs eagerly.
+    """
+
+    def __init__(self, model: Any, log: TermsLog) -> None:
+        self._variables = model.trainable_variables
+        self._log = log
+        self._fractions: dict[Any, Any] = {}
+        self._probes: dict[Any, Probe] = {}
+
+    def call(
+        self,
+        plain: Any,
+        loss: Any,
+        y_true: Any,
+        y_pred: Any,
+        sample_weight: Any = None,
+    ) -> Any:
+        """`keras.losses.Loss.__call__`."""
+        value = plain(y_true, y_pred, sample_weight)
+        if step_context.current().rows is None or value.shape.rank != 0:
+            return value
+        mask = getattr(y_pred, "_keras_mask", None)
+        divisor = _divisor(loss.reduction, mask, sample_weight)
+        if divisor is not None:
+            term = Term(value, divisor=divisor)
+            value = self._sum([term], value)
+        elif not is_mean_of_keras(loss):
+            value = self.of_all(value)
+        elif loss.reduction == "sum":
+            value = self._sum([Term(value)], value)
+        return step_context.make_known(value, "mean")
+
+    def additional(self, plain: Any, model: Any, loss: Any) -> Any:
+        """`keras.Model._aggregate_additional_loss`: one of `add_loss`."""
+        return step_context.make_known(self.of_all(plain(loss)), "mean")
+
+    def gradient(
+        self,
+        plain: Any,
+        tape: Any,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """`tf.GradientTape.gradient`."""
+        variables = [
+            source
+            for source in tf.nest.flatten(sources)
+            if isinstance(source, (tf.Variable, keras.Variable))
+        ]
+        targets = tf.nest.flatten(target)
+        given = tf.nest.flatten(output_gradients)
+        if len(given) != len(targets):
+            given = [None] * len(targets)
+        if not variables or step_context.current().rows is None:
+            return plain(target, sources, output_gradients, **kwargs)
+        weighted: list[tuple[Any, Any]] = []
+        for tensor, factor in zip(targets, given, strict=True):
+            weighted += self._weighted_targets(tensor, factor, variables)
+        if len(weighted) == len(given) and all(
+            factor is before
+            for (_, factor), before in zip(weighted, given, strict=True)
+        ):
+            return plain(target, sources, output_gradients, **kwargs)
+        weighted = [(t, tf.ones_like(t) if g is None else g) for t, g in weighted]
+        return plain(
+            [t for t, _ in weighted], sources, [g for _, g in weighted], **kwargs
+        )
+
+    def update_state(
+        self, plain: Any, metric: Any, values: Any, sample_weight: Any = None
+    ) -> Any:
+        """`keras.metrics.Mean.update_state`."""
+        is_one_weight = getattr(getattr(sample_weight, "shape", ()), "rank", 0) == 0
+        if is_one_weight:
+            values = self.of_all(values, is_loss=False)
+        return plain(values, sample_weight)
+
+    def of_all(self, value: Any, *, is_loss: bool = True) -> Any:
+        """A number of this rank's rows, such that the mean over ranks is that of all.
+
+        Args:
+            value: A scalar tensor; anything else is returned as it is.
+            is_loss: Whether weights are updated by it, and a doubt is worth a warning.
+        """
+        is_number = tf.is_tensor(value) and value.shape.rank == 0
+        if not is_number or not value.dtype.is_floating:
+            return value
+        return self._sum(self._terms(value, is_loss=is_loss), value)
+
+    def of_all_logged(self, value: Any) -> Any:
+        """The same for a value that a train step returns to be logged."""
+        return self.of_all(value, is_loss=False)
+
+    def _weighted_targets(
+        self, target: Any, factor: Any, variables: list[Any]
+    ) -> list[tuple[Any, Any]]:
+        """What to differentiate in place of one target, each with its factor."""
+        if not tf.is_tensor(target) or not target.dtype.is_floating:
+            return [(target, factor)]
+        if target.shape.rank == 0:
+            terms = self._terms(target, variables)
+            own = 1.0 if factor is None else tf.cast(factor, tf.float64)
+            changes = [
+                (t.value, tf.cast(t.change(self._fraction()) * own, t.value.dtype))
+                for t in terms
+            ]
+            return [(target, factor), *changes]
+        ones = tf.ones_like(target) if factor is None else tf.cast(factor, target.dtype)
+        terms = self._terms(tf.reduce_sum(target * ones), variables)
+        for term in terms:
+            change = 1 + term.change(self._fraction())
+            ones = ones * tf.cast(change, target.dtype)
+        return [(target, ones if terms else factor)]
+
+    def _terms(
+        self, value: Any, variables: Any = None, *, is_loss: bool = True
+    ) -> list[Term]:
+        """The terms of a scalar that are no means over rows; a warning if unknown."""
+        try:
+            if tf.executing_eagerly():
+                return [Term(value)] if self._log.is_sum() else []
+            probe = self._probe(value.graph)
+            sources = variables if variables is not None else self._variables
+            terms = terms_of(value, probe, sources=sources if is_loss else ())
+            self._log.add(bool(terms), lambda: probe.kind_of(value) is Kind.SUM)
+            return terms
+        except Undecided as error:
+            self._log.add_undecided(error)
+            if is_loss and comm.rank() == 0:
+                warnings.warn(
+                    "It cannot be seen from the graph of a loss whether it is a mean "
+                    f"or a sum over rows, {error}. The ranks average it, weighted by "
+                    "rows, as if it were a mean: the result may differ from that of "
+                    "one process. Compute the loss by rows, and end with a mean or a "
+                    "sum over them.",
+                    stacklevel=2,
+                )
+            return []
+
+    def _probe(self, graph: Any) -> Probe:
+        if graph not in self._probes:
+            rows = step_context.current().rows
+            self._probes[graph] = Probe(RowGraph(rows))
+        return self._probes[graph]
+
+    def _sum(self, terms: list[Term], value: Any) -> Any:
+        for term in terms:
+            change = term.change(self._fraction())
+            value = value + tf.cast(term.value, value.dtype) * tf.cast(
+                change, value.dtype
+            )
+        return value
+
+    def _fraction(self) -> Any:
+        """This rank's fraction of the rows, computed once in each graph."""
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        if graph not in self._fractions:
+            fraction = step_context.current().row_fraction(tf.float64)
+            self._fractions[graph] = fraction
+        return self._fractions[graph]
+
+
+def _divisor(reduction: Any, mask: Any, sample_weight: Any) -> Any:
+    """What a reduction of Keras divides by other than rows; `None` if by rows."""
     if reduction in ("sum_over_batch_size", "mean") and mask is not None:
-        divisor = tf.reduce_sum(tf.cast(mask, tf.float32))
-    elif reduction == "mean_with_sample_weight" and sample_weight is not None:
+        return tf.reduce_sum(tf.cast(mask, tf.float32))
+    if reduction == "mean_with_sample_weight" and sample_weight is not None:
         weight = tf.cast(sample_weight, tf.float32)
         if mask is not None:
             weight *= tf.cast(tf.reshape(mask, tf.shape(weight)), tf.float32)
-        divisor = tf.reduce_sum(weight)
-    else:
-        return None
-    part = tf.math.divide_no_nan(divisor, comm.total(divisor, purpose="losses"))
-    return part / context.row_fraction(tf.float32)
+        return tf.reduce_sum(weight)
+    return None
+
+
+def is_mean_of_keras(loss: Any) -> bool:
+    """Whether a loss is Keras's own, and has a value for each row before it is reduced.
+
+    Args:
+        loss: A `keras.losses.Loss`, a name or a function, as `compile` takes it.
+    """
+    of = getattr(loss, "fn", loss)
+    owner = of if isinstance(of, type) or hasattr(of, "__name__") else type(of)
+    is_keras = isinstance(loss, str) or owner.__module__.startswith("keras.")
+    return is_keras and not isinstance(loss, _OF_WHOLE_BATCH)
+
+
+def is_all_of_keras(model: Any, ours: type) -> bool:
+    """Whether Keras's own code alone computes the losses of a model and its layers.
+
+    Args:
+        model: A compiled model.
+        ours: The mixin of this package, whose methods are ignored.
+    """
+    methods = ("call", "compute_loss", "train_step")
+    return (
+        all(definer(model, name, ours).startswith("keras.") for name in methods)
+        and all(
+            type(layer).__module__.startswith("keras.")
+            for layer in model._flatten_layers(include_self=False)
+        )
+        and all(map(is_mean_of_keras, keras.tree.flatten(getattr(model, "loss", None))))
+    )
 
 
 def is_keras_path_to_update(model: Any, ours: type) -> bool:
@@ -65,12 +283,12 @@ def is_keras_path_to_update(model: Any, ours: type) -> bool:
         ours: The mixin of this package, whose methods are ignored.
     """
     return all(
-        _definer(found, name, ours).startswith("keras.")
+        definer(found, name, ours).startswith("keras.")
         for found, name in ((model, "train_step"), (model.optimizer, "apply_gradients"))
     )
 
 
-def _definer(found: Any, name: str, ours: type) -> str:
+def definer(found: Any, name: str, ours: type) -> str:
     """The module of the class that defines a method."""
     for cls in type(found).__mro__:
         if name in vars(cls) and cls is not ours:

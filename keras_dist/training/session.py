@@ -7,6 +7,7 @@ from keras_dist import comm, optimizer
 from keras_dist.training.counts import RowsSeen, RowsTrained, TrainingData
 from keras_dist.training.first_step import FirstStep
 from keras_dist.training.metric_scope import MetricScope
+from keras_dist.training.terms_log import TermsLog
 from keras_dist.training.traced import TracedFunctions
 
 
@@ -96,12 +97,13 @@ class Session:
         traced: Functions that Keras has traced.
         rows_seen: Batches and rows that the metrics have seen.
         rows_trained: Rows that this rank has trained on in this epoch.
-        training: The training data, and the number of the next step.
+        training_data: The training data, and the number of the next step.
         first_step: Builds the model, then calls hooks.
         stop_request: This rank's stop request, and whether all ranks have agreed.
         metrics: Whether a metric's result is one over all ranks.
         instruments: The stopwatch and the NaN guard of each step.
         xla: Whether steps run in two functions compiled by XLA.
+        terms_log: Which losses of a step that runs eagerly are sums over rows.
         stamp: Epoch and batch for files of weights.
         holder: Whether `dist_fit` ends the session.
     """
@@ -109,12 +111,13 @@ class Session:
     traced: TracedFunctions
     rows_seen: RowsSeen
     rows_trained: RowsTrained
-    training: TrainingData
+    training_data: TrainingData
     first_step: FirstStep
     stop_request: optimizer.StopRequest
     metrics: MetricScope
     instruments: Instruments
     xla: XlaChoice
+    terms_log: TermsLog
     stamp: SaveStamp
     holder: Holder
 
@@ -138,12 +141,13 @@ def begin(model: Any, last: Session | None) -> Session:
         traced=traced,
         rows_seen=rows_seen,
         rows_trained=RowsTrained(),
-        training=TrainingData(),
+        training_data=TrainingData(),
         first_step=FirstStep(),
         stop_request=optimizer.StopRequest(),
         metrics=MetricScope(),
         instruments=Instruments(),
         xla=XlaChoice(),
+        terms_log=TermsLog(),
         stamp=SaveStamp(),
         holder=Holder(),
     )

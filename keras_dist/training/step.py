@@ -73,7 +73,7 @@ class DistributedStep(atomic_save.SavesWhole):
         with contextlib.ExitStack() as stack:
             stack.enter_context(step_context.entered(context))
             if is_exact:
-                stack.enter_context(losses.of_all_rows())
+                own_step = _of_all_rows(self, own_step, data, stack)
             if comm.size() > 1:
                 stack.enter_context(only_averaging())
             logs = _run(session, own_step, data)
@@ -142,12 +142,46 @@ def _context(model: Any, rows: Any) -> step_context.StepContext:
     is_keras_path = losses.is_keras_path_to_update(model, DistributedStep)
     return step_context.StepContext(
         rows=rows,
-        rows_of_all=session.training.next_rows_of_all(),
+        rows_of_all=session.training_data.next_rows_of_all(),
         is_keras_path=is_keras_path and not session.xla.is_split,
         stop_request=session.stop_request,
         stopwatch=session.instruments.stopwatch,
         guard=session.instruments.guard,
     )
+
+
+def _of_all_rows(
+    model: Any,
+    own_step: Callable[[Any], Any],
+    data: Any,
+    stack: contextlib.ExitStack,
+) -> Callable[[Any], Any]:
+    """The model's own step, with losses and logs that are those of the global batch.
+
+    Args:
+        model: The model.
+        own_step: Its own `train_step`.
+        data: The batch.
+        stack: Ends what this begins.
+    """
+    log = session_of(model).terms_log
+    row_losses = stack.enter_context(losses.of_all_rows(model, log))
+    if losses.definer(model, "train_step", DistributedStep).startswith("keras."):
+        step = own_step
+    else:
+
+        def step(data: Any) -> Any:
+            logs = own_step(data)
+            return keras.tree.map_structure(row_losses.of_all_logged, logs)
+
+    if tf.executing_eagerly():
+        if not log.is_read:
+            if losses.is_all_of_keras(model, DistributedStep):
+                log.skip()
+            else:
+                log.read(step, data)
+        log.begin_step()
+    return step
 
 
 def _run(session: Session, own_step: Callable[[Any], Any], data: Any) -> Any:

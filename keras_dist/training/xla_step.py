@@ -33,7 +33,9 @@ class XlaStep:
     def __init__(self, own_step: Callable[[Any], Any]) -> None:
         self._own_step = own_step
         self._calls: list[Recorded] = []
-        self._compute_gradients = tf.function(self._record, jit_compile=True)
+        self._compute_gradients = tf.function(
+            self._record, jit_compile=True, autograph=False
+        )
         self._apply_gradients = tf.function(self._apply, jit_compile=True)
 
     def why_not(self, data: Any) -> str | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import keras_dist
 
@@ -56,6 +57,12 @@ def patched(model):
         ],
         "`keras.optimizers.Optimizer.apply`": keras.optimizers.Optimizer.apply,
         "`keras.losses.Loss.__call__`": keras.losses.Loss.__call__,
+        "`keras.Model._aggregate_additional_loss`": (
+            keras.Model._aggregate_additional_loss,
+            "_aggregate_additional_loss" in vars(keras.Model),
+        ),
+        "`tf.GradientTape.gradient`": tf.GradientTape.gradient,
+        "`keras.metrics.Mean.update_state`": keras.metrics.Mean.update_state,
         "`keras.layers.Layer.__call__`": keras.layers.Layer.__call__,
         "`jit_compile` of the model": model.jit_compile,
         "`result` of metrics without variables": [

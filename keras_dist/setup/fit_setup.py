@@ -15,7 +15,7 @@ from keras_dist.version import __version__
 
 
 @dataclass(frozen=True)
-class Job:
+class FitSetup:
     """Every decision about one fit on this rank.
 
     Args:
@@ -77,15 +77,15 @@ def prepare(
     model: Any,
     fit: KerasArguments,
     options: Options,
-    split: sharding.Split,
-) -> Job:
+    spec: sharding.ShardSpec,
+) -> FitSetup:
     """Decide everything for this rank, without any collective.
 
     Args:
         model: The compiled model.
         fit: The arguments of `dist_fit` that are those of `Model.fit`.
         options: All other arguments of `dist_fit`.
-        split: How data is divided.
+        spec: How data is divided among the ranks.
 
     Raises:
         ValueError: If an argument is unusable.
@@ -97,7 +97,7 @@ def prepare(
     callbacks, options = _take_over_warmup(fit.callbacks, options)
     factor = scaling.rate_factor(options.lr_scaling, size=world.size)
     step_multiplier = scaling.step_multiplier(options.steps_scaling, size=world.size)
-    training, validation = _feeds(fit, options, split)
+    training, validation = _feeds(fit, options, spec)
     if options.target_accuracy is not None and not fit.has_validation:
         raise ValueError(
             "`target_accuracy` is an accuracy on validation data. Received: "
@@ -105,7 +105,7 @@ def prepare(
             "`validation_data`, or StopAtAccuracy(target, monitor=…) in `callbacks`."
         )
     rule = options.validation_steps_scaling
-    return Job(
+    return FitSetup(
         arguments=_arguments(fit, training, validation, callbacks),
         callbacks=callbacks,
         training=training,
@@ -182,23 +182,23 @@ def _arguments(
 
 
 def _feeds(
-    fit: KerasArguments, options: Options, split: sharding.Split
+    fit: KerasArguments, options: Options, spec: sharding.ShardSpec
 ) -> tuple[sharding.Feed, sharding.Feed | None]:
     # An unusable rule is an error even if there are no steps to apply it to.
     steps = scaling.scaled_steps(
-        options.steps_scaling, fit.steps_per_epoch, size=split.size
+        options.steps_scaling, fit.steps_per_epoch, size=spec.size
     )
     scaling.scaled_steps(
         options.validation_steps_scaling,
         fit.validation_steps,
-        size=split.size,
+        size=spec.size,
         name="validation_steps_scaling",
         multiples=True,
     )
     try:
-        return _sharded_feeds(fit, options, split)
+        return _sharded_feeds(fit, options, spec)
     except ValueError:
-        if split.size > 1:
+        if spec.size > 1:
             raise
         # One process: Keras raises its own error, if it rejects the data, too.
         kind = type(fit.x).__name__.lstrip("_")
@@ -206,7 +206,7 @@ def _feeds(
 
 
 def _sharded_feeds(
-    fit: KerasArguments, options: Options, split: sharding.Split
+    fit: KerasArguments, options: Options, spec: sharding.ShardSpec
 ) -> tuple[sharding.Feed, sharding.Feed | None]:
     training_data = fit.x, fit.y, fit.sample_weight
     validation_data = fit.validation_data
@@ -220,7 +220,7 @@ def _sharded_feeds(
         shuffle=fit.shuffle,
         steps_per_epoch=fit.steps_per_epoch,
         steps_rule=options.steps_scaling,
-        split=split,
+        spec=spec,
     )
     if validation_data is None:
         return training, None
@@ -229,7 +229,7 @@ def _sharded_feeds(
         batch_size=fit.validation_batch_size or fit.batch_size,
         steps=fit.validation_steps,
         steps_rule=options.validation_steps_scaling,
-        split=split,
+        spec=spec,
     )
     return training, validation
 

@@ -21,7 +21,7 @@ from typing import Any
 
 # The launcher sets this variable to the beginning of the paths of the report files:
 # PATH.json for an error, PATH.crash and PATH.stacks for Python stacks.
-VARIABLE = "KERAS_DIST_REPORT"
+REPORT_VARIABLE = "KERAS_DIST_REPORT"
 
 # If this variable is set, a rank that has written a report does not print its error:
 # the launcher prints the first error, and one line for each other rank.
@@ -40,7 +40,7 @@ _PR_SET_PDEATHSIG = 1
 DUMP_SIGNAL = signal.SIGRTMIN + 7
 
 
-def write(kind: str, message: str, text: str, *, is_secondary: bool) -> None:
+def write_report(kind: str, message: str, text: str, *, is_secondary: bool) -> None:
     """Write the report of this rank: why it fails.
 
     Only the first call writes; later errors are not the cause.
@@ -51,7 +51,7 @@ def write(kind: str, message: str, text: str, *, is_secondary: bool) -> None:
         text: Text to print: the traceback and the message.
         is_secondary: Whether the cause is on another rank.
     """
-    path = os.environ.get(VARIABLE)
+    path = os.environ.get(REPORT_VARIABLE)
     if not path:
         return
     report = {"time": time.time(), "kind": kind, "message": message, "text": text}
@@ -61,14 +61,16 @@ def write(kind: str, message: str, text: str, *, is_secondary: bool) -> None:
         os.link(draft, f"{path}.json")  # atomic, and fails if there is a report
 
 
-def write_error(error: BaseException) -> None:
+def report_error(error: BaseException) -> None:
     """Write the report that this error ends the rank."""
     message = str(error)
     is_secondary = message.startswith("On rank ") or any(
         text in message for text in _FROM_ANOTHER_RANK
     )
     lines = traceback.format_exception(type(error), error, _own(error.__traceback__))
-    write(type(error).__name__, message, "".join(lines), is_secondary=is_secondary)
+    write_report(
+        type(error).__name__, message, "".join(lines), is_secondary=is_secondary
+    )
 
 
 def _own(trace: types.TracebackType | None) -> types.TracebackType | None:
@@ -80,7 +82,7 @@ def _own(trace: types.TracebackType | None) -> types.TracebackType | None:
 
 
 def _print(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    has_report = Path(f"{os.environ.get(VARIABLE)}.json").exists()
+    has_report = Path(f"{os.environ.get(REPORT_VARIABLE)}.json").exists()
     if not (has_report and os.environ.get(QUIET)):
         sys.__excepthook__(kind, error, _own(trace))
 
@@ -99,7 +101,7 @@ def end_with(parent: int) -> None:
 
 def _enable_dumps() -> None:
     """Write Python stacks to the report files: at `DUMP_SIGNAL`, and at a crash."""
-    path = os.environ.get(VARIABLE)
+    path = os.environ.get(REPORT_VARIABLE)
     if path:
         faulthandler.enable(open(f"{path}.crash", "w"))  # noqa: SIM115
         stacks = open(f"{path}.stacks", "w")  # noqa: SIM115
@@ -137,10 +139,10 @@ def main(arguments: list[str]) -> None:
             _run_script(command[0])
     except SystemExit as error:
         if error.code not in (None, 0):
-            write_error(error)
+            report_error(error)
         raise
     except BaseException as error:  # KeyboardInterrupt ends the rank, too
-        write_error(error)
+        report_error(error)
         raise
 
 

@@ -1,0 +1,281 @@
+"""Try whether a scalar of a graph is a mean or a sum over rows.
+
+The operations between the scalar and the nearest tensors with rows are copied, and run
+on random numbers in place of these tensors: on two rows, on three other rows, and on
+these five. A sum adds up, and a mean is the mean, weighted by 2 and 3. No operation of
+the model itself is run, and no variable is read.
+"""
+
+import enum
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dist.optimizer import step_context
+from keras_dist.training.row_graph import RowGraph, is_input
+
+# Operations that work on each element by itself, or within rows.
+_ELEMENTWISE = {"Add", "AddV2", "Sub", "Mul", "RealDiv", "DivNoNan", "Cast", "Neg"}
+_ELEMENTWISE |= {"Identity", "Square", "Maximum", "Minimum", "SelectV2", "BroadcastTo"}
+_ELEMENTWISE |= {"ExpandDims", "Squeeze", "Reshape", "Fill", "Tile"}
+_ROWS = ((2,), (3,))  # the two sets of rows; those of a selection are (4,) and (1,)
+_SELECTED = ((4,), (1,))
+_MOST_NUMBERS = 2**24
+_MOST_OPERATIONS = 300
+
+
+class Undecided(Exception):
+    """A scalar is neither a mean nor a sum over rows, as far as can be seen."""
+
+
+class Kind(enum.Enum):
+    """What a scalar is of the rows."""
+
+    MEAN = "a mean over rows, or independent of them"
+    SUM = "a sum over rows"
+    OTHER = "neither"
+
+
+class Probe:
+    """Tries scalars of one graph.
+
+    Args:
+        graph: The graph.
+    """
+
+    def __init__(self, graph: RowGraph) -> None:
+        self._graph = graph
+        self._kinds: dict[int, Kind] = {}
+
+    @property
+    def graph(self) -> RowGraph:
+        """The graph that is read."""
+        return self._graph
+
+    def counts_rows(self, op: Any) -> bool:
+        """Whether an operation has the number of rows as a constant factor or divisor.
+
+        `tf.shape(x)[0]` is one where a graph is traced with a number of rows.
+        """
+        if self._graph.rows is None or op.type not in ("Mul", "RealDiv", "DivNoNan"):
+            return False
+        return any(self._is_count(t, op) for t in op.inputs)
+
+    def _is_count(self, tensor: Any, op: Any) -> bool:
+        if tensor.op.type == "Const" and (op.type == "Mul" or tensor is op.inputs[0]):
+            return False  # a factor that a script has by chance
+        if tensor.shape.rank != 0 or self._graph.is_read(tensor):
+            return False
+        _, inner = Probe(RowGraph())._cut(tensor)
+        return _function(tensor, {}, inner)() == self._graph.rows
+
+    def kind_of(self, scalar: Any) -> Kind:
+        """What a scalar is of the rows.
+
+        Raises:
+            Undecided: If its operations cannot be run by themselves.
+        """
+        if not self._graph.depends_on_rows(scalar):
+            return Kind.MEAN
+        if id(scalar) not in self._kinds:
+            self._kinds[id(scalar)] = self._try(scalar)
+        return self._kinds[id(scalar)]
+
+    def _try(self, scalar: Any) -> Kind:
+        leaves, inner = self._cut(scalar)
+        function = _function(scalar, leaves, inner)
+        half = scalar.dtype in (tf.float16, tf.bfloat16)
+        kinds = {
+            _kind([function(*values) for values in _numbers(leaves, seed)], half=half)
+            for seed in (0, 1)
+        }
+        return kinds.pop() if len(kinds) == 1 else Kind.OTHER
+
+    def _cut(self, scalar: Any) -> tuple[dict[int, "_Leaf"], list[Any]]:
+        """The tensors to replace by numbers, and the operations after them."""
+        leaves: dict[int, _Leaf] = {}
+        inner: dict[int, Any] = {}
+        todo = [scalar]
+        while todo:
+            tensor = todo.pop()
+            if id(tensor) in leaves or (id(tensor) in inner and tensor is not scalar):
+                continue
+            if self._is_leaf(tensor):
+                leaves[id(tensor)] = _Leaf(tensor, self._graph)
+                continue
+            if len(inner) == _MOST_OPERATIONS:
+                raise Undecided("because of a long computation on values without rows")
+            _check_copied(tensor.op)
+            inner[id(tensor)] = tensor.op
+            for part in tensor.op.inputs:
+                if self.counts_rows(tensor.op) and self._is_count(part, tensor.op):
+                    leaves[id(part)] = _Leaf(part, self._graph, is_count=True)
+                else:
+                    todo.append(part)
+        return leaves, list({id(op): op for op in inner.values()}.values())
+
+    def _is_leaf(self, tensor: Any) -> bool:
+        if step_context.known_as(tensor):
+            return True
+        if self._graph.has_rows(tensor):
+            return not self._mixes(tensor, 20)
+        if self._graph.depends_on_rows(tensor):
+            return False
+        return self._graph.is_read(tensor)
+
+    def _mixes(self, tensor: Any, depth: int) -> bool:
+        """Whether a tensor with rows has scalars in it that depend on all rows.
+
+        An example is `losses / tf.shape(losses)[0]`.
+        """
+        if tensor.op.type not in _ELEMENTWISE or not depth:
+            return False
+        return self.counts_rows(tensor.op) or any(
+            self._mixes(part, depth - 1)
+            if self._graph.has_rows(part)
+            else self._graph.depends_on_rows(part) and part.dtype.is_floating
+            for part in tensor.op.inputs
+        )
+
+
+class _Leaf:
+    """A tensor that is replaced by random numbers."""
+
+    def __init__(self, tensor: Any, graph: RowGraph, *, is_count: bool = False) -> None:
+        self.tensor = tensor
+        self.is_count = is_count
+        self.known_as = step_context.known_as(tensor)
+        self.has_rows = self.known_as is None and graph.has_rows(tensor)
+        if tensor.shape.rank is None or not (
+            tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool
+        ):
+            raise Undecided(
+                f"because of a tensor of {tensor.dtype.name}, shape {tensor.shape}"
+            )
+        shape: list[int | None] = list(tensor.shape)
+        self.axis = shape.index(None) if None in shape else 0
+        self.shape = [3 if n is None else n for n in shape]
+        rows = _SELECTED if _is_selection(tensor) else _ROWS
+        self.sizes = [n for (n,) in rows]
+        if self.has_rows and np.prod(self.shape, dtype=float) * 5 > _MOST_NUMBERS:
+            raise Undecided(
+                f"because of a tensor of shape {tensor.shape} is too large to try"
+            )
+
+    def spec(self) -> Any:
+        """The spec of the numbers: the number of rows is open."""
+        shape = list(self.tensor.shape)
+        if self.has_rows:
+            shape[self.axis] = None
+        return tf.TensorSpec(shape, self.tensor.dtype)
+
+    def values(self, random: Any) -> list[Any]:
+        """Numbers for the first rows, for the second rows, and for both."""
+        if self.is_count:
+            return [self._cast(n) for n in (2, 3, 5)]
+        if not self.has_rows:
+            one, two = random.uniform(0.2, 2, 2)
+            if self.known_as != "mean":
+                one = two = 1 if self.tensor.dtype.is_integer else one
+            both = (2 * one + 3 * two) / 5
+            return [self._cast(np.full(self.shape, v)) for v in (one, two, both)]
+        blocks = []
+        for rows in self.sizes:
+            shape = list(self.shape)
+            shape[self.axis] = rows
+            scale = random.uniform(0.2, 2)
+            block = random.uniform(0.1, 1, shape) * scale
+            if not self.tensor.dtype.is_floating:
+                block = random.uniform(0, 1, shape) < 0.3 + 0.3 * scale
+            blocks.append(block)
+        return [self._cast(v) for v in (*blocks, np.concatenate(blocks, self.axis))]
+
+    def _cast(self, values: Any) -> Any:
+        return tf.cast(tf.constant(np.asarray(values)), self.tensor.dtype)
+
+
+def _numbers(leaves: dict[int, _Leaf], seed: int) -> Iterable[tuple[Any, ...]]:
+    random = np.random.default_rng(seed)
+    with tf.init_scope(), tf.device("CPU"):
+        return list(
+            zip(*(leaf.values(random) for leaf in leaves.values()), strict=True)
+        )
+
+
+def _function(scalar: Any, leaves: dict[int, _Leaf], inner: list[Any]) -> Any:
+    """A function of the numbers that computes the scalar as its graph does."""
+    names = {id(leaf.tensor): f"leaf{i}" for i, leaf in enumerate(leaves.values())}
+    graph = tf.compat.v1.GraphDef()
+    if any(_functions_of(op) for op in inner):
+        graph.library.CopyFrom(scalar.graph.as_graph_def().library)
+    for leaf in leaves.values():
+        node = graph.node.add(name=names[id(leaf.tensor)], op="Placeholder")
+        node.attr["dtype"].type = leaf.tensor.dtype.as_datatype_enum
+    for op in inner:
+        node = graph.node.add()
+        node.CopyFrom(op.node_def)
+        node.device = ""
+        node.attr.pop("_class", None)
+        del node.input[:]
+        node.input.extend(names.get(id(t), t.name) for t in op.inputs)
+
+    def compute(*values: Any) -> Any:
+        given = {f"{n}:0": v for n, v in zip(names.values(), values, strict=True)}
+        [result] = tf.graph_util.import_graph_def(
+            graph, input_map=given, return_elements=[scalar.name]
+        )
+        return tf.cast(result, tf.float64)
+
+    specs = [leaf.spec() for leaf in leaves.values()]
+    function: Any = None
+
+    def run(*values: Any) -> float:
+        try:
+            with tf.init_scope(), tf.device("CPU"):
+                nonlocal function
+                # `tf.function` would warn of being traced often.
+                function = function or tf.compat.v1.wrap_function(compute, specs)
+                return float(function(*values))
+        except (tf.errors.OpError, ValueError) as error:
+            raise Undecided(f"because of a {type(error).__name__}") from error
+
+    return run
+
+
+def _kind(values: list[float], *, half: bool) -> Kind:
+    one, two, both = values
+    near = (3e-2 if half else 1e-3) * max(map(abs, values))
+    is_mean = abs(both - (2 * one + 3 * two) / 5) <= near
+    is_sum = abs(both - (one + two)) <= near
+    if is_mean == is_sum or not np.isfinite(values).all():
+        return Kind.MEAN if is_mean and not any(values) else Kind.OTHER
+    return Kind.MEAN if is_mean else Kind.SUM
+
+
+def _check_copied(op: Any) -> None:
+    """Raise if an operation cannot be run by itself."""
+    if is_input(op.outputs[0]):
+        raise Undecided(f"because of the operation {op.type}")
+
+
+def _functions_of(op: Any) -> list[str]:
+    """The functions that an operation without state calls, such as a `tf.function`."""
+    attributes = op.node_def.attr.values()
+    return [a.func.name for a in attributes if a.HasField("func")]
+
+
+def _is_selection(tensor: Any) -> bool:
+    """Whether rows were selected by a mask, so that their number is another one."""
+    for _ in range(10):
+        kind = tensor.op.type
+        if kind in ("Where", "DynamicPartition", "Unique"):
+            return True
+        if kind in ("GatherV2", "GatherNd", "ResourceGather"):
+            tensor = tensor.op.inputs[1]
+        elif kind in _ELEMENTWISE | {"Exp", "Log", "Sqrt", "Abs", "Relu"}:
+            tensor = tensor.op.inputs[0]
+        else:
+            return False
+    return False

@@ -1,0 +1,153 @@
+"""Read from the graph of a loss which of its terms are means, and which are sums.
+
+N ranks average their gradients, weighted by rows. That is the gradient of the global
+batch if the loss is a mean over rows. A term that is a sum has to be multiplied first.
+What a user's train step differentiates has no class that says which of the two it is.
+So its graph is read, from the loss backward to the tensors that have rows; nothing of
+the model is run. See `row_probe` for how a term is tried.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist import comm
+from keras_dist.optimizer import step_context
+from keras_dist.training.row_graph import RowGraph
+from keras_dist.training.row_probe import Kind, Probe, Undecided
+
+# Operations that do not change a scalar's value.
+_UNCHANGED = {"Identity", "Snapshot", "CheckNumerics", "Cast", "EnsureShape"}
+_UNCHANGED |= {"Reshape", "Squeeze", "ExpandDims", "Sum", "Mean"}
+
+
+@dataclass(frozen=True)
+class Term:
+    """A term of a scalar, `coefficient × value`, that is no mean over rows.
+
+    Args:
+        value: A scalar tensor: a sum over the rows of this rank; with a `divisor`, such
+            a sum divided by it.
+        coefficient: A number or a scalar tensor without rows.
+        divisor: Another sum over the rows of this rank, such as the number of unmasked
+            elements; `None`: there is none.
+    """
+
+    value: Any
+    coefficient: Any = 1.0
+    divisor: Any = None
+
+    def change(self, fraction: Any) -> Any:
+        """What to add to 1 × `coefficient`, so that the weighted mean is the whole.
+
+        Args:
+            fraction: This rank's fraction of the rows; a scalar tensor.
+        """
+        part = 1.0 if self.divisor is None else _part_of_all(self.divisor)
+        factor = part / tf.cast(fraction, tf.float64) - 1
+        return tf.cast(self.coefficient, tf.float64) * factor
+
+
+def _part_of_all(divisor: Any) -> Any:
+    own = tf.cast(divisor, tf.float64)
+    return tf.math.divide_no_nan(own, comm.total(own, purpose="losses"))
+
+
+def terms_of(value: Any, probe: Probe, *, sources: Sequence[Any] = ()) -> list[Term]:
+    """The terms of a scalar that are no means over rows.
+
+    Args:
+        value: A scalar tensor of a graph.
+        probe: Tries scalars of that graph.
+        sources: Variables by which `value` is differentiated: coefficients and divisors
+            may not depend on them.
+
+    Returns:
+        Nothing if `value` is a mean over rows, or does not depend on them.
+
+    Raises:
+        Undecided: If a term is neither a mean nor a sum.
+    """
+    graph = probe.graph
+    terms, todo = [], [(value, 1.0)]
+    while todo:
+        tensor, coefficient = todo.pop()
+        if step_context.known_as(tensor) or not graph.depends_on_rows(tensor):
+            continue
+        inner = _linear(tensor, graph, probe, sources)
+        if inner is not None:
+            todo += [(t, _product(coefficient, factor)) for t, factor in inner]
+            continue
+        kind = probe.kind_of(tensor)
+        if kind is Kind.SUM:
+            terms.append(Term(tensor, coefficient))
+        elif kind is Kind.OTHER:
+            divisor = _divisor(tensor, probe)
+            if graph.depends_on(divisor, sources):
+                raise Undecided(
+                    f"because of {divisor.op.type}, a divisor with a gradient"
+                )
+            terms.append(Term(tensor, coefficient, divisor))
+    return terms
+
+
+def _product(one: Any, other: Any) -> Any:
+    if isinstance(one, float) and isinstance(other, float):
+        return one * other
+    return tf.cast(one, tf.float64) * tf.cast(other, tf.float64)
+
+
+def _linear(
+    tensor: Any, graph: RowGraph, probe: Probe, sources: Sequence[Any]
+) -> list[tuple[Any, Any]] | None:
+    """The scalars that add up to `tensor`, each with its factor; `None` if of none."""
+    op = tensor.op
+    inputs = list(op.inputs)
+    if op.type in ("Sum", "Mean") and inputs[0].op.type == "Pack":
+        scalars = list(inputs[0].op.inputs)
+        factor = 1.0 if op.type == "Sum" else 1 / len(scalars)
+        found = [(part, factor) for part in scalars]
+    elif op.type in _UNCHANGED and not _is_widened(op):
+        found = [(inputs[0], 1.0)]
+    elif op.type in ("Add", "AddV2", "AddN"):
+        found = [(part, 1.0) for part in inputs]
+    elif op.type == "Sub":
+        found = [(inputs[0], 1.0), (inputs[1], -1.0)]
+    elif op.type == "Neg":
+        found = [(inputs[0], -1.0)]
+    else:
+        found = list(_scaled(op, graph, probe, sources))
+    is_scalar = all(part.shape.rank == 0 for part, _ in found)
+    return found if found and tensor.shape.rank == 0 and is_scalar else None
+
+
+def _is_widened(op: Any) -> bool:
+    """Whether a number of few bits becomes one of more, in which terms are added."""
+    return op.type == "Cast" and op.inputs[0].dtype.size < op.outputs[0].dtype.size
+
+
+def _scaled(
+    op: Any, graph: RowGraph, probe: Probe, sources: Sequence[Any]
+) -> Iterator[tuple[Any, Any]]:
+    """The input of a product or quotient whose other input does not depend on rows."""
+    if op.type not in ("Mul", "RealDiv", "DivNoNan") or probe.counts_rows(op):
+        return
+    one, other = op.inputs
+    if op.type == "Mul" and not graph.depends_on_rows(one):
+        one, other = other, one
+    if not graph.depends_on_rows(other) and not graph.depends_on(other, sources):
+        yield one, other if op.type == "Mul" else 1 / tf.cast(other, tf.float64)
+
+
+def _divisor(tensor: Any, probe: Probe) -> Any:
+    """The sum over rows by which another one is divided in `tensor`."""
+    op = tensor.op
+    if op.type in ("RealDiv", "DivNoNan"):
+        above, below = op.inputs
+        if probe.kind_of(above) is probe.kind_of(below) is Kind.SUM:
+            return below
+    if op.type == "Mean" and op.inputs[0].shape.rank is not None:
+        return tf.shape(op.inputs[0])[0]  # of rows that were selected
+    raise Undecided(f"because of {op.type} of {tensor.dtype.name}")

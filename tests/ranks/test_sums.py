@@ -1,0 +1,241 @@
+"""A loss that is a sum equals one process, wherever it is computed.
+
+In float64, since a wrong factor of one small term would pass for rounding.
+"""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from claims import assert_equal_to_the_bit
+from keras import ops
+
+import keras_dist
+
+pytestmark = pytest.mark.several_ranks
+
+RANDOM = np.random.default_rng(0)
+X, Y = RANDOM.normal(size=(22, 5)), RANDOM.normal(size=(22, 3))
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    """Everything in this file is computed in float64."""
+    before = keras.config.floatx()
+    keras.config.set_floatx("float64")
+    yield
+    keras.config.set_floatx(before)
+
+
+class AddsLoss(keras.layers.Layer):
+    """Adds a loss of its input."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def call(self, x):
+        """Its input."""
+        self.add_loss(self.function(x))
+        return x
+
+
+class Computes(keras.Sequential):
+    """Overrides `compute_loss`."""
+
+    function = None
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+        """The loss."""
+        return self.function(x, y, y_pred)
+
+
+class Steps(keras.Sequential):
+    """Has a train step of its own, and logs its loss in two ways."""
+
+    function = None
+
+    def __init__(self, layers):
+        super().__init__(layers)
+        self.logged = keras.metrics.Mean("logged")
+
+    @property
+    def metrics(self):
+        """The metrics that Keras resets."""
+        return [self.logged]
+
+    def train_step(self, data):
+        """One update."""
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.function(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(
+            zip(gradients, self.trainable_variables, strict=True)
+        )
+        self.logged.update_state(loss)
+        return {"logged": self.logged.result(), "last": tf.reduce_sum(loss)}
+
+
+def layers(function=None):
+    """Layers of a small model, with the same weights at each call."""
+    keras.utils.set_random_seed(3)
+    dense = keras.layers.Dense(4, activation="tanh", kernel_regularizer="l2")
+    middle = [] if function is None else [AddsLoss(function)]
+    return [keras.Input((5,)), dense, *middle, keras.layers.Dense(3)]
+
+
+def added(function):
+    """A model with a loss of `add_loss` beside that of `compile`."""
+    return keras.Sequential(layers(function)), "mse"
+
+
+def computed(function):
+    """A model that computes its loss itself."""
+    model = Computes(layers())
+    model.function = function
+    return model, None
+
+
+def stepped(function):
+    """A model with a train step of its own."""
+    model = Steps(layers())
+    model.function = function
+    return model, None
+
+
+def compiled(loss):
+    """A model that is compiled with a loss."""
+    return keras.Sequential(layers()), loss
+
+
+def summed(reduction):
+    """A model that is compiled with a loss of Keras."""
+    return compiled(keras.losses.MeanSquaredError(reduction=reduction))
+
+
+def squares(y, p):
+    """Squared errors."""
+    return (y - p) ** 2
+
+
+def rows_of(x):
+    """The number of rows."""
+    return ops.cast(ops.shape(x)[0], "float64")
+
+
+def masked_mean(x, y, p):
+    """A mean over some of the elements, whose number differs from rank to rank."""
+    mask = ops.cast(x[:, :3] > 0, "float64")
+    return ops.sum(squares(y, p) * mask) / ops.sum(mask)
+
+
+def mixed(x, y, p):
+    """A mean and a sum."""
+    return ops.mean(squares(y, p)) + 0.05 * ops.sum(ops.abs(p))
+
+
+CASES = {
+    "add_sum": (added, lambda x: 0.1 * ops.sum(x**2)),
+    "add_vector": (added, lambda x: 0.1 * ops.sum(x**2, axis=1)),
+    "add_mean": (added, lambda x: ops.mean(x**2)),
+    "compute_sum": (computed, lambda x, y, p: 0.1 * ops.sum(squares(y, p))),
+    "compute_mixed": (computed, mixed),
+    "own_vector": (stepped, lambda x, y, p: 0.1 * ops.mean(squares(y, p), axis=1)),
+    "own_sum": (stepped, lambda x, y, p: 0.05 * ops.sum(squares(y, p))),
+    "own_mean": (stepped, lambda x, y, p: ops.mean(squares(y, p))),
+    "own_mixed": (stepped, mixed),
+    "own_sum_by_rows": (
+        stepped,
+        lambda x, y, p: ops.sum(squares(y, p) / rows_of(x)),
+    ),
+    "own_masked": (stepped, masked_mean),
+    "own_selected": (
+        stepped,
+        lambda x, y, p: tf.reduce_mean(tf.boolean_mask(squares(y, p), x[:, 0] > 0)),
+    ),
+    "compiled_sum": (compiled, lambda y, p: 0.1 * ops.sum(squares(y, p))),
+    "compiled_mean": (compiled, lambda y, p: ops.mean(squares(y, p))),
+    "compiled_masked": (compiled, lambda y, p: masked_mean(y, y, p)),
+    "Loss_sum": (summed, "sum"),
+}
+
+
+def trained(name, size, **compile_options):
+    """The model on one process and on all ranks; their logs, and the warnings."""
+    make, function = CASES[name]
+    models, logs = [], []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for fit, rows in ((keras.Model.fit, 8 * size), (keras_dist.dist_fit, 8)):
+            model, loss = make(function)
+            optimizer = keras.optimizers.SGD(0.02, momentum=0.9)
+            model.compile(optimizer, loss, **compile_options)
+            only = {"lr_scaling": 1.0} if fit is keras_dist.dist_fit else {}
+            options = {"batch_size": rows, "epochs": 2, "shuffle": False, **only}
+            history = fit(model, X, Y, verbose=0, **options)
+            models.append(model)
+            logs.append(history.history)
+    return models, logs, [str(w.message) for w in caught]
+
+
+def assert_equal(models, logs):
+    """The claim of this file."""
+    one, many = models
+    for own, of_many in zip(one.get_weights(), many.get_weights(), strict=True):
+        np.testing.assert_allclose(of_many, own, rtol=1e-10, atol=1e-12)
+    assert_equal_to_the_bit(many)
+    for key, values in logs[0].items():
+        np.testing.assert_allclose(logs[1][key], values, rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_a_loss_equals_one_process(world, name):
+    """Weights and logs, in a graph."""
+    models, logs, messages = trained(name, world.size, jit_compile=False)
+    assert_equal(models, logs)
+    assert not [m for m in messages if "mean or a sum" in m]
+
+
+@pytest.mark.three_ranks
+@pytest.mark.parametrize("name", ["own_vector", "own_masked", "add_sum"])
+def test_a_loss_equals_one_process_on_three_ranks(world, name):
+    """A wrong factor of two may cancel out on two ranks."""
+    models, logs, _ = trained(name, world.size, jit_compile=False)
+    assert_equal(models, logs)
+
+
+@pytest.mark.parametrize("name", ["add_sum", "own_vector", "own_sum", "own_mean"])
+def test_a_loss_equals_one_process_when_run_eagerly(world, name):
+    """There is no graph then; the step is traced once to look at one."""
+    models, logs, _ = trained(name, world.size, run_eagerly=True)
+    assert_equal(models, logs)
+
+
+@pytest.mark.parametrize("name", ["own_mixed", "own_vector"])
+def test_a_loss_equals_one_process_with_xla(world, name):
+    """The gradients are computed in a function of their own then."""
+    models, logs, _ = trained(name, world.size, jit_compile=True)
+    assert_equal(models, logs)
+
+
+@pytest.mark.parametrize(
+    ("make", "function"),
+    [
+        (compiled, lambda y, p: ops.sqrt(ops.mean(squares(y, p)))),
+        (stepped, lambda x, y, p: ops.sqrt(ops.mean(squares(y, p)))),
+        (compiled, keras.losses.Dice()),
+    ],
+)
+def test_a_loss_that_is_neither_is_said(world, make, function):
+    """A root of a mean is no mean of roots: no factor makes it one."""
+    model, loss = make(function)
+    model.compile("sgd", loss, jit_compile=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        keras_dist.dist_fit(model, X, Y, batch_size=8, epochs=1, verbose=0)
+    messages = [str(w.message) for w in caught]
+    found = [m for m in messages if "whether it is a mean or a sum" in m]
+    assert len(found) == (world.rank == 0), messages
