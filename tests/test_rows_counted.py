@@ -34,7 +34,7 @@ QUICK = ["arrays", *SEQUENCES]
 
 
 def spec_of(case: Case, rank: int, name: str) -> ShardSpec:
-    """How `same_batches.spec_of` divides it, where all ranks have the same."""
+    """How `same_batches.shard_spec_of` divides it, where all ranks have the same."""
     is_in_batches = case.kind in BATCHES
     return ShardSpec(
         rank,

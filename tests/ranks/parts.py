@@ -87,7 +87,7 @@ DATA = [
     "loader",
     "sequence",
 ]
-UNKNOWN_LENGTH = {"filtered batches", "generator", "loader"}
+UNKNOWN_LENGTH = {"filtered batches", "generator"}
 
 
 @dataclass(frozen=True)
