@@ -88,15 +88,15 @@ class UnknownLengthReader:
         return total == 0
 
     def _round_robin(self) -> Iterator[Any]:
-        batches, full_rounds = iter(self._stream), 0
+        batches, num_read = iter(self._stream), 0
         needed = self._size if self._is_training else self._rank + 1
         self.total = None
         while round_of_batches := list(itertools.islice(batches, self._size)):
             if len(round_of_batches) == self._size:
-                full_rounds += 1
+                num_read += self._size
                 yield round_of_batches[self._rank]
                 continue
-            self.total = full_rounds * self._size + len(round_of_batches)
+            self.total = num_read + len(round_of_batches)
             if sum(map(num_rows, round_of_batches)) >= needed:
                 yield rows_of_batches(
                     [self._stream.as_read(batch) for batch in round_of_batches],
