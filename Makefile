@@ -9,7 +9,7 @@ DOCS := .venv/.docs
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo docs equivalence fuzz mutations bench levers growth slow-network kills looks
+.PHONY: help setup check test demo docs equivalence fuzz mutations bench levers growth slow-network kills looks rows
 
 help:
 	@echo "make setup   a virtual environment in .venv, with Horovod built for its TensorFlow"
@@ -21,6 +21,7 @@ help:
 	@echo "make fuzz    try random cases: FIRST=0 COUNT=200"
 	@echo "make kills   kill a training 20 times, and see it go on to the bit"
 	@echo "make looks   look at each kind of pipeline 200 times, and see all of it be read"
+	@echo "make rows    count the rows of random data of all kinds: FIRST=0 COUNT=200"
 	@echo "make mutations   break one line at a time, and see a test fail"
 	@echo "make bench   write docs/performance.md: the speed beside its ceiling and its peers"
 	@echo "make levers  write docs/levers.md: what each setting does, and where the time goes"
@@ -85,6 +86,16 @@ kills: setup
 
 looks: setup
 	LOOKS=200 $(BIN)/python -m pytest tests/test_looks.py
+
+rows: export ROWS_FIRST = $(FIRST)
+rows: export ROWS_COUNT = $(COUNT)
+rows: setup
+	$(BIN)/python -m pytest tests/test_rows_counted.py
+	for ranks in 2 3; do \
+	    PATH="$(CURDIR)/$(BIN):$$PATH" HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=60 \
+	    horovodrun -np $$ranks python -m pytest -x -q tests/ranks/test_rows_counted.py \
+	        || exit 1; \
+	done
 
 mutations: setup
 	$(BIN)/python tests/mutations.py

@@ -6,6 +6,7 @@ Usage: python tests/equivalence.py                   writes docs/equivalence.md
 """
 
 import json
+import os
 import sys
 import tempfile
 from itertools import groupby
@@ -47,10 +48,12 @@ def run(ranks, *arguments):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
         script = ROOT / "tests" / "ranks" / "table.py"
+        found = [str(ROOT / "tests"), *os.environ.get("PYTHONPATH", "").split(":")]
         done = launch(
             [sys.executable, str(script), str(path), *arguments],
             ranks=ranks,
             timeout=3600,
+            env={"PYTHONPATH": ":".join(filter(None, found))},
         )
         if not path.exists():
             sys.exit(done.stdout[-5000:] + done.stderr[-5000:])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.sharding import Channel, ShardSpec, Stream
+from keras_dist.sharding import Channel, ShardSpec, Stream, training_feed
 from keras_dist.sharding.batches import rank_batches
 from keras_dist.sharding.batches_stream import length_of
 
@@ -124,6 +124,49 @@ def test_a_shuffled_sequence_has_one_order_whatever_the_size():
     assert sorted(orders[0][:12]) == sorted(orders[0][12:]) == list(range(0, 36, 3))
     assert orders[0][:12] != orders[0][12:]
     assert orders[0][11] == orders[0][23] == 33
+
+
+def test_shuffled_batches_of_uneven_sizes_leave_no_rank_without_rows():
+    """The last step is left out in an epoch whose last batches have too few rows."""
+    ends = np.cumsum([0, 3, 1, 1, 3, 1, 2])
+    rows, steps = np.arange(ends[-1]), set()
+    batches = [rows[i:j] for i, j in zip(ends[:-1], ends[1:], strict=True)]
+    for epoch in range(12):
+        shards = []
+        for rank in range(4):
+            own = rank_batches(
+                Stream(Sequence(batches)),
+                ShardSpec(rank, 4, seed=1),
+                is_sharded=True,
+                is_training=True,
+                shuffle=True,
+            )
+            own.epoch.assign(epoch)
+            shards.append([own.data[i][0] for i in range(own.data.num_batches)])
+        read = np.concatenate([batch for shard in shards for batch in shard])
+        assert len({len(shard) for shard in shards}) == 1
+        assert all(len(batch) for shard in shards for batch in shard)
+        assert len(set(read)) == len(read) > len(rows) - 4
+        steps.add(len(shards[0]))
+    assert steps == {1, 2}
+
+
+def test_the_indices_of_the_last_batches_of_unknown_length_are_known():
+    """`NanReport` names them when they have been read."""
+    batches = make_batches(5, 2)
+    for rank in range(3):
+        feed = training_feed(
+            Stream(MAKERS["generator"](batches)),
+            None,
+            None,
+            batch_size=None,
+            shuffle=False,
+            steps_per_epoch=None,
+            steps_rule="divide",
+            spec=ShardSpec(rank, 3, same={"training": True}),
+        )
+        assert len(list(feed.arguments["x"])) == 2
+        assert [list(feed.batches_at(0, step)) for step in (0, 1)] == [[rank], [3, 4]]
 
 
 def test_worker_processes_get_no_channel():

@@ -47,9 +47,10 @@ class ShardedSequence(keras.utils.PyDataset):
         is_static = hook is keras.utils.PyDataset.on_epoch_end or not is_training
         self._channel = None if is_static else spec.channel
         self._rows_needed = spec.size if is_training else spec.rank + 1
+        self._rows: dict[int, int] = {}  # of the batches whose rows were counted
+        self._order = self._order_of(spec.position.epoch if spec.position else 0)
         self._has_tail = self._count_tail_rows() >= self._rows_needed
         self.schedule = self._schedule_of(spec) if is_training else None
-        self._order = self._order_of(0)
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes make batches and take no part in collectives.
@@ -60,7 +61,8 @@ class ShardedSequence(keras.utils.PyDataset):
         self._order = self._order_of(epoch)
         if self.schedule is not None:
             self._skipped = self.schedule.skipped_in(int(epoch))
-            self._has_tail = self._count_tail_rows() >= self._rows_needed
+        # Other batches are the last ones now, and may have fewer rows.
+        self._has_tail = self._count_tail_rows() >= self._rows_needed
 
     def batches_at(self, epoch: int, step: int) -> list[int]:
         """Indices of the user's batches that this rank reads at a step of an epoch."""
@@ -104,6 +106,8 @@ class ShardedSequence(keras.utils.PyDataset):
             ValueError: On all ranks, if their first batches differ afterwards.
         """
         self.data.on_epoch_end()
+        if type(self.data).on_epoch_end is not keras.utils.PyDataset.on_epoch_end:
+            self._rows.clear()  # the user's batches may be others now
         if self._channel is None:
             return
         fingerprints = self._channel.gather(fingerprint_of([self.data[0]]))
@@ -144,7 +148,12 @@ class ShardedSequence(keras.utils.PyDataset):
         if total is None:
             return 0
         tail = range(total - (total - self._skipped) % self._size, total)
-        return sum(num_rows(self.data[index]) for index in tail)
+        return sum(self._rows_of(self._batch_index(index)) for index in tail)
+
+    def _rows_of(self, index: int) -> int:
+        if index not in self._rows:
+            self._rows[index] = num_rows(self.data[index])
+        return self._rows[index]
 
 
 def _index_in_order(order: Any, index: int) -> int:

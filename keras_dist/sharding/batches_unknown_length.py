@@ -29,12 +29,18 @@ class UnknownLengthReader:
             round robin.
         is_training: Whether all ranks have to make the same number of steps. If not,
             each rank reads to the end of its own batches, without a collective.
+
+    Attributes:
+        failure: The error that the user's data raised, if any.
+        total: Batches of all ranks in this pass, once its last round was read; only of
+            data that is sharded.
     """
 
     def __init__(
         self, stream: Stream, spec: ShardSpec, *, is_sharded: bool, is_training: bool
     ) -> None:
         self.failure: Exception | None = None
+        self.total: int | None = None
         self._stream = stream
         self._rank, self._size = spec.rank, spec.size
         self._is_sharded, self._is_training = is_sharded, is_training
@@ -82,12 +88,16 @@ class UnknownLengthReader:
         return total == 0
 
     def _round_robin(self) -> Iterator[Any]:
-        batches = iter(self._stream)
+        batches, num_read = iter(self._stream), 0
         needed = self._size if self._is_training else self._rank + 1
+        self.total = None
         while round_of_batches := list(itertools.islice(batches, self._size)):
             if len(round_of_batches) == self._size:
+                num_read += self._size
                 yield round_of_batches[self._rank]
-            elif sum(map(num_rows, round_of_batches)) >= needed:
+                continue
+            self.total = num_read + len(round_of_batches)
+            if sum(map(num_rows, round_of_batches)) >= needed:
                 yield rows_of_batches(
                     [self._stream.as_read(batch) for batch in round_of_batches],
                     rank=self._rank,

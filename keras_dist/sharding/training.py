@@ -209,7 +209,7 @@ def _batches_at(
         return own.data.batches_at
     if shuffle and isinstance(own.data, keras.utils.PyDataset):
         return None
-    total = finite_or_none(stream.length)
+    length = finite_or_none(stream.length)
 
     def batches(epoch: int, step: int) -> Sequence[int]:
         # With `steps_per_epoch` an epoch begins where the epoch before it ended.
@@ -217,6 +217,7 @@ def _batches_at(
         skipped = own.schedule.skipped_in(epoch) if own.schedule else 0
         if steps and own.length is not None and finite_or_none(own.length):
             step_of_pass %= int(own.length)
+        total = own.reader.total if length is None and own.reader else length
         return batches_at(
             step_of_pass,
             total=total,

@@ -30,7 +30,7 @@ EXACT = 1e-10
 
 
 @contextlib.contextmanager
-def _models_in(dtype: str) -> Iterator[None]:
+def models_in(dtype: str) -> Iterator[None]:
     """Inside the block, models and their data are of this dtype."""
     before = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx(dtype)
@@ -115,12 +115,12 @@ class Case:
 
     def state_of_one_process(self, size: int, seed: int | None = None) -> Any:
         """Weights and optimizer state of the oracle, as arrays."""
-        with _models_in(self.dtype):
+        with models_in(self.dtype):
             return state_of(self.on_one_process(size, seed))
 
     def on_all_ranks(self) -> Any:
         """The model that `dist_fit` trains on all ranks."""
-        with _models_in(self.dtype):
+        with models_in(self.dtype):
             return self._trained_on_all_ranks()
 
     def _trained_on_all_ranks(self) -> Any:

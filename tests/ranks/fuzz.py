@@ -5,7 +5,9 @@ from typing import Any
 
 import keras
 import numpy as np
+import parts
 from cases import OPTIMIZERS, Case, optimizer_names
+from parts import Parts
 
 # Models that take a weight for each row; the others have several targets or words.
 _WEIGHTED = {"perceptron", "unbuilt", "regularized", "convolution", "repeated names"}
@@ -29,9 +31,20 @@ _SUBJECTS = [
 _CLIPS = [{}, {}, {"clipnorm": 0.05}, {"global_clipnorm": 0.05}, {"clipvalue": 0.02}]
 
 
-def draw(seed: int) -> tuple[int, Case]:
+# The fraction of cases that are put together from parts.
+_OF_PARTS = 0.7
+
+
+def draw(seed: int) -> tuple[int, Case | Parts]:
     """How many ranks, and what they train."""
     draws = random.Random(seed)
+    size = draws.choice([2, 3])
+    if draws.random() < _OF_PARTS:
+        return size, parts.draw(seed, draws)
+    return size, _case(seed, draws)
+
+
+def _case(seed: int, draws: random.Random) -> Case:
     subject = draws.choice(sorted(_SUBJECTS))
     arguments: dict[str, Any] = {}
     rows = draws.randint(6, 30)
@@ -42,7 +55,7 @@ def draw(seed: int) -> tuple[int, Case]:
         arguments["sample_weight"] = weights.astype("float32")
     name, optimizer = _optimizer(draws, is_shuffled="shuffle" in arguments)
     how, compiled = _compiled(draws)
-    case = Case(
+    return Case(
         "fuzz",
         f"{seed}: {subject}, {name}, {how}, {rows} rows, {', '.join(arguments)}",
         subject,
@@ -54,7 +67,6 @@ def draw(seed: int) -> tuple[int, Case]:
         arguments=arguments,
         orders=12,
     )
-    return draws.choice([2, 3]), case
 
 
 def _optimizer(draws: random.Random, *, is_shuffled: bool) -> tuple[str, Any]:

@@ -1,0 +1,303 @@
+"""Every kind of data that `fit` and `evaluate` take, made of rows of `x` and `y`."""
+
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dist.training.autotune import as_untuned
+
+# The length of a window of a time series.
+WINDOW = 3
+
+
+class Sequence(keras.utils.PyDataset):
+    """Batches of the given sizes, in turn; the last one has what is left."""
+
+    def __init__(self, x, y, sizes, **arguments):
+        super().__init__(**arguments)
+        ends = [0]
+        while ends[-1] < len(y):
+            ends.append(min(ends[-1] + sizes[(len(ends) - 1) % len(sizes)], len(y)))
+        self.parts = [slice(*ends[i : i + 2]) for i in range(len(ends) - 1)]
+        self.x, self.y = x, y
+
+    @property
+    def num_batches(self):
+        return len(self.parts)
+
+    def __getitem__(self, index):
+        return self.x[self.parts[index]], self.y[self.parts[index]]
+
+
+class Loader:
+    """An iterable with a length, as a `DataLoader` of torch is."""
+
+    def __init__(self, x, y, size):
+        self.batches = Sequence(x, y, [size])
+
+    def __len__(self):
+        return self.batches.num_batches
+
+    def __iter__(self):
+        return (self.batches[index] for index in range(len(self)))
+
+
+class WithoutLength:
+    """An iterable without a length."""
+
+    def __init__(self, x, y, size):
+        self.batches = Loader(x, y, size)
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def rows_of(x, y):
+    return tf.data.Dataset.from_tensor_slices((x, y))
+
+
+def kept(*_):
+    """For `filter`: all rows remain, but TensorFlow cannot know how many."""
+    return True
+
+
+def unchanged(x, y):
+    """For `map`."""
+    return x, y
+
+
+def zipped_rows(x, y, size):
+    slices = tf.data.Dataset.from_tensor_slices
+    return tf.data.Dataset.zip((slices(x), slices(y))).batch(size)
+
+
+def zipped_batches(x, y, size):
+    slices = tf.data.Dataset.from_tensor_slices
+    return tf.data.Dataset.zip((slices(x).batch(size), slices(y).batch(size)))
+
+
+def concatenated(x, y, size):
+    """With a short batch in the middle."""
+    middle = (len(y) + 1) // 2
+    first, second = rows_of(x[:middle], y[:middle]), rows_of(x[middle:], y[middle:])
+    return first.batch(size).concatenate(second.batch(size))
+
+
+def interleaved(x, y, size):
+    """The rows of three sources in turn."""
+    rows = rows_of(x, y)
+    return (
+        tf.data.Dataset.range(3)
+        .interleave(lambda source: rows.shard(3, source), num_parallel_calls=2)
+        .batch(size)
+    )
+
+
+def in_buckets(x, y, size):
+    """By a length: batches of several sizes, in another order than the rows."""
+    return rows_of(x, y).bucket_by_sequence_length(
+        lambda x, y: tf.cast(y, tf.int32) % 7, [2, 5], [size, size + 1, 2]
+    )
+
+
+def of_generator(x, y, size):
+    batches = Loader(x, y, size)
+    signature = [tf.TensorSpec([None, *a.shape[1:]], a.dtype) for a in (x, y)]
+    return tf.data.Dataset.from_generator(
+        lambda: iter(batches), output_signature=tuple(signature)
+    )
+
+
+def counted_generator(x, y, size):
+    count = tf.data.experimental.assert_cardinality(len(Loader(x, y, size)))
+    return of_generator(x, y, size).apply(count)
+
+
+def windows(x, y, size, **arguments):
+    """Windows of a time series of which `x` is the beginning, as Keras makes them."""
+    series = np.concatenate([x, x[: WINDOW - 1], x[:1], x[:1]])[: len(y) + WINDOW - 1]
+    return keras.utils.timeseries_dataset_from_array(
+        series, y, WINDOW, batch_size=size, **arguments
+    )
+
+
+def windows_of_windows(x, y, size):
+    """As TensorFlow's guides make them: of unknown length."""
+    series = rows_of(x, y).window(1, shift=1)
+    return series.flat_map(lambda x, y: tf.data.Dataset.zip((x.batch(1), y))).batch(
+        size
+    )
+
+
+def generated(x, y, size) -> Iterator[Any]:
+    yield from Loader(x, y, size)
+
+
+DATASETS = {
+    "batched": lambda x, y, size: rows_of(x, y).batch(size),
+    "batched in threads": lambda x, y, size: rows_of(x, y).batch(
+        size, num_parallel_calls=2
+    ),
+    "full batches": lambda x, y, size: rows_of(x, y).batch(size, drop_remainder=True),
+    "rows cached": lambda x, y, size: rows_of(x, y).cache().batch(size),
+    "batches cached": lambda x, y, size: rows_of(x, y).batch(size).cache(),
+    "read ahead": lambda x, y, size: rows_of(x, y).batch(size).prefetch(3),
+    "read ahead, cached": lambda x, y, size: (
+        rows_of(x, y).batch(size).prefetch(8).cache()
+    ),
+    "cached, read ahead": lambda x, y, size: (
+        rows_of(x, y).batch(size).cache().prefetch(8)
+    ),
+    "mapped": lambda x, y, size: (
+        rows_of(x, y).map(unchanged, 2).batch(size).map(unchanged)
+    ),
+    "shuffled": lambda x, y, size: rows_of(x, y).shuffle(9, seed=1).batch(size),
+    "shuffled once, cached": lambda x, y, size: (
+        rows_of(x, y)
+        .shuffle(99, seed=1, reshuffle_each_iteration=False)
+        .batch(size)
+        .cache()
+    ),
+    "repeated": lambda x, y, size: rows_of(x, y).repeat(2).batch(size),
+    "batches repeated": lambda x, y, size: rows_of(x, y).batch(size).repeat(2),
+    "skipped and taken": lambda x, y, size: (
+        rows_of(x, y).skip(1).take(len(y) // 2 + 1).batch(size)
+    ),
+    "zipped rows": zipped_rows,
+    "zipped batches": zipped_batches,
+    "concatenated": concatenated,
+    "windows of a time series": windows,
+    "windows, every second": lambda x, y, size: windows(x, y, size, sequence_stride=2),
+    "windows, shuffled": lambda x, y, size: windows(x, y, size, shuffle=True, seed=2),
+    "windows, cached": lambda x, y, size: windows(x, y, size).cache(),
+    "windows, cached, read ahead": lambda x, y, size: (
+        windows(x, y, size).cache().prefetch(4)
+    ),
+    "a counted generator": counted_generator,
+}
+UNKNOWN = {
+    "filtered rows": lambda x, y, size: rows_of(x, y).filter(kept).batch(size),
+    "filtered batches": lambda x, y, size: rows_of(x, y).batch(size).filter(kept),
+    "filtered, cached": lambda x, y, size: (
+        rows_of(x, y).filter(kept).batch(size).cache()
+    ),
+    "batched anew": lambda x, y, size: (
+        rows_of(x, y).batch(size + 2).unbatch().batch(size)
+    ),
+    "interleaved": interleaved,
+    "in buckets": in_buckets,
+    "windows of windows": windows_of_windows,
+    "windows, filtered": lambda x, y, size: windows(x, y, size).filter(kept).cache(),
+    "a generator in a data set": of_generator,
+}
+SEQUENCES = {
+    "sequence": lambda x, y, size: Sequence(x, y, [size]),
+    "sequence of uneven batches": lambda x, y, size: Sequence(x, y, [size, 1, 5]),
+    "sequence of threads": lambda x, y, size: Sequence(x, y, [size], workers=2),
+}
+ITERABLES = {"loader": Loader, "iterable": WithoutLength, "generator": generated}
+
+# Data that comes in batches, made by a function of rows of `x` and `y`, and a size.
+BATCHES = DATASETS | UNKNOWN | SEQUENCES | ITERABLES
+
+
+def in_memory(x, y, _):
+    return x, y
+
+
+def as_tensors(x, y, _):
+    return tf.constant(x), tf.constant(y)
+
+
+def on_disk(x, y, _):
+    """A memory-mapped file and an array."""
+    with tempfile.NamedTemporaryFile() as file:
+        mapped = np.memmap(file.name, x.dtype, "w+", shape=x.shape)
+        mapped[:] = x
+    return mapped, y
+
+
+ARRAYS = {"arrays": in_memory, "tensors": as_tensors, "arrays on disk": on_disk}
+KINDS = ARRAYS | BATCHES
+
+
+def ids_of_batches(data) -> list[list[int]]:
+    """The values of `y`, batch by batch, in one plain pass over the data."""
+    if isinstance(data, keras.utils.PyDataset):
+        data = [data[index] for index in range(data.num_batches)]
+    if isinstance(data, tf.data.Dataset):
+        data = as_untuned(data)
+    return [np.asarray(batch[1]).astype(int).tolist() for batch in data]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Data of one kind on some ranks.
+
+    Args:
+        kind: Name in `KINDS`.
+        rows: How many rows the data is made of.
+        batch_size: Of one rank.
+        size: Number of ranks.
+        shuffle: As of `fit`.
+        keeps_position: As with `resume=`.
+        steps: Steps of one process, or `None` for all of the data.
+    """
+
+    kind: str
+    rows: int
+    batch_size: int
+    size: int
+    shuffle: bool
+    keeps_position: bool
+    steps: int | None
+
+    def data(self) -> Any:
+        """The data, made anew as each rank makes it."""
+        ids = np.arange(self.rows)
+        return KINDS[self.kind](ids.astype("float32"), ids, self.batch_size)
+
+    def batches(self) -> list[list[int]]:
+        """The rows of one process, batch by batch."""
+        if self.kind in ARRAYS:
+            count = range(0, self.rows, self.batch_size)
+            ids = list(range(self.rows))
+            return [ids[begin : begin + self.batch_size] for begin in count]
+        return ids_of_batches(self.data())
+
+    def promised(self) -> tuple[list[int], int]:
+        """Rows of batches that all ranks train on in a pass, and each rank's steps."""
+        batches = self.batches()
+        full = len(batches) // self.size * self.size
+        tail = [row for batch in batches[full:] for row in batch]
+        is_used = len(tail) >= self.size
+        rows = [row for batch in batches[:full] for row in batch]
+        return rows + tail * is_used, full // self.size + is_used
+
+
+def draw(
+    seed: int, kinds: Iterable[str], sizes: tuple[int, ...] = (1, 2, 3, 4)
+) -> Case:
+    """A case, a function of its seed alone; small numbers come more often."""
+    draws = random.Random(seed)
+    return Case(
+        kind=draws.choice(sorted(kinds)),
+        rows=draws.randint(1, draws.choice([5, 20, 70])),
+        batch_size=draws.randint(1, draws.choice([4, 12, 33])),
+        size=draws.choice(sizes),
+        shuffle=draws.random() < 0.5,
+        keeps_position=draws.random() < 0.3,
+        steps=draws.choice([None, None, draws.randint(1, 20)]),
+    )
+
+
+def counted(ranks: list[list[list[int]]]) -> Counter[int]:
+    """How often each row was read, by all ranks."""
+    return Counter(row for rank in ranks for batch in rank for row in batch)

@@ -1,0 +1,140 @@
+"""Metrics count every row once: random data of all kinds, on all ranks.
+
+`tests/test_rows_counted.py` tries more, on all ranks of one process.
+"""
+
+import os
+import warnings
+from collections import Counter
+
+import keras
+import pytest
+import tensorflow as tf
+from data_kinds import ARRAYS, KINDS, counted, draw
+
+import keras_dist
+
+pytestmark = [pytest.mark.several_ranks, pytest.mark.three_ranks]
+
+FIRST = int(os.environ.get("ROWS_FIRST", "0"))
+COUNT = int(os.environ.get("ROWS_COUNT", "12"))
+
+# More than the number of any row.
+ROWS = 70
+
+# A training takes five times as long as an evaluation: one of so many cases trains.
+TRAINS = 3
+
+
+class TimesCounted(keras.metrics.Metric):
+    """How often each row was counted; its number is the target."""
+
+    def __init__(self, name="counted"):
+        super().__init__(name=name)
+        self.counts = self.add_weight(shape=(ROWS,), initializer="zeros", name="counts")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        ids = tf.cast(tf.reshape(y_true, [-1]), tf.int32)
+        self.counts.assign_add(tf.math.bincount(ids, None, ROWS, ROWS, tf.float32))
+
+    def result(self):
+        return tf.identity(self.counts)
+
+
+class Scaled(keras.Model):
+    """A weight times the mean of each row."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = self.add_weight(shape=(), initializer="ones", name="factor")
+
+    def call(self, x):
+        rows = tf.reshape(tf.cast(x, tf.float32), [tf.shape(x)[0], -1])
+        return self.factor * tf.reduce_mean(rows, axis=1)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """One model for all cases: compiled once."""
+    made = Scaled()
+    made.compile(
+        keras.optimizers.SGD(1e-6), "mse", metrics=[TimesCounted()], run_eagerly=True
+    )
+    return made
+
+
+def times(counts) -> Counter[int]:
+    """The result of `TimesCounted` as a counter."""
+    return +Counter({row: int(count) for row, count in enumerate(counts)})
+
+
+def evaluated(model, case) -> Counter[int]:
+    """Rows that an evaluation on all ranks has counted."""
+    x, y = case.data() if case.kind in ARRAYS else (case.data(), None)
+    logs = keras_dist.DistributedModel(model).evaluate(
+        x, y, batch_size=case.batch_size, verbose=0, return_dict=True
+    )
+    return times(logs["counted"])
+
+
+def trained(model, case, validation, epochs):
+    """For each epoch, rows that training and validation have counted."""
+    x, y = case.data() if case.kind in ARRAYS else (case.data(), None)
+    history = keras_dist.dist_fit(
+        model,
+        x,
+        y,
+        batch_size=case.batch_size if case.kind in ARRAYS else None,
+        epochs=epochs,
+        shuffle=case.shuffle,
+        validation_data=validation.data(),
+        validation_batch_size=validation.batch_size,
+        verbose=0,
+    ).history
+    names = ("counted", "val_counted")
+    return zip(*([times(c) for c in history[name]] for name in names), strict=True)
+
+
+def drawn(seed, size):
+    """Training and validation data that have rows for all ranks, or for one."""
+    training, validation = (draw(2 * seed + i, KINDS, (size,)) for i in range(2))
+    is_enough = training.rows >= size if training.kind in ARRAYS else True
+    if not (is_enough and training.promised()[0] and validation.batches()):
+        return None
+    return training, validation
+
+
+def check_evaluation(model, case):
+    """All rows."""
+    assert evaluated(model, case) == counted([case.batches()])
+
+
+def check_training(model, training, validation):
+    """In each epoch the rows that the plan promises, and all rows of the validation."""
+    rows = counted([validation.batches()])
+    once = "generator" in (training.kind, validation.kind)
+    epochs = trained(model, training, validation, 1 if once else 2)
+    for of_training, of_validation in epochs:
+        assert of_validation == rows
+        all_rows = counted([training.batches()])
+        assert not of_training - all_rows
+        assert (all_rows - of_training).total() < training.size
+        if not training.shuffle:
+            assert of_training == Counter(training.promised()[0])
+
+
+@pytest.mark.parametrize("begin", range(FIRST, FIRST + COUNT, 20))
+def test_metrics_count_every_row_once(model, world, begin):
+    """In evaluations and in trainings with validation, of all kinds of data."""
+    for seed in range(begin, min(begin + 20, FIRST + COUNT)):
+        cases = drawn(seed, world.size)
+        if cases is None:
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", "Your input ran out of data")
+                check_evaluation(model, cases[1])
+                if seed % TRAINS == 0:
+                    check_training(model, *cases)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {cases}") from error
