@@ -9,7 +9,7 @@ DOCS := .venv/.docs
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo docs equivalence fuzz mutations bench levers growth slow-network kills looks
+.PHONY: help setup check test demo docs equivalence fuzz mutations bench levers growth slow-network kills looks hosts
 
 help:
 	@echo "make setup   a virtual environment in .venv, with Horovod built for its TensorFlow"
@@ -20,6 +20,7 @@ help:
 	@echo "make equivalence   write docs/equivalence.md: every case on 2 and 3 processes"
 	@echo "make fuzz    try random cases: FIRST=0 COUNT=200"
 	@echo "make kills   kill a training 20 times, and see it go on to the bit"
+	@echo "make hosts   more launches and faults on hosts of our own (root)"
 	@echo "make looks   look at each kind of pipeline 200 times, and see all of it be read"
 	@echo "make mutations   break one line at a time, and see a test fail"
 	@echo "make bench   write docs/performance.md: the speed beside its ceiling and its peers"
@@ -82,6 +83,10 @@ fuzz: setup
 
 kills: setup
 	KILLS=20 $(BIN)/python -m pytest tests/test_resume.py -k killed
+
+# Network namespaces with sshd; Debian's openssh-server and iproute2.
+hosts: setup
+	$(BIN)/python -m pytest tests/hosts tests/hosts/faults.py
 
 looks: setup
 	LOOKS=200 $(BIN)/python -m pytest tests/test_looks.py

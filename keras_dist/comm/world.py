@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # Variables that each launcher sets: rank, size, local rank, local size.
 _LAUNCHERS = {
@@ -34,12 +34,14 @@ class World:
         size: Number of ranks.
         local_rank: Number of this process on its host, from 0.
         local_size: Number of ranks on this host.
+        num_hosts: Number of hosts; exact on the first rank, which prints it.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
+    num_hosts: int = field(default=1, repr=False, compare=False)
 
     @property
     def is_first(self) -> bool:
