@@ -21,7 +21,8 @@ from keras_dist.monitor.watchdog import VARIABLE, limit_of
 _CONNECT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 _CONNECT_SECONDS = 120
 
-_SSH = "ssh -o BatchMode=yes -o StrictHostKeyChecking=yes"
+# A firewall that drops port 22 is noticed after 10 s, not 134.
+_SSH = "ssh -o BatchMode=yes -o StrictHostKeyChecking=yes -o ConnectTimeout=10"
 
 
 def add_run(commands: argparse._SubParsersAction) -> None:

@@ -135,14 +135,23 @@ def address_towards(host: str) -> str:
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, 9))  # sends nothing
+            probe.connect((host.rpartition("@")[2], 9))  # sends nothing
         except OSError as error:
+            version = "; it has IPv6 addresses alone" if _has_only_ipv6(host) else ""
             raise ValueError(
-                f"A host cannot be reached. Received: {host} ({error}). If only ssh "
-                "knows that name, pass the address of this host, as the other host can "
-                "reach it, with `--address`."
+                f"A host cannot be reached. Received: {host} ({error}{version}). If "
+                "only ssh knows that name, pass the IPv4 address of this host, as the "
+                "other host can reach it, with `--address`."
             ) from error
         return str(probe.getsockname()[0])
+
+
+def _has_only_ipv6(host: str) -> bool:
+    try:
+        found = socket.getaddrinfo(host.rpartition("@")[2], None)
+    except OSError:
+        return False
+    return {family for family, *_ in found} == {socket.AF_INET6}
 
 
 def interface_of(address: str) -> str:

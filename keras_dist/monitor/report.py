@@ -40,7 +40,9 @@ _PR_SET_PDEATHSIG = 1
 DUMP_SIGNAL = signal.SIGRTMIN + 7
 
 
-def write(kind: str, message: str, text: str, *, is_secondary: bool) -> None:
+def write(
+    kind: str, message: str, text: str, *, is_secondary: bool, code: int = 1
+) -> None:
     """Write the report of this rank: why it fails.
 
     Only the first call writes; later errors are not the cause.
@@ -50,11 +52,13 @@ def write(kind: str, message: str, text: str, *, is_secondary: bool) -> None:
         message: Message of the error.
         text: Text to print: the traceback and the message.
         is_secondary: Whether the cause is on another rank.
+        code: The exit code with which this rank is about to end.
     """
     path = os.environ.get(VARIABLE)
     if not path:
         return
     report = {"time": time.time(), "kind": kind, "message": message, "text": text}
+    report["code"] = code
     draft = Path(f"{path}.{os.getpid()}.draft")
     with contextlib.suppress(OSError):  # there is a report, or the launcher has ended
         draft.write_text(json.dumps(report | {"is_secondary": is_secondary}))
@@ -68,7 +72,14 @@ def write_error(error: BaseException) -> None:
         text in message for text in _FROM_ANOTHER_RANK
     )
     lines = traceback.format_exception(type(error), error, _own(error.__traceback__))
-    write(type(error).__name__, message, "".join(lines), is_secondary=is_secondary)
+    is_exit = isinstance(error, SystemExit) and isinstance(error.code, int)
+    write(
+        type(error).__name__,
+        message,
+        "".join(lines),
+        is_secondary=is_secondary,
+        code=int(message) if is_exit else 1,
+    )
 
 
 def _own(trace: types.TracebackType | None) -> types.TracebackType | None:

@@ -166,7 +166,9 @@ class Watchdog(threading.Thread):
         is_secondary = not own["code"] and any(
             "is missing" in line for line in rank_lines
         )
-        report.write("Stalled", message, text, is_secondary=is_secondary)
+        report.write(
+            "Stalled", message, text, is_secondary=is_secondary, code=EXIT_CODE
+        )
         if self._store is not None:
             self._store.put("stalled", self._rank)
         sys.stdout.flush()

@@ -24,8 +24,8 @@ def shared(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def running(shared):
-    """Three hosts for all tests of the session."""
-    with network.hosts("abc", shared=[shared]) as net:
+    """Six hosts for all tests of the session."""
+    with network.hosts("abcdef", shared=[shared]) as net:
         yield net
 
 

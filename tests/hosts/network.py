@@ -127,7 +127,7 @@ class Network:
         (self._state / "known_hosts").write_text("".join(known))
         words = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sleep", "inf"]
         self._switch = subprocess.Popen(words)
-        _until(
+        until(
             lambda: (
                 os.readlink(f"/proc/{self._switch.pid}/ns/net")
                 != os.readlink("/proc/self/ns/net")
@@ -226,7 +226,7 @@ class Network:
             self._on_switch("ip", "link", "del", f"to-{name}{network}")
         pid = self._first.pop(name)
         os.kill(pid, signal.SIGKILL)
-        _until(lambda: not psutil.pid_exists(pid), f"the end of {name}")
+        until(lambda: not psutil.pid_exists(pid), f"the end of {name}")
 
     def power_on(self, name: str) -> None:
         """Start a host, and wait until its sshd answers."""
@@ -249,7 +249,7 @@ class Network:
             )
         self._hosts.append(process)
         children = psutil.Process(process.pid).children
-        _until(children, f"host {name}")
+        until(children, f"host {name}")
         pid = self._first[name] = children()[0].pid
         for network in (0, 1):
             card, port = f"eth{network}", f"to-{name}{network}"
@@ -266,7 +266,7 @@ class Network:
             self._in_net(name, f"ip link set {card} up")
         knock = ["bash", "-c", "exec 3<>/dev/tcp/127.0.0.1/22"]
         enter = ["nsenter", "-t", str(pid), "-n"]
-        _until(
+        until(
             lambda: (
                 not subprocess.run([*enter, *knock], capture_output=True).returncode
             ),
@@ -359,9 +359,10 @@ def _call(words: Sequence[str], *, check: bool = True) -> None:
         raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
 
 
-def _until(condition, what: str) -> None:
+def until(condition, what: str, seconds: float = _SECONDS) -> None:
+    """Wait until a condition is true; a `TimeoutError` after so many seconds."""
     begin = time.monotonic()
     while not condition():
-        if time.monotonic() - begin > _SECONDS:
+        if time.monotonic() - begin > seconds:
             raise TimeoutError(f"waited for {what}")
         time.sleep(0.02)
