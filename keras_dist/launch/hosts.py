@@ -6,6 +6,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 _HERE = ("localhost", LOOPBACK)
@@ -120,6 +121,35 @@ def hosts_of(argument: str | None, num_ranks: int | None) -> list[tuple[str, int
             f"Add {left} slots, or start fewer ranks."
         )
     return result
+
+
+def hosts_in(path: str | os.PathLike[str]) -> str:
+    """The hosts of a file, as `-H` takes them.
+
+    The file is one of `horovodrun` or `mpirun`: a line for each host, `NAME slots=N`.
+    Empty lines, and what stands behind a `#`, do not count.
+
+    Args:
+        path: Path of the file.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If a line has another form.
+    """
+    hosts = []
+    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        name, *rest = words
+        key, _, count = rest[0].partition("=") if len(rest) == 1 else ("", "", "")
+        if key != "slots" or not count.isdecimal():
+            raise ValueError(
+                "A line of a hosts file must be a name and its slots, as in "
+                f"`a slots=2`. Received: line {number} of {path}: {line.strip()}"
+            )
+        hosts.append(f"{name}:{count}")
+    return ",".join(hosts)
 
 
 def is_here(host: str) -> bool:

@@ -66,6 +66,21 @@ def test_ranks_on_hosts_may_save_when_the_launcher_receives_sigterm(net, shared)
     assert (folder / "saved.0").exists() and (folder / "saved.1").exists()
 
 
+def test_a_hosts_file_may_name_users_whose_home_is_their_own(net, shared):
+    """As `horovodrun` has them; what belongs to a user is not handed over."""
+    file, folder = shared / "hostfile", shared / "home"
+    file.write_text("# two hosts\na slots=1\n\nroot@b slots=1  # by another name\n")
+    words = [*LAUNCH, "--hostfile", file, STUB, folder, "wait"]
+    process = net.start("a", words, env={"HOME": "/somewhere", "MINE": "handed over"})
+    all_there(folder)
+    assert (folder / "there.0.0").read_text() == "/somewhere"
+    assert (folder / "there.0.1").read_text() == "/root"
+    (rank,) = net.processes("b", "monitor/", STUB)
+    assert rank.environ()["MINE"] == "handed over"
+    net.signal_command(process, signal.SIGINT)
+    assert ended(process)[0] == 128 + signal.SIGINT
+
+
 @pytest.mark.parametrize("killed", ["agent", "launcher"])
 def test_nothing_is_left_where_an_agent_or_the_launcher_is_killed(net, shared, killed):
     """No process and no folder on any host; the killed agent's host is named."""

@@ -4,7 +4,8 @@
     train.py FILE RANKS      plain Keras on one process, the batch of so many ranks
 
 `KILL=RANK` kills that rank in the middle of the second epoch of the first start;
-`RESUME=FOLDER` resumes from there.
+`RESUME=FOLDER` resumes from there. `STEPS=FOLDER` gets a file for each rank and step
+of the first start, with `PAUSE` seconds in each step.
 """
 
 import hashlib
@@ -12,6 +13,8 @@ import json
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -32,6 +35,21 @@ class Killed(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         """Remember the epoch."""
         self.epoch = epoch
+
+
+class Paced(keras.callbacks.Callback):
+    """Shows where this rank is, and takes its time."""
+
+    def __init__(self, folder, rank):
+        super().__init__()
+        self.folder, self.rank = Path(folder), rank
+        self.pause = float(os.environ.get("PAUSE", "0"))
+        self.folder.mkdir(exist_ok=True)
+
+    def on_train_batch_end(self, batch, logs=None):
+        """A file for this step."""
+        time.sleep(self.pause)
+        (self.folder / f"{self.rank}.{int(self.model.optimizer.iterations)}").touch()
 
 
 def model_and_data():
@@ -62,6 +80,9 @@ def main(path, ranks=None):
     is_first_start = "KERAS_DIST_RESTART" not in os.environ
     is_killed = is_first_start and os.environ.get("KILL") == str(world.rank)
     resume = os.environ.get("RESUME")
+    callbacks = [Killed()] if is_killed else []
+    if is_first_start and "STEPS" in os.environ:
+        callbacks.append(Paced(os.environ["STEPS"], world.rank))
     keras_dist.dist_fit(
         model,
         x,
@@ -69,7 +90,7 @@ def main(path, ranks=None):
         batch_size=BATCH,
         lr_scaling="none",
         verbose=2,
-        callbacks=[Killed()] if is_killed else None,
+        callbacks=callbacks,
         resume=resume,
         save_steps=2 if resume else None,
         **common,
