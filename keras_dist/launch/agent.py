@@ -25,6 +25,9 @@ from keras_dist.monitor.status_store import StatusStore, status_store_of
 # they have saved. The end of the connection means the first.
 STOP, SAVE = "stop\n", "save\n"
 
+# How often the report is sent until the store takes it.
+_ATTEMPTS = 5
+
 
 def start_message(
     command: Command, slots: list[Slot], *, job: str, launcher: str, number: int
@@ -76,7 +79,7 @@ def serve() -> int:
             positions = ranks.where()
         finally:
             ranks.end(is_saving=stopped[:1] == [signal.SIGTERM])
-            _put_report(store, message["number"], failures, positions, ranks.has_saved)
+        _put_report(store, message["number"], failures, positions, ranks.has_saved)
     return failures[0].code if failures else 0
 
 
@@ -145,7 +148,8 @@ def _put_report(
     """Write the report of this agent to the store."""
     values = [dataclasses.asdict(failure) for failure in failures]
     report = {"failures": values, "where": positions, "saved": has_saved}
-    store.put(f"host.{number}", report)
+    # Without a report the host counts as lost, and the store may be busy.
+    any(store.put(f"host.{number}", report) for _ in range(_ATTEMPTS))
 
 
 def _wait_for_stop(stopped: list[int]) -> None:

@@ -24,8 +24,8 @@ def shared(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def running(shared):
-    """Six hosts for all tests of the session."""
-    with network.hosts("abcdef", shared=[shared]) as net:
+    """Eight hosts for all tests of the session."""
+    with network.hosts("abcdefgh", shared=[shared]) as net:
         yield net
 
 

@@ -48,6 +48,12 @@ Host *
   UserKnownHostsFile /dev/null
 """
 
+# What a container may forbid even to root.
+_TRY = """
+mount --make-rprivate / && mount -t proc proc /proc && hostname x &&
+ip link add x type bridge && ip link add y type veth peer name z
+"""
+
 # Runs as the first process of a host, and becomes its sshd.
 _FIRST = """
 set -e
@@ -81,8 +87,10 @@ def missing() -> str:
     absent += [] if Path(_SSHD).exists() else ["sshd"]
     if absent:
         return f"{', '.join(absent)} missing: apt-get install openssh-server iproute2"
-    tried = ["unshare", "--net", "--uts", "--pid", "--ipc", "--mount", "--fork", "true"]
-    return "" if not subprocess.run(tried, check=False).returncode else "no namespaces"
+    unshare = ["unshare", "--net", "--uts", "--pid", "--ipc", "--mount", "--fork"]
+    words = [*unshare, "sh", "-c", _TRY]
+    tried = subprocess.run(words, capture_output=True, text=True, check=False)
+    return f"no namespaces here: {tried.stderr.strip()}" if tried.returncode else ""
 
 
 @contextlib.contextmanager
