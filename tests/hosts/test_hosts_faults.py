@@ -32,32 +32,25 @@ def ended(process, seconds=60):
     return process.returncode, lines, time.monotonic() - begin
 
 
-def test_the_exit_code_of_a_rank_travels_with_its_report(net, shared):
-    """70, of a rank that has reported a stall and is still ending; with its host."""
-    process, _ = start(net, shared, "code", "exit", rank="1")
-    code, lines, _ = ended(process)
+def test_exit_codes_and_reports_of_ranks_travel_to_the_launcher(net, shared):
+    """Three jobs at once: 70, with the host; 75, all have saved; SIGTERM, all save."""
+    stalled, _ = start(net, shared, "code", "exit", rank="1")
+    asked, _ = start(net, shared, "saved", "saved", hosts="c:1,d:1")
+    saving, folder = start(net, shared, "save", "save", hosts="e:1,f:1")
+    all_there(folder)
+    net.signal_command(saving, signal.SIGTERM)
+
+    code, lines, _ = ended(stalled)  # the rank has reported, and is still ending
     assert code == 70, lines
     assert lines[0].startswith("keras-dist: rank 1 on b failed first, "), lines
     assert lines[-1].startswith("Rank 0 on a was "), lines
-
-
-def test_ranks_that_have_saved_are_no_failure(net, shared):
-    """One line and 75, where all were asked to end."""
-    process, _ = start(net, shared, "saved", "saved")
-    code, lines, _ = ended(process)
+    code, lines, _ = ended(asked)
     assert code == 75
     assert lines == [
         "keras-dist: the ranks were asked to end by SIGTERM, and have saved. "
         "The same command goes on from there."
     ]
-
-
-def test_ranks_on_hosts_may_save_when_the_launcher_receives_sigterm(net, shared):
-    """Longer than the two seconds that they have after a failure."""
-    process, folder = start(net, shared, "save", "save")
-    all_there(folder)
-    net.signal_command(process, signal.SIGTERM)
-    code, lines, _ = ended(process)
+    code, lines, _ = ended(saving)  # after 5 s, and not two as after a failure
     assert code == 128 + signal.SIGTERM, lines
     assert lines == [
         "keras-dist: ended by SIGTERM; the ranks have saved, and the same command "
