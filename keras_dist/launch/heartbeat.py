@@ -76,15 +76,14 @@ class Presence:
 
     Args:
         store: The store of the job.
-        num_agents: Number of agents.
     """
 
-    def __init__(self, store: StatusStore, num_agents: int) -> None:
+    def __init__(self, store: StatusStore) -> None:
         self._store = store
         self._begin = self._looked = time.monotonic()
         # For each agent that has answered: its last heartbeat, and when it was seen.
         self._seen: dict[int, tuple[int, float]] = {}
-        self._waiting = set(range(num_agents))
+        self._has_warned = False
 
     def look(self, running: list[int]) -> None:
         """Read the heartbeats of agents that run, once a second."""
@@ -113,13 +112,12 @@ class Presence:
             and self._looked - self._seen[number][1] > LOST_SECONDS
         ]
 
-    def late(self) -> list[int]:
-        """The agents that have not answered 15 s after the start; each only once."""
-        if time.monotonic() - self._begin < LOST_SECONDS:
+    def late(self, running: list[int]) -> list[int]:
+        """The running agents that have not answered 15 s after the start; only once."""
+        if self._has_warned or time.monotonic() - self._begin < LOST_SECONDS:
             return []
-        late = sorted(n for n in self._waiting if n not in self._seen)
-        self._waiting = set()
-        return late
+        self._has_warned = True
+        return [number for number in running if number not in self._seen]
 
 
 def _name(number: int) -> str:

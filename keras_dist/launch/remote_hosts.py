@@ -71,7 +71,7 @@ class RemoteHosts:
         self._agents: list[subprocess.Popen[bytes]] = []
         store = status_store_of(command.environment)
         assert store is not None
-        self._presence = Presence(store, len(self.hosts))
+        self._presence = Presence(store)
         self._lost: list[int] = []
 
     def start(self) -> None:
@@ -107,7 +107,7 @@ class RemoteHosts:
             self._lost = self._presence.lost(self._running())
             if self._lost:
                 break
-            for number in self._presence.late():
+            for number in self._presence.late(self._running()):
                 print_message(
                     f"keras-dist: {self.hosts[number]} has not answered yet; "
                     "still waiting for its agent."
