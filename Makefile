@@ -31,8 +31,8 @@ help:
 
 setup: $(READY)
 
-# The stamp is newer than pyproject.toml where nothing is left to do.
-$(READY): pyproject.toml
+# The stamp is newer than these where nothing is left to do.
+$(READY): pyproject.toml keras_dist/install/patch.py
 	@command -v $(PYTHON) >/dev/null || { \
 	    echo "$(PYTHON) was not found."; \
 	    echo "On Debian or Ubuntu: apt-get install python3 python3-venv"; \
