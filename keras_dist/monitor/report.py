@@ -72,13 +72,15 @@ def write_error(error: BaseException) -> None:
         text in message for text in _FROM_ANOTHER_RANK
     )
     lines = traceback.format_exception(type(error), error, _own(error.__traceback__))
-    is_exit = isinstance(error, SystemExit) and isinstance(error.code, int)
+    code = 1
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        code = error.code & 0xFF or 1  # as the kernel cuts it, but never a success
     write(
         type(error).__name__,
         message,
         "".join(lines),
         is_secondary=is_secondary,
-        code=int(message) if is_exit else 1,
+        code=code,
     )
 
 
