@@ -9,7 +9,7 @@ DOCS := .venv/.docs
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo docs equivalence fuzz mutations bench levers growth slow-network kills looks rows
+.PHONY: help setup check test demo docs equivalence fuzz mutations bench levers growth slow-network kills looks rows hosts
 
 help:
 	@echo "make setup   a virtual environment in .venv, with Horovod built for its TensorFlow"
@@ -20,6 +20,7 @@ help:
 	@echo "make equivalence   write docs/equivalence.md: every case on 2 and 3 processes"
 	@echo "make fuzz    try random cases: FIRST=0 COUNT=200"
 	@echo "make kills   kill a training 20 times, and see it go on to the bit"
+	@echo "make hosts   more launches and faults on hosts of our own (root)"
 	@echo "make looks   look at each kind of pipeline 200 times, and see all of it be read"
 	@echo "make rows    count the rows of random data of all kinds: FIRST=0 COUNT=200"
 	@echo "make mutations   break one line at a time, and see a test fail"
@@ -31,8 +32,8 @@ help:
 
 setup: $(READY)
 
-# The stamp is newer than pyproject.toml where nothing is left to do.
-$(READY): pyproject.toml
+# The stamp is newer than these where nothing is left to do.
+$(READY): pyproject.toml keras_dist/install/patch.py
 	@command -v $(PYTHON) >/dev/null || { \
 	    echo "$(PYTHON) was not found."; \
 	    echo "On Debian or Ubuntu: apt-get install python3 python3-venv"; \
@@ -56,7 +57,8 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests --ignore tests/test_ranks.py \
-	    --ignore tests/test_examples.py --ignore tests/test_docs.py
+	    --ignore tests/test_examples.py --ignore tests/test_docs.py \
+	    --ignore tests/hosts
 
 test: setup
 	$(BIN)/python -m pytest tests
@@ -83,6 +85,10 @@ fuzz: setup
 
 kills: setup
 	KILLS=20 $(BIN)/python -m pytest tests/test_resume.py -k killed
+
+# Network namespaces with sshd; Debian's openssh-server and iproute2.
+hosts: setup
+	$(BIN)/python -m pytest tests/hosts tests/hosts/faults.py
 
 looks: setup
 	LOOKS=200 $(BIN)/python -m pytest tests/test_looks.py

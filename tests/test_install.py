@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from keras_dist import __main__ as command
-from keras_dist.install import InstallError, build, facts, failures, flags, requirements
+from keras_dist.install import (
+    InstallError,
+    build,
+    facts,
+    failures,
+    flags,
+    patch,
+    requirements,
+)
 from keras_dist.install.progress import Progress, percent_of
 
 NCCL = facts.Nccl(Path("/opt/n c/include"), Path("/opt/n c/lib/libnccl.so.2"))
@@ -255,14 +263,20 @@ def test_a_failure_shows_the_end_and_names_the_log():
         assert lines[-1] == "The whole output is in /x.log"
 
 
-BUILT = build.Built("0.28.1", "2.21.0", "2.21.0", gloo=True, mpi=False, nccl=False)
+BUILT = build.Built(
+    "0.28.1", "2.21.0", "2.21.0", gloo=True, mpi=False, nccl=False, is_patched=True
+)
 
 
-def test_the_last_line_says_what_was_built():
-    """For which TensorFlow, and with which transports."""
-    assert str(BUILT) == (
+def test_the_last_lines_say_what_was_built():
+    """For which TensorFlow, with which transports, and whether with our patch."""
+    built, patched = str(BUILT).splitlines()
+    assert built == (
         "Horovod 0.28.1 is built for TensorFlow 2.21.0: Gloo yes, MPI no, NCCL no."
     )
+    assert patched.startswith("It has keras_dist's patch")
+    other = str(dataclasses.replace(BUILT, is_patched=False))
+    assert "without keras_dist's patch" in other and "install-horovod" in other
 
 
 def test_a_horovod_is_enough_if_it_fits_tensorflow_and_has_the_requested_parts():
@@ -273,9 +287,76 @@ def test_a_horovod_is_enough_if_it_fits_tensorflow_and_has_the_requested_parts()
     assert not build.is_enough(BUILT, mpi=None, nccl=True)
     more = dataclasses.replace(BUILT, mpi=True, nccl=True)
     assert build.is_enough(more, mpi=True, nccl=False)
+    without = dataclasses.replace(BUILT, is_patched=False)
+    assert not build.is_enough(without, mpi=None, nccl=None)
     for field in ("tensorflow", "built_for", "horovod"):
         other = dataclasses.replace(BUILT, **{field: "2.20.0"})
         assert not build.is_enough(other, mpi=None, nccl=None)
+
+
+# What stands around the line in question in Horovod 0.28.1.
+_GLOO_CONTEXT = """\
+void GlooContext::Initialize(const std::string& gloo_iface) {
+  gloo_iface_ = gloo_iface;
+  attr device_attr;
+  device_attr.iface = gloo_iface_;
+  device_attr.ai_family = AF_UNSPEC;
+  auto dev = CreateDevice(device_attr);
+}
+void GlooContext::InitializeForProcessSet(const GlooContext& global_context,
+                                          const std::vector<int>& registered_ranks) {
+  attr device_attr;
+  device_attr.iface = gloo_iface_;
+  device_attr.ai_family = AF_UNSPEC;
+  auto dev = CreateDevice(device_attr);
+
+  global_ctx = global_context.ctx;
+}
+"""
+
+
+def test_the_patch_changes_process_sets_alone(tmp_path):
+    """They take the interface of the global context before they make a device."""
+    file = make_files(tmp_path, patch.FILE) / patch.FILE
+    file.write_text(_GLOO_CONTEXT)
+    patch.apply(tmp_path)
+    before, after = _GLOO_CONTEXT.splitlines(), file.read_text().splitlines()
+    added = [line for line in after if line not in before]
+    assert added[0] == "  gloo_iface_ = global_context.gloo_iface_;"
+    assert patch.MARK in added[1] and len(added) == 2
+    assert [line for line in after if line not in added] == before
+    at = after.index(added[0])
+    assert "InitializeForProcessSet" in "".join(after[:at])
+    assert after[at + 2] == "  device_attr.iface = gloo_iface_;"
+
+
+@pytest.mark.parametrize("text", ["", _GLOO_CONTEXT * 2])
+def test_another_source_is_not_patched(tmp_path, text):
+    """One that has changed must not be built as if it were ours."""
+    if text:
+        (make_files(tmp_path, patch.FILE) / patch.FILE).write_text(text)
+    count = 2 if text else 0
+    with pytest.raises(InstallError, match=f"Received: {count} places to change"):
+        patch.apply(tmp_path)
+
+
+def test_a_library_says_whether_it_has_the_patch(tmp_path):
+    """By the text of a debug message, which only the changed source has."""
+    library = tmp_path / "mpi_lib.so"
+    library.write_bytes(b"\x7fELF\0process sets use\0")
+    assert not patch.is_patched(library)
+    library.write_bytes(b"\x7fELF\0" + patch.MARK.encode() + b"\0more")
+    assert patch.is_patched(library)
+
+
+def test_a_build_without_the_patch_is_no_success(monkeypatch):
+    """As where another Horovod comes first in Python's search path."""
+    without = dataclasses.replace(BUILT, is_patched=False)
+    monkeypatch.setattr(build, "detect", lambda: COMPLETE)
+    monkeypatch.setattr(build, "build_and_install", lambda *_: None)
+    monkeypatch.setattr(build, "probe", lambda: (without, ""))
+    with pytest.raises(InstallError, match="keras_dist's patch is not in it"):
+        build.install_horovod(mpi=False, nccl=False)
 
 
 def test_the_options_reach_the_build(monkeypatch):

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -201,6 +202,8 @@ def test_a_failed_job_is_started_again(tmp_path):
         (["-np", 0, "-m", "this"], "At least one rank"),
         (["-np", 3, "-H", "localhost:2", "-m", "this"], "fewer slots"),
         (["-np", 2, "--stall-limit", -1, "-m", "this"], "number of seconds"),
+        (["--hostfile", "Makefile", "-m", "this"], "hosts file must be a name"),
+        (["--hostfile", "x", "-H", "a:1", "-m", "this"], "by `-H` or by"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_named(words, message):
@@ -258,9 +261,9 @@ def test_ranks_of_several_hosts_are_one_job(tmp_path):
     for rank in range(3):
         assert f"[{rank}] {expected}\n" in done.stdout
     report = done.stderr[done.stderr.index("keras-dist: rank") :]
-    assert report.startswith("keras-dist: rank 2 failed first")
+    assert report.startswith("keras-dist: rank 2 on b failed first")
     assert "KeyError: 'tea'" in report
-    assert "Rank 0 was" in report and "Rank 1 was" in report
+    assert "Rank 0 on a was" in report and "Rank 1 on b was" in report
     assert left_behind(mark) == []
 
 
@@ -273,6 +276,34 @@ def test_a_host_that_cannot_be_reached_is_named(tmp_path):
     assert done.returncode == 1
     assert "keras-dist: no ranks could be run on b: exit code 1." in done.stderr
     assert left_behind(mark) == []
+
+
+_STORE = """
+import sys, time
+sys.argv[0] = "keras-dist"
+from keras_dist.launch.hosts import slots
+from keras_dist.launch.rendezvous import rendezvous
+with rendezvous(slots([("localhost", 2)]), "secret") as found:
+    print(found["HOROVOD_GLOO_RENDEZVOUS_PORT"], flush=True)
+    time.sleep(100)
+"""
+
+
+def test_many_ranks_find_the_store_at_once():
+    """Even while it cannot answer; Horovod's own has room for five of them."""
+    words = [sys.executable, "-c", _STORE]
+    store = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        port = int(store.stdout.readline())
+        store.send_signal(signal.SIGSTOP)
+        begin = time.monotonic()
+        ranks = [socket.create_connection(("127.0.0.1", port), 2) for _ in range(300)]
+        assert time.monotonic() - begin < 1
+        for rank in ranks:
+            rank.close()
+    finally:
+        store.kill()
+        store.communicate()
 
 
 def test_a_function_runs_on_ranks_and_returns_their_values(capfd):

@@ -22,6 +22,13 @@ from keras_dist.training.session import session_of
 EXIT_CODE = 75
 
 
+class SavedExit(SystemExit):
+    """The end of a rank that was asked to end, after all ranks have saved.
+
+    `keras-dist run` knows it by its name.
+    """
+
+
 def saves_within_epochs(setup: FitSetup) -> bool:
     """Whether checkpoints are also saved in the middle of an epoch.
 
@@ -173,7 +180,7 @@ class Saver(keras.callbacks.Callback):
                 flush=True,
             )
         self._requests.is_leaving = True
-        raise SystemExit(EXIT_CODE)
+        raise SavedExit(EXIT_CODE)
 
     def report_failure(self) -> None:
         """Warn on the first rank if the last checkpoint could not be written."""

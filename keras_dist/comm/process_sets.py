@@ -105,7 +105,12 @@ def within(ranks: Sequence[int] | None) -> Iterator[None]:
             f"rank must be in it. Received: process_set={list(ranks)} on rank "
             f"{world.rank}; there are {[list(known) for known in _sets]}."
         )
-    world_of_set = replace(world, rank=chosen.index(world.rank), size=len(chosen))
+    world_of_set = replace(
+        world,
+        rank=chosen.index(world.rank),
+        size=len(chosen),
+        num_hosts=min(world.num_hosts, -(-len(chosen) // world.local_size)),
+    )
     with runtime.only(_sets[chosen], world_of_set):
         yield
 

@@ -124,6 +124,8 @@ def world_of(link: Link) -> World:
         size=horovod.size(),
         local_rank=horovod.local_rank(),
         local_size=horovod.local_size(),
+        # Each host has a rank with the first rank's local rank, which is 0.
+        num_hosts=horovod.cross_size(),
     )
 
 

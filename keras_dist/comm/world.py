@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # Variables that each launcher sets: rank, size, local rank, local size.
 _LAUNCHERS = {
@@ -21,6 +21,18 @@ _LAUNCHERS = {
     "mpirun (MPICH)": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 
+# Number and count of the tasks that were started together, as variables of programs
+# that do not say how these find each other: they would train side by side.
+_STRANGERS = {
+    "srun (SLURM)": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    "mpirun (MVAPICH2)": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    "jsrun": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+    "torchrun": ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"),
+}
+
+# Set by any program that starts tasks over PMIx, which does not say how many.
+_PMIX_RANK = "PMIX_RANK"
+
 # Variables that launchers set to a different value in each job.
 _JOBS = ("HOROVOD_GLOO_RENDEZVOUS_PORT", "PMIX_NAMESPACE", "PMI_JOBID")
 
@@ -34,12 +46,14 @@ class World:
         size: Number of ranks.
         local_rank: Number of this process on its host, from 0.
         local_size: Number of ranks on this host.
+        num_hosts: Number of hosts; exact on the first rank, which prints it.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
+    num_hosts: int = field(default=1, repr=False, compare=False)
 
     @property
     def is_first(self) -> bool:
@@ -71,6 +85,40 @@ def launched(environ: Mapping[str, str] | None = None) -> tuple[str, World] | No
                 local_size=int(environ.get(local_size, 1)),
             )
     return None
+
+
+def check_not_stranded(environ: Mapping[str, str] | None = None) -> None:
+    """Check that this process, which no launcher of ours started, is alone.
+
+    `srun -n 2 python script.py` would otherwise be two trainings of all rows, which
+    write the same files.
+
+    Args:
+        environ: Environment variables; by default those of this process.
+
+    Raises:
+        RuntimeError: If several tasks were started.
+
+    >>> check_not_stranded({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"})
+    >>> check_not_stranded({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"})  # a job's script
+    """
+    environ = os.environ if environ is None else environ
+    found = None
+    for launcher, (task, count) in _STRANGERS.items():
+        if task in environ and environ.get(count, "1") not in ("0", "1"):
+            found = f"{launcher}, {task}={environ[task]}, {count}={environ[count]}"
+            break
+    else:
+        if environ.get(_PMIX_RANK, "0") != "0":
+            found = f"PMIx, {_PMIX_RANK}={environ[_PMIX_RANK]}"
+    if found is not None:
+        raise RuntimeError(
+            "Several tasks were started, and nobody says how they meet: each would "
+            f"train alone, and write the same files. Received: {found}. Start the "
+            "ranks with `keras-dist run`, `horovodrun` or Open MPI's `mpirun`. If the "
+            "tasks are to train side by side, remove these variables from their "
+            "environment."
+        )
 
 
 def identity() -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from keras_dist.install import patch
 from keras_dist.install.facts import Facts, detect
 from keras_dist.install.failures import InstallError, describe_failure, remedy_for
 from keras_dist.install.flags import (
@@ -45,6 +46,16 @@ print(json.dumps({
 }))
 """
 
+_PATCHED = (
+    "It has keras_dist's patch: between hosts everything goes over the network that is "
+    "named, whatever a host's own name resolves to."
+)
+_NOT_PATCHED = (
+    "It was built elsewhere, without keras_dist's patch: on several hosts each host's "
+    "own name has to resolve there to the address by which the others reach it. "
+    "`keras-dist install-horovod` builds it with the patch."
+)
+
 
 @dataclass(frozen=True)
 class Built:
@@ -57,6 +68,7 @@ class Built:
         gloo: Whether it was built with Gloo.
         mpi: Whether it was built with MPI.
         nccl: Whether it was built with NCCL.
+        is_patched: Whether it has keras_dist's change (see `patch`).
     """
 
     horovod: str
@@ -65,12 +77,14 @@ class Built:
     gloo: bool
     mpi: bool
     nccl: bool
+    is_patched: bool = False
 
     def __str__(self) -> str:
         transports = (("Gloo", self.gloo), ("MPI", self.mpi), ("NCCL", self.nccl))
         text = ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in transports)
         return (
             f"Horovod {self.horovod} is built for TensorFlow {self.tensorflow}: {text}."
+            f"\n{_PATCHED if self.is_patched else _NOT_PATCHED}"
         )
 
 
@@ -83,7 +97,8 @@ def install_horovod(
         mpi: Whether to build with MPI; `None`: if Open MPI is found.
         nccl: Whether to build with NCCL; `None`: if NCCL and nvcc are found.
         only_if_needed: Whether to do nothing if the installed Horovod was built for
-            exactly this TensorFlow, and has MPI and NCCL if they are requested.
+            exactly this TensorFlow with our patch, and has MPI and NCCL if they are
+            requested.
 
     Raises:
         InstallError: If something is missing, or a step of the build fails.
@@ -110,6 +125,12 @@ def install_horovod(
             f"Horovod {HOROVOD} was built and installed, but cannot be imported:\n"
             f"{error}\n{remedy_for(error)}".rstrip()
         )
+    if not installed.is_patched:
+        raise InstallError(
+            f"Horovod {HOROVOD} was built and installed, but keras_dist's patch is not "
+            f"in it. Received: {patch.installed_library()}. Perhaps another Horovod "
+            "comes first in Python's search path."
+        )
     print(installed)
 
 
@@ -122,6 +143,7 @@ def is_enough(installed: Built, *, mpi: bool | None, nccl: bool | None) -> bool:
         nccl: Whether NCCL is requested.
     """
     fits = installed.horovod == HOROVOD and installed.built_for == installed.tensorflow
+    fits = fits and installed.is_patched
     return fits and installed.mpi >= bool(mpi) and installed.nccl >= bool(nccl)
 
 
@@ -142,7 +164,8 @@ def probe() -> tuple[Built | None, str]:
     )
     if result.returncode != 0:
         return None, "\n".join(result.stderr.splitlines()[-5:])
-    return Built(**json.loads(result.stdout.splitlines()[-1])), ""
+    found = json.loads(result.stdout.splitlines()[-1])
+    return Built(**found, is_patched=patch.is_installed()), ""
 
 
 def build_and_install(facts: Facts, choice: Choice) -> None:
@@ -173,15 +196,23 @@ def _build(facts: Facts, choice: Choice, folder: Path, steps: "_Steps") -> Path:
     )
     if choice.nccl:
         link_nccl(facts, nccl_home)
+    env = build_environment(
+        os.environ, facts=facts, choice=choice, tools=tools, nccl_home=nccl_home
+    )
     # Without isolation the build finds the installed TensorFlow. Without the cache pip
     # does not take a wheel that it has built for another TensorFlow.
-    options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "-v"]
+    options = ["--no-deps", "--no-build-isolation", "--no-cache-dir"]
+    fetch = [*_PIP, "download", *options, "--no-binary", "horovod", "-d", str(folder)]
+    steps.run(
+        "Fetching the source of Horovod", [*fetch, f"horovod=={HOROVOD}"], env=env
+    )
+    source = patch.unpack(next(folder.glob("horovod-*.tar.gz")), folder / "source")
+    patch.apply(source)
+    print(f"Patched {patch.FILE}: process sets use the interface that is named.")
     steps.run(
         "Building Horovod",
-        [*_PIP, "wheel", *options, "-w", str(wheels), f"horovod=={HOROVOD}"],
-        env=build_environment(
-            os.environ, facts=facts, choice=choice, tools=tools, nccl_home=nccl_home
-        ),
+        [*_PIP, "wheel", *options, "-v", "-w", str(wheels), str(source)],
+        env=env,
         has_percent=True,
     )
     return next(wheels.glob("horovod-*.whl"))

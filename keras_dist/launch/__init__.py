@@ -12,6 +12,8 @@
 - `rendezvous`: the key-value store in which the ranks find each other
 - `remote_hosts`: start an agent on each host by ssh
 - `agent`: starts the ranks of its host, and reports their failures
+- `heartbeat`: heartbeats of the agents, by which a lost host is noticed
+- `own_name`: check a host's own name where Horovod has not our patch
 - `signals`: signals that stop a job
 """
 

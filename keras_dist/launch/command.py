@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from keras_dist.launch.agent import serve
-from keras_dist.launch.hosts import address_towards, hosts_of, is_here, slots
+from keras_dist.launch.hosts import address_towards, hosts_in, hosts_of, is_here, slots
 from keras_dist.launch.jobs import run_command
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.remote_hosts import Reach
@@ -21,7 +21,8 @@ from keras_dist.monitor.watchdog import VARIABLE, limit_of
 _CONNECT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 _CONNECT_SECONDS = 120
 
-_SSH = "ssh -o BatchMode=yes -o StrictHostKeyChecking=yes"
+# A firewall that drops port 22 is noticed after 10 s, not 134.
+_SSH = "ssh -o BatchMode=yes -o StrictHostKeyChecking=yes -o ConnectTimeout=10"
 
 
 def add_run(commands: argparse._SubParsersAction) -> None:
@@ -67,6 +68,11 @@ def _add_hosts(command: argparse.ArgumentParser) -> None:
         help="hosts, reached by ssh (default: this one)",
     )
     command.add_argument(
+        "--hostfile",
+        metavar="FILE",
+        help="the same from a file: a line `HOST slots=N` for each",
+    )
+    command.add_argument(
         "--ssh",
         default=_SSH,
         metavar="COMMAND",
@@ -105,7 +111,7 @@ def _run(options: argparse.Namespace) -> int:
             "A script to start is needed. Received: none. "
             "For example: keras-dist run -np 2 script.py"
         )
-    hosts = hosts_of(options.hosts, options.np)
+    hosts = hosts_of(_named_hosts(options), options.np)
     environment = {}
     if options.stall_limit is not None:
         environment[VARIABLE] = str(limit_of(options.stall_limit))
@@ -126,6 +132,17 @@ def _run(options: argparse.Namespace) -> int:
     else:
         hosts = [("localhost", sum(count for _, count in hosts))]
     return run_command(command, slots(hosts), restarts=options.restarts, reach=reach)
+
+
+def _named_hosts(options: argparse.Namespace) -> str | None:
+    if options.hostfile is None:
+        return options.hosts
+    if options.hosts is not None:
+        raise ValueError(
+            "Hosts are named by `-H` or by `--hostfile`. "
+            f"Received: -H {options.hosts} and --hostfile {options.hostfile}"
+        )
+    return hosts_in(options.hostfile)
 
 
 def command_of(words: Sequence[str]) -> tuple[str, list[str]]:

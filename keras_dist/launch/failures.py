@@ -4,12 +4,15 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 _KIB_PER_MIB = 1024
+
+# The error with which `checkpoint/saver.py` ends a rank that was asked to end.
+_SAVED = "SavedExit"
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class Failure:
         summary: One line that says what happened.
         text: Its traceback, or the stacks of a crash; empty if there are none.
         is_secondary: Whether the cause is on another rank.
+        is_saved: Whether it was asked to end by SIGTERM, and all ranks have saved.
     """
 
     rank: int
@@ -31,6 +35,7 @@ class Failure:
     summary: str
     text: str
     is_secondary: bool
+    is_saved: bool = False
 
 
 def failure_of(
@@ -55,6 +60,8 @@ def failure_of(
     if not report and not returncode:
         return None
     code = 1 if not returncode else returncode if returncode > 0 else 128 - returncode
+    # A rank that has written its report may still run, or be ended before its exit.
+    code = report.get("code", code)
     if report:
         lines = report["message"].strip().splitlines()
         return Failure(
@@ -64,6 +71,7 @@ def failure_of(
             summary=": ".join([report["kind"], *lines[:1]]),
             text=report["text"],
             is_secondary=report["is_secondary"],
+            is_saved=report["kind"] == _SAVED,
         )
     return Failure(
         rank=rank,
@@ -87,7 +95,12 @@ def first_of(failures: Sequence[Failure]) -> list[Failure]:
 
 
 def explain(
-    failures: Sequence[Failure], positions: Mapping[int, str], *, num_ranks: int
+    failures: Sequence[Failure],
+    positions: Mapping[int, str],
+    *,
+    num_ranks: int,
+    hosts: Mapping[int, str] | None = None,
+    unknown: Collection[int] = (),
 ) -> str:
     """The message for the user: the first failure, and a line for each other rank.
 
@@ -96,19 +109,69 @@ def explain(
         positions: The position of each rank in words, as of `Ranks.where`. Ranks that
             have ended with exit code 0 are left out.
         num_ranks: Number of ranks.
+        hosts: The host of each rank if there are several.
+        unknown: Ranks of hosts that have sent no report.
     """
     first = failures[0]
-    others = {failure.rank: failure.summary for failure in failures[1:]}
-    lines = [f"keras-dist: rank {first.rank} failed first, {positions[first.rank]}."]
+    if all(failure.is_saved or failure.is_secondary for failure in failures) and (
+        first.is_saved
+    ):
+        return (
+            "keras-dist: the ranks were asked to end by SIGTERM, and have saved. "
+            "The same command goes on from there."
+        )
+    where = {rank: f" on {host}" for rank, host in (hosts or {}).items()}
+    named = f"{first.rank}{where.get(first.rank, '')}"
+    lines = [f"keras-dist: rank {named} failed first, {positions[first.rank]}."]
     lines += [first.text.rstrip()] if first.text else []
-    lines += [f"Rank {first.rank}: {first.summary}"]
-    for rank in range(num_ranks):
-        if rank not in positions:
-            lines.append(f"Rank {rank} had ended already, with exit code 0.")
-        elif rank != first.rank:
-            outcome = others.get(rank, "ended with it")
-            lines.append(f"Rank {rank} was {positions[rank]}: {outcome}")
-    return "\n".join(lines)
+    lines += [f"Rank {named}: {first.summary}"]
+    others = [rank for rank in range(num_ranks) if rank != first.rank]
+    return "\n".join(lines + _outcomes(others, failures, positions, where, unknown))
+
+
+def explain_lost(
+    message: str,
+    failures: Sequence[Failure],
+    positions: Mapping[int, str],
+    *,
+    hosts: Mapping[int, str],
+    unknown: Collection[int],
+) -> str:
+    """The message for the user if the cause is a host, and not a rank.
+
+    Args:
+        message: What happened to the host.
+        failures: The failures of the ranks of other hosts.
+        positions: As of `explain`.
+        hosts: The host of each rank.
+        unknown: Ranks of hosts that have sent no report.
+    """
+    where = {rank: f" on {host}" for rank, host in hosts.items()}
+    known = [rank for rank in sorted(hosts) if rank not in unknown]
+    lines = _outcomes(known, failures, positions, where, ())
+    return "\n".join([f"keras-dist: {message}", *lines])
+
+
+def _outcomes(
+    ranks: Sequence[int],
+    failures: Sequence[Failure],
+    positions: Mapping[int, str],
+    where: Mapping[int, str],
+    unknown: Collection[int],
+) -> list[str]:
+    """A line for each of these ranks: where it was, and how it ended."""
+    summaries = {failure.rank: failure.summary for failure in failures}
+    lines = []
+    for rank in ranks:
+        name = f"Rank {rank}{where.get(rank, '')}"
+        if rank in unknown:
+            lines.append(f"{name}: its host has sent no report.")
+        elif rank not in positions:
+            lines.append(f"{name} had ended already, with exit code 0.")
+        else:
+            outcome = summaries.get(rank, "ended with it")
+            lines.append(f"{name} was {positions[rank]}: {outcome}")
+    return lines
 
 
 def print_message(text: str) -> None:

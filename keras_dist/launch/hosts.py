@@ -6,6 +6,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 _HERE = ("localhost", LOOPBACK)
@@ -122,6 +123,35 @@ def hosts_of(argument: str | None, num_ranks: int | None) -> list[tuple[str, int
     return result
 
 
+def hosts_in(path: str | os.PathLike[str]) -> str:
+    """The hosts of a file, as `-H` takes them.
+
+    The file is one of `horovodrun` or `mpirun`: a line for each host, `NAME slots=N`.
+    Empty lines, and what stands behind a `#`, do not count.
+
+    Args:
+        path: Path of the file.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If a line has another form.
+    """
+    hosts = []
+    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        name, *rest = words
+        key, _, count = rest[0].partition("=") if len(rest) == 1 else ("", "", "")
+        if key != "slots" or not count.isdecimal():
+            raise ValueError(
+                "A line of a hosts file must be a name and its slots, as in "
+                f"`a slots=2`. Received: line {number} of {path}: {line.strip()}"
+            )
+        hosts.append(f"{name}:{count}")
+    return ",".join(hosts)
+
+
 def is_here(host: str) -> bool:
     """Whether a name is that of this host."""
     return host in (*_HERE, os.uname().nodename)
@@ -135,14 +165,23 @@ def address_towards(host: str) -> str:
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, 9))  # sends nothing
+            probe.connect((host.rpartition("@")[2], 9))  # sends nothing
         except OSError as error:
+            version = "; it has IPv6 addresses alone" if _has_only_ipv6(host) else ""
             raise ValueError(
-                f"A host cannot be reached. Received: {host} ({error}). If only ssh "
-                "knows that name, pass the address of this host, as the other host can "
-                "reach it, with `--address`."
+                f"A host cannot be reached. Received: {host} ({error}{version}). If "
+                "only ssh knows that name, pass the IPv4 address of this host, as the "
+                "other host can reach it, with `--address`."
             ) from error
         return str(probe.getsockname()[0])
+
+
+def _has_only_ipv6(host: str) -> bool:
+    try:
+        found = socket.getaddrinfo(host.rpartition("@")[2], None)
+    except OSError:
+        return False
+    return {family for family, *_ in found} == {socket.AF_INET6}
 
 
 def interface_of(address: str) -> str:

@@ -2,11 +2,13 @@
 
 import secrets
 import signal
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from keras_dist.launch import agent, processes
-from keras_dist.launch.failures import explain, print_message
+from keras_dist.launch.failures import explain, explain_lost, print_message
+from keras_dist.launch.heartbeat import LOST_SECONDS
 from keras_dist.launch.hosts import LOOPBACK, Slot
 from keras_dist.launch.ranks import Command, Ranks
 from keras_dist.launch.remote_hosts import Reach, RemoteHosts
@@ -19,6 +21,24 @@ SECRET = "KERAS_DIST_SECRET"
 
 # The variable with the number of the restart, from 1; not set in the first run.
 RESTART = "KERAS_DIST_RESTART"
+
+# Seconds before a start after a host was lost; twice as long each time, up to a minute.
+_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 10.0, 60.0
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """How one start of a job has ended.
+
+    Args:
+        code: The exit code.
+        is_host_lost: Whether a host was lost, or could not be reached.
+        has_saved: Whether it was stopped, and all ranks have saved.
+    """
+
+    code: int
+    is_host_lost: bool = False
+    has_saved: bool = False
 
 
 def run_command(
@@ -53,19 +73,37 @@ def run_command(
             f"Received: -np {len(slots)} --restarts {restarts}"
         )
     job = secrets.token_hex(8)
+    lost_starts = 0
     # The reaper is forked, so before the first thread.
     with processes.reaper(job), stopped_by_signals() as stopped:
         for restart in range(restarts + 1):
-            code = _run_once(command, slots, job, reach, restart, stopped)
+            outcome = _run_once(command, slots, job, reach, restart, stopped)
             if stopped:
-                print_message(
-                    f"keras-dist: ended by {signal.Signals(stopped[0]).name}."
-                )
+                _print_stopped(stopped[0], outcome.has_saved)
                 return 128 + stopped[0]
-            if code == 0 or restart == restarts:
-                return code
-            print_message(f"keras-dist: start {restart + 2} of at most {restarts + 1}.")
-    return code
+            if outcome.code == 0 or restart == restarts:
+                break
+            # A host that boots takes its time, and must not use up all restarts.
+            seconds = min(_WAIT_SECONDS * 2**lost_starts, _LONGEST_WAIT_SECONDS)
+            seconds = seconds if outcome.is_host_lost else 0.0
+            lost_starts = lost_starts + 1 if outcome.is_host_lost else 0
+            when = f", in {seconds:g} s" if seconds else ""
+            print_message(
+                f"keras-dist: start {restart + 2} of at most {restarts + 1}{when}."
+            )
+            begin = time.monotonic()
+            while time.monotonic() - begin < seconds and not stopped:
+                time.sleep(0.1)
+            if stopped:
+                _print_stopped(stopped[0], has_saved=False)
+                return 128 + stopped[0]
+    return outcome.code
+
+
+def _print_stopped(number: int, has_saved: bool) -> None:
+    name = signal.Signals(number).name
+    saved = "; the ranks have saved, and the same command goes on from there"
+    print_message(f"keras-dist: ended by {name}{saved if has_saved else ''}.")
 
 
 def _run_once(
@@ -75,7 +113,7 @@ def _run_once(
     reach: Reach | None,
     restart: int,
     stopped: list[int],
-) -> int:
+) -> _Outcome:
     secret = secrets.token_hex(16)
     address = LOOPBACK if reach is None else reach.address
     with rendezvous(slots, secret, address) as found:
@@ -90,7 +128,7 @@ def _run_once(
 
 def _run_here(
     command: Command, slots: Sequence[Slot], job: str, stopped: list[int]
-) -> int:
+) -> _Outcome:
     own = {**command.environment, **interface(LOOPBACK)}
     ranks = Ranks(replace(command, environment=own), slots, job)
     message = ""
@@ -102,26 +140,60 @@ def _run_here(
     finally:
         ranks.end(is_saving=stopped == [signal.SIGTERM])
     if not message:
-        return 0
+        return _Outcome(0, has_saved=ranks.has_saved)
     print_message(message)  # after the output of the ranks
-    return failures[0].code
+    return _Outcome(failures[0].code)
 
 
-def _run_on_hosts(command: Command, remote: RemoteHosts, stopped: list[int]) -> int:
+def _run_on_hosts(
+    command: Command, remote: RemoteHosts, stopped: list[int]
+) -> _Outcome:
     codes: dict[str, int] = {}
     try:
         remote.start()
         remote.wait(stopped)
     finally:
-        codes = remote.end()
+        codes = remote.end(is_saving=stopped == [signal.SIGTERM])
     store = status_store_of(command.environment)
     assert store is not None
     failures, where = agent.read_reports(store, len(remote.hosts))
+    saved = agent.reported(store, len(remote.hosts))
     if not codes or stopped:
-        return 0
-    if not failures:
-        host, code = next(iter(codes.items()))
-        print_message(f"keras-dist: no ranks could be run on {host}: exit code {code}.")
-        return code if code > 0 else 128 - code
-    print_message(explain(failures, where, num_ranks=remote.num_ranks))
-    return failures[0].code
+        is_saved = len(saved) == len(remote.hosts) and all(saved.values())
+        return _Outcome(0, has_saved=is_saved)
+    silent = [number for number in range(len(remote.hosts)) if number not in saved]
+    cause = _host_to_blame(remote, silent, codes)
+    hosts = {r: h for n, h in enumerate(remote.hosts) for r in remote.ranks_of(n)}
+    unknown = [rank for number in silent for rank in remote.ranks_of(number)]
+    if cause is not None and all(failure.is_secondary for failure in failures):
+        text, code = cause
+        text = explain_lost(text, failures, where, hosts=hosts, unknown=unknown)
+    elif failures:
+        code, size = failures[0].code, remote.num_ranks
+        text = explain(failures, where, num_ranks=size, hosts=hosts, unknown=unknown)
+    else:
+        text, code = "keras-dist: the job was ended.", 1
+    print_message(text)
+    return _Outcome(code, is_host_lost=cause is not None)
+
+
+def _host_to_blame(
+    remote: RemoteHosts, silent: Sequence[int], codes: Mapping[str, int]
+) -> tuple[str, int] | None:
+    """What happened to a host that has sent no report, and the job's exit code."""
+    failed = [number for number in silent if remote.hosts[number] in codes]
+    if not failed:
+        return None
+    number = next(iter(remote.lost), failed[0])
+    host, ranks = remote.hosts[number], remote.ranks_of(number)
+    named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    if number in remote.lost:
+        return f"host {host} does not answer since {LOST_SECONDS:g} s ({named}).", 1
+    code = codes[host] if codes[host] > 0 else 128 - codes[host]
+    if not remote.has_run(number):
+        return f"no ranks could be run on {host}: exit code {code}.", code
+    return (
+        f"the agent on {host} was killed, or the connection to it was lost, while "
+        f"{named} ran: exit code {code}.",
+        code,
+    )

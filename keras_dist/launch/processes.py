@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +25,17 @@ def mark(job: str) -> str:
         job: Id of the job.
     """
     return f"KERAS_DIST_JOB_{job}"
+
+
+def make_folder(job: str) -> Path:
+    """Make a folder for files of a job, which only this user can read.
+
+    It is removed by `Ranks.end`, or by the reaper if this process is killed.
+
+    Args:
+        job: Id of the job.
+    """
+    return Path(tempfile.mkdtemp(prefix=_prefix(job)))
 
 
 def members(job: str) -> list[int]:
@@ -110,8 +123,14 @@ def _reap(job: str, reader: int) -> None:
         os.closerange(3, 1 << 16)
         os.read(0, 1)
         end(job, [], is_urgent=True)
+        for folder in Path(tempfile.gettempdir()).glob(f"{_prefix(job)}*"):
+            shutil.rmtree(folder, ignore_errors=True)
     finally:
         os._exit(0)
+
+
+def _prefix(job: str) -> str:
+    return f"keras_dist.{job}."
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

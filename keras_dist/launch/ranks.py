@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,7 +57,8 @@ class Ranks:
     def __init__(self, command: Command, slots: Sequence[Slot], job: str) -> None:
         self._command, self._slots, self._job = command, slots, job
         # Record and report files; only this user can read them.
-        self._folder = Path(tempfile.mkdtemp(prefix="keras_dist."))
+        self._folder = processes.make_folder(job)
+        self._has_saved = False
         self._output = Output(slots[0].size, command.log_dir)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         # For each rank that has ended: when, and the most memory it used, in KiB.
@@ -103,8 +103,17 @@ class Ranks:
         for process in self._processes.values():
             if process.returncode is None:
                 process.wait()
-        self._output.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        saved = [failure.is_saved for failure in self._failures()]
+        self._has_saved = len(saved) == len(self._slots) and all(saved)
+        try:
+            self._output.close()
+        finally:  # whoever reads the output may have been killed
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether, at their end, all ranks were asked to end and have saved."""
+        return self._has_saved
 
     def where(self) -> dict[int, str]:
         """Positions in words: epoch, step and collective of each rank, now or last.

@@ -9,20 +9,25 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from keras_dist.launch.agent import STOP, start_message
+from keras_dist.launch.agent import SAVE, STOP, start_message
+from keras_dist.launch.failures import print_message
+from keras_dist.launch.heartbeat import Presence
 from keras_dist.launch.hosts import Slot, is_here
 from keras_dist.launch.output import Output
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.startup_noise import VARIABLE
+from keras_dist.monitor.status_store import status_store_of
 
 _TICK = 0.1
 
-# Seconds in which an agent must end its ranks and write its report.
-_STOP_SECONDS = 15.0
+# Seconds in which an agent must end its ranks and write its report; the second number
+# if the ranks may save before.
+_STOP_SECONDS, _SAVE_SECONDS = 15.0, 45.0
 
 # Variables of this host or this login session, which are not passed to other hosts.
 _NOT_PASSED_ON = re.compile(
-    r"BASH_FUNC_.*|DISPLAY|HOSTNAME|OLDPWD|PWD|SHLVL|SSH_.*|TMPDIR|XDG_.*|_"
+    r"BASH_FUNC_.*|DISPLAY|HOME|HOSTNAME|LOGNAME|MAIL|OLDPWD|PWD|SHELL|SHLVL|SSH_.*"
+    r"|TMPDIR|USER|XDG_.*|_"
 )
 
 
@@ -65,6 +70,10 @@ class RemoteHosts:
         # The agents put the rank before each line.
         self._output = Output(1, None, is_of_agents=True)
         self._agents: list[subprocess.Popen[bytes]] = []
+        store = status_store_of(command.environment)
+        assert store is not None
+        self._presence = Presence(store)
+        self._lost: list[int] = []
 
     def start(self) -> None:
         """Start the agents, and send each one its start message."""
@@ -90,24 +99,39 @@ class RemoteHosts:
             _send(agent, message)
 
     def wait(self, stopped: Sequence[int]) -> None:
-        """Wait until all agents have ended, or one has failed."""
+        """Wait until all agents have ended, or one has failed or is lost."""
         while not stopped and any(agent.poll() is None for agent in self._agents):
             self._output.pass_on(_TICK)
             if any(agent.poll() for agent in self._agents):
                 break
+            self._presence.look(self._running())
+            self._lost = self._presence.lost(self._running())
+            if self._lost:
+                break
+            for number in self._presence.late(self._running()):
+                print_message(
+                    f"keras-dist: {self.hosts[number]} has not answered yet; "
+                    "still waiting for its agent."
+                )
 
-    def end(self) -> dict[str, int]:
+    def end(self, *, is_saving: bool = False) -> dict[str, int]:
         """End all ranks and agents.
+
+        Args:
+            is_saving: Whether to give the ranks time to save a checkpoint.
 
         Returns:
             The exit codes of the agents that failed, by host.
         """
+        for number in self._lost:
+            self._agents[number].kill()
         for agent in self._agents:
-            _send(agent, STOP)
+            _send(agent, SAVE if is_saving else STOP)
         begin = time.monotonic()
-        while any(agent.poll() is None for agent in self._agents):
+        seconds = _SAVE_SECONDS if is_saving else _STOP_SECONDS
+        while self._running():
             self._output.pass_on(_TICK)
-            if time.monotonic() - begin > _STOP_SECONDS:
+            if time.monotonic() - begin > seconds:
                 break
         for agent in self._agents:
             agent.kill()  # its reaper ends what is left
@@ -115,6 +139,22 @@ class RemoteHosts:
         self._output.close()
         codes = {h: a.returncode for h, a in zip(self.hosts, self._agents, strict=True)}
         return {host: code for host, code in codes.items() if code}
+
+    @property
+    def lost(self) -> list[int]:
+        """The indices of the hosts that did not answer for 15 s."""
+        return self._lost
+
+    def has_run(self, number: int) -> bool:
+        """Whether the agent of a host had come so far that it started ranks."""
+        return self._presence.has_answered(number)
+
+    def ranks_of(self, number: int) -> list[int]:
+        """The ranks of a host, by its index."""
+        return [s.rank for s in self._slots if s.host == self.hosts[number]]
+
+    def _running(self) -> list[int]:
+        return [n for n, agent in enumerate(self._agents) if agent.poll() is None]
 
     def _words(self, host: str) -> list[str]:
         agent = [sys.executable, "-m", "keras_dist", "host-agent"]

@@ -11,6 +11,10 @@ from keras_dist.launch.hosts import LOOPBACK, Slot, interface_of
 
 _FORBIDDEN = 403
 
+# Connections that the kernel accepts before the server does. Ranks connect all at once,
+# and one that finds no room tries again only after 1, 3 and 7 s.
+_BACKLOG = 1024
+
 
 @contextlib.contextmanager
 def rendezvous(
@@ -43,6 +47,7 @@ def rendezvous(
     handler = _guarded(http_server.RendezvousHandler, secret)
     server = http_server.RendezvousHTTPServer((address, 0), handler, 0)
     server.daemon_threads = True
+    server.socket.listen(_BACKLOG)  # Horovod's server has 5
     server.scope_size |= _scope_sizes(slots)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

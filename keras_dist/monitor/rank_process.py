@@ -40,7 +40,9 @@ _PR_SET_PDEATHSIG = 1
 DUMP_SIGNAL = signal.SIGRTMIN + 7
 
 
-def write_report(kind: str, message: str, text: str, *, is_secondary: bool) -> None:
+def write_report(
+    kind: str, message: str, text: str, *, is_secondary: bool, code: int = 1
+) -> None:
     """Write the report of this rank: why it fails.
 
     Only the first call writes; later errors are not the cause.
@@ -50,11 +52,13 @@ def write_report(kind: str, message: str, text: str, *, is_secondary: bool) -> N
         message: Message of the error.
         text: Text to print: the traceback and the message.
         is_secondary: Whether the cause is on another rank.
+        code: The exit code with which this rank is about to end.
     """
     path = os.environ.get(REPORT_VARIABLE)
     if not path:
         return
     report = {"time": time.time(), "kind": kind, "message": message, "text": text}
+    report["code"] = code
     draft = Path(f"{path}.{os.getpid()}.draft")
     with contextlib.suppress(OSError):  # there is a report, or the launcher has ended
         draft.write_text(json.dumps(report | {"is_secondary": is_secondary}))
@@ -68,8 +72,15 @@ def report_error(error: BaseException) -> None:
         text in message for text in _FROM_ANOTHER_RANK
     )
     lines = traceback.format_exception(type(error), error, _own(error.__traceback__))
+    code = 1
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        code = error.code & 0xFF or 1  # as the kernel cuts it, but never a success
     write_report(
-        type(error).__name__, message, "".join(lines), is_secondary=is_secondary
+        type(error).__name__,
+        message,
+        "".join(lines),
+        is_secondary=is_secondary,
+        code=code,
     )
 
 

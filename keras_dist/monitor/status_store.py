@@ -30,9 +30,9 @@ class StatusStore:
         url = urlsplit(f"http://{address}:{port}/{_SCOPE}/")
         self._host, self._port, self._path = url.hostname, url.port, url.path
 
-    def put(self, name: str, value: Any) -> None:
-        """Write a value; does nothing if the store cannot be reached."""
-        self._request("PUT", name, json.dumps(value).encode())
+    def put(self, name: str, value: Any) -> bool:
+        """Write a value; whether the store could be reached."""
+        return self._request("PUT", name, json.dumps(value).encode()) is not None
 
     def get(self, name: str) -> Any:
         """Read a value; `None` if there is none, or the store cannot be reached."""

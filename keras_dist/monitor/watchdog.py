@@ -166,7 +166,9 @@ class Watchdog(threading.Thread):
         is_secondary = not own["code"] and any(
             "is missing" in line for line in rank_lines
         )
-        rank_process.write_report("Stalled", message, text, is_secondary=is_secondary)
+        rank_process.write_report(
+            "Stalled", message, text, is_secondary=is_secondary, code=EXIT_CODE
+        )
         if self._store is not None:
             self._store.put("stalled", self._rank)
         sys.stdout.flush()

@@ -117,7 +117,7 @@ def prepare(
         plan=plan.Plan(
             version=__version__,
             size=world.size,
-            hosts=-(-world.size // world.local_size),
+            hosts=world.num_hosts,
             device=str(comm.device()),
             transport=comm.transport_name(),
             training=describe.rows_of(training, options.steps_scaling),

@@ -1,0 +1,124 @@
+"""Heartbeats of the agents, by which a host that is lost is noticed on both sides."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from keras_dist.monitor.status_store import StatusStore
+
+# Seconds between two heartbeats, and from the last one until a host counts as lost. A
+# shorter outage does no harm: what Gloo has sent waits in the kernel.
+_BEAT_SECONDS = 1.0
+LOST_SECONDS = 15.0
+
+# Seconds in which an agent has to reach the store.
+_REACH_SECONDS = 10.0
+
+# Between two looks at the heartbeats; more means that this machine was suspended.
+_LONGEST_LOOK = 5.0
+
+
+def check_reach(address: str, port: int) -> None:
+    """Connect to the store once, before any rank is started.
+
+    A firewall that lets only ssh in would otherwise be noticed by Horovod after 120 s.
+
+    Args:
+        address: Address of the launcher's host.
+        port: Port of the store.
+
+    Raises:
+        ValueError: If there is no connection within 10 s.
+    """
+    try:
+        socket.create_connection((address, port), _REACH_SECONDS).close()
+    except OSError as error:
+        raise ValueError(
+            "The launcher's host cannot be reached from another host. Received: "
+            f"{socket.gethostname()} cannot reach {address}:{port} ({error}). Ranks "
+            "and launcher connect at ports that the system chooses: open all ports "
+            "between the hosts, or name another network by `--address`."
+        ) from error
+
+
+class Heartbeat(threading.Thread):
+    """In an agent: writes heartbeats to the store.
+
+    Args:
+        store: The store of the job.
+        number: Index of the agent's host.
+        on_lost: Called once if the store was out of reach for 15 s.
+    """
+
+    def __init__(
+        self, store: StatusStore, number: int, on_lost: Callable[[], None]
+    ) -> None:
+        super().__init__(name="keras_dist.heartbeat", daemon=True)
+        self._store, self._number, self._on_lost = store, number, on_lost
+
+    def run(self) -> None:
+        last, beats = time.monotonic(), 0
+        while True:
+            begin, beats = time.monotonic(), beats + 1
+            if begin - last > LOST_SECONDS + _LONGEST_LOOK:
+                last = begin  # this host was suspended
+            if self._store.put(_name(self._number), beats):
+                last = time.monotonic()
+            elif time.monotonic() - last > LOST_SECONDS:
+                self._on_lost()
+                return
+            time.sleep(_BEAT_SECONDS)
+
+
+class Presence:
+    """In the launcher: when each agent's last heartbeat was seen.
+
+    Args:
+        store: The store of the job.
+    """
+
+    def __init__(self, store: StatusStore) -> None:
+        self._store = store
+        self._begin = self._looked = time.monotonic()
+        # For each agent that has answered: its last heartbeat, and when it was seen.
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._has_warned = False
+
+    def look(self, running: list[int]) -> None:
+        """Read the heartbeats of agents that run, once a second."""
+        now = time.monotonic()
+        if now - self._looked < _BEAT_SECONDS:
+            return
+        pause = now - self._looked
+        if pause > _LONGEST_LOOK:
+            self._seen = {k: (n, t + pause) for k, (n, t) in self._seen.items()}
+        self._looked = now
+        for number in running:
+            beats = self._store.get(_name(number))
+            if beats is not None and self._seen.get(number, (0, 0.0))[0] != beats:
+                self._seen[number] = beats, now
+
+    def has_answered(self, number: int) -> bool:
+        """Whether an agent has ever sent a heartbeat."""
+        return number in self._seen or self._store.get(_name(number)) is not None
+
+    def lost(self, running: list[int]) -> list[int]:
+        """The agents that run as far as is known, but were silent for 15 s."""
+        return [
+            number
+            for number in running
+            if number in self._seen
+            and self._looked - self._seen[number][1] > LOST_SECONDS
+        ]
+
+    def late(self, running: list[int]) -> list[int]:
+        """The running agents that have not answered 15 s after the start; only once."""
+        if self._has_warned or time.monotonic() - self._begin < LOST_SECONDS:
+            return []
+        self._has_warned = True
+        return [number for number in running if number not in self._seen]
+
+
+def _name(number: int) -> str:
+    return f"beat.{number}"

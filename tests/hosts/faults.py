@@ -1,0 +1,152 @@
+"""More launches and longer faults on hosts, for `make hosts`."""
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from network import LAUNCH, until
+from test_training import TRAIN, alone, assert_equal, found_of
+
+__all__ = ["alone"]  # a fixture
+
+
+@pytest.fixture
+def tmp_path_hosts(shared, request):
+    """A folder of a test's own that all hosts see."""
+    folder = shared / str(abs(hash(request.node.name)))
+    folder.mkdir()
+    return folder
+
+
+HOROVODRUN = [str(Path(sys.executable).with_name("horovodrun")), "--gloo"]
+
+
+@pytest.mark.parametrize("hosts", ["a:1,b:1", "a:2,b:2", "a:1,b:1,c:1"])
+@pytest.mark.parametrize("launcher", ["keras-dist run", "horovodrun"])
+def test_both_launchers_train_as_one_process(net, shared, alone, launcher, hosts):
+    """On two hosts with one and two ranks, and on three."""
+    counts = [int(each.split(":")[1]) for each in hosts.split(",")]
+    ranks, path = sum(counts), shared / "launched.npy"
+    words = [*LAUNCH, "-H", hosts, TRAIN, path]
+    if launcher == "horovodrun":
+        words = [*HOROVODRUN, "--disable-cache", "-np", ranks, "-H", hosts]
+        words += [sys.executable, TRAIN, path]
+    done = net.run("a", words, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert f"{ranks} on {len(counts)} hosts" in done.stdout
+    expected = [(k, n, h) for h, n in zip("abc", counts) for k in range(n)]  # noqa: B905
+    assert found_of(done.stdout, ranks) == expected
+    assert_equal(path, alone(ranks))
+
+
+def test_an_example_runs_on_hosts(net):
+    """As it is, on two of them."""
+    done = net.run("a", [*LAUNCH, "-H", "a:1,b:1", "examples/digits.py"], timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "2 on 2 hosts" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def undisturbed(running, shared):
+    """What both ranks of a training without faults print."""
+    done = running.run("a", [*LAUNCH, "-H", "a:1,b:1", TRAIN, shared / "w.npy"])
+    assert done.returncode == 0, done.stderr
+    return sorted(line[4:] for line in done.stdout.splitlines() if "found" in line)
+
+
+class Training:
+    """A training of two ranks on two hosts, with a folder for its checkpoints."""
+
+    def __init__(self, net, folder, *options, pause):
+        self.net, self.folder, self.options = net, folder, options
+        self.env = {"RESUME": str(folder / "resume")}
+        folder.mkdir()
+        paced = {"STEPS": str(folder / "steps"), "PAUSE": str(pause)}
+        self.process = self.start(**paced)
+        until(lambda: self.has_come_to(5), "step 5", 120)
+
+    def start(self, **variables):
+        """Start the command, the same each time."""
+        words = [*LAUNCH, *self.options, "-H", "a:1,b:1", TRAIN, self.folder / "w.npy"]
+        return self.net.start("a", words, env={**self.env, **variables})
+
+    def has_come_to(self, step):
+        """Whether both ranks have finished a step."""
+        files = [self.folder / "steps" / f"{rank}.{step}" for rank in (0, 1)]
+        return all(file.exists() for file in files)
+
+    def rank(self, name):
+        """The process of a host's rank."""
+        (found,) = self.net.processes(name, "monitor/", TRAIN)
+        return found
+
+    def end(self, seconds=120):
+        """Wait for the end: exit code, output, and the launcher's last lines."""
+        stdout, stderr = self.process.communicate(timeout=seconds)
+        begin = stderr.find("keras-dist: ")
+        return self.process.returncode, stdout, stderr[begin:].splitlines()
+
+    def resumed(self):
+        """What both ranks print when the same command is started again."""
+        self.process = self.start()
+        code, stdout, lines = self.end()
+        assert code == 0, lines
+        return sorted(line[4:] for line in stdout.splitlines() if "found" in line)
+
+
+def test_sigterm_to_the_launcher_saves_in_the_middle_of_a_long_step(
+    net, tmp_path_hosts, undisturbed
+):
+    """The ranks have 30 s; then the same command goes on to the same bits."""
+    training = Training(net, tmp_path_hosts / "launcher", pause=4)
+    net.signal_command(training.process, signal.SIGTERM)
+    code, _, lines = training.end()
+    assert code == 143 and "the ranks have saved" in lines[-1], lines
+    assert training.resumed() == undisturbed
+
+
+def test_sigterm_to_one_rank_saves_on_all(net, tmp_path_hosts, undisturbed):
+    """75, one line, and the same bits."""
+    training = Training(net, tmp_path_hosts / "rank", pause=1)
+    training.rank("b").send_signal(signal.SIGTERM)
+    code, _, lines = training.end()
+    assert code == 75 and len(lines) == 1 and "have saved" in lines[0], lines
+    assert training.resumed() == undisturbed
+
+
+def test_a_rank_that_is_stopped_is_named_with_exit_code_70(net, tmp_path_hosts):
+    """By the stall limit; its host answers all the time."""
+    training = Training(net, tmp_path_hosts / "stop", "--stall-limit", "15", pause=0.5)
+    training.rank("b").send_signal(signal.SIGSTOP)
+    code, _, lines = training.end()
+    assert code == 70, lines
+    assert any("Rank 1 is missing" in line for line in lines), lines
+
+
+@pytest.mark.parametrize("fault", ["link", "power"])
+def test_a_host_that_comes_back_goes_on_to_the_same_bits(
+    net, tmp_path_hosts, undisturbed, fault
+):
+    """Its loss is named within 20 s, also in the middle of a collective."""
+    options = ["--restarts", "3"]
+    training = Training(net, tmp_path_hosts / fault, *options, pause=0.5)
+    begin = time.monotonic()
+    if fault == "link":
+        net.link("b", is_up=False)
+    else:
+        net.power_off("b")
+    while "does not answer" not in (line := training.process.stderr.readline()):
+        assert line, "the launcher has ended"
+    assert time.monotonic() - begin < 20
+    assert line == "keras-dist: host b does not answer since 15 s (rank 1).\n"
+    time.sleep(15)
+    if fault == "link":
+        net.link("b", is_up=True)
+    else:
+        net.power_on("b")
+    code, stdout, lines = training.end(240)
+    assert code == 0, lines
+    found = sorted(line[4:] for line in stdout.splitlines() if "found" in line)
+    assert found == undisturbed

@@ -1,0 +1,161 @@
+"""What happens to hosts is named, and ends or restarts the job, with its exit code."""
+
+import signal
+import sys
+import time
+from functools import partial
+
+import pytest
+from network import LAUNCH, until
+
+STUB = "tests/hosts/stub.py"
+
+
+def start(net, shared, name, case, *options, hosts="a:1,b:1", rank=()):
+    """Start ranks that wait, and return the launcher and their folder."""
+    folder = shared / name
+    words = [*LAUNCH, *options, "-H", hosts, STUB, folder, case, *rank]
+    return net.start(hosts[0], words), folder
+
+
+def all_there(folder, ranks=2, *, start=0, seconds=60.0):
+    """Wait until all ranks are there."""
+    files = [folder / f"there.{start}.{rank}" for rank in range(ranks)]
+    until(lambda: all(file.exists() for file in files), "the ranks", seconds)
+
+
+def ended(process, seconds=60):
+    """Wait for the end of a launcher: exit code, its own lines, and seconds."""
+    begin = time.monotonic()
+    _, stderr = process.communicate(timeout=seconds)
+    lines = stderr[max(0, stderr.find("keras-dist: ")) :].splitlines()
+    return process.returncode, lines, time.monotonic() - begin
+
+
+def test_exit_codes_and_reports_of_ranks_travel_to_the_launcher(net, shared):
+    """Three jobs at once: 70, with the host; 75, all have saved; SIGTERM, all save."""
+    stalled, _ = start(net, shared, "code", "exit", rank="1")
+    asked, _ = start(net, shared, "saved", "saved", hosts="c:1,d:1")
+    saving, folder = start(net, shared, "save", "save", hosts="e:1,f:1")
+    all_there(folder)
+    net.signal_command(saving, signal.SIGTERM)
+
+    code, lines, _ = ended(stalled)  # the rank has reported, and is still ending
+    assert code == 70, lines
+    assert lines[0].startswith("keras-dist: rank 1 on b failed first, "), lines
+    assert lines[-1].startswith("Rank 0 on a was "), lines
+    code, lines, _ = ended(asked)
+    assert code == 75
+    assert lines == [
+        "keras-dist: the ranks were asked to end by SIGTERM, and have saved. "
+        "The same command goes on from there."
+    ]
+    code, lines, _ = ended(saving)  # after 5 s, and not two as after a failure
+    assert code == 128 + signal.SIGTERM, lines
+    assert lines == [
+        "keras-dist: ended by SIGTERM; the ranks have saved, and the same command "
+        "goes on from there."
+    ]
+    assert (folder / "saved.0").exists() and (folder / "saved.1").exists()
+
+
+def test_a_hosts_file_may_name_users_whose_home_is_their_own(net, shared):
+    """As `horovodrun` has them; what belongs to a user is not handed over."""
+    file, folder = shared / "hostfile", shared / "home"
+    file.write_text("# two hosts\na slots=1\n\nroot@b slots=1  # by another name\n")
+    words = [*LAUNCH, "--hostfile", file, STUB, folder, "wait"]
+    process = net.start("a", words, env={"HOME": "/somewhere", "MINE": "handed over"})
+    all_there(folder)
+    assert (folder / "there.0.0").read_text() == "/somewhere"
+    assert (folder / "there.0.1").read_text() == "/root"
+    (rank,) = net.processes("b", "monitor/", STUB)
+    assert rank.environ()["MINE"] == "handed over"
+    net.signal_command(process, signal.SIGINT)
+    assert ended(process)[0] == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize("killed", ["agent", "launcher"])
+def test_nothing_is_left_where_an_agent_or_the_launcher_is_killed(net, shared, killed):
+    """No process and no folder on any host; the killed agent's host is named."""
+    process, folder = start(net, shared, killed, "wait")
+    all_there(folder)
+    if killed == "agent":
+        agents = net.processes("b", "-m keras_dist host-agent")
+        min(agents, key=lambda agent: agent.create_time()).kill()  # not its reaper
+        code, lines, seconds = ended(process)
+        assert code == 255 and seconds < 10
+        expected = "keras-dist: the agent on b was killed, or the connection to it was"
+        assert lines[0].startswith(expected) and "while rank 1 ran" in lines[0]
+        assert lines[1].startswith("Rank 0 on a was ") and len(lines) == 2, lines
+    else:
+        net.signal_command(process, signal.SIGKILL)
+    until(lambda: not net.processes("a", STUB), "the end of the ranks of a", 10)
+    until(lambda: not net.processes("b", STUB), "the end of the ranks of b", 10)
+    for name in "ab":
+        look = partial(net.run, name, ["ls", "/tmp"])
+        until(lambda look=look: "keras_dist." not in look().stdout, "an empty /tmp")
+
+
+def test_a_host_that_is_lost_or_behind_a_firewall_is_named(net, shared):
+    """Four jobs at once: a power cut, an outage of 10 s, and two kinds of firewall."""
+    net.drop_rules("d", "ipproto tcp dport 22 blackhole")
+    let_in = [f"ipproto tcp {port} 22 lookup local" for port in ("dport", "sport")]
+    net.drop_rules("e", *let_in, "ipproto tcp blackhole")
+    begin = time.monotonic()
+    lost, there = start(net, shared, "lost", "again", "--restarts", "2")
+    shut, _ = start(net, shared, "shut", "wait", hosts="c:1,d:1")
+    only_ssh, _ = start(net, shared, "only", "wait", hosts="e:1,f:1")
+    outage, others = start(net, shared, "outage", "wait", hosts="g:1,h:1")
+    all_there(there)
+    all_there(others)
+    net.link("h", is_up=False)
+    cut = time.monotonic()
+    net.power_off("b")
+
+    code, lines, _ = ended(only_ssh)
+    assert code == 1 and time.monotonic() - begin < 30
+    assert "f cannot reach 10.77.0.5:" in lines[0], lines
+    assert lines[1].startswith("keras-dist: no ranks could be run on f: "), lines
+    code, lines, _ = ended(shut)
+    assert code == 255
+    assert lines[0] == "keras-dist: no ranks could be run on d: exit code 255."
+    time.sleep(max(0.0, cut + 10 - time.monotonic()))
+    net.link("h", is_up=True)
+
+    line = lost.stderr.readline()
+    assert time.monotonic() - cut < 20
+    assert line == "keras-dist: host b does not answer since 15 s (rank 1).\n"
+    assert lost.stderr.readline().startswith("Rank 0 on a was ")
+    assert lost.stderr.readline() == "keras-dist: start 2 of at most 3, in 10 s.\n"
+    net.power_on("b")
+    code, lines, _ = ended(lost)
+    assert code == 0, lines
+    assert (there / "there.1.0").exists() and (there / "there.1.1").exists()
+    assert outage.poll() is None and net.processes("h", STUB)
+
+
+# As the command does, which needs no TensorFlow.
+_CHECK = """
+import sys
+sys.argv[0] = "keras-dist"
+from keras_dist.launch.own_name import check_own_name
+check_own_name(sys.argv[1])
+"""
+
+
+def test_without_the_patch_a_host_is_checked_by_its_own_name(net):
+    """Before a rank is started; a Horovod that was built elsewhere crashes later."""
+
+    def checked(lines, network=0):
+        net.write_hosts("b", "127.0.0.1 localhost\n" + lines)
+        words = [sys.executable, "-c", _CHECK, net.address("b", network)]
+        return net.run("b", words).stderr.strip().splitlines()[-1:]
+
+    assert checked("10.77.0.2 b\n") == []
+    (error,) = checked("127.0.1.1 b\n")
+    assert "b resolves there to 127.0.1.1, and not to 10.77.0.2" in error
+    assert "keras-dist install-horovod" in error
+    (error,) = checked("")
+    assert "b resolves there to no address" in error
+    (warning,) = checked("10.77.0.2 b\n", network=1)
+    assert "do not use the network of 10.78.0.2" in warning and "Error" not in warning

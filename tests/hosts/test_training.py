@@ -1,0 +1,85 @@
+"""Training on several hosts gives the weights of one process."""
+
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+from network import LAUNCH
+
+from keras_dist.install import patch
+
+TRAIN = "tests/hosts/train.py"
+
+# Weights that each rank prints: rank, local rank, local size, host, digest.
+_FOUND = re.compile(r"found (\[.*\])")
+
+
+def found_of(stdout, ranks):
+    """What all ranks have printed, sorted; their weights are the same bits."""
+    found = sorted(json.loads(text) for text in _FOUND.findall(stdout))
+    assert [each[0] for each in found] == list(range(ranks)), stdout
+    assert len({each[4] for each in found}) == 1, found
+    return [tuple(each[1:4]) for each in found]
+
+
+@pytest.fixture(scope="module")
+def alone(running, shared):
+    """Weights of plain Keras on one process, with the batch of so many ranks."""
+    known = {}
+
+    def weights(ranks):
+        if ranks not in known:
+            path = shared / f"alone{ranks}.npy"
+            done = running.run("c", [sys.executable, TRAIN, path, ranks])
+            assert done.returncode == 0, done.stderr
+            known[ranks] = np.load(path)
+        return known[ranks]
+
+    return weights
+
+
+def assert_equal(path, expected):
+    """The ranks' weights are those of one process, but for the order of sums."""
+    np.testing.assert_allclose(np.load(path), expected, rtol=1e-4, atol=1e-6)
+
+
+def debian_names(net):
+    """Each host's own name is 127.0.1.1 there, as Debian's installer has it."""
+    for name in net.names:
+        others = [f"{net.address(o)} {o}\n" for o in net.names if o != name]
+        lines = ["127.0.0.1 localhost\n", f"127.0.1.1 {name}\n", *others]
+        net.write_hosts(name, "".join(lines))
+
+
+@pytest.mark.skipif(not patch.is_installed(), reason="left out: Horovod has no patch")
+def test_four_ranks_on_two_hosts_use_the_network_that_is_named(net, shared, alone):
+    """One and three, with Debian's own names, and gradients on the second network."""
+    debian_names(net)
+    before = [[net.bytes_of(name, n) for n in (0, 1)] for name in "ab"]
+    path = shared / "four.npy"
+    options = ["--address", net.address("a", 1), "-H", "a:1,b:3"]
+    done = net.run("a", [*LAUNCH, *options, TRAIN, path])
+    assert done.returncode == 0, done.stderr
+    expected = [(0, 1, "a"), (0, 3, "b"), (1, 3, "b"), (2, 3, "b")]
+    assert found_of(done.stdout, 4) == expected
+    assert "4 on 2 hosts" in done.stdout
+    assert_equal(path, alone(4))
+    for name, (first, second) in zip("ab", before, strict=True):
+        assert net.bytes_of(name, 0) - first < 500_000  # ssh, to b
+        assert net.bytes_of(name, 1) - second > 10_000_000
+
+
+def test_a_rank_that_is_killed_on_one_of_three_hosts_is_resumed(net, shared, alone):
+    """Without a shared file system, to the weights of one process."""
+    path = shared / "three.npy"
+    variables = {"KILL": "2", "RESUME": str(shared / "resume")}
+    options = ["-H", "a:1,b:1,c:1", "--restarts", "1"]
+    done = net.run("a", [*LAUNCH, *options, TRAIN, path], env=variables)
+    assert done.returncode == 0, done.stderr
+    assert "3 on 3 hosts" in done.stdout
+    assert "failed first" in done.stderr and "SIGKILL" in done.stderr
+    assert "start 2 of at most 2" in done.stderr
+    assert found_of(done.stdout, 3) == [(0, 1, "a"), (0, 1, "b"), (0, 1, "c")]
+    assert_equal(path, alone(3))
