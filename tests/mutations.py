@@ -39,6 +39,13 @@ class Mutation:
 
 MUTATIONS = [
     Mutation(
+        "steps: an update is counted only where there is a batch",
+        "training/step.py",
+        "return tf.control_dependencies(leaves)",
+        "return contextlib.nullcontext()",
+        ("test_streams.py", "counted_once"),
+    ),
+    Mutation(
         "replicas: the optimizer's state is compared",
         "callbacks/replica_check.py",
         "variables = [*numbers, *model.trainable_weights, *state]",

@@ -48,10 +48,10 @@ class FitSetup:
 
     def facts(self) -> dict[str, Any]:
         """Name and value of everything that has to be equal on all ranks."""
-        facts = dict(self.training.facts)
-        facts |= self.validation.facts if self.validation else {}
         names = ("epochs", "initial_epoch", "validation_freq", "class_weight")
-        facts |= {f"`{name}`": self.arguments[name] for name in names}
+        facts = {f"`{name}`": self.arguments[name] for name in names}
+        facts |= self.training.facts
+        facts |= self.validation.facts if self.validation else {}
         facts["whether there is validation data"] = self.validation is not None
         facts["`op` and `compression`"] = (
             self.averaging.op,
@@ -216,6 +216,7 @@ def _sharded_feeds(
         )
     training = sharding.training_feed(
         *training_data,
+        class_weight=fit.class_weight,
         batch_size=fit.batch_size,
         shuffle=fit.shuffle,
         steps_per_epoch=fit.steps_per_epoch,

@@ -115,6 +115,27 @@ def as_arrays(x: Any, y: Any = None, sample_weight: Any = None) -> Arrays:
     )
 
 
+def weights_of_rows(y: Any, class_weight: dict[int, float]) -> np.ndarray:
+    """The weight of each row's class, as Keras computes it for arrays.
+
+    For a data set, Keras takes only weights for all classes, and makes them float32. So
+    arrays that become one are given weights by row.
+
+    Args:
+        y: Classes of shape `(rows,)` or `(rows, 1)`, or one-hot `(rows, classes)`.
+        class_weight: Weights of classes; that of another class is 1.
+
+    Returns:
+        An array of Keras's float type, of shape `(rows,)`.
+    """
+    classes = np.asarray(y)
+    if classes.ndim > 1 and classes.shape[-1] != 1:
+        classes = classes.argmax(axis=-1)
+    classes = np.round(classes.reshape(len(classes))).astype("int32")
+    weights = [class_weight.get(int(found), 1.0) for found in classes]
+    return np.asarray(weights, dtype=keras.config.floatx())
+
+
 def split_validation(arrays: Arrays, fraction: float) -> tuple[Arrays, Arrays]:
     """Training and validation rows; as in Keras, the last `fraction` is validation.
 

@@ -1,5 +1,6 @@
 """One rank's part of the training data, whatever its kind."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from keras_dist.sharding.arrays import (
     is_arrays,
     is_ragged_or_sparse,
     shard_training,
+    weights_of_rows,
 )
 from keras_dist.sharding.arrays_order import Order, batches_at
 from keras_dist.sharding.arrays_rows import (
@@ -42,6 +44,7 @@ def training_feed(
     y: Any,
     sample_weight: Any,
     *,
+    class_weight: dict[int, float] | None = None,
     batch_size: int | None,
     shuffle: bool | str,
     steps_per_epoch: int | None,
@@ -54,6 +57,7 @@ def training_feed(
         x: Inputs: arrays, or data that comes in batches.
         y: Targets, or `None`.
         sample_weight: Weights of the rows, or `None`.
+        class_weight: Weights of the classes, as of `Model.fit`, or `None`.
         batch_size: Rows of one rank's batch, or `None` for Keras's default.
         shuffle: As of `Model.fit`.
         steps_per_epoch: Steps of a script for one process, or `None` for all data.
@@ -82,6 +86,15 @@ def training_feed(
     is_sharded = spec.size > 1 or spec.keeps_position
     if not is_sharded or spec.shard == "none":
         return _unsharded_feed(arguments, arrays, steps_per_epoch, spec)
+    has_classes = hasattr(y, "shape") and len(y.shape) <= 2
+    if class_weight and has_classes and sample_weight is None:
+        weights = weights_of_rows(y, class_weight)
+        feed = _sharded_feed(arguments, as_arrays(x, y, weights), steps_per_epoch, spec)
+        return dataclasses.replace(
+            feed,
+            arguments=feed.arguments | {"class_weight": None},
+            facts=feed.facts | {"`class_weight`": class_weight},
+        )
     return _sharded_feed(arguments, arrays, steps_per_epoch, spec)
 
 

@@ -12,6 +12,14 @@ from keras_dist.optimizer import step_context
 _INPUTS = {"Placeholder", "PlaceholderWithDefault", "IteratorGetNext", "_Arg"}
 
 
+def num_rows(data: Any) -> Any:
+    """Rows in a batch: the length of the first axis of its first tensor."""
+    for leaf in keras.tree.flatten(data):
+        if leaf is not None and len(leaf.shape):
+            return tf.shape(leaf)[0] if leaf.shape[0] is None else leaf.shape[0]
+    return 1
+
+
 class RowGraph:
     """Reads one graph.
 

@@ -66,7 +66,9 @@ class Probe:
     def _is_count(self, tensor: Any, op: Any) -> bool:
         if tensor.op.type == "Const" and (op.type == "Mul" or tensor is op.inputs[0]):
             return False  # a factor that a script has by chance
-        if tensor.shape.rank != 0 or self._graph.is_read(tensor):
+        if tensor.shape.rank != 0 or step_context.known_as(tensor):
+            return False
+        if self._graph.is_read(tensor):
             return False
         _, inner = Probe(RowGraph())._cut(tensor)
         return _function(tensor, {}, inner)() == self._graph.rows
@@ -77,7 +79,7 @@ class Probe:
         Raises:
             Undecided: If its operations cannot be run by themselves.
         """
-        if not self._graph.depends_on_rows(scalar):
+        if step_context.known_as(scalar) or not self._graph.depends_on_rows(scalar):
             return Kind.MEAN
         if id(scalar) not in self._kinds:
             self._kinds[id(scalar)] = self._try(scalar)

@@ -12,6 +12,7 @@ from keras_dist import comm, metrics, mixin
 from keras_dist.optimizer import averages_by_rows, only_averaging, step_context
 from keras_dist.training import atomic_save, batch_norm, losses, saving
 from keras_dist.training.metric_scope import raising_on_all
+from keras_dist.training.row_graph import num_rows
 from keras_dist.training.session import Session, begin, session_of
 from keras_dist.training.xla_step import XlaStep
 
@@ -57,7 +58,7 @@ class DistributedStep(atomic_save.SavesWhole):
         own_step = super().train_step  # type: ignore[misc]
         if not session.first_step.has_started:
             session.first_step.start(self, data, own_step, is_plain=session.is_plain)
-        rows = _num_rows(data)
+        rows = num_rows(data)
         session.rows_trained.add(rows)
         if session.instruments.stopwatch is not None:
             data = session.instruments.stopwatch.begin_step(data)
@@ -76,13 +77,14 @@ class DistributedStep(atomic_save.SavesWhole):
                 own_step = _of_all_rows(self, own_step, data, stack)
             if comm.size() > 1:
                 stack.enter_context(only_averaging())
+            stack.enter_context(_not_before(session, data))
             logs = _run(session, own_step, data)
         end()
         return logs
 
     def test_step(self: Any, data: Any) -> Any:
         if comm.size() > 1:
-            self._distributed_session.rows_seen.add(_num_rows(data))
+            self._distributed_session.rows_seen.add(num_rows(data))
         with step_context.entered(step_context.StepContext()):
             return super().test_step(data)  # type: ignore[misc]
 
@@ -220,9 +222,16 @@ def _after_updates(model: Any, data: Any) -> Any:
         )
 
 
-def _num_rows(data: Any) -> Any:
-    """Rows in a batch: the length of the first axis of its first tensor."""
-    for leaf in keras.tree.flatten(data):
-        if leaf is not None and len(leaf.shape):
-            return tf.shape(leaf)[0] if leaf.shape[0] is None else leaf.shape[0]
-    return 1
+def _not_before(session: Session, data: Any) -> Any:
+    """Inside the block, whatever a graph does is done after the batch was read.
+
+    Where Keras does not know the number of batches, it begins a step more at the end of
+    the data, and sees then that there is no batch. What does not depend on the batch is
+    done nevertheless, such as counting the update. One process knows the number of
+    batches of data that is divided into steps here, so it counts right.
+    """
+    feed = session.training_data.feed
+    if tf.executing_eagerly() or feed is None or feed.steps_before is None:
+        return contextlib.nullcontext()
+    leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+    return tf.control_dependencies(leaves)

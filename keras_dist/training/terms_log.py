@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.optimizer import step_context
+from keras_dist.training.row_graph import num_rows
 from keras_dist.training.row_probe import Undecided
 
 
@@ -93,9 +94,15 @@ class TermsLog:
 
 
 def _trace(step: Callable[[Any], Any], specs: Any) -> None:
-    context = dataclasses.replace(step_context.current(), recorded=[])
-    with step_context.entered(context):
-        tf.function(step, autograph=False).get_concrete_function(specs)
+    def traced(data: Any) -> Any:
+        # The number of rows is open in this graph.
+        context = dataclasses.replace(
+            step_context.current(), rows=num_rows(data), recorded=[]
+        )
+        with step_context.entered(context):
+            return step(data)
+
+    tf.function(traced, autograph=False).get_concrete_function(specs)
 
 
 def _spec(leaf: Any) -> Any:

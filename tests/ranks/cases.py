@@ -3,17 +3,16 @@
 Each case trains on one process with the global batch, by plain Keras, and on all ranks.
 """
 
-import contextlib
 import inspect
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from claims import difference_of_states, distribute_jobs, state_of
+from claims import difference_of_states, distribute_jobs, models_in, state_of
 from models import SUBJECTS
 
 import keras_dist
@@ -27,19 +26,6 @@ BRAIN = 2.0**-5
 
 # Tolerance in float64, also for optimizers that amplify rounding errors.
 EXACT = 1e-10
-
-
-@contextlib.contextmanager
-def models_in(dtype: str) -> Iterator[None]:
-    """Inside the block, models and their data are of this dtype."""
-    before = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx(dtype)
-    keras.config.set_dtype_policy(dtype)
-    try:
-        yield
-    finally:
-        keras.config.set_floatx(before[0])
-        keras.config.set_dtype_policy(before[1])
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,26 @@
 """Comparisons and helpers for tests on several ranks."""
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 
 import keras
 import numpy as np
 
 import keras_dist
+
+
+@contextlib.contextmanager
+def models_in(dtype: str) -> Iterator[None]:
+    """Inside the block, models and their data are of this dtype."""
+    before = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx(dtype)
+    keras.config.set_dtype_policy(dtype)
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(before[0])
+        keras.config.set_dtype_policy(before[1])
 
 
 def state_of(model):

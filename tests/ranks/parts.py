@@ -3,6 +3,7 @@
 Each is compared with plain Keras on one process, in float64.
 """
 
+import dataclasses
 import random
 import types
 from collections.abc import Callable
@@ -12,8 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from cases import models_in
-from claims import difference_of_states
+from claims import difference_of_states, models_in
 from data_kinds import KINDS, ids_of_batches
 from keras import ops
 from models import vectors
@@ -341,7 +341,7 @@ def draw(number: int, draws: random.Random) -> Parts:
     where = draws.choice(WHERE[step])
     holders = ["compile", *HOLDERS] if step != "Keras's" else ["compile"]
     ends = REDUCTIONS if where == "Loss of Keras" else list(ENDS)
-    return Parts(
+    drawn = Parts(
         number,
         values=draws.choice(sorted(VALUES)),
         end=draws.choice(ends),
@@ -356,3 +356,15 @@ def draw(number: int, draws: random.Random) -> Parts:
         is_regularized=draws.random() < 0.3,
         is_built=draws.random() < 0.5,
     )
+    is_warned = drawn.mode == "eager" and _adds_sum_to_other(drawn)
+    return dataclasses.replace(drawn, mode="graph") if is_warned else drawn
+
+
+def _adds_sum_to_other(parts: Parts) -> bool:
+    """Whether a loss adds a sum over rows to something else: eagerly, a warning."""
+    if parts.end == "mean and sum":
+        return True
+    if parts.where in ("train_step", "compute_loss"):
+        return parts.is_regularized and "sum" in parts.end
+    is_added_up = parts.step == "own tape" and parts.where == "add_loss"
+    return is_added_up and parts.end in ("sum", "half of the sum", "vector")

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equal_to_the_bit, raises_everywhere
+from claims import assert_equal_to_the_bit, models_in, raises_everywhere
 from keras import ops
 
 import keras_dist
@@ -363,12 +363,8 @@ MORE = [Compiled, InFunction, Nested, HasTrainable, OwnFunction, LossBuilds]
 @pytest.fixture(autouse=True)
 def in_float64():
     """Rounding hides no error."""
-    before = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    yield
-    keras.config.set_floatx(before[0])
-    keras.config.set_dtype_policy(before[1])
+    with models_in("float64"):
+        yield
 
 
 def data_for(kind):

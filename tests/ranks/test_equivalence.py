@@ -151,7 +151,11 @@ def test_weights_of_rows_and_classes_mean_the_same(world, rows, make_model):
     x, y = usable(rows, world, 8)
     weight = np.linspace(0.1, 2, len(x)).astype("float32")
     common = {"epochs": 2, "shuffle": False, "verbose": 0, "validation_split": 0.2}
-    for extra in ({"sample_weight": weight}, {"class_weight": {0: 0.3, 1: 2.0}}):
+    for extra in (
+        {"sample_weight": weight},
+        {"class_weight": {0: 0.3, 1: 2.0}},
+        {"class_weight": {1: 2.0}},  # Keras takes this for arrays only
+    ):
         oracle = make_model(weighted_metrics=["mse"])
         # 80 rows stay for training: no tail on 1 rank, one without loss on 2 and 3.
         rows_left = 96 if world.size == 3 else 100

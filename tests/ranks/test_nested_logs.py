@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from claims import models_in
 
 import keras_dist
 
@@ -73,12 +74,8 @@ def deep(model, loss):
 @pytest.fixture(autouse=True)
 def in_float64():
     """Rounding hides no error."""
-    before = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    yield
-    keras.config.set_floatx(before[0])
-    keras.config.set_dtype_policy(before[1])
+    with models_in("float64"):
+        yield
 
 
 def trained(fit, logs_of, batch_size, callbacks=(), epochs=2, **arguments):

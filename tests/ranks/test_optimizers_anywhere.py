@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equal_to_the_bit
+from claims import assert_equal_to_the_bit, models_in
 
 import keras_dist
 from keras_dist.optimizer import is_distributed, optimizers_of
@@ -140,12 +140,8 @@ HOLDERS = [
 @pytest.fixture(autouse=True)
 def in_float64():
     """Rounding hides no error."""
-    before = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    yield
-    keras.config.set_floatx(before[0])
-    keras.config.set_dtype_policy(before[1])
+    with models_in("float64"):
+        yield
 
 
 def trained(fit, hold, rate, batch_size, is_eager=True, **arguments):

@@ -291,6 +291,22 @@ def test_ranks_that_run_dry_stop_at_the_same_step(world, rows, make_model):
 
 
 @pytest.mark.several_ranks
+@pytest.mark.three_ranks
+def test_each_update_is_counted_once_where_the_last_step_is_smaller(world, rows):
+    """Keras begins a step more where it cannot know the number of batches."""
+    x, y = (array[: BATCH * (world.size + 1) - 1] for array in rows)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    counts = []
+    for loss in ("mse", lambda y, p: keras.ops.sum((y - p) ** 2)):
+        for steps in (1, 2):
+            model = keras.Sequential([keras.layers.Dense(1)])
+            model.compile("adam", loss, steps_per_execution=steps, jit_compile=False)
+            keras_dist.dist_fit(model, data, epochs=3, shuffle=False, verbose=0)
+            counts.append(int(model.optimizer.iterations))
+    assert counts == [3 * 2] * 4
+
+
+@pytest.mark.several_ranks
 def test_a_file_larger_than_memory_is_never_copied(world, rows, tmp_path, make_model):
     """64 GiB that take no room on disk; and rows from a file are those of memory."""
     huge = np.memmap(tmp_path / "huge", "float32", "w+", shape=(2**20, 2**14))

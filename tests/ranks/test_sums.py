@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equal_to_the_bit
+from claims import assert_equal_to_the_bit, models_in
 from keras import ops
 
 import keras_dist
@@ -23,10 +23,8 @@ X, Y = RANDOM.normal(size=(22, 5)), RANDOM.normal(size=(22, 3))
 @pytest.fixture(autouse=True)
 def in_float64():
     """Everything in this file is computed in float64."""
-    before = keras.config.floatx()
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx(before)
+    with models_in("float64"):
+        yield
 
 
 class AddsLoss(keras.layers.Layer):
@@ -142,6 +140,7 @@ CASES = {
     "add_vector": (added, lambda x: 0.1 * ops.sum(x**2, axis=1)),
     "add_mean": (added, lambda x: ops.mean(x**2)),
     "compute_sum": (computed, lambda x, y, p: 0.1 * ops.sum(squares(y, p))),
+    "compute_vector": (computed, lambda x, y, p: ops.sum(squares(y, p), axis=1)),
     "compute_mixed": (computed, mixed),
     "own_vector": (stepped, lambda x, y, p: 0.1 * ops.mean(squares(y, p), axis=1)),
     "own_sum": (stepped, lambda x, y, p: 0.05 * ops.sum(squares(y, p))),
@@ -207,7 +206,9 @@ def test_a_loss_equals_one_process_on_three_ranks(world, name):
     assert_equal(models, logs)
 
 
-@pytest.mark.parametrize("name", ["add_sum", "own_vector", "own_sum", "own_mean"])
+@pytest.mark.parametrize(
+    "name", ["add_sum", "compute_vector", "own_vector", "own_sum", "own_mean"]
+)
 def test_a_loss_equals_one_process_when_run_eagerly(world, name):
     """There is no graph then; the step is traced once to look at one."""
     models, logs, _ = trained(name, world.size, run_eagerly=True)
@@ -239,3 +240,12 @@ def test_a_loss_that_is_neither_is_said(world, make, function):
     messages = [str(w.message) for w in caught]
     found = [m for m in messages if "whether it is a mean or a sum" in m]
     assert len(found) == (world.rank == 0), messages
+
+
+@pytest.mark.parametrize("name", ["compute_mixed", "own_mixed"])
+def test_a_sum_and_a_mean_in_one_loss_is_said_when_run_eagerly(world, name):
+    """Without a graph, the sum cannot be multiplied by itself."""
+    _, _, messages = trained(name, world.size, run_eagerly=True)
+    found = [m for m in messages if "the step runs eagerly, and the loss has both" in m]
+    assert bool(found) == (world.rank == 0), messages
+    assert not [m for m in messages if "Error" in m]

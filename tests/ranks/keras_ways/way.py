@@ -4,7 +4,6 @@ All ways take their random numbers from the data or from its row's values: noise
 each rank draws for itself could not equal one process.
 """
 
-import contextlib
 import hashlib
 import traceback
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from claims import difference_of_states, distribute_jobs
+from claims import difference_of_states, distribute_jobs, models_in
 
 import keras_dist
 
@@ -116,7 +115,7 @@ class Way:
 
     def arrays(self, run: Run, dtype: str) -> dict[str, Any]:
         """What the training leaves, as arrays by name, in models of this dtype."""
-        with _models_in(dtype):
+        with models_in(dtype):
             keras.utils.set_random_seed(5)
             return dict(_named_arrays(self.train(run)))
 
@@ -209,16 +208,3 @@ def _named_arrays(found: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     elif found is not None:
         array = keras.ops.convert_to_numpy(found)
         yield name.strip(), np.asarray(array, dtype="float64")
-
-
-@contextlib.contextmanager
-def _models_in(dtype: str) -> Iterator[None]:
-    """Inside the block, models and their data are of this dtype."""
-    before = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx(dtype)
-    keras.config.set_dtype_policy(dtype)
-    try:
-        yield
-    finally:
-        keras.config.set_floatx(before[0])
-        keras.config.set_dtype_policy(before[1])
