@@ -14,7 +14,7 @@ from keras_dist.checkpoint.saved import Resume, Saved
 from keras_dist.checkpoint.trees import decoded, digest_of
 from keras_dist.checkpoint.writer import Writer
 from keras_dist.setup.fit_setup import FitSetup
-from keras_dist.training import build
+from keras_dist.training import step
 from keras_dist.training.session import session_of
 
 # The exit code of a process that was asked to end and has saved: EX_TEMPFAIL of
@@ -270,7 +270,7 @@ class Saver(keras.callbacks.Callback):
                     "Build it before, for example with an `Input` as its first layer."
                 )
             [first] = sharding.Stream(self._feed.arguments["x"]).first(1)
-            build.build(self.model, first)
+            step.build_now(self.model, first)
         for each in optimizer.optimizers_of(self.model):
             if not each.built:
                 each.build(self.model.trainable_variables)

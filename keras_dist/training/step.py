@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_dist import comm, metrics, mixin
 from keras_dist.optimizer import averages_by_rows, only_averaging, step_context
-from keras_dist.training import atomic_save, batch_norm, losses, saving
+from keras_dist.training import atomic_save, batch_norm, build, losses, saving
 from keras_dist.training.metric_scope import raising_on_all
 from keras_dist.training.row_graph import num_rows
 from keras_dist.training.session import Session, begin, session_of
@@ -46,6 +46,17 @@ def uninstall(model: Any, *, is_end: bool = False) -> None:
         batch_norm.desynchronize(model)
         model.stop_training = stopped
         session.traced.leave(model)
+
+
+def build_now(model: Any, data: Any) -> None:
+    """Build `model`, its metrics and its optimizers without a step.
+
+    Args:
+        model: A model on which `install` was called.
+        data: Its first batch.
+    """
+    own_step = super(DistributedStep, model).train_step  # type: ignore[misc]
+    build.build(model, build.OwnStep(own_step, data, is_eager=model.run_eagerly))
 
 
 class DistributedStep(atomic_save.SavesWhole):
