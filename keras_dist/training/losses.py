@@ -155,7 +155,7 @@ class RowLosses:
             value: A scalar tensor; anything else is returned as it is.
             is_loss: Whether weights are updated by it, and a doubt is worth a warning.
         """
-        is_number = tf.is_tensor(value) and value.shape.rank == 0
+        is_number = isinstance(value, tf.Tensor) and value.shape.rank == 0
         if not is_number or not value.dtype.is_floating:
             return value
         return self._sum(self._terms(value, is_loss=is_loss), value)
@@ -168,7 +168,7 @@ class RowLosses:
         self, target: Any, factor: Any, variables: list[Any]
     ) -> list[tuple[Any, Any]]:
         """What to differentiate in place of one target, each with its factor."""
-        if not tf.is_tensor(target) or not target.dtype.is_floating:
+        if not isinstance(target, tf.Tensor) or not target.dtype.is_floating:
             return [(target, factor)]
         if target.shape.rank == 0:
             terms = self._terms(target, variables)

@@ -230,7 +230,7 @@ def pairs_mean(run):
     return _pairs(run, contrastive)
 
 
-@CONTRAST.way("siamese pairs, a loss function that adds up the rows", on_three=True)
+@CONTRAST.way("siamese pairs, a loss function that adds up the rows")
 def pairs_sum(run):
     def contrastive(y_true, y_pred):
         near = ops.square(y_pred)
