@@ -86,7 +86,7 @@ def autoencoder_with_mean(run):
     return _with_add_loss(run, ops.mean)
 
 
-@GENERATIVE.way("variational autoencoder with add_loss of a sum", on_three=True)
+@GENERATIVE.way("variational autoencoder with add_loss of a sum")
 def autoencoder_with_sum(run):
     return _with_add_loss(run, ops.sum)
 

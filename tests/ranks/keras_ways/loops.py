@@ -78,7 +78,7 @@ def _schedule(run, schedule):
     return model, run.fit(model, x, y, epochs=2, lr_scaling="linear")
 
 
-@LOOPS.way("schedules: cosine with warm-up, read at the scaled step", on_three=True)
+@LOOPS.way("schedules: cosine with warm-up, read at the scaled step")
 def cosine(run):
     cosine = keras.optimizers.schedules.CosineDecay(
         0.0, 12, warmup_target=0.05, warmup_steps=6
@@ -209,7 +209,7 @@ class Interrupting(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
-@LOOPS.way("KeyboardInterrupt in the middle, and another fit", on_three=True)
+@LOOPS.way("KeyboardInterrupt in the middle, and another fit")
 def interrupted(run):
     optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
     model = run.compile(perceptron(4, 1, inputs=5), optimizer, "mse")
@@ -305,7 +305,7 @@ class SumOfLosses(keras.Model):
         return ops.sum(ops.square(y - y_pred)) + 0.1 * ops.mean(ops.abs(y_pred))
 
 
-@LOOPS.way("compute_loss of a sum and a mean", is_traced=True, on_three=True)
+@LOOPS.way("compute_loss of a sum and a mean", is_traced=True)
 def sum_of_losses(run):
     inputs = keras.Input((5,))
     model = SumOfLosses(inputs, keras.layers.Dense(1)(inputs))
@@ -328,7 +328,7 @@ class Batches(keras.utils.PyDataset):
         return self.x[rows], self.y[rows]
 
 
-@LOOPS.way("batches of a PyDataset and of a generator", on_three=True)
+@LOOPS.way("batches of a PyDataset and of a generator")
 def batches(run):
     model = run.compile(perceptron(4, 1, inputs=5), "adam", "mse")
     data = Batches(floats(5), floats(1, seed=1), run.batch_size)

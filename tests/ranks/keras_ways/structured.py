@@ -250,7 +250,7 @@ def imbalanced(run):
     return model, run.fit(model, x, y, epochs=2, **given)
 
 
-@STRUCTURED.way("sample weights: of arrays, and of a data set", on_three=True)
+@STRUCTURED.way("sample weights: of arrays, and of a data set")
 def sample_weights(run):
     model = perceptron(4, 1, inputs=5)
     run.compile(model, "adam", "mse", weighted_metrics=["mae"])

@@ -156,7 +156,7 @@ def small_gpt(run):
     return model, run.fit(model, data.map(lambda row: (row[:, :-1], row[:, 1:])))
 
 
-@TEXT.way("LSTM from sequence to sequence, dicts of padded words", on_three=True)
+@TEXT.way("LSTM from sequence to sequence, dicts of padded words")
 def sequence_to_sequence(run):
     source = keras.Input((5,), dtype="int32", name="source")
     target = keras.Input((4,), dtype="int32", name="target")
@@ -326,7 +326,7 @@ def vectorization_in_model(run):
     return model, run.fit(model, data.batch(run.batch_size))
 
 
-@TEXT.way("TextVectorization in the pipeline, bigrams in one vector", on_three=True)
+@TEXT.way("TextVectorization in the pipeline, bigrams in one vector")
 def vectorization_in_pipeline(run):
     texts = _texts()
     vectorize = keras.layers.TextVectorization(

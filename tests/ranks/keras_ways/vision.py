@@ -188,7 +188,7 @@ def loaded_weights(run):
     return model, other, first, run.fit(other, x, floats(seed=2))
 
 
-@VISION.way("pictures from image_dataset_from_directory", on_three=True)
+@VISION.way("pictures from image_dataset_from_directory")
 def pictures_of_folder(run):
     with tempfile.TemporaryDirectory() as folder:
         pixels = np.random.default_rng(0).integers(0, 255, size=(ROWS + 6, 8, 8, 3))
