@@ -1,17 +1,16 @@
 """Build the model, its metrics and its optimizers before the first step."""
 
 import contextlib
-import random
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from keras_dist.optimizer import nested_optimizers, optimizers_of, step_context
+from keras_dist.training import generators
 
 # Builds a model; raises an error if it cannot.
 Method = Callable[[Any, "OwnStep"], None]
@@ -145,7 +144,7 @@ def _by_tracing(model: Any, step: OwnStep) -> None:
     # Gradients are averaged in the step itself, not here.
     context = step_context.StepContext(is_averaged=True)
     try:
-        with step_context.entered(context), _inlined():
+        with generators.put_back(), step_context.entered(context), _inlined():
             tf.function(trace, autograph=False).get_concrete_function(specs)
     finally:
         model._clear_losses()  # of this graph
@@ -181,7 +180,6 @@ def _inlined() -> Iterator[None]:
 def _by_running(model: Any, step: OwnStep) -> None:
     """Run the step on its batch, and take back what it did to variables."""
     before = [(variable, tf.identity(variable)) for variable in _variables_of(model)]
-    states = random.getstate(), np.random.get_state()
 
     def noted(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         variable = next_creator(**kwargs)
@@ -190,13 +188,15 @@ def _by_running(model: Any, step: OwnStep) -> None:
 
     context = step_context.StepContext(is_averaged=True)
     try:
-        with step_context.entered(context), tf.variable_creator_scope(noted):
+        with (
+            generators.put_back(),
+            step_context.entered(context),
+            tf.variable_creator_scope(noted),
+        ):
             step.run(step.data)
     finally:
         for variable, value in before:
             variable.assign(value)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
 
 
 def _variables_of(model: Any) -> list[Any]:

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.optimizer import step_context
+from keras_dist.training import generators
 from keras_dist.training.row_graph import num_rows
 from keras_dist.training.row_probe import Undecided
 
@@ -46,7 +47,10 @@ class TermsLog:
         context = contextvars.copy_context()
         self._answers, self._is_open = [], True
         try:
-            with futures.ThreadPoolExecutor(max_workers=1) as thread:
+            with (
+                generators.put_back(),
+                futures.ThreadPoolExecutor(max_workers=1) as thread,
+            ):
                 thread.submit(context.run, _trace, step, specs).result()
         except Exception as error:  # a step that cannot be traced runs eagerly
             reason = f"because the step runs eagerly, and tracing it raises {error!r}"
