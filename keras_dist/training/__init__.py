@@ -7,7 +7,8 @@
 - `losses`: make a rank's loss its part of the loss of the global batch
 - `row_terms`: which terms of a loss are sums over rows, read in its graph: `row_graph`
   finds the tensors with rows, `row_probe` tries a term, `terms_log` keeps the answers
-  for steps that run eagerly
+  for steps that run eagerly; `keras_own` tells where no loss needs that
+- `generators`: put random generators back after a step was only looked at
 - `batch_norm`: normalize by the statistics of the global batch
 - `xla_step`: a step in two functions compiled by XLA, with the allreduce in between
 - `traced`: keep traced functions from one fit to the next

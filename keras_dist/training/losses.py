@@ -11,13 +11,11 @@ import tensorflow as tf
 
 from keras_dist import comm
 from keras_dist.optimizer import step_context
+from keras_dist.training.keras_own import is_mean_of_keras
 from keras_dist.training.row_graph import RowGraph
 from keras_dist.training.row_probe import Kind, Probe
 from keras_dist.training.row_terms import Term, Undecided, terms_of
 from keras_dist.training.terms_log import TermsLog
-
-# Losses of Keras that are one number for the whole batch, whatever its reduction.
-_OF_WHOLE_BATCH = (keras.losses.Dice, keras.losses.Tversky)
 
 
 @contextlib.contextmanager
@@ -142,10 +140,16 @@ class RowLosses:
     def update_state(
         self, plain: Any, metric: Any, values: Any, sample_weight: Any = None
     ) -> Any:
-        """`keras.metrics.Mean.update_state`."""
-        is_one_weight = getattr(getattr(sample_weight, "shape", ()), "rank", 0) == 0
-        if is_one_weight:
+        """`keras.metrics.Mean.update_state`.
+
+        One process counts each number as one. The ranks together count it as their
+        number, each in proportion to its rows: so steps weigh the same.
+        """
+        if _rank_of(sample_weight) == 0:
+            is_number = _rank_of(values) == 0
             values = self.of_all(values, is_loss=False)
+            if sample_weight is None and is_number:
+                sample_weight = self._fraction() * comm.size()
         return plain(values, sample_weight)
 
     def of_all(self, value: Any, *, is_loss: bool = True) -> Any:
@@ -233,6 +237,12 @@ class RowLosses:
         return self._fractions[graph]
 
 
+def _rank_of(value: Any) -> int | None:
+    """The number of axes; 0 for a number and `None`; `None` if unknown."""
+    shape = getattr(value, "shape", ())
+    return shape.rank if isinstance(shape, tf.TensorShape) else len(shape)
+
+
 def _divisor(reduction: Any, mask: Any, sample_weight: Any) -> Any:
     """What a reduction of Keras divides by other than rows; `None` if by rows."""
     if reduction in ("sum_over_batch_size", "mean") and mask is not None:
@@ -243,54 +253,3 @@ def _divisor(reduction: Any, mask: Any, sample_weight: Any) -> Any:
             weight *= tf.cast(tf.reshape(mask, tf.shape(weight)), tf.float32)
         return tf.reduce_sum(weight)
     return None
-
-
-def is_mean_of_keras(loss: Any) -> bool:
-    """Whether a loss is Keras's own, and has a value for each row before it is reduced.
-
-    Args:
-        loss: A `keras.losses.Loss`, a name or a function, as `compile` takes it.
-    """
-    of = getattr(loss, "fn", loss)
-    owner = of if isinstance(of, type) or hasattr(of, "__name__") else type(of)
-    is_keras = isinstance(loss, str) or owner.__module__.startswith("keras.")
-    return is_keras and not isinstance(loss, _OF_WHOLE_BATCH)
-
-
-def is_all_of_keras(model: Any, ours: type) -> bool:
-    """Whether Keras's own code alone computes the losses of a model and its layers.
-
-    Args:
-        model: A compiled model.
-        ours: The mixin of this package, whose methods are ignored.
-    """
-    methods = ("call", "compute_loss", "train_step")
-    return (
-        all(definer(model, name, ours).startswith("keras.") for name in methods)
-        and all(
-            type(layer).__module__.startswith("keras.")
-            for layer in model._flatten_layers(include_self=False)
-        )
-        and all(map(is_mean_of_keras, keras.tree.flatten(getattr(model, "loss", None))))
-    )
-
-
-def is_keras_path_to_update(model: Any, ours: type) -> bool:
-    """Whether Keras's own code alone computes the update from the loss.
-
-    Args:
-        model: A compiled model.
-        ours: The mixin of this package, whose methods are ignored.
-    """
-    return all(
-        definer(found, name, ours).startswith("keras.")
-        for found, name in ((model, "train_step"), (model.optimizer, "apply_gradients"))
-    )
-
-
-def definer(found: Any, name: str, ours: type) -> str:
-    """The module of the class that defines a method."""
-    for cls in type(found).__mro__:
-        if name in vars(cls) and cls is not ours:
-            return cls.__module__
-    return ""

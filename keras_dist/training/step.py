@@ -10,7 +10,14 @@ import tensorflow as tf
 
 from keras_dist import comm, metrics, mixin
 from keras_dist.optimizer import averages_by_rows, only_averaging, step_context
-from keras_dist.training import atomic_save, batch_norm, build, losses, saving
+from keras_dist.training import (
+    atomic_save,
+    batch_norm,
+    build,
+    keras_own,
+    losses,
+    saving,
+)
 from keras_dist.training.metric_scope import raising_on_all
 from keras_dist.training.row_graph import num_rows
 from keras_dist.training.session import Session, begin, session_of
@@ -152,7 +159,7 @@ class DistributedStep(atomic_save.SavesWhole):
 def _context(model: Any, rows: Any) -> step_context.StepContext:
     """The context that this train step passes to the optimizer."""
     session = session_of(model)
-    is_keras_path = losses.is_keras_path_to_update(model, DistributedStep)
+    is_keras_path = keras_own.is_keras_path_to_update(model, DistributedStep)
     return step_context.StepContext(
         rows=rows,
         rows_of_all=session.training_data.next_rows_of_all(),
@@ -179,7 +186,7 @@ def _of_all_rows(
     """
     log = session_of(model).terms_log
     row_losses = stack.enter_context(losses.of_all_rows(model, log))
-    if losses.definer(model, "train_step", DistributedStep).startswith("keras."):
+    if keras_own.definer(model, "train_step", DistributedStep).startswith("keras."):
         step = own_step
     else:
 
@@ -189,7 +196,7 @@ def _of_all_rows(
 
     if tf.executing_eagerly():
         if not log.is_read:
-            if losses.is_all_of_keras(model, DistributedStep):
+            if keras_own.is_all_of_keras(model, DistributedStep):
                 log.skip()
             else:
                 log.read(step, data)
