@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.optimizer import step_context
+from keras_dist.optimizer import sparse, step_context
 from keras_dist.optimizer.accumulation import (
     accumulates,
     accumulators_of,
@@ -20,6 +20,7 @@ from keras_dist.optimizer.local_steps import (
     before_update,
     uses_local_sgd,
 )
+from keras_dist.optimizer.nested import nested_optimizers
 from keras_dist.optimizer.options import Averaging
 
 
@@ -31,6 +32,8 @@ class State:
         number: The number of the optimizer, the same on all ranks.
         options: The options of the averaging.
         is_checked: Whether the ranks have compared their gradients' shapes and dtypes.
+        is_merged: Whether repeated rows of sparse gradients are added up before the
+            exchange; `None` before the first of them.
         is_watched: Whether a NaN guard checks each batch.
         is_only_watched: Whether the optimizer has its mixin only for the guard.
         progress: Under local SGD, the steps since the last averaging.
@@ -39,6 +42,7 @@ class State:
     number: int
     options: Averaging
     is_checked: bool = False
+    is_merged: bool | None = None
     is_watched: bool = False
     is_only_watched: bool = False
     progress: LocalProgress | None = None
@@ -127,19 +131,21 @@ def _averaged(
     if context.is_weighted(state):
         weight = None
     shared = [
-        _with_shape(gradient, variable)
+        with_shape(gradient, variable)
         for gradient, variable, counts in zip(
             gradients, variables, is_shared, strict=True
         )
         if counts
     ]
     name = f"keras_dist.gradients.{state.number}"
-    result, total = exchange(shared, weight, state.options, name=name)
+    options = replace(state.options, sparse=_form_of_rows(optimizer, shared))
+    result, total = exchange(shared, weight, options, name=name)
     everyone = iter(result)
+    is_scaled = len(nested_optimizers(optimizer)) > 1
     return [
         _part(gradient, weight, total, state.options)
         if gradient is None or not counts
-        else tf.cast(next(everyone), gradient.dtype)
+        else _applied(tf.cast(next(everyone), gradient.dtype), is_scaled)
         for gradient, counts in zip(gradients, is_shared, strict=True)
     ]
 
@@ -152,7 +158,31 @@ def _part(gradient: Any, weight: Any, total: Any, options: Averaging) -> Any:
         factor = step_context.current().row_fraction(gradient.dtype)
     else:
         factor = tf.cast(weight, gradient.dtype) / tf.cast(total, gradient.dtype)
+    if isinstance(gradient, tf.IndexedSlices):
+        values = gradient.values * factor
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return tf.convert_to_tensor(gradient) * factor
+
+
+def _form_of_rows(optimizer: Any, gradients: Sequence[Any]) -> str:
+    """How repeated rows are sent, the same on all ranks: merged or repeated."""
+    state: State = optimizer._averaging
+    asked = state.options.sparse
+    if not any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
+        return asked
+    if state.is_merged is None:
+        is_merged = asked == "merged" or sparse.may_merge(optimizer)
+        if asked == "auto" and not is_merged:
+            with tf.init_scope():
+                is_merged = not all(comm.gather(sparse.is_ordered()))
+        state.is_merged = is_merged
+    return "merged" if state.is_merged else "repeated"
+
+
+def _applied(gradient: Any, is_scaled: bool) -> Any:
+    """An averaged gradient as the optimizer gets it."""
+    is_rows = isinstance(gradient, tf.IndexedSlices)
+    return sparse.all_or_none_finite(gradient) if is_rows and is_scaled else gradient
 
 
 def _accumulated(
@@ -190,7 +220,7 @@ def _accumulated(
     return weighted
 
 
-def _with_shape(gradient: Any, variable: Any) -> Any:
+def with_shape(gradient: Any, variable: Any) -> Any:
     """A gradient; if it is `tf.IndexedSlices`, with the shape of its variable."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
