@@ -179,6 +179,20 @@ MUTATIONS = [
         ("test_sparse.py", "loss_scale"),
     ),
     Mutation(
+        "embeddings: positions are added up over the ranks",
+        "optimizer/batch_slices.py",
+        "lookup if is_of_rows else -1 - lookup",
+        "lookup",
+        ("test_sparse.py", "Positions"),
+    ),
+    Mutation(
+        "embeddings: positions are added up by their repetitions",
+        "optimizer/batch_slices.py",
+        "indices - repetition * count",
+        "indices",
+        ("test_sparse.py", "Positions"),
+    ),
+    Mutation(
         "embeddings: the rows of every rank",
         "optimizer/sparse.py",
         "for rank in range(comm.size()):",
@@ -188,7 +202,7 @@ MUTATIONS = [
     Mutation(
         "training: a gradient on one rank only is an error",
         "optimizer/gradients.py",
-        "_check_same_gradients(gradients, known, local)",
+        "check_same_gradients(gradients, known, local)",
         "pass",
         ("test_bad_input.py", "one_rank_only"),
     ),

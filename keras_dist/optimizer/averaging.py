@@ -14,13 +14,13 @@ from keras_dist.optimizer import step_context
 from keras_dist.optimizer.gradients import (
     State,
     average_gradients,
+    mark_recorded,
     weight_loss,
-    with_shape,
 )
 from keras_dist.optimizer.local_steps import after_update, uses_local_sgd
-from keras_dist.optimizer.nested import nested_optimizers, optimizers_of
+from keras_dist.optimizer.nested import nested_optimizers, optimizers_of, variables_of
 from keras_dist.optimizer.options import Averaging, check_usable
-from keras_dist.optimizer.sparse import added_in_order
+from keras_dist.optimizer.sparse import added_in_order, with_shape
 
 # Optimizers are numbered in the order in which they are made to average, which is the
 # same on all ranks. Horovod matches collectives by name, and Keras's names repeat.
@@ -202,8 +202,7 @@ def averaging(optimizer: Any, options: Averaging) -> Iterator[None]:
 
 def apply_recorded(call: Recorded, averaged: Sequence[Any]) -> None:
     """Run a recorded call of `apply`, with averaged gradients."""
-    known = call.optimizer._trainable_variables
-    variables = known if call.variables is None else call.variables
+    variables = variables_of(call.optimizer, call.variables)
     shaped = [with_shape(*pair) for pair in zip(averaged, variables, strict=True)]
     _update(call.optimizer, call.optimizer.apply, shaped, call.variables)
 
@@ -229,7 +228,7 @@ def guarded_update(
     if guard is None:
         make()
     else:
-        known = list(optimizer._trainable_variables if variables is None else variables)
+        known = variables_of(optimizer, variables)
         guard.update(optimizer, own, averaged, known, make)
     if uses_local_sgd(optimizer):
         after_update(optimizer)
@@ -287,6 +286,7 @@ class AveragesGradients:
         grads = list(grads)
         context = step_context.current()
         if context.recorded is not None:
+            grads = mark_recorded(self, grads, trainable_variables)
             context.recorded.append(Recorded(self, grads, trainable_variables))
             return None
         apply = super().apply  # type: ignore[misc]

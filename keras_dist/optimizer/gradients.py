@@ -1,7 +1,7 @@
 """From a rank's own gradients to those that Keras applies."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tensorflow as tf
@@ -14,14 +14,17 @@ from keras_dist.optimizer.accumulation import (
     is_update,
     take,
 )
+from keras_dist.optimizer.batch_slices import Lookups
 from keras_dist.optimizer.exchange import exchange
 from keras_dist.optimizer.local_steps import (
     LocalProgress,
     before_update,
     uses_local_sgd,
 )
-from keras_dist.optimizer.nested import nested_optimizers
+from keras_dist.optimizer.nested import nested_optimizers, variables_of
 from keras_dist.optimizer.options import Averaging
+from keras_dist.optimizer.same_gradients import check_same_gradients
+from keras_dist.optimizer.sparse import with_shape
 
 
 @dataclass
@@ -34,6 +37,7 @@ class State:
         is_checked: Whether the ranks have compared their gradients' shapes and dtypes.
         is_merged: Whether repeated rows of sparse gradients are added up before the
             exchange; `None` before the first of them.
+        lookups: Which tables are read once for all rows of a batch.
         is_watched: Whether a NaN guard checks each batch.
         is_only_watched: Whether the optimizer has its mixin only for the guard.
         progress: Under local SGD, the steps since the last averaging.
@@ -43,6 +47,7 @@ class State:
     options: Averaging
     is_checked: bool = False
     is_merged: bool | None = None
+    lookups: Lookups = field(default_factory=Lookups)
     is_watched: bool = False
     is_only_watched: bool = False
     progress: LocalProgress | None = None
@@ -64,7 +69,7 @@ def average_gradients(
             built for.
     """
     state: State = optimizer._averaging
-    known = list(optimizer._trainable_variables if variables is None else variables)
+    known = variables_of(optimizer, variables)
     with comm.within(state.options.process_set):
         if comm.size() == 1:
             return list(gradients)
@@ -74,7 +79,7 @@ def average_gradients(
             for gradient, variable in zip(gradients, known, strict=True)
         ]
         if not state.is_checked:
-            _check_same_gradients(gradients, known, local)
+            check_same_gradients(gradients, known, local)
             state.is_checked = True
         if uses_local_sgd(optimizer):
             before_update(optimizer)
@@ -90,6 +95,28 @@ def average_gradients(
         result = average(optimizer, gradients, known, is_shared)
         stopwatch.end_exchange(begin, result)
         return result
+
+
+def mark_recorded(
+    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any] | None
+) -> list[Any]:
+    """A rank's own gradients in a graph, as `average_gradients` takes them outside.
+
+    Outside of a compiled function nothing shows any more how a table was read.
+    """
+    state: State = optimizer._averaging
+    known = variables_of(optimizer, variables)
+    with comm.within(state.options.process_set):
+        is_single = comm.size() == 1
+    if is_single or accumulates(optimizer) or uses_local_sgd(optimizer):
+        return list(gradients)
+    local = state.options.local_ids()
+    return [
+        state.lookups.mark(gradient, variable)
+        if isinstance(gradient, tf.IndexedSlices) and id(variable) not in local
+        else gradient
+        for gradient, variable in zip(gradients, known, strict=True)
+    ]
 
 
 def weight_loss(optimizer: Any, loss: Any) -> Any:
@@ -130,6 +157,7 @@ def _averaged(
     weight = 1 if context.rows is None else context.rows
     if context.is_weighted(state):
         weight = None
+    counted = [v for v, counts in zip(variables, is_shared, strict=True) if counts]
     shared = [
         with_shape(gradient, variable)
         for gradient, variable, counts in zip(
@@ -139,7 +167,17 @@ def _averaged(
     ]
     name = f"keras_dist.gradients.{state.number}"
     options = replace(state.options, sparse=_form_of_rows(optimizer, shared))
-    result, total = exchange(shared, weight, options, name=name)
+    prepare = state.lookups.unmarked
+    if options.sparse == "repeated":
+        prepare = state.lookups.before_gather
+    own = [prepare(*pair) for pair in zip(shared, counted, strict=True)]
+    result, total = exchange(own, weight, options, name=name)
+    if options.sparse == "repeated":
+        lengths = [_num_slices(gradient) for gradient in own]
+        result = [
+            state.lookups.after_gather(*of_one, rows=context.rows, name=name)
+            for of_one in zip(result, lengths, counted, strict=True)
+        ]
     everyone = iter(result)
     is_scaled = len(nested_optimizers(optimizer)) > 1
     return [
@@ -148,6 +186,11 @@ def _averaged(
         else _applied(tf.cast(next(everyone), gradient.dtype), is_scaled)
         for gradient, counts in zip(gradients, is_shared, strict=True)
     ]
+
+
+def _num_slices(gradient: Any) -> Any:
+    is_rows = isinstance(gradient, tf.IndexedSlices)
+    return tf.shape(gradient.indices)[0] if is_rows else None
 
 
 def _part(gradient: Any, weight: Any, total: Any, options: Averaging) -> Any:
@@ -218,47 +261,3 @@ def _accumulated(
     for index, gradient in zip(indices, result, strict=True):
         weighted[index] = gradient
     return weighted
-
-
-def with_shape(gradient: Any, variable: Any) -> Any:
-    """A gradient; if it is `tf.IndexedSlices`, with the shape of its variable."""
-    if not isinstance(gradient, tf.IndexedSlices):
-        return gradient
-    shape = tf.constant(tuple(variable.shape), tf.int64)
-    return tf.IndexedSlices(gradient.values, gradient.indices, shape)
-
-
-def _check_same_gradients(
-    gradients: Sequence[Any], variables: Sequence[Any], local: set[int]
-) -> None:
-    # Only at the first update, which all ranks trace. Later, a single rank may trace
-    # again, when its last batch has a new shape.
-    own = {
-        f"gradient {index}": (gradient, variable)
-        for index, (gradient, variable) in enumerate(
-            zip(gradients, variables, strict=True)
-        )
-        if id(variable) not in local
-    }
-    with tf.init_scope():
-        comm.agree(
-            {"the number of gradients": len(gradients)}
-            | {name: _described(*pair) for name, pair in own.items()},
-            names={
-                name: f"of {_name(variable)}" for name, (_, variable) in own.items()
-            },
-            advice="Make the same model on every rank, and let every variable take "
-            "part in the loss on all ranks or on none.",
-        )
-
-
-def _name(variable: Any) -> str:
-    """The variable's path in the model; the name of a plain `tf.Variable`."""
-    return getattr(variable, "path", variable.name)
-
-
-def _described(gradient: Any, variable: Any) -> str:
-    if gradient is None:
-        return "none"
-    kind = "rows of " if isinstance(gradient, tf.IndexedSlices) else ""
-    return f"{kind}{gradient.dtype.name} of shape {tuple(variable.shape)}"

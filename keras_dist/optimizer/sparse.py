@@ -57,6 +57,14 @@ def is_ordered() -> bool:
     return not tf.config.get_visible_devices("GPU")
 
 
+def with_shape(gradient: Any, variable: Any) -> Any:
+    """A gradient; if it is `tf.IndexedSlices`, with the shape of its variable."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    shape = tf.constant(tuple(variable.shape), tf.int64)
+    return tf.IndexedSlices(gradient.values, gradient.indices, shape)
+
+
 def gathered(slices: tf.IndexedSlices, shape: Any, *, name: str) -> tf.IndexedSlices:
     """The slices of all ranks in rank order, repeated rows repeated.
 

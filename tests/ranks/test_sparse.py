@@ -21,6 +21,7 @@ from claims import (
 from models import embedding, words
 
 import keras_dist
+from keras_dist import comm
 from keras_dist.comm import transport
 from keras_dist.optimizer import sparse
 
@@ -208,6 +209,41 @@ class Twice(keras.Model):
         return self.last(keras.ops.concatenate(own, axis=1))
 
 
+class WordsAndPositions(keras.Model):
+    """Words, and their positions, which are read once for all rows of a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = keras.layers.Embedding(11, 3)
+        self.positions = keras.layers.Embedding(6, 3)
+        self.last = keras.layers.Dense(1)
+
+    def call(self, x):
+        own = self.words(x) + self.positions(keras.ops.arange(x.shape[1]))
+        return self.last(keras.ops.sum(own, axis=1))
+
+
+class Positions(keras.Model):
+    """Words, their positions and distances, and rows of the table of words for all.
+
+    The slices of the last three are sums over the rows of a batch.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.words = keras.layers.Embedding(11, 3)
+        self.positions = keras.layers.Embedding(6, 3)
+        self.distances = keras.layers.Embedding(7, 3)
+        self.last = keras.layers.Dense(1)
+
+    def call(self, x):
+        length = keras.ops.shape(x)[1]
+        steps = keras.ops.arange(length)
+        distances = self.distances(steps[:, None] - steps[None] + 3)
+        own = self.words(x) + self.positions(steps) + self.words(steps)
+        return self.last(keras.ops.sum(own[:, None] * distances, axis=(1, 2)))
+
+
 GRAPH = {"run_eagerly": False}
 
 
@@ -223,12 +259,20 @@ GRAPH = {"run_eagerly": False}
             marks=pytest.mark.several_ranks,
         ),
         ("Adam {}", embedding, {}, [keras_dist.NanReport("stop")]),
+        pytest.param(
+            *("Adam {}", WordsAndPositions, {}, []), marks=pytest.mark.several_ranks
+        ),
+        pytest.param(*("Adam {}", Positions, GRAPH, []), marks=pytest.mark.three_ranks),
+        pytest.param(
+            *("Adam {}", Positions, GRAPH | {"jit_compile": True}, []),
+            marks=pytest.mark.several_ranks,
+        ),
     ],
 )
 def test_a_way_to_train_equals_one_process(
     world, optimizer, make, arguments, callbacks
 ):
-    """In a graph, from tables read twice, with XLA, watched for NaN."""
+    """In a graph, with XLA, with a NaN guard; from tables read twice, or for all."""
     with models_in("float64"):
         expected = compiled(make_optimizer(optimizer), make, **arguments)
         trained(expected, world.size)
@@ -236,6 +280,66 @@ def test_a_way_to_train_equals_one_process(
         trained(model, None, callbacks=callbacks)
     assert largest_difference(model, expected) <= 1e-10
     assert_equal_to_the_bit(model)
+
+
+@pytest.mark.several_ranks
+def test_positions_of_batches_of_different_lengths_equal_one_process(world):
+    """A batch of a rank is as long as its own longest row; words are of each row."""
+    lengths = [3 + rank for rank in range(world.size)]
+    batches = [words(2)[0][:1].repeat(2, axis=1)[:, :length] for length in lengths]
+    start = np.random.default_rng(5).normal(size=(2, 11, 3))
+
+    def tables():
+        return [keras.Variable(own, dtype="float64") for own in start]
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int32)])
+    def loss_of(x):
+        steps = keras.ops.arange(keras.ops.shape(x)[1])
+        own = keras.ops.take(pair[0], x, axis=0) + keras.ops.take(pair[1], steps, 0)
+        return keras.ops.sum(own**2)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int32)])
+    def update(x):
+        with tf.GradientTape() as tape:
+            loss = loss_of.python_function(x)
+        handles = [table.value for table in pair]
+        optimizer.apply(tape.gradient(loss, handles), pair)
+
+    with models_in("float64"):
+        pair = plain = tables()
+        with tf.GradientTape(persistent=True) as tape:
+            losses = [loss_of.python_function(x) / world.size for x in batches]
+        own = [tape.gradient(loss, [table.value for table in pair]) for loss in losses]
+        joined = tf.IndexedSlices(
+            tf.concat([gradient[0].values for gradient in own], 0),
+            tf.concat([gradient[0].indices for gradient in own], 0),
+            own[0][0].dense_shape,
+        )
+        summed = sum(tf.convert_to_tensor(gradient[1]) for gradient in own)
+        keras.optimizers.Adam(0.1).apply([joined, summed], plain)
+        pair = ours = tables()
+        optimizer = keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.1))
+        optimizer.build(pair)
+        update(batches[world.rank])
+    for table, expected in zip(ours, plain, strict=True):
+        np.testing.assert_allclose(table.numpy(), expected.numpy(), rtol=1e-10)
+
+
+@pytest.mark.several_ranks
+def test_a_gather_of_constants_waits_until_its_graph_runs(world):
+    """TensorFlow may compute constants while one rank traces, and others do not."""
+
+    @tf.function
+    def length():
+        own = comm.gather_rows(tf.constant([2, 3]), name="keras_dist.test_constants")
+        return tf.shape(tf.zeros(own))[0]
+
+    if world.rank == 0:
+        length.get_concrete_function()
+    keras_dist.gather("traced")
+    if world.rank > 0:
+        length.get_concrete_function()
+    assert int(length()) == 2
 
 
 def test_a_loss_scale_sees_an_inf_of_any_slice(world):

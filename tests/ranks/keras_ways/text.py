@@ -106,7 +106,7 @@ class MaskedLanguageModel(keras.Model):
 
 @TEXT.way("masked language model, a loss for each word")
 def masked_language_model_of_vectors(run):
-    model = run.compile(MaskedLanguageModel(*language_model()), ADAM(0.01))
+    model = run.compile(MaskedLanguageModel(*language_model()), SGD(0.01))
     return model, run.fit(
         model, tf.data.Dataset.from_tensor_slices(masked_words()).batch(run.batch_size)
     )
@@ -120,7 +120,7 @@ def transformer(run):
     x = Block(4)(WordsAndPositions(6, 4)(inputs))
     x = keras.layers.GlobalAveragePooling1D()(x)
     model = keras.Model(inputs, keras.layers.Dense(2, activation="softmax")(x))
-    run.compile(model, ADAM(0.01), "sparse_categorical_crossentropy", metrics=["acc"])
+    run.compile(model, SGD(0.1), "sparse_categorical_crossentropy", metrics=["acc"])
     x, y = padded(WORDS, 6), integers(2)
     return model, run.fit(model, x, y, validation_data=(x[:9], y[:9]))
 
