@@ -32,8 +32,8 @@ class DistributedModel:
         **options: Defaults for the arguments that `dist_fit` has and `Model.fit` does
             not: `lr_scaling`, `warmup_epochs`, `steps_scaling`,
             `validation_steps_scaling`, `shard`, `target_accuracy`, `op`,
-            `compression`, `local_layers`, `process_set`, `resume`, `save_steps`,
-            `save_seconds`.
+            `compression`, `local_layers`, `process_set`, `sparse`, `resume`,
+            `save_steps`, `save_seconds`.
 
     Raises:
         TypeError: If an option is unknown.

@@ -55,6 +55,7 @@ def dist_fit(
     process_set: Sequence[int] | None = None,
     sync: str = "every:1",
     outer_momentum: float = 0.0,
+    sparse: str = "auto",
     timeline: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
     save_steps: int | None = None,
@@ -102,6 +103,8 @@ def dist_fit(
         outer_momentum: With `sync`, the fraction of the last change of the averaged
             weights that is added to the next one (block momentum; Chen and Huo, 2016).
             It needs memory for two more copies of the weights.
+        sparse: How the gradient of an `Embedding` is averaged, as in
+            `DistributedOptimizer`.
         timeline: A file for https://ui.perfetto.dev, to which the first rank writes
             how long each collective waited and took. Horovod keeps a core of that rank
             busy to write it. If the ranks have communicated before this fit, start the
@@ -164,6 +167,7 @@ def dist_fit(
         process_set=process_set,
         sync=sync,
         outer_momentum=outer_momentum,
+        sparse=sparse,
         timeline=timeline,
         resume=resume,
         save_steps=save_steps,

@@ -30,6 +30,7 @@ PAGES = {
     "process_set": "../concepts/averaging.md",
     "sync": "../concepts/averaging.md",
     "outer_momentum": "../concepts/averaging.md",
+    "sparse": "../concepts/averaging.md",
     "timeline": "../concepts/averaging.md",
     "resume": "../how_to/resume.md",
     "save_steps": "../how_to/resume.md",

@@ -102,6 +102,10 @@ def gather_rows(tensor: Any, *, name: str) -> Any:
     link, _ = runtime.connection()
     if link is None:
         return tensor
+    if not tf.executing_eagerly():
+        # TensorFlow computes what depends on constants alone while it traces, a
+        # collective too, and not at the same time on all ranks. This is no constant.
+        tensor = tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape)
     return transport.allgather(link, tensor, name=name)
 
 

@@ -3,7 +3,9 @@
 - `averaging`: `DistributedOptimizer`, and the mixin whose `apply` averages gradients
 - `gradients`: `average_gradients`, from a rank's own gradients to the averaged ones
 - `exchange`: one allreduce for gradients, rows and the stop request
-- `sparse`: gradients of an `Embedding`, sent as rows or whole
+- `sparse`: gradients of an `Embedding`, gathered as they are, or merged
+- `batch_slices`: of those, the ones that are sums over the rows of a batch
+- `same_gradients`: what all ranks must have before the first exchange
 - `accumulation`: gradient accumulation with one allreduce for each update
 - `local_steps`: local SGD, which averages weights after every k steps
 - `options`: `Averaging`, the options of all of these

@@ -11,10 +11,16 @@ import keras
 
 from keras_dist import comm, mixin
 from keras_dist.optimizer import step_context
-from keras_dist.optimizer.gradients import State, average_gradients, weight_loss
+from keras_dist.optimizer.gradients import (
+    State,
+    average_gradients,
+    mark_recorded,
+    weight_loss,
+)
 from keras_dist.optimizer.local_steps import after_update, uses_local_sgd
-from keras_dist.optimizer.nested import nested_optimizers, optimizers_of
+from keras_dist.optimizer.nested import nested_optimizers, optimizers_of, variables_of
 from keras_dist.optimizer.options import Averaging, check_usable
+from keras_dist.optimizer.sparse import added_in_order, with_shape
 
 # Optimizers are numbered in the order in which they are made to average, which is the
 # same on all ranks. Horovod matches collectives by name, and Keras's names repeat.
@@ -37,6 +43,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
     compression: str | None = None,
     local_layers: Sequence[Any] = (),
     process_set: Sequence[int] | None = None,
+    sparse: str = "auto",
 ) -> Any:
     """Make `optimizer` average its gradients over all ranks before each update.
 
@@ -61,6 +68,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
             gradients are weighted by rows, but not averaged.
         process_set: The ranks to average over, one of the groups given to
             `keras_dist.init`. `None`: all.
+        sparse: `"auto"`: repeated rows of an `Embedding` reach the optimizer as on one
+            process. `"merged"`: added up first. `"repeated"`: as `"auto"`, on GPUs too.
 
     Returns:
         The same object.
@@ -80,7 +89,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
             f"Received: {optimizer!r} of type {type(optimizer).__name__}"
         )
     comm.init()
-    options = Averaging(op, compression, local_layers, process_set)
+    options = Averaging(op, compression, local_layers, process_set, sparse=sparse)
     check_usable(options)
     return _averages(optimizer, options)
 
@@ -182,20 +191,20 @@ def averaging(optimizer: Any, options: Averaging) -> Iterator[None]:
     state: State = _averages(optimizer, options)._averaging
     before = state.options
     if options != Averaging():
-        state.options = options
+        state.options, state.is_merged = options, None
     try:
         yield
     finally:
-        state.options, state.progress = before, None
+        state.options, state.progress, state.is_merged = before, None, None
         if was_plain:
             mixin.remove(optimizer, AveragesGradients)
 
 
 def apply_recorded(call: Recorded, averaged: Sequence[Any]) -> None:
     """Run a recorded call of `apply`, with averaged gradients."""
-    context = replace(step_context.current(), is_averaged=True)
-    with step_context.entered(context):
-        call.optimizer.apply(averaged, call.variables)
+    variables = variables_of(call.optimizer, call.variables)
+    shaped = [with_shape(*pair) for pair in zip(averaged, variables, strict=True)]
+    _update(call.optimizer, call.optimizer.apply, shaped, call.variables)
 
 
 def guarded_update(
@@ -219,7 +228,7 @@ def guarded_update(
     if guard is None:
         make()
     else:
-        known = list(optimizer._trainable_variables if variables is None else variables)
+        known = variables_of(optimizer, variables)
         guard.update(optimizer, own, averaged, known, make)
     if uses_local_sgd(optimizer):
         after_update(optimizer)
@@ -257,10 +266,12 @@ def only_averaging() -> Iterator[None]:
             del base.apply
 
 
-def _update(apply: Callable[..., Any], averaged: Any, variables: Any) -> None:
+def _update(
+    optimizer: Any, apply: Callable[..., Any], averaged: Any, variables: Any
+) -> None:
     """The update itself; optimizers inside of this one have the averages, too."""
     context = replace(step_context.current(), is_averaged=True)
-    with step_context.entered(context):
+    with step_context.entered(context), added_in_order(optimizer, averaged):
         apply(averaged, variables)
 
 
@@ -275,6 +286,7 @@ class AveragesGradients:
         grads = list(grads)
         context = step_context.current()
         if context.recorded is not None:
+            grads = mark_recorded(self, grads, trainable_variables)
             context.recorded.append(Recorded(self, grads, trainable_variables))
             return None
         apply = super().apply  # type: ignore[misc]
@@ -283,6 +295,6 @@ class AveragesGradients:
         averaged = grads
         if comm.size() > 1:
             averaged = average_gradients(self, grads, trainable_variables)
-        make = functools.partial(_update, apply, averaged, trainable_variables)
+        make = functools.partial(_update, self, apply, averaged, trainable_variables)
         guarded_update(self, grads, averaged, trainable_variables, make)
         return None

@@ -27,6 +27,8 @@ def exchange(
     Returns:
         For each gradient the weighted mean over all ranks, the sum, or the adaptive
         sum, as float32, or float64 if the gradient is that; and the sum of the weights.
+        They are tensors, but the slices of all ranks for `tf.IndexedSlices` that are
+        not merged.
     """
     if weight is None:
         options = replace(options, op="sum")
@@ -56,36 +58,53 @@ def _sums(
     """As `exchange`, for gradients that are all sent in the dtype of `weight`."""
     wire = weight.dtype
     is_rows = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
-    rows = [
-        sparse.merged(gradient)
-        for gradient, is_sparse in zip(gradients, is_rows, strict=True)
-        if is_sparse
-    ]
-    dense = [
-        tf.cast(gradient, wire)
-        for gradient, is_sparse in zip(gradients, is_rows, strict=True)
-        if not is_sparse
-    ]
-    counts = [sparse.counts_of_ranks(part, wire) for part in rows]
+    both = list(zip(gradients, is_rows, strict=True))
+    rows = [gradient for gradient, is_sparse in both if is_sparse]
+    dense = [tf.cast(gradient, wire) for gradient, is_sparse in both if not is_sparse]
+    counts = []
+    if options.sparse == "merged":
+        rows = [sparse.merged(gradient) for gradient in rows]
+        counts = [sparse.counts_of_ranks(gradient, wire) for gradient in rows]
     sums, total, counts = _dense_sums(dense, weight, counts, options, name=name)
+    of_rows = _sums_of_rows(rows, weight, total, counts, options, name=name)
+    kinds = {True: iter(of_rows), False: iter(sums)}
+    return [next(kinds[is_sparse]) for is_sparse in is_rows], total
+
+
+def _sums_of_rows(
+    rows: list[Any],
+    weight: Any,
+    total: Any,
+    counts: list[Any],
+    options: Averaging,
+    *,
+    name: str,
+) -> list[Any]:
+    """Means or sums of sparse gradients: whole ones if merged, otherwise slices.
+
+    Args:
+        rows: The gradients; if they are to be merged, each row once.
+        weight: The weight of this rank's gradients.
+        total: The sum of the weights.
+        counts: If they are merged, the number of rows of each rank for each gradient.
+        options: The options of the averaging.
+        name: A fixed name, the same on all ranks.
+    """
     is_mean = options.op == "average"
-    indices = iter(range(len(rows)))
-    dense_sums = iter(sums)
-    result = []
-    for gradient, is_sparse in zip(gradients, is_rows, strict=True):
-        if not is_sparse:
-            result.append(next(dense_sums))
-            continue
-        index = next(indices)
-        values = tf.cast(rows[index].values, wire)
-        weighted = tf.IndexedSlices(
-            values * weight if is_mean else values, rows[index].indices
-        )
-        summed = sparse.sum_of_ranks(
-            weighted, tuple(gradient.shape), counts[index], name=f"{name}.{index}"
-        )
-        result.append(summed / total if is_mean else summed)
-    return result, total
+    result: list[Any] = []
+    for index, own in enumerate(rows):
+        own_name, shape = f"{name}.{index}", tuple(own.shape)
+        values = tf.cast(own.values, weight.dtype)
+        weighted = tf.IndexedSlices(values * weight if is_mean else values, own.indices)
+        if options.sparse == "merged":
+            whole = sparse.sum_of_ranks(weighted, shape, counts[index], name=own_name)
+            result.append(whole / total if is_mean else whole)
+        else:
+            all_rows = sparse.gathered(weighted, shape, name=own_name)
+            divided = all_rows.values / total if is_mean else all_rows.values
+            slices = tf.IndexedSlices(divided, all_rows.indices, all_rows.dense_shape)
+            result.append(slices)
+    return result
 
 
 def _dense_sums(

@@ -1,26 +1,30 @@
 """From a rank's own gradients to those that Keras applies."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.optimizer import step_context
+from keras_dist.optimizer import sparse, step_context
 from keras_dist.optimizer.accumulation import (
     accumulates,
     accumulators_of,
     is_update,
     take,
 )
+from keras_dist.optimizer.batch_slices import Lookups
 from keras_dist.optimizer.exchange import exchange
 from keras_dist.optimizer.local_steps import (
     LocalProgress,
     before_update,
     uses_local_sgd,
 )
+from keras_dist.optimizer.nested import nested_optimizers, variables_of
 from keras_dist.optimizer.options import Averaging
+from keras_dist.optimizer.same_gradients import check_same_gradients
+from keras_dist.optimizer.sparse import with_shape
 
 
 @dataclass
@@ -31,6 +35,9 @@ class State:
         number: The number of the optimizer, the same on all ranks.
         options: The options of the averaging.
         is_checked: Whether the ranks have compared their gradients' shapes and dtypes.
+        is_merged: Whether repeated rows of sparse gradients are added up before the
+            exchange; `None` before the first of them.
+        lookups: Which tables are read once for all rows of a batch.
         is_watched: Whether a NaN guard checks each batch.
         is_only_watched: Whether the optimizer has its mixin only for the guard.
         progress: Under local SGD, the steps since the last averaging.
@@ -39,6 +46,8 @@ class State:
     number: int
     options: Averaging
     is_checked: bool = False
+    is_merged: bool | None = None
+    lookups: Lookups = field(default_factory=Lookups)
     is_watched: bool = False
     is_only_watched: bool = False
     progress: LocalProgress | None = None
@@ -60,7 +69,7 @@ def average_gradients(
             built for.
     """
     state: State = optimizer._averaging
-    known = list(optimizer._trainable_variables if variables is None else variables)
+    known = variables_of(optimizer, variables)
     with comm.within(state.options.process_set):
         if comm.size() == 1:
             return list(gradients)
@@ -70,7 +79,7 @@ def average_gradients(
             for gradient, variable in zip(gradients, known, strict=True)
         ]
         if not state.is_checked:
-            _check_same_gradients(gradients, known, local)
+            check_same_gradients(gradients, known, local)
             state.is_checked = True
         if uses_local_sgd(optimizer):
             before_update(optimizer)
@@ -86,6 +95,28 @@ def average_gradients(
         result = average(optimizer, gradients, known, is_shared)
         stopwatch.end_exchange(begin, result)
         return result
+
+
+def mark_recorded(
+    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any] | None
+) -> list[Any]:
+    """A rank's own gradients in a graph, as `average_gradients` takes them outside.
+
+    Outside of a compiled function nothing shows any more how a table was read.
+    """
+    state: State = optimizer._averaging
+    known = variables_of(optimizer, variables)
+    with comm.within(state.options.process_set):
+        is_single = comm.size() == 1
+    if is_single or accumulates(optimizer) or uses_local_sgd(optimizer):
+        return list(gradients)
+    local = state.options.local_ids()
+    return [
+        state.lookups.mark(gradient, variable)
+        if isinstance(gradient, tf.IndexedSlices) and id(variable) not in local
+        else gradient
+        for gradient, variable in zip(gradients, known, strict=True)
+    ]
 
 
 def weight_loss(optimizer: Any, loss: Any) -> Any:
@@ -126,22 +157,40 @@ def _averaged(
     weight = 1 if context.rows is None else context.rows
     if context.is_weighted(state):
         weight = None
+    counted = [v for v, counts in zip(variables, is_shared, strict=True) if counts]
     shared = [
-        _with_shape(gradient, variable)
+        with_shape(gradient, variable)
         for gradient, variable, counts in zip(
             gradients, variables, is_shared, strict=True
         )
         if counts
     ]
     name = f"keras_dist.gradients.{state.number}"
-    result, total = exchange(shared, weight, state.options, name=name)
+    options = replace(state.options, sparse=_form_of_rows(optimizer, shared))
+    prepare = state.lookups.unmarked
+    if options.sparse == "repeated":
+        prepare = state.lookups.before_gather
+    own = [prepare(*pair) for pair in zip(shared, counted, strict=True)]
+    result, total = exchange(own, weight, options, name=name)
+    if options.sparse == "repeated":
+        lengths = [_num_slices(gradient) for gradient in own]
+        result = [
+            state.lookups.after_gather(*of_one, rows=context.rows, name=name)
+            for of_one in zip(result, lengths, counted, strict=True)
+        ]
     everyone = iter(result)
+    is_scaled = len(nested_optimizers(optimizer)) > 1
     return [
         _part(gradient, weight, total, state.options)
         if gradient is None or not counts
-        else tf.cast(next(everyone), gradient.dtype)
+        else _applied(tf.cast(next(everyone), gradient.dtype), is_scaled)
         for gradient, counts in zip(gradients, is_shared, strict=True)
     ]
+
+
+def _num_slices(gradient: Any) -> Any:
+    is_rows = isinstance(gradient, tf.IndexedSlices)
+    return tf.shape(gradient.indices)[0] if is_rows else None
 
 
 def _part(gradient: Any, weight: Any, total: Any, options: Averaging) -> Any:
@@ -152,7 +201,31 @@ def _part(gradient: Any, weight: Any, total: Any, options: Averaging) -> Any:
         factor = step_context.current().row_fraction(gradient.dtype)
     else:
         factor = tf.cast(weight, gradient.dtype) / tf.cast(total, gradient.dtype)
+    if isinstance(gradient, tf.IndexedSlices):
+        values = gradient.values * factor
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return tf.convert_to_tensor(gradient) * factor
+
+
+def _form_of_rows(optimizer: Any, gradients: Sequence[Any]) -> str:
+    """How repeated rows are sent, the same on all ranks: merged or repeated."""
+    state: State = optimizer._averaging
+    asked = state.options.sparse
+    if not any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
+        return asked
+    if state.is_merged is None:
+        is_merged = asked == "merged" or sparse.may_merge(optimizer)
+        if asked == "auto" and not is_merged:
+            with tf.init_scope():
+                is_merged = not all(comm.gather(sparse.is_ordered()))
+        state.is_merged = is_merged
+    return "merged" if state.is_merged else "repeated"
+
+
+def _applied(gradient: Any, is_scaled: bool) -> Any:
+    """An averaged gradient as the optimizer gets it."""
+    is_rows = isinstance(gradient, tf.IndexedSlices)
+    return sparse.all_or_none_finite(gradient) if is_rows and is_scaled else gradient
 
 
 def _accumulated(
@@ -188,47 +261,3 @@ def _accumulated(
     for index, gradient in zip(indices, result, strict=True):
         weighted[index] = gradient
     return weighted
-
-
-def _with_shape(gradient: Any, variable: Any) -> Any:
-    """A gradient; if it is `tf.IndexedSlices`, with the shape of its variable."""
-    if not isinstance(gradient, tf.IndexedSlices):
-        return gradient
-    shape = tf.constant(tuple(variable.shape), tf.int64)
-    return tf.IndexedSlices(gradient.values, gradient.indices, shape)
-
-
-def _check_same_gradients(
-    gradients: Sequence[Any], variables: Sequence[Any], local: set[int]
-) -> None:
-    # Only at the first update, which all ranks trace. Later, a single rank may trace
-    # again, when its last batch has a new shape.
-    own = {
-        f"gradient {index}": (gradient, variable)
-        for index, (gradient, variable) in enumerate(
-            zip(gradients, variables, strict=True)
-        )
-        if id(variable) not in local
-    }
-    with tf.init_scope():
-        comm.agree(
-            {"the number of gradients": len(gradients)}
-            | {name: _described(*pair) for name, pair in own.items()},
-            names={
-                name: f"of {_name(variable)}" for name, (_, variable) in own.items()
-            },
-            advice="Make the same model on every rank, and let every variable take "
-            "part in the loss on all ranks or on none.",
-        )
-
-
-def _name(variable: Any) -> str:
-    """The variable's path in the model; the name of a plain `tf.Variable`."""
-    return getattr(variable, "path", variable.name)
-
-
-def _described(gradient: Any, variable: Any) -> str:
-    if gradient is None:
-        return "none"
-    kind = "rows of " if isinstance(gradient, tf.IndexedSlices) else ""
-    return f"{kind}{gradient.dtype.name} of shape {tuple(variable.shape)}"

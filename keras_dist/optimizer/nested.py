@@ -2,7 +2,7 @@
 
 import types
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -92,3 +92,8 @@ def nested_optimizers(optimizer: Any) -> list[Any]:
     while (inner := getattr(found[-1], "inner_optimizer", None)) is not None:
         found.append(inner)
     return found
+
+
+def variables_of(optimizer: Any, variables: Sequence[Any] | None) -> list[Any]:
+    """The variables of an update; `None`: all that the optimizer was built for."""
+    return list(optimizer._trainable_variables if variables is None else variables)

@@ -10,6 +10,7 @@ from keras_dist import comm
 
 OPS = ("average", "sum", "adasum")
 COMPRESSIONS = (None, "fp16", "bf16")
+SPARSE = ("auto", "merged", "repeated")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Averaging:
             so many steps (local SGD).
         outer_momentum: Momentum of the averaged weights if `every` is more than 1; at
             least 0 and less than 1.
+        sparse: How repeated rows of a sparse gradient are averaged: `"auto"`,
+            `"merged"` or `"repeated"`.
 
     Raises:
         ValueError: If an option is unknown, or two contradict each other.
@@ -37,6 +40,7 @@ class Averaging:
     process_set: Sequence[int] | None = None
     every: int = 1
     outer_momentum: float = 0.0
+    sparse: str = "auto"
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
@@ -47,6 +51,11 @@ class Averaging:
             raise ValueError(
                 '`compression` must be None, "fp16" or "bf16". '
                 f"Received: compression={self.compression!r}"
+            )
+        if self.sparse not in SPARSE:
+            raise ValueError(
+                '`sparse` must be "auto", "merged" or "repeated". '
+                f"Received: sparse={self.sparse!r}"
             )
         if self.op == "adasum" and self.compression is not None:
             raise ValueError(

@@ -57,6 +57,7 @@ class FitSetup:
             self.averaging.op,
             self.averaging.compression,
         )
+        facts["`sparse`"] = self.averaging.sparse
         facts["`sync` and `outer_momentum`"] = (
             self.averaging.every,
             self.averaging.outer_momentum,

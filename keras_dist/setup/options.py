@@ -24,6 +24,7 @@ class Options:
     process_set: Sequence[int] | None = None
     sync: str = "every:1"
     outer_momentum: float = 0.0
+    sparse: str = "auto"
     timeline: str | os.PathLike[str] | None = None
     resume: str | os.PathLike[str] | None = None
     save_steps: int | None = None
@@ -38,4 +39,5 @@ class Options:
             process_set=self.process_set,
             every=optimizer.every_of(self.sync),
             outer_momentum=self.outer_momentum,
+            sparse=self.sparse,
         )

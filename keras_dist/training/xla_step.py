@@ -78,13 +78,19 @@ class XlaStep:
             logs = self._own_step(data)
         self._calls[:] = calls
         return logs, [
-            [None if g is None else tf.convert_to_tensor(g) for g in call.gradients]
-            for call in calls
+            [_without_shape(gradient) for gradient in call.gradients] for call in calls
         ]
 
     def _apply(self, averaged: Any) -> None:
         for call, gradients in zip(self._calls, averaged, strict=True):
             apply_recorded(call, gradients)
+
+
+def _without_shape(gradient: Any) -> Any:
+    """A gradient as XLA returns it; the shape of slices is that of their variable."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values, gradient.indices)
+    return None if gradient is None else tf.convert_to_tensor(gradient)
 
 
 def _spec(leaf: Any) -> Any:

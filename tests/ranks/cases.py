@@ -395,10 +395,36 @@ def _embeddings() -> list[Case]:
         Case(part, "as rows, in a graph", "large embedding", compiled=in_graph),
         Case(
             part,
-            "Adam, as of a dense gradient",
+            "Adam, merged",
             "large embedding",
             adam,
             oracle="large dense embedding",
+            options={"sparse": "merged"},
+        ),
+        Case(
+            part,
+            "Adam, with XLA",
+            "embedding",
+            adam,
+            compiled=in_graph | {"jit_compile": True},
+        ),
+        Case(
+            part,
+            "Adam, clipped, in a graph",
+            "embedding",
+            lambda rate: adam(rate, clipnorm=0.02),
+            compiled=in_graph,
+        ),
+        *(
+            replace(
+                case,
+                part=part,
+                subject="embedding",
+                rows=101,
+                on_three=False,
+            )
+            for case in _optimizers()
+            if "graph" not in case.name
         ),
     ]
 
@@ -536,6 +562,13 @@ CASES: list[Case] = [
 # What `make equivalence` alone tries: other tests, or cases beside them, are so like
 # them that the tests can spare the time.
 TABLE_ONLY = {
+    *(
+        case.title
+        for case in _embeddings()
+        if "(" in case.name or "MultiOptimizer" in case.name
+    ),
+    "embeddings: Adam, clipped, in a graph",
+    "embeddings: Adam, with XLA",
     "XLA: SGD",
     "XLA: a convolution",
     "accumulation: three batches, clipped",

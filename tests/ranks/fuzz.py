@@ -12,16 +12,11 @@ from parts import Parts
 # Models that take a weight for each row; the others have several targets or words.
 _WEIGHTED = {"perceptron", "unbuilt", "regularized", "convolution", "repeated names"}
 
-# Keras clips and squares repeated rows of an embedding one by one; here their sum is.
-_ORACLES = {
-    "embedding": "dense embedding",
-    "large embedding": "large dense embedding",
-    "tagger": "dense tagger",
-}
-
 _SUBJECTS = [
     *_WEIGHTED,
-    *_ORACLES,
+    "embedding",
+    "large embedding",
+    "tagger",
     "normalized",
     "own loss",
     "own step",
@@ -60,7 +55,6 @@ def _case(seed: int, draws: random.Random) -> Case:
         f"{seed}: {subject}, {name}, {how}, {rows} rows, {', '.join(arguments)}",
         subject,
         optimizer,
-        oracle=_ORACLES.get(subject),
         rows=rows,
         batch_size=draws.randint(3, 9),
         compiled=compiled,

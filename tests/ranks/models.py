@@ -102,7 +102,7 @@ def regularized():
 
 
 class DenseEmbedding(keras.layers.Embedding):
-    """Multiplies by one-hot rows: the oracle where Keras squares repeated rows."""
+    """Multiplies by one-hot rows: the oracle where repeated rows are merged."""
 
     def call(self, x):
         one_hot = keras.ops.one_hot(x, self.input_dim)
@@ -127,12 +127,12 @@ def in_precision(policy):
     return keras.Sequential([keras.Input((5,)), keras.layers.Dense(1, dtype=policy)])
 
 
-def tagger(layer=keras.layers.Embedding):
+def tagger():
     """Masked sequences with a loss for each word that is not padding."""
     return keras.Sequential(
         [
             keras.Input((6,), dtype="int32"),
-            layer(11, 4, mask_zero=True),
+            keras.layers.Embedding(11, 4, mask_zero=True),
             keras.layers.Dense(3, activation="tanh"),
             keras.layers.Dense(1),
         ]
@@ -229,7 +229,6 @@ SUBJECTS = {
     "embedding": Subject(embedding, words),
     "large embedding": Subject(lambda: embedding(500), many_words),
     "tiny embedding": Subject(lambda: embedding(3), few_words),
-    "dense embedding": Subject(lambda: embedding(11, DenseEmbedding), words),
     "large dense embedding": Subject(
         lambda: embedding(500, DenseEmbedding), many_words
     ),
@@ -237,7 +236,6 @@ SUBJECTS = {
     "brain": Subject(lambda: in_precision("mixed_bfloat16"), vectors),
     "all brain": Subject(lambda: in_precision("bfloat16"), vectors),
     "tagger": Subject(tagger, sentences),
-    "dense tagger": Subject(lambda: tagger(DenseEmbedding), sentences),
     "two inputs": Subject(two_inputs, nested),
     "normalized": Subject(normalized, far),
     "convolution": Subject(convolution, pictures),

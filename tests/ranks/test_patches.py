@@ -51,7 +51,13 @@ def patched(model):
         ),
         "class of the model (`_Untuned`)": type(model.distribute_strategy),
         "class of the outermost optimizer": type(model.optimizer),
-        "class of each innermost optimizer": type(model.optimizer).learning_rate,
+        "class of each innermost optimizer (`ScalesRate`)": type(
+            model.optimizer
+        ).learning_rate,
+        "class of each innermost optimizer (`AddsInOrder`)": (
+            type(model.optimizer).assign_add,
+            type(model.optimizer).assign_sub,
+        ),
         "class of `BatchNormalization(synchronized=True)`": [
             type(layer) for layer in model.layers
         ],

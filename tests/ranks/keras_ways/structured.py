@@ -202,7 +202,7 @@ class Recommender(keras.Model):
 )
 def collaborative_filtering(run):
     model = Recommender()
-    run.compile(model, keras.optimizers.SGD(0.5), keras.losses.BinaryCrossentropy())
+    run.compile(model, keras.optimizers.Adam(0.01), keras.losses.BinaryCrossentropy())
     x = np.stack([integers(7), integers(9, seed=1)], axis=1)
     y = 1 / (1 + np.exp(-floats()))
     history = run.fit(model, x, y, epochs=2, validation_data=(x[:9], y[:9]))

@@ -15,8 +15,8 @@ TEXT = Registry("text and speech")
 
 WORDS = 9
 
-# Keras's Adam squares each part of an embedding's gradient; the ranks square its sum.
-SGD = keras.optimizers.SGD
+# Keras's Adam squares each slice of an embedding's gradient, SGD adds them up.
+ADAM, SGD = keras.optimizers.Adam, keras.optimizers.SGD
 
 
 class Block(keras.layers.Layer):
@@ -166,7 +166,7 @@ def sequence_to_sequence(run):
     x = keras.layers.LSTM(3, return_sequences=True)(x, initial_state=state)
     outputs = keras.layers.Dense(WORDS, activation="softmax")(x)
     model = keras.Model({"source": source, "target": target}, outputs)
-    run.compile(model, SGD(0.1), "sparse_categorical_crossentropy")
+    run.compile(model, ADAM(0.01), "sparse_categorical_crossentropy")
     words = padded(WORDS, 5, seed=2)
     given = {"source": padded(WORDS, 5), "target": words[:, :-1]}
     run.fit(model, given, words[:, 1:])
@@ -207,7 +207,7 @@ def bidirectional(run):
             keras.layers.Dense(1, activation="sigmoid"),
         ]
     )
-    run.compile(model, SGD(0.1), "binary_crossentropy", metrics=["accuracy"])
+    run.compile(model, ADAM(0.01), "binary_crossentropy", metrics=["accuracy"])
     return model, run.fit(model, padded(WORDS, 5), integers(2))
 
 

@@ -1,0 +1,477 @@
+"""Rows that a batch reads repeatedly, as of an `Embedding`, as on one process.
+
+Keras gives its optimizers one slice for each row that a batch reads. Most of them
+square each slice, and clip by each; so do N ranks.
+"""
+
+import hashlib
+from collections import Counter
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from cases import OPTIMIZERS, models_in, optimizer_names
+from claims import (
+    assert_equal_to_the_bit,
+    difference_of_states,
+    largest_difference,
+    raises_everywhere,
+)
+from models import embedding, words
+
+import keras_dist
+from keras_dist import comm
+from keras_dist.comm import transport
+from keras_dist.optimizer import sparse
+
+TOLERANCES = {"float64": 1e-10, "float32": 1e-5}
+SHAPE = (9, 3)
+
+
+class Cubes(keras.optimizers.Optimizer):
+    """An optimizer of a user's own: SGD with the cube of each slice."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        rate = keras.ops.cast(learning_rate, variable.dtype)
+        cubes = keras.ops.multiply(keras.ops.square(gradient), gradient)
+        self.assign_sub(variable, keras.ops.multiply(cubes, rate))
+
+
+class Own(keras.optimizers.SGD):
+    """A class of a user's own that is derived from one of Keras."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(keras.ops.square(gradient), variable, learning_rate)
+
+
+def scaled(**arguments):
+    """Adam inside of a loss scale that stays 1."""
+    inner = keras.optimizers.Adam(**arguments)
+    return keras.optimizers.LossScaleOptimizer(inner, initial_scale=1.0)
+
+
+def several(**arguments):
+    """Adam and SGD."""
+    chosen = keras.optimizers.Adam(**arguments), keras.optimizers.SGD(**arguments)
+    return keras.optimizers.MultiOptimizer(lambda v: chosen["bias" in v.path])
+
+
+WAYS = {
+    name: (name, arguments)
+    for name, arguments in OPTIMIZERS.items()
+    if name in optimizer_names()
+}
+WAYS |= {
+    f"{getattr(name, '__name__', name)} {arguments}": (name, arguments)
+    for name, arguments in [
+        ("SGD", {}),
+        ("SGD", {"momentum": 0.9, "clipnorm": 0.3}),
+        ("SGD", {"clipvalue": 0.1}),
+        ("Lion", {"global_clipnorm": 0.3}),
+        ("Adam", {}),
+        ("Adam", {"gradient_accumulation_steps": 2}),
+        ("Adamax", {"ema_momentum": 0.5, "use_ema": True}),
+        ("RMSprop", {}),
+        (Cubes, {}),
+        (Own, {}),
+        (scaled, {}),
+        *([(several, {})] if "MultiOptimizer" in optimizer_names() else []),
+    ]
+}
+
+
+def make_optimizer(way):
+    """A new optimizer of a way."""
+    kind, arguments = WAYS[way]
+    kind = getattr(keras.optimizers, kind) if isinstance(kind, str) else kind
+    return kind(learning_rate=0.05, **arguments)
+
+
+def slices_of(rank, step, dtype):
+    """Another number of slices on each rank in each step: also none."""
+    count = (rank + step) % 3 * 4
+    generator = np.random.default_rng([rank, step])
+    indices = np.minimum(generator.geometric(0.4, count) - 1, SHAPE[0] - 1)
+    return generator.normal(size=(count, *SHAPE[1:])).astype(dtype), indices
+
+
+def slices_of_all(step, dtype):
+    """The mean over the ranks of the slices of a step, in rank order."""
+    size = keras_dist.size()
+    per_rank = [slices_of(rank, step, dtype) for rank in range(size)]
+    values, indices = (np.concatenate(both) for both in zip(*per_rank, strict=True))
+    return values / np.asarray(size, dtype), indices
+
+
+def updates(optimizer, gradient_of, dtype, steps=4):
+    """Update a table and a bias; returns all state."""
+    generator = np.random.default_rng(5)
+    table = keras.Variable(generator.normal(size=SHAPE).astype(dtype), dtype=dtype)
+    bias = keras.Variable(np.ones(SHAPE, dtype), dtype=dtype, name="bias")
+    optimizer.build([table, bias])
+    for step in range(steps):
+        values, indices = gradient_of(step)
+        shape = tf.constant(SHAPE, tf.int64)
+        slices = tf.IndexedSlices(tf.constant(values), tf.constant(indices), shape)
+        optimizer.apply([slices, tf.ones(SHAPE, dtype)], [table, bias])
+    variables = [table, bias, *optimizer.variables]
+    return [keras.ops.convert_to_numpy(variable) for variable in variables]
+
+
+@pytest.mark.three_ranks
+@pytest.mark.parametrize(
+    ("way", "dtype"),
+    [
+        *((way, "float64") for way in WAYS),
+        ("Adam", "float32"),
+        ("RMSprop {}", "float32"),
+    ],
+)
+def test_an_optimizer_gets_the_slices_that_it_gets_on_one_process(world, way, dtype):
+    """From ranks with different numbers of slices, also none; with the same bits."""
+
+    def of_all(step):
+        return slices_of_all(step, dtype)
+
+    with models_in(dtype):
+        expected = updates(make_optimizer(way), of_all, dtype)
+        ours = updates(
+            keras_dist.DistributedOptimizer(make_optimizer(way)),
+            lambda step: slices_of(world.rank, step, dtype),
+            dtype,
+        )
+    assert difference_of_states(ours, expected) <= TOLERANCES[dtype]
+    digest = hashlib.sha256(b"".join(array.tobytes() for array in ours))
+    assert len(set(keras_dist.gather(digest.hexdigest()))) == 1
+
+
+@pytest.mark.several_ranks
+@pytest.mark.parametrize(
+    "name", [*sorted(set(OPTIMIZERS) & optimizer_names()), "SGD and clipvalue"]
+)
+def test_only_what_is_linear_in_the_slices_is_merged(name):
+    """Measured with plain Keras: one step, of repeated rows and of their sums."""
+    arguments = {"clipvalue": 0.1} if "clipvalue" in name else {}
+    values, indices = np.random.default_rng(3).normal(size=(8, 3)), [1, 1, 2, 2] * 2
+    shape = tf.constant(SHAPE, tf.int64)
+    own = tf.IndexedSlices(tf.constant(values), tf.constant(indices), shape)
+
+    def after(gradient):
+        cls = getattr(keras.optimizers, name.split()[0])
+        table = keras.Variable(np.ones(SHAPE), dtype="float64", name="embeddings")
+        optimizer = cls(learning_rate=0.1, **arguments)
+        optimizer.build([table])
+        for _ in range(2):
+            optimizer.apply([gradient], [table])
+        return optimizer, table.numpy()
+
+    with models_in("float64"):
+        optimizer, repeated = after(own)
+        _, merged = after(sparse.merged(own))
+    is_same = np.abs(repeated - merged).max() < 1e-12
+    assert sparse.may_merge(optimizer) == is_same
+
+
+def compiled(optimizer, make=embedding, loss="mse", **arguments):
+    """A model of the same initial weights at each call."""
+    keras.utils.set_random_seed(3)
+    model = make()
+    arguments = {"run_eagerly": True} | arguments
+    model.compile(optimizer, loss, **arguments)
+    return model
+
+
+def trained(model, size, **options):
+    """The trained model: on one process if `size` is given, otherwise on all ranks."""
+    x, y = words(22)  # a last batch that is not full
+    common = {"epochs": 1, "shuffle": False, "verbose": 0}
+    if size:
+        model.fit(x, y, batch_size=4 * size, **common)
+    else:
+        options = {"lr_scaling": "none"} | options
+        keras_dist.dist_fit(model, x, y, batch_size=4, **common, **options)
+    return model
+
+
+class Twice(keras.Model):
+    """One table that is read for two inputs, and another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = keras.layers.Embedding(11, 3)
+        self.other = keras.layers.Embedding(11, 5)
+        self.last = keras.layers.Dense(1)
+
+    def call(self, x):
+        own = [self.table(x[:, :1]), self.table(x[:, 2:]), self.other(x)]
+        own = [keras.ops.sum(part, axis=1) for part in own]
+        return self.last(keras.ops.concatenate(own, axis=1))
+
+
+class WordsAndPositions(keras.Model):
+    """Words, and their positions, which are read once for all rows of a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = keras.layers.Embedding(11, 3)
+        self.positions = keras.layers.Embedding(6, 3)
+        self.last = keras.layers.Dense(1)
+
+    def call(self, x):
+        own = self.words(x) + self.positions(keras.ops.arange(x.shape[1]))
+        return self.last(keras.ops.sum(own, axis=1))
+
+
+class Positions(keras.Model):
+    """Words, their positions and distances, and rows of the table of words for all.
+
+    The slices of the last three are sums over the rows of a batch.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.words = keras.layers.Embedding(11, 3)
+        self.positions = keras.layers.Embedding(6, 3)
+        self.distances = keras.layers.Embedding(7, 3)
+        self.last = keras.layers.Dense(1)
+
+    def call(self, x):
+        length = keras.ops.shape(x)[1]
+        steps = keras.ops.arange(length)
+        distances = self.distances(steps[:, None] - steps[None] + 3)
+        own = self.words(x) + self.positions(steps) + self.words(steps)
+        return self.last(keras.ops.sum(own[:, None] * distances, axis=(1, 2)))
+
+
+GRAPH = {"run_eagerly": False}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "make", "arguments", "callbacks"),
+    [
+        pytest.param(
+            *("RMSprop {}", Twice, GRAPH | {"steps_per_execution": 2}, []),
+            marks=pytest.mark.three_ranks,
+        ),
+        pytest.param(
+            *("Adagrad", embedding, GRAPH | {"jit_compile": True}, []),
+            marks=pytest.mark.several_ranks,
+        ),
+        ("Adam {}", embedding, {}, [keras_dist.NanReport("stop")]),
+        pytest.param(
+            *("Adam {}", WordsAndPositions, {}, []), marks=pytest.mark.several_ranks
+        ),
+        pytest.param(*("Adam {}", Positions, GRAPH, []), marks=pytest.mark.three_ranks),
+        pytest.param(
+            *("Adam {}", Positions, GRAPH | {"jit_compile": True}, []),
+            marks=pytest.mark.several_ranks,
+        ),
+    ],
+)
+def test_a_way_to_train_equals_one_process(
+    world, optimizer, make, arguments, callbacks
+):
+    """In a graph, with XLA, with a NaN guard; from tables read twice, or for all."""
+    with models_in("float64"):
+        expected = compiled(make_optimizer(optimizer), make, **arguments)
+        trained(expected, world.size)
+        model = compiled(make_optimizer(optimizer), make, **arguments)
+        trained(model, None, callbacks=callbacks)
+    assert largest_difference(model, expected) <= 1e-10
+    assert_equal_to_the_bit(model)
+
+
+@pytest.mark.several_ranks
+def test_positions_of_batches_of_different_lengths_equal_one_process(world):
+    """A batch of a rank is as long as its own longest row; words are of each row."""
+    lengths = [3 + rank for rank in range(world.size)]
+    batches = [words(2)[0][:1].repeat(2, axis=1)[:, :length] for length in lengths]
+    start = np.random.default_rng(5).normal(size=(2, 11, 3))
+
+    def tables():
+        return [keras.Variable(own, dtype="float64") for own in start]
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int32)])
+    def loss_of(x):
+        steps = keras.ops.arange(keras.ops.shape(x)[1])
+        own = keras.ops.take(pair[0], x, axis=0) + keras.ops.take(pair[1], steps, 0)
+        return keras.ops.sum(own**2)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int32)])
+    def update(x):
+        with tf.GradientTape() as tape:
+            loss = loss_of.python_function(x)
+        handles = [table.value for table in pair]
+        optimizer.apply(tape.gradient(loss, handles), pair)
+
+    with models_in("float64"):
+        pair = plain = tables()
+        with tf.GradientTape(persistent=True) as tape:
+            losses = [loss_of.python_function(x) / world.size for x in batches]
+        own = [tape.gradient(loss, [table.value for table in pair]) for loss in losses]
+        joined = tf.IndexedSlices(
+            tf.concat([gradient[0].values for gradient in own], 0),
+            tf.concat([gradient[0].indices for gradient in own], 0),
+            own[0][0].dense_shape,
+        )
+        summed = sum(tf.convert_to_tensor(gradient[1]) for gradient in own)
+        keras.optimizers.Adam(0.1).apply([joined, summed], plain)
+        pair = ours = tables()
+        optimizer = keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.1))
+        optimizer.build(pair)
+        update(batches[world.rank])
+    for table, expected in zip(ours, plain, strict=True):
+        np.testing.assert_allclose(table.numpy(), expected.numpy(), rtol=1e-10)
+
+
+@pytest.mark.several_ranks
+def test_a_gather_of_constants_waits_until_its_graph_runs(world):
+    """TensorFlow may compute constants while one rank traces, and others do not."""
+
+    @tf.function
+    def length():
+        own = comm.gather_rows(tf.constant([2, 3]), name="keras_dist.test_constants")
+        return tf.shape(tf.zeros(own))[0]
+
+    if world.rank == 0:
+        length.get_concrete_function()
+    keras_dist.gather("traced")
+    if world.rank > 0:
+        length.get_concrete_function()
+    assert int(length()) == 2
+
+
+def test_a_loss_scale_sees_an_inf_of_any_slice(world):
+    """Also if another slice of the same row is finite: no rank makes the update."""
+    optimizer = keras_dist.DistributedOptimizer(scaled())
+    table = keras.Variable(np.ones(SHAPE, "float32"))
+    values = np.ones((4, 3), "float32")
+    if world.rank == 0:
+        values[0, 0] = np.inf
+    if world.size == 1:
+        values[:] = np.inf
+    shape = tf.constant(SHAPE, tf.int64)
+    slices = tf.IndexedSlices(tf.constant(values), tf.constant([2] * 4), shape)
+    optimizer.apply([slices], [table])
+    assert (table.numpy() == 1).all()
+    assert float(optimizer.dynamic_scale) == 0.5
+
+
+@pytest.mark.several_ranks
+def test_the_table_of_a_local_layer_trains_on_the_slices_of_its_rank(world):
+    """Each slice is multiplied by the fraction of the rows of its rank."""
+    x, y = words(8 * world.size)
+    with models_in("float64"):
+        keras.utils.set_random_seed(3)
+        model = embedding()
+        model.compile(keras.optimizers.Adam(0.05), "mse", run_eagerly=True)
+        start = model.get_weights()[0]
+        table = model.layers[0]
+        keras_dist.dist_fit(
+            *(model, x, y),
+            **{"batch_size": 8, "epochs": 1, "verbose": 0, "shuffle": False},
+            **{"lr_scaling": "none", "local_layers": [table]},
+        )
+        keras.utils.set_random_seed(3)
+        plain = embedding()
+        own = slice(world.rank, None, world.size)
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((plain(x[own])[:, 0] - y[own]) ** 2) / world.size
+        gradient = tape.gradient(loss, plain.weights[0].value)
+        variable = keras.Variable(start, dtype="float64")
+        keras.optimizers.Adam(0.05).apply([gradient], [variable])
+    np.testing.assert_allclose(model.get_weights()[0], variable.numpy(), rtol=1e-10)
+
+
+def on_ranks(optimizer, **options):
+    """The state after updates with the slices of all ranks, by our optimizer."""
+    rank, own = keras_dist.rank(), keras_dist.DistributedOptimizer(optimizer, **options)
+    return updates(own, lambda step: slices_of(rank, step, "float64"), "float64")
+
+
+def all_merged(step):
+    """The mean over the ranks of a step's slices, each row once."""
+    values, indices = slices_of_all(step, "float64")
+    merged = sparse.merged(tf.IndexedSlices(values, indices))
+    return merged.values, merged.indices
+
+
+@pytest.mark.several_ranks
+def test_merged_rows_are_those_of_a_whole_gradient():
+    """`sparse="merged"` gives Adam each row once."""
+    with models_in("float64"):
+        expected = updates(make_optimizer("Adam {}"), all_merged, "float64")
+        ours = on_ranks(make_optimizer("Adam {}"), sparse="merged")
+    assert difference_of_states(ours, expected) <= 1e-10
+
+
+@pytest.mark.several_ranks
+def test_a_gpu_on_one_rank_makes_all_ranks_merge(world, monkeypatch):
+    """Its operations add repeated rows in any order: the ranks would drift apart."""
+    monkeypatch.setattr(sparse, "is_ordered", lambda: world.rank != 1)
+    with models_in("float64"):
+        merged = on_ranks(make_optimizer("Adam {}"), sparse="merged")
+        model = on_ranks(make_optimizer("Adam {}"))
+        anyway = on_ranks(make_optimizer("Adam {}"), sparse="repeated")
+    assert difference_of_states(model, merged) == 0
+    assert difference_of_states(anyway, merged) > 1e-3
+
+
+@pytest.mark.several_ranks
+def test_slices_are_sent_only_where_their_sums_are_not_enough(monkeypatch):
+    """For an optimizer that is linear, each row once, or the whole table if less."""
+    moved, own = Counter(), transport.allgather
+
+    def counted(link, tensor, *, name):
+        if name.startswith("keras_dist.gradients"):
+            moved[name.rsplit(".", 1)[1]] += int(tensor.shape[0])
+        return own(link, tensor, name=name)
+
+    monkeypatch.setattr(transport, "allgather", counted)
+    slices = [slices_of(keras_dist.rank(), step, "float64")[1] for step in range(4)]
+    on_ranks(keras.optimizers.Adam())
+    assert moved["values"] == sum(map(len, slices))
+    moved.clear()
+    on_ranks(keras.optimizers.SGD())
+    assert moved["values"] <= sum(len(set(own)) for own in slices)
+
+
+@pytest.mark.several_ranks
+def test_slices_beside_compressed_gradients_are_sent_as_they_are():
+    """Two bytes a number would square their roundings, too."""
+    with models_in("float32"):
+        expected = on_ranks(make_optimizer("Adam {}"))
+        ours = on_ranks(make_optimizer("Adam {}"), compression="bf16")
+    assert difference_of_states(ours[:1], expected[:1]) <= 1e-5
+
+
+@pytest.mark.several_ranks
+def test_slices_are_added_up_before_a_variable_changes():
+    """A scatter of a thousand slices has several threads, and no fixed order."""
+    generator = np.random.default_rng(0)
+    values = tf.constant(generator.normal(size=(3000, 4)), tf.float32)
+    indices = tf.constant(generator.integers(0, 50, 3000))
+    slices = tf.IndexedSlices(values, indices, tf.constant([50, 4], tf.int64))
+    optimizer = keras.optimizers.RMSprop()
+    table = keras.Variable(generator.normal(size=(50, 4)).astype("float32"))
+    before, summed = table.numpy(), tf.convert_to_tensor(slices).numpy()
+    with sparse.added_in_order(optimizer, [slices]):
+        optimizer.assign_add(table, slices)
+        assert (table.numpy() == before + summed).all()
+        optimizer.assign_sub(table, slices)
+        assert (table.numpy() == before + summed - summed).all()
+    optimizer.assign_add(table, slices)
+    assert (table.numpy() != before + summed).any()
+
+
+def test_an_unknown_way_is_an_error(world):
+    """And one that differs between the ranks."""
+    with pytest.raises(ValueError, match="Received: sparse='dense'"):
+        keras_dist.DistributedOptimizer(keras.optimizers.SGD(), sparse="dense")
+    if world.size > 1:
+        way = "merged" if world.rank else "repeated"
+        messages = raises_everywhere(
+            ValueError, lambda: trained(compiled("adam"), None, sparse=way)
+        )
+        assert "The ranks disagree on `sparse`" in messages[0]
