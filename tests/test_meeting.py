@@ -5,6 +5,7 @@ import json
 import signal
 import socket
 import subprocess
+import threading
 import time
 import uuid
 
@@ -13,8 +14,10 @@ from launch import ROOT
 from test_launch import RUN, left_behind
 from test_launch import start as run
 
+from keras_dist.launch.follower import Follower
 from keras_dist.launch.host_store import FirstHostStore, HostStore
 from keras_dist.launch.members import Member, numbered, slots_of
+from keras_dist.launch.ranks import Command
 from keras_dist.launch.rendezvous import Store
 from keras_dist.slurm import counts_in, nodes_in, task_of
 
@@ -98,7 +101,7 @@ def test_ctrl_c_of_one_command_ends_all(tmp_path):
         (["--nnodes", 2], "need `--nnodes` and `--rdzv`"),
         (["--rdzv", "a:1"], "need `--nnodes` and `--rdzv`"),
         (["--nnodes", 2, "--rdzv", "a:1", "-H", "a:1"], "and no `-H`"),
-        (["--nnodes", 2, "--rdzv", "a:b"], "a name or address, and a port"),
+        (["--nnodes", 2, "--rdzv", "a:b"], "its name or address, and a port"),
         (["--nnodes", 2, "--rdzv", "a:1"], "needs a secret of at least 16"),
         (["--nnodes", 0, "--rdzv", "localhost:1"], "At least one host"),
         (
@@ -181,6 +184,32 @@ def test_a_value_that_this_job_has_not_signed_does_not_count():
         assert HostStore("127.0.0.1", store.port, "a guess").put("x", 1) is False
         with pytest.raises(PermissionError):
             HostStore("127.0.0.1", store.port, "a guess").knock()
+    finally:
+        store.close()
+
+
+def test_a_host_that_has_not_seen_the_start_reports_at_the_order_to_stop():
+    """Another one may fail within half a second; it would count as lost."""
+    store = Store()
+    try:
+        first = FirstHostStore(store, "a secret")
+        host = HostStore("127.0.0.1", store.port, "a secret")
+        member = Member("b", 1, 1, 2, "0")
+        follower = Follower(
+            host, "a secret", member, is_first=False, timeout=60, stopped=[]
+        )
+        name = f"order.{follower.name}"
+        first.put(name, {"do": "stop", "start": 4})
+
+        def end_when_reported():
+            while not first.of_kind("report"):
+                time.sleep(0.05)
+            first.put(name, {"do": "exit", "code": 3, "text": ""})
+
+        threading.Thread(target=end_when_reported, daemon=True).start()
+        assert follower.follow(Command("script", ["none.py"], {}), "none") == 3
+        assert list(first.of_kind("report")) == [f"4.{follower.name}"]
+        assert first.of_kind("left") == {follower.name: True}
     finally:
         store.close()
 

@@ -199,7 +199,7 @@ def _task(options: argparse.Namespace) -> Task | None:
     """The task of SLURM that this command is, if it says no other way to start."""
     ways = (options.hosts, options.hostfile, options.rdzv, options.nnodes)
     is_inner = options.with_parent is not None or "HOROVOD_RANK" in os.environ
-    task = None if is_inner or any(way is not None for way in ways) else task_of()
+    task = None if is_inner or ways.count(None) < len(ways) else task_of()
     if task is None and options.requeue:
         raise ValueError(
             "`--requeue` is for jobs of SLURM. Received: --requeue, and no variables "

@@ -97,9 +97,11 @@ class Follower:
                     print_message(order["text"])
                 self._store.put(f"left.{self.name}", True)
                 return int(order["code"])
-            if order.get("do") == "run" and order["start"] != last:
+            if order and order["start"] != last:
                 last = order["start"]
-                report = self._run(order, command, job)
+                # Another host may have failed before this one has seen the start.
+                is_run = order["do"] == "run"
+                report = self._run(order, command, job) if is_run else Report()
                 # Without a report the host counts as lost, and the store may be busy.
                 name = f"report.{last}.{self.name}"
                 any(self._store.put(name, report.values()) for _ in range(_ATTEMPTS))

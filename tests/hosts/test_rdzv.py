@@ -44,15 +44,12 @@ def test_two_hosts_that_meet_train_as_one_process(net, shared, alone):
     assert_equal(path, alone(4))
 
 
-def test_three_hosts_that_meet_start_again_where_a_rank_is_killed(net, shared, alone):
-    """The first cause is on the first host's screen; the weights are the same."""
+def test_three_hosts_that_meet_train_as_one_process(net, shared, alone):
+    """They are numbered as they come, but the first one is where they meet."""
     path = shared / "met3.npy"
-    variables = {"KILL": "2", "RESUME": str(shared / "met.resume")}
-    met = meet(net, "abc", "--restarts", 1, TRAIN, path, is_numbered=True, **variables)
-    stdout, stderr = outputs(met)
-    assert "rank 2 on c failed first" in stderr and "SIGKILL" in stderr
-    assert "start 2 of at most 2" in stderr
-    assert found_of(stdout, 3) == [(0, 1, "a"), (0, 1, "b"), (0, 1, "c")]
+    stdout, _ = outputs(meet(net, "abc", TRAIN, path))
+    found = found_of(stdout, 3)
+    assert found[0] == (0, 1, "a") and sorted(found) == [(0, 1, h) for h in "abc"]
     assert_equal(path, alone(3))
 
 
@@ -93,12 +90,14 @@ def test_all_hosts_end_and_say_why(net, shared):
 
 
 def test_a_host_that_is_lost_is_named_and_may_come_back(net, shared):
-    """After a power cut: within 20 s, and the same command there takes part again."""
-    folder = shared / "rdzv.lost"
-    words = [STUB, folder, "again"]
-    options = ["--restarts", 1]
+    """Two jobs: one goes on by the same command, one has lost its first host."""
+    folder, mark = shared / "rdzv.lost", shared / "rdzv.first"
+    options, words = ["--restarts", 1], [STUB, folder, "again"]
     first, _, other = meet(net, "abc", *words, options=options)
+    killed, left = meet(net, "de", STUB, mark, "wait")
     all_there(folder, 3)
+    all_there(mark)
+    net.signal_command(killed, signal.SIGKILL)
     net.power_off("b")
     cut = time.monotonic()
     line = first.stderr.readline()
@@ -107,20 +106,13 @@ def test_a_host_that_is_lost_is_named_and_may_come_back(net, shared):
     net.power_on("b")
     common = [*LAUNCH, "--nnodes", 3, "--rdzv", "a:29400", *options]
     back = net.start("b", [*common, *words], env=SECRET)
+
+    code, lines, _ = ended(left)
+    assert code == 1 and time.monotonic() - cut < 25
+    assert "no answer from d:29400 since 15 s" in lines[0], lines
+    until(lambda: not net.processes("d", STUB), "the end of the ranks of d", 10)
+    assert not net.processes("e", STUB)
     for process in (first, other, back):
         code, lines, _ = ended(process)
         assert code == 0, lines
     assert all((folder / f"there.1.{rank}").exists() for rank in range(3))
-
-
-def test_hosts_end_where_the_first_one_is_lost(net, shared):
-    """Also by a SIGKILL of its command, which leaves nothing behind."""
-    folder = shared / "rdzv.first"
-    first, other = meet(net, "ab", STUB, folder, "wait")
-    all_there(folder)
-    net.signal_command(first, signal.SIGKILL)
-    code, lines, seconds = ended(other)
-    assert code == 1 and seconds < 20
-    assert "no answer from a:29400 since 15 s" in lines[0], lines
-    until(lambda: not net.processes("a", STUB), "the end of the ranks of a", 10)
-    assert not net.processes("b", STUB)
