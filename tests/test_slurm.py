@@ -48,6 +48,26 @@ def test_srun_trains_as_one_process(cluster, tmp_path, way):
     np.testing.assert_allclose(np.load(path), np.load(alone), rtol=1e-4, atol=1e-6)
 
 
+def test_tasks_that_are_ranks_save_at_sigusr1_and_go_on(cluster, tmp_path):
+    """As under a launcher: exit code 75, and the weights of an undisturbed training."""
+    words = ["srun", "-N2", "-n2", "-J", "saving", sys.executable, TRAIN]
+    steps, path = tmp_path / "steps", tmp_path / "weights.npy"
+    variables = {"RESUME": str(tmp_path / "resume")}
+    process = cluster.start(*words, path, **variables, STEPS=str(steps), PAUSE="1")
+    begin = time.monotonic()
+    while not all((steps / f"{rank}.3").exists() for rank in (0, 1)):
+        assert time.monotonic() - begin < 120
+        time.sleep(0.1)
+    assert cluster.run("scancel", "-s", "USR1", "-n", "saving").returncode == 0
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors.decode()
+    assert not path.exists()
+    assert cluster.run(*words, path, **variables).returncode == 0
+    alone = tmp_path / "alone.npy"
+    assert cluster.run(sys.executable, TRAIN, alone, 2).returncode == 0
+    np.testing.assert_allclose(np.load(path), np.load(alone), rtol=1e-4, atol=1e-6)
+
+
 def test_several_tasks_on_a_node_share_its_devices(cluster, tmp_path):
     """Each has one rank, and a local rank of its own; the first cause is printed."""
     script = tmp_path / "script.py"

@@ -1,6 +1,7 @@
 """What one host has to know of a job, however the job was started."""
 
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,9 @@ SECRET = "KERAS_DIST_SECRET"
 
 # The variable with the number of the restart, from 1; not set in the first run.
 RESTART = "KERAS_DIST_RESTART"
+
+# Seconds for which a rank waits for the others to connect.
+_CONNECT, _CONNECT_SECONDS = "HOROVOD_GLOO_TIMEOUT_SECONDS", 120
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,14 @@ def assignments(
         Assignment(list(own), store, secret, number, restart)
         for number, (_, own) in enumerate(hosts)
     ]
+
+
+def patience() -> dict[str, str]:
+    """The variable by which ranks wait for others that start later, if it is not set.
+
+    Importing TensorFlow may take a minute longer on one host than on another one.
+    """
+    return {} if _CONNECT in os.environ else {_CONNECT: str(_CONNECT_SECONDS)}
 
 
 def assignment_of(values: Mapping[str, Any]) -> Assignment:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from keras_dist.launch import slurm_task
 from keras_dist.launch.agent import serve
-from keras_dist.launch.assignment import SECRET
+from keras_dist.launch.assignment import SECRET, patience
 from keras_dist.launch.gpus import num_gpus
 from keras_dist.launch.hosts import address_towards, hosts_in, hosts_of, is_here, slots
 from keras_dist.launch.jobs import run_command
@@ -28,10 +28,6 @@ from keras_dist.launch.startup_noise import VARIABLE as VERBOSE
 from keras_dist.monitor.rank_process import end_with
 from keras_dist.monitor.watchdog import VARIABLE, limit_of
 from keras_dist.slurm import Task, task_of
-
-# Seconds for which a rank waits for the others to connect.
-_CONNECT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
-_CONNECT_SECONDS = 120
 
 # A firewall that drops port 22 is noticed after 10 s, not 134.
 _SSH = "ssh -o BatchMode=yes -o StrictHostKeyChecking=yes -o ConnectTimeout=10"
@@ -167,11 +163,9 @@ def _run(options: argparse.Namespace) -> int:
             "A script to start is needed. Received: none. "
             "For example: keras-dist run -np 2 script.py"
         )
-    environment = {}
+    environment = patience()
     if options.stall_limit is not None:
         environment[VARIABLE] = str(limit_of(options.stall_limit))
-    if _CONNECT not in os.environ:
-        environment[_CONNECT] = str(_CONNECT_SECONDS)
     kind, words = ("module", words) if options.module else command_of(words)
     command = Command(
         kind=kind,

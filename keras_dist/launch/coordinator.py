@@ -12,6 +12,7 @@ from keras_dist.launch.hosts import Slot
 from keras_dist.launch.members import Member, slots_of
 from keras_dist.launch.rendezvous import Store, secret_of_start
 from keras_dist.launch.reports import Report, lost_text, report_of, verdict
+from keras_dist.launch.reports import ranks_in_words as in_words
 from keras_dist.launch.restarts import Restarts
 from keras_dist.launch.signals import is_saving, stopped_text
 
@@ -144,7 +145,9 @@ class Coordinator(threading.Thread):
             ranks = [slot.rank for slot in own]
             if name not in reports:
                 unknown += ranks
-                cause = cause or (lost_text(member.host, ranks), 1)
+                silent = f"host {member.host} has sent no report ({in_words(ranks)})."
+                text = lost_text(member.host, ranks) if name in lost else silent
+                cause = cause or (text, 1)
             elif reports[name].error:
                 why = reports[name].error
                 cause = f"no ranks could be run on {member.host}: {why}", 1

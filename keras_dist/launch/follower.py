@@ -23,7 +23,7 @@ from keras_dist.launch.reports import Report, run_ranks
 # Seconds between two looks at the orders, and between two lines while it waits.
 _LOOK_SECONDS, _SAY_SECONDS = 0.5, 15.0
 
-# How often the report is sent until the store takes it.
+# How often what must arrive is sent until the store takes it.
 _ATTEMPTS = 5
 
 
@@ -73,7 +73,7 @@ class Follower:
         self._address, self._reached = found
         Heartbeat(self._store, self.name, self._lose).start()
         member = dataclasses.replace(self._member, reached=self._reached)
-        self._store.put(f"join.{self.name}", dataclasses.asdict(member))
+        self._put(f"join.{self.name}", dataclasses.asdict(member))
         return True
 
     def follow(self, command: Command, job: str) -> int:
@@ -102,9 +102,7 @@ class Follower:
                 # Another host may have failed before this one has seen the start.
                 is_run = order["do"] == "run"
                 report = self._run(order, command, job) if is_run else Report()
-                # Without a report the host counts as lost, and the store may be busy.
-                name = f"report.{last}.{self.name}"
-                any(self._store.put(name, report.values()) for _ in range(_ATTEMPTS))
+                self._put(f"report.{last}.{self.name}", report.values())
             self._check(is_waiting=last < 0, seconds=time.monotonic() - begin)
             self._forward_stop()
             if self._stopped and last < 0 and not self._is_first:
@@ -169,6 +167,10 @@ class Follower:
         """Let the first host know of a signal, which ends the job on all hosts."""
         if self._stopped:
             self._store.put(f"stopped.{self.name}", self._stopped[0])
+
+    def _put(self, name: str, value: Any) -> None:
+        """Write what the first host waits for: its store may be busy."""
+        any(self._store.put(name, value) for _ in range(_ATTEMPTS))
 
     def _lose(self) -> None:
         self._is_lost = True

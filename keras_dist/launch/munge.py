@@ -4,6 +4,7 @@ import http.client
 import os
 import subprocess
 import time
+from collections.abc import Sequence
 
 # Under which the first host publishes a credential with the secret of its job.
 PATH = "credential"
@@ -38,19 +39,22 @@ def secret_in(received: bytes) -> str:
     return secret
 
 
-def received(address: str, port: int, *, timeout: float) -> str:
+def received(
+    address: str, port: int, *, timeout: float, stopped: Sequence[int] = ()
+) -> str:
     """The secret of the job whose first host this is.
 
     Args:
         address: Address of the first host.
         port: Port of its store.
         timeout: Seconds to wait for it.
+        stopped: The wait ends as soon as this list is not empty; there is none then.
 
     Raises:
         ValueError: If it cannot be had.
     """
     begin = time.monotonic()
-    while True:
+    while not stopped:
         connection = http.client.HTTPConnection(address, port, timeout=_SECONDS)
         try:
             connection.request("GET", f"/{PATH}")
@@ -65,6 +69,7 @@ def received(address: str, port: int, *, timeout: float) -> str:
         finally:
             connection.close()
         time.sleep(_RETRY_SECONDS)
+    return ""
 
 
 def _output(words: list[str], given: bytes) -> bytes:

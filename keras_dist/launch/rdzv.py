@@ -49,7 +49,7 @@ def run_meeting(command: Command, meeting: Meeting, *, restarts: int = 0) -> int
     with processes.reaper(job), stopped_by_signals(*meeting.signals) as stopped:
         store, address = store_if_first(meeting, stopped)
         try:
-            secret = secret_of(meeting, store, address)
+            secret = secret_of(meeting, store, address, stopped)
             return _take_part(
                 command,
                 replace(meeting, secret=secret),
@@ -110,13 +110,19 @@ def _take_part(
     return code
 
 
-def secret_of(meeting: Meeting, store: Store | None, address: str) -> str:
+def secret_of(
+    meeting: Meeting,
+    store: Store | None,
+    address: str,
+    stopped: Sequence[int] = (),
+) -> str:
     """The secret of the job; under SLURM, the first host passes one by munge.
 
     Args:
         meeting: Where the hosts meet.
         store: The store, on the first host.
         address: Address of the first host.
+        stopped: The wait for it ends as soon as this list is not empty.
 
     Raises:
         ValueError: If there is none.
@@ -124,7 +130,8 @@ def secret_of(meeting: Meeting, store: Store | None, address: str) -> str:
     if meeting.secret or not meeting.has_munge:
         return meeting.secret
     if store is None:
-        return munge.received(address, meeting.port, timeout=meeting.timeout)
+        wait = meeting.timeout
+        return munge.received(address, meeting.port, timeout=wait, stopped=stopped)
     secret = secrets.token_hex(16)
     store.publish(munge.PATH, lambda: munge.credential(secret))
     return secret

@@ -9,7 +9,7 @@ import signal
 import sys
 
 from keras_dist.install import patch
-from keras_dist.launch.assignment import SECRET, Assignment
+from keras_dist.launch.assignment import SECRET, Assignment, patience
 from keras_dist.launch.host_store import HostStore, wait_for
 from keras_dist.launch.hosts import address_towards, slots
 from keras_dist.launch.meeting import TIMEOUT_SECONDS
@@ -57,7 +57,7 @@ def serve() -> int:
         check_own_name(own)
     known = variables_of(reached, meeting.port, secret)
     assignment = Assignment(slots=(), store=known, secret=secret)
-    print(json.dumps(assignment.variables(own)), flush=True)
+    print(json.dumps({**patience(), **assignment.variables(own)}), flush=True)
     if store is not None:
         sys.stdin.read()
     return 0
