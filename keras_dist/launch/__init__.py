@@ -3,10 +3,13 @@
 - `function`: `keras_dist.run`, which calls a function on many ranks
 - `worker`: the module that each rank of `keras_dist.run` runs
 - `command`: the command `keras-dist run`
+- `assignment`: which ranks a host runs, where the store is, who watches: all that a way
+  to start a job has to find out
 - `jobs`: one job: on this host or on several, with restarts
 - `ranks`: the ranks of one host: start them, watch them, end them
 - `processes`: find and end all processes of a job, even if the launcher is killed
 - `output`: what the ranks print, passed on to the terminal or to files
+- `reports`: run a host's ranks to their end, and report how it came
 - `failures`: which rank failed first, and the message for the user
 - `hosts`: which rank runs on which host, and addresses of this host
 - `rendezvous`: the key-value store in which the ranks find each other
@@ -15,6 +18,21 @@
 - `heartbeat`: heartbeats of the agents, by which a lost host is noticed
 - `own_name`: check a host's own name where Horovod has not our patch
 - `signals`: signals that stop a job
+- `restarts`: how often a job is started again, and after how long
+
+Hosts that meet, without ssh:
+
+- `meeting`: where, and who this host is, as the user or SLURM has said
+- `rdzv`: take part in such a job; the first host has the store
+- `gathering`, `coordinator`: in the process of the first host: who has come, and the
+  start, watch and restart of all ranks
+- `follower`: on each host: do what the first one orders
+- `members`: numbers of the hosts that have come, and the slots of their ranks
+- `host_store`: signed values that these hosts write for each other
+- `gpus`: how many ranks a host starts by default
+- `slurm_step`: what a step of SLURM knows of all this
+- `slurm_task`: how tasks of SLURM meet that are ranks themselves
+- `munge`: pass the secret of a job to other tasks of this user
 """
 
 from keras_dist.launch.function import run

@@ -1,29 +1,19 @@
 """Run a job, and restart it after a failure."""
 
 import secrets
-import signal
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from keras_dist.launch import agent, processes
-from keras_dist.launch.failures import explain, explain_lost, print_message
-from keras_dist.launch.heartbeat import LOST_SECONDS
+from keras_dist.launch.assignment import Assignment, assignments
+from keras_dist.launch.failures import explain, print_message
 from keras_dist.launch.hosts import LOOPBACK, Slot
-from keras_dist.launch.ranks import Command, Ranks
+from keras_dist.launch.ranks import Command
 from keras_dist.launch.remote_hosts import Reach, RemoteHosts
-from keras_dist.launch.rendezvous import interface, rendezvous
-from keras_dist.launch.signals import stopped_by_signals
-from keras_dist.monitor.status_store import status_store_of
-
-# The variable with the secret by which the ranks sign objects that they send.
-SECRET = "KERAS_DIST_SECRET"
-
-# The variable with the number of the restart, from 1; not set in the first run.
-RESTART = "KERAS_DIST_RESTART"
-
-# Seconds before a start after a host was lost; twice as long each time, up to a minute.
-_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 10.0, 60.0
+from keras_dist.launch.rendezvous import rendezvous
+from keras_dist.launch.reports import lost_text, ranks_in_words, run_ranks, verdict
+from keras_dist.launch.restarts import Restarts
+from keras_dist.launch.signals import is_saving, stopped_by_signals, stopped_text
 
 
 @dataclass(frozen=True)
@@ -73,37 +63,20 @@ def run_command(
             f"Received: -np {len(slots)} --restarts {restarts}"
         )
     job = secrets.token_hex(8)
-    lost_starts = 0
+    again = Restarts(restarts)
     # The reaper is forked, so before the first thread.
     with processes.reaper(job), stopped_by_signals() as stopped:
-        for restart in range(restarts + 1):
-            outcome = _run_once(command, slots, job, reach, restart, stopped)
-            if stopped:
-                _print_stopped(stopped[0], outcome.has_saved)
-                return 128 + stopped[0]
-            if outcome.code == 0 or restart == restarts:
+        while True:
+            outcome = _run_once(command, slots, job, reach, again.number, stopped)
+            if not outcome.code or stopped:
                 break
-            # A host that boots takes its time, and must not use up all restarts.
-            seconds = min(_WAIT_SECONDS * 2**lost_starts, _LONGEST_WAIT_SECONDS)
-            seconds = seconds if outcome.is_host_lost else 0.0
-            lost_starts = lost_starts + 1 if outcome.is_host_lost else 0
-            when = f", in {seconds:g} s" if seconds else ""
-            print_message(
-                f"keras-dist: start {restart + 2} of at most {restarts + 1}{when}."
-            )
-            begin = time.monotonic()
-            while time.monotonic() - begin < seconds and not stopped:
-                time.sleep(0.1)
-            if stopped:
-                _print_stopped(stopped[0], has_saved=False)
-                return 128 + stopped[0]
+            is_lost = outcome.is_host_lost
+            if not again.wait(is_host_lost=is_lost, is_stopped=lambda: bool(stopped)):
+                break
+    if stopped:
+        print_message(stopped_text(stopped[0], has_saved=outcome.has_saved))
+        return 128 + stopped[0]
     return outcome.code
-
-
-def _print_stopped(number: int, has_saved: bool) -> None:
-    name = signal.Signals(number).name
-    saved = "; the ranks have saved, and the same command goes on from there"
-    print_message(f"keras-dist: ended by {name}{saved if has_saved else ''}.")
 
 
 def _run_once(
@@ -117,62 +90,39 @@ def _run_once(
     secret = secrets.token_hex(16)
     address = LOOPBACK if reach is None else reach.address
     with rendezvous(slots, secret, address) as found:
-        environment = {**command.environment, **found, SECRET: secret}
-        if restart:
-            environment[RESTART] = str(restart)
-        full = replace(command, environment=environment)
+        planned = assignments(slots, found, secret, restart=restart)
         if reach is not None:
-            return _run_on_hosts(full, RemoteHosts(full, slots, job, reach), stopped)
-        return _run_here(full, slots, job, stopped)
+            return _run_on_hosts(RemoteHosts(command, planned, job, reach), stopped)
+        return _run_here(command, planned[0], job, stopped)
 
 
 def _run_here(
-    command: Command, slots: Sequence[Slot], job: str, stopped: list[int]
+    command: Command, assignment: Assignment, job: str, stopped: list[int]
 ) -> _Outcome:
-    own = {**command.environment, **interface(LOOPBACK)}
-    ranks = Ranks(replace(command, environment=own), slots, job)
-    message = ""
-    try:
-        ranks.start()
-        failures = ranks.wait(stopped)
-        if failures and not stopped:
-            message = explain(failures, ranks.where(), num_ranks=len(slots))
-    finally:
-        ranks.end(is_saving=stopped == [signal.SIGTERM])
-    if not message:
-        return _Outcome(0, has_saved=ranks.has_saved)
-    print_message(message)  # after the output of the ranks
-    return _Outcome(failures[0].code)
+    report = run_ranks(command, assignment, job, address=LOOPBACK, stopped=stopped)
+    if stopped or not report.failures:
+        return _Outcome(0, has_saved=report.saved)
+    size = len(assignment.slots)
+    print_message(explain(report.failures, report.where, num_ranks=size))
+    return _Outcome(report.code)
 
 
-def _run_on_hosts(
-    command: Command, remote: RemoteHosts, stopped: list[int]
-) -> _Outcome:
+def _run_on_hosts(remote: RemoteHosts, stopped: list[int]) -> _Outcome:
     codes: dict[str, int] = {}
     try:
         remote.start()
         remote.wait(stopped)
     finally:
-        codes = remote.end(is_saving=stopped == [signal.SIGTERM])
-    store = status_store_of(command.environment)
-    assert store is not None
-    failures, where = agent.read_reports(store, len(remote.hosts))
-    saved = agent.reported(store, len(remote.hosts))
+        codes = remote.end(is_saving=is_saving(stopped))
+    reports = agent.read_reports(remote.store, len(remote.hosts))
     if not codes or stopped:
-        is_saved = len(saved) == len(remote.hosts) and all(saved.values())
-        return _Outcome(0, has_saved=is_saved)
-    silent = [number for number in range(len(remote.hosts)) if number not in saved]
+        has_all = len(reports) == len(remote.hosts)
+        return _Outcome(0, has_saved=has_all and all(r.saved for r in reports.values()))
+    silent = [number for number in range(len(remote.hosts)) if number not in reports]
     cause = _host_to_blame(remote, silent, codes)
     hosts = {r: h for n, h in enumerate(remote.hosts) for r in remote.ranks_of(n)}
     unknown = [rank for number in silent for rank in remote.ranks_of(number)]
-    if cause is not None and all(failure.is_secondary for failure in failures):
-        text, code = cause
-        text = explain_lost(text, failures, where, hosts=hosts, unknown=unknown)
-    elif failures:
-        code, size = failures[0].code, remote.num_ranks
-        text = explain(failures, where, num_ranks=size, hosts=hosts, unknown=unknown)
-    else:
-        text, code = "keras-dist: the job was ended.", 1
+    text, code = verdict(list(reports.values()), cause, hosts=hosts, unknown=unknown)
     print_message(text)
     return _Outcome(code, is_host_lost=cause is not None)
 
@@ -186,9 +136,9 @@ def _host_to_blame(
         return None
     number = next(iter(remote.lost), failed[0])
     host, ranks = remote.hosts[number], remote.ranks_of(number)
-    named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    named = ranks_in_words(ranks)
     if number in remote.lost:
-        return f"host {host} does not answer since {LOST_SECONDS:g} s ({named}).", 1
+        return lost_text(host, ranks), 1
     code = codes[host] if codes[host] > 0 else 128 - codes[host]
     if not remote.has_run(number):
         return f"no ranks could be run on {host}: exit code {code}.", code

@@ -1,0 +1,124 @@
+"""How the ranks of each host have ended, as the hosts report it to who watches them."""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from keras_dist.launch.assignment import Assignment
+from keras_dist.launch.failures import Failure, explain, explain_lost, first_of
+from keras_dist.launch.heartbeat import LOST_SECONDS
+from keras_dist.launch.ranks import Command, Ranks
+from keras_dist.launch.signals import is_saving
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """How the ranks of one host have ended.
+
+    Args:
+        failures: The failures of ranks, the first one first.
+        where: The position of each rank in words, as of `Ranks.where`.
+        saved: Whether all ranks were asked to end, and have saved.
+        error: Why no rank could be started; empty if they were.
+    """
+
+    failures: Sequence[Failure] = ()
+    where: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    saved: bool = False
+    error: str = ""
+
+    def values(self) -> dict[str, Any]:
+        """The report as values of JSON."""
+        return dataclasses.asdict(self)
+
+    @property
+    def code(self) -> int:
+        """The exit code of the rank that failed first; 0 if none failed."""
+        return self.failures[0].code if self.failures else 1 if self.error else 0
+
+
+def report_of(values: Mapping[str, Any]) -> Report:
+    """The report that `Report.values` has made to values of JSON."""
+    return Report(
+        failures=[Failure(**failure) for failure in values["failures"]],
+        where={int(rank): text for rank, text in values["where"].items()},
+        saved=bool(values["saved"]),
+        error=values["error"],
+    )
+
+
+def verdict(
+    reports: Sequence[Report],
+    cause: tuple[str, int] | None,
+    *,
+    hosts: Mapping[int, str],
+    unknown: Collection[int],
+) -> tuple[str, int]:
+    """The message for the user, and the exit code, when a job on hosts has failed.
+
+    Args:
+        reports: The reports that have come.
+        cause: What happened to a host, and the exit code for it; `None` for nothing.
+            It counts if no rank was the first to fail.
+        hosts: The host of each rank.
+        unknown: Ranks of hosts that have sent no report.
+    """
+    failures = first_of([failure for report in reports for failure in report.failures])
+    where = {rank: text for report in reports for rank, text in report.where.items()}
+    if cause is not None and all(failure.is_secondary for failure in failures):
+        text, code = cause
+        text = explain_lost(text, failures, where, hosts=hosts, unknown=unknown)
+        return text, code
+    if failures:
+        size = len(hosts)
+        text = explain(failures, where, num_ranks=size, hosts=hosts, unknown=unknown)
+        return text, failures[0].code
+    return "keras-dist: the job was ended.", 1
+
+
+def lost_text(host: str, ranks: Sequence[int]) -> str:
+    """What is said of a host that sends no heartbeats."""
+    named = ranks_in_words(ranks)
+    return f"host {host} does not answer since {LOST_SECONDS:g} s ({named})."
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Numbers of ranks in words.
+
+    >>> ranks_in_words([1]), ranks_in_words([2, 3])
+    ('rank 1', 'ranks 2, 3')
+    """
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def run_ranks(
+    command: Command,
+    assignment: Assignment,
+    job: str,
+    *,
+    address: str,
+    stopped: Sequence[int],
+) -> Report:
+    """Run the ranks of this host until all have ended, one failed, or it is stopped.
+
+    Args:
+        command: The command that they run.
+        assignment: Which ranks they are.
+        job: Id of the job, by which their processes are found.
+        address: Address of this host, by which the others reach it.
+        stopped: Numbers of signals, to which others are appended; the ranks are ended
+            when it is not empty, by SIGTERM with time to save.
+    """
+    environment = {**command.environment, **assignment.variables(address)}
+    full = dataclasses.replace(command, environment=environment)
+    ranks = Ranks(full, assignment.slots, job)
+    failures: list[Failure] = []
+    where: dict[int, str] = {}
+    try:
+        ranks.start()
+        failures = ranks.wait(stopped)
+        if failures or assignment.number is not None:  # or another host has failures
+            where = ranks.where()
+    finally:
+        ranks.end(is_saving=is_saving(stopped))
+    return Report(failures, where, ranks.has_saved)
