@@ -13,11 +13,20 @@
 from keras_dist.monitor.record import here
 from keras_dist.monitor.status_store import StatusStore, status_store_of
 from keras_dist.monitor.usage import threads
-from keras_dist.monitor.watchdog import EXIT_CODE, limit_of, set_limit, start
+from keras_dist.monitor.watchdog import (
+    EXIT_CODE,
+    VARIABLE,
+    current_limit,
+    limit_of,
+    set_limit,
+    start,
+)
 
 __all__ = [
     "EXIT_CODE",
+    "VARIABLE",
     "StatusStore",
+    "current_limit",
     "here",
     "limit_of",
     "set_limit",

@@ -232,6 +232,11 @@ def set_limit(argument: float | None) -> None:
         _limit[:] = [limit_of(argument)]
 
 
+def current_limit() -> float:
+    """The limit that `set_limit` has set, else that of the environment."""
+    return _limit[0] if _limit else limit_of()
+
+
 def start(*, rank: int, size: int, ignored_threads: Collection[int]) -> None:
     """Start the watchdog of this rank; on one rank, which never waits, do nothing.
 
@@ -240,7 +245,7 @@ def start(*, rank: int, size: int, ignored_threads: Collection[int]) -> None:
         size: Number of ranks.
         ignored_threads: Ids of Horovod's threads.
     """
-    limit = _limit[0] if _limit else limit_of()
+    limit = current_limit()
     if size > 1 and limit and not _watchdog:
         watchdog = Watchdog(
             rank=rank,
