@@ -4,13 +4,20 @@ import contextlib
 import hashlib
 import hmac
 import importlib
+import json
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from keras_dist.launch.hosts import LOOPBACK, Slot, interface_of
+from keras_dist.monitor.status_store import ALL
 
-_FORBIDDEN = 403
+_OK, _BAD_REQUEST, _FORBIDDEN, _TIMEOUT = 200, 400, 403, 408
+
+# Bytes of one value at most. The largest are the addresses that Gloo keeps for a rank,
+# 0.15 MB where there are 1,000 ranks.
+_LARGEST = 1 << 26
 
 # Connections that the kernel accepts before the server does. Ranks connect all at once,
 # and one that finds no room tries again only after 1, 3 and 7 s.
@@ -77,6 +84,8 @@ class Store:
         handler = _guarded(http_server.RendezvousHandler, self._tokens)
         server = http_server.RendezvousHTTPServer((address, port), handler, 0)
         server.daemon_threads = True
+        # What is no request at all is no traceback on the user's screen.
+        server.handle_error = lambda request, address: None
         server.socket.listen(_BACKLOG)  # Horovod's server has 5
         self._server = server
         self.port: int = server.server_address[1]
@@ -168,18 +177,51 @@ def _guarded(handler: Any, tokens: dict[str, str]) -> Any:
             for token, prefix in list(tokens.items()):
                 if hmac.compare_digest(received, token.encode()):
                     self.path = f"/{prefix}{rest}"
-                    return True
+                    return rest.count("/") == 1 or self._refuse(_BAD_REQUEST)
+            return self._refuse(_FORBIDDEN)
+
+        def _refuse(self, status: int) -> bool:
             self.close_connection = True
-            self.send_status_code(_FORBIDDEN)
+            self.send_status_code(status)
             return False
 
         def do_GET(self) -> None:
-            if self._is_admitted():
+            if not self._is_admitted():
+                return
+            if not self.path.endswith(ALL):
                 super().do_GET()
+                return
+            _, scope, prefix = self.path.removesuffix(ALL).split("/")
+            with self.server.cache_lock:
+                values = dict(self.server.cache.get(scope, {}))
+            found = {
+                k: v.decode("latin-1")
+                for k, v in values.items()
+                if k.startswith(prefix)
+            }
+            body = json.dumps(found).encode()
+            self.send_response(_OK)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
 
         def do_PUT(self) -> None:
-            if self._is_admitted():
-                super().do_PUT()
+            if not self._is_admitted():
+                return
+            length = self.headers.get("Content-Length") or ""
+            if not re.fullmatch(r"\d{1,9}", length) or int(length) > _LARGEST:
+                self._refuse(_BAD_REQUEST)
+                return
+            try:
+                value = self.rfile.read(int(length))
+            except TimeoutError:
+                value = b""
+            if len(value) < int(length):  # Horovod's would keep what has come
+                self._refuse(_TIMEOUT)
+                return
+            _, scope, key = self.path.split("/")
+            self._put_value(scope, key, value)
+            self.send_status_code(_OK)
 
         def do_DELETE(self) -> None:
             if self._is_admitted():

@@ -37,13 +37,22 @@ class Report:
 
 
 def report_of(values: Mapping[str, Any]) -> Report:
-    """The report that `Report.values` has made to values of JSON."""
-    return Report(
-        failures=[Failure(**failure) for failure in values["failures"]],
-        where={int(rank): text for rank, text in values["where"].items()},
-        saved=bool(values["saved"]),
-        error=values["error"],
-    )
+    """The report that `Report.values` has made to values of JSON.
+
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError: If it is none.
+    """
+    failures = [Failure(**failure) for failure in values["failures"]]
+    texts = [values["error"], *values["where"].values()]
+    for failure in failures:
+        texts += [failure.summary, failure.text]
+        for number in (failure.rank, failure.time, failure.code):
+            if not isinstance(number, (int, float)):
+                raise TypeError(number)
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError(texts)
+    where = {int(rank): text for rank, text in values["where"].items()}
+    return Report(failures, where, bool(values["saved"]), values["error"])
 
 
 def merged(reports: Sequence[Report]) -> tuple[list[Failure], dict[int, str]]:

@@ -205,6 +205,10 @@ class Network:
         self._started.append(process)
         return process
 
+    def first(self, name: str) -> int:
+        """Process id of a host's first process."""
+        return self._first[name]
+
     def processes(self, name: str, *texts: str) -> list[psutil.Process]:
         """Processes of a host whose command lines contain all texts."""
         own = os.readlink(f"/proc/{self._first[name]}/ns/pid")
