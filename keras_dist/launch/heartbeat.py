@@ -94,8 +94,9 @@ class Presence:
         if pause > _LONGEST_LOOK:
             self._seen = {k: (n, t + pause) for k, (n, t) in self._seen.items()}
         self._looked = now
+        found = self._store.get_all(_name("")) or {}  # one request, however many hosts
         for number in running:
-            beats = self._store.get(_name(number))
+            beats = found.get(_name(number))
             if beats is not None and self._seen.get(number, (0, 0.0))[0] != beats:
                 self._seen[number] = beats, now
 
@@ -120,5 +121,5 @@ class Presence:
         return [number for number in running if number not in self._seen]
 
 
-def _name(number: int) -> str:
+def _name(number: int | str) -> str:
     return f"beat.{number}"

@@ -16,6 +16,10 @@ from keras_dist.launch.remote_hosts import Reach, RemoteHosts
 from keras_dist.launch.rendezvous import rendezvous
 from keras_dist.launch.reports import merged, run_ranks
 from keras_dist.launch.signals import is_saving, stopped_by_signals
+from keras_dist.monitor.rank_ranges import ranges
+
+# Files that are open at once: three pipes of each host, a connection of each rank.
+_FILES_OF_RANK = 8
 
 # Seconds before a start after a host was lost; twice as long each time, up to a minute.
 _WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 10.0, 60.0
@@ -69,6 +73,7 @@ def run_command(
         )
     job = secrets.token_hex(8)
     lost_starts = 0
+    processes.allow_files(_FILES_OF_RANK * len(slots))
     # The reaper is forked, so before the first thread.
     with processes.reaper(job), stopped_by_signals() as stopped:
         for restart in range(restarts + 1):
@@ -166,7 +171,7 @@ def _host_to_blame(
         return None
     number = next(iter(remote.lost), failed[0])
     host, ranks = remote.hosts[number], remote.ranks_of(number)
-    named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    named = f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
     if number in remote.lost:
         return f"host {host} does not answer since {LOST_SECONDS:g} s ({named}).", 1
     code = codes[host] if codes[host] > 0 else 128 - codes[host]
