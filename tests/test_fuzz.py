@@ -60,9 +60,9 @@ def altered(generator, value):
 @pytest.fixture
 def store():
     """A store with values, and the variables by which ranks find it."""
-    store = Store(SECRET)
-    store.open(slots(HOSTS))
-    yield store, variables_of("127.0.0.1", store.port, token_of(SECRET))
+    store = Store()
+    store.open(slots(HOSTS), SECRET)
+    yield store, variables_of("127.0.0.1", store.port, SECRET)
     store.close()
 
 

@@ -73,7 +73,7 @@ def command_line() -> str:
     )
     sections = []
     for name, sub in commands.choices.items():
-        if name == "host-agent":
+        if name in ("host-agent", "slurm-task"):
             continue  # started by `run`, and by nobody else
         usage = sub.format_usage().removeprefix("usage: ").strip()
         sections += [f"## keras-dist {name}", sub.description or "", ""]
