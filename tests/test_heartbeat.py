@@ -19,6 +19,10 @@ class Clock:
         """As of `StatusStore`."""
         return self.beats.get(name)
 
+    def get_all(self, prefix):
+        """As of `StatusStore`, where the names of all values begin so."""
+        return self.beats
+
 
 @pytest.fixture
 def clock(monkeypatch):

@@ -7,6 +7,7 @@ import sys
 import pytest
 from launch import ROOT
 
+from keras_dist.comm import open_mpi
 from keras_dist.comm.world import check_not_stranded
 
 # Variables of two tasks, as each program sets them for the second one. srun's are those
@@ -42,15 +43,79 @@ def test_a_task_that_is_alone_trains(environ):
     check_not_stranded(environ)
 
 
-def test_init_raises_it_before_anything_is_trained():
-    """From the environment alone, on every task."""
-    done = subprocess.run(
-        [sys.executable, "-c", "import keras_dist; keras_dist.init()"],
-        env={**os.environ, **_TASKS["srun"], "PYTHONPATH": str(ROOT)},
+def run(code, **environ):
+    """Run code in a new interpreter, with these variables."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def test_init_raises_it_before_anything_is_trained():
+    """From the environment alone, on every task."""
+    done = run("import keras_dist; keras_dist.init()", **_TASKS["srun"])
     assert done.returncode == 1
     assert "RuntimeError: Several tasks were started" in done.stderr
     assert "srun (SLURM), SLURM_PROCID=1, SLURM_STEP_NUM_TASKS=2" in done.stderr
+
+
+def test_mpirun_with_ranks_that_horovod_does_not_connect_is_an_error():
+    """As where Horovod has no MPI; each would train alone."""
+    ranks = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+    done = run("import keras_dist; keras_dist.init()", **ranks)
+    assert done.returncode == 1
+    assert "started 2 processes, but Horovod connects 1" in done.stderr
+    assert "keras-dist install-horovod --mpi" in done.stderr
+
+
+_BRIDGES = ["lo", "eth0", "docker0"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "is_on_cpu", "expected"),
+    [
+        ({}, True, ("1", "127.0.0.1/8,sppp,docker0", None)),
+        ({}, False, (None, "127.0.0.1/8,sppp,docker0", None)),
+        ({"yield": "0", "exclude": "lo"}, True, ("0", "lo", None)),
+        ({"include": "eth0"}, True, ("1", None, "eth0")),
+    ],
+)
+def test_open_mpi_does_not_spin_on_cpus_nor_connect_by_bridges(
+    monkeypatch, environ, is_on_cpu, expected
+):
+    """What the user has set stays."""
+    names = {
+        "yield": "OMPI_MCA_mpi_yield_when_idle",
+        "exclude": "OMPI_MCA_btl_tcp_if_exclude",
+        "include": "OMPI_MCA_btl_tcp_if_include",
+    }
+    own = {names[key]: value for key, value in environ.items()}
+    monkeypatch.setattr(os, "environ", own)
+    cards = list(enumerate(_BRIDGES))
+    monkeypatch.setattr(open_mpi.socket, "if_nameindex", lambda: cards)
+    open_mpi.prepare(is_on_cpu=is_on_cpu)
+    assert tuple(own.get(name) for name in names.values()) == expected
+
+
+_WAITS = """
+import time
+from keras_dist.comm import open_mpi
+with open_mpi.limited_start(0, 2):
+    pass
+time.sleep(0.5)
+print("in time", flush=True)
+with open_mpi.limited_start(0, 2):
+    time.sleep(60)
+"""
+
+
+def test_a_start_of_mpi_that_takes_too_long_ends_the_rank():
+    """With the exit code of a stall, and what to do."""
+    done = run(_WAITS, KERAS_DIST_STALL_SECONDS="0.2")
+    assert done.returncode == 70, done.stderr
+    assert "in time" in done.stdout
+    assert "MPI has not connected the ranks for 0.2 s" in done.stderr
+    assert "btl_tcp_if_include" in done.stderr

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist import monitor
+from keras_dist.comm import open_mpi
 from keras_dist.comm.world import World
 
 _INSTALL = "keras-dist install-horovod"
@@ -64,9 +65,15 @@ def connect(launcher: str, expected: World, *, has_process_sets: bool = False) -
             os.environ.setdefault(name, value)
     if has_process_sets:
         os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+    starting = contextlib.ExitStack()
+    if open_mpi.is_launcher(launcher):
+        open_mpi.prepare(is_on_cpu=is_on_cpu)
+        starting.enter_context(open_mpi.limited_start(expected.rank, expected.size))
+    if is_on_cpu:
+        starting.enter_context(_batch_scheduling())
     try:
         horovod = importlib.import_module("horovod.tensorflow")
-        with _batch_scheduling() if is_on_cpu else contextlib.nullcontext():
+        with starting:
             horovod.init()
     except Exception as error:  # after any error the user has to build Horovod again
         raise RuntimeError(

@@ -13,6 +13,7 @@
 - `failures`: which rank failed first, and the message for the user
 - `hosts`: which rank runs on which host, and addresses of this host
 - `rendezvous`: the key-value store in which the ranks find each other
+- `guarded`: the requests that the store answers
 - `remote_hosts`: start an agent on each host by ssh
 - `agent`: starts the ranks of its host, and reports their failures
 - `heartbeat`: heartbeats of the agents, by which a lost host is noticed

@@ -1,5 +1,6 @@
 """Run the ranks of one host: started by the launcher on each host of several."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -57,13 +58,11 @@ def serve() -> int:
     Returns:
         The exit code of the rank that failed first on this host; 0 if none failed.
     """
-    message = json.loads(sys.stdin.readline())
-    command = Command(**message["command"])
-    assignment = assignment_of(message["assignment"])
+    message, command, assignment = start_of(sys.stdin.buffer.readline())
     address = _checked(message, assignment)
     store = status_store_of(assignment.store)
     number = assignment.number
-    assert store is not None and number is not None
+    assert store is not None and number is not None  # `start_of` has checked it
     with processes.reaper(message["job"]), stopped_by_signals() as stopped:
         # After the fork of the reaper, which must come before the first thread.
         threading.Thread(target=_wait_for_stop, args=[stopped], daemon=True).start()
@@ -74,6 +73,32 @@ def serve() -> int:
         # Without a report the host counts as lost, and the store may be busy.
         any(store.put(_name(number), report.values()) for _ in range(_ATTEMPTS))
     return report.code
+
+
+def start_of(line: bytes) -> tuple[dict[str, Any], Command, Assignment]:
+    """The start message that `start_message` has made to a line.
+
+    Raises:
+        ValueError: If it is not one.
+    """
+    try:
+        message = json.loads(line)
+        command = Command(**message["command"])
+        assignment = assignment_of(message["assignment"])
+        slots, store = assignment.slots, status_store_of(assignment.store)
+        is_whole = bool(slots) and store is not None and assignment.number is not None
+        texts = [message[name] for name in ("folder", "job", "towards")]
+        is_whole &= all(isinstance(text, str) and "\0" not in text for text in texts)
+        int(assignment.store["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        is_whole = False
+    if not is_whole:
+        raise ValueError(
+            "The agent of a host is started by `keras-dist run -H`, which sends it a "
+            f"message. Received: {line[:50]!r}. The versions of keras_dist on the "
+            "hosts have to be the same."
+        )
+    return message, command, assignment
 
 
 def _checked(message: Mapping[str, Any], assignment: Assignment) -> str:
@@ -104,14 +129,24 @@ def read_reports(store: StatusStore, num_agents: int) -> dict[int, Report]:
         store: The store of the job.
         num_agents: Number of agents.
     """
-    found = {number: store.get(_name(number)) for number in range(num_agents)}
-    return {n: report_of(values) for n, values in found.items() if values is not None}
+    found = store.get_all(_name("")) or {}
+    reports = {}
+    for number in range(num_agents):
+        name = _name(number)
+        values = found[name] if name in found else store.get(name)
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+            reports[number] = report_of(values)  # else it is no report
+    return reports
 
 
-def _name(number: int) -> str:
+def _name(number: int | str) -> str:
     return f"host.{number}"
 
 
 def _wait_for_stop(stopped: list[int]) -> None:
-    is_saving = sys.stdin.readline() == SAVE
-    stopped.append(signal.SIGTERM if is_saving else signal.SIGHUP)
+    # Another line is none of the launcher's; the end of the input has no line.
+    while (line := sys.stdin.buffer.readline()) not in (b"", STOP.encode()):
+        if line == SAVE.encode():
+            stopped.append(signal.SIGTERM)
+            return
+    stopped.append(signal.SIGHUP)

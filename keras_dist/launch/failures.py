@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -9,7 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keras_dist.monitor.rank_ranges import ranges
+
 _KIB_PER_MIB = 1024
+
+# Of more ranks, those with the same outcome have one line.
+_MOST_LINES = 16
 
 # The error with which `checkpoint/saver.py` ends a rank that was asked to end.
 _SAVED = "SavedExit"
@@ -122,7 +128,8 @@ def explain(
         )
     where = {rank: f" on {host}" for rank, host in (hosts or {}).items()}
     named = f"{first.rank}{where.get(first.rank, '')}"
-    lines = [f"keras-dist: rank {named} failed first, {positions[first.rank]}."]
+    position = positions.get(first.rank, "and it is not known where")
+    lines = [f"keras-dist: rank {named} failed first, {position}."]
     lines += [first.text.rstrip()] if first.text else []
     lines += [f"Rank {named}: {first.summary}"]
     others = [rank for rank in range(num_ranks) if rank != first.rank]
@@ -147,7 +154,7 @@ def explain_lost(
         unknown: Ranks of hosts that have sent no report.
     """
     where = {rank: f" on {host}" for rank, host in hosts.items()}
-    known = [rank for rank in sorted(hosts) if rank not in unknown]
+    known = sorted(set(hosts) - set(unknown))
     lines = _outcomes(known, failures, positions, where, ())
     return "\n".join([f"keras-dist: {message}", *lines])
 
@@ -161,17 +168,32 @@ def _outcomes(
 ) -> list[str]:
     """A line for each of these ranks: where it was, and how it ended."""
     summaries = {failure.rank: failure.summary for failure in failures}
-    lines = []
+    without_report = set(unknown)
+    alike: dict[str, list[int]] = {}
     for rank in ranks:
-        name = f"Rank {rank}{where.get(rank, '')}"
-        if rank in unknown:
-            lines.append(f"{name}: its host has sent no report.")
+        if rank in without_report:
+            outcome = ": its host has sent no report."
         elif rank not in positions:
-            lines.append(f"{name} had ended already, with exit code 0.")
+            outcome = " had ended already, with exit code 0."
         else:
-            outcome = summaries.get(rank, "ended with it")
-            lines.append(f"{name} was {positions[rank]}: {outcome}")
-    return lines
+            outcome = f" was {positions[rank]}: {summaries.get(rank, 'ended with it')}"
+        alike.setdefault(outcome, []).append(rank)
+    if len(ranks) > _MOST_LINES:
+        return [_line(own, outcome, where) for outcome, own in alike.items()]
+    pairs = sorted((rank, text) for text, own in alike.items() for rank in own)
+    return [_line([rank], outcome, where) for rank, outcome in pairs]
+
+
+def _line(ranks: Sequence[int], outcome: str, where: Mapping[int, str]) -> str:
+    """One line for ranks with the same outcome."""
+    if len(ranks) == 1:
+        return f"Rank {ranks[0]}{where.get(ranks[0], '')}{outcome}"
+    hosts = {where.get(rank, "") for rank in ranks}
+    named = f" on {len(hosts)} hosts" if len(hosts) > 1 else hosts.pop()
+    many = re.sub("^ was", " were", outcome).replace(
+        ": its host has", ": their hosts have"
+    )
+    return f"Ranks {ranges(ranks)}{named}{many}"
 
 
 def print_message(text: str) -> None:

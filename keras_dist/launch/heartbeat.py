@@ -98,8 +98,9 @@ class Presence(Generic[_Host]):
         if pause > _LONGEST_LOOK:
             self._seen = {k: (n, t + pause) for k, (n, t) in self._seen.items()}
         self._looked = now
+        found = self._store.get_all(_name("")) or {}  # one request, however many hosts
         for number in running:
-            beats = self._store.get(_name(number))
+            beats = found.get(_name(number))
             if beats is not None and self._seen.get(number, (0, 0.0))[0] != beats:
                 self._seen[number] = beats, now
 

@@ -41,10 +41,6 @@ class HostStore(StatusStore):
         """Write a value; whether the store could be reached."""
         return self._request("PUT", name, self._signed(name, value)) is not None
 
-    def get(self, name: str) -> Any:
-        """Read a value; `None` if there is none, or the store cannot be reached."""
-        return self._verified(name, self._request("GET", name))
-
     def knock(self) -> tuple[str, str]:
         """Find out whether the store takes this host's requests.
 
@@ -78,7 +74,7 @@ class HostStore(StatusStore):
         text = json.dumps(value).encode()
         return self._signature(name, text) + text
 
-    def _verified(self, name: str, body: bytes | None) -> Any:
+    def _decoded(self, name: str, body: bytes | None) -> Any:
         signature, text = (body or b"")[:64], (body or b"")[64:]
         if not hmac.compare_digest(signature, self._signature(name, text)):
             return None
@@ -110,7 +106,7 @@ class FirstHostStore(HostStore):
     def get_all(self, prefix: str) -> dict[str, Any]:
         """All values whose names begin with a prefix, the first ones first."""
         found = {
-            name: self._verified(name, body)
+            name: self._decoded(name, body)
             for name, body in self._store.values(SCOPE).items()
             if name.startswith(prefix)
         }

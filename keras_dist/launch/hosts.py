@@ -4,6 +4,7 @@ import fcntl
 import os
 import socket
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,10 +61,11 @@ def slots(hosts: Sequence[tuple[str, int]]) -> list[Slot]:
     [('a', 0, 0, 0, 2), ('a', 1, 1, 0, 1), ('b', 2, 0, 1, 2)]
     """
     size = sum(count for _, count in hosts)
+    cross_sizes = Counter(k for _, count in hosts for k in range(count))
+    before: Counter[int] = Counter()  # hosts so far with a rank of this local rank
     result: list[Slot] = []
     for name, count in hosts:
         for local_rank in range(count):
-            crossing = [host for host, ranks in hosts if ranks > local_rank]
             result.append(
                 Slot(
                     rank=len(result),
@@ -71,10 +73,11 @@ def slots(hosts: Sequence[tuple[str, int]]) -> list[Slot]:
                     host=name,
                     local_rank=local_rank,
                     local_size=count,
-                    cross_rank=crossing.index(name),
-                    cross_size=len(crossing),
+                    cross_rank=before[local_rank],
+                    cross_size=cross_sizes[local_rank],
                 )
             )
+            before[local_rank] += 1
     return result
 
 

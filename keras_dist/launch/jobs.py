@@ -15,6 +15,9 @@ from keras_dist.launch.reports import lost_text, ranks_in_words, run_ranks, verd
 from keras_dist.launch.restarts import Restarts
 from keras_dist.launch.signals import is_saving, stopped_by_signals, stopped_text
 
+# Files that are open at once: three pipes of each host, a connection of each rank.
+_FILES_OF_RANK = 8
+
 
 @dataclass(frozen=True)
 class _Outcome:
@@ -63,6 +66,7 @@ def run_command(
             f"Received: -np {len(slots)} --restarts {restarts}"
         )
     job = secrets.token_hex(8)
+    processes.allow_files(_FILES_OF_RANK * len(slots))
     again = Restarts(restarts)
     # The reaper is forked, so before the first thread.
     with processes.reaper(job), stopped_by_signals() as stopped:

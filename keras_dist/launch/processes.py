@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import tempfile
@@ -13,6 +14,9 @@ from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1
 # Seconds to wait after SIGTERM before SIGKILL, and after SIGKILL.
 _TERM_SECONDS = 2.0
 _KILL_SECONDS = 5.0
+
+# Files that a small job has open.
+_FEW_FILES = 256
 
 
 def mark(job: str) -> str:
@@ -37,6 +41,20 @@ def make_folder(job: str) -> Path:
         job: Id of the job.
     """
     return Path(tempfile.mkdtemp(prefix=_prefix(job)))
+
+
+def allow_files(count: int) -> None:
+    """Let this process, and those that it starts, open so many files, if they may.
+
+    Args:
+        count: Number of files beside those of a small job.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    count += _FEW_FILES
+    if hard != resource.RLIM_INFINITY:
+        count = min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
 def members(job: str) -> list[int]:

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -79,6 +80,7 @@ class RemoteHosts:
         self.store = store
         self._presence = Presence[int](store)
         self._lost: list[int] = []
+        self._sending: dict[int, threading.Thread] = {}
 
     def start(self) -> None:
         """Start the agents, and send each one its start message."""
@@ -100,19 +102,19 @@ class RemoteHosts:
                 job=f"{self._job}_{number}",
                 launcher=self._reach.address,
             )
-            _send(agent, message)
+            self._send(number, message)
 
     def wait(self, stopped: Sequence[int]) -> None:
         """Wait until all agents have ended, or one has failed or is lost."""
-        while not stopped and any(agent.poll() is None for agent in self._agents):
-            self._output.pass_on(_TICK)
-            if any(agent.poll() for agent in self._agents):
+        while not stopped and (running := self._running()):
+            self._pass_on()
+            if any(agent.returncode for agent in self._agents):
                 break
-            self._presence.look(self._running())
-            self._lost = self._presence.lost(self._running())
+            self._presence.look(running)
+            self._lost = self._presence.lost(running)
             if self._lost:
                 break
-            for number in self._presence.late(self._running()):
+            for number in self._presence.late(running):
                 print_message(
                     f"keras-dist: {self.hosts[number]} has not answered yet; "
                     "still waiting for its agent."
@@ -129,12 +131,12 @@ class RemoteHosts:
         """
         for number in self._lost:
             self._agents[number].kill()
-        for agent in self._agents:
-            _send(agent, SAVE if is_saving else STOP)
+        for number in range(len(self._agents)):
+            self._send(number, SAVE if is_saving else STOP)
         begin = time.monotonic()
         seconds = _SAVE_SECONDS if is_saving else _STOP_SECONDS
         while self._running():
-            self._output.pass_on(_TICK)
+            self._pass_on()
             if time.monotonic() - begin > seconds:
                 break
         for agent in self._agents:
@@ -157,6 +159,22 @@ class RemoteHosts:
         """The ranks of a host, by its index."""
         return [slot.rank for slot in self._planned[number].slots]
 
+    def _pass_on(self) -> None:
+        """Pass on output for a tick, in which nothing else depends on its amount."""
+        end = time.monotonic() + _TICK
+        while (left := end - time.monotonic()) > 0:
+            self._output.pass_on(left)
+
+    def _send(self, number: int, line: str) -> None:
+        """Send a line to an agent, after those before, but wait for none of them.
+
+        What does not fit into the pipe is taken only when ssh is connected.
+        """
+        before = self._sending.get(number)
+        words = [self._agents[number], line, before]
+        self._sending[number] = threading.Thread(target=_write, args=words, daemon=True)
+        self._sending[number].start()
+
     def _running(self) -> list[int]:
         return [n for n, agent in enumerate(self._agents) if agent.poll() is None]
 
@@ -170,7 +188,11 @@ class RemoteHosts:
         return [*self._reach.ssh, host, shlex.join(["env", *variables, *agent])]
 
 
-def _send(agent: subprocess.Popen[bytes], line: str) -> None:
+def _write(
+    agent: subprocess.Popen[bytes], line: str, before: threading.Thread | None
+) -> None:
+    if before is not None:
+        before.join()
     try:
         assert agent.stdin is not None
         agent.stdin.write(line.encode())

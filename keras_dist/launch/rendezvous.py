@@ -5,12 +5,10 @@ import hashlib
 import hmac
 import importlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
+from keras_dist.launch.guarded import guarded
 from keras_dist.launch.hosts import LOOPBACK, Slot, interface_of
-
-_OK, _FORBIDDEN = 200, 403
 
 # Connections that the kernel accepts before the server does. Ranks connect all at once,
 # and one that finds no room tries again only after 1, 3 and 7 s.
@@ -78,9 +76,11 @@ class Store:
         self._opened: tuple[str, int] | None = None
         # What strangers may read, too.
         self._public: dict[str, Callable[[], bytes]] = {}
-        handler = _guarded(http_server.RendezvousHandler, self._tokens, self._public)
+        handler = guarded(http_server.RendezvousHandler, self._tokens, self._public)
         server = http_server.RendezvousHTTPServer((address, port), handler, 0)
         server.daemon_threads = True
+        # What is no request at all is no traceback on the user's screen.
+        server.handle_error = lambda request, address: None
         server.socket.listen(_BACKLOG)  # Horovod's server has 5
         self._server = server
         self.port: int = server.server_address[1]
@@ -189,51 +189,3 @@ def _scope_sizes(slots: Sequence[Slot]) -> dict[str, int]:
         sizes[f"local_{slot.host}"] = slot.local_size
         sizes[f"cross_{slot.local_rank}"] = slot.cross_size
     return sizes
-
-
-def _guarded(
-    handler: Any,
-    tokens: Mapping[str, str],
-    public: Mapping[str, Callable[[], bytes]],
-) -> Any:
-    """A subclass of Horovod's request handler that requires a token."""
-    one_at_a_time = threading.Lock()
-
-    class Guarded(handler):
-        path: str
-
-        def _is_admitted(self) -> bool:
-            first, _, rest = self.path.lstrip("/").partition("/")
-            received = first.partition(":")[0].encode()  # Horovod adds the port to it
-            for token, prefix in list(tokens.items()):
-                if hmac.compare_digest(received, token.encode()):
-                    self.path = f"/{prefix}{rest}"
-                    return True
-            self.close_connection = True
-            self.send_status_code(_FORBIDDEN)
-            return False
-
-        def do_GET(self) -> None:
-            make = public.get(self.path.lstrip("/"))
-            if make is not None:
-                with one_at_a_time:
-                    value = make()
-                self.send_response(_OK)
-                self.send_header("Content-Length", str(len(value)))
-                self.end_headers()
-                self.wfile.write(value)
-            elif self._is_admitted():
-                super().do_GET()
-
-        def do_PUT(self) -> None:
-            if self._is_admitted():
-                super().do_PUT()
-
-        def do_DELETE(self) -> None:
-            if self._is_admitted():
-                super().do_DELETE()
-
-        def do_HEAD(self) -> None:  # the inherited one shows files of this folder
-            self.send_status_code(_FORBIDDEN)
-
-    return Guarded

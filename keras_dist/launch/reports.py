@@ -9,6 +9,7 @@ from keras_dist.launch.failures import Failure, explain, explain_lost, first_of
 from keras_dist.launch.heartbeat import LOST_SECONDS
 from keras_dist.launch.ranks import Command, Ranks
 from keras_dist.launch.signals import is_saving
+from keras_dist.monitor.rank_ranges import ranges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +39,22 @@ class Report:
 
 
 def report_of(values: Mapping[str, Any]) -> Report:
-    """The report that `Report.values` has made to values of JSON."""
-    return Report(
-        failures=[Failure(**failure) for failure in values["failures"]],
-        where={int(rank): text for rank, text in values["where"].items()},
-        saved=bool(values["saved"]),
-        error=values["error"],
-    )
+    """The report that `Report.values` has made to values of JSON.
+
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError: If it is none.
+    """
+    failures = [Failure(**failure) for failure in values["failures"]]
+    texts = [values["error"], *values["where"].values()]
+    for failure in failures:
+        texts += [failure.summary, failure.text]
+        for number in (failure.rank, failure.time, failure.code):
+            if not isinstance(number, (int, float)):
+                raise TypeError(number)
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError(texts)
+    where = {int(rank): text for rank, text in values["where"].items()}
+    return Report(failures, where, bool(values["saved"]), values["error"])
 
 
 def verdict(
@@ -88,7 +98,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     >>> ranks_in_words([1]), ranks_in_words([2, 3])
     ('rank 1', 'ranks 2, 3')
     """
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
 
 
 def run_ranks(

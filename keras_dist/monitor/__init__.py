@@ -5,6 +5,8 @@
 - `stacks`: Python stacks, and the line of the user's code in them
 - `status_store`: heartbeats of the ranks, kept in the launcher's key-value store
 - `progress`: how long this rank has made no progress, by its record and its usage
+- `other_ranks`: what a rank knows of the others by their heartbeats
+- `rank_ranges`: many ranks in few words
 - `watchdog`: a thread that ends the job if no rank makes progress
 - `rank_process`: the process of a rank under `keras-dist run`, which runs the user's
   script; and the report that it writes for the launcher if it fails
@@ -13,11 +15,20 @@
 from keras_dist.monitor.record import here
 from keras_dist.monitor.status_store import StatusStore, status_store_of
 from keras_dist.monitor.usage import threads
-from keras_dist.monitor.watchdog import EXIT_CODE, limit_of, set_limit, start
+from keras_dist.monitor.watchdog import (
+    EXIT_CODE,
+    VARIABLE,
+    current_limit,
+    limit_of,
+    set_limit,
+    start,
+)
 
 __all__ = [
     "EXIT_CODE",
+    "VARIABLE",
     "StatusStore",
+    "current_limit",
     "here",
     "limit_of",
     "set_limit",

@@ -15,6 +15,9 @@ from urllib.parse import urlsplit
 SCOPE = "keras_dist_watch"
 _SECONDS = 2.0
 
+# In the store of `keras-dist run`, a name that ends so reads all that begin with it.
+ALL = "*"
+
 
 class StatusStore:
     """Small JSON values by name, in the launcher's key-value store.
@@ -37,10 +40,23 @@ class StatusStore:
 
     def get(self, name: str) -> Any:
         """Read a value; `None` if there is none, or the store cannot be reached."""
-        try:
-            return json.loads(self._request("GET", name) or "null")
-        except ValueError:
+        return self._decoded(name, self._request("GET", name))
+
+    def get_all(self, prefix: str) -> dict[str, Any] | None:
+        """Read all values whose names begin with a prefix, by one request.
+
+        Returns:
+            `None` if the store cannot be reached, or is Horovod's, which cannot do it.
+        """
+        found = _value_of(self._request("GET", f"{prefix}{ALL}"))
+        if not isinstance(found, dict):
             return None
+        texts = {name: str(text).encode("latin-1") for name, text in found.items()}
+        return {name: self._decoded(name, text) for name, text in texts.items()}
+
+    def _decoded(self, name: str, text: bytes | None) -> Any:
+        """The value of a name that the store has as this text."""
+        return _value_of(text)
 
     def _request(
         self, method: str, name: str, body: bytes | None = None
@@ -58,6 +74,13 @@ class StatusStore:
             return None
         finally:
             connection.close()
+
+
+def _value_of(text: bytes | None) -> Any:
+    try:
+        return json.loads(text or "null")
+    except (ValueError, RecursionError):  # not written by `put`
+        return None
 
 
 def status_store_of(environ: Mapping[str, str] | None = None) -> StatusStore | None:

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import re
 import socket
 import sys
 import threading
@@ -9,8 +10,9 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from keras_dist.monitor import rank_process, record, stacks, usage
-from keras_dist.monitor.progress import Progress, is_work
+from keras_dist.monitor import rank_process, record, stacks
+from keras_dist.monitor.other_ranks import OtherRanks
+from keras_dist.monitor.progress import Progress
 from keras_dist.monitor.status_store import StatusStore, status_store_of
 
 VARIABLE = "KERAS_DIST_STALL_SECONDS"
@@ -20,9 +22,8 @@ DEFAULT_LIMIT = 120.0
 # code of a rank that was asked to end and has saved a checkpoint.)
 EXIT_CODE = 70
 
-# Another rank counts as idle after this fraction of the limit, since the last progress
-# of all may have been noticed a little later there.
-_ALMOST = 0.8
+# A line of `OtherRanks.announce`.
+_MISSING = re.compile(r"Ranks? [\d, to]+ (is|are) missing")
 
 
 class Watchdog(threading.Thread):
@@ -47,14 +48,14 @@ class Watchdog(threading.Thread):
         store: StatusStore | None,
     ) -> None:
         super().__init__(name="keras_dist.monitor", daemon=True)
-        self._rank, self._size, self._limit, self._store = rank, size, limit, store
+        self._rank, self._limit = rank, limit
         self._ignored_threads = set(ignored_threads)
         self._tick = min(max(limit / 12, 0.2), 5.0)
         self._stop_event = threading.Event()
         self._beats = 0
-        # For each other rank: its last heartbeat, when that was first seen, and what
-        # the process had used by then.
-        self._seen: dict[int, tuple[int, float, usage.Usage]] = {}
+        self._others: OtherRanks | None = None
+        if store is not None:
+            self._others = OtherRanks(store, rank=rank, size=size, limit=limit)
 
     def stop(self) -> None:
         """Stop watching, because this process is about to exit."""
@@ -82,8 +83,8 @@ class Watchdog(threading.Thread):
             idle: Seconds without progress of this rank.
         """
         self._beats += 1
-        if self._store is not None:
-            self._store.put(str(self._rank), self._status(idle))
+        if self._others is not None:
+            self._others.publish(self._status(idle))
 
     def _status(self, idle: float) -> dict[str, Any]:
         position = record.here.position
@@ -104,52 +105,30 @@ class Watchdog(threading.Thread):
 
     def _is_stalled(self, idle: float, now: float) -> bool:
         """Whether no rank makes progress while a rank is in a fit or a collective."""
-        if self._store is None:
+        if self._others is None:
             # A rank that waits in a collective cannot know whether the others work. So
             # only a rank that is idle in the user's code, in a fit, ends the job.
             status = self._status(idle)
             return idle > self._limit and bool(
                 status["is_with_others"] and status["code"]
             )
-        if self._store.get("stalled"):
+        if self._others.announced() is not None:
             return True
-        statuses = [self._status(idle)]
-        for rank in range(self._size):
-            if rank != self._rank:
-                status = self._store.get(str(rank))
-                if status is None or not self._is_idle(rank, status, now):
-                    return False
-                statuses.append(status)
-        return idle > self._limit and any(each["is_with_others"] for each in statuses)
-
-    def _is_idle(self, rank: int, status: dict[str, Any], now: float) -> bool:
-        """Whether another rank makes no progress, by its heartbeats."""
-        beat, since, before = self._seen.get(rank, (-1, 0.0, {}))
-        is_here = status["host"] == socket.gethostname()
-        pid, ignored = status["pid"], status["without"]
-        if status["beat"] == beat:
-            # No new heartbeat: the process is suspended, has ended, or works in a
-            # library that keeps the GIL so that its watchdog cannot run.
-            after = usage.used(pid, ignored_threads=ignored)
-            grown = usage.growth(before, after)
-            if is_here and is_work(grown, now - since):
-                self._seen[rank] = beat, now, after
-                return False
-            return now - since > self._limit / 4
-        used = usage.used(pid, ignored_threads=ignored) if is_here else {}
-        self._seen[rank] = status["beat"], now, used
-        return bool(status["idle"] > _ALMOST * self._limit)
-
-    def _has_no_heartbeat(self, rank: int, status: dict[str, Any]) -> bool:
-        beat, since, _ = self._seen.get(rank, (-1, 0.0, {}))
-        return bool(
-            status["beat"] == beat and time.monotonic() - since > self._limit / 4
-        )
+        if not self._others.observes(now):
+            return False
+        are_idle, is_any_with_others = self._others.are_idle(now)
+        own = self._status(idle)
+        is_any_with_others |= own["is_with_others"]
+        return are_idle and idle > self._limit and is_any_with_others
 
     def _end(self, idle: float) -> None:
         """Print where every rank is and the stacks of this one, and exit."""
         own = self._status(idle)
-        rank_lines = self._lines_of_ranks(own)
+        rank_lines: list[str] = []
+        if self._others is not None:
+            announced = self._others.announced()
+            now = time.monotonic()
+            rank_lines = announced or self._others.announce(own, now)
         message = f"no rank has made progress for {self._limit:g} s"
         code = own["code"] or "it waits there"
         lines = [
@@ -164,39 +143,14 @@ class Watchdog(threading.Thread):
         os.write(2, text.encode(errors="replace"))
         # A rank that is in the user's code while others wait for it is the cause.
         is_secondary = not own["code"] and any(
-            "is missing" in line for line in rank_lines
+            _MISSING.match(line) for line in rank_lines
         )
         rank_process.write_report(
             "Stalled", message, text, is_secondary=is_secondary, code=EXIT_CODE
         )
-        if self._store is not None:
-            self._store.put("stalled", self._rank)
         sys.stdout.flush()
         time.sleep(2 * self._tick + 1)  # until the other ranks have printed, too
         os._exit(EXIT_CODE)
-
-    def _lines_of_ranks(self, own: dict[str, Any]) -> list[str]:
-        """A line for each missing rank, and for each position in which ranks wait."""
-        if self._store is None:
-            return []
-        ranks = range(self._size)
-        statuses = {
-            r: own if r == self._rank else self._store.get(str(r)) for r in ranks
-        }
-        waiting: dict[str, list[int]] = {}
-        lines = []
-        for rank, status in statuses.items():
-            if status is None or self._has_no_heartbeat(rank, status):
-                lines.append(f"Rank {rank} is missing: it does not answer.")
-            elif status["code"]:
-                position = f"{status['position']}, {status['code']}"
-                lines.append(f"Rank {rank} is missing: {position}.")
-            else:
-                waiting.setdefault(status["position"], []).append(rank)
-        for position, those in waiting.items():
-            names = ", ".join(map(str, those))
-            lines.append(f"Waiting {position}: rank{'s' * (len(those) > 1)} {names}.")
-        return lines
 
 
 _watchdog: list[Watchdog] = []
@@ -232,6 +186,11 @@ def set_limit(argument: float | None) -> None:
         _limit[:] = [limit_of(argument)]
 
 
+def current_limit() -> float:
+    """The limit that `set_limit` has set, else that of the environment."""
+    return _limit[0] if _limit else limit_of()
+
+
 def start(*, rank: int, size: int, ignored_threads: Collection[int]) -> None:
     """Start the watchdog of this rank; on one rank, which never waits, do nothing.
 
@@ -240,7 +199,7 @@ def start(*, rank: int, size: int, ignored_threads: Collection[int]) -> None:
         size: Number of ranks.
         ignored_threads: Ids of Horovod's threads.
     """
-    limit = _limit[0] if _limit else limit_of()
+    limit = current_limit()
     if size > 1 and limit and not _watchdog:
         watchdog = Watchdog(
             rank=rank,

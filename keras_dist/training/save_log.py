@@ -18,7 +18,8 @@ _NAME, _SAVES = "saves", 64
 _BEGIN_SECONDS, _WRITE_SECONDS = 5.0, 600.0
 
 # The interval between two looks into the store grows from the first to the second.
-_SHORTEST, _LONGEST = 0.01, 0.25
+# Of all ranks together there are at most so many a second.
+_SHORTEST, _LONGEST, _LOOKS = 0.01, 0.25, 400.0
 
 
 class SaveLog:
@@ -31,10 +32,12 @@ class SaveLog:
 
     Args:
         store: The launcher's store; `None` if it has none.
+        size: Number of ranks.
     """
 
-    def __init__(self, store: monitor.StatusStore | None) -> None:
+    def __init__(self, store: monitor.StatusStore | None, size: int = 1) -> None:
         self._store = store
+        self._longest = max(_LONGEST, size / _LOOKS)
         self._interval = 0
         self._numbers: dict[str, int] = {}
 
@@ -42,7 +45,7 @@ class SaveLog:
     def of(world: World) -> "SaveLog":
         """The log of this rank."""
         store = monitor.status_store_of()
-        return FirstRankLog(store) if world.is_first else SaveLog(store)
+        return FirstRankLog(store) if world.is_first else SaveLog(store, world.size)
 
     @property
     def has_store(self) -> bool:
@@ -84,7 +87,7 @@ class SaveLog:
             if is_past or time.monotonic() - start > limit:
                 return False
             time.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST)
+            pause = min(pause * 1.5, self._longest)
         return False
 
     def _count(self, name: str) -> tuple[str, int]:

@@ -119,6 +119,7 @@ class Network:
         self._switch: subprocess.Popen[bytes] | None = None
         self._first: dict[str, int] = {}
         self._changed: set[str] = set()
+        self._bridges: set[tuple[str, str]] = set()
         self._hosts: list[subprocess.Popen[bytes]] = []
         self._started: list[subprocess.Popen[str]] = []
 
@@ -204,6 +205,10 @@ class Network:
         self._started.append(process)
         return process
 
+    def first(self, name: str) -> int:
+        """Process id of a host's first process."""
+        return self._first[name]
+
     def processes(self, name: str, *texts: str) -> list[psutil.Process]:
         """Processes of a host whose command lines contain all texts."""
         own = os.readlink(f"/proc/{self._first[name]}/ns/pid")
@@ -227,6 +232,16 @@ class Network:
         self._changed.add(name)
         state = "up" if is_up else "down"
         self._on_switch("ip", "link", "set", f"to-{name}{network}", state)
+
+    def add_bridge(self, name: str, card: str, address: str) -> None:
+        """A bridge of a host's own, as a container engine makes it."""
+        self._bridges.add((name, card))
+        for words in (
+            f"ip link add {card} type bridge",
+            f"ip addr add {address} dev {card}",
+            f"ip link set {card} up",
+        ):
+            self._in_net(name, words)
 
     def power_off(self, name: str) -> None:
         """A power cut: nobody hears of it, so the cables come first."""
@@ -302,7 +317,10 @@ class Network:
                 for network in (0, 1):
                     self.link(name, is_up=True, network=network)
                 self.drop_rules(name)
+        for name, card in self._bridges:
+            self._in_net(name, f"ip link del {card}", check=False)
         self._changed.clear()
+        self._bridges.clear()
 
     def bytes_of(self, name: str, network: int) -> int:
         """Bytes that a host's card has sent and received."""

@@ -1,0 +1,62 @@
+"""Training by `mpirun`, where it and a Horovod with MPI are installed."""
+
+import shutil
+import sys
+
+import pytest
+from test_training import TRAIN, alone, assert_equal, found_of
+
+from keras_dist.install import patch
+
+__all__ = ["alone"]  # a fixture
+
+
+def missing():
+    """What `mpirun` lacks here; empty if nothing."""
+    if shutil.which("mpirun") is None:
+        return "mpirun: apt-get install openmpi-bin"
+    library = patch.installed_library()
+    if library is None or b"libmpi." not in library.read_bytes():
+        return "MPI in Horovod: keras-dist install-horovod --mpi"
+    return ""
+
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=f"left out: no {missing()}")
+
+
+def start(net, *words, **env):
+    """A command of one rank on each of two hosts."""
+    mpirun = ["mpirun", "--allow-run-as-root", "-np", 2, "-H", "a:1,b:1"]
+    for name in ("PATH", "PYTHONPATH", "KERAS_DIST_STALL_SECONDS"):
+        mpirun += ["-x", name]
+    env = {"KERAS_DIST_STALL_SECONDS": "120", **env}
+    return net.run("a", [*mpirun, *words], env=env)
+
+
+@pytest.fixture
+def docker(net):
+    """Both hosts have a bridge for containers, and it has one address."""
+    for name in "ab":
+        net.add_bridge(name, "docker0", "172.17.0.1/16")
+
+
+def test_two_hosts_that_both_have_docker_train_as_one_process(
+    net, shared, alone, docker
+):
+    """MPI would wait for ever on the network of docker's bridge."""
+    path = shared / "mpirun.npy"
+    done = start(net, sys.executable, TRAIN, path)
+    assert done.returncode == 0, done.stderr
+    assert found_of(done.stdout, 2) == [(0, 1, "a"), (0, 1, "b")]
+    assert "2 on 2 hosts" in done.stdout
+    assert_equal(path, alone(2))
+
+
+def test_a_network_that_leads_nowhere_ends_the_job(net, shared, docker):
+    """At the stall limit, and it says how to name another one."""
+    exclude = ["--mca", "btl_tcp_if_exclude", "127.0.0.1/8"]
+    words = [*exclude, sys.executable, TRAIN, shared / "nowhere.npy"]
+    done = start(net, *words, KERAS_DIST_STALL_SECONDS="10")
+    assert done.returncode == 70, done.stderr
+    assert "MPI has not connected the ranks for 10 s" in done.stderr
+    assert "docker0" in done.stderr and "btl_tcp_if_include" in done.stderr

@@ -1,0 +1,211 @@
+"""Random messages neither end nor confuse the store, the launcher or an agent."""
+
+import io
+import json
+import random
+import socket
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from keras_dist.launch import agent
+from keras_dist.launch.assignment import assignments
+from keras_dist.launch.failures import Failure, explain, first_of
+from keras_dist.launch.heartbeat import Presence
+from keras_dist.launch.hosts import slots
+from keras_dist.launch.ranks import Command
+from keras_dist.launch.rendezvous import Store, token_of, variables_of
+from keras_dist.launch.reports import Report, merged
+from keras_dist.monitor.status_store import StatusStore, status_store_of
+
+MESSAGES = 10_000
+SECRET = "the secret of the job"
+HOSTS = [("a", 2), ("b", 1)]
+
+_VALUES = [None, True, -1, 1e308, "", "x", [], [[]], {}, {"rank": 0}, "\0", "ü" * 9]
+
+
+def mutated(generator, message):
+    """A message with a few changes: bytes replaced, left out, or repeated."""
+    changed = bytearray(message)
+    for _ in range(generator.randint(0, 4)):
+        begin = generator.randrange(len(changed) + 1)
+        end = min(len(changed), begin + generator.randint(0, 12))
+        kind = generator.randrange(4)
+        if kind == 0:
+            changed[begin:end] = generator.randbytes(end - begin)
+        elif kind == 1:
+            del changed[begin:end]
+        elif kind == 2:
+            changed[begin:begin] = changed[begin:end] * generator.randint(1, 40)
+        else:
+            del changed[begin:]
+    return bytes(changed)
+
+
+def altered(generator, value):
+    """A JSON value in which one of the values inside is another one, or is missing."""
+    if not isinstance(value, (dict, list)) or not value or generator.random() < 0.2:
+        return generator.choice(_VALUES)
+    copy = value.copy()
+    key = generator.choice(list(copy) if isinstance(copy, dict) else range(len(copy)))
+    if generator.random() < 0.2:
+        del copy[key]
+    else:
+        copy[key] = altered(generator, copy[key])
+    return copy
+
+
+@pytest.fixture
+def store():
+    """A store with values, and the variables by which ranks find it."""
+    store = Store()
+    store.open(slots(HOSTS), SECRET)
+    yield store, variables_of("127.0.0.1", store.port, SECRET)
+    store.close()
+
+
+def request(method, path, body=b"", *lines):
+    """A request of HTTP."""
+    head = [f"{method} {path} HTTP/1.1", "Host: a", *lines]
+    return "\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body
+
+
+def answer_of(server, message):
+    """What the store answers, without a thread of its own."""
+    near, far = socket.socketpair()
+    with near, far:
+        near.sendall(message[:100_000])
+        near.shutdown(socket.SHUT_WR)
+        server.finish_request(far, ("10.0.0.1", 1))
+        far.shutdown(socket.SHUT_WR)
+        return near.recv(1000)
+
+
+def test_a_stranger_changes_nothing_in_the_store(store, capfd):
+    """Random requests without the token, many of which were valid with it."""
+    generator = random.Random(17)
+    own, variables = store
+    ranks = status_store_of(variables)
+    assert ranks.put("beat.0", 1) and ranks.put("host.1", {"saved": True})
+    before = {name: dict(scope) for name, scope in own._server.cache.items()}
+    tokens = ["", "0" * 32, SECRET, token_of(SECRET)[:31], token_of("another"), "ü"]
+    accepted = []
+    for _ in range(MESSAGES):
+        method = generator.choice(["GET", "PUT", "DELETE", "HEAD", "POST", "get"])
+        path = f"/{generator.choice(tokens)}:{own.port}/keras_dist_watch/beat.0"
+        message = mutated(generator, request(method, path, b'{"saved": true}'))
+        if generator.random() < 0.1:
+            message = generator.randbytes(generator.randint(0, 300))
+        status = answer_of(own._server, message).split(b"\r\n")[0].split(b" ")[1:2]
+        accepted += [message] if status == [b"200"] else []
+    assert accepted == []
+    assert {name: dict(scope) for name, scope in own._server.cache.items()} == before
+    assert ranks.get("beat.0") == 1
+    assert capfd.readouterr().err == ""
+
+
+def test_what_a_rank_sends_by_mistake_ends_neither_store_nor_launcher(store, capfd):
+    """With the token, over connections of their own; the store answers the next one."""
+    generator = random.Random(18)
+    own, variables = store
+    ranks, threads = status_store_of(variables), threading.active_count()
+    path = f"/{token_of(SECRET)}:{own.port}/keras_dist_watch/"
+    for number in range(500):
+        name = generator.choice(["beat.0", "host.0", "a/b", "", "*", "x*", "../x"])
+        message = request(generator.choice(["GET", "PUT", "DELETE"]), path + name, b"1")
+        with socket.create_connection(("127.0.0.1", own.port)) as link:
+            link.sendall(mutated(generator, message))
+            if number % 2:
+                link.shutdown(socket.SHUT_WR)
+                link.recv(100)
+    assert ranks.put("beat.0", 7) and ranks.get("beat.0") == 7
+    assert threading.active_count() < threads + 300
+    assert capfd.readouterr().err == ""
+
+
+def test_a_value_is_taken_whole_or_not_at_all(store):
+    """Lengths that are none, too large, or more than what comes."""
+    own, variables = store
+    ranks = status_store_of(variables)
+    ranks.put("beat.0", 1)
+    path = f"/{token_of(SECRET)}:{own.port}/keras_dist_watch/beat.0"
+    for length in ("", "x", "-1", "1e3", "99", "9" * 5000, "999999999"):
+        message = f"PUT {path} HTTP/1.1\r\nContent-Length: {length}\r\n\r\n22"
+        answer = answer_of(own._server, message.encode())
+        assert b" 40" in answer.split(b"\r\n")[0], (length, answer)
+    assert ranks.get("beat.0") == 1
+
+
+class Values(StatusStore):
+    """A store that answers with what it is given."""
+
+    def __init__(self, values):
+        self.texts = {name: json.dumps(value).encode() for name, value in values}
+
+    def _request(self, method, name, body=None):
+        if name.endswith("*"):
+            found = {n: t.decode("latin-1") for n, t in self.texts.items()}
+            return json.dumps(found).encode()
+        return self.texts.get(name)
+
+
+def test_a_report_that_is_none_counts_as_not_sent():
+    """The launcher reads reports and heartbeats, and what it reads makes a message."""
+    generator = random.Random(19)
+    failure = Failure(2, 1.5, 3, "KeyError: 'tea'", "Traceback", is_secondary=False)
+    whole = json.loads(json.dumps(Report([failure], {2: "in step 1"}).values()))
+    presence = Presence(Values([]))
+    is_read = 0
+    for _ in range(MESSAGES):
+        values = altered(generator, whole)
+        beat = generator.choice([*_VALUES, 5])
+        store = Values([("host.1", values), ("beat.1", beat)])
+        reports = agent.read_reports(store, 2)
+        assert all(isinstance(report, Report) for report in reports.values())
+        failures, where = merged(list(reports.values()))
+        if failures:
+            is_read += 1
+            assert explain(first_of(failures), where, num_ranks=3)
+        presence._store, presence._looked = store, 0.0
+        presence.look([0, 1])
+        presence.lost([0, 1])
+    assert agent.read_reports(Values([("host.1", whole)]), 2)[1].failures == [failure]
+    assert 0 < is_read < MESSAGES
+
+
+def test_an_agent_takes_a_whole_start_message_alone():
+    """All else is an error that says what an agent is for, before anything starts."""
+    generator = random.Random(20)
+    planned = assignments(slots(HOSTS), variables_of("127.0.0.1", 1, "t"), "secret")
+    command = Command(kind="script", words=["a.py"], environment={"A": "b"})
+    line = agent.start_message(command, planned[0], job="1_0", launcher="127.0.0.1")
+    assert agent.start_of(line.encode())[1:] == (command, planned[0])
+    refused = 0
+    for number in range(MESSAGES):
+        if number % 2:
+            message = mutated(generator, line.encode())
+        else:
+            message = json.dumps(altered(generator, json.loads(line))).encode()
+        try:
+            agent.start_of(message)
+        except ValueError as error:
+            refused += 1
+            assert "started by `keras-dist run -H`" in str(error)
+    assert refused > MESSAGES / 2
+
+
+def test_an_agent_goes_on_until_the_launcher_ends_it(monkeypatch):
+    """Random lines are none of the launcher's; the end of the connection ends it."""
+    generator = random.Random(21)
+    lines = [generator.randbytes(generator.randint(0, 40)) for _ in range(MESSAGES)]
+    noise = b"\n".join(line.replace(b"\n", b"") for line in lines) + b"\n"
+
+    for end, expected in ((b"save\n", 15), (b"stop\n", 1), (b"", 1)):
+        stdin = SimpleNamespace(buffer=io.BytesIO(noise + end))
+        monkeypatch.setattr("sys.stdin", stdin)
+        stopped = []
+        agent._wait_for_stop(stopped)
+        assert stopped == [expected]
+        assert stdin.buffer.read() == b""
