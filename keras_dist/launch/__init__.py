@@ -3,10 +3,13 @@
 - `function`: `keras_dist.run`, which calls a function on many ranks
 - `worker`: the module that each rank of `keras_dist.run` runs
 - `command`: the command `keras-dist run`
+- `assignment`: which ranks a host runs, where the store is, who watches: all that a way
+  to start a job has to find out
 - `jobs`: one job: on this host or on several, with restarts
 - `ranks`: the ranks of one host: start them, watch them, end them
 - `processes`: find and end all processes of a job, even if the launcher is killed
 - `output`: what the ranks print, passed on to the terminal or to files
+- `reports`: run a host's ranks to their end, and report how it came
 - `failures`: which rank failed first, and the message for the user
 - `hosts`: which rank runs on which host, and addresses of this host
 - `rendezvous`: the key-value store in which the ranks find each other

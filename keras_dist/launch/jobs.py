@@ -4,23 +4,18 @@ import secrets
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from keras_dist.launch import agent, processes
+from keras_dist.launch.assignment import Assignment, assignments
 from keras_dist.launch.failures import explain, explain_lost, print_message
 from keras_dist.launch.heartbeat import LOST_SECONDS
 from keras_dist.launch.hosts import LOOPBACK, Slot
-from keras_dist.launch.ranks import Command, Ranks
+from keras_dist.launch.ranks import Command
 from keras_dist.launch.remote_hosts import Reach, RemoteHosts
-from keras_dist.launch.rendezvous import interface, rendezvous
-from keras_dist.launch.signals import stopped_by_signals
-from keras_dist.monitor.status_store import status_store_of
-
-# The variable with the secret by which the ranks sign objects that they send.
-SECRET = "KERAS_DIST_SECRET"
-
-# The variable with the number of the restart, from 1; not set in the first run.
-RESTART = "KERAS_DIST_RESTART"
+from keras_dist.launch.rendezvous import rendezvous
+from keras_dist.launch.reports import merged, run_ranks
+from keras_dist.launch.signals import is_saving, stopped_by_signals
 
 # Seconds before a start after a host was lost; twice as long each time, up to a minute.
 _WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 10.0, 60.0
@@ -117,51 +112,36 @@ def _run_once(
     secret = secrets.token_hex(16)
     address = LOOPBACK if reach is None else reach.address
     with rendezvous(slots, secret, address) as found:
-        environment = {**command.environment, **found, SECRET: secret}
-        if restart:
-            environment[RESTART] = str(restart)
-        full = replace(command, environment=environment)
+        planned = assignments(slots, found, secret, restart=restart)
         if reach is not None:
-            return _run_on_hosts(full, RemoteHosts(full, slots, job, reach), stopped)
-        return _run_here(full, slots, job, stopped)
+            return _run_on_hosts(RemoteHosts(command, planned, job, reach), stopped)
+        return _run_here(command, planned[0], job, stopped)
 
 
 def _run_here(
-    command: Command, slots: Sequence[Slot], job: str, stopped: list[int]
+    command: Command, assignment: Assignment, job: str, stopped: list[int]
 ) -> _Outcome:
-    own = {**command.environment, **interface(LOOPBACK)}
-    ranks = Ranks(replace(command, environment=own), slots, job)
-    message = ""
-    try:
-        ranks.start()
-        failures = ranks.wait(stopped)
-        if failures and not stopped:
-            message = explain(failures, ranks.where(), num_ranks=len(slots))
-    finally:
-        ranks.end(is_saving=stopped == [signal.SIGTERM])
-    if not message:
-        return _Outcome(0, has_saved=ranks.has_saved)
-    print_message(message)  # after the output of the ranks
-    return _Outcome(failures[0].code)
+    report = run_ranks(command, assignment, job, address=LOOPBACK, stopped=stopped)
+    if stopped or not report.failures:
+        return _Outcome(0, has_saved=report.saved)
+    size = len(assignment.slots)
+    print_message(explain(report.failures, report.where, num_ranks=size))
+    return _Outcome(report.code)
 
 
-def _run_on_hosts(
-    command: Command, remote: RemoteHosts, stopped: list[int]
-) -> _Outcome:
+def _run_on_hosts(remote: RemoteHosts, stopped: list[int]) -> _Outcome:
     codes: dict[str, int] = {}
     try:
         remote.start()
         remote.wait(stopped)
     finally:
-        codes = remote.end(is_saving=stopped == [signal.SIGTERM])
-    store = status_store_of(command.environment)
-    assert store is not None
-    failures, where = agent.read_reports(store, len(remote.hosts))
-    saved = agent.reported(store, len(remote.hosts))
+        codes = remote.end(is_saving=is_saving(stopped))
+    reports = agent.read_reports(remote.store, len(remote.hosts))
+    failures, where = merged(list(reports.values()))
     if not codes or stopped:
-        is_saved = len(saved) == len(remote.hosts) and all(saved.values())
-        return _Outcome(0, has_saved=is_saved)
-    silent = [number for number in range(len(remote.hosts)) if number not in saved]
+        has_all = len(reports) == len(remote.hosts)
+        return _Outcome(0, has_saved=has_all and all(r.saved for r in reports.values()))
+    silent = [number for number in range(len(remote.hosts)) if number not in reports]
     cause = _host_to_blame(remote, silent, codes)
     hosts = {r: h for n, h in enumerate(remote.hosts) for r in remote.ranks_of(n)}
     unknown = [rank for number in silent for rank in remote.ranks_of(number)]
@@ -169,7 +149,7 @@ def _run_on_hosts(
         text, code = cause
         text = explain_lost(text, failures, where, hosts=hosts, unknown=unknown)
     elif failures:
-        code, size = failures[0].code, remote.num_ranks
+        code, size = failures[0].code, len(hosts)
         text = explain(failures, where, num_ranks=size, hosts=hosts, unknown=unknown)
     else:
         text, code = "keras-dist: the job was ended.", 1

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from keras_dist.launch.agent import SAVE, STOP, start_message
+from keras_dist.launch.assignment import Assignment
 from keras_dist.launch.failures import print_message
 from keras_dist.launch.heartbeat import Presence
-from keras_dist.launch.hosts import Slot, is_here
+from keras_dist.launch.hosts import is_here
 from keras_dist.launch.output import Output
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.startup_noise import VARIABLE
@@ -49,17 +50,20 @@ class RemoteHosts:
 
     Args:
         command: The command that the ranks run.
-        slots: The slots of all ranks.
+        planned: The assignment of each host.
         job: Id of the job.
         reach: How the other hosts are reached.
     """
 
     def __init__(
-        self, command: Command, slots: Sequence[Slot], job: str, reach: Reach
+        self,
+        command: Command,
+        planned: Sequence[Assignment],
+        job: str,
+        reach: Reach,
     ) -> None:
-        self.hosts = list(dict.fromkeys(slot.host for slot in slots))
-        self.num_ranks = len(slots)
-        self._slots, self._job, self._reach = slots, job, reach
+        self.hosts = [assignment.slots[0].host for assignment in planned]
+        self._planned, self._job, self._reach = planned, job, reach
         variables = {
             name: value
             for name, value in os.environ.items()
@@ -70,16 +74,17 @@ class RemoteHosts:
         # The agents put the rank before each line.
         self._output = Output(1, None, is_of_agents=True)
         self._agents: list[subprocess.Popen[bytes]] = []
-        store = status_store_of(command.environment)
+        store = status_store_of(planned[0].store)
         assert store is not None
+        self.store = store
         self._presence = Presence(store)
         self._lost: list[int] = []
 
     def start(self) -> None:
         """Start the agents, and send each one its start message."""
-        for number, host in enumerate(self.hosts):
+        for number, assignment in enumerate(self._planned):
             agent = subprocess.Popen(
-                self._words(host),
+                self._words(self.hosts[number]),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -89,12 +94,11 @@ class RemoteHosts:
             self._output.add(number, agent.stdout, agent.stderr)
             message = start_message(
                 self._command,
-                [slot for slot in self._slots if slot.host == host],
+                assignment,
                 # An id for each agent, which ends only its own ranks even if several
                 # agents run on one machine.
                 job=f"{self._job}_{number}",
                 launcher=self._reach.address,
-                number=number,
             )
             _send(agent, message)
 
@@ -151,7 +155,7 @@ class RemoteHosts:
 
     def ranks_of(self, number: int) -> list[int]:
         """The ranks of a host, by its index."""
-        return [s.rank for s in self._slots if s.host == self.hosts[number]]
+        return [slot.rank for slot in self._planned[number].slots]
 
     def _running(self) -> list[int]:
         return [n for n, agent in enumerate(self._agents) if agent.poll() is None]

@@ -1,6 +1,7 @@
 """The rendezvous: Horovod's key-value store, protected by a secret of the job."""
 
 import contextlib
+import hashlib
 import hmac
 import importlib
 import threading
@@ -22,9 +23,7 @@ def rendezvous(
 ) -> Iterator[dict[str, str]]:
     """Inside the block, an HTTP server runs in which the ranks find each other.
 
-    It listens on one address, and only answers requests whose path begins with the
-    secret. The secret is in the path because Horovod's client sends no headers; but it
-    accepts an address with a path behind the port.
+    It listens on one address, at a port that the system chooses; see `Store`.
 
     Args:
         slots: The slots of all ranks.
@@ -37,32 +36,104 @@ def rendezvous(
     Raises:
         RuntimeError: If Horovod is not installed.
     """
+    store = Store(secret, address)
     try:
-        http_server = importlib.import_module("horovod.runner.http.http_server")
-    except ImportError as error:
-        raise RuntimeError(
-            f"Horovod is not installed here. Received: {error}. "
-            "Run `keras-dist install-horovod`."
-        ) from error
-    handler = _guarded(http_server.RendezvousHandler, secret)
-    server = http_server.RendezvousHTTPServer((address, 0), handler, 0)
-    server.daemon_threads = True
-    server.socket.listen(_BACKLOG)  # Horovod's server has 5
-    server.scope_size |= _scope_sizes(slots)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    port = server.server_address[1]
-    try:
-        yield {
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": f"{address}:{port}/{secret}",
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-            "HOROVOD_CONTROLLER": "gloo",
-            "HOROVOD_CPU_OPERATIONS": "gloo",
-        }
+        store.open(slots)
+        yield variables_of(address, store.port, token_of(secret))
     finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        store.close()
+
+
+class Store:
+    """Horovod's key-value store, for one start of a job after the other.
+
+    It only answers requests whose path begins with a token that follows from the
+    secret: whoever reads the token on the network has not got the secret, by which the
+    ranks sign. The token is in the path because Horovod's client sends no headers; but
+    it accepts an address with a path behind the port. Each start has a token and
+    values of its own, and that of an earlier one is refused.
+
+    Args:
+        secret: Secret of the job.
+        address: Address on which the store listens.
+        port: Port; 0 for one that the system chooses.
+
+    Raises:
+        OSError: If it cannot listen there.
+        RuntimeError: If Horovod is not installed.
+    """
+
+    def __init__(self, secret: str, address: str = LOOPBACK, port: int = 0) -> None:
+        try:
+            http_server = importlib.import_module("horovod.runner.http.http_server")
+        except ImportError as error:
+            raise RuntimeError(
+                f"Horovod is not installed here. Received: {error}. "
+                "Run `keras-dist install-horovod`."
+            ) from error
+        self._secret = secret
+        # For each token: what stands before the names of its scopes.
+        self._tokens: dict[str, str] = {}
+        handler = _guarded(http_server.RendezvousHandler, self._tokens)
+        server = http_server.RendezvousHTTPServer((address, port), handler, 0)
+        server.daemon_threads = True
+        server.socket.listen(_BACKLOG)  # Horovod's server has 5
+        self._server = server
+        self.port: int = server.server_address[1]
+        self._thread = threading.Thread(target=server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def open(self, slots: Sequence[Slot], start: int = 0) -> None:
+        """Take requests of the ranks of a start, and no longer those of another one.
+
+        Args:
+            slots: The slots of all ranks.
+            start: Number of the start, from 0; see `token_of`.
+        """
+        prefix = f"{start}~"
+        self._server.scope_size |= {
+            f"{prefix}{scope}": size for scope, size in _scope_sizes(slots).items()
+        }
+        for token in [t for t, known in self._tokens.items() if known]:
+            del self._tokens[token]
+        self._tokens[token_of(self._secret, start)] = prefix
+
+    def close(self) -> None:
+        """End the server."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def token_of(secret: str, start: int = 0) -> str:
+    """What the paths of requests begin with; it follows from the secret of the job.
+
+    Args:
+        secret: The secret.
+        start: Number of the start, from 0.
+    """
+    return derived(secret, f"store {start}")
+
+
+def derived(secret: str, purpose: str) -> str:
+    """A secret for one purpose, from which that of the job cannot be computed."""
+    return hmac.new(secret.encode(), purpose.encode(), hashlib.sha256).hexdigest()[:32]
+
+
+def variables_of(address: str, port: int, token: str) -> dict[str, str]:
+    """Environment variables by which Horovod, in each rank, finds a store.
+
+    Args:
+        address: Address of the store.
+        port: Its port.
+        token: As of `token_of`.
+    """
+    return {
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": f"{address}:{port}/{token}",
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+    }
 
 
 def interface(address: str) -> dict[str, str]:
@@ -85,32 +156,33 @@ def _scope_sizes(slots: Sequence[Slot]) -> dict[str, int]:
     return sizes
 
 
-def _guarded(handler: Any, secret: str) -> Any:
-    """A subclass of Horovod's request handler that requires the secret."""
+def _guarded(handler: Any, tokens: dict[str, str]) -> Any:
+    """A subclass of Horovod's request handler that requires a token."""
 
     class Guarded(handler):
         path: str
 
-        def _has_secret(self) -> bool:
+        def _is_admitted(self) -> bool:
             first, _, rest = self.path.lstrip("/").partition("/")
-            received = first.partition(":")[0]  # Horovod adds the port behind it
-            self.path = f"/{rest}"
-            if hmac.compare_digest(received.encode(), secret.encode()):
-                return True
+            received = first.partition(":")[0].encode()  # Horovod adds the port to it
+            for token, prefix in list(tokens.items()):
+                if hmac.compare_digest(received, token.encode()):
+                    self.path = f"/{prefix}{rest}"
+                    return True
             self.close_connection = True
             self.send_status_code(_FORBIDDEN)
             return False
 
         def do_GET(self) -> None:
-            if self._has_secret():
+            if self._is_admitted():
                 super().do_GET()
 
         def do_PUT(self) -> None:
-            if self._has_secret():
+            if self._is_admitted():
                 super().do_PUT()
 
         def do_DELETE(self) -> None:
-            if self._has_secret():
+            if self._is_admitted():
                 super().do_DELETE()
 
         def do_HEAD(self) -> None:  # the inherited one shows files of this folder

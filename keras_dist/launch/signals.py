@@ -2,7 +2,7 @@
 
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -26,3 +26,8 @@ def stopped_by_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def is_saving(stopped: Sequence[int]) -> bool:
+    """Whether the first signal gives the ranks time to save."""
+    return list(stopped[:1]) == [signal.SIGTERM]

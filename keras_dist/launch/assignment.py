@@ -1,0 +1,85 @@
+"""What one host has to know of a job, however the job was started."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keras_dist.launch.hosts import Slot
+from keras_dist.launch.rendezvous import interface
+
+# The variable with the secret by which the ranks sign objects that they send.
+SECRET = "KERAS_DIST_SECRET"
+
+# The variable with the number of the restart, from 1; not set in the first run.
+RESTART = "KERAS_DIST_RESTART"
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Which ranks a host runs, where their store is, and who watches the host.
+
+    Each way to start a job makes one for each host: `keras-dist run` on one machine, by
+    ssh, by a rendezvous and under SLURM, and what starts ranks by another system.
+
+    Args:
+        slots: The slots of this host's ranks.
+        store: Variables by which Horovod finds the store, as of `rendezvous`.
+        secret: The secret by which the ranks sign.
+        number: Under which the host sends heartbeats and its report to the store;
+            `None` if nobody waits for them.
+        restart: Number of the restart; 0 in the first run.
+    """
+
+    slots: Sequence[Slot]
+    store: Mapping[str, str]
+    secret: str
+    number: int | None = None
+    restart: int = 0
+
+    def variables(self, address: str) -> dict[str, str]:
+        """The environment variables that all ranks of the host have in common.
+
+        Args:
+            address: Address of the host, by which the others reach it.
+        """
+        own = {**self.store, SECRET: self.secret, **interface(address)}
+        return {**own, RESTART: str(self.restart)} if self.restart else own
+
+    def environment(self, slot: Slot, address: str) -> dict[str, str]:
+        """All variables of one rank, for those who start it themselves.
+
+        They have to be there before `keras_dist` is imported, which chooses the device.
+
+        Args:
+            slot: The slot of the rank.
+            address: Address of its host, by which the others reach it.
+        """
+        return {**self.variables(address), **slot.environment()}
+
+
+def assignments(
+    slots: Sequence[Slot],
+    store: Mapping[str, str],
+    secret: str,
+    *,
+    restart: int = 0,
+) -> list[Assignment]:
+    """One assignment for each host, in the order of the slots.
+
+    Args:
+        slots: The slots of all ranks, host by host.
+        store: As of `rendezvous`.
+        secret: As of `Assignment`.
+        restart: Number of the restart; 0 in the first run.
+    """
+    hosts = itertools.groupby(slots, key=lambda slot: slot.host)
+    return [
+        Assignment(list(own), store, secret, number, restart)
+        for number, (_, own) in enumerate(hosts)
+    ]
+
+
+def assignment_of(values: Mapping[str, Any]) -> Assignment:
+    """The assignment that `dataclasses.asdict` has made to values of JSON."""
+    return Assignment(**{**values, "slots": [Slot(**each) for each in values["slots"]]})
