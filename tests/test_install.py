@@ -368,7 +368,12 @@ def test_the_options_reach_the_build(monkeypatch):
         options = [word.format("mpi") for word in words[mpi]]
         options += [word.format("nccl") for word in words[nccl]]
         assert command.main(["install-horovod", *options]) == 0
-        assert calls.pop() == {"mpi": mpi, "nccl": nccl, "only_if_needed": False}
+        assert calls.pop() == {
+            "mpi": mpi,
+            "nccl": nccl,
+            "only_if_needed": False,
+            "wheel_dir": None,
+        }
 
 
 def test_a_failure_is_a_message_and_exit_code_1(monkeypatch, capsys):

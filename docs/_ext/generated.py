@@ -73,8 +73,8 @@ def command_line() -> str:
     )
     sections = []
     for name, sub in commands.choices.items():
-        if name == "host-agent":
-            continue  # started by `run`, and by nobody else
+        if name.endswith("-agent"):
+            continue  # started by us, and by nobody else
         usage = sub.format_usage().removeprefix("usage: ").strip()
         sections += [f"## keras-dist {name}", sub.description or "", ""]
         sections += ["```text", usage, "```", "", *_command_rows(sub), ""]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from keras_dist.launch.agent import serve
+from keras_dist.launch.call_agent import serve_call
 from keras_dist.launch.hosts import address_towards, hosts_in, hosts_of, is_here, slots
 from keras_dist.launch.jobs import run_command
 from keras_dist.launch.ranks import Command
@@ -58,6 +59,13 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         "host-agent", help="what `run` starts on other hosts; not to be called by you"
     )
     agent.set_defaults(run=lambda options: serve())
+    agent = commands.add_parser(
+        "call-agent",
+        help="what `keras_dist.ray` and `keras_dist.spark` start; not to be called "
+        "by you",
+    )
+    agent.add_argument("descriptor", type=int, help=argparse.SUPPRESS)
+    agent.set_defaults(run=lambda options: serve_call(options.descriptor))
 
 
 def _add_hosts(command: argparse.ArgumentParser) -> None:
