@@ -2,12 +2,14 @@
 
 import importlib
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from keras_dist.launch.call_agent import runner
+from keras_dist.launch.call_errors import LOST_AGENT
 from keras_dist.launch.calls import Calls
 
 _SYSTEM = "Spark task"
@@ -119,15 +121,14 @@ class _Job:
     def _collect(self) -> None:
         context = self._context
         context.setJobGroup(self._group, "keras_dist.spark.run", interruptOnCancel=True)
-        call = context.broadcast(self._calls.call)
         try:
+            call = context.broadcast(self._calls.call)
             stage = context.parallelize(range(self._size), self._size).barrier()
             task = _task(runner(), self._calls.header(), call)
             self.answers = stage.mapPartitions(task).collect()
-        except Exception as error:  # whatever Py4J raises
-            self._error = _reason(error)
-        finally:
             call.destroy()
+        except Exception as error:  # whatever Py4J raises
+            self._error = str(error) or type(error).__name__
 
     def watch(self, start_timeout: float) -> None:
         """Wait until the stage has ended, or has to be ended.
@@ -148,11 +149,14 @@ class _Job:
                     "run at once: start fewer, or add executors."
                 )
         until = time.monotonic() + _KNOWN_SECONDS
+        found = re.search(rf"rank (\d+) {LOST_AGENT}", self._error)
+        if found:
+            self._calls.lose(int(found[1]), LOST_AGENT)
         while self._error and not self._calls.is_stopping and time.monotonic() < until:
             time.sleep(_TICK)  # an agent may know more of it than Spark
             self._calls.look()
-        if self._error:
-            self._calls.fail(self._error)
+        if self._error and not found:
+            self._calls.fail(_reason(self._error))
 
     def end(self) -> None:
         """End what is left of the stage."""
@@ -169,20 +173,27 @@ def _task(
 ) -> Callable[[Iterator[int]], Iterator[bytes]]:
     """What each task of the stage does; is pickled by value, with nothing of ours."""
 
+    lost = LOST_AGENT  # by value
+
     def run_task(rows: Iterator[int]) -> Iterator[bytes]:
         context = importlib.import_module("pyspark").BarrierTaskContext.get()
         hosts = [each.address.rpartition(":")[0] for each in context.getTaskInfos()]
         gpus = context.resources().get("gpu")
         if gpus is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.addresses)
-        own = {**header, "hosts": hosts, "worker": context.partitionId()}
-        yield run_agent(own, call.value)
+        worker = context.partitionId()
+        answer = run_agent({**header, "hosts": hosts, "worker": worker}, call.value)
+        if not answer:  # an error, or Spark would let the others go on
+            # Of `slots_of_workers`, which is not there.
+            by_rank = sorted(range(len(hosts)), key=lambda w: hosts.index(hosts[w]))
+            raise RuntimeError(f"rank {by_rank.index(worker)} {lost}")
+        yield answer
 
     return run_task
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: str) -> str:
     """The line of an error of Java that says what happened."""
-    lines = [line.strip() for line in str(error).splitlines()]
+    lines = [line.strip() for line in error.splitlines()]
     found = [line for line in lines if line.startswith(("org.apache.spark", ":"))]
-    return (found or lines or [type(error).__name__])[0].removeprefix(": ")
+    return (found or lines)[0].removeprefix(": ")

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from keras_dist.launch.failures import explain, explain_lost
 from keras_dist.launch.reports import Report, merged
 
+# What has happened if the process that starts the rank was killed, or could not start.
+LOST_AGENT = "has lost its agent"
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -50,13 +53,11 @@ class Ended:
         if failures:
             raise self._first_failure()
         if self.reason:
-            raise self._lost(f"the ranks were ended by the system of each {system}")
+            raise self._lost(f"each {system} was ended before its rank")
         for rank in range(self.size):
             if rank not in self.found:
-                raise self._lost(
-                    f"the agent of rank {rank}{self._on_host(rank)} has ended without "
-                    "an answer"
-                )
+                named = f"the {system} of rank {rank}{self._on_host(rank)}"
+                raise self._lost(f"{named} {LOST_AGENT}")
 
     def _first_failure(self) -> Exception:
         """The error of the rank that failed first; its cause is what all ranks did."""

@@ -113,7 +113,7 @@ def test_the_exit_of_a_rank_does_not_end_the_driver(ray):
     ("generation", "named"),
     [
         (0, "rank 1 on {}: was ended by SIGKILL"),
-        (1, "the agent of rank 1 on {} has ended without an answer"),
+        (1, "the Ray actor of rank 1 on {} has lost its agent"),
         (2, "the Ray actor of rank 1 on {} "),
     ],
 )

@@ -94,7 +94,7 @@ def test_the_exit_of_a_rank_does_not_end_the_driver(spark):
     ("generation", "named"),
     [
         (0, "Rank 1 on {}: was ended by SIGKILL"),
-        (1, "the agent of rank 1 on {} has ended without an answer"),
+        (1, "the Spark task of rank 1 on {} has lost its agent"),
         (2, "the Spark task of rank 1 on {} was killed"),
     ],
 )
