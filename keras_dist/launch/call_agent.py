@@ -141,7 +141,9 @@ def _watch(
     """Stop the rank when actor or task end, when the driver asks for it, or is lost."""
 
     def wait_for_end() -> None:
-        sys.stdin.buffer.read()
+        # Not by `sys.stdin`, whose lock this thread would hold when the agent exits.
+        while os.read(sys.stdin.fileno(), 1):
+            pass
         if not over.is_set():
             store.put(left_name(rank), True)
             stopped.append(signal.SIGHUP)

@@ -4,12 +4,15 @@
 """
 
 import importlib.util
+import os
 import shutil
 import time
 from pathlib import Path
 
 import pytest
-from leftover import left
+from leftover import MARK, left
+
+os.environ[MARK] = str(os.getpid())
 
 # What each file needs: modules, and programs.
 _NEEDS = {

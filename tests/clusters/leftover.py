@@ -1,6 +1,11 @@
 """What a job has left on this host."""
 
+import os
+
 import psutil
+
+# In all processes that these tests start; its value is the id of the test process.
+MARK = "KERAS_DIST_CLUSTERS_TEST"
 
 
 def left():
@@ -9,9 +14,11 @@ def left():
     for process in psutil.process_iter():
         try:
             words = process.cmdline()
-            is_ours = any(k.startswith("KERAS_DIST_JOB_") for k in process.environ())
+            variables = process.environ()
         except psutil.Error:
             continue
-        if is_ours or "call-agent" in words:
+        is_ours = variables.get(MARK) == str(os.getpid())
+        is_of_job = any(name.startswith("KERAS_DIST_JOB_") for name in variables)
+        if is_ours and (is_of_job or "call-agent" in words):
             found.append(words)
     return found
