@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from keras_dist.launch.call_agent import runner
-from keras_dist.launch.call_errors import LOST_AGENT
+from keras_dist.launch.call_errors import cause_in
 from keras_dist.launch.calls import Calls
 from keras_dist.launch.hosts import slots_of_workers
 
@@ -185,12 +185,10 @@ def _answers(ray: Any, pending: dict[Any, int], calls: Calls) -> list[bytes]:
         for reference in ready:
             rank = pending.pop(reference)
             try:
-                answer = ray.get(reference)
-                answers.append(answer)
-                if not answer:
-                    calls.lose(rank, LOST_AGENT)
+                answers.append(ray.get(reference))
             except ray.exceptions.RayError as error:
                 reason = str(error).strip().splitlines()[-1]
-                calls.lose(rank, f"has ended ({type(error).__name__}: {reason})")
+                ended = rank, f"has ended ({type(error).__name__}: {reason})"
+                calls.lose(*(cause_in(str(error)) or ended))
         calls.look()
     return answers

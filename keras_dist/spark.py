@@ -2,14 +2,13 @@
 
 import importlib
 import os
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from keras_dist.launch.call_agent import runner
-from keras_dist.launch.call_errors import LOST_AGENT
+from keras_dist.launch.call_errors import cause_in
 from keras_dist.launch.calls import Calls
 
 _SYSTEM = "Spark task"
@@ -149,13 +148,13 @@ class _Job:
                     "run at once: start fewer, or add executors."
                 )
         until = time.monotonic() + _KNOWN_SECONDS
-        found = re.search(rf"rank (\d+) {LOST_AGENT}", self._error)
-        if found:
-            self._calls.lose(int(found[1]), LOST_AGENT)
+        found = cause_in(self._error)
+        if found is not None:
+            self._calls.lose(*found)
         while self._error and not self._calls.is_stopping and time.monotonic() < until:
             time.sleep(_TICK)  # an agent may know more of it than Spark
             self._calls.look()
-        if self._error and not found:
+        if self._error and found is None:
             self._calls.fail(_reason(self._error))
 
     def end(self) -> None:
@@ -173,21 +172,14 @@ def _task(
 ) -> Callable[[Iterator[int]], Iterator[bytes]]:
     """What each task of the stage does; is pickled by value, with nothing of ours."""
 
-    lost = LOST_AGENT  # by value
-
     def run_task(rows: Iterator[int]) -> Iterator[bytes]:
         context = importlib.import_module("pyspark").BarrierTaskContext.get()
         hosts = [each.address.rpartition(":")[0] for each in context.getTaskInfos()]
         gpus = context.resources().get("gpu")
         if gpus is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.addresses)
-        worker = context.partitionId()
-        answer = run_agent({**header, "hosts": hosts, "worker": worker}, call.value)
-        if not answer:  # an error, or Spark would let the others go on
-            # Of `slots_of_workers`, which is not there.
-            by_rank = sorted(range(len(hosts)), key=lambda w: hosts.index(hosts[w]))
-            raise RuntimeError(f"rank {by_rank.index(worker)} {lost}")
-        yield answer
+        own = {**header, "hosts": hosts, "worker": context.partitionId()}
+        yield run_agent(own, call.value)
 
     return run_task
 

@@ -7,6 +7,7 @@ reported as under `keras-dist run`.
 """
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from typing import Any
 from keras_dist.install import patch
 from keras_dist.launch import agent, processes
 from keras_dist.launch.assignment import Assignment
+from keras_dist.launch.call_errors import LOST_AGENT, NO_PACKAGE
 from keras_dist.launch.function import CALL, outcome_in
 from keras_dist.launch.heartbeat import Heartbeat, check_reach
 from keras_dist.launch.hosts import address_towards, slots_of_workers
@@ -51,7 +53,15 @@ def runner() -> Callable[[Mapping[str, Any], bytes], bytes]:
     ours in it: so the process of the actor or task does not import TensorFlow.
     """
 
+    lost, none = LOST_AGENT, NO_PACKAGE  # by value
+
     def run_agent(header: Mapping[str, Any], call: bytes) -> bytes:
+        # Of `slots_of_workers`, which is not there.
+        hosts = header["hosts"]
+        by_rank = sorted(range(len(hosts)), key=lambda each: hosts.index(hosts[each]))
+        rank = by_rank.index(header["worker"])
+        if importlib.util.find_spec("keras_dist") is None:
+            raise RuntimeError(f"rank {rank} {none}, {sys.executable}")
         reader, writer = os.pipe()
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         process: Any = subprocess.Popen(
@@ -68,11 +78,14 @@ def runner() -> Callable[[Mapping[str, Any], bytes], bytes]:
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.write(line + call)
                     process.stdin.flush()
-                return answer.read()
+                received = answer.read()
         finally:  # the agent ends its rank when its input ends
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
             process.wait()
+        if not received:
+            raise RuntimeError(f"rank {rank} {lost}")
+        return received
 
     return run_agent
 

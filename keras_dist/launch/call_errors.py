@@ -1,14 +1,17 @@
 """What the caller of ranks in Ray or Spark gets when one of them has failed."""
 
 import pickle
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from keras_dist.launch.failures import explain, explain_lost
 from keras_dist.launch.reports import Report, merged
 
-# What has happened if the process that starts the rank was killed, or could not start.
+# What `run_agent` raises behind the number of its rank.
 LOST_AGENT = "has lost its agent"
+NO_PACKAGE = "has no keras_dist in its Python"
+_FOUND = re.compile(rf"rank (\d+) ({LOST_AGENT}|{NO_PACKAGE}, \S+)")
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,6 @@ class Ended:
             raise self._first_failure()
         if self.reason:
             raise self._lost(f"each {system} was ended before its rank")
-        for rank in range(self.size):
-            if rank not in self.found:
-                named = f"the {system} of rank {rank}{self._on_host(rank)}"
-                raise self._lost(f"{named} {LOST_AGENT}")
 
     def _first_failure(self) -> Exception:
         """The error of the rank that failed first; its cause is what all ranks did."""
@@ -94,6 +93,16 @@ class Ended:
 
     def _on_host(self, rank: int) -> str:
         return f" on {self.hosts[rank]}" if rank in self.hosts else ""
+
+
+def cause_in(text: str) -> tuple[int, str] | None:
+    """The rank and the cause that `run_agent` has raised, in a message of Ray or Spark.
+
+    >>> cause_in("Job aborted: RuntimeError: rank 3 has lost its agent")
+    (3, 'has lost its agent')
+    """
+    found = _FOUND.search(text)
+    return None if found is None else (int(found[1]), found[2])
 
 
 def error_in(outcome: bytes) -> Exception | None:

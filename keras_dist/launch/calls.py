@@ -162,7 +162,7 @@ class Calls:
             RuntimeError: If a rank, or what started it, has ended without an error.
         """
         found: dict[int, bytes] = {}
-        for answer in filter(None, answers):
+        for answer in answers:
             line, _, outcome = answer.partition(b"\n")
             values = json.loads(line)
             self._reports[values["rank"]] = report_of(values["report"])
