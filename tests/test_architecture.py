@@ -21,6 +21,7 @@ LAYERS = {
     "mixin": 0,
     "scaling": 0,
     "plan": 0,
+    "slurm": 0,
     "monitor": 0,
     "install": 0,
     "sharding": 1,

@@ -26,6 +26,10 @@ _WITHOUT_ENTRY = (
     "because of ",
     "an array has the shape",
     "module 'keras_dist' has no attribute",
+    "no store answers: ",
+    "refused with status ",
+    "the credential is of user ",
+    "munge has refused a credential: ",
 )
 
 

@@ -1,5 +1,6 @@
 """Requests to save or to end, on which all ranks agree before they act."""
 
+import os
 import signal
 import threading
 import time
@@ -37,22 +38,22 @@ class SaveRequests:
         self._seconds = seconds
         self._saved_at = time.monotonic()
         self._is_asked = self.is_leaving = False
-        self._before: Any = None
-        self._is_installed = False
+        # The handlers of signals before.
+        self._before: dict[signal.Signals, Any] = {}
 
     def begin(self) -> None:
         """Start the clock; from now on, SIGTERM is a request to save and end."""
         self._saved_at = time.monotonic()
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._ask)
-            self._is_installed = True
+            for number in _signals():
+                self._before[number] = signal.signal(number, self._ask)
 
     def finish(self) -> None:
-        """Restore the handler of SIGTERM; ignore the signal if it ends this process."""
-        if self._is_installed:
-            self._is_installed = False
-            after = signal.SIG_IGN if self.is_leaving else self._before
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if after is None else after)
+        """Restore the handlers; ignore the signals if they end this process."""
+        for number, before in self._before.items():
+            after = signal.SIG_IGN if self.is_leaving else before
+            signal.signal(number, signal.SIG_DFL if after is None else after)
+        self._before.clear()
 
     def request(self, model: Any) -> None:
         """If this rank has a request, send it with the gradients of the next update."""
@@ -89,3 +90,10 @@ class SaveRequests:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self._is_asked = True
+
+
+def _signals() -> list[signal.Signals]:
+    """The signals that ask to save and end; SLURM sends the second one on demand."""
+    if "SLURM_JOB_ID" in os.environ:
+        return [signal.SIGTERM, signal.SIGUSR1]
+    return [signal.SIGTERM]

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from keras_dist import monitor
-from keras_dist.comm import transport
+from keras_dist.comm import srun, transport
 from keras_dist.comm.devices import Device, choose_device, is_unbound
 from keras_dist.comm.world import World, check_not_stranded, identity, launched
 
@@ -56,10 +56,14 @@ def prepare() -> None:
     if from_launcher is None or _runtime.device is not None or is_child_of_rank():
         return
     launcher, world = from_launcher
-    os.environ[_RANK_PROCESS] = f"{os.getpid()} {identity()}"
+    _mark_process()
     # mpirun binds ranks to cores itself, except under horovodrun, which turns it off.
     is_binding = launcher == "horovodrun" or is_unbound()
     _runtime.device = choose_device(world, is_binding=is_binding)
+
+
+def _mark_process() -> None:
+    os.environ[_RANK_PROCESS] = f"{os.getpid()} {identity()}"
 
 
 def start(*, has_process_sets: bool = False) -> World:
@@ -77,6 +81,9 @@ def start(*, has_process_sets: bool = False) -> World:
         elif is_child_of_rank():
             _runtime.world = from_launcher[1]
         else:
+            if from_launcher[0] == srun.LAUNCHER:
+                srun.meet()
+                _mark_process()
             before = monitor.threads()
             _runtime.link = transport.connect(
                 *from_launcher, has_process_sets=has_process_sets

@@ -4,6 +4,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from keras_dist.comm.srun import LAUNCHER
+from keras_dist.slurm import can_meet, task_of
+
 # Variables that each launcher sets: rank, size, local rank, local size.
 _LAUNCHERS = {
     "horovodrun": (
@@ -24,7 +27,7 @@ _LAUNCHERS = {
 # Number and count of the tasks that were started together, as variables of programs
 # that do not say how these find each other: they would train side by side.
 _STRANGERS = {
-    "srun (SLURM)": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    "srun (SLURM)": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # and no secret
     "mpirun (MVAPICH2)": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
     "jsrun": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
     "torchrun": ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"),
@@ -33,8 +36,15 @@ _STRANGERS = {
 # Set by any program that starts tasks over PMIx, which does not say how many.
 _PMIX_RANK = "PMIX_RANK"
 
-# Variables that launchers set to a different value in each job.
-_JOBS = ("HOROVOD_GLOO_RENDEZVOUS_PORT", "PMIX_NAMESPACE", "PMI_JOBID")
+# Variables that launchers set to a different value in each job, or for each task.
+_JOBS = (
+    "HOROVOD_GLOO_RENDEZVOUS_PORT",
+    "PMIX_NAMESPACE",
+    "PMI_JOBID",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_PROCID",
+)
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,14 @@ def launched(environ: Mapping[str, str] | None = None) -> tuple[str, World] | No
                 local_rank=int(environ.get(local_rank, 0)),
                 local_size=int(environ.get(local_size, 1)),
             )
+    task = task_of(environ)
+    if task is not None and sum(task.counts) > 1 and can_meet(environ):
+        return LAUNCHER, World(
+            rank=task.number,
+            size=sum(task.counts),
+            local_rank=task.local,
+            local_size=task.counts[task.node],
+        )
     return None
 
 
@@ -115,9 +133,9 @@ def check_not_stranded(environ: Mapping[str, str] | None = None) -> None:
         raise RuntimeError(
             "Several tasks were started, and nobody says how they meet: each would "
             f"train alone, and write the same files. Received: {found}. Start the "
-            "ranks with `keras-dist run`, `horovodrun` or Open MPI's `mpirun`. If the "
-            "tasks are to train side by side, remove these variables from their "
-            "environment."
+            "ranks with `keras-dist run`, `horovodrun` or Open MPI's `mpirun`; under "
+            "SLURM without munge, set KERAS_DIST_SECRET for all tasks. If they are to "
+            "train side by side, remove these variables from their environment."
         )
 
 

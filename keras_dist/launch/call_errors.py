@@ -5,8 +5,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from keras_dist.launch.failures import explain, explain_lost
-from keras_dist.launch.reports import Report, merged
+from keras_dist.launch.failures import first_of
+from keras_dist.launch.reports import Report, verdict
+
+_UNKNOWN = "an unknown host"
 
 # What `run_agent` raises behind the number of its rank.
 LOST_AGENT = "has lost its agent"
@@ -43,56 +45,40 @@ class Ended:
         Args:
             system: What has started the agents: "Ray actor" or "Spark task".
         """
+        known = {rank: self.hosts.get(rank, _UNKNOWN) for rank in range(self.size)}
         for rank, report in self.reports.items():
             if report.error:
                 raise RuntimeError(
                     "A rank could not be started. "
-                    f"Received: rank {rank}{self._on_host(rank)}: {report.error}"
+                    f"Received: rank {rank} on {known[rank]}: {report.error}"
                 )
-        failures, _ = merged(list(self.reports.values()))
-        if self.cause is not None and all(each.is_secondary for each in failures):
-            rank, text = self.cause
-            raise self._lost(f"the {system} of rank {rank}{self._on_host(rank)} {text}")
-        if failures:
-            raise self._first_failure()
-        if self.reason:
-            raise self._lost(f"each {system} was ended before its rank")
-
-    def _first_failure(self) -> Exception:
-        """The error of the rank that failed first; its cause is what all ranks did."""
-        failures, where = merged(list(self.reports.values()))
-        text = explain(
-            failures,
-            where,
-            num_ranks=self.size,
-            hosts=self.hosts,
-            unknown=self._unknown(),
+        reports = list(self.reports.values())
+        failures = first_of([each for report in reports for each in report.failures])
+        lost = self._lost(system, known)
+        if not failures and lost is None:
+            return
+        text, _ = verdict(
+            reports,
+            None if lost is None else (lost, 1),
+            hosts=known,
+            unknown=[rank for rank in known if rank not in self.reports],
         )
-        report, rank = RuntimeError(text), failures[0].rank
-        error = error_in(self.found.get(rank, b""))
+        error = None
+        if failures and (lost is None or not failures[0].is_secondary):
+            error = error_in(self.found.get(failures[0].rank, b""))
         if error is None:
-            return report
-        error.__cause__ = report
-        return error
+            raise RuntimeError(text)
+        raise error from RuntimeError(text)
 
-    def _lost(self, text: str) -> RuntimeError:
-        failures, where = merged(list(self.reports.values()))
+    def _lost(self, system: str, known: Mapping[int, str]) -> str | None:
+        """What has happened, if it was not in a rank."""
+        if self.cause is None and not self.reason:
+            return None
         reason = f" ({self.reason})" if self.reason else ""
-        return RuntimeError(
-            explain_lost(
-                f"{text}{reason}.",
-                failures,
-                where,
-                hosts=self.hosts,
-                unknown=self._unknown(),
-            )
-        )
-
-    def _unknown(self) -> list[int]:
-        return [rank for rank in range(self.size) if rank not in self.reports]
-
-    def _on_host(self, rank: int) -> str:
-        return f" on {self.hosts[rank]}" if rank in self.hosts else ""
+        if self.cause is None:
+            return f"each {system} was ended before its rank{reason}."
+        rank, text = self.cause
+        return f"the {system} of rank {rank} on {known[rank]} {text}{reason}."
 
 
 def cause_in(text: str) -> tuple[int, str] | None:

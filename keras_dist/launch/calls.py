@@ -17,8 +17,8 @@ from keras_dist.launch.call_agent import STOP, host_name, left_name
 from keras_dist.launch.call_errors import Ended
 from keras_dist.launch.function import pickled_call
 from keras_dist.launch.heartbeat import LOST_SECONDS, Presence
-from keras_dist.launch.rendezvous import Store, token_of, variables_of
-from keras_dist.launch.reports import Report, merged, report_of
+from keras_dist.launch.rendezvous import Store, variables_of
+from keras_dist.launch.reports import Report, report_of
 from keras_dist.monitor.status_store import status_store_of
 
 # Seconds after the first failure in which others may fail and report, if its cause is
@@ -54,19 +54,17 @@ class Calls:
         self._secret, self._job = secrets.token_hex(16), secrets.token_hex(8)
         try:
             address = self._address = socket.gethostbyname(address)
-            self._server = Store(self._secret, address)
+            self._server = Store(address)
         except OSError as error:
             raise ValueError(
                 "The workers have to reach the store of the job on the driver's host. "
                 f"Received: the address {address}, where it cannot listen ({error})."
             ) from error
-        self._server.open([])
-        self._variables = variables_of(
-            address, self._server.port, token_of(self._secret)
-        )
+        self._server.open([], self._secret)
+        self._variables = variables_of(address, self._server.port, self._secret)
         store = status_store_of(self._variables)
         assert store is not None
-        self._store, self._presence = store, Presence(store)
+        self._store, self._presence = store, Presence[int](store)
         # By rank, as they come in.
         self._hosts: dict[int, str] = {}
         self._reports: dict[int, Report] = {}
@@ -179,8 +177,9 @@ class Calls:
 
     def _knows_cause(self) -> bool:
         """Whether one of these is not the consequence of another one."""
-        failures, _ = merged(list(self._reports.values()))
-        has_error = any(each.error for each in self._reports.values())
+        reports = self._reports.values()
+        failures = [each for report in reports for each in report.failures]
+        has_error = any(report.error for report in reports)
         return has_error or not all(each.is_secondary for each in failures)
 
 

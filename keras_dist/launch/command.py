@@ -8,15 +8,27 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from keras_dist.launch import slurm_task
 from keras_dist.launch.agent import serve
 from keras_dist.launch.call_agent import serve_call
+from keras_dist.launch.assignment import SECRET
+from keras_dist.launch.gpus import num_gpus
 from keras_dist.launch.hosts import address_towards, hosts_in, hosts_of, is_here, slots
 from keras_dist.launch.jobs import run_command
+from keras_dist.launch.meeting import (
+    TIMEOUT_SECONDS,
+    Meeting,
+    meeting_point,
+    secret_in,
+)
 from keras_dist.launch.ranks import Command
+from keras_dist.launch.rdzv import run_meeting
 from keras_dist.launch.remote_hosts import Reach
+from keras_dist.launch.slurm_step import SAVED, meeting_of, requeue
 from keras_dist.launch.startup_noise import VARIABLE as VERBOSE
 from keras_dist.monitor.rank_process import end_with
 from keras_dist.monitor.watchdog import VARIABLE, limit_of
+from keras_dist.slurm import Task, task_of
 
 # Seconds for which a rank waits for the others to connect.
 _CONNECT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
@@ -43,6 +55,7 @@ def add_run(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument("-np", type=int, metavar="N", help="how many ranks to start")
     _add_hosts(command)
+    _add_meeting(command)
     command.add_argument(
         "--log-dir",
         metavar="DIR",
@@ -66,6 +79,10 @@ def add_run(commands: argparse._SubParsersAction) -> None:
     )
     agent.add_argument("descriptor", type=int, help=argparse.SUPPRESS)
     agent.set_defaults(run=lambda options: serve_call(options.descriptor))
+    task = commands.add_parser(
+        "slurm-task", help="what tasks of `srun` start; not to be called by you"
+    )
+    task.set_defaults(run=lambda options: slurm_task.serve())
 
 
 def _add_hosts(command: argparse.ArgumentParser) -> None:
@@ -93,7 +110,46 @@ def _add_hosts(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_meeting(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--nnodes",
+        type=int,
+        metavar="N",
+        help="so many hosts, with this command started on each; -np is then the ranks "
+        "of this one (default: one for each GPU, or 1)",
+    )
+    command.add_argument(
+        "--node-rank",
+        type=int,
+        metavar="K",
+        help="number of this host, from 0 (default: as they come)",
+    )
+    command.add_argument(
+        "--rdzv",
+        metavar="HOST:PORT",
+        help="where they meet: the first host, and a free port there",
+    )
+    command.add_argument(
+        "--rdzv-timeout",
+        type=float,
+        default=TIMEOUT_SECONDS,
+        metavar="S",
+        help=f"wait S seconds for the others (default: {TIMEOUT_SECONDS:g})",
+    )
+    command.add_argument(
+        "--secret-file",
+        metavar="FILE",
+        help=f"a file with the job's secret (default: the variable {SECRET})",
+    )
+
+
 def _add_limits(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--requeue",
+        action="store_true",
+        help="under SLURM: start the job again when SIGTERM or SIGUSR1 has ended it, "
+        "and all ranks have saved",
+    )
     command.add_argument(
         "--restarts",
         type=int,
@@ -119,7 +175,6 @@ def _run(options: argparse.Namespace) -> int:
             "A script to start is needed. Received: none. "
             "For example: keras-dist run -np 2 script.py"
         )
-    hosts = hosts_of(_named_hosts(options), options.np)
     environment = {}
     if options.stall_limit is not None:
         environment[VARIABLE] = str(limit_of(options.stall_limit))
@@ -132,6 +187,12 @@ def _run(options: argparse.Namespace) -> int:
         environment=environment,
         log_dir=options.log_dir,
     )
+    task = _task(options)
+    if task is not None:
+        return _run_step(command, task, options)
+    if options.rdzv is not None or options.nnodes is not None:
+        return run_meeting(command, _meeting(options), restarts=options.restarts)
+    hosts = hosts_of(_named_hosts(options), options.np)
     others = [host for host, _ in hosts if not is_here(host)]
     reach = None
     if others:
@@ -140,6 +201,52 @@ def _run(options: argparse.Namespace) -> int:
     else:
         hosts = [("localhost", sum(count for _, count in hosts))]
     return run_command(command, slots(hosts), restarts=options.restarts, reach=reach)
+
+
+def _task(options: argparse.Namespace) -> Task | None:
+    """The task of SLURM that this command is, if it says no other way to start."""
+    ways = (options.hosts, options.hostfile, options.rdzv, options.nnodes)
+    is_inner = options.with_parent is not None or "HOROVOD_RANK" in os.environ
+    task = None if is_inner or ways.count(None) < len(ways) else task_of()
+    if task is None and options.requeue:
+        raise ValueError(
+            "`--requeue` is for jobs of SLURM. Received: --requeue, and no variables "
+            "of a step. For example: srun keras-dist run --requeue script.py"
+        )
+    return task
+
+
+def _run_step(command: Command, task: Task, options: argparse.Namespace) -> int:
+    meeting = meeting_of(
+        task,
+        num_ranks=options.np,
+        secret=secret_in(options.secret_file),
+        timeout=options.rdzv_timeout,
+    )
+    code = run_meeting(command, meeting, restarts=options.restarts)
+    if code == SAVED and options.requeue and task.position == 0:
+        requeue(task)
+    return code
+
+
+def _meeting(options: argparse.Namespace) -> Meeting:
+    hosts = _named_hosts(options)
+    if hosts is not None or options.rdzv is None or options.nnodes is None:
+        raise ValueError(
+            "Hosts that meet need `--nnodes` and `--rdzv`, and no `-H`, which starts "
+            f"them by ssh. Received: --nnodes {options.nnodes} --rdzv {options.rdzv} "
+            f"-H {hosts}. For example: --nnodes 2 --rdzv a:29400"
+        )
+    address, port = meeting_point(options.rdzv)
+    return Meeting(
+        address=address,
+        port=port,
+        num_hosts=options.nnodes,
+        num_ranks=(num_gpus() or 1) if options.np is None else options.np,
+        secret=secret_in(options.secret_file),
+        number=options.node_rank,
+        timeout=options.rdzv_timeout,
+    )
 
 
 def _named_hosts(options: argparse.Namespace) -> str | None:

@@ -3,9 +3,13 @@
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 from keras_dist.monitor.status_store import StatusStore
+
+# A host is known by its index, or by a name.
+_Host = TypeVar("_Host", int, str)
 
 # Seconds between two heartbeats, and from the last one until a host counts as lost. A
 # shorter outage does no harm: what Gloo has sent waits in the kernel.
@@ -47,15 +51,15 @@ class Heartbeat(threading.Thread):
 
     Args:
         store: The store of the job.
-        number: Index of the agent's host.
+        name: Name of the host, or its index.
         on_lost: Called once if the store was out of reach for 15 s.
     """
 
     def __init__(
-        self, store: StatusStore, number: int, on_lost: Callable[[], None]
+        self, store: StatusStore, name: int | str, on_lost: Callable[[], None]
     ) -> None:
         super().__init__(name="keras_dist.heartbeat", daemon=True)
-        self._store, self._number, self._on_lost = store, number, on_lost
+        self._store, self._host, self._on_lost = store, name, on_lost
 
     def run(self) -> None:
         last, beats = time.monotonic(), 0
@@ -63,7 +67,7 @@ class Heartbeat(threading.Thread):
             begin, beats = time.monotonic(), beats + 1
             if begin - last > LOST_SECONDS + _LONGEST_LOOK:
                 last = begin  # this host was suspended
-            if self._store.put(_name(self._number), beats):
+            if self._store.put(_name(self._host), beats):
                 last = time.monotonic()
             elif time.monotonic() - last > LOST_SECONDS:
                 self._on_lost()
@@ -71,7 +75,7 @@ class Heartbeat(threading.Thread):
             time.sleep(_BEAT_SECONDS)
 
 
-class Presence:
+class Presence(Generic[_Host]):
     """In the launcher: when each agent's last heartbeat was seen.
 
     Args:
@@ -82,10 +86,10 @@ class Presence:
         self._store = store
         self._begin = self._looked = time.monotonic()
         # For each agent that has answered: its last heartbeat, and when it was seen.
-        self._seen: dict[int, tuple[int, float]] = {}
+        self._seen: dict[_Host, tuple[int, float]] = {}
         self._has_warned = False
 
-    def look(self, running: list[int]) -> None:
+    def look(self, running: Sequence[_Host]) -> None:
         """Read the heartbeats of agents that run, once a second."""
         now = time.monotonic()
         if now - self._looked < _BEAT_SECONDS:
@@ -99,11 +103,11 @@ class Presence:
             if beats is not None and self._seen.get(number, (0, 0.0))[0] != beats:
                 self._seen[number] = beats, now
 
-    def has_answered(self, number: int) -> bool:
+    def has_answered(self, number: _Host) -> bool:
         """Whether an agent has ever sent a heartbeat."""
         return number in self._seen or self._store.get(_name(number)) is not None
 
-    def lost(self, running: list[int]) -> list[int]:
+    def lost(self, running: Sequence[_Host]) -> list[_Host]:
         """The agents that run as far as is known, but were silent for 15 s."""
         return [
             number
@@ -112,7 +116,7 @@ class Presence:
             and self._looked - self._seen[number][1] > LOST_SECONDS
         ]
 
-    def late(self, running: list[int]) -> list[int]:
+    def late(self, running: Sequence[_Host]) -> list[_Host]:
         """The running agents that have not answered 15 s after the start; only once."""
         if self._has_warned or time.monotonic() - self._begin < LOST_SECONDS:
             return []
@@ -120,5 +124,5 @@ class Presence:
         return [number for number in running if number not in self._seen]
 
 
-def _name(number: int) -> str:
+def _name(number: int | str) -> str:
     return f"beat.{number}"

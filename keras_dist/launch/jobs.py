@@ -1,24 +1,19 @@
 """Run a job, and restart it after a failure."""
 
 import secrets
-import signal
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from keras_dist.launch import agent, processes
 from keras_dist.launch.assignment import Assignment, assignments
-from keras_dist.launch.failures import explain, explain_lost, print_message
-from keras_dist.launch.heartbeat import LOST_SECONDS
+from keras_dist.launch.failures import explain, print_message
 from keras_dist.launch.hosts import LOOPBACK, Slot
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.remote_hosts import Reach, RemoteHosts
 from keras_dist.launch.rendezvous import rendezvous
-from keras_dist.launch.reports import merged, run_ranks
-from keras_dist.launch.signals import is_saving, stopped_by_signals
-
-# Seconds before a start after a host was lost; twice as long each time, up to a minute.
-_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 10.0, 60.0
+from keras_dist.launch.reports import lost_text, ranks_in_words, run_ranks, verdict
+from keras_dist.launch.restarts import Restarts
+from keras_dist.launch.signals import is_saving, stopped_by_signals, stopped_text
 
 
 @dataclass(frozen=True)
@@ -68,37 +63,20 @@ def run_command(
             f"Received: -np {len(slots)} --restarts {restarts}"
         )
     job = secrets.token_hex(8)
-    lost_starts = 0
+    again = Restarts(restarts)
     # The reaper is forked, so before the first thread.
     with processes.reaper(job), stopped_by_signals() as stopped:
-        for restart in range(restarts + 1):
-            outcome = _run_once(command, slots, job, reach, restart, stopped)
-            if stopped:
-                _print_stopped(stopped[0], outcome.has_saved)
-                return 128 + stopped[0]
-            if outcome.code == 0 or restart == restarts:
+        while True:
+            outcome = _run_once(command, slots, job, reach, again.number, stopped)
+            if not outcome.code or stopped:
                 break
-            # A host that boots takes its time, and must not use up all restarts.
-            seconds = min(_WAIT_SECONDS * 2**lost_starts, _LONGEST_WAIT_SECONDS)
-            seconds = seconds if outcome.is_host_lost else 0.0
-            lost_starts = lost_starts + 1 if outcome.is_host_lost else 0
-            when = f", in {seconds:g} s" if seconds else ""
-            print_message(
-                f"keras-dist: start {restart + 2} of at most {restarts + 1}{when}."
-            )
-            begin = time.monotonic()
-            while time.monotonic() - begin < seconds and not stopped:
-                time.sleep(0.1)
-            if stopped:
-                _print_stopped(stopped[0], has_saved=False)
-                return 128 + stopped[0]
+            is_lost = outcome.is_host_lost
+            if not again.wait(is_host_lost=is_lost, is_stopped=lambda: bool(stopped)):
+                break
+    if stopped:
+        print_message(stopped_text(stopped[0], has_saved=outcome.has_saved))
+        return 128 + stopped[0]
     return outcome.code
-
-
-def _print_stopped(number: int, has_saved: bool) -> None:
-    name = signal.Signals(number).name
-    saved = "; the ranks have saved, and the same command goes on from there"
-    print_message(f"keras-dist: ended by {name}{saved if has_saved else ''}.")
 
 
 def _run_once(
@@ -137,7 +115,6 @@ def _run_on_hosts(remote: RemoteHosts, stopped: list[int]) -> _Outcome:
     finally:
         codes = remote.end(is_saving=is_saving(stopped))
     reports = agent.read_reports(remote.store, len(remote.hosts))
-    failures, where = merged(list(reports.values()))
     if not codes or stopped:
         has_all = len(reports) == len(remote.hosts)
         return _Outcome(0, has_saved=has_all and all(r.saved for r in reports.values()))
@@ -145,14 +122,7 @@ def _run_on_hosts(remote: RemoteHosts, stopped: list[int]) -> _Outcome:
     cause = _host_to_blame(remote, silent, codes)
     hosts = {r: h for n, h in enumerate(remote.hosts) for r in remote.ranks_of(n)}
     unknown = [rank for number in silent for rank in remote.ranks_of(number)]
-    if cause is not None and all(failure.is_secondary for failure in failures):
-        text, code = cause
-        text = explain_lost(text, failures, where, hosts=hosts, unknown=unknown)
-    elif failures:
-        code, size = failures[0].code, len(hosts)
-        text = explain(failures, where, num_ranks=size, hosts=hosts, unknown=unknown)
-    else:
-        text, code = "keras-dist: the job was ended.", 1
+    text, code = verdict(list(reports.values()), cause, hosts=hosts, unknown=unknown)
     print_message(text)
     return _Outcome(code, is_host_lost=cause is not None)
 
@@ -166,9 +136,9 @@ def _host_to_blame(
         return None
     number = next(iter(remote.lost), failed[0])
     host, ranks = remote.hosts[number], remote.ranks_of(number)
-    named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    named = ranks_in_words(ranks)
     if number in remote.lost:
-        return f"host {host} does not answer since {LOST_SECONDS:g} s ({named}).", 1
+        return lost_text(host, ranks), 1
     code = codes[host] if codes[host] > 0 else 128 - codes[host]
     if not remote.has_run(number):
         return f"no ranks could be run on {host}: exit code {code}.", code

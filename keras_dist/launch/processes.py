@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1
 
 # Seconds to wait after SIGTERM before SIGKILL, and after SIGKILL.
 _TERM_SECONDS = 2.0
@@ -112,7 +113,7 @@ def _reap(job: str, reader: int) -> None:
     """In the forked process, wait until the pipe is closed, and end the job."""
     try:
         os.setsid()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (SIGINT, SIGTERM, SIGHUP, SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         os.dup2(reader, 0)
         devnull = os.open(os.devnull, os.O_RDWR)

@@ -77,7 +77,7 @@ class RemoteHosts:
         store = status_store_of(planned[0].store)
         assert store is not None
         self.store = store
-        self._presence = Presence(store)
+        self._presence = Presence[int](store)
         self._lost: list[int] = []
 
     def start(self) -> None:

@@ -5,16 +5,19 @@ import hashlib
 import hmac
 import importlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from keras_dist.launch.hosts import LOOPBACK, Slot, interface_of
 
-_FORBIDDEN = 403
+_OK, _FORBIDDEN = 200, 403
 
 # Connections that the kernel accepts before the server does. Ranks connect all at once,
 # and one that finds no room tries again only after 1, 3 and 7 s.
 _BACKLOG = 1024
+
+# Before the scopes of those who were admitted for all starts.
+_OF_JOB = "job~"
 
 
 @contextlib.contextmanager
@@ -36,10 +39,10 @@ def rendezvous(
     Raises:
         RuntimeError: If Horovod is not installed.
     """
-    store = Store(secret, address)
+    store = Store(address)
     try:
-        store.open(slots)
-        yield variables_of(address, store.port, token_of(secret))
+        store.open(slots, secret)
+        yield variables_of(address, store.port, secret)
     finally:
         store.close()
 
@@ -47,14 +50,13 @@ def rendezvous(
 class Store:
     """Horovod's key-value store, for one start of a job after the other.
 
-    It only answers requests whose path begins with a token that follows from the
-    secret: whoever reads the token on the network has not got the secret, by which the
-    ranks sign. The token is in the path because Horovod's client sends no headers; but
-    it accepts an address with a path behind the port. Each start has a token and
-    values of its own, and that of an earlier one is refused.
+    It only answers requests whose path begins with a token that follows from a secret:
+    whoever reads the token on the network has not got the secret, by which the ranks
+    sign. The token is in the path because Horovod's client sends no headers; but it
+    accepts an address with a path behind the port. Each start has a token and values
+    of its own, and that of an earlier one is refused.
 
     Args:
-        secret: Secret of the job.
         address: Address on which the store listens.
         port: Port; 0 for one that the system chooses.
 
@@ -63,7 +65,7 @@ class Store:
         RuntimeError: If Horovod is not installed.
     """
 
-    def __init__(self, secret: str, address: str = LOOPBACK, port: int = 0) -> None:
+    def __init__(self, address: str = LOOPBACK, port: int = 0) -> None:
         try:
             http_server = importlib.import_module("horovod.runner.http.http_server")
         except ImportError as error:
@@ -71,10 +73,12 @@ class Store:
                 f"Horovod is not installed here. Received: {error}. "
                 "Run `keras-dist install-horovod`."
             ) from error
-        self._secret = secret
         # For each token: what stands before the names of its scopes.
         self._tokens: dict[str, str] = {}
-        handler = _guarded(http_server.RendezvousHandler, self._tokens)
+        self._opened: tuple[str, int] | None = None
+        # What strangers may read, too.
+        self._public: dict[str, Callable[[], bytes]] = {}
+        handler = _guarded(http_server.RendezvousHandler, self._tokens, self._public)
         server = http_server.RendezvousHTTPServer((address, port), handler, 0)
         server.daemon_threads = True
         server.socket.listen(_BACKLOG)  # Horovod's server has 5
@@ -83,20 +87,45 @@ class Store:
         self._thread = threading.Thread(target=server.serve_forever, daemon=True)
         self._thread.start()
 
-    def open(self, slots: Sequence[Slot], start: int = 0) -> None:
-        """Take requests of the ranks of a start, and no longer those of another one.
+    def open(self, slots: Sequence[Slot], secret: str) -> None:
+        """Take requests of the ranks of a start, and no longer those of the last one.
 
         Args:
             slots: The slots of all ranks.
-            start: Number of the start, from 0; see `token_of`.
+            secret: Secret of the start.
         """
-        prefix = f"{start}~"
-        self._server.scope_size |= {
-            f"{prefix}{scope}": size for scope, size in _scope_sizes(slots).items()
-        }
-        for token in [t for t, known in self._tokens.items() if known]:
+        number = 0
+        if self._opened is not None:
+            token, number = self._opened[0], self._opened[1] + 1
             del self._tokens[token]
-        self._tokens[token_of(self._secret, start)] = prefix
+        self._opened = token_of(secret), number
+        self._server.scope_size |= {
+            f"{number}~{scope}": size for scope, size in _scope_sizes(slots).items()
+        }
+        self._tokens[token_of(secret)] = f"{number}~"
+
+    def admit(self, secret: str) -> None:
+        """Take requests with this secret, too, to the end of the job."""
+        self._tokens[token_of(secret)] = _OF_JOB
+
+    def publish(self, name: str, make: Callable[[], bytes]) -> None:
+        """Answer requests for this name without a token.
+
+        Args:
+            name: The path of the requests.
+            make: Makes the answer, a new one for each request.
+        """
+        self._public[name] = make
+
+    def values(self, scope: str) -> dict[str, bytes]:
+        """What was written to a scope of those who were admitted, in its order."""
+        with self._server.cache_lock:
+            return dict(self._server.cache.get(f"{_OF_JOB}{scope}", {}))
+
+    def write(self, scope: str, name: str, value: bytes) -> None:
+        """Write a value for those who were admitted."""
+        with self._server.cache_lock:
+            self._server.cache.setdefault(f"{_OF_JOB}{scope}", {})[name] = value
 
     def close(self) -> None:
         """End the server."""
@@ -105,31 +134,37 @@ class Store:
         self._thread.join()
 
 
-def token_of(secret: str, start: int = 0) -> str:
-    """What the paths of requests begin with; it follows from the secret of the job.
-
-    Args:
-        secret: The secret.
-        start: Number of the start, from 0.
-    """
-    return derived(secret, f"store {start}")
+def token_of(secret: str) -> str:
+    """What the paths of requests begin with."""
+    return derived(secret, "store")
 
 
 def derived(secret: str, purpose: str) -> str:
-    """A secret for one purpose, from which that of the job cannot be computed."""
+    """A secret for one purpose, from which the given one cannot be computed."""
     return hmac.new(secret.encode(), purpose.encode(), hashlib.sha256).hexdigest()[:32]
 
 
-def variables_of(address: str, port: int, token: str) -> dict[str, str]:
+def secret_of_start(secret: str, nonce: str, start: int) -> str:
+    """The secret of one start of a job, which the hosts compute each for itself.
+
+    Args:
+        secret: Secret of the job.
+        nonce: A random text, new for each job.
+        start: Number of the start.
+    """
+    return derived(secret, f"start {nonce} {start}")
+
+
+def variables_of(address: str, port: int, secret: str) -> dict[str, str]:
     """Environment variables by which Horovod, in each rank, finds a store.
 
     Args:
         address: Address of the store.
         port: Its port.
-        token: As of `token_of`.
+        secret: The secret of the start, as of `Store.open`.
     """
     return {
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": f"{address}:{port}/{token}",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": f"{address}:{port}/{token_of(secret)}",
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
@@ -156,8 +191,13 @@ def _scope_sizes(slots: Sequence[Slot]) -> dict[str, int]:
     return sizes
 
 
-def _guarded(handler: Any, tokens: dict[str, str]) -> Any:
+def _guarded(
+    handler: Any,
+    tokens: Mapping[str, str],
+    public: Mapping[str, Callable[[], bytes]],
+) -> Any:
     """A subclass of Horovod's request handler that requires a token."""
+    one_at_a_time = threading.Lock()
 
     class Guarded(handler):
         path: str
@@ -174,7 +214,15 @@ def _guarded(handler: Any, tokens: dict[str, str]) -> Any:
             return False
 
         def do_GET(self) -> None:
-            if self._is_admitted():
+            make = public.get(self.path.lstrip("/"))
+            if make is not None:
+                with one_at_a_time:
+                    value = make()
+                self.send_response(_OK)
+                self.send_header("Content-Length", str(len(value)))
+                self.end_headers()
+                self.wfile.write(value)
+            elif self._is_admitted():
                 super().do_GET()
 
         def do_PUT(self) -> None:

@@ -1,11 +1,12 @@
 """How the ranks of each host have ended, as the hosts report it to who watches them."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from keras_dist.launch.assignment import Assignment
-from keras_dist.launch.failures import Failure, first_of
+from keras_dist.launch.failures import Failure, explain, explain_lost, first_of
+from keras_dist.launch.heartbeat import LOST_SECONDS
 from keras_dist.launch.ranks import Command, Ranks
 from keras_dist.launch.signals import is_saving
 
@@ -46,11 +47,48 @@ def report_of(values: Mapping[str, Any]) -> Report:
     )
 
 
-def merged(reports: Sequence[Report]) -> tuple[list[Failure], dict[int, str]]:
-    """The failures of all hosts, the first one first; and where their ranks were."""
-    failures = [failure for report in reports for failure in report.failures]
+def verdict(
+    reports: Sequence[Report],
+    cause: tuple[str, int] | None,
+    *,
+    hosts: Mapping[int, str],
+    unknown: Collection[int],
+) -> tuple[str, int]:
+    """The message for the user, and the exit code, when a job on hosts has failed.
+
+    Args:
+        reports: The reports that have come.
+        cause: What happened to a host, and the exit code for it; `None` for nothing.
+            It counts if no rank was the first to fail.
+        hosts: The host of each rank.
+        unknown: Ranks of hosts that have sent no report.
+    """
+    failures = first_of([failure for report in reports for failure in report.failures])
     where = {rank: text for report in reports for rank, text in report.where.items()}
-    return first_of(failures), where
+    if cause is not None and all(failure.is_secondary for failure in failures):
+        text, code = cause
+        text = explain_lost(text, failures, where, hosts=hosts, unknown=unknown)
+        return text, code
+    if failures:
+        size = len(hosts)
+        text = explain(failures, where, num_ranks=size, hosts=hosts, unknown=unknown)
+        return text, failures[0].code
+    return "keras-dist: the job was ended.", 1
+
+
+def lost_text(host: str, ranks: Sequence[int]) -> str:
+    """What is said of a host that sends no heartbeats."""
+    named = ranks_in_words(ranks)
+    return f"host {host} does not answer since {LOST_SECONDS:g} s ({named})."
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Numbers of ranks in words.
+
+    >>> ranks_in_words([1]), ranks_in_words([2, 3])
+    ('rank 1', 'ranks 2, 3')
+    """
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def run_ranks(

@@ -6,11 +6,15 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SAVES = (signal.SIGTERM, signal.SIGUSR1)
 
 
 @contextlib.contextmanager
-def stopped_by_signals() -> Iterator[list[int]]:
+def stopped_by_signals(*others: signal.Signals) -> Iterator[list[int]]:
     """Inside the block, signals that stop a job do not end this process.
+
+    Args:
+        *others: Signals that stop this job beside Ctrl-C, SIGTERM and SIGHUP.
 
     Yields:
         A list, to which the number of each such signal is appended.
@@ -20,7 +24,7 @@ def stopped_by_signals() -> Iterator[list[int]]:
     def stop(number: int, frame: FrameType | None) -> None:
         stopped.append(number)
 
-    before = {number: signal.signal(number, stop) for number in _STOPS}
+    before = {number: signal.signal(number, stop) for number in (*_STOPS, *others)}
     try:
         yield stopped
     finally:
@@ -30,4 +34,18 @@ def stopped_by_signals() -> Iterator[list[int]]:
 
 def is_saving(stopped: Sequence[int]) -> bool:
     """Whether the first signal gives the ranks time to save."""
-    return list(stopped[:1]) == [signal.SIGTERM]
+    return bool(stopped) and stopped[0] in _SAVES
+
+
+def stopped_text(number: int, *, has_saved: bool, host: str = "") -> str:
+    """The line that says that a signal has ended the job.
+
+    Args:
+        number: Number of the signal.
+        has_saved: Whether all ranks have saved.
+        host: Where it was received, if there are several hosts.
+    """
+    saved = "; the ranks have saved, and the same command goes on from there"
+    where = f" on {host}" if host else ""
+    name = signal.Signals(number).name
+    return f"keras-dist: ended by {name}{where}{saved if has_saved else ''}."

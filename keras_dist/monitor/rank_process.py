@@ -137,6 +137,8 @@ def main(arguments: list[str]) -> None:
     """
     parent, kind, *command = arguments
     end_with(int(parent))
+    if "SLURM_JOB_ID" in os.environ:  # it signals all processes, also the launcher's
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if kind == "program":
         os.execvp(command[0], command)
     _enable_dumps()

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-_SCOPE = "keras_dist_watch"
+# Of Horovod's store: what stands before all names.
+SCOPE = "keras_dist_watch"
 _SECONDS = 2.0
 
 
@@ -27,7 +28,7 @@ class StatusStore:
     def __init__(self, address: str, port: str) -> None:
         # Horovod makes its URLs in the same way. The secret that `keras-dist run` puts
         # into the address so becomes the first part of the path.
-        url = urlsplit(f"http://{address}:{port}/{_SCOPE}/")
+        url = urlsplit(f"http://{address}:{port}/{SCOPE}/")
         self._host, self._port, self._path = url.hostname, url.port, url.path
 
     def put(self, name: str, value: Any) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from network import LAUNCH, until
+from test_rdzv import meet, outputs
 from test_training import TRAIN, alone, assert_equal, found_of
 
 __all__ = ["alone"]  # a fixture
@@ -39,6 +40,19 @@ def test_both_launchers_train_as_one_process(net, shared, alone, launcher, hosts
     expected = [(k, n, h) for h, n in zip("abc", counts) for k in range(n)]  # noqa: B905
     assert found_of(done.stdout, ranks) == expected
     assert_equal(path, alone(ranks))
+
+
+@pytest.mark.parametrize("hosts", ["ab", "abc"])
+def test_hosts_that_meet_start_again_where_a_rank_is_killed(net, shared, alone, hosts):
+    """The first cause is on the first host's screen; the weights are the same."""
+    path, last = shared / "met.npy", len(hosts) - 1
+    variables = {"KILL": str(last), "RESUME": str(shared / f"met.{hosts}")}
+    words = ["--restarts", 1, TRAIN, path]
+    stdout, stderr = outputs(meet(net, hosts, *words, is_numbered=True, **variables))
+    assert f"rank {last} on {hosts[last]} failed first" in stderr
+    assert "SIGKILL" in stderr and "start 2 of at most 2" in stderr
+    assert found_of(stdout, len(hosts)) == [(0, 1, host) for host in hosts]
+    assert_equal(path, alone(len(hosts)))
 
 
 def test_an_example_runs_on_hosts(net):

@@ -1,0 +1,174 @@
+"""On each host of a rendezvous: come, and follow the orders of the first host."""
+
+import dataclasses
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from keras_dist.install import patch
+from keras_dist.launch.assignment import Assignment
+from keras_dist.launch.failures import print_message
+from keras_dist.launch.heartbeat import LOST_SECONDS, Heartbeat
+from keras_dist.launch.host_store import HostStore, wait_for
+from keras_dist.launch.hosts import Slot
+from keras_dist.launch.members import Member
+from keras_dist.launch.own_name import check_own_name
+from keras_dist.launch.ranks import Command
+from keras_dist.launch.rendezvous import secret_of_start, variables_of
+from keras_dist.launch.reports import Report, run_ranks
+
+# Seconds between two looks at the orders, and between two lines while it waits.
+_LOOK_SECONDS, _SAY_SECONDS = 0.5, 15.0
+
+# How often the report is sent until the store takes it.
+_ATTEMPTS = 5
+
+
+class Follower:
+    """A host that takes part in a job.
+
+    Args:
+        store: The store of the job, as this host reaches it.
+        secret: Secret of the job.
+        member: This host.
+        is_first: Whether this process has the store.
+        timeout: Seconds to wait for the first host, and for the first start.
+        stopped: Numbers of the signals that this process has received.
+    """
+
+    def __init__(
+        self,
+        store: HostStore,
+        secret: str,
+        member: Member,
+        *,
+        is_first: bool,
+        timeout: float,
+        stopped: list[int],
+    ) -> None:
+        self.name = secrets.token_hex(8)
+        self._store, self._secret, self._member = store, secret, member
+        self._is_first, self._timeout, self._stopped = is_first, timeout, stopped
+        self._is_lost = False
+        # Addresses of this host, and of the first one as it is reached from here.
+        self._address = self._reached = ""
+
+    def join(self) -> bool:
+        """Come to the rendezvous; whether this process was not stopped before.
+
+        Raises:
+            ValueError: If the store cannot be reached, or refuses the secret.
+        """
+        found = wait_for(
+            self._store,
+            self._member.host,
+            timeout=self._timeout,
+            stopped=self._stopped,
+        )
+        if found is None:
+            return False
+        self._address, self._reached = found
+        Heartbeat(self._store, self.name, self._lose).start()
+        member = dataclasses.replace(self._member, reached=self._reached)
+        self._store.put(f"join.{self.name}", dataclasses.asdict(member))
+        return True
+
+    def follow(self, command: Command, job: str) -> int:
+        """Do what the first host orders, to the end of the job.
+
+        Args:
+            command: The command that the ranks run.
+            job: Id of the processes that this host starts.
+
+        Returns:
+            The exit code of the job.
+
+        Raises:
+            ValueError: If the first host is lost, or has no use for this host.
+        """
+        begin, last = time.monotonic(), -1
+        while True:
+            order = self._store.get(f"order.{self.name}") or {}
+            if order.get("do") == "exit":
+                if order["text"]:
+                    print_message(order["text"])
+                self._store.put(f"left.{self.name}", True)
+                return int(order["code"])
+            if order and order["start"] != last:
+                last = order["start"]
+                # Another host may have failed before this one has seen the start.
+                is_run = order["do"] == "run"
+                report = self._run(order, command, job) if is_run else Report()
+                # Without a report the host counts as lost, and the store may be busy.
+                name = f"report.{last}.{self.name}"
+                any(self._store.put(name, report.values()) for _ in range(_ATTEMPTS))
+            self._check(is_waiting=last < 0, seconds=time.monotonic() - begin)
+            self._forward_stop()
+            if self._stopped and last < 0 and not self._is_first:
+                return 128 + self._stopped[0]  # nobody waits for this host
+            time.sleep(_LOOK_SECONDS)
+
+    def _check(self, *, is_waiting: bool, seconds: float) -> None:
+        """Raise if there is nothing to wait for."""
+        meeting = f"{self._store.address}:{self._store.port}"
+        if self._is_lost:
+            raise ValueError(
+                "The first host was lost. Received: no answer from "
+                f"{meeting} since {LOST_SECONDS:g} s."
+            )
+        # The first host says who is missing, before.
+        if is_waiting and seconds > self._timeout + _SAY_SECONDS:
+            raise ValueError(
+                "The job has all its hosts. Received: one more, "
+                f"{self._member.host}, which was not needed for {seconds:.0f} s."
+            )
+
+    def _run(self, order: Mapping[str, Any], command: Command, job: str) -> Report:
+        """Run this host's ranks; they end by an order, too."""
+        secret = secret_of_start(self._secret, order["nonce"], order["start"])
+        own = self._address
+        if own.startswith("127.") and order["reached"]:
+            own = order["reached"]  # as the others see this host
+        assignment = Assignment(
+            slots=[Slot(**slot) for slot in order["slots"]],
+            store=variables_of(self._reached, self._store.port, secret),
+            secret=secret,
+            number=order["number"],
+            restart=order["start"],
+        )
+        stops: list[int] = []
+        is_over = threading.Event()
+        watch = threading.Thread(target=self._watch, args=[stops, is_over], daemon=True)
+        watch.start()
+        try:
+            if not patch.is_installed():
+                check_own_name(own)
+            return run_ranks(command, assignment, job, address=own, stopped=stops)
+        except (OSError, RuntimeError, ValueError) as error:
+            return Report(error=str(error))
+        finally:
+            is_over.set()
+            watch.join()
+
+    def _watch(self, stops: list[int], is_over: threading.Event) -> None:
+        """Stop the ranks at an order, a signal, or when the first host is lost."""
+        while not (stops or is_over.wait(_LOOK_SECONDS)):
+            order = self._store.get(f"order.{self.name}") or {"do": "run"}
+            self._forward_stop()
+            if self._stopped:
+                stops.append(self._stopped[0])
+            elif order["do"] == "save":
+                stops.append(signal.SIGTERM)
+            elif order["do"] != "run" or self._is_lost:
+                stops.append(signal.SIGHUP)
+
+    def _forward_stop(self) -> None:
+        """Let the first host know of a signal, which ends the job on all hosts."""
+        if self._stopped:
+            self._store.put(f"stopped.{self.name}", self._stopped[0])
+
+    def _lose(self) -> None:
+        self._is_lost = True

@@ -1,0 +1,116 @@
+"""Where the hosts of a job meet: what the user, or SLURM, has said of it."""
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from signal import Signals
+
+from keras_dist.launch.assignment import SECRET
+
+TIMEOUT_SECONDS = 300.0
+_SHORTEST_SECRET = 16
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the hosts of a job meet, and who this one is.
+
+    Args:
+        address: Name or address of the first host.
+        port: Port of its store.
+        num_hosts: How many hosts the job has.
+        num_ranks: How many ranks this host starts.
+        secret: Secret of the job.
+        number: Number of this host; `None` to be numbered as it comes. Number 0 is the
+            first host. Without a number it is the one that has the address.
+        timeout: Seconds to wait for the others.
+        host: Name of this host.
+        names: Names of all hosts, if they are known.
+        is_quiet: Whether all hosts print to one screen.
+        saved_code: As of `Plan`.
+        has_munge: Whether the first host passes the secret by munge.
+        signals: Signals that stop the job beside Ctrl-C, SIGTERM and SIGHUP.
+    """
+
+    address: str
+    port: int
+    num_hosts: int
+    num_ranks: int
+    secret: str
+    number: int | None = None
+    timeout: float = TIMEOUT_SECONDS
+    host: str = socket.gethostname()
+    names: Sequence[str] = ()
+    is_quiet: bool = False
+    saved_code: int | None = None
+    has_munge: bool = False
+    signals: Sequence[Signals] = ()
+
+
+def check(meeting: Meeting, restarts: int) -> None:
+    """Check what the user has asked for.
+
+    Raises:
+        ValueError: If it cannot be used.
+    """
+    number = meeting.number
+    if meeting.num_ranks < 1 or meeting.num_hosts < 1 or restarts < 0:
+        raise ValueError(
+            "At least one host and one rank are needed, and no negative number of "
+            f"restarts. Received: --nnodes {meeting.num_hosts} -np "
+            f"{meeting.num_ranks} --restarts {restarts}"
+        )
+    if number is not None and not 0 <= number < meeting.num_hosts:
+        raise ValueError(
+            "Hosts are numbered from 0 to one less than `--nnodes`. Received: "
+            f"--node-rank {number} --nnodes {meeting.num_hosts}"
+        )
+    is_open = not (is_loopback(meeting.address) or meeting.has_munge)
+    if len(meeting.secret) < _SHORTEST_SECRET and is_open:
+        received = f"{len(meeting.secret)} characters" if meeting.secret else "none"
+        raise ValueError(
+            "A job on several hosts needs a secret of at least "
+            f"{_SHORTEST_SECRET} characters. Received: {received}. Set {SECRET} to "
+            "the same value on all hosts, as from `openssl rand -hex 16`, or name a "
+            "file with it by `--secret-file`."
+        )
+
+
+def secret_in(path: str | None, environ: Mapping[str, str] | None = None) -> str:
+    """The secret of the job: from a file if there is one, else from the environment.
+
+    Args:
+        path: Path of the file, of which line ends do not count; `None` for none.
+        environ: Environment variables; by default those of this process.
+
+    Raises:
+        OSError: If the file cannot be read.
+    """
+    if path is not None:
+        return Path(path).read_text().strip()
+    return (os.environ if environ is None else environ).get(SECRET, "")
+
+
+def meeting_point(text: str) -> tuple[str, int]:
+    """Address and port of `--rdzv`.
+
+    >>> meeting_point("a:29400"), meeting_point("a")
+    (('a', 29400), ('a', 29400))
+
+    Raises:
+        ValueError: If it has another form.
+    """
+    address, _, port = text.partition(":")
+    if not address or not (port or "29400").isdecimal() or text.endswith(":"):
+        raise ValueError(
+            "The hosts meet at the first one: its name or address, and a port. "
+            f"Received: --rdzv {text}. For example: --rdzv a:29400"
+        )
+    return address, int(port or "29400")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether the user has named an address that no other machine can reach."""
+    return address == "localhost" or address.startswith("127.")

@@ -1,0 +1,49 @@
+"""How often a job is started again, and after how long."""
+
+import time
+from collections.abc import Callable
+
+from keras_dist.launch.failures import print_message
+
+# Seconds before a start after a host was lost; twice as long each time, up to a minute.
+_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 10.0, 60.0
+
+
+class Restarts:
+    """Counts the restarts of a job.
+
+    Args:
+        most: The largest number of restarts.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._number = self._lost_starts = 0
+
+    @property
+    def number(self) -> int:
+        """Number of the restart: 0 in the first run."""
+        return self._number
+
+    def wait(self, *, is_host_lost: bool, is_stopped: Callable[[], bool]) -> bool:
+        """Wait until the next start, and announce it; whether there is one.
+
+        Args:
+            is_host_lost: Whether a host was lost, or could not be reached: one that
+                boots takes its time, and must not use up all restarts.
+            is_stopped: Whether the job was stopped, which ends the wait.
+        """
+        if self._number == self._most:
+            return False
+        seconds = min(_WAIT_SECONDS * 2**self._lost_starts, _LONGEST_WAIT_SECONDS)
+        seconds = seconds if is_host_lost else 0.0
+        self._lost_starts = self._lost_starts + 1 if is_host_lost else 0
+        self._number += 1
+        when = f", in {seconds:g} s" if seconds else ""
+        print_message(
+            f"keras-dist: start {self._number + 1} of at most {self._most + 1}{when}."
+        )
+        begin = time.monotonic()
+        while time.monotonic() - begin < seconds and not is_stopped():
+            time.sleep(0.1)
+        return not is_stopped()

@@ -1,0 +1,118 @@
+"""The same command on each host, without ssh: `keras-dist run --nnodes --rdzv`."""
+
+import signal
+import time
+
+from network import LAUNCH, until
+from test_hosts_faults import STUB, all_there, ended
+from test_training import TRAIN, alone, assert_equal, debian_names, found_of
+
+__all__ = ["alone"]  # a fixture
+
+SECRET = {"KERAS_DIST_SECRET": "a secret of these tests"}
+
+
+def meet(net, hosts, *words, options=(), is_numbered=False, **variables):
+    """Start the same command on each of these hosts, which meet on the first one."""
+    common = [*LAUNCH, "--nnodes", len(hosts), "--rdzv", f"{hosts[0]}:29400", *options]
+    env = {**SECRET, **variables}
+    return [
+        net.start(
+            host,
+            [*common, *(["--node-rank", number] if is_numbered else []), *words],
+            env=env,
+        )
+        for number, host in enumerate(hosts)
+    ]
+
+
+def outputs(processes):
+    """What all have printed on both streams, when they have ended well."""
+    found = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(found), found
+    return "".join(stdout for stdout, _ in found), found[0][1]
+
+
+def test_two_hosts_that_meet_train_as_one_process(net, shared, alone):
+    """Two ranks on each, and the first host's own name is 127.0.1.1 there."""
+    debian_names(net)
+    path = shared / "met.npy"
+    stdout, _ = outputs(meet(net, "ab", "-np", 2, TRAIN, path, is_numbered=True))
+    expected = [(0, 2, "a"), (1, 2, "a"), (0, 2, "b"), (1, 2, "b")]
+    assert found_of(stdout, 4) == expected
+    assert "4 on 2 hosts" in stdout
+    assert_equal(path, alone(4))
+
+
+def test_three_hosts_that_meet_train_as_one_process(net, shared, alone):
+    """They are numbered as they come, but the first one is where they meet."""
+    path = shared / "met3.npy"
+    stdout, _ = outputs(meet(net, "abc", TRAIN, path))
+    found = found_of(stdout, 3)
+    assert found[0] == (0, 1, "a") and sorted(found) == [(0, 1, h) for h in "abc"]
+    assert_equal(path, alone(3))
+
+
+def test_all_hosts_end_and_say_why(net, shared):
+    """Three jobs at once: one that waits for ever, an exit code, and SIGTERM."""
+    options = ["--rdzv-timeout", "8"]
+    words = [*LAUNCH, "--nnodes", 3, "--rdzv", "a:29400", *options, STUB, shared, "-"]
+    waiting = net.start("a", words, env=SECRET)
+    joined = net.start("b", words, env=SECRET)
+    stranger = net.start("c", words, env={"KERAS_DIST_SECRET": "a secret of others"})
+    failing = meet(net, "de", STUB, shared / "rdzv.code", "exit", 1)
+    saving = meet(net, "fg", STUB, shared / "rdzv.save", "save")
+    all_there(shared / "rdzv.save")
+    net.signal_command(saving[1], signal.SIGTERM)
+
+    code, lines, _ = ended(stranger)
+    assert code == 1
+    assert "another secret than that of the job at a:29400" in lines[0], lines
+    for process in (waiting, joined):  # the first host knows who is missing
+        code, lines, _ = ended(process)
+        assert code == 1
+        assert "2 of 3 (a, b); missing: node rank 2" in lines[0], lines
+    for process, others in zip(failing, ("Rank 0 on d was ", None), strict=True):
+        code, lines, _ = ended(process)
+        assert code == 70, lines
+        assert lines[0].startswith("keras-dist: rank 1 on e failed first, "), lines
+        assert lines[-1].startswith(others or lines[0]), lines
+    assert lines[0].endswith("All of it is in the output of d.")
+    for process in saving:
+        code, lines, _ = ended(process)
+        assert code == 128 + signal.SIGTERM
+        assert lines == [
+            "keras-dist: ended by SIGTERM on g; the ranks have saved, and the same "
+            "command goes on from there."
+        ]
+    assert (shared / "rdzv.save" / "saved.0").exists()
+    assert (shared / "rdzv.save" / "saved.1").exists()
+
+
+def test_a_host_that_is_lost_is_named_and_may_come_back(net, shared):
+    """Two jobs: one goes on by the same command, one has lost its first host."""
+    folder, mark = shared / "rdzv.lost", shared / "rdzv.first"
+    options, words = ["--restarts", 1], [STUB, folder, "again"]
+    first, _, other = meet(net, "abc", *words, options=options)
+    killed, left = meet(net, "de", STUB, mark, "wait")
+    all_there(folder, 3)
+    all_there(mark)
+    net.signal_command(killed, signal.SIGKILL)
+    net.power_off("b")
+    cut = time.monotonic()
+    line = first.stderr.readline()
+    assert time.monotonic() - cut < 20
+    assert line.startswith("keras-dist: host b does not answer since 15 s (rank "), line
+    net.power_on("b")
+    common = [*LAUNCH, "--nnodes", 3, "--rdzv", "a:29400", *options]
+    back = net.start("b", [*common, *words], env=SECRET)
+
+    code, lines, _ = ended(left)
+    assert code == 1 and time.monotonic() - cut < 25
+    assert "no answer from d:29400 since 15 s" in lines[0], lines
+    until(lambda: not net.processes("d", STUB), "the end of the ranks of d", 10)
+    assert not net.processes("e", STUB)
+    for process in (first, other, back):
+        code, lines, _ = ended(process)
+        assert code == 0, lines
+    assert all((folder / f"there.1.{rank}").exists() for rank in range(3))

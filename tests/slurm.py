@@ -1,0 +1,140 @@
+"""A SLURM of our own: two nodes on this machine, for tests; needs root and Debian's
+`slurm-wlm` and `munge`."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from launch import ROOT
+
+_PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "munged", "munge", "runuser")
+_SECONDS = 30.0
+
+_CONFIG = """\
+ClusterName=tests
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+SlurmctldPort={ports[0]}
+MpiDefault=none
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cores}
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cores}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def missing() -> str:
+    """Why there can be no SLURM here; empty if there can."""
+    if os.geteuid() != 0:
+        return "a SLURM of our own needs root"
+    absent = [name for name in _PROGRAMS if shutil.which(name) is None]
+    return f"{', '.join(absent)} missing: apt-get install slurm-wlm munge" * bool(
+        absent
+    )
+
+
+@contextlib.contextmanager
+def nodes(folder: Path) -> Iterator["Slurm"]:
+    """Inside the block, SLURM runs with the nodes n1 and n2.
+
+    Args:
+        folder: For its files.
+    """
+    (folder / "state").mkdir()
+    ports = _free_ports(3)
+    config = folder / "slurm.conf"
+    config.write_text(
+        _CONFIG.format(
+            host=socket.gethostname(),
+            folder=folder,
+            ports=ports,
+            cores=os.cpu_count(),
+        )
+    )
+    slurm = Slurm(config)
+    daemons: list[subprocess.Popen[bytes]] = []
+    try:
+        if slurm.run("munge", "-n").returncode:
+            for name in ("run", "var/log", "var/lib"):
+                os.makedirs(f"/{name}/munge", exist_ok=True)
+                shutil.chown(f"/{name}/munge", "munge", "munge")
+            words = ["runuser", "-u", "munge", "--", "munged", "--foreground"]
+            daemons.append(slurm.start(*words))
+            slurm.until("munge", "-n")
+        for words in (
+            ["slurmctld", "-Dc"],
+            *(["slurmd", "-DN", n] for n in slurm.names),
+        ):
+            daemons.append(slurm.start(*words))
+        slurm.until("srun", "-N2", "-n2", "--immediate=1", "true")
+        yield slurm
+    finally:
+        for daemon in reversed(daemons):
+            daemon.send_signal(signal.SIGTERM)
+            try:
+                daemon.communicate(timeout=10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.communicate()
+
+
+class Slurm:
+    """A SLURM that runs. Made by `nodes`."""
+
+    names = ("n1", "n2")
+
+    def __init__(self, config: Path) -> None:
+        self._env = {"SLURM_CONF": str(config), "PYTHONPATH": str(ROOT)}
+
+    def start(self, *words: object, **variables: str) -> "subprocess.Popen[bytes]":
+        """Start a command that knows this SLURM."""
+        return subprocess.Popen(
+            [str(word) for word in words],
+            cwd=ROOT,
+            env={**os.environ, **self._env, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def run(self, *words: object, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end."""
+        process = self.start(*words, **variables)
+        stdout, stderr = process.communicate(timeout=200)
+        texts = stdout.decode(), stderr.decode()
+        return subprocess.CompletedProcess(words, process.returncode, *texts)
+
+    def until(self, *words: object) -> None:
+        """Try a command until it succeeds."""
+        begin = time.monotonic()
+        while (done := self.run(*words)).returncode:
+            if time.monotonic() - begin > _SECONDS:
+                raise TimeoutError(f"{words}: {done.stderr}")
+            time.sleep(0.3)
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]

@@ -1,0 +1,271 @@
+"""The same command several times, on one machine: `keras-dist run --nnodes --rdzv`."""
+
+import itertools
+import json
+import signal
+import socket
+import subprocess
+import threading
+import time
+import uuid
+
+import pytest
+from launch import ROOT
+from test_launch import RUN, left_behind
+from test_launch import start as run
+
+from keras_dist.launch.follower import Follower
+from keras_dist.launch.host_store import FirstHostStore, HostStore
+from keras_dist.launch.members import Member, numbered, slots_of
+from keras_dist.launch.ranks import Command
+from keras_dist.launch.rendezvous import Store
+from keras_dist.slurm import counts_in, nodes_in, task_of
+
+SECRET = {"KERAS_DIST_SECRET": "a secret of these tests"}
+
+_SCRIPT = """
+import os, sys, time
+rank, start = os.environ["HOROVOD_RANK"], os.environ.get("KERAS_DIST_RESTART", "0")
+print("rank", rank, "of", os.environ["HOROVOD_SIZE"], "start", start, flush=True)
+if sys.argv[1:] == [rank] and start == "0":
+    raise KeyError("tea")
+time.sleep(0.5 if start == "1" else 60)
+"""
+
+
+def free_port():
+    """A port at which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def meet(*words, count=2, mark="", options=(), secret=SECRET):
+    """Start the same command so often."""
+    common = ["--nnodes", count, "--rdzv", f"127.0.0.1:{free_port()}", *options]
+    env = {"PYTHONPATH": str(ROOT), "MARK_OF_TEST": mark, **secret}
+    return [
+        subprocess.Popen(
+            ["env", *(f"{k}={v}" for k, v in env.items()), *RUN]
+            + [str(word) for word in (*common, *words)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+            text=True,
+        )
+        for _ in range(count)
+    ]
+
+
+def ended(processes, seconds=60):
+    """Exit code and both outputs of each, that of the first host first."""
+    found = [(p, *p.communicate(timeout=seconds)) for p in processes]
+    found = [(p.returncode, stdout, stderr) for p, stdout, stderr in found]
+    return sorted(found, key=lambda each: "[0] " not in each[1])
+
+
+def test_a_job_that_meets_starts_again_and_prints_the_first_cause(tmp_path):
+    """With one rank and one rank; the second command says where the cause is."""
+    script, mark = tmp_path / "script.py", uuid.uuid4().hex
+    script.write_text(_SCRIPT)
+    (code, first, errors), (other_code, second, other_errors) = ended(
+        meet(script, 1, mark=mark, options=["--restarts", 1])
+    )
+    assert code == other_code == 0, errors
+    for start in (0, 1):
+        assert f"[0] rank 0 of 2 start {start}\n" in first
+        assert f"[1] rank 1 of 2 start {start}\n" in second
+    assert errors.startswith("keras-dist: rank 1 on "), errors
+    assert "KeyError: 'tea'" in errors
+    assert errors.endswith("keras-dist: start 2 of at most 2.\n")
+    assert other_errors == ""
+    assert left_behind(mark) == []
+
+
+def test_ctrl_c_of_one_command_ends_all(tmp_path):
+    """With the same exit code; nothing is left behind."""
+    script, mark = tmp_path / "script.py", uuid.uuid4().hex
+    script.write_text(_SCRIPT)
+    processes = meet("-np", 2, script, mark=mark)
+    assert "rank" in processes[1].stdout.readline()
+    processes[1].send_signal(signal.SIGINT)
+    for code, _, errors in ended(processes):
+        assert code == 128 + signal.SIGINT
+        assert errors.startswith("keras-dist: ended by SIGINT on "), errors
+    assert left_behind(mark) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nnodes", 2], "need `--nnodes` and `--rdzv`"),
+        (["--rdzv", "a:1"], "need `--nnodes` and `--rdzv`"),
+        (["--nnodes", 2, "--rdzv", "a:1", "-H", "a:1"], "and no `-H`"),
+        (["--nnodes", 2, "--rdzv", "a:b"], "its name or address, and a port"),
+        (["--nnodes", 2, "--rdzv", "a:1"], "needs a secret of at least 16"),
+        (["--nnodes", 0, "--rdzv", "localhost:1"], "At least one host"),
+        (
+            ["--nnodes", 2, "--node-rank", 2, "--rdzv", "localhost:1"],
+            "numbered from 0 to one less",
+        ),
+        (["-np", 2, "--requeue"], "is for jobs of SLURM"),
+    ],
+)
+def test_what_cannot_meet_is_named(words, message):
+    """Before anything listens."""
+    done = run(*words, "-m", "this", KERAS_DIST_SECRET="short")
+    assert done.returncode == 1
+    assert message in done.stderr and "Received" in done.stderr
+
+
+def test_who_is_missing_is_said(tmp_path):
+    """When the time is over, by the number of the host."""
+    port = free_port()
+    options = ["--nnodes", 3, "--rdzv", f"127.0.0.1:{port}", "--rdzv-timeout", 1]
+    done = run(*options, "-m", "this")
+    assert done.returncode == 1
+    assert "missing: node rank 1, node rank 2" in done.stderr
+    begin = time.monotonic()
+    done = run(*options, "--node-rank", 1, "-m", "this")
+    assert done.returncode == 1 and time.monotonic() - begin < 20
+    assert f"cannot reach 127.0.0.1:{port}" in done.stderr
+
+
+def test_numbers_are_kept_and_each_is_given_once():
+    """For all orders in which four come, some with a number, and with one lost."""
+    for numbers in itertools.product((None, 0, 1, 2), repeat=4):
+        for count in range(5):
+            members = {
+                f"m{k}": Member(f"h{k}", 1, numbers[k], 3, "0") for k in range(count)
+            }
+            found = numbered(members, 3)
+            given = [name for name in found if name is not None]
+            assert len(set(given)) == len(given)
+            for number, name in enumerate(found):
+                assert name is None or members[name].number in (None, number)
+            wanted = {number for number in numbers[:count] if number is not None}
+            free = sum(number is None for number in numbers[:count])
+            assert len(given) == min(3, len(wanted) + free)
+            if given:
+                left = {k: m for k, m in members.items() if k != given[0]}
+                again = numbered(left, 3, found)
+                for old, new in zip(found, again, strict=True):
+                    assert new == old or old in (None, given[0])
+
+
+def test_slots_count_each_rank_once_and_hosts_by_name():
+    """Several members of one name are one host, whose ranks count through."""
+    for names in itertools.product("ab", repeat=3):
+        for counts in itertools.product((1, 2), repeat=3):
+            members = [
+                Member(n, c, None, 3, "0") for n, c in zip(names, counts, strict=True)
+            ]
+            found = slots_of(members)
+            assert [len(own) for own in found] == list(counts)
+            slots = [slot for own in found for slot in own]
+            assert sorted(slot.rank for slot in slots) == list(range(sum(counts)))
+            for name in set(names):
+                local = [slot.local_rank for slot in slots if slot.host == name]
+                assert sorted(local) == list(range(len(local)))
+                assert {s.local_size for s in slots if s.host == name} == {len(local)}
+
+
+def test_a_value_that_this_job_has_not_signed_does_not_count():
+    """Not even where somebody has read the token of the requests on the network."""
+    store = Store()
+    try:
+        first = FirstHostStore(store, "a secret")
+        host = HostStore("127.0.0.1", store.port, "a secret")
+        assert host.put("join.b", [1]) and first.of_kind("join") == {"b": [1]}
+        forged = json.dumps([2]).encode()
+        assert host._request("PUT", "join.c", forged) is not None
+        assert host._request("PUT", "join.d", host._request("GET", "join.b")) == b""
+        assert host.get("join.c") is None and first.of_kind("join") == {"b": [1]}
+        assert HostStore("127.0.0.1", store.port, "a guess").put("x", 1) is False
+        with pytest.raises(PermissionError):
+            HostStore("127.0.0.1", store.port, "a guess").knock()
+    finally:
+        store.close()
+
+
+def test_a_host_that_has_not_seen_the_start_reports_at_the_order_to_stop():
+    """Another one may fail within half a second; it would count as lost."""
+    store = Store()
+    try:
+        first = FirstHostStore(store, "a secret")
+        host = HostStore("127.0.0.1", store.port, "a secret")
+        member = Member("b", 1, 1, 2, "0")
+        follower = Follower(
+            host, "a secret", member, is_first=False, timeout=60, stopped=[]
+        )
+        name = f"order.{follower.name}"
+        first.put(name, {"do": "stop", "start": 4})
+
+        def end_when_reported():
+            while not first.of_kind("report"):
+                time.sleep(0.05)
+            first.put(name, {"do": "exit", "code": 3, "text": ""})
+
+        threading.Thread(target=end_when_reported, daemon=True).start()
+        assert follower.follow(Command("script", ["none.py"], {}), "none") == 3
+        assert list(first.of_kind("report")) == [f"4.{follower.name}"]
+        assert first.of_kind("left") == {follower.name: True}
+    finally:
+        store.close()
+
+
+def test_ranks_of_an_earlier_start_are_refused():
+    """Each start has a token and values of its own."""
+    store = Store()
+    try:
+        first, second = (
+            HostStore("127.0.0.1", store.port, secret) for secret in ("one", "two")
+        )
+        slots = [slot for own in slots_of([Member("a", 2, 0, 1, "0")]) for slot in own]
+        store.open(slots, "one")
+        assert first.put("beat", 1) and not second.put("beat", 1)
+        store.open(slots, "two")
+        assert second.get("beat") is None and second.put("beat", 2)
+        assert first.get("beat") is None and not first.put("beat", 1)
+    finally:
+        store.close()
+
+
+def test_lists_of_slurm_are_read_as_slurm_writes_them():
+    """With zeros, several ranges, and counts that repeat."""
+    assert nodes_in("n1") == ("n1",)
+    assert nodes_in("a[1-3,07],b,c[09-11]x") == (
+        *("a1", "a2", "a3", "a07", "b"),
+        *("c09x", "c10x", "c11x"),
+    )
+    assert counts_in("3") == (3,)
+    assert counts_in("2,1(x3),4") == (2, 1, 1, 1, 4)
+
+
+def test_every_task_of_slurm_has_the_slot_of_its_node():
+    """For block and cyclic distributions of unequal counts."""
+    counts = (3, 1, 2)
+    block = [(node, local) for node in range(3) for local in range(counts[node])]
+    cyclic = sorted(block, key=lambda each: (each[1], each[0]))
+    common = {
+        "SLURM_STEP_NODELIST": "n[1-3]",
+        "SLURM_STEP_TASKS_PER_NODE": "3,1,2",
+        "SLURM_JOB_ID": "5",
+        "SLURM_STEP_ID": "1",
+    }
+    for tasks in (block, cyclic):
+        found = []
+        for number, (node, local) in enumerate(tasks):
+            own = {"PROCID": number, "NODEID": node, "LOCALID": local}
+            task = task_of(common | {f"SLURM_{k}": str(v) for k, v in own.items()})
+            assert block[task.position] == (node, local)
+            found.append(task.environment())
+        assert [int(each["HOROVOD_RANK"]) for each in found] == list(range(6))
+        for local in range(3):
+            across = [e for e in found if e["HOROVOD_LOCAL_RANK"] == str(local)]
+            sizes = {int(each["HOROVOD_CROSS_SIZE"]) for each in across}
+            assert sizes == {len(across)}
+            crossing = sorted(int(each["HOROVOD_CROSS_RANK"]) for each in across)
+            assert crossing == list(range(len(across)))
+    assert task_of({**common, "SLURM_PROCID": "0"}) is None
+    assert task_of({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0"}) is None

@@ -1,0 +1,129 @@
+"""Ranks under a real SLURM; left out, with the reason, where it is not installed."""
+
+import json
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import slurm
+
+pytestmark = pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing())
+
+HOSTS = Path(__file__).parent / "hosts"
+RUN = [sys.executable, "-m", "keras_dist", "run"]
+TRAIN, STUB = HOSTS / "train.py", HOSTS / "stub.py"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """Two nodes of SLURM on this machine."""
+    with slurm.nodes(tmp_path_factory.mktemp("slurm")) as found:
+        yield found
+
+
+def there(folder, ranks=2, seconds=60):
+    """Wait until all ranks of the stub are there."""
+    begin = time.monotonic()
+    while not all((folder / f"there.0.{rank}").exists() for rank in range(ranks)):
+        assert time.monotonic() - begin < seconds
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("way", ["keras-dist run", "python"])
+def test_srun_trains_as_one_process(cluster, tmp_path, way):
+    """One task a node with a rank of each; and two tasks that are ranks themselves."""
+    alone, path = tmp_path / "alone.npy", tmp_path / "weights.npy"
+    words = RUN if way == "keras-dist run" else [sys.executable]
+    assert cluster.run(sys.executable, TRAIN, alone, 2).returncode == 0
+    done = cluster.run("srun", "-N2", "-n2", *words, TRAIN, path)
+    assert done.returncode == 0, done.stderr
+    found = [line for line in done.stdout.splitlines() if "found " in line]
+    found = sorted(json.loads(line.partition("found ")[2]) for line in found)
+    assert [each[:3] for each in found] == [[0, 0, 1], [1, 0, 1]]
+    assert found[0][4] == found[1][4]
+    np.testing.assert_allclose(np.load(path), np.load(alone), rtol=1e-4, atol=1e-6)
+
+
+def test_several_tasks_on_a_node_share_its_devices(cluster, tmp_path):
+    """Each has one rank, and a local rank of its own; the first cause is printed."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pathlib, time\n"
+        "names = 'RANK', 'SIZE', 'LOCAL_RANK', 'LOCAL_SIZE', 'HOSTNAME'\n"
+        "found = [os.environ['HOROVOD_' + name] for name in names]\n"
+        "print(*found)\n"
+        "folder = pathlib.Path(__file__).parent\n"
+        "(folder / found[0]).touch()\n"
+        "while not all((folder / str(rank)).exists() for rank in range(4)):\n"
+        "    time.sleep(0.1)\n"
+        "if found[0] == '3':\n"
+        "    raise KeyError('tea')\n"
+        "time.sleep(60)\n"
+    )
+    done = cluster.run("srun", "-N2", "-n4", "--overcommit", *RUN, script)
+    assert done.returncode == 1
+    assert sorted(done.stdout.splitlines()) == [
+        "[0] 0 4 0 2 n1",
+        "[1] 1 4 1 2 n1",
+        "[2] 2 4 0 2 n2",
+        "[3] 3 4 1 2 n2",
+    ]
+    assert done.stderr.count("rank 3 on n2 failed first") == 1
+    assert "KeyError: 'tea'" in done.stderr
+
+
+def test_without_munge_tasks_need_a_secret(cluster, tmp_path):
+    """Else it is the error that it was before."""
+    code = "import keras_dist; print(keras_dist.init().size)"
+    (tmp_path / "scontrol").symlink_to(shutil.which("scontrol"))
+    words = [
+        "srun",
+        "-N2",
+        "-n2",
+        "env",
+        f"PATH={tmp_path}",
+        sys.executable,
+        "-c",
+        code,
+    ]
+    done = cluster.run(*words)
+    assert done.returncode == 1
+    assert "nobody says how they meet" in done.stderr
+    done = cluster.run(*words, KERAS_DIST_SECRET="a secret of these tests")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["2", "2"]
+
+
+@pytest.mark.parametrize("ending", ["SIGUSR1", "scancel"])
+def test_a_job_saves_and_is_requeued_but_not_where_it_was_cancelled(
+    cluster, tmp_path, ending
+):
+    """Exit code 75 on all nodes; SLURM then has the job in its queue again."""
+    script, folder, out = tmp_path / "job", tmp_path / "ranks", tmp_path / "out"
+    command = " ".join(map(str, [*RUN, "--requeue", STUB, folder, "save"]))
+    script.write_text(f"#!/bin/bash\nsrun {command}\n")
+    job = cluster.run("sbatch", "--parsable", "-N2", "-n2", "-o", out, script)
+    job = job.stdout.strip()
+    there(folder)
+    words = ["-s", "USR1"] if ending == "SIGUSR1" else []
+    assert cluster.run("scancel", *words, job).returncode == 0
+    begin = time.monotonic()
+    while (state := cluster.run("squeue", "-h", "-o", "%t", "-j", job).stdout) not in (
+        *("", "PD\n"),
+    ):
+        assert time.monotonic() - begin < 60, state
+        time.sleep(0.2)
+    text = out.read_text()
+    assert "the ranks have saved" in text
+    assert (folder / "saved.0").exists() and (folder / "saved.1").exists()
+    if ending == "SIGUSR1":
+        assert f"ended by {signal.SIGUSR1.name} on n" in text
+        assert f"keras-dist: job {job} is to start again." in text
+        assert state == "PD\n"
+        cluster.run("scancel", job)
+    else:
+        assert "start again" not in text and state == ""
