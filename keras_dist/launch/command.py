@@ -10,8 +10,8 @@ from pathlib import Path
 
 from keras_dist.launch import slurm_task
 from keras_dist.launch.agent import serve
-from keras_dist.launch.call_agent import serve_call
 from keras_dist.launch.assignment import SECRET
+from keras_dist.launch.call_agent import serve_call
 from keras_dist.launch.gpus import num_gpus
 from keras_dist.launch.hosts import address_towards, hosts_in, hosts_of, is_here, slots
 from keras_dist.launch.jobs import run_command
