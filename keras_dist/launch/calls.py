@@ -14,7 +14,7 @@ from typing import Any
 
 from keras_dist.launch import agent
 from keras_dist.launch.call_agent import STOP, host_name, left_name
-from keras_dist.launch.call_errors import Ended
+from keras_dist.launch.call_errors import LOST_AGENT, Ended
 from keras_dist.launch.function import pickled_call
 from keras_dist.launch.heartbeat import LOST_SECONDS, Presence
 from keras_dist.launch.rendezvous import Store, variables_of
@@ -24,6 +24,10 @@ from keras_dist.monitor.status_store import status_store_of
 # Seconds after the first failure in which others may fail and report, if its cause is
 # on another rank; and in which the agents must end all ranks and answer.
 _GRACE_SECONDS, _END_SECONDS = 3.0, 20.0
+
+# Seconds, after they were asked to end, in which agents report whose actor or task does
+# not answer any more; and between two looks for that.
+_REPORT_SECONDS, _TICK = 8.0, 0.2
 
 
 class Calls:
@@ -103,9 +107,13 @@ class Calls:
         self._presence.look(running)
         for rank in self._presence.lost(running):
             self.lose(rank, f"does not answer since {LOST_SECONDS:g} s")
-        if self._failed_at is None and self._is_failed():
+        reports = self._reports.values()
+        failures = [failure for report in reports for failure in report.failures]
+        has_error = any(report.error for report in reports)
+        if self._failed_at is None and (failures or has_error):
             self._failed_at = time.monotonic()
-        if self._knows_cause() or _is_past(self._failed_at, _GRACE_SECONDS):
+        is_cause = has_error or not all(failure.is_secondary for failure in failures)
+        if is_cause or _is_past(self._failed_at, _GRACE_SECONDS):
             self.stop()
 
     def lose(self, rank: int, cause: str) -> None:
@@ -159,6 +167,8 @@ class Calls:
                 with its traceback.
             RuntimeError: If a rank, or what started it, has ended without an error.
         """
+        if len(answers) < self._size:
+            self._settle()
         found: dict[int, bytes] = {}
         for answer in answers:
             line, _, outcome = answer.partition(b"\n")
@@ -171,16 +181,14 @@ class Calls:
         ended.raise_first(self._system)
         return [pickle.loads(found[rank]) for rank in range(self._size)]
 
-    def _is_failed(self) -> bool:
-        """Whether a rank has failed, or could not be started, in whatever way."""
-        return any(each.failures or each.error for each in self._reports.values())
-
-    def _knows_cause(self) -> bool:
-        """Whether one of these is not the consequence of another one."""
-        reports = self._reports.values()
-        failures = [each for report in reports for each in report.failures]
-        has_error = any(report.error for report in reports)
-        return has_error or not all(each.is_secondary for each in failures)
+    def _settle(self) -> None:
+        """Wait, for some seconds, until the agents that run have reported."""
+        lost = self._cause[0] if self._cause and self._cause[1] == LOST_AGENT else -1
+        while not _is_past(self._stopped_at, _REPORT_SECONDS):
+            self.look()
+            if not [r for r in self._hosts if r not in self._reports and r != lost]:
+                break
+            time.sleep(_TICK)
 
 
 def _is_past(since: float | None, seconds: float) -> bool:
