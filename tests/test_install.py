@@ -366,7 +366,7 @@ def test_the_wheel_is_copied_where_the_user_asks_for_it(monkeypatch, tmp_path):
     )
     monkeypatch.setattr(build, "_build", lambda *_: wheel)
     monkeypatch.setattr(build._Steps, "run", lambda *_, **__: None)
-    choice = choose(COMPLETE, mpi=False, nccl=False)
+    choice = flags.choose(COMPLETE, mpi=False, nccl=False)
     build.build_and_install(COMPLETE, choice, tmp_path / "a" / "wheels")
     assert (tmp_path / "a" / "wheels" / wheel.name).exists()
 
