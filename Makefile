@@ -4,12 +4,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 DOCS := .venv/.docs
+CLUSTERS := .venv-clusters
 
 # TensorFlow's start-up lines hide what these commands print.
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo docs equivalence fuzz mutations bench levers growth slow-network kills looks rows hosts
+.PHONY: help setup check test demo docs equivalence fuzz mutations bench levers growth slow-network kills looks rows hosts \
+    clusters
 
 help:
 	@echo "make setup   a virtual environment in .venv, with Horovod built for its TensorFlow"
@@ -21,6 +23,7 @@ help:
 	@echo "make fuzz    try random cases: FIRST=0 COUNT=200"
 	@echo "make kills   kill a training 20 times, and see it go on to the bit"
 	@echo "make hosts   more launches and faults on hosts of our own (root)"
+	@echo "make clusters  Ray, Spark (needs Java) and Kubernetes: installs them into $(CLUSTERS)"
 	@echo "make looks   look at each kind of pipeline 200 times, and see all of it be read"
 	@echo "make rows    count the rows of random data of all kinds: FIRST=0 COUNT=200"
 	@echo "make mutations   break one line at a time, and see a test fail"
@@ -89,6 +92,17 @@ kills: setup
 # Network namespaces with sshd; Debian's openssh-server and iproute2.
 hosts: setup
 	$(BIN)/python -m pytest tests/hosts tests/hosts/faults.py
+
+# Ray and PySpark, in an environment of their own on top of the first one.
+clusters: setup $(CLUSTERS)/.ready
+	$(CLUSTERS)/bin/python -m pytest tests/clusters
+
+$(CLUSTERS)/.ready: pyproject.toml $(READY)
+	$(BIN)/python -m venv --clear $(CLUSTERS)
+	paths='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	$(BIN)/python -c "$$paths" > "$$($(CLUSTERS)/bin/python -c "$$paths")/first.pth"
+	$(CLUSTERS)/bin/python -m pip install -e '.[clusters]'
+	@touch $@
 
 looks: setup
 	LOOKS=200 $(BIN)/python -m pytest tests/test_looks.py

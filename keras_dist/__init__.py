@@ -57,6 +57,8 @@ if not _missing and not _is_command:
             "Set KERAS_BACKEND=tensorflow before Keras is imported."
         )
 
+    from keras_dist import ray as ray
+    from keras_dist import spark as spark
     from keras_dist.callbacks import (
         AverageStatistics,
         BroadcastVariables,

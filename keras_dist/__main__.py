@@ -66,6 +66,11 @@ def _add_install_horovod(commands: argparse._SubParsersAction) -> None:
         action="store_true",
         help="do nothing if a Horovod for exactly this TensorFlow is installed",
     )
+    command.add_argument(
+        "--wheel-dir",
+        metavar="DIR",
+        help="write the wheel to DIR as well, for other machines with this TensorFlow",
+    )
     command.set_defaults(run=_install_horovod)
 
 
@@ -100,7 +105,10 @@ def _bench_collectives(options: argparse.Namespace) -> int:
 
 def _install_horovod(options: argparse.Namespace) -> int:
     install_horovod(
-        mpi=options.mpi, nccl=options.nccl, only_if_needed=options.if_needed
+        mpi=options.mpi,
+        nccl=options.nccl,
+        only_if_needed=options.if_needed,
+        wheel_dir=options.wheel_dir,
     )
     return 0
 

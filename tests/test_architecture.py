@@ -35,6 +35,8 @@ LAYERS = {
     "launch": 6,
     "tools": 6,
     "fit": 7,
+    "ray": 7,
+    "spark": 7,
     "distributed_model": 8,
     "__init__": 9,
     "__main__": 10,

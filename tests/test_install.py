@@ -359,6 +359,18 @@ def test_a_build_without_the_patch_is_no_success(monkeypatch):
         build.install_horovod(mpi=False, nccl=False)
 
 
+def test_the_wheel_is_copied_where_the_user_asks_for_it(monkeypatch, tmp_path):
+    """For other machines; the folder is made."""
+    wheel = make_files(tmp_path, "horovod-0.28.1-cp311-linux_x86_64.whl") / (
+        "horovod-0.28.1-cp311-linux_x86_64.whl"
+    )
+    monkeypatch.setattr(build, "_build", lambda *_: wheel)
+    monkeypatch.setattr(build._Steps, "run", lambda *_, **__: None)
+    choice = flags.choose(COMPLETE, mpi=False, nccl=False)
+    build.build_and_install(COMPLETE, choice, tmp_path / "a" / "wheels")
+    assert (tmp_path / "a" / "wheels" / wheel.name).exists()
+
+
 def test_the_options_reach_the_build(monkeypatch):
     """Yes, no, and left open, for each of the two."""
     calls = []
@@ -368,7 +380,12 @@ def test_the_options_reach_the_build(monkeypatch):
         options = [word.format("mpi") for word in words[mpi]]
         options += [word.format("nccl") for word in words[nccl]]
         assert command.main(["install-horovod", *options]) == 0
-        assert calls.pop() == {"mpi": mpi, "nccl": nccl, "only_if_needed": False}
+        assert calls.pop() == {
+            "mpi": mpi,
+            "nccl": nccl,
+            "only_if_needed": False,
+            "wheel_dir": None,
+        }
 
 
 def test_a_failure_is_a_message_and_exit_code_1(monkeypatch, capsys):

@@ -74,8 +74,8 @@ def command_line() -> str:
     )
     sections = []
     for name, sub in commands.choices.items():
-        if name in ("host-agent", "slurm-task"):
-            continue  # started by `run`, and by nobody else
+        if name.endswith("-agent") or name == "slurm-task":
+            continue  # started by us, and by nobody else
         usage = sub.format_usage().removeprefix("usage: ").strip()
         sections += [f"## keras-dist {name}", sub.description or "", ""]
         sections += ["```text", usage, "```", "", *_command_rows(sub), ""]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -89,7 +90,11 @@ class Built:
 
 
 def install_horovod(
-    *, mpi: bool | None = None, nccl: bool | None = None, only_if_needed: bool = False
+    *,
+    mpi: bool | None = None,
+    nccl: bool | None = None,
+    only_if_needed: bool = False,
+    wheel_dir: str | os.PathLike[str] | None = None,
 ) -> None:
     """Build Horovod for the TensorFlow of this environment, and install it there.
 
@@ -99,6 +104,7 @@ def install_horovod(
         only_if_needed: Whether to do nothing if the installed Horovod was built for
             exactly this TensorFlow with our patch, and has MPI and NCCL if they are
             requested.
+        wheel_dir: Folder for a copy of the wheel; by default there is none.
 
     Raises:
         InstallError: If something is missing, or a step of the build fails.
@@ -118,7 +124,7 @@ def install_horovod(
             "NCCL was found, but is not used: it needs the distribution `tensorflow`, "
             f"2.18 to 2.20. Received: {facts.distribution} {facts.tensorflow}."
         )
-    build_and_install(facts, choice)
+    build_and_install(facts, choice, wheel_dir)
     installed, error = probe()
     if installed is None:
         raise InstallError(
@@ -168,7 +174,9 @@ def probe() -> tuple[Built | None, str]:
     return Built(**found, is_patched=patch.is_installed()), ""
 
 
-def build_and_install(facts: Facts, choice: Choice) -> None:
+def build_and_install(
+    facts: Facts, choice: Choice, wheel_dir: str | os.PathLike[str] | None = None
+) -> None:
     """Build a wheel in a temporary folder, then install it and its requirements."""
     log_number, log_name = tempfile.mkstemp(prefix="horovod-build-", suffix=".log")
     with (
@@ -186,6 +194,9 @@ def build_and_install(facts: Facts, choice: Choice) -> None:
             "Installing Horovod",
             [*install, "--force-reinstall", "--no-deps", str(wheel)],
         )
+        if wheel_dir is not None:
+            Path(wheel_dir).mkdir(parents=True, exist_ok=True)
+            print(f"The wheel is {shutil.copy(wheel, wheel_dir)}")
 
 
 def _build(facts: Facts, choice: Choice, folder: Path, steps: "_Steps") -> Path:

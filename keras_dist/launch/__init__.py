@@ -16,6 +16,9 @@
 - `guarded`: the requests that the store answers
 - `remote_hosts`: start an agent on each host by ssh
 - `agent`: starts the ranks of its host, and reports their failures
+- `calls`: ranks that an actor of Ray or a task of Spark starts: the driver's side
+- `call_agent`: the side of the actor or task
+- `call_errors`: what the caller gets if one of them has failed
 - `heartbeat`: heartbeats of the agents, by which a lost host is noticed
 - `own_name`: check a host's own name where Horovod has not our patch
 - `signals`: signals that stop a job

@@ -70,8 +70,7 @@ def serve() -> int:
         report = run_ranks(
             command, assignment, message["job"], address=address, stopped=stopped
         )
-        # Without a report the host counts as lost, and the store may be busy.
-        any(store.put(_name(number), report.values()) for _ in range(_ATTEMPTS))
+        put_report(store, number, report)
     return report.code
 
 
@@ -137,6 +136,18 @@ def read_reports(store: StatusStore, num_agents: int) -> dict[int, Report]:
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
             reports[number] = report_of(values)  # else it is no report
     return reports
+
+
+def put_report(store: StatusStore, number: int, report: Report) -> None:
+    """Write the report of an agent to the store, for `read_reports`.
+
+    Args:
+        store: The store of the job.
+        number: Index of the agent.
+        report: Its report.
+    """
+    # Without a report the host counts as lost, and the store may be busy.
+    any(store.put(_name(number), report.values()) for _ in range(_ATTEMPTS))
 
 
 def _name(number: int | str) -> str:

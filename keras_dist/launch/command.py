@@ -11,6 +11,7 @@ from pathlib import Path
 from keras_dist.launch import slurm_task
 from keras_dist.launch.agent import serve
 from keras_dist.launch.assignment import SECRET, patience
+from keras_dist.launch.call_agent import serve_call
 from keras_dist.launch.gpus import num_gpus
 from keras_dist.launch.hosts import address_towards, hosts_in, hosts_of, is_here, slots
 from keras_dist.launch.jobs import run_command
@@ -67,6 +68,13 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         "host-agent", help="what `run` starts on other hosts; not to be called by you"
     )
     agent.set_defaults(run=lambda options: serve())
+    agent = commands.add_parser(
+        "call-agent",
+        help="what `keras_dist.ray` and `keras_dist.spark` start; not to be called "
+        "by you",
+    )
+    agent.add_argument("descriptor", type=int, help=argparse.SUPPRESS)
+    agent.set_defaults(run=lambda options: serve_call(options.descriptor))
     task = commands.add_parser(
         "slurm-task", help="what tasks of `srun` start; not to be called by you"
     )

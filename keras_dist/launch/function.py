@@ -1,5 +1,6 @@
 """`keras_dist.run`: call a function on many ranks, from Python."""
 
+import contextlib
 import importlib
 import os
 import pickle
@@ -10,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_CALL, _RESULT = "call.pickle", "result.{rank}.pickle"
+# Files of a call: function and arguments; what a rank returned, or its error.
+CALL, _RESULT, _ERROR = "call.pickle", "result.{rank}.pickle", "error.{rank}.pickle"
 
 
 def run(
@@ -61,8 +63,7 @@ def run(
         )
     # Only this user can write to this folder, so its files are safe to unpickle.
     with tempfile.TemporaryDirectory(prefix="keras_dist.") as folder:
-        call = Path(folder) / _CALL
-        call.write_bytes(_pickled((function, tuple(args), dict(kwargs or {}))))
+        (Path(folder) / CALL).write_bytes(pickled_call(function, args, kwargs))
         command = [sys.executable, "-m", "keras_dist", "run", "-np", str(np)]
         command += ["--restarts", str(restarts), "--with-parent", str(os.getpid())]
         if stall_limit is not None:
@@ -91,6 +92,17 @@ def _wait(command: Sequence[str]) -> None:
         )
 
 
+def pickled_call(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> bytes:
+    """What a rank has to call, for `call_and_keep`.
+
+    Args:
+        function, args, kwargs: As of `run`.
+    """
+    return _pickled((function, tuple(args), dict(kwargs or {})))
+
+
 def _pickled(value: Any) -> bytes:
     try:
         # Is installed with Horovod, and can also pickle functions of notebooks.
@@ -104,6 +116,18 @@ def _result(folder: str, rank: int) -> Any:
     return pickle.loads(path.read_bytes())
 
 
+def outcome_in(folder: Path, rank: int) -> bytes:
+    """What a rank returned, or else its error, pickled; empty if it wrote neither.
+
+    Args:
+        folder: The folder of the call.
+        rank: The rank.
+    """
+    names = (each.format(rank=rank) for each in (_RESULT, _ERROR))
+    found = [folder / name for name in names if (folder / name).exists()]
+    return found[0].read_bytes() if found else b""
+
+
 def call_and_keep(folder: str, rank: int) -> None:
     """On a rank, call the function of `run`, and write what it returned to a file.
 
@@ -111,9 +135,17 @@ def call_and_keep(folder: str, rank: int) -> None:
         folder: The folder of `run`, with the pickled function and arguments.
         rank: This rank.
     """
-    function, args, kwargs = pickle.loads((Path(folder) / _CALL).read_bytes())
-    value = _pickled(function(*args, **kwargs))
-    path = Path(folder) / _RESULT.format(rank=rank)
+    try:
+        function, args, kwargs = pickle.loads((Path(folder) / CALL).read_bytes())
+        value = _pickled(function(*args, **kwargs))
+    except Exception as error:
+        with contextlib.suppress(Exception):  # not every error can be pickled
+            _write(Path(folder) / _ERROR.format(rank=rank), _pickled(error))
+        raise
+    _write(Path(folder) / _RESULT.format(rank=rank), value)
+
+
+def _write(path: Path, data: bytes) -> None:
     draft = path.with_suffix(".draft")
-    draft.write_bytes(value)
+    draft.write_bytes(data)
     draft.replace(path)

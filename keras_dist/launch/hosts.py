@@ -81,6 +81,23 @@ def slots(hosts: Sequence[tuple[str, int]]) -> list[Slot]:
     return result
 
 
+def slots_of_workers(hosts: Sequence[str]) -> list[Slot]:
+    """A slot for each worker that another system has started, in the workers' order.
+
+    Ranks are numbered host by host, in the order in which the hosts are named first.
+
+    Args:
+        hosts: Name of the host of each worker.
+
+    >>> [(slot.rank, slot.host, slot.local_rank)
+    ...  for slot in slots_of_workers(["a", "b", "a"])]
+    [(0, 'a', 0), (2, 'b', 0), (1, 'a', 1)]
+    """
+    counts = [(host, hosts.count(host)) for host in dict.fromkeys(hosts)]
+    found = {host: [s for s in slots(counts) if s.host == host] for host, _ in counts}
+    return [found[host].pop(0) for host in hosts]
+
+
 def hosts_of(argument: str | None, num_ranks: int | None) -> list[tuple[str, int]]:
     """Name and number of ranks of each host; the first hosts are filled first.
 

@@ -1,0 +1,178 @@
+"""The pods of `examples/kubernetes/`, as hosts: their commands, variables and names."""
+
+import contextlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from network import ROOT, until
+
+FOLDER = ROOT / "examples" / "kubernetes"
+HOME = "/home/ranks"  # in the image
+
+
+def documents(name):
+    """The documents of a file, by their kind."""
+    found = yaml.safe_load_all((FOLDER / name).read_text())
+    return {document["kind"]: document for document in found}
+
+
+def container(template):
+    """The one container of a pod."""
+    (found,) = template["spec"]["containers"]
+    return found
+
+
+def variables(of, secrets):
+    """The environment of a container, as the kubelet makes it."""
+    found = {}
+    for each in of.get("env", []):
+        if "value" in each:
+            found[each["name"]] = each["value"]
+        else:
+            reference = each["valueFrom"]["secretKeyRef"]
+            found[each["name"]] = secrets[reference["name"]][reference["key"]]
+    return found
+
+
+def words(of, env):
+    """The command of a container with its variables, in the image's folder."""
+    command = of["command"]
+    for name, value in env.items():
+        command = [word.replace(f"$({name})", value) for word in command]
+    path = f"PATH={Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin"
+    return ["env", "-C", ROOT / "examples", path, *command]
+
+
+@pytest.fixture
+def names(net):
+    """Gives hosts the names of pods, and takes them back."""
+
+    def give(pods):
+        for name, pod in pods.items():
+            assert net.run(name, ["hostname", pod]).returncode == 0
+
+    yield give
+    for name in net.names:
+        net.run(name, ["hostname", name])
+
+
+def resolve(net, name, pods, service, known):
+    """Write a pod's /etc/hosts: its own name, and what the cluster's DNS knows."""
+    lines = ["127.0.0.1 localhost"]
+    for other in known:
+        full = f"{pods[other]}.{service}"
+        domain = f"{full}.default.svc.cluster.local {full}.default.svc {full}"
+        own = f" {pods[other]}" if other == name else ""
+        lines.append(f"{net.address(other)} {domain}{own}")
+    net.write_hosts(name, "\n".join(lines))
+
+
+def started(net, name, index, secret="0123456789abcdef" * 4):
+    """A pod of the Indexed Job, on a host."""
+    of = container(documents("job.yaml")["Job"]["spec"]["template"])
+    env = variables(of, {"digits": {"secret": secret}})
+    env["JOB_COMPLETION_INDEX"] = str(index)  # by the controller of jobs
+    return net.start(name, words(of, env), env=env)
+
+
+def test_the_pods_of_the_job_train_as_one(net, names):
+    """The second one comes first, and the name of the first one is not known yet."""
+    pods = {"a": "digits-0", "b": "digits-1"}
+    service = documents("job.yaml")["Service"]["metadata"]["name"]
+    names(pods)
+    resolve(net, "a", pods, service, "a")
+    resolve(net, "b", pods, service, "b")
+    second = started(net, "b", 1)
+    time.sleep(3)
+    first = started(net, "a", 0)
+    resolve(net, "a", pods, service, "ab")
+    resolve(net, "b", pods, service, "ab")
+    printed, problems = first.communicate(timeout=180)
+    also_printed, also_problems = second.communicate(timeout=30)
+    assert (first.returncode, second.returncode) == (0, 0), problems + also_problems
+    assert "4 on 2 hosts" in printed
+    assert "validation accuracy" in printed
+
+
+def test_a_job_without_a_secret_is_refused(net, names):
+    """As where the Secret is empty: nothing listens, and nothing is trained."""
+    pods = {"a": "digits-0", "b": "digits-1"}
+    names(pods)
+    resolve(net, "a", pods, "digits", "ab")
+    process = started(net, "a", 0, secret="")
+    _, problems = process.communicate(timeout=30)
+    assert process.returncode == 2 or process.returncode == 1
+    assert "secret" in problems.lower()
+
+
+@contextlib.contextmanager
+def mounted(net, name, folder, files):
+    """Inside the block, files of a host are others."""
+    for path, text in files.items():
+        source = folder / path.replace("/", "_")
+        source.write_text(text)
+        done = net.run(name, ["mount", "--bind", source, path])
+        assert done.returncode == 0, done.stderr
+    try:
+        yield
+    finally:
+        for path in files:
+            net.run(name, ["umount", path])
+
+
+@pytest.fixture
+def key(shared):
+    """The folder of the job's key, which the operator makes and mounts in each pod."""
+    folder = shared / "pods"
+    (folder / ".ssh").mkdir(parents=True)
+    words = ["ssh-keygen", "-q", "-t", "ecdsa", "-b", "521", "-N", ""]
+    subprocess.run([*words, "-f", folder / ".ssh" / "id_rsa"], check=True)
+    public = folder / ".ssh" / "id_rsa.pub"
+    shutil.copy(public, folder / ".ssh" / "authorized_keys")
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_the_pods_of_the_mpi_operator_train_as_one(net, names, key):
+    """A launcher without ranks, and two workers that know each other by the key."""
+    spec = documents("mpijob.yaml")["MPIJob"]["spec"]
+    pods = {"a": "digits-launcher", "b": "digits-worker-0", "c": "digits-worker-1"}
+    names(pods)
+    for name in pods:
+        resolve(net, name, pods, "digits", "abc")
+    texts = {
+        name: (FOLDER / name).read_text().replace(HOME, str(key))
+        for name in ("ssh_config", "sshd_config")
+    }
+    slots = spec["slotsPerWorker"]
+    workers = [f"digits-worker-{k}.digits.default.svc" for k in (0, 1)]
+    hostfile = key / "hostfile"
+    hostfile.write_text("".join(f"{each} slots={slots}\n" for each in workers))
+    (key / "sshd_config").write_text(texts["sshd_config"])
+    template = spec["mpiReplicaSpecs"]["Worker"]["template"]
+    sshd = [*container(template)["command"], "-f", key / "sshd_config"]
+    for name in "bc":
+        net.start(name, sshd)
+    of = container(spec["mpiReplicaSpecs"]["Launcher"]["template"])
+    env = variables(of, {})
+    command = [
+        hostfile if word == "/etc/mpi/hostfile" else word for word in words(of, env)
+    ]
+    with mounted(net, "a", key, {"/etc/ssh/ssh_config": texts["ssh_config"]}):
+        port = template["spec"]["containers"][0]["readinessProbe"]["tcpSocket"]["port"]
+        for worker in workers:
+            knock = ["bash", "-c", f"exec 3<>/dev/tcp/{worker}/{port}"]
+            until(lambda k=knock: not net.run("a", k).returncode, "sshd")
+        done = net.run("a", command, env=env, timeout=180)
+    for name in "bc":
+        for process in net.processes(name, "sshd_config"):
+            process.send_signal(signal.SIGKILL)
+    assert done.returncode == 0, done.stderr
+    assert "4 on 2 hosts" in done.stdout
+    assert "validation accuracy" in done.stdout
