@@ -64,6 +64,11 @@ def add_run(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     command.set_defaults(run=_run)
+    _add_inner(commands)
+
+
+def _add_inner(commands: argparse._SubParsersAction) -> None:
+    """Add the commands that only keras_dist calls."""
     agent = commands.add_parser(
         "host-agent", help="what `run` starts on other hosts; not to be called by you"
     )

@@ -117,8 +117,10 @@ class OtherRanks:
                 waiting.setdefault(status["position"], []).append(rank)
         lines = []
         for position, ranks in missing.items():
-            is_or_are = "are" if len(ranks) > 1 else "is"
-            lines.append(f"{_named(ranks)} {is_or_are} missing: {position}.")
+            found = f"Rank {ranks[0]} is missing"
+            if len(ranks) > 1:
+                found = f"{_named(ranks)} are missing"
+            lines.append(f"{found}: {position}.")
         for position, ranks in waiting.items():
             lines.append(f"Waiting {position}: {_named(ranks).lower()}.")
         self._store.put(_STALLED, lines)
