@@ -10,8 +10,8 @@ CLUSTERS := .venv-clusters
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo docs equivalence fuzz mutations bench levers growth slow-network kills looks rows hosts \
-    clusters
+.PHONY: help setup check test demo docs equivalence fuzz mutations bench levers growth growth-hosts slow-network kills looks \
+    rows hosts clusters
 
 help:
 	@echo "make setup   a virtual environment in .venv, with Horovod built for its TensorFlow"
@@ -30,6 +30,7 @@ help:
 	@echo "make bench   write docs/performance.md: the speed beside its ceiling and its peers"
 	@echo "make levers  write docs/levers.md: what each setting does, and where the time goes"
 	@echo "make growth  write docs/growth.md: what more ranks and layers cost"
+	@echo "make growth-hosts  write its section on what more hosts cost the launcher"
 	@echo "make slow-network  write docs/slow_network.md: local SGD where the network is slow (root)"
 	@echo "PYTHON=...   the Python of the environment (now: $(PYTHON))"
 
@@ -128,6 +129,9 @@ levers: setup
 
 growth: setup
 	$(BIN)/python benchmarks/growth.py
+
+growth-hosts: setup
+	$(BIN)/python benchmarks/growth_hosts.py
 
 slow-network: setup
 	$(BIN)/python benchmarks/slow_network.py

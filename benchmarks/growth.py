@@ -169,7 +169,9 @@ def write(by_size: dict, hop: float, repetitions: int) -> None:
         transport=by_size[2]["transport"],
         assumptions="\n".join(f"| {a} | {b} | {c} |" for a, b, c in assumptions),
     )
-    (ROOT / "docs" / "growth.md").write_text(document)
+    page = ROOT / "docs" / "growth.md"
+    _, heading, hosts = page.read_text().partition("\n## Many hosts\n")
+    page.write_text(document + heading + hosts)  # which `make growth-hosts` writes
     facts = {"sizes": MODELS, "seconds": seconds, "fixed": fixed, "hop": hop}
     env = {**os.environ, "PYTHONPATH": str(ROOT / ".bench" / "plot")}
     plot = [sys.executable, str(Path(__file__).with_name("growth_plot.py"))]

@@ -8,7 +8,7 @@ import pytest
 from launch import ROOT
 
 from keras_dist.comm import open_mpi
-from keras_dist.comm.world import check_not_stranded
+from keras_dist.comm.world import check_not_elastic, check_not_stranded
 
 # Variables of two tasks, as each program sets them for the second one. srun's are those
 # of SLURM 22.05, also with --mpi=pmix.
@@ -60,6 +60,19 @@ def test_init_raises_it_before_anything_is_trained():
     assert done.returncode == 1
     assert "RuntimeError: Several tasks were started" in done.stderr
     assert "srun (SLURM), SLURM_PROCID=1, SLURM_STEP_NUM_TASKS=2" in done.stderr
+
+
+_ELASTIC = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_ELASTIC": "1"}
+
+
+def test_horovods_elastic_mode_is_an_error_that_says_what_to_use():
+    """At the first call, before a rank connects; other modes are none."""
+    check_not_elastic({"HOROVOD_ELASTIC": "0"})
+    check_not_elastic({})
+    done = run("import keras_dist; keras_dist.init()", **_ELASTIC)
+    assert done.returncode == 1
+    assert "does not train in Horovod's elastic mode" in done.stderr
+    assert "HOROVOD_ELASTIC=1" in done.stderr and "--restarts" in done.stderr
 
 
 def test_mpirun_with_ranks_that_horovod_does_not_connect_is_an_error():

@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 from keras_dist import monitor
 from keras_dist.comm import srun, transport
 from keras_dist.comm.devices import Device, choose_device, is_unbound
-from keras_dist.comm.world import World, check_not_stranded, identity, launched
+from keras_dist.comm.world import (
+    World,
+    check_not_elastic,
+    check_not_stranded,
+    identity,
+    launched,
+)
 
 # Holds the process id of a rank. The processes that a rank starts inherit it, and so
 # they know that they are not ranks, although they inherit its HOROVOD_RANK as well.
@@ -81,6 +87,7 @@ def start(*, has_process_sets: bool = False) -> World:
         elif is_child_of_rank():
             _runtime.world = from_launcher[1]
         else:
+            check_not_elastic()
             if from_launcher[0] == srun.LAUNCHER:
                 srun.meet()
                 _mark_process()

@@ -36,6 +36,9 @@ _STRANGERS = {
 # Set by any program that starts tasks over PMIx, which does not say how many.
 _PMIX_RANK = "PMIX_RANK"
 
+# Set by `horovodrun --min-np --max-np --host-discovery-script`.
+_ELASTIC = "HOROVOD_ELASTIC"
+
 # Variables that launchers set to a different value in each job, or for each task.
 _JOBS = (
     "HOROVOD_GLOO_RENDEZVOUS_PORT",
@@ -136,6 +139,30 @@ def check_not_stranded(environ: Mapping[str, str] | None = None) -> None:
             "ranks with `keras-dist run`, `horovodrun` or Open MPI's `mpirun`; under "
             "SLURM without munge, set KERAS_DIST_SECRET for all tasks. If they are to "
             "train side by side, remove these variables from their environment."
+        )
+
+
+def check_not_elastic(environ: Mapping[str, str] | None = None) -> None:
+    """Check that Horovod's elastic mode has not started this process.
+
+    It changes the ranks inside of living processes, and never again uses the host of
+    one that has ended: neither fits a training whose ranks are those of its start.
+
+    Args:
+        environ: Environment variables; by default those of this process.
+
+    Raises:
+        RuntimeError: If it has.
+    """
+    environ = os.environ if environ is None else environ
+    if environ.get(_ELASTIC, "0") not in ("", "0"):
+        raise RuntimeError(
+            "keras_dist does not train in Horovod's elastic mode, in which the ranks "
+            "of a running process change: it would end at the first change. Received: "
+            f"{_ELASTIC}={environ[_ELASTIC]}. Start the script with `keras-dist run "
+            "-H a:2,b:2 --restarts 10`, and with `dist_fit(…, resume=folder)`, which "
+            "goes on after the loss of a rank or host; or with `horovodrun -np`, "
+            "without --min-np, --max-np and --host-discovery-script."
         )
 
 

@@ -134,6 +134,16 @@ def test_a_host_that_is_lost_or_behind_a_firewall_is_named(net, shared):
     assert outage.poll() is None and net.processes("h", STUB)
 
 
+def test_a_host_with_ipv6_addresses_alone_is_named(net, shared):
+    """At once, and with the option that helps."""
+    net.write_hosts("a", "127.0.0.1 localhost\n10.77.0.1 a\nfd77::2 b\n")
+    process, _ = start(net, shared, "ipv6", "wait")
+    code, (line,), seconds = ended(process)
+    assert code == 1 and seconds < 10
+    assert "b (" in line and "it has IPv6 addresses alone" in line
+    assert "--address" in line
+
+
 # As the command does, which needs no TensorFlow.
 _CHECK = """
 import sys
