@@ -196,7 +196,7 @@ def test_a_failed_job_is_started_again(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["script.py"], "number of ranks is needed"),
+        (["-m", "this"], "number of ranks is needed"),
         (["-np", 2], "script to start is needed"),
         (["-np", 2, "nothing.py"], "no such script"),
         (["-np", 0, "-m", "this"], "At least one rank"),
