@@ -40,7 +40,7 @@ class Calls:
         system: What the workers are, for messages: "Ray actor" or "Spark task".
 
     Raises:
-        ValueError: If there is no worker, or the store cannot listen at the address.
+        ValueError: If the store cannot listen at the address.
     """
 
     def __init__(
