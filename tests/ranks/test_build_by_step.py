@@ -429,14 +429,21 @@ def equals_one_process(world, kind, tolerance=1e-10, **arguments):
     return model
 
 
-@pytest.mark.three_ranks
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.three_ranks)
+        if kind in (Translator, Lazy, OwnMetrics)
+        else kind
+        for kind in MODELS
+    ],
+)
 def test_a_step_that_calls_something_else_equals_one_process(world, kind):
     """In a graph, which is traced once more to build."""
     equals_one_process(world, kind)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", [Translator, Contrastive, Lazy, OwnMetrics])
 def test_the_same_without_a_graph(world, kind):
     """With `run_eagerly`, in which a step may read values."""
     equals_one_process(world, kind, is_eager=True)
