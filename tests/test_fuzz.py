@@ -11,12 +11,12 @@ import pytest
 
 from keras_dist.launch import agent
 from keras_dist.launch.assignment import assignments
-from keras_dist.launch.failures import Failure, explain, first_of
+from keras_dist.launch.failures import Failure
 from keras_dist.launch.heartbeat import Presence
 from keras_dist.launch.hosts import slots
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.rendezvous import Store, token_of, variables_of
-from keras_dist.launch.reports import Report, merged
+from keras_dist.launch.reports import Report, verdict
 from keras_dist.monitor.status_store import StatusStore, status_store_of
 
 MESSAGES = 10_000
@@ -156,7 +156,7 @@ def test_a_report_that_is_none_counts_as_not_sent():
     generator = random.Random(19)
     failure = Failure(2, 1.5, 3, "KeyError: 'tea'", "Traceback", is_secondary=False)
     whole = json.loads(json.dumps(Report([failure], {2: "in step 1"}).values()))
-    presence = Presence(Values([]))
+    presence, hosts = Presence(Values([])), dict(enumerate("aab"))
     is_read = 0
     for _ in range(MESSAGES):
         values = altered(generator, whole)
@@ -164,14 +164,14 @@ def test_a_report_that_is_none_counts_as_not_sent():
         store = Values([("host.1", values), ("beat.1", beat)])
         reports = agent.read_reports(store, 2)
         assert all(isinstance(report, Report) for report in reports.values())
-        failures, where = merged(list(reports.values()))
-        if failures:
-            is_read += 1
-            assert explain(first_of(failures), where, num_ranks=3)
+        text, code = verdict(list(reports.values()), None, hosts=hosts, unknown=[])
+        is_read += code != 1
+        assert text.startswith("keras-dist: ")
         presence._store, presence._looked = store, 0.0
         presence.look([0, 1])
         presence.lost([0, 1])
-    assert agent.read_reports(Values([("host.1", whole)]), 2)[1].failures == [failure]
+    reports = agent.read_reports(Values([("host.1", whole)]), 2)
+    assert reports[1].failures == [failure]
     assert 0 < is_read < MESSAGES
 
 
