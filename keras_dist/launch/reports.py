@@ -49,9 +49,9 @@ def report_of(values: Mapping[str, Any]) -> Report:
     for failure in failures:
         texts += [failure.summary, failure.text]
         numbers = [failure.rank, failure.code, failure.is_secondary, failure.is_saved]
-        if not all(isinstance(number, int) for number in numbers):
-            raise TypeError(numbers)
-        float(failure.time)
+        is_timed = isinstance(failure.time, (int, float))
+        if not is_timed or not all(isinstance(number, int) for number in numbers):
+            raise TypeError(failure)
     if not all(isinstance(text, str) for text in texts):
         raise TypeError(texts)
     where = {int(rank): text for rank, text in values["where"].items()}
