@@ -5,7 +5,6 @@ import json
 import random
 import socket
 import threading
-from types import SimpleNamespace
 
 import pytest
 
@@ -196,16 +195,15 @@ def test_an_agent_takes_a_whole_start_message_alone():
     assert refused > MESSAGES / 2
 
 
-def test_an_agent_goes_on_until_the_launcher_ends_it(monkeypatch):
+def test_an_agent_goes_on_until_the_launcher_ends_it():
     """Random lines are none of the launcher's; the end of the connection ends it."""
     generator = random.Random(21)
-    lines = [generator.randbytes(generator.randint(0, 40)) for _ in range(MESSAGES)]
-    noise = b"\n".join(line.replace(b"\n", b"") for line in lines) + b"\n"
+    texts = [generator.randbytes(generator.randint(0, 40)) for _ in range(MESSAGES)]
+    noise = b"\n".join(text.replace(b"\n", b"") for text in texts) + b"\n"
 
     for end, expected in ((b"save\n", 15), (b"stop\n", 1), (b"", 1)):
-        stdin = SimpleNamespace(buffer=io.BytesIO(noise + end))
-        monkeypatch.setattr("sys.stdin", stdin)
+        lines = io.BytesIO(noise + end)
         stopped = []
-        agent._wait_for_stop(stopped)
+        agent._wait_for_stop(lines, stopped)
         assert stopped == [expected]
-        assert stdin.buffer.read() == b""
+        assert lines.read() == b""
