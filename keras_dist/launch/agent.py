@@ -2,11 +2,11 @@
 
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -58,14 +58,18 @@ def serve() -> int:
     Returns:
         The exit code of the rank that failed first on this host; 0 if none failed.
     """
-    message, command, assignment = start_of(sys.stdin.buffer.readline())
+    # Without a buffer, whose lock a waiting thread would hold when Python ends.
+    lines = io.FileIO(0, closefd=False)
+    message, command, assignment = start_of(lines.readline())
     address = _checked(message, assignment)
     store = status_store_of(assignment.store)
     number = assignment.number
     assert store is not None and number is not None  # `start_of` has checked it
     with processes.reaper(message["job"]), stopped_by_signals() as stopped:
         # After the fork of the reaper, which must come before the first thread.
-        threading.Thread(target=_wait_for_stop, args=[stopped], daemon=True).start()
+        threading.Thread(
+            target=_wait_for_stop, args=[lines, stopped], daemon=True
+        ).start()
         Heartbeat(store, number, lambda: stopped.append(signal.SIGHUP)).start()
         report = run_ranks(
             command, assignment, message["job"], address=address, stopped=stopped
@@ -154,9 +158,9 @@ def _name(number: int | str) -> str:
     return f"host.{number}"
 
 
-def _wait_for_stop(stopped: list[int]) -> None:
+def _wait_for_stop(lines: io.RawIOBase | io.BytesIO, stopped: list[int]) -> None:
     # Another line is none of the launcher's; the end of the input has no line.
-    while (line := sys.stdin.buffer.readline()) not in (b"", STOP.encode()):
+    while (line := lines.readline()) not in (b"", STOP.encode()):
         if line == SAVE.encode():
             stopped.append(signal.SIGTERM)
             return

@@ -48,9 +48,10 @@ def report_of(values: Mapping[str, Any]) -> Report:
     texts = [values["error"], *values["where"].values()]
     for failure in failures:
         texts += [failure.summary, failure.text]
-        for number in (failure.rank, failure.time, failure.code):
-            if not isinstance(number, (int, float)):
-                raise TypeError(number)
+        numbers = [failure.rank, failure.code, failure.is_secondary, failure.is_saved]
+        is_timed = isinstance(failure.time, (int, float))
+        if not is_timed or not all(isinstance(number, int) for number in numbers):
+            raise TypeError(failure)
     if not all(isinstance(text, str) for text in texts):
         raise TypeError(texts)
     where = {int(rank): text for rank, text in values["where"].items()}

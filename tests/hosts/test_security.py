@@ -38,8 +38,11 @@ for port in ports:
                      f"{guess}/global/0", "keras_dist_watch/*", "../etc/passwd"):
             link = http.client.HTTPConnection(host, port, timeout=3)
             body = b'{"beat": 1}' if method == "PUT" else None
-            link.request(method, f"/{path}", body)
-            found.add(link.getresponse().status)
+            try:
+                link.request(method, f"/{path}", body)
+                found.add(link.getresponse().status)
+            except ConnectionError:  # refused before the body was read
+                pass
             link.close()
     print(port, sorted(found))
 """
