@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -40,21 +41,23 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def meet(*words, count=2, mark="", options=(), secret=SECRET):
+def command(*words, mark=""):
+    """Start `keras-dist run`."""
+    env = {"PYTHONPATH": str(ROOT), "MARK_OF_TEST": mark, **SECRET}
+    return subprocess.Popen(
+        [*RUN, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        env={**os.environ, **env},
+        text=True,
+    )
+
+
+def meet(*words, count=2, mark="", options=()):
     """Start the same command so often."""
     common = ["--nnodes", count, "--rdzv", f"127.0.0.1:{free_port()}", *options]
-    env = {"PYTHONPATH": str(ROOT), "MARK_OF_TEST": mark, **secret}
-    return [
-        subprocess.Popen(
-            ["env", *(f"{k}={v}" for k, v in env.items()), *RUN]
-            + [str(word) for word in (*common, *words)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd=ROOT,
-            text=True,
-        )
-        for _ in range(count)
-    ]
+    return [command(*common, *words, mark=mark) for _ in range(count)]
 
 
 def ended(processes, seconds=60):
@@ -93,6 +96,20 @@ def test_ctrl_c_of_one_command_ends_all(tmp_path):
         assert code == 128 + signal.SIGINT
         assert errors.startswith("keras-dist: ended by SIGINT on "), errors
     assert left_behind(mark) == []
+
+
+def test_ctrl_c_of_a_command_that_waits_for_others_ends_soon(tmp_path):
+    """On the first host it ends those that have come; another one just leaves."""
+    options = ["--nnodes", 4, "--rdzv", f"127.0.0.1:{free_port()}"]
+    first = command(*options, "-m", "this")
+    time.sleep(1)
+    leaving, waiting = (command(*options, "-m", "this") for _ in range(2))
+    time.sleep(2)
+    leaving.send_signal(signal.SIGINT)
+    assert ended([leaving], 10) == [(130, "", "")]
+    first.send_signal(signal.SIGINT)
+    for code, _, errors in ended([first, waiting], 8):
+        assert code == 130 and errors.startswith("keras-dist: ended by SIGINT on ")
 
 
 @pytest.mark.parametrize(

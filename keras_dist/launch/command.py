@@ -176,6 +176,11 @@ def _run(options: argparse.Namespace) -> int:
             "A script to start is needed. Received: none. "
             "For example: keras-dist run -np 2 script.py"
         )
+    task = _task(options)
+    has_meeting = options.rdzv is not None or options.nnodes is not None
+    hosts = []
+    if task is None and not has_meeting:
+        hosts = hosts_of(_named_hosts(options), options.np)
     environment = patience()
     if options.stall_limit is not None:
         environment[VARIABLE] = str(limit_of(options.stall_limit))
@@ -186,12 +191,10 @@ def _run(options: argparse.Namespace) -> int:
         environment=environment,
         log_dir=options.log_dir,
     )
-    task = _task(options)
     if task is not None:
         return _run_step(command, task, options)
-    if options.rdzv is not None or options.nnodes is not None:
+    if has_meeting:
         return run_meeting(command, _meeting(options), restarts=options.restarts)
-    hosts = hosts_of(_named_hosts(options), options.np)
     others = [host for host, _ in hosts if not is_here(host)]
     reach = None
     if others:

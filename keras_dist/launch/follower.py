@@ -106,6 +106,7 @@ class Follower:
             self._check(is_waiting=last < 0, seconds=time.monotonic() - begin)
             self._forward_stop()
             if self._stopped and last < 0 and not self._is_first:
+                self._store.put(f"left.{self.name}", True)
                 return 128 + self._stopped[0]  # nobody waits for this host
             time.sleep(_LOOK_SECONDS)
 
