@@ -63,9 +63,17 @@ ENDS = {
     "cached in a file": lambda dataset, path: dataset.cache(path),
     "saved by snapshot": lambda dataset, path: dataset.snapshot(path),
     "cached by rows": lambda dataset, path: dataset.unbatch().cache().batch(BATCH),
+    "cached, then read ahead": lambda dataset, path: dataset.cache().prefetch(2),
+    "cached, then mapped in threads": lambda dataset, path: (
+        dataset.cache().map(lambda *batch: batch, 2).prefetch(tf.data.AUTOTUNE)
+    ),
+    "cached, then shuffled": lambda dataset, path: (
+        dataset.unbatch().cache().shuffle(8, seed=1).batch(BATCH).prefetch(1)
+    ),
 }
 CASES = [(name, "cached in memory") for name in PIPELINES]
 CASES += [("windows of a time series", end) for end in ENDS if "memory" not in end]
+CASES += [(name, "cached, then read ahead") for name in PIPELINES]
 
 
 def count(dataset):

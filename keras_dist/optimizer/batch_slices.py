@@ -17,12 +17,19 @@ from keras_dist import comm
 # Where a graph begins.
 _INPUTS = {"Placeholder", "PlaceholderWithDefault", "IteratorGetNext", "_Arg"}
 
+# Operations whose results are lengths of axes.
+_LENGTHS = {"Shape", "ShapeN", "Size"}
+
 
 class Lookups:
     """Which tables are read for each row of a batch, and which once for all rows."""
 
     def __init__(self) -> None:
         self._kinds: dict[int, str] = {}  # "rows", "batch" or "both", by variable
+
+    def kind_of(self, variable: Any) -> str | None:
+        """What is read in a table: "rows", "batch", "both"; `None` if unknown."""
+        return self._kinds.get(id(variable))
 
     def mark(self, slices: tf.IndexedSlices, variable: Any) -> tf.IndexedSlices:
         """In a graph, mark the slices that are sums over rows.
@@ -61,7 +68,7 @@ class Lookups:
         slices = gradient
         if not _is_eager(slices):
             slices = self.mark(slices, variable)
-        elif self._kinds.get(id(variable)) == "batch":
+        elif self.kind_of(variable) == "batch":
             slices = tf.IndexedSlices(
                 slices.values, -1 - slices.indices, slices.dense_shape
             )
@@ -84,7 +91,7 @@ class Lookups:
         """
         if not isinstance(gradient, tf.IndexedSlices):
             return gradient
-        indices, kind = gradient.indices, self._kinds.get(id(variable))
+        indices, kind = gradient.indices, self.kind_of(variable)
         if kind == "rows":
             return gradient
         if _is_eager(gradient) and kind != "batch":
@@ -167,24 +174,30 @@ def _is_eager(slices: tf.IndexedSlices) -> bool:
 
 
 def _is_of_rows(indices: Any) -> bool:
-    """Whether the number of indices grows with the rows of the batch."""
-    seen: set[int] = set()
-    todo = [indices]
+    """Whether the number of indices grows with the rows of the batch.
+
+    It does if they are computed from data, but for numbers: a number has no rows,
+    unless it is the length of an axis of rows.
+    """
+    seen: set[tuple[int, bool]] = set()
+    todo = [(indices, False)]
     while todo:
-        tensor = todo.pop()
-        if id(tensor) in seen:
+        tensor, is_number = todo.pop()
+        is_number = is_number or tensor.shape.rank == 0
+        if (id(tensor), is_number) in seen:
             continue
-        seen.add(id(tensor))
-        if tensor.dtype in (tf.resource, tf.variant):
+        seen.add((id(tensor), is_number))
+        if tensor.dtype in (tf.resource, tf.variant) or _is_other_axis(tensor):
             continue
         if tensor.op.type not in _INPUTS:
-            todo += [] if _is_other_axis(tensor) else list(tensor.op.inputs)
+            is_number = is_number and tensor.op.type not in _LENGTHS
+            todo += [(own, is_number) for own in tensor.op.inputs]
             continue
         outer = _captured(tensor)
-        if outer is None:
+        if outer is None and not is_number:
             return True
-        if not isinstance(outer, tf.__internal__.EagerTensor):
-            todo.append(outer)  # of the graph around this one
+        if not (outer is None or isinstance(outer, tf.__internal__.EagerTensor)):
+            todo.append((outer, is_number))  # of the graph around this one
     return False
 
 

@@ -214,7 +214,8 @@ def _form_of_rows(optimizer: Any, gradients: Sequence[Any]) -> str:
     if not any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
         return asked
     if state.is_merged is None:
-        is_merged = asked == "merged" or sparse.may_merge(optimizer)
+        is_whole = asked == "merged" or state.options.op == "adasum"
+        is_merged = is_whole or sparse.may_merge(optimizer)
         if asked == "auto" and not is_merged:
             with tf.init_scope():
                 is_merged = not all(comm.gather(sparse.is_ordered()))

@@ -23,6 +23,9 @@ class Stream:
         data: A `tf.data.Dataset`, a `keras.utils.PyDataset`, a torch `DataLoader`, or
             an iterator such as a generator. Batches that `first` reads from an iterator
             are buffered, so that a later pass begins with them.
+
+    A stream is to be kept until a pass has been read: it holds what would cut a cache
+    in a data set short if it were dropped before (`first_batches`).
     """
 
     def __init__(self, data: Any) -> None:
@@ -31,6 +34,7 @@ class Stream:
         self.length = length_of(data)
         self._is_iterator = isinstance(data, Iterator)
         self._buffered: list[Any] = []
+        self._held: list[Any] = []
 
     @classmethod
     def of(cls, data: Any) -> "Stream":
@@ -53,7 +57,7 @@ class Stream:
             self._buffered += more
             return self._buffered[:count]
         if isinstance(self.data, tf.data.Dataset):
-            return first_batches(self.data, count)
+            return first_batches(self.data, count, self._held)
         return list(itertools.islice(self, count))
 
     def __iter__(self) -> Iterator[Any]:
@@ -100,18 +104,27 @@ class Stream:
         return sum(map(num_rows, self.first(size)))
 
 
-def first_batches(dataset: tf.data.Dataset, count: int) -> list[Any]:
+def first_batches(dataset: tf.data.Dataset, count: int, held: list[Any]) -> list[Any]:
     """The first `count` batches of a data set, or as many as there are.
 
-    They are read by `take`, until its end. If an iterator over the data set itself is
-    dropped after some batches, a cache in the data set may become complete too early:
-    TensorFlow reads ahead in a thread, and a `prefetch` in front of the cache reports
-    "end of data" when it is canceled (docs/decisions.md).
+    An iterator that is dropped after some batches may make a cache in memory complete
+    too early: a thread still reads ahead through the cache, and a `prefetch` in front
+    of it reports "end of data" when it is canceled (docs/decisions.md). Such an
+    iterator is appended to `held`, which is to be kept until a pass has been read.
 
-    >>> [int(number) for number in first_batches(tf.data.Dataset.range(5), 2)]
+    >>> [int(number) for number in first_batches(tf.data.Dataset.range(5), 2, [])]
     [0, 1]
     """
-    return list(dataset.take(count))
+    if not _has_cache_in_memory(dataset):
+        return list(dataset.take(count))
+    held.append(iter(dataset))
+    return list(itertools.islice(held[-1], count))
+
+
+def _has_cache_in_memory(dataset: tf.data.Dataset) -> bool:
+    if tf.get_static_value(getattr(dataset, "_filename", None)) == b"":
+        return True
+    return any(map(_has_cache_in_memory, dataset._inputs()))
 
 
 def is_stream(data: Any) -> bool:

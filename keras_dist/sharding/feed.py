@@ -40,6 +40,7 @@ class Feed:
         batches_at: Function of an epoch and a step in it that returns the indices of
             the batches in the user's data; `None` if unknown.
         reader: The `UnknownLengthReader` that reads the batches, if one does.
+        stream: The `Stream` whose batches are read, to be kept until a pass is read.
         facts: Name and value of everything that has to be equal on all ranks.
     """
 
@@ -60,6 +61,7 @@ class Feed:
     rows_at: Callable[[int, int, Any], Any] | None = None
     batches_at: Callable[[int, int], Sequence[int]] | None = None
     reader: Any = None
+    stream: Any = None
     facts: dict[str, Any] = field(default_factory=dict)
 
 

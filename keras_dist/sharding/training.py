@@ -197,6 +197,7 @@ def _stream_feed(
         epoch=own.epoch if steps is None else None,
         schedule=schedule,
         reader=own.reader,
+        stream=stream,
         batches_at=_batches_at(own, stream, steps, spec, is_sharded, shuffle),
         facts={
             "the batches of a pass over its data": finite_or_none(own.length),

@@ -150,4 +150,5 @@ def _stream_feed(
         is_exact=own.length is not None or spec.size == 1,
         has_rows=own.has_rows,
         reader=own.reader,
+        stream=stream,
     )
