@@ -92,7 +92,7 @@ kills: setup
 
 # Network namespaces with sshd; Debian's openssh-server and iproute2.
 hosts: setup
-	$(BIN)/python -m pytest tests/hosts tests/hosts/faults.py
+	LONG_TESTS=1 $(BIN)/python -m pytest tests/hosts tests/hosts/faults.py
 
 # Ray and PySpark, in an environment of their own on top of the first one.
 clusters: setup $(CLUSTERS)/.ready

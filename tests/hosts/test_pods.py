@@ -139,6 +139,7 @@ def key(shared):
     shutil.rmtree(folder)
 
 
+@pytest.mark.long
 def test_the_pods_of_the_mpi_operator_train_as_one(net, names, key):
     """A launcher without ranks, and two workers that know each other by the key."""
     spec = documents("mpijob.yaml")["MPIJob"]["spec"]

@@ -3,6 +3,7 @@
 import signal
 import time
 
+import pytest
 from network import LAUNCH, until
 from test_hosts_faults import STUB, all_there, ended
 from test_training import TRAIN, alone, assert_equal, debian_names, found_of
@@ -44,6 +45,7 @@ def test_two_hosts_that_meet_train_as_one_process(net, shared, alone):
     assert_equal(path, alone(4))
 
 
+@pytest.mark.long
 def test_three_hosts_that_meet_train_as_one_process(net, shared, alone):
     """They are numbered as they come, but the first one is where they meet."""
     path = shared / "met3.npy"
