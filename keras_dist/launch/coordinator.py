@@ -172,15 +172,15 @@ class Coordinator(threading.Thread):
             )
             stops = self._hosts.stops()
             is_failed = bool(stops or lost) or any(r.code for r in reports.values())
-            if has_looked and ending is None and not reports and not is_failed:
-                change = self._hosts.change()
+            if ending is None:
+                # The ranks of a host that leaves have got the signal already.
+                change = self._hosts.leaving()
+                if has_looked and not (change or reports or is_failed):
+                    change = self._hosts.coming()
             if (is_failed or change) and ending is None:
-                saving = is_saving(stops) or bool(change)
+                saving = is_saving(stops) or (bool(change) and not stops)
                 ending = time.monotonic() + (_SAVE_SECONDS if saving else _STOP_SECONDS)
-                for name in names:
-                    self._hosts.order(
-                        name, do="save" if saving else "stop", start=start
-                    )
+                self._hosts.end_ranks(names, start, is_saving=saving)
             if ending is not None and time.monotonic() > ending:
                 break
         return _Watched(reports, lost, change)

@@ -141,14 +141,16 @@ class Gathering:
         self._lost |= set(found)
         return dict.fromkeys(found, seconds)
 
-    def change(self) -> str:
-        """Why the hosts of a start should be others than those of now; may be empty."""
+    def leaving(self) -> str:
+        """The hosts of the start that leave it, in words; empty if none does."""
+        names = [name for name in self._leaving() if name in self._chosen]
+        return "; ".join(f"host {self.host_of(name)} leaves" for name in names)
+
+    def coming(self) -> str:
+        """The hosts that have come since the start, in words; empty if none has."""
         if not self._plan.is_elastic:
             return ""
         self._dismiss(self._chosen)
-        leaving = [name for name in self._leaving() if name in self._chosen]
-        if leaving:
-            return "; ".join(f"host {self.host_of(name)} leaves" for name in leaving)
         members = self._members()
         numbers = numbered(members, self._plan.num_hosts, self._chosen)
         for name in set(members) - set(numbers) - set(self._chosen):
@@ -258,6 +260,11 @@ class Gathering:
                 text = stopped_text(found[name], has_saved=False, host=host)
                 text = f"{text} The job goes on without this host."
                 self.order(name, do="exit", code=128 + found[name], text=text)
+
+    def end_ranks(self, names: Sequence[str], start: int, *, is_saving: bool) -> None:
+        """Let hosts end the ranks of a start, at once or when they have saved."""
+        for name in names:
+            self.order(name, do="save" if is_saving else "stop", start=start)
 
     def order(self, name: str, **values: Any) -> None:
         """Write what a host has to do now."""

@@ -46,9 +46,9 @@ def add_meeting(command: argparse.ArgumentParser) -> None:
     """Options for hosts that meet."""
     command.add_argument(
         "--nnodes",
-        metavar="N|MIN:MAX",
+        metavar="N",
         help="so many hosts, with this command started on each; -np is then the ranks "
-        "of this one (default: one for each GPU, or 1). MIN:MAX: hosts may be lost, "
+        "of this one (default: one for each GPU, or 1). As MIN:MAX, hosts may be lost, "
         "and others may come, while the job runs; with -H, too",
     )
     command.add_argument(
