@@ -84,6 +84,14 @@ class Host(threading.Thread):
             self.store.put(name, Report(**values).values())
 
 
+def wait_until(condition, job=None):
+    """Until a condition is true; 20 s at most."""
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, job and job.printed
+        time.sleep(0.05)
+
+
 class Job:
     """A first host's coordinator, and hosts by their names."""
 
@@ -117,10 +125,7 @@ class Job:
 
     def wait_for(self, text):
         """Until the first host has printed it."""
-        end = time.monotonic() + 20
-        while not any(text in line for line in self.lines()):
-            assert time.monotonic() < end, self.printed
-            time.sleep(0.05)
+        wait_until(lambda: text in "\n".join(self.lines()), self)
 
     def end(self):
         """Wait for the end: exit codes of all hosts."""
@@ -143,18 +148,16 @@ def test_a_job_begins_with_enough_hosts_and_takes_those_that_come(job):
     job = job(restarts=0)
     b = job.add("b", ranks=2)
     job.wait_for("keras-dist: start 1: 3 ranks on 2 hosts (a, b), of 2 to 3.")
-    c = job.add("c", answers=["finish"])
+    c = job.add("c")
     job.wait_for(
         "keras-dist: start 2: host c has come; 4 ranks on 3 hosts (a, b, c), "
         "before 3 ranks on 2 hosts."
     )
     d = job.add("d")
-    while not d.said:
-        time.sleep(0.05)
+    wait_until(lambda: d.said)
     assert "the job has 3 hosts, the most that `--nnodes` allows" in d.said[0]
     assert b.slots == [[1, 2], [1, 2]] and c.slots == [[3]] and d.starts == []
-    c.report({"start": 1}, finished=True)
-    for host in (job.hosts[0], b):
+    for host in (job.hosts[0], b, c):
         host.report({"start": 1}, finished=True)
     assert job.end() == [0, 0, 0, 0]
     assert len(job.lines()) == 2
@@ -190,8 +193,7 @@ def test_a_host_that_fails_three_times_is_left_out(job):
     c = job.add("c", answers=["fail"] * 3)
     job.wait_for("host c has failed 3 times in 10 minutes, and is left out for as long")
     job.wait_for("start 4 (restart 3 of at most 5): rank 2 on c failed; 2 ranks on 2")
-    while not c.said:
-        time.sleep(0.05)
+    wait_until(lambda: c.said)
     assert c.starts == [0, 1, 2] and "is left out" in c.said[0]
     b = job.hosts[1]
     b.store.put(f"stopped.{b.id}", signal.SIGTERM)
