@@ -248,7 +248,7 @@ def test_commands_come_and_leave(tmp_path):
     if outputs[0].startswith("[1]"):
         first, second = second, first
     second.send_signal(signal.SIGTERM)
-    assert first.stdout.readline() == "[0] rank 0 of 1 start 1\n"
+    assert first.stdout.readline() == "rank 0 of 1 start 1\n"
     _, errors = second.communicate(timeout=20)
     assert second.returncode == 128 + signal.SIGTERM
     assert errors.endswith("The job goes on without this host.\n"), errors
