@@ -18,6 +18,7 @@ class Training:
     def __init__(self, net, folder):
         self.net, self.folder, self.sizes = net, folder, folder / "sizes"
         self.sizes.mkdir(parents=True)
+        self.commands = []
         self.env = {"RESUME": str(folder / "resume"), "SIZES": str(self.sizes)}
         self.env |= {"PAUSE": "1", **SECRET}
 
@@ -25,7 +26,8 @@ class Training:
         """Start a command on a host."""
         words = [*LAUNCH, *options, "--nnodes", "2:3", "--max-restarts", 2]
         words += [TRAIN, self.folder / "w.npy"]
-        return self.net.start(host, words, env=self.env)
+        self.commands.append(self.net.start(host, words, env=self.env))
+        return self.commands[-1]
 
     def last(self):
         """The last step, and how many ranks have made it."""
@@ -40,7 +42,13 @@ class Training:
             last, ranks = self.last()
             return last >= step and ranks == size
 
-        until(is_there, f"step {step} of {size} ranks; now {self.last()}", seconds)
+        try:
+            until(is_there, f"step {step} of {size} ranks", seconds)
+        except TimeoutError as error:
+            for process in self.commands:
+                process.kill()
+            printed = [process.communicate()[1] for process in self.commands]
+            raise TimeoutError(f"{error}; now {self.last()}; {printed}") from None
         return self.last()[0]
 
     def assert_equal(self, net):
