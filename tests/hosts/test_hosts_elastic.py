@@ -67,9 +67,11 @@ def test_a_training_loses_a_host_and_gains_it_back(net, shared, way):
     """Power off, and on again; the result is that of plain Keras with these batches."""
     training = Training(net, shared / f"elastic.{way}")
     options = ["-H", "a:1,b:1,c:1"] if way == "ssh" else ["--rdzv", "a:29400"]
-    first, *others = [
-        training.start(h, *options) for h in ("a" if way == "ssh" else "abc")
-    ]
+    others = []
+    if way == "meet":  # the first host last, so that it finds all of them there
+        last = training.start("c", *options, "--node-rank", 2)
+        others = [training.start("b", *options, "--node-rank", 1)]
+    first = training.start("a", *options)
     training.wait_for(5, 3)
     net.power_off("c")
     cut = time.monotonic()
@@ -78,7 +80,8 @@ def test_a_training_loses_a_host_and_gains_it_back(net, shared, way):
     lost_seconds = time.monotonic() - cut
     net.power_on("c")
     if way == "meet":
-        others = [others[0], training.start("c", *options)]
+        assert last.wait(30)  # ended with its host
+        others.append(training.start("c", *options, "--node-rank", 2))
     training.wait_for(step, 3)
     stdout, stderr = first.communicate(timeout=180)
     lines = [line for line in stderr.splitlines() if "keras-dist: " in line]
