@@ -36,7 +36,8 @@ class Host(threading.Thread):
         super().__init__(daemon=True)
         self.store, self.name = HostStore("127.0.0.1", port, SECRET), name
         self.id, self.answers = secrets.token_hex(4), list(answers)
-        own = {"number": None, "num_hosts": 3, "min_hosts": 2} | member
+        number = {"a": 0, "b": 1, "c": 2}.get(name)
+        own = {"number": number, "num_hosts": 3, "min_hosts": 2} | member
         self.member = Member(name, ranks, version=__version__, **own)
         self.starts, self.slots, self.said = [], [], []
         self.code, self.is_gone = None, False
