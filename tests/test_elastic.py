@@ -236,9 +236,16 @@ while not os.path.exists(sys.argv[1]):
 """
 
 
-def test_commands_come_and_leave(tmp_path):
+@pytest.fixture
+def end(tmp_path):
+    """A file that ends the ranks of the script, also after a test that has failed."""
+    yield tmp_path / "end"
+    (tmp_path / "end").touch()
+
+
+def test_commands_come_and_leave(tmp_path, end):
     """Real ones, on one machine: SIGTERM lets one leave, and then one more comes."""
-    script, end, mark = tmp_path / "script.py", tmp_path / "end", uuid.uuid4().hex
+    script, mark = tmp_path / "script.py", uuid.uuid4().hex
     script.write_text(_SCRIPT)
     words = ["--nnodes", "1:2", "--rdzv", f"127.0.0.1:{free_port()}", script, end]
     first, second = (command(*words, mark=mark) for _ in range(2))
