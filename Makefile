@@ -64,8 +64,9 @@ check: setup
 	    --ignore tests/test_examples.py --ignore tests/test_docs.py \
 	    --ignore tests/hosts
 
+# Two lanes: see tests/conftest.py.
 test: setup
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest -n 2 --dist loadgroup tests
 
 demo: setup
 	$(BIN)/keras-dist run -np 2 examples/digits.py

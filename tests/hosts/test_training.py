@@ -71,6 +71,7 @@ def test_four_ranks_on_two_hosts_use_the_network_that_is_named(net, shared, alon
         assert net.bytes_of(name, 1) - second > 10_000_000
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_on_one_of_three_hosts_is_resumed(net, shared, alone):
     """Without a shared file system, to the weights of one process."""
     path = shared / "three.npy"
