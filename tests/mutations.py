@@ -416,7 +416,11 @@ def notice(mutation: Mutation) -> str:
         process = subprocess.Popen(
             [*run, *tests],
             cwd=copy,
-            env={**os.environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "70"},
+            env={
+                **os.environ,
+                "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "70",
+                "LONG_TESTS": "1",
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

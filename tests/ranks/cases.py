@@ -424,7 +424,16 @@ def _embeddings() -> list[Case]:
                 on_three=False,
             )
             for case in _optimizers()
-            if "graph" not in case.name
+            # Keras 3.15 itself raises an error for rows that come twice where RMSprop
+            # has a momentum or is centered, on one process too.
+            if "graph" not in case.name and "RMSprop" not in case.name
+        ),
+        Case(
+            part,
+            "RMSprop(clipnorm=0.02)",
+            "embedding",
+            lambda rate: keras.optimizers.RMSprop(rate, clipnorm=0.02),
+            rows=101,
         ),
     ]
 
