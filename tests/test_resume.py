@@ -90,10 +90,14 @@ def test_killed_processes_resume_to_the_bit(tmp_path, ranks):
 
 
 def test_another_number_of_ranks_resumes_the_same_training(tmp_path):
-    """Two ranks, then three, then one without a launcher; one global batch of 12."""
+    """Two ranks, then three, then one without a launcher; one global batch of 12.
+
+    Each has a folder of its own; the first rank's is lost before the third one comes.
+    """
     options = {"lr_scaling": "none", "steps_scaling": "none", "save_steps": 1}
-    options |= {"is_equivalent": True}
+    options |= {"is_equivalent": True, "is_local": True}
     run(tmp_path, 0, 2, ("SIGKILL", 5), batch_size=6, **options)
+    shutil.rmtree(tmp_path / "rank0" / "cut")
     run(tmp_path, 1, 3, ("SIGKILL", 13), batch_size=4, **options)
     run(tmp_path, 2, None, None, batch_size=12, **options)
     (expected, history), (state, resumed) = (
