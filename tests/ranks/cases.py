@@ -424,15 +424,15 @@ def _embeddings() -> list[Case]:
                 on_three=False,
             )
             for case in _optimizers()
-            # Keras 3.15 itself raises an error for rows that come twice where RMSprop
-            # has a momentum or is centered, on one process too.
-            if "graph" not in case.name and "RMSprop" not in case.name
+            # A centered RMSprop is an error of Keras 3.15 itself, also on one process,
+            # where rows come twice.
+            if "graph" not in case.name and "centered" not in case.name
         ),
         Case(
             part,
-            "RMSprop(clipnorm=0.02)",
+            "RMSprop(momentum=0.5, clipnorm=0.02)",
             "embedding",
-            lambda rate: keras.optimizers.RMSprop(rate, clipnorm=0.02),
+            lambda rate: keras.optimizers.RMSprop(rate, momentum=0.5, clipnorm=0.02),
             rows=101,
         ),
     ]
