@@ -10,7 +10,7 @@ CLUSTERS := .venv-clusters
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo docs equivalence fuzz mutations bench levers growth growth-hosts slow-network kills looks \
+.PHONY: help setup check test long demo docs equivalence fuzz mutations bench levers growth growth-hosts slow-network kills looks \
     rows hosts clusters
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make equivalence   write docs/equivalence.md: every case on 2 and 3 processes"
 	@echo "make fuzz    try random cases: FIRST=0 COUNT=200"
 	@echo "make kills   kill a training 20 times, and see it go on to the bit"
+	@echo "make long    make test, and variants for which it has no time"
 	@echo "make hosts   more launches and faults on hosts of our own (root)"
 	@echo "make clusters  Ray, Spark (needs Java) and Kubernetes: installs them into $(CLUSTERS)"
 	@echo "make looks   look at each kind of pipeline 200 times, and see all of it be read"
@@ -64,8 +65,13 @@ check: setup
 	    --ignore tests/test_examples.py --ignore tests/test_docs.py \
 	    --ignore tests/hosts
 
+# Two lanes: see tests/conftest.py.
 test: setup
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest -n 2 --dist loadgroup tests
+
+# And those for which it has no time.
+long: export LONG_TESTS = 1
+long: test
 
 demo: setup
 	$(BIN)/keras-dist run -np 2 examples/digits.py

@@ -109,10 +109,10 @@ def dist_fit(
             how long each collective waited and took. Horovod keeps a core of that rank
             busy to write it. If the ranks have communicated before this fit, start the
             job with HOROVOD_TIMELINE=DYNAMIC in its environment.
-        resume: A folder for checkpoints, which the first rank writes. The same command
-            continues from the last one, also in the middle of an epoch and with another
-            number of ranks. After SIGTERM on any rank, all ranks save and exit with
-            code 75.
+        resume: A folder for checkpoints; hosts that do not share it keep one each. The
+            same command continues from the last one, also in the middle of an epoch and
+            with another number of ranks. After SIGTERM on any rank, all ranks save and
+            exit with code 75.
         save_steps, save_seconds: With `resume`, the steps or seconds from checkpoint to
             checkpoint within an epoch; `None` turns this count off. There is always a
             checkpoint at the end of an epoch.

@@ -11,6 +11,25 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 collect_ignore = [] if "HOROVOD_SIZE" in os.environ else ["ranks"]
 
 
+def pytest_configure(config):
+    """Register the mark of tests for which `make test` has no time."""
+    config.addinivalue_line("markers", "long: run with LONG_TESTS=1, as by `make long`")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Two lanes for `make test`: what starts ranks often waits, for seconds or a core.
+
+    One has the launches of `ranks/` on several ranks, the other one all else.
+    """
+    if not os.environ.get("LONG_TESTS"):
+        long = [item for item in items if item.get_closest_marker("long")]
+        items[:] = [item for item in items if item not in long]
+        config.hook.pytest_deselected(items=long)
+    for item in items:
+        is_long = item.path.name == "test_ranks.py" and "[1]" not in item.name
+        item.add_marker(pytest.mark.xdist_group("ranks" if is_long else "others"))
+
+
 @pytest.fixture(scope="session")
 def digits_on_two_ranks():
     """What `examples/digits.py` prints on two ranks, which several tests look at."""

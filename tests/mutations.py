@@ -361,6 +361,20 @@ MUTATIONS = [
         ("test_resume.py", "was_ended"),
     ),
     Mutation(
+        "resume: what differs on the first rank, in the files of other hosts",
+        "checkpoint/gathered.py",
+        "replaced = _of_first(variables, ranks)",
+        "pass",
+        ("test_copies.py", "first_disk"),
+    ),
+    Mutation(
+        "resume: a checkpoint is sent to the hosts that lack it",
+        "checkpoint/newest.py",
+        "_send(folder, newest, root=root, to=lacking)",
+        "pass",
+        ("test_copies.py", "first_disk"),
+    ),
+    Mutation(
         "resume: the optimizer's state",
         "checkpoint/model_states.py",
         "variables += found.variables",
@@ -416,7 +430,11 @@ def notice(mutation: Mutation) -> str:
         process = subprocess.Popen(
             [*run, *tests],
             cwd=copy,
-            env={**os.environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "70"},
+            env={
+                **os.environ,
+                "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "70",
+                "LONG_TESTS": "1",
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

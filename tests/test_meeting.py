@@ -98,6 +98,19 @@ def test_ctrl_c_of_one_command_ends_all(tmp_path):
     assert left_behind(mark) == []
 
 
+def test_a_job_ends_although_nobody_reads_what_the_first_host_says(tmp_path):
+    """As where the terminal is gone: its message is lost, the other host ends."""
+    script, mark = tmp_path / "script.py", uuid.uuid4().hex
+    script.write_text(_SCRIPT)
+    processes = meet("-np", 1, script, mark=mark)
+    assert "rank" in processes[0].stdout.readline()
+    processes[0].stderr.close()
+    processes[1].send_signal(signal.SIGINT)
+    codes = [process.wait(20) for process in processes]
+    assert codes == [128 + signal.SIGINT] * 2
+    assert left_behind(mark) == []
+
+
 def test_ctrl_c_of_a_command_that_waits_for_others_ends_soon(tmp_path):
     """On the first host it ends those that have come; another one just leaves."""
     options = ["--nnodes", 4, "--rdzv", f"127.0.0.1:{free_port()}"]

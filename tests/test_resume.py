@@ -6,6 +6,7 @@ KILLS=20 in the environment kills so many times instead of a few.
 import json
 import os
 import random
+import shutil
 import sys
 from collections import defaultdict
 
@@ -20,10 +21,10 @@ NUM_ROWS = 101
 KILLS = int(os.environ.get("KILLS", "0"))
 
 
-def run(folder, number, ranks, end, *, is_equivalent=False, **options):
+def run(folder, number, ranks, end, *, is_equivalent=False, is_local=False, **options):
     """One launch, which trains until `end` (kind, updates) or to the end of it."""
     given = {"folder": str(folder), "launch": number, "end": end}
-    given |= {"is_equivalent": is_equivalent, "options": options}
+    given |= {"is_equivalent": is_equivalent, "is_local": is_local, "options": options}
     script = ROOT / "tests" / "ranks" / "resumed.py"
     command = [sys.executable, str(script), json.dumps(given)]
     done = launch(command, ranks=ranks, timeout=600)
@@ -56,7 +57,12 @@ def result_of(folder, name):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_killed_processes_resume_to_the_bit(tmp_path, ranks):
-    """SIGKILL to all ranks at random steps, SIGTERM to one: the results are equal."""
+    """SIGKILL to all ranks at random steps, SIGTERM to one: the results are equal.
+
+    Three ranks have a folder each, as on hosts without a common disk, and each time one
+    of these is lost: first that of the first rank.
+    """
+    is_local = ranks == 3
     steps = -(-NUM_ROWS // (6 * ranks))
     choose = random.Random(ranks)
     count = KILLS or (2 if ranks == 2 else 1)
@@ -64,7 +70,9 @@ def test_killed_processes_resume_to_the_bit(tmp_path, ranks):
     ends = [("SIGKILL", number) for number in updates]
     ends[count // 2] = ("SIGTERM", updates[count // 2])
     for number, end in enumerate([*ends, None]):
-        run(tmp_path, number, ranks, end, save_steps=2)
+        run(tmp_path, number, ranks, end, is_local=is_local, save_steps=2)
+        if is_local and end:
+            shutil.rmtree(tmp_path / f"rank{number % ranks}" / "cut")
     whole, cut = result_of(tmp_path, "whole"), result_of(tmp_path, "cut")
     assert len(whole[0]) == len(cut[0]) > 20
     assert all((a == b).all() for a, b in zip(whole[0], cut[0], strict=True))
@@ -82,10 +90,14 @@ def test_killed_processes_resume_to_the_bit(tmp_path, ranks):
 
 
 def test_another_number_of_ranks_resumes_the_same_training(tmp_path):
-    """Two ranks, then three, then one without a launcher; one global batch of 12."""
+    """Two ranks, then three, then one without a launcher; one global batch of 12.
+
+    Each has a folder of its own; the first rank's is lost before the third one comes.
+    """
     options = {"lr_scaling": "none", "steps_scaling": "none", "save_steps": 1}
-    options |= {"is_equivalent": True}
+    options |= {"is_equivalent": True, "is_local": True}
     run(tmp_path, 0, 2, ("SIGKILL", 5), batch_size=6, **options)
+    shutil.rmtree(tmp_path / "rank0" / "cut")
     run(tmp_path, 1, 3, ("SIGKILL", 13), batch_size=4, **options)
     run(tmp_path, 2, None, None, batch_size=12, **options)
     (expected, history), (state, resumed) = (

@@ -24,7 +24,7 @@ from data_kinds import (
 from keras_dist.sharding import ShardSpec, Stream, training_feed, validation_feed
 
 FIRST = int(os.environ.get("ROWS_FIRST", "0"))
-COUNT = int(os.environ.get("ROWS_COUNT", "40"))
+COUNT = int(os.environ.get("ROWS_COUNT", "20"))
 
 # Cases in one test of pytest.
 CHUNK = 20

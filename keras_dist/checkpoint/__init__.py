@@ -8,7 +8,10 @@ to the callback that saves:
 - `model_states`: weights, optimizer state, metrics and seeds of all ranks
 - `callback_states`: attributes of callbacks that change during a training
 - `random_states`: states of the global random generators
-- `saved`: the content of a checkpoint; read the newest one and send it to all ranks
+- `copies`: one folder for all hosts or one on each; which ranks write
+- `newest`: the newest checkpoint of all folders, sent to those that lack it
+- `saved`: the content of a checkpoint; the newest one as the start of a fit
+- `gathered`: the state of all ranks, for a checkpoint
 - `save_request`: when to save: a clock, or SIGTERM, agreed on by all ranks
 - `writer`: write checkpoints in a thread while the training continues
 - `saver`: the callback that saves, and that restores before the first step
@@ -48,6 +51,7 @@ def saving(resume: Resume | None, setup: FitSetup) -> Iterator[dict[str, Any]]:
         yield setup.arguments
         return
     arguments, saved = dict(setup.arguments), resume.saved
+    _print_copies(resume, setup)
     if saved is not None:
         arguments["initial_epoch"] = _first_epoch(resume, setup)
         _print_position(resume, setup)
@@ -58,7 +62,7 @@ def saving(resume: Resume | None, setup: FitSetup) -> Iterator[dict[str, Any]]:
     histories = [c for c in callbacks if isinstance(c, keras.callbacks.History)]
     others = [c for c in setup.callbacks if not isinstance(c, keras.callbacks.History)]
     requests = SaveRequests(resume.save_seconds if saves_within_epochs(setup) else None)
-    writer = Writer(resume.folder) if comm.rank() == 0 else None
+    writer = Writer(resume.folder) if resume.copies.is_writer else None
     saver = Saver(resume, setup, others + histories, requests, writer)
     try:
         yield arguments | {"callbacks": [*callbacks, saver]}
@@ -104,7 +108,22 @@ def _print_position(resume: Resume, setup: FitSetup) -> None:
             if position.done
             else ""
         )
+        host = f" of host {resume.source}" if resume.source else ""
         print(
-            f"resumed in epoch {position.epoch + 1}{rows}, from {resume.folder.path}",
+            f"resumed in epoch {position.epoch + 1}{rows}, from {resume.folder.path}"
+            f"{host}",
+            flush=True,
+        )
+
+
+def _print_copies(resume: Resume, setup: FitSetup) -> None:
+    """Print on the first rank which hosts keep checkpoints, if there are several."""
+    copies = resume.copies
+    if comm.rank() == 0 and setup.arguments["verbose"] != 0 and copies.are_several:
+        shown = ", ".join(copies.hosts[:8])
+        more = f" and {len(copies.hosts) - 8} more" if len(copies.hosts) > 8 else ""
+        print(
+            f"{resume.folder.path} is not shared: checkpoints are written on "
+            f"{shown}{more}",
             flush=True,
         )

@@ -11,16 +11,17 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 _FIRST_LINE = b"keras_dist checkpoint 1\n"
+_START_BYTES = len(_FIRST_LINE) + 65  # with the checksum and its line feed
 _NAME = re.compile(r"checkpoint-(\d{8,})\.keras_dist")
 _PART = ".checkpoint.part"  # the file that is being written
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DamagedError(ValueError):
@@ -29,7 +30,7 @@ class DamagedError(ValueError):
 
 @dataclass
 class Folder:
-    """A folder of checkpoints; only one process writes to it.
+    """A folder of checkpoints; only one process writes to it at a time.
 
     Args:
         path: Path of the folder. `prepare` makes it.
@@ -48,10 +49,8 @@ class Folder:
             OSError: If the folder cannot be made or written to.
         """
         os.makedirs(self.path, exist_ok=True)
-        part = os.path.join(self.path, _PART)
-        with _removed_after_error(part):
-            _write(part, [b"\0" * 4096])
-        os.remove(part)
+        _write(self.part, [b"\0" * 4096])
+        os.remove(self.part)
 
     def reserve(self, num_bytes: int) -> None:
         """Check that there is enough disk space for the checkpoints to keep.
@@ -63,54 +62,59 @@ class Folder:
             OSError: If there is too little space.
         """
         missing = max(1, self.keep - len(self.numbers()))
-        part = os.path.join(self.path, _PART)
-        with _removed_after_error(part), open(part, "wb") as file:
+        with _removed_after_error(self.part), open(self.part, "wb") as file:
             try:
                 # Allocate one checkpoint, and compare the rest with the free space: one
                 # file of the size of all might exceed the largest file size allowed.
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
                 free = os.fstatvfs(file.fileno())
             except OSError as error:  # some file systems do not support this
-                if error.errno in (*_FULL, errno.EFBIG):
+                if error.errno in (*FULL, errno.EFBIG):
                     raise
                 return
-        os.remove(part)
+        os.remove(self.part)
         if free.f_blocks and free.f_bavail * free.f_frsize < (missing - 1) * num_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.path)
 
     def newest(self) -> tuple[Any, list[str]]:
-        """Read the newest checkpoint that is not damaged.
-
-        Returns:
-            The tree, or `None` in an empty folder; and a line for each newer checkpoint
-            that is damaged.
+        """Read the newest checkpoint that is not damaged: `find` with `read`.
 
         Raises:
             DamagedError: If there are checkpoints, and all of them are damaged.
+        """
+        tree, damaged = self.find(read)
+        if tree is None and damaged:
+            raise none_is_whole(damaged)
+        return tree, damaged
+
+    def find(self, reader: Callable[[str], Any]) -> tuple[Any, list[str]]:
+        """What `reader` makes of the newest checkpoint that is not damaged.
+
+        Args:
+            reader: Called with paths, from the newest on, until one is not damaged.
+
+        Returns:
+            Its result, `None` if none is whole; and a line for each newer checkpoint
+            that is damaged.
         """
         damaged: list[str] = []
         for number in sorted(self.numbers(), reverse=True):
             path = self.file(number)
             try:
-                tree = read(path)
+                found = reader(path)
             except (DamagedError, OSError) as error:
                 damaged.append(f"{path}: {error}")
                 continue
             self.number = number
-            return tree, damaged
-        if damaged:
-            raise DamagedError(
-                "No checkpoint in the folder can be read. Received: "
-                f"{'; '.join(damaged)}. Restore a copy of one, or move these files "
-                "away to train from the beginning."
-            )
-        return None, []
+            return found, damaged
+        return None, damaged
 
-    def write(self, tree: Any) -> str:
+    def write(self, tree: Any, number: int | None = None) -> str:
         """Write a checkpoint, and then remove those older than the last `keep`.
 
         Args:
             tree: Dicts with text as keys, lists, text, numbers, `None` and arrays.
+            number: Of the checkpoint, above that of the last one; by default the next.
 
         Returns:
             The path of the file.
@@ -119,22 +123,38 @@ class Folder:
             OSError: If it cannot be written. Earlier checkpoints are still there then.
         """
         content = packed(tree)
-        target = self.file(self.number + 1)
         try:
-            self._replace(target, content)
+            _write(self.part, content)
         except OSError as error:
-            older = [n for n in sorted(self.numbers()) if n < self.number]
-            if error.errno not in _FULL or not older:
+            if error.errno not in FULL or not self.make_room():
                 raise
-            # Make room by removing the oldest one; the newest one before stays.
+            _write(self.part, content)
+        return self.accept(self.number + 1 if number is None else number)
+
+    def make_room(self) -> bool:
+        """Remove the oldest checkpoint unless it is the newest one; whether it did."""
+        older = [n for n in sorted(self.numbers()) if n < self.number]
+        if older:
             os.remove(self.file(older[0]))
-            self._replace(target, content)
-        self.number += 1
-        for number in sorted(self.numbers(), reverse=True):
-            if not self.number - self.keep < number <= self.number:
-                with contextlib.suppress(OSError):
-                    os.remove(self.file(number))
-        return target
+        return bool(older)
+
+    def accept(self, number: int) -> str:
+        """Make the file at `part` the newest checkpoint; remove those not to keep."""
+        with _removed_after_error(self.part):
+            os.replace(self.part, self.file(number))
+        _sync_folder(self.path)
+        self.number = number
+        numbers = self.numbers()
+        last = sorted(n for n in numbers if n <= number)[-self.keep :]
+        for other in set(numbers) - set(last):
+            with contextlib.suppress(OSError):
+                os.remove(self.file(other))
+        return self.file(number)
+
+    @property
+    def part(self) -> str:
+        """Path of the file that is being written."""
+        return os.path.join(self.path, _PART)
 
     def file(self, number: int) -> str:
         """Path of the checkpoint with a number."""
@@ -145,12 +165,14 @@ class Folder:
         matches = map(_NAME.fullmatch, os.listdir(self.path))
         return [int(match[1]) for match in matches if match]
 
-    def _replace(self, target: str, content: list[Any]) -> None:
-        part = os.path.join(self.path, _PART)
-        with _removed_after_error(part):
-            _write(part, content)
-            os.replace(part, target)
-        _sync_folder(self.path)
+
+def none_is_whole(damaged: list[str]) -> DamagedError:
+    """The error for damaged checkpoints alone, with a line for each."""
+    return DamagedError(
+        "No checkpoint in the folder can be read. Received: "
+        f"{'; '.join(damaged)}. Restore a copy of one, or move these files "
+        "away to train from the beginning."
+    )
 
 
 def packed(tree: Any) -> list[Any]:
@@ -175,27 +197,40 @@ def read(path: str) -> Any:
     """Read the tree that was written to a file.
 
     Raises:
-        DamagedError: If the content is not that of a checkpoint as it was written.
-        OSError: If the file cannot be read.
+        DamagedError, OSError: If it is not as it was written, or cannot be read.
     """
     with open(path, "rb") as file:
+        check(file)
         content = file.read()
-    begin = len(_FIRST_LINE)
-    if content[:begin] != _FIRST_LINE:
-        raise DamagedError("it does not begin as a checkpoint of keras_dist does")
-    digest, body = content[begin : begin + 64], memoryview(content)[begin + 65 :]
-    if hashlib.sha256(body).hexdigest().encode() != digest:
-        raise DamagedError(f"its {len(content)} bytes do not match its checksum")
     try:
-        return _unpacked(content, begin + 65)
+        return _unpacked(content)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         # A file made on purpose can have a valid checksum and any content.
         raise DamagedError(f"it is not a checkpoint ({error})") from None
 
 
-def _unpacked(content: bytes, begin: int) -> Any:
-    end = content.index(b"\n", begin) + 1
-    head = json.loads(content[begin:end])
+def check(file: Any) -> str:
+    """Check the checksum of an open file without reading all of it into memory.
+
+    Returns:
+        The checksum; the file is then at the line of JSON behind it.
+
+    Raises:
+        DamagedError: If the content does not match it.
+    """
+    start = file.read(_START_BYTES)
+    if not start.startswith(_FIRST_LINE):
+        raise DamagedError("it does not begin as a checkpoint of keras_dist does")
+    digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest.encode() + b"\n" != start[len(_FIRST_LINE) :]:
+        raise DamagedError(f"its {file.tell()} bytes do not match its checksum")
+    file.seek(_START_BYTES)
+    return digest
+
+
+def _unpacked(content: bytes) -> Any:
+    end = content.index(b"\n") + 1
+    head = json.loads(content[:end])
     tree = json.loads(content[end : end + head["bytes"]])
     arrays, offset = [], end + head["bytes"]
     for kind in head["arrays"]:
@@ -222,7 +257,6 @@ def _plain(tree: Any, arrays: list[np.ndarray]) -> Any:
 
 
 def _filled(tree: Any, arrays: list[np.ndarray]) -> Any:
-    """Invert `_plain`."""
     if not isinstance(tree, dict):
         return tree
     ((kind, value),) = tree.items()
@@ -238,7 +272,7 @@ def _bytes_of(array: np.ndarray) -> Any:
 
 
 def _write(path: str, content: list[Any]) -> None:
-    with open(path, "wb") as file:
+    with _removed_after_error(path), open(path, "wb") as file:
         for part in content:
             file.write(part)
         file.flush()

@@ -1,7 +1,7 @@
 """The content of a checkpoint, and how all ranks get it when a training begins."""
 
 import os
-import warnings
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -9,7 +9,9 @@ from typing import Any
 import keras
 
 from keras_dist import comm, sharding
-from keras_dist.checkpoint.files import DamagedError, Folder
+from keras_dist.checkpoint.copies import Copies, find_copies
+from keras_dist.checkpoint.files import Folder
+from keras_dist.checkpoint.newest import read_newest
 from keras_dist.setup.options import Options
 from keras_dist.version import __version__
 
@@ -30,6 +32,7 @@ class Saved:
         ranks: For each rank, the state that differs from the first rank's.
         model: Layers, optimizers and shapes that the model must have.
         arrays: Weights and optimizer state; on the first rank only.
+        begun: When the training began, in seconds since 1970; 0 in files of before.
     """
 
     position: sharding.DataPosition
@@ -41,6 +44,7 @@ class Saved:
     ranks: list[Any]
     model: dict[str, Any]
     arrays: list[Any]
+    begun: float = 0.0
 
     def tree(self) -> dict[str, Any]:
         """The content as a tree for a checkpoint file."""
@@ -63,18 +67,24 @@ class Resume:
     """The folder and interval of checkpoints, and the checkpoint to resume from.
 
     Args:
-        folder: The folder of the checkpoints; used by the first rank only.
+        folder: The folder of the checkpoints; used by ranks that write only.
+        copies: The folders that its path stands for on all ranks, and who writes.
         save_steps: Save after this many steps; `None` for not.
         save_seconds: Save after this many seconds; `None` for not.
         seed: Seed of the order of the rows.
+        begun: When the training began, in seconds since 1970.
         saved: The checkpoint to resume from; `None` for a new training.
+        source: The host from which the checkpoint was sent to others, if it was.
     """
 
     folder: Folder
+    copies: Copies
     save_steps: int | None
     save_seconds: float | None
     seed: int
+    begun: float
     saved: Saved | None
+    source: str = ""
 
     @property
     def position(self) -> sharding.DataPosition | None:
@@ -89,7 +99,7 @@ class Resume:
 
 
 def opened(options: Options, callbacks: Any, seed: int) -> Resume | None:
-    """Read the newest checkpoint on the first rank, and broadcast it.
+    """Read the newest checkpoint, and broadcast it from the first rank.
 
     Args:
         options: Options of the fit.
@@ -102,7 +112,7 @@ def opened(options: Options, callbacks: Any, seed: int) -> Resume | None:
     Raises:
         ValueError: On all ranks, if an argument is invalid or differs between the
             ranks, or if all checkpoints are damaged.
-        RuntimeError: On all ranks, if the folder cannot be written to.
+        RuntimeError: On all ranks, if a folder cannot be written to.
     """
     names = ("resume", "save_steps", "save_seconds")
     given = {f"`{name}`": getattr(options, name) for name in names}
@@ -111,37 +121,23 @@ def opened(options: Options, callbacks: Any, seed: int) -> Resume | None:
         return None
     path = os.path.abspath(os.path.expanduser(os.fspath(options.resume)))
     folder = Folder(path)
-
-    def read() -> tuple[Any, list[str]]:
-        _check(options, callbacks)
-        return _read(folder) if comm.rank() == 0 else (None, [])
-
-    tree, damaged = comm.run_on_all(read)
-    if damaged:
-        warnings.warn(
-            f"A checkpoint is damaged, and an older one is used: {'; '.join(damaged)}",
-            stacklevel=2,
-        )
+    comm.run_on_all(lambda: _check(options, callbacks))
+    copies = find_copies(folder)
+    tree, source = read_newest(folder, copies)
     # Without the weights, which are broadcast when the model is built.
     small = None if tree is None else {**tree, "arrays": []}
-    agreed = comm.broadcast(small)
+    agreed, now = comm.broadcast((small, time.time()))
     saved = None if agreed is None else Saved.of(agreed if tree is None else tree)
-    own_seed = seed if saved is None else saved.seed
-    return Resume(folder, options.save_steps, options.save_seconds, own_seed, saved)
-
-
-def _read(folder: Folder) -> tuple[Any, list[str]]:
-    try:
-        folder.prepare()
-        return folder.newest()
-    except DamagedError as error:
-        raise ValueError(str(error)) from None  # a type that all ranks can raise
-    except OSError as error:
-        raise RuntimeError(
-            "Checkpoints cannot be written to the folder that `resume` names. "
-            f"Received: resume={folder.path!r}, {error}. Pass a folder that the first "
-            "rank can write to."
-        ) from error
+    return Resume(
+        folder,
+        copies,
+        options.save_steps,
+        options.save_seconds,
+        seed=seed if saved is None else saved.seed,
+        begun=now if saved is None else saved.begun,
+        saved=saved,
+        source=source,
+    )
 
 
 def _check(options: Options, callbacks: Any) -> None:

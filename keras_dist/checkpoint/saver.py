@@ -1,6 +1,6 @@
 """The callback that saves checkpoints, and that restores one before the first step."""
 
-import warnings
+import os
 from typing import Any, NoReturn
 
 import keras
@@ -9,10 +9,11 @@ from keras_dist import comm, optimizer, sharding
 from keras_dist.callbacks import BroadcastVariables
 from keras_dist.checkpoint import model_states, random_states
 from keras_dist.checkpoint.callback_states import CallbackStates
+from keras_dist.checkpoint.gathered import gathered
 from keras_dist.checkpoint.save_request import SaveRequests
 from keras_dist.checkpoint.saved import Resume, Saved
-from keras_dist.checkpoint.trees import decoded, digest_of
-from keras_dist.checkpoint.writer import Writer
+from keras_dist.checkpoint.trees import decoded
+from keras_dist.checkpoint.writer import Writer, warn_of
 from keras_dist.setup.fit_setup import FitSetup
 from keras_dist.training import step
 from keras_dist.training.session import session_of
@@ -48,7 +49,7 @@ class Saver(keras.callbacks.Callback):
         setup: The arguments and data of this rank.
         callbacks: The callbacks whose state is saved.
         requests: Requests to save, or to end.
-        writer: The thread that writes; on the first rank only.
+        writer: The thread that writes; `None` on a rank that does not.
     """
 
     def __init__(
@@ -138,42 +139,42 @@ class Saver(keras.callbacks.Callback):
     def _save(
         self, position: sharding.DataPosition, *, is_finished: bool = False
     ) -> None:
-        """Gather the state of all ranks, and let the first rank write a checkpoint."""
-        self.report_failure()
-        own = model_states.own_state(self.model)
-        own["random"] = random_states.collected()
-        states = self._states.collected()
-        first = comm.broadcast({key: digest_of(state) for key, state in states.items()})
-        own["callbacks"] = {
-            key: state
-            for key, state in states.items()
-            if digest_of(state) != first.get(key)
-        }
-        ranks = comm.gather(own)
+        """Gather the state of all ranks, and let some of them write a checkpoint."""
+        copies = self._resume.copies
+        found = gathered(
+            self.model,
+            self._states.collected(),
+            failure=self._take_failure(),
+            is_writer=copies.is_writer,
+            are_several=copies.are_several,
+        )
         self._requests.has_saved()
+        if comm.rank() == 0:
+            warn_of(found.failures)
         if self._writer is None:
             return
-        variables = model_states.variables_of(self.model)
         saved = Saved(
             position=position,
             seed=self._resume.seed,
             is_finished=is_finished,
             rates=model_states.rates_of(self.model),
             warmup_steps=self._setup.warmup_steps,
-            callbacks=states,
-            ranks=ranks,
+            callbacks=found.callbacks,
+            ranks=found.ranks,
             model=model_states.facts_of(self.model),
-            arrays=[model_states.array_of(variable) for variable in variables],
+            arrays=found.arrays,
+            begun=self._resume.begun,
         )
         self._writer.submit(saved.tree())
 
     def _exit(self) -> NoReturn:
-        """End this process after the checkpoint is written; all ranks call this."""
+        """End this process after all checkpoints are written; all ranks call this."""
         if self._writer is not None:
             self._writer.wait()
-            self.report_failure()
-        comm.gather("written")  # no rank ends before, since its end ends the others
+        # No rank ends before, since its end ends the others.
+        failures = comm.gather(self._take_failure())
         if comm.rank() == 0:
+            warn_of(failures)
             print(
                 f"keras_dist: asked to end by SIGTERM in epoch {self._epoch + 1}; the "
                 f"same command resumes from {self._resume.folder.path}",
@@ -183,14 +184,17 @@ class Saver(keras.callbacks.Callback):
         raise SavedExit(EXIT_CODE)
 
     def report_failure(self) -> None:
-        """Warn on the first rank if the last checkpoint could not be written."""
+        """Warn if this rank could not write its last checkpoint."""
+        warn_of([self._take_failure()])
+
+    def _take_failure(self) -> str:
+        """The error of the last write of this rank, which is then forgotten, or ""."""
         error = None if self._writer is None else self._writer.take_error()
-        if error is not None:
-            warnings.warn(
-                "A checkpoint could not be written. The training continues, and the "
-                f"checkpoints before it are still there. Received: {error}",
-                stacklevel=2,
-            )
+        if error is None:
+            return ""
+        copies = self._resume.copies
+        host = copies.host(comm.rank()) if copies.are_several else ""
+        return f"on host {host}: {error}" if host else str(error)
 
     def _is_within_epoch(self) -> bool:
         """Whether the training is resumed in the middle of an epoch."""
@@ -211,12 +215,13 @@ class Saver(keras.callbacks.Callback):
 
     def _restore_shared(self) -> None:
         """Restore what is broadcast after it; an error is raised on all ranks."""
-        comm.run_on_all(self._restore_first if comm.rank() == 0 else lambda: None)
+        comm.run_on_all(self._restore_first)
 
     def _restore_first(self) -> None:
         saved = self._resume.saved
-        self._reserve()
-        if saved is None:
+        if self._writer is not None:
+            self._reserve()
+        if saved is None or comm.rank() != 0:
             return
         model_states.check_fits(self.model, saved.model)
         is_same_size = len(saved.ranks) == comm.size()
@@ -283,7 +288,7 @@ class Saver(keras.callbacks.Callback):
         except OSError as error:
             raise RuntimeError(
                 "There is too little space for checkpoints in the folder that `resume` "
-                f"names. Received: {self._resume.folder.path!r}, {error}, for two "
-                f"checkpoints of {num_bytes:,} bytes. Pass another folder, or free "
-                "some space."
+                f"names. Received: {self._resume.folder.path!r} on host "
+                f"{os.uname().nodename}, {error}, for two checkpoints of "
+                f"{num_bytes:,} bytes. Pass another folder, or free some space."
             ) from error

@@ -1,5 +1,6 @@
 """Which rank failed first, and the message for the user."""
 
+import contextlib
 import json
 import os
 import re
@@ -197,8 +198,12 @@ def _line(ranks: Sequence[int], outcome: str, where: Mapping[int, str]) -> str:
 
 
 def print_message(text: str) -> None:
-    """Print a message of the launcher."""
-    print(text, file=sys.stderr, flush=True)
+    """Print a message of the launcher, as long as somebody reads standard error.
+
+    A thread that ended here would leave the other hosts waiting.
+    """
+    with contextlib.suppress(OSError, ValueError):  # the screen was closed
+        print(text, file=sys.stderr, flush=True)
 
 
 def _summary(returncode: int, memory: int) -> str:

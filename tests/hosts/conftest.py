@@ -1,6 +1,5 @@
 """Hosts for the tests of this folder; without root they are left out, and say so."""
 
-import os
 from pathlib import Path
 
 import network
@@ -9,17 +8,8 @@ import pytest
 _MISSING = network.missing()
 
 
-def pytest_configure(config):
-    """Register the mark of tests that are for `make hosts` alone."""
-    config.addinivalue_line("markers", "long: run by `make hosts`, not by `make test`")
-
-
-def pytest_collection_modifyitems(config, items):
+def pytest_collection_modifyitems(items):
     """Leave out what cannot be run here, with the reason in the summary."""
-    if not os.environ.get("LONG_TESTS"):
-        long = [item for item in items if item.get_closest_marker("long")]
-        items[:] = [item for item in items if item not in long]
-        config.hook.pytest_deselected(items=long)
     if _MISSING:
         for item in items:
             if Path(__file__).parent in item.path.parents:

@@ -34,6 +34,7 @@ def outputs(processes):
     return "".join(stdout for stdout, _ in found), found[0][1]
 
 
+@pytest.mark.long
 def test_two_hosts_that_meet_train_as_one_process(net, shared, alone):
     """Two ranks on each, and the first host's own name is 127.0.1.1 there."""
     debian_names(net)

@@ -424,7 +424,16 @@ def _embeddings() -> list[Case]:
                 on_three=False,
             )
             for case in _optimizers()
-            if "graph" not in case.name
+            # A centered RMSprop is an error of Keras 3.15 itself, also on one process,
+            # where rows come twice.
+            if "graph" not in case.name and "centered" not in case.name
+        ),
+        Case(
+            part,
+            "RMSprop(momentum=0.5, clipnorm=0.02)",
+            "embedding",
+            lambda rate: keras.optimizers.RMSprop(rate, momentum=0.5, clipnorm=0.02),
+            rows=101,
         ),
     ]
 

@@ -2,12 +2,22 @@
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 import keras
 import numpy as np
+import pytest
 
 import keras_dist
+
+
+def shortened(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Values of a parameter, all but the `quick` ones for `make long` alone."""
+    return [
+        value if value in quick else pytest.param(value, marks=pytest.mark.long)
+        for value in values
+    ]
 
 
 @contextlib.contextmanager

@@ -32,6 +32,10 @@ def main(given):
     folder = Path(given["folder"])
     kind, updates = given["end"] or (None, None)
     part = f"{given['launch']}.{keras_dist.rank()}"
+    if given["is_local"]:
+        own = folder / f"rank{keras_dist.rank()}"
+        own.mkdir(exist_ok=True)
+        os.chdir(own)
     options = {"is_equivalent": given["is_equivalent"], **given["options"]}
 
     def trained(name, **more):
@@ -44,7 +48,8 @@ def main(given):
                     since[update] = time.monotonic() - begin
 
             since = {}
-            resume = str(folder / name)
+            # A relative path is a folder of each rank's own: ranks as hosts.
+            resume = name if given["is_local"] else str(folder / name)
             state, history = train(resume, saw=saw, **options, **more)
         if keras_dist.rank() == 0:
             np.savez(folder / f"{name}.npz", *state)

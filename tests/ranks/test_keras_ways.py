@@ -18,8 +18,9 @@ import keras_dist
 def cases():
     """Each way, in each dtype that the tests have time for."""
     for way in WAYS:
-        for dtype in way.dtypes if way.is_tested else ():
-            marks = [] if way.on_one else [pytest.mark.several_ranks]
+        for dtype in way.dtypes:
+            marks = [] if way.is_tested else [pytest.mark.long]
+            marks += [] if way.on_one else [pytest.mark.several_ranks]
             marks += [pytest.mark.three_ranks] if way.on_three else []
             yield pytest.param(way, dtype, id=f"{way.title}, {dtype}", marks=marks)
 

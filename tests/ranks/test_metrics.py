@@ -61,7 +61,7 @@ CASES = {
     "MeanAbsoluteError": [({}, "positive")],
     "MeanAbsolutePercentageError": [({}, "positive")],
     "MeanIoU": [({"num_classes": NUM_CLASSES}, "labels")],
-    "MeanMetricWrapper": [({"fn": keras.losses.huber}, "positive")],
+    "MeanMetricWrapper": [({"fn": keras.losses.huber, "name": "huber"}, "positive")],
     "MeanSquaredError": [({}, "positive"), ({"dtype": "float64"}, "positive")],
     "MeanSquaredLogarithmicError": [({}, "positive")],
     "OneHotIoU": [

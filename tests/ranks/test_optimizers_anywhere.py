@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equal_to_the_bit, models_in
+from claims import assert_equal_to_the_bit, models_in, shortened
 
 import keras_dist
 from keras_dist.optimizer import is_distributed, optimizers_of
@@ -159,7 +159,7 @@ def trained(fit, hold, rate, batch_size, is_eager=True, **arguments):
     return model, history.history
 
 
-@pytest.mark.parametrize("hold", HOLDERS)
+@pytest.mark.parametrize("hold", shortened(HOLDERS, {in_list, in_object, in_layer}))
 def test_optimizers_are_averaged_wherever_they_are(world, hold):
     """Weights and state equal one process, at the scaled rate; then all are plain."""
     size = world.size

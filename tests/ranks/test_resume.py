@@ -77,7 +77,7 @@ def test_a_training_that_was_ended_resumes_to_the_bit(folder):
 
 
 @pytest.mark.parametrize(
-    "as_data", [as_dataset, pytest.param(Batches, marks=pytest.mark.three_ranks)]
+    "as_data", [as_dataset, pytest.param(Batches, marks=pytest.mark.long)]
 )
 def test_data_in_batches_resumes_where_it_was(folder, as_data):
     """At a batch: none before it is read again, and none is left out."""

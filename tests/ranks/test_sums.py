@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equal_to_the_bit, models_in
+from claims import assert_equal_to_the_bit, models_in, shortened
 from keras import ops
 
 import keras_dist
@@ -190,7 +190,11 @@ def assert_equal(models, logs):
         np.testing.assert_allclose(logs[1][key], values, rtol=1e-10)
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+QUICK = {"add_sum", "add_vector", "compute_sum", "compute_vector", "compute_mixed"}
+QUICK |= {"own_vector", "own_sum", "own_mean", "own_masked", "compiled_sum"}
+
+
+@pytest.mark.parametrize("name", shortened(sorted(CASES), QUICK))
 def test_a_loss_equals_one_process(world, name):
     """Weights and logs, in a graph."""
     models, logs, messages = trained(name, world.size, jit_compile=False)
@@ -199,15 +203,21 @@ def test_a_loss_equals_one_process(world, name):
 
 
 @pytest.mark.three_ranks
-@pytest.mark.parametrize("name", ["own_vector", "own_masked", "add_sum"])
+@pytest.mark.parametrize("name", ["own_vector", "add_sum"])
 def test_a_loss_equals_one_process_on_three_ranks(world, name):
-    """A wrong factor of two may cancel out on two ranks."""
+    """A wrong factor of two may cancel out on two ranks, which run all of them."""
+    if world.size < 3:
+        return
     models, logs, _ = trained(name, world.size, jit_compile=False)
     assert_equal(models, logs)
 
 
 @pytest.mark.parametrize(
-    "name", ["add_sum", "compute_vector", "own_vector", "own_sum", "own_mean"]
+    "name",
+    shortened(
+        ["add_sum", "compute_vector", "own_vector", "own_sum", "own_mean"],
+        {"compute_vector", "own_vector"},
+    ),
 )
 def test_a_loss_equals_one_process_when_run_eagerly(world, name):
     """There is no graph then; the step is traced once to look at one."""
@@ -215,7 +225,7 @@ def test_a_loss_equals_one_process_when_run_eagerly(world, name):
     assert_equal(models, logs)
 
 
-@pytest.mark.parametrize("name", ["own_mixed", "own_vector"])
+@pytest.mark.parametrize("name", shortened(["own_mixed", "own_vector"], {"own_mixed"}))
 def test_a_loss_equals_one_process_with_xla(world, name):
     """The gradients are computed in a function of their own then."""
     models, logs, _ = trained(name, world.size, jit_compile=True)

@@ -164,8 +164,22 @@ KINDS = {
     "sequence": (sequence, [alone, tuple_of_one, pair_in_tuple, as_dict]),
     "generator": (generator, [tuple_of_one, pair_in_tuple, dict_in_tuple]),
 }
+# All structures of a data set, and one or two of each other kind.
+QUICK = {"data set", "arrays-alone", "arrays-listed", "memory-mapped-alone"}
+QUICK |= {"sequence-alone", "sequence-tuple_of_one", "generator-tuple_of_one"}
+QUICK |= {"filtered-alone", "filtered-tuple_of_one"}
+
+
+def marks_of(kind, wrap):
+    """Whether `make test` has time for it."""
+    is_quick = {kind, f"{kind}-{wrap.__name__}"} & QUICK
+    return [] if is_quick else pytest.mark.long
+
+
 CASES = [
-    pytest.param(of_kind(wrap), id=f"{kind}-{wrap.__name__}")
+    pytest.param(
+        of_kind(wrap), id=f"{kind}-{wrap.__name__}", marks=marks_of(kind, wrap)
+    )
     for kind, (of_kind, wraps) in KINDS.items()
     for wrap in wraps
 ]

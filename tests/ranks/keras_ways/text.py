@@ -104,7 +104,7 @@ class MaskedLanguageModel(keras.Model):
         return {"loss": self.tracker.result()}
 
 
-@TEXT.way("masked language model, a loss for each word")
+@TEXT.way("masked language model, a loss for each word", is_tested=False)
 def masked_language_model_of_vectors(run):
     model = run.compile(MaskedLanguageModel(*language_model()), SGD(0.01))
     return model, run.fit(
@@ -143,7 +143,9 @@ def tagger(run):
 
 
 @TEXT.way(
-    "small GPT: causal attention, the next word, an output without loss", is_traced=True
+    "small GPT: causal attention, the next word, an output without loss",
+    is_traced=True,
+    is_tested=False,
 )
 def small_gpt(run):
     inputs = keras.Input((6,), dtype="int32")
@@ -326,7 +328,7 @@ def vectorization_in_model(run):
     return model, run.fit(model, data.batch(run.batch_size))
 
 
-@TEXT.way("TextVectorization in the pipeline, bigrams in one vector")
+@TEXT.way("TextVectorization in the pipeline, bigrams in one vector", is_tested=False)
 def vectorization_in_pipeline(run):
     texts = _texts()
     vectorize = keras.layers.TextVectorization(

@@ -66,7 +66,7 @@ class AnchorLoss(keras.losses.Loss):
         return ops.sum(focal + positive * gap, axis=-1) / count
 
 
-@VISION.way("object detection: a loss of all anchors")
+@VISION.way("object detection: a loss of all anchors", is_tested=False)
 def anchors(run):
     model = keras.Sequential(
         [
@@ -105,7 +105,7 @@ class Patches(keras.layers.Layer):
         return self.project(patches) + self.positions
 
 
-@VISION.way("vision transformer of patches")
+@VISION.way("vision transformer of patches", is_tested=False)
 def vision_transformer(run):
     inputs = keras.Input((6, 6, 1))
     x = Patches()(inputs)

@@ -90,7 +90,7 @@ class Way:
         dtypes: In which the tests run it; `make equivalence` runs it in both.
         on_one: Whether the tests run it on one rank, too.
         on_three: The same on three.
-        is_tested: Whether the tests run it, or `make equivalence` alone.
+        is_tested: Whether `make test` has time for it; `make long` runs all.
         is_single: Whether Keras computes some of it in float32 in all models.
     """
 
