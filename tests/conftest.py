@@ -12,8 +12,9 @@ collect_ignore = [] if "HOROVOD_SIZE" in os.environ else ["ranks"]
 
 
 def pytest_configure(config):
-    """Register the mark of tests for which `make test` has no time."""
+    """Register marks; that of the lanes where there is no xdist, too."""
     config.addinivalue_line("markers", "long: run with LONG_TESTS=1, as by `make long`")
+    config.addinivalue_line("markers", "xdist_group(name): the lane, see below")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -433,7 +433,7 @@ def equals_one_process(world, kind, tolerance=1e-10, **arguments):
     "kind",
     [
         pytest.param(kind, marks=pytest.mark.three_ranks)
-        if kind in (Translator, Lazy, OwnMetrics)
+        if kind in (Lazy, OwnMetrics)
         else kind
         for kind in MODELS
     ],
