@@ -128,7 +128,9 @@ def ways_of_page(results):
 def _way_cell(row):
     """The difference, and its tolerance where it is above that of all ways."""
     shown = f"{row['difference']:.1e}"
-    return f"{shown} (of {row['tolerance']:.1e})" if row["difference"] > SINGLE else shown
+    return (
+        f"{shown} (of {row['tolerance']:.1e})" if row["difference"] > SINGLE else shown
+    )
 
 
 def measured(*arguments):
