@@ -24,6 +24,7 @@ LAYERS = {
     "slurm": 0,
     "monitor": 0,
     "install": 0,
+    "migrate": 0,
     "sharding": 1,
     "comm": 1,
     "optimizer": 2,

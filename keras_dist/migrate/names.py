@@ -1,0 +1,141 @@
+"""Which names of a file are Keras's, TensorFlow's or Horovod's."""
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+# Modules that are the same to the rules: `hvd` stands for Horovod's Keras layer, and
+# for ours; `tf1` for what TensorFlow 2 has under `compat.v1` alone.
+_SAME = (
+    ("horovod.tensorflow.keras", "hvd"),
+    ("horovod.tensorflow", "hvd"),
+    ("horovod.keras", "hvd"),
+    ("keras_dist.horovod", "hvd"),
+    ("tensorflow.compat.v1.keras", "keras"),
+    ("tensorflow.python.keras", "keras"),
+    ("tensorflow.keras", "keras"),
+    ("keras.api", "keras"),
+    ("tensorflow.compat.v1", "tf1"),
+    ("tensorflow", "tf"),
+)
+
+
+def dotted(node: cst.CSTNode | None) -> str | None:
+    """The text of a name, or of names with dots between them; else `None`."""
+    if isinstance(node, cst.Name):
+        return node.value
+    if isinstance(node, cst.Attribute):
+        value = dotted(node.value)
+        return f"{value}.{node.attr.value}" if value else None
+    return None
+
+
+def canonical(name: str) -> str:
+    """One name for all modules that are the same to the rules.
+
+    >>> canonical("tensorflow.keras.optimizers.SGD")
+    'keras.optimizers.SGD'
+    >>> canonical("horovod.tensorflow.keras.callbacks")
+    'hvd.callbacks'
+    """
+    for module, same in _SAME:
+        if name == module or name.startswith(f"{module}."):
+            return same + name[len(module) :]
+    return name
+
+
+def imported(node: cst.Import | cst.ImportFrom) -> Iterator[tuple[str, str]]:
+    """Each local name that an import makes, and what it stands for."""
+    if isinstance(node.names, cst.ImportStar):
+        return
+    base = ""
+    if isinstance(node, cst.ImportFrom):
+        if node.relative or node.module is None:
+            return
+        base = f"{dotted(node.module)}."
+    for alias in node.names:
+        name = dotted(alias.name) or ""
+        local = dotted(alias.asname.name) if alias.asname else None
+        if local is None and not base:
+            name = local = name.split(".")[0]
+        yield local or name, base + name
+
+
+class Names(cst.CSTVisitor):
+    """The modules that a file imports, and the short names that it gives them.
+
+    Args:
+        module: The file.
+    """
+
+    def __init__(self, module: cst.Module):
+        super().__init__()
+        self.local: dict[str, str] = {}
+        self.modules: set[str] = set()
+        self.stars: list[str] = []
+        module.visit(self)
+
+    def visit_Import(self, node: cst.Import) -> None:
+        """`import keras`, `import tensorflow.keras.layers as layers`."""
+        self.modules |= {dotted(alias.name) or "" for alias in node.names}
+        self._add(node)
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
+        """`from keras import layers`, `from keras.optimizers import *`."""
+        module = dotted(node.module)
+        if node.relative or not module:
+            return
+        if isinstance(node.names, cst.ImportStar):
+            self.stars.append(canonical(module))
+            self.modules.add(module)
+        else:
+            self.modules |= {f"{module}.{dotted(one.name)}" for one in node.names}
+        self._add(node)
+
+    def visit_Assign(self, node: cst.Assign) -> None:
+        """`K = tf.keras.backend` is as good as an import."""
+        found = self.of(node.value)
+        target = dotted(node.targets[0].target)
+        if found and target and "." not in target and len(node.targets) == 1:
+            self.local.setdefault(target, found)
+
+    def visit_Attribute(self, node: cst.Attribute) -> None:
+        """`tf.keras` is Keras, which nobody imports then."""
+        if self.of(node) == "keras":
+            self.modules.add("keras")
+
+    def of(self, node: cst.CSTNode | None) -> str | None:
+        """The canonical name of a node, if it begins with a module of the file."""
+        text = dotted(node)
+        if text is None:
+            return None
+        first, dot, rest = text.partition(".")
+        if first in self.local:
+            return canonical(self.local[first] + dot + rest)
+        if not dot and first[:1].isupper():
+            for module in self.stars:
+                if module.startswith("keras."):
+                    return f"{module}.{first}"
+        return None
+
+    def uses(self, *roots: str) -> bool:
+        """Whether the file imports one of these, or a module of it."""
+        found = {canonical(module).split(".")[0] for module in self.modules}
+        return bool(found & set(roots))
+
+    def uses_keras(self) -> bool:
+        """Whether the file is about Keras, by itself or through Horovod's layer."""
+        layers = ("horovod.keras", "horovod.tensorflow.keras", "horovod.spark.keras")
+        by_layer = any(module.startswith(layers) for module in self.modules)
+        return by_layer or self.uses("keras", "keras_dist", "tf_keras")
+
+    def local_name(self, module: str) -> str | None:
+        """The name under which the file knows a module, if it does."""
+        for local, name in self.local.items():
+            if canonical(name) == module:
+                return local
+        return None
+
+    def _add(self, node: cst.Import | cst.ImportFrom) -> None:
+        for local, name in imported(node):
+            self.local[local] = name
