@@ -111,6 +111,9 @@ CHANGES = {
     "from tensorflow.keras.optimizers.legacy import Adam\nAdam(lr=0.1)": (
         "from tensorflow.keras.optimizers import Adam\nAdam(learning_rate=0.1)"
     ),
+    "hvd.broadcast_variables(model.optimizer.variables(), 0)": (
+        "hvd.broadcast_variables(model.optimizer.variables, 0)"
+    ),
     # The rate
     "print(model.optimizer.lr)": "print(model.optimizer.learning_rate)",
     "opt = keras.optimizers.SGD(0.1)\nopt.lr = 1": (
@@ -118,6 +121,9 @@ CHANGES = {
     ),
     "rate = K.get_value(self.model.optimizer.lr)": (
         "rate = float(self.model.optimizer.learning_rate)"
+    ),
+    "rate = float(K.get_value(model.optimizer.lr))": (
+        "rate = float(model.optimizer.learning_rate)"
     ),
     "K.set_value(model.optimizer.lr, 2 * rate)  # up": (
         "model.optimizer.learning_rate = 2 * rate  # up"

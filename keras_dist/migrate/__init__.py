@@ -16,4 +16,5 @@ All but `command` and `report` needs libcst, which `keras-dist[migrate]` install
 - `moved`: modules of Keras 2 whose classes are elsewhere in Keras 3
 - `sessions`: sessions of TensorFlow 1
 - `fit`: with `--to dist_fit`, Horovod's callbacks and scaling become one call
+- `plan`: which lines that call can replace, and its options
 """

@@ -60,7 +60,7 @@ def with_value(call: cst.Call, name: str, value: cst.BaseExpression) -> cst.Call
 
 
 def appended(call: cst.Call, name: str, value: cst.BaseExpression) -> cst.Call:
-    """The call with one more argument, behind the others, on the last one's line."""
+    """The call with one more argument, behind the others, separated as they are."""
     new = cst.Arg(
         keyword=cst.Name(name),
         value=value,
@@ -75,8 +75,16 @@ def appended(call: cst.Call, name: str, value: cst.BaseExpression) -> cst.Call:
     new = new.with_changes(
         comma=last.comma, whitespace_after_arg=last.whitespace_after_arg
     )
-    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-    last = last.with_changes(comma=comma, whitespace_after_arg=cst.SimpleWhitespace(""))
+    space = _space(call.args[-2]) if len(call.args) > 1 else cst.SimpleWhitespace(" ")
+    if isinstance(space, cst.ParenthesizedWhitespace):
+        line = space.first_line.with_changes(
+            comment=None, whitespace=cst.SimpleWhitespace("")
+        )
+        space = space.with_changes(first_line=line, empty_lines=[])
+    last = last.with_changes(
+        comma=cst.Comma(whitespace_after=space),
+        whitespace_after_arg=cst.SimpleWhitespace(""),
+    )
     return call.with_changes(args=[*call.args[:-1], last, new])
 
 

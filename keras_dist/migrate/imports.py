@@ -193,7 +193,7 @@ def _split(
 def _list_other(node: cst.CSTNode, name: str, script: Script) -> None:
     for module, advice in _OTHERS.items():
         if name == module or name.startswith(f"{module}."):
-            script.left(node, f"{module} has no twin for Keras 3", advice)
+            script.left(node, f"{module} is left as it is", advice)
             return
     if new_module(name) is not None:
         script.left(node, f"{name} is imported by its text", f"Import {_NEW}")

@@ -15,6 +15,8 @@ _SAME = (
     ("tensorflow.python.keras", "keras"),
     ("tensorflow.keras", "keras"),
     ("keras.api", "keras"),
+    ("tensorflow.optimizers", "keras.optimizers"),
+    ("tensorflow.losses", "keras.losses"),
     ("tensorflow.compat.v1", "tf1"),
     ("tensorflow", "tf"),
 )

@@ -124,6 +124,19 @@ def _schedules_module(script: Script) -> str:
     return ("tensorflow." if is_tf else "") + "keras.optimizers.schedules"
 
 
+def change_variables(
+    original: cst.Call, updated: cst.Call, script: Script
+) -> cst.BaseExpression:
+    """`optimizer.variables()`, which is a property of Keras 3."""
+    func = updated.func
+    if original.args or not isinstance(func, cst.Attribute):
+        return updated
+    before = cst.ensure_type(original.func, cst.Attribute)
+    if before.attr.value == "variables" and script.is_optimizer(before.value):
+        return func
+    return updated
+
+
 def change_legacy_name(
     original: cst.Attribute, updated: cst.Attribute, script: Script
 ) -> cst.BaseExpression:

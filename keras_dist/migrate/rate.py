@@ -40,6 +40,8 @@ def change_call(
 ) -> cst.BaseExpression:
     """`K.get_value(optimizer.lr)` and, in an expression, `K.set_value(…)`."""
     name = script.names.of(original.func)
+    if dotted(original.func) == "float" and len(original.args) == 1:
+        return _once(original.args[0].value, updated, script)
     if name not in (*_READS, _SETS) or not original.args:
         return updated
     if not _is_rate(original.args[0].value, script):
@@ -55,6 +57,17 @@ def change_call(
     rate, value = updated.args
     func = cst.Attribute(value=rate.value, attr=cst.Name("assign"))
     return updated.with_changes(func=func, args=[value.with_changes(keyword=None)])
+
+
+def _once(
+    inner: cst.BaseExpression, updated: cst.Call, script: Script
+) -> cst.BaseExpression:
+    """`float(K.get_value(optimizer.lr))` needs one `float` afterwards, too."""
+    if isinstance(inner, cst.Call) and script.names.of(inner.func) in _READS:
+        changed = updated.args[0].value
+        if isinstance(changed, cst.Call) and dotted(changed.func) == "float":
+            return changed
+    return updated
 
 
 def change_statement(

@@ -30,6 +30,7 @@ _RULES: dict[type, tuple[Callable[..., Any], ...]] = {
     cst.Call: (
         imports.change_text,
         optimizers.change_optimizer,
+        optimizers.change_variables,
         calls.change_compile,
         calls.change_generator,
         calls.change_loaders,
