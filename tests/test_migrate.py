@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from keras_dist.migrate import fit
 from keras_dist.migrate.command import difference
 from keras_dist.migrate.source import migrate
 
@@ -265,6 +266,95 @@ UNTOUCHED = [
 ]
 
 
+# A script that is plain enough for `--to dist_fit`, and what becomes of it.
+PLAIN = """\
+import horovod.tensorflow.keras as hvd
+import tensorflow as tf
+
+hvd.init()
+gpus = tf.config.list_physical_devices("GPU")
+if gpus:
+    tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
+data = make_data().shard(hvd.size(), hvd.rank()).batch(64)
+model = tf.keras.applications.MobileNet()
+# Scaled
+rate = 0.001 * hvd.size()
+opt = tf.optimizers.Adam(rate)
+opt = hvd.DistributedOptimizer(opt, compression=hvd.Compression.fp16)
+model.compile(opt, "mse", experimental_run_tf_function=False)
+callbacks = [
+    hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+    hvd.callbacks.MetricAverageCallback(),
+    hvd.callbacks.LearningRateWarmupCallback(initial_lr=rate, warmup_epochs=3),
+    tf.keras.callbacks.EarlyStopping(),
+]
+# On one
+if hvd.rank() == 0:
+    callbacks.append(tf.keras.callbacks.ModelCheckpoint("a.keras"))
+model.fit(
+    data,
+    steps_per_epoch=500 // hvd.size(),
+    callbacks=callbacks,
+    epochs=24,
+    verbose=1 if hvd.rank() == 0 else 0,
+)
+if hvd.rank() == 0:
+    model.save("b.keras")
+"""
+BY_DIST_FIT = """\
+import keras_dist
+import tensorflow as tf
+
+gpus = tf.config.list_physical_devices("GPU")
+data = make_data().batch(64)
+model = tf.keras.applications.MobileNet()
+# Scaled
+rate = 0.001
+opt = tf.optimizers.Adam(rate)
+model.compile(opt, "mse")
+callbacks = [
+    tf.keras.callbacks.EarlyStopping(),
+]
+# On one
+callbacks.append(tf.keras.callbacks.ModelCheckpoint("a.keras"))
+keras_dist.dist_fit(
+    model,
+    data,
+    steps_per_epoch=500,
+    callbacks=callbacks,
+    epochs=24,
+    verbose=1,
+    compression="fp16",
+    warmup_epochs=3,
+)
+if keras_dist.rank() == 0:
+    model.save("b.keras")
+"""
+
+# Changes of that script with which one cannot be sure, and a word of the reason.
+NOT_PLAIN = {
+    ("epochs=24", "epochs=24 // hvd.size()"): "one too many",
+    ("epochs=24", "epochs=24, validation_steps=9 * hvd.size()"): "one too many",
+    ("rate = 0.001", "rate = 0.5 + 0.001"): "hvd.size",
+    ("compression=hvd.Compression.fp16", "op=hvd.Adasum"): "only op=",
+    ("compression=", "backward_passes_per_step=2, compression="): "only op=",
+    ("hvd.init()", "hvd.init()\ntf.random.set_seed(hvd.rank())"): "none of the idioms",
+    ("CALL(0)", "CALL(1)"): "BroadcastGlobalVariablesCallback",
+    ("model.save", "model.fit(data)\n    model.save"): "there are 2",
+    ("model.save", "hvd.allreduce(1)\n    model.save"): "those of all ranks",
+    ("as hvd", "as hvd\nfrom horovod.keras.callbacks import M"): "single names",
+    ('model.save("b.keras")', "K = tf.keras.backend; K.get_value(x)"): "variable.numpy",
+}
+
+# Options that a script needs where it does not scale by itself.
+UNSCALED = {
+    ("rate = 0.001 * hvd.size()", "rate = 0.001"): 'lr_scaling="none"',
+    ("500 // hvd.size()", "500"): 'steps_scaling="none"',
+    ("epochs=24", "epochs=24, validation_steps=9"): 'validation_steps_scaling="none"',
+    ("compression=hvd.Compression.fp16", "op=hvd.Sum"): 'op="sum"',
+}
+
+
 def _after(text):
     return migrate(text.encode()).source.decode()
 
@@ -327,6 +417,32 @@ def test_encoding_and_line_ends_stay():
     assert done == source.replace("horovod.keras", "keras_dist.horovod")
 
 
+def test_a_plain_script_becomes_one_call_of_dist_fit():
+    """Optimizer, callbacks, scaling, shards and conditions by rank are not needed."""
+    done = fit.migrate(PLAIN.encode())
+    assert done.findings == ()
+    assert done.source.decode() == BY_DIST_FIT
+    assert fit.migrate(done.source).source == done.source
+
+
+@pytest.mark.parametrize("change", NOT_PLAIN, ids=lambda change: change[1][:50])
+def test_a_script_that_is_not_plain_is_refused_with_the_reason(change):
+    """And nothing of it is changed."""
+    old, new = (one.replace("CALL", "VariablesCallback") for one in change)
+    source = PLAIN.replace(old, new)
+    assert source != PLAIN
+    done = fit.migrate(source.encode())
+    assert done.source == source.encode() and not done.is_whole
+    assert any(NOT_PLAIN[change] in one.text("train.py") for one in done.findings)
+
+
+@pytest.mark.parametrize("change", UNSCALED, ids=lambda change: change[1])
+def test_what_a_script_does_not_scale_dist_fit_does_not_scale(change):
+    """It is passed as an option."""
+    source = PLAIN.replace(*change)
+    assert f"    {UNSCALED[change]},\n" in fit.migrate(source.encode()).source.decode()
+
+
 def _command(*arguments, folder, expected):
     done = subprocess.run(
         [sys.executable, "-m", "keras_dist", "migrate", *map(str, arguments)],
@@ -345,7 +461,6 @@ def test_the_command_prints_a_diff_that_git_applies_and_writes_on_request(tmp_pa
     (tmp_path / ".venv").mkdir()
     script, other = tmp_path / "src" / "train.py", tmp_path / "src" / "data.py"
     script.write_text("import horovod.keras as hvd\nhvd.init()")
-    script.chmod(0o750)
     other.write_text("import numpy\n")
     (tmp_path / ".venv" / "a.py").write_text("import horovod.keras as hvd\n")
     done = _command("src", folder=tmp_path, expected=0)
@@ -356,6 +471,7 @@ def test_the_command_prints_a_diff_that_git_applies_and_writes_on_request(tmp_pa
     )
     applied = script.read_text()
     script.write_text("import horovod.keras as hvd\nhvd.init()")
+    script.chmod(0o750)
     assert _command(".", "--write", folder=tmp_path, expected=0).stdout == done.stdout
     assert (
         script.read_text() == applied == "import keras_dist.horovod as hvd\nhvd.init()"

@@ -1,5 +1,6 @@
 """With `--to dist_fit`: one call instead of Horovod's optimizer and callbacks."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import libcst as cst
@@ -34,11 +35,41 @@ def migrate(source: bytes) -> Migrated:
     if not script.names.uses("hvd") or not script.names.uses_keras():
         return first
     plan = Plan(script)
-    module.visit(plan)
-    plan.complete()
     changed = module.visit(_Rewrite(script, plan))
     findings = tuple(sorted({*plan.refusals(), *script.findings}))
     return Migrated(source, findings) if findings else keras_3.migrate(changed.bytes)
+
+
+# What stands for a line that is removed, until its block is left.
+_MARK = cst.Comment("# keras-dist: removed")
+
+
+def _removed(line: cst.SimpleStatementLine | cst.If) -> cst.SimpleStatementLine:
+    """A mark for a line, which keeps the blank line above it."""
+    blank = [one for one in line.leading_lines[:1] if one.comment is None]
+    end = cst.TrailingWhitespace(comment=_MARK)
+    return cst.SimpleStatementLine([cst.Pass()], blank, trailing_whitespace=end)
+
+
+def _without_marks(lines: Sequence[Any]) -> list[Any]:
+    """The lines of a block but those removed; a blank line above them stays."""
+    found: list[Any] = []
+    blank: list[cst.EmptyLine] = []
+    for line in lines:
+        end = getattr(line, "trailing_whitespace", None)
+        if (
+            end is not None
+            and end.comment is not None
+            and end.comment.value == _MARK.value
+        ):
+            blank = blank or list(line.leading_lines)
+            continue
+        has_blank = any(one.comment is None for one in line.leading_lines[:1])
+        if blank and not has_blank:
+            line = line.with_changes(leading_lines=[*blank, *line.leading_lines])
+        blank = []
+        found.append(line)
+    return found or [cst.SimpleStatementLine([cst.Pass()])]
 
 
 class _Rewrite(cst.CSTTransformer):
@@ -53,6 +84,18 @@ class _Rewrite(cst.CSTTransformer):
         super().__init__()
         self._script = script
         self._plan = plan
+
+    def leave_Module(
+        self, original_node: cst.Module, updated_node: cst.Module
+    ) -> cst.Module:
+        """The lines that are left."""
+        return updated_node.with_changes(body=_without_marks(updated_node.body))
+
+    def leave_IndentedBlock(
+        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
+    ) -> cst.IndentedBlock:
+        """The lines that are left of a block."""
+        return updated_node.with_changes(body=_without_marks(updated_node.body))
 
     def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> Any:
         """`import horovod.keras as hvd`."""
@@ -87,15 +130,15 @@ class _Rewrite(cst.CSTTransformer):
             target = dotted(old.targets[0].target)
             is_plain = target is not None and target == dotted(new.value)
             if is_plain and dotted(old.value) != target:
-                return cst.RemoveFromParent()
+                return _removed(original_node)
         if not isinstance(old, cst.Expr) or not isinstance(old.value, cst.Call):
             return updated_node
         if self._plan.is_call(old.value, "hvd.init"):
             self._plan.finish(old)
-            return cst.RemoveFromParent()
+            return _removed(original_node)
         is_added = m.matches(old.value, _ADDS) and len(old.value.args) == 1
         if is_added and self._is_removed(old.value.args[0].value):
-            return cst.RemoveFromParent()
+            return _removed(original_node)
         return updated_node
 
     def leave_List(self, original_node: cst.List, updated_node: cst.List) -> cst.List:
@@ -142,7 +185,7 @@ class _Rewrite(cst.CSTTransformer):
         """`if hvd.rank() == 0: callbacks.append(…)`, and the GPU of this rank."""
         if self._pins(original_node):
             self._plan.finish(original_node)
-            return cst.RemoveFromParent()
+            return _removed(original_node)
         if not self._is_first(original_node.test):
             return updated_node
         self._plan.finish(original_node.test)

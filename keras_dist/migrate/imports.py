@@ -147,27 +147,17 @@ def note_plain(script: Script) -> None:
 
 def _has_all(script: Script, local: str) -> bool:
     """Whether keras_dist has all that a Keras script uses of `horovod.tensorflow`."""
-    uses = _Uses(local)
-    script.module.visit(uses)
-    for name, found in uses.found:
-        if name in MISSING:
-            script.left(found, f"keras_dist.horovod has no {name}", MISSING[name])
-    return not any(name in MISSING for name, _ in uses.found)
+    uses = [(_used(node, local), node) for node in script.nodes]
+    missing = [(name, node) for name, node in uses if name in MISSING]
+    for name, node in missing:
+        script.left(node, f"keras_dist.horovod has no {name}", MISSING[str(name)])
+    return not missing
 
 
-class _Uses(cst.CSTVisitor):
-    """What a file uses of a module: `join` for `hvd.join()`."""
-
-    def __init__(self, local: str):
-        super().__init__()
-        self.found: list[tuple[str, cst.CSTNode]] = []
-        self._prefix = f"{local}."
-
-    def visit_Attribute(self, node: cst.Attribute) -> None:
-        """Each chain of names, from its inside out."""
-        name = dotted(node) or ""
-        if name.startswith(self._prefix):
-            self.found.append((name[len(self._prefix) :], node))
+def _used(node: cst.CSTNode, local: str) -> str | None:
+    """`join` for `hvd.join`."""
+    name = dotted(node) if isinstance(node, cst.Attribute) else None
+    return name.removeprefix(f"{local}.") if name else None
 
 
 def _whole_layer(node: cst.ImportFrom, layer: cst.ImportAlias) -> cst.ImportFrom:

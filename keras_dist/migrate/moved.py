@@ -55,19 +55,8 @@ def _uses_generators(script: Script) -> bool:
     """Whether a file makes a generator of `image`, imported from `keras`."""
     if script.names.local.get("image") != _IMAGES:
         return False
-    uses = _Uses()
-    script.module.visit(uses)
-    return uses.is_found
-
-
-class _Uses(cst.CSTVisitor):
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_found = False
-
-    def visit_Attribute(self, node: cst.Attribute) -> None:
-        first, _, rest = (dotted(node) or "").partition(".")
-        self.is_found |= first == "image" and rest in _GENERATORS
+    wanted = {f"image.{name}" for name in _GENERATORS}
+    return any(dotted(node) in wanted for node in script.nodes)
 
 
 def _in_tensorflow(text: str) -> cst.Attribute:

@@ -1,6 +1,9 @@
 """Which names of a file are Keras's, TensorFlow's or Horovod's."""
 
-from collections.abc import Iterator
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import libcst as cst
 
@@ -30,6 +33,47 @@ def dotted(node: cst.CSTNode | None) -> str | None:
         value = dotted(node.value)
         return f"{value}.{node.attr.value}" if value else None
     return None
+
+
+@functools.cache
+def _fields(kind: type) -> tuple[str, ...]:
+    """The fields of a node with nodes that mean something: no spaces, no commas."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    skipped = (
+        *("whitespace", "trailing_", "leading_", "lines_", "lpar", "rpar", "comma"),
+        *("semicolon", "equal", "dot", "header", "footer", "indent"),
+    )
+    return tuple(name for name in names if not name.startswith(skipped))
+
+
+def inside(node: cst.CSTNode) -> list[cst.CSTNode]:
+    """The nodes of which a node consists, in the order of the text."""
+    found: list[cst.CSTNode] = []
+    for name in _fields(type(node)):
+        value = getattr(node, name)
+        if isinstance(value, cst.CSTNode):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [one for one in value if isinstance(one, cst.CSTNode)]
+    return found
+
+
+def walk(node: cst.CSTNode, *, stop: type | tuple[()] = ()) -> Iterator[cst.CSTNode]:
+    """A node and all in it, in the order of the text.
+
+    libcst's own visitors build the tree anew, which takes ten times as long.
+
+    Args:
+        node: Where to begin.
+        stop: Nodes of this kind are not entered, but the first.
+    """
+    stack: list[Any] = [node]
+    while stack:
+        found = stack.pop()
+        yield found
+        if isinstance(found, stop) and found is not node:
+            continue
+        stack += reversed(inside(found))
 
 
 def canonical(name: str) -> str:
@@ -63,26 +107,33 @@ def imported(node: cst.Import | cst.ImportFrom) -> Iterator[tuple[str, str]]:
         yield local or name, base + name
 
 
-class Names(cst.CSTVisitor):
+class Names:
     """The modules that a file imports, and the short names that it gives them.
 
     Args:
-        module: The file.
+        nodes: All nodes of the file.
     """
 
-    def __init__(self, module: cst.Module):
-        super().__init__()
+    def __init__(self, nodes: Sequence[cst.CSTNode]):
         self.local: dict[str, str] = {}
         self.modules: set[str] = set()
         self.stars: list[str] = []
-        module.visit(self)
+        for node in nodes:
+            if isinstance(node, cst.Import):
+                self.modules |= {dotted(alias.name) or "" for alias in node.names}
+                self.local |= dict(imported(node))
+            elif isinstance(node, cst.ImportFrom):
+                self._add_from(node)
+        for node in nodes:
+            if isinstance(node, cst.Assign):
+                self._add_alias(node)
+        if any(
+            isinstance(node, cst.Attribute) and self.of(node) == "keras"
+            for node in nodes
+        ):
+            self.modules.add("keras")  # as `tf.keras`, which nobody imports then
 
-    def visit_Import(self, node: cst.Import) -> None:
-        """`import keras`, `import tensorflow.keras.layers as layers`."""
-        self.modules |= {dotted(alias.name) or "" for alias in node.names}
-        self._add(node)
-
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
+    def _add_from(self, node: cst.ImportFrom) -> None:
         """`from keras import layers`, `from keras.optimizers import *`."""
         module = dotted(node.module)
         if node.relative or not module:
@@ -92,19 +143,14 @@ class Names(cst.CSTVisitor):
             self.modules.add(module)
         else:
             self.modules |= {f"{module}.{dotted(one.name)}" for one in node.names}
-        self._add(node)
+        self.local |= dict(imported(node))
 
-    def visit_Assign(self, node: cst.Assign) -> None:
+    def _add_alias(self, node: cst.Assign) -> None:
         """`K = tf.keras.backend` is as good as an import."""
         found = self.of(node.value)
         target = dotted(node.targets[0].target)
         if found and target and "." not in target and len(node.targets) == 1:
             self.local.setdefault(target, found)
-
-    def visit_Attribute(self, node: cst.Attribute) -> None:
-        """`tf.keras` is Keras, which nobody imports then."""
-        if self.of(node) == "keras":
-            self.modules.add("keras")
 
     def of(self, node: cst.CSTNode | None) -> str | None:
         """The canonical name of a node, if it begins with a module of the file."""
@@ -137,7 +183,3 @@ class Names(cst.CSTVisitor):
             if canonical(name) == module:
                 return local
         return None
-
-    def _add(self, node: cst.Import | cst.ImportFrom) -> None:
-        for local, name in imported(node):
-            self.local[local] = name

@@ -51,38 +51,23 @@ def _why_no_schedule(
     """Why a schedule cannot take the rate's position, or `None`."""
     if rate is None:
         return "the rate is not given here"
-    setters = _SetsRate(script)
-    script.module.visit(setters)
-    if setters.found:
-        return (
-            f"{setters.found[0]} in this file sets the rate, which no schedule allows"
-        )
+    setters = [name for node in script.nodes if (name := _sets_rate(node, script))]
+    if setters:
+        return f"{setters[0]} in this file sets the rate, which no schedule allows"
     return None
 
 
-class _SetsRate(cst.CSTVisitor):
-    """What in a file reads or sets the rate of an optimizer."""
-
-    def __init__(self, script: Script):
-        super().__init__()
-        self.found: list[str] = []
-        self._script = script
-
-    def visit_Attribute(self, node: cst.Attribute) -> None:
-        """`optimizer.lr`, `keras.callbacks.ReduceLROnPlateau`."""
-        self._look(node)
+def _sets_rate(node: cst.CSTNode, script: Script) -> str | None:
+    """What reads or sets the rate of an optimizer, if this node does."""
+    if not isinstance(node, (cst.Attribute, cst.Name)):
+        return None
+    if isinstance(node, cst.Attribute):
         is_rate = node.attr.value in ("lr", "learning_rate")
-        if is_rate and self._script.is_optimizer(node.value):
-            self.found.append(f"optimizer.{node.attr.value}")
-
-    def visit_Name(self, node: cst.Name) -> None:
-        """`ReduceLROnPlateau`, imported by its name."""
-        self._look(node)
-
-    def _look(self, node: cst.Attribute | cst.Name) -> None:
-        name = (self._script.names.of(node) or "").rpartition(".")[2]
-        if name.startswith("LearningRate") or name == "ReduceLROnPlateau":
-            self.found.append(name)
+        if is_rate and script.is_optimizer(node.value):
+            return f"optimizer.{node.attr.value}"
+    name = (script.names.of(node) or "").rpartition(".")[2]
+    is_setter = name.startswith("LearningRate") or name == "ReduceLROnPlateau"
+    return name if is_setter else None
 
 
 def _scheduled(

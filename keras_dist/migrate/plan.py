@@ -4,7 +4,7 @@ import libcst as cst
 from libcst import matchers as m
 
 from keras_dist.migrate.arguments import keyword, literal, passed
-from keras_dist.migrate.names import dotted
+from keras_dist.migrate.names import dotted, walk
 from keras_dist.migrate.report import Finding
 from keras_dist.migrate.script import Script
 
@@ -39,7 +39,7 @@ _OPTIONS = {
 }
 
 
-class Plan(cst.CSTVisitor):
+class Plan:
     """Where rates and steps of a script are, and what `dist_fit` has to be passed.
 
     Args:
@@ -47,7 +47,6 @@ class Plan(cst.CSTVisitor):
     """
 
     def __init__(self, script: Script):
-        super().__init__()
         self.options: dict[str, str] = {}
         self.fits: list[cst.Call] = []
         self.rates: set[cst.CSTNode] = set()
@@ -56,14 +55,24 @@ class Plan(cst.CSTVisitor):
         self._script = script
         self._uses: list[cst.Attribute] = []
 
-    def visit_Attribute(self, node: cst.Attribute) -> bool:
-        """Each use of Horovod, by its longest name."""
-        name = self._script.names.of(node) or ""
-        if name.startswith("hvd."):
-            self._uses.append(node)
-        return not name.startswith("hvd.")
+        self._look_at_uses()
+        for node in script.nodes:
+            if isinstance(node, cst.Call):
+                self._look(node)
+        if not any(self._is_scaled(node) for node in self.rates):
+            self.options["lr_scaling"] = '"none"'
 
-    def visit_Call(self, node: cst.Call) -> None:
+    def _look_at_uses(self) -> None:
+        """Each use of Horovod, by its longest name."""
+        shorter: set[cst.CSTNode] = set()
+        for node in self._script.nodes:
+            if not isinstance(node, cst.Attribute) or node in shorter:
+                continue
+            if (self._script.names.of(node) or "").startswith("hvd."):
+                self._uses.append(node)
+                shorter |= set(walk(node))
+
+    def _look(self, node: cst.Call) -> None:
         """Where rates and steps are passed, and options."""
         name = self._script.names.of(node.func)
         if self._script.optimizer_class(node) is not None:
@@ -89,11 +98,6 @@ class Plan(cst.CSTVisitor):
     def finish(self, node: cst.CSTNode) -> None:
         """Note that all uses of Horovod in a node are replaced."""
         self.done |= set(m.findall(node, m.Attribute()))
-
-    def complete(self) -> None:
-        """Add what follows from all that was found."""
-        if not any(self._is_scaled(node) for node in self.rates):
-            self.options["lr_scaling"] = '"none"'
 
     def refusals(self) -> list[Finding]:
         """Why one cannot be sure of this script; empty if one can."""

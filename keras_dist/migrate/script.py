@@ -1,10 +1,10 @@
 """What the rules share about one file."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import libcst as cst
 
-from keras_dist.migrate.names import Names, dotted
+from keras_dist.migrate.names import Names, dotted, walk
 from keras_dist.migrate.report import Finding
 
 # Classes of `keras.optimizers` that a script of Keras 2 may use.
@@ -24,13 +24,13 @@ class Script:
 
     def __init__(self, module: cst.Module, positions: Mapping[cst.CSTNode, object]):
         self.module = module
-        self.names = Names(module)
+        self.nodes = list(walk(module))
+        self.names = Names(self.nodes)
         self.findings: list[Finding] = []
         self.new_imports: list[tuple[str, str]] = []
         self.handled: set[cst.CSTNode] = set()
         self._positions = positions
-        self._bound = _Bound(self.names)
-        module.visit(self._bound)
+        self._bound = _Bound(self.names, self.nodes)
 
     def left(self, node: cst.CSTNode, reason: str, advice: str) -> None:
         """Note that a line cannot be changed, and what to write instead."""
@@ -72,40 +72,23 @@ class Script:
         return self._bound.values.get(name, [])
 
 
-class _Bound(cst.CSTVisitor):
+class _Bound:
     """What is assigned to each name, and what kind of object that makes it."""
 
-    def __init__(self, names: Names):
-        super().__init__()
+    def __init__(self, names: Names, nodes: Sequence[cst.CSTNode]):
         self.made: dict[str, set[str]] = {}
         self.values: dict[str, list[cst.BaseExpression | None]] = {}
         self._names = names
-
-    def visit_Assign(self, node: cst.Assign) -> None:
-        """`a = b = value`."""
-        for target in node.targets:
-            self._bind(target.target, node.value)
-
-    def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
-        """`a: str = value`."""
-        if node.value is not None:
-            self._bind(node.target, node.value)
-
-    def visit_AugAssign(self, node: cst.AugAssign) -> None:
-        """`a += value` makes `a` what the file does not say."""
-        self._bind(node.target, None)
-
-    def visit_For(self, node: cst.For) -> None:
-        """`for a in …`."""
-        self._bind(node.target, None)
-
-    def visit_Param(self, node: cst.Param) -> None:
-        """An argument of a function is what its callers pass."""
-        self._bind(node.name, None)
-
-    def visit_AsName(self, node: cst.AsName) -> None:
-        """`with … as a`."""
-        self._bind(node.name, None)
+        for node in nodes:
+            if isinstance(node, cst.Assign):
+                for target in node.targets:
+                    self._bind(target.target, node.value)
+            elif isinstance(node, cst.AnnAssign) and node.value is not None:
+                self._bind(node.target, node.value)
+            elif isinstance(node, (cst.AugAssign, cst.For, cst.CompFor)):
+                self._bind(node.target, None)  # what the file does not say
+            elif isinstance(node, (cst.Param, cst.AsName)):
+                self._bind(node.name, None)
 
     def _bind(self, target: cst.CSTNode, value: cst.BaseExpression | None) -> None:
         if isinstance(target, (cst.Tuple, cst.List)):

@@ -5,10 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import libcst as cst
-from libcst import matchers
-from libcst.matchers import findall
 
-from keras_dist.migrate.names import dotted
+from keras_dist.migrate.names import dotted, inside, walk
 from keras_dist.migrate.script import Script
 
 _NO_SESSIONS = "Call the model, its fit or its train_on_batch; there is no session"
@@ -58,17 +56,17 @@ def change_name(
 
 
 def _list_gone(node: cst.Attribute, name: str, script: Script) -> None:
-    line = script.line(node)
-    if any(
-        found.line == line and "TensorFlow 1" in found.reason
-        for found in script.findings
-    ):
-        return  # of several names on one line, the innermost
     root, _, rest = name.partition(".")
     if root in ("tf", "tf1") and rest in _GONE:
-        script.left(node, f"tf.{rest} is of TensorFlow 1", _GONE[rest])
+        name, advice = f"tf.{rest}", _GONE[rest]
     elif name in (_SET_SESSION, "keras.backend.get_session"):
-        script.left(node, f"{name} is of TensorFlow 1", _NO_SESSIONS)
+        advice = _NO_SESSIONS
+    else:
+        return
+    line = script.line(node)
+    lines = {one.line for one in script.findings if "TensorFlow 1" in one.reason}
+    if line not in lines:  # of several names on one line, the innermost
+        script.left(node, f"{name} is of TensorFlow 1", advice)
 
 
 def _attributes(value: cst.BaseExpression, names: str) -> cst.Attribute:
@@ -78,7 +76,7 @@ def _attributes(value: cst.BaseExpression, names: str) -> cst.Attribute:
     return node
 
 
-class Blocks(cst.CSTVisitor):
+class Blocks:
     """Finds the lines that give this rank's GPU to a session of Keras's.
 
     Args:
@@ -86,27 +84,14 @@ class Blocks(cst.CSTVisitor):
     """
 
     def __init__(self, script: Script):
-        super().__init__()
         self._script = script
         self._new: dict[cst.CSTNode, list[cst.BaseStatement]] = {}
         self._tf = script.names.local_name("tf") or script.names.local_name("tf1")
-
-    def visit_Module(self, node: cst.Module) -> None:
-        """The lines of the file."""
-        self._scopes: list[cst.CSTNode] = [node]
-        self._look(node.body)
-
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
-        """A function has names of its own."""
-        self._scopes.append(node)
-
-    def leave_FunctionDef(self, original_node: cst.FunctionDef) -> None:
-        """The names of the file around it again."""
-        self._scopes.pop()
-
-    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
-        """The lines of a function, or of an `if`."""
-        self._look(node.body)
+        functions = [one for one in script.nodes if isinstance(one, cst.FunctionDef)]
+        for scope in (script.module, *functions):
+            for node in walk(scope, stop=cst.FunctionDef):
+                if isinstance(node, (cst.Module, cst.IndentedBlock)):
+                    self._look(node.body, scope)
 
     def change(self, original: Any, updated: Any) -> Any:
         """A block with new lines for those that were found in it."""
@@ -133,13 +118,13 @@ class Blocks(cst.CSTVisitor):
         footer = [*comments, *updated.footer] if comments else updated.footer
         return updated.with_changes(body=body, footer=footer)
 
-    def _look(self, body: Sequence[cst.BaseStatement]) -> None:
+    def _look(self, body: Sequence[Any], scope: cst.CSTNode) -> None:
         small = [(line, _only(line)) for line in body]
         self._remove_eager(small)
         for line, node in small:
             config = self._made(node, _PROTOS)
             if config is not None and self._tf is not None:
-                self._replace(config, line, small)
+                self._replace(config, line, small, scope)
 
     def _remove_eager(self, small: list[tuple[Any, Any]]) -> None:
         for line, node in small:
@@ -156,7 +141,13 @@ class Blocks(cst.CSTVisitor):
         is_made = self._script.names.of(node.value.func) in makers
         return dotted(node.targets[0].target) if is_made else None
 
-    def _replace(self, config: str, first: Any, small: list[tuple[Any, Any]]) -> None:
+    def _replace(
+        self,
+        config: str,
+        first: Any,
+        small: list[tuple[Any, Any]],
+        scope: cst.CSTNode,
+    ) -> None:
         """New lines for all that have to do with a config, if all are understood."""
         names = {config}
         new: dict[cst.CSTNode, list[cst.BaseStatement]] = {}
@@ -175,11 +166,11 @@ class Blocks(cst.CSTVisitor):
                 return
             new[line] = lines
         inside = sum(_count(line, names) for line in new)
-        if inside != _count(self._scopes[-1], names) or len(new) < 2:
+        if inside != _count(scope, names) or len(new) < 2:
             return
         self._new |= new
         for line in new:
-            line.visit(_Handled(self._script))
+            self._script.handled |= set(walk(line))
 
     def _of_maker(self, node: cst.Assign) -> list[cst.BaseStatement] | None:
         call = cst.ensure_type(node.value, cst.Call)
@@ -217,53 +208,27 @@ class Blocks(cst.CSTVisitor):
         )
 
 
-class _Handled(cst.CSTVisitor):
-    """Notes the names in lines that are replaced, of which nothing is to be said."""
-
-    def __init__(self, script: Script):
-        super().__init__()
-        self._script = script
-
-    def visit_Attribute(self, node: cst.Attribute) -> None:
-        """Each name."""
-        self._script.handled.add(node)
-
-
-class _Count(cst.CSTVisitor):
+def _count(scope: cst.CSTNode, names: set[str]) -> int:
     """How often a scope uses names; functions inside that assign them have others."""
-
-    def __init__(self, scope: cst.CSTNode, names: set[str]):
-        super().__init__()
-        self.number = 0
-        self._scope = scope
-        self._names = names
-
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
-        return node is self._scope or not _assigns(node, self._names)
-
-    def visit_Name(self, node: cst.Name) -> None:
-        self.number += node.value in self._names
-
-    def visit_Arg_keyword(self, node: cst.Arg) -> None:
-        """`config=config` names it once."""
-        if node.keyword is not None and node.keyword.value in self._names:
-            self.number -= 1
-
-    def visit_Attribute_attr(self, node: cst.Attribute) -> None:
-        """`tf.config` is another one."""
-        self.number -= node.attr.value in self._names
+    number = 0
+    stack = [scope]
+    while stack:
+        node = stack.pop()
+        is_inner = isinstance(node, cst.FunctionDef) and node is not scope
+        if is_inner and _assigns(node, names):
+            continue
+        if isinstance(node, cst.Name):
+            number += node.value in names
+        elif isinstance(node, (cst.Attribute, cst.Arg)):
+            stack.append(node.value)  # not what is behind a dot, nor a keyword
+        else:
+            stack += inside(node)
+    return number
 
 
-def _count(node: cst.CSTNode, names: set[str]) -> int:
-    count = _Count(node, names)
-    node.visit(count)
-    return count.number
-
-
-def _assigns(node: cst.FunctionDef, names: set[str]) -> bool:
-    targets = findall(node, matchers.AssignTarget(target=matchers.Name()))
-    found = {cst.ensure_type(one, cst.AssignTarget).target for one in targets}
-    return any(dotted(target) in names for target in found)
+def _assigns(node: cst.CSTNode, names: set[str]) -> bool:
+    targets = [one.target for one in walk(node) if isinstance(one, cst.AssignTarget)]
+    return any(dotted(target) in names for target in targets)
 
 
 def _mentions(node: cst.CSTNode, names: set[str]) -> bool:

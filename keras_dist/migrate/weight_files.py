@@ -25,7 +25,7 @@ def new_name(name: str) -> str:
     return name if name.endswith(_SUFFIX) else _OLD.sub("", name) + _SUFFIX
 
 
-class WeightFiles(cst.CSTVisitor):
+class WeightFiles:
     """Finds the texts with which names of files of weights end.
 
     Args:
@@ -33,15 +33,16 @@ class WeightFiles(cst.CSTVisitor):
     """
 
     def __init__(self, script: Script):
-        super().__init__()
         self._script = script
         self._weights: list[Text] = []
         self._models: list[Text] = []
         self._loads: list[tuple[cst.Call, list[Text] | None]] = []
-        self._defaults = _Defaults()
-        script.module.visit(self._defaults)
+        self._defaults = _Defaults(script)
+        for node in script.nodes:
+            if isinstance(node, cst.Call):
+                self._look(node)
 
-    def visit_Call(self, node: cst.Call) -> None:
+    def _look(self, node: cst.Call) -> None:
         """`model.save_weights(name)`, and `ModelCheckpoint`."""
         method = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
         if self._script.names.of(node.func) == "keras.callbacks.ModelCheckpoint":
@@ -152,20 +153,18 @@ class WeightFiles(cst.CSTVisitor):
         return found or None
 
 
-class _Defaults(cst.CSTVisitor):
+class _Defaults:
     """Defaults of options: `parser.add_argument("--weights", default="a.h5")`."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._calls: list[cst.Call] = []
-
-    def visit_Call(self, node: cst.Call) -> None:
-        """Each option that is added."""
-        if isinstance(node.func, cst.Attribute) and node.func.attr.value in (
-            "add_argument",
-            "add_option",
-        ):
-            self._calls.append(node)
+    def __init__(self, script: Script):
+        adds = ("add_argument", "add_option")
+        self._calls = [
+            node
+            for node in script.nodes
+            if isinstance(node, cst.Call)
+            and isinstance(node.func, cst.Attribute)
+            and node.func.attr.value in adds
+        ]
 
     def of(self, name: str) -> Iterator[cst.BaseExpression]:
         """The defaults of the options that are stored under a name."""
