@@ -112,7 +112,8 @@ def _files(paths: Sequence[str]) -> Iterator[Path]:
             raise ValueError(f"There is no such file or folder. Received: {name}")
         found = sorted(path.rglob("*.py")) if path.is_dir() else [path]
         for file in found:
-            inner = file.relative_to(path).parts[:-1] if path.is_dir() else ()
+            folder = file.relative_to(path).parent if path.is_dir() else Path()
+            inner = folder.as_posix().split("/") if folder != Path() else []
             is_skipped = any(one.startswith(".") or one in _SKIPPED for one in inner)
             if file.is_file() and not is_skipped and file.resolve() not in seen:
                 seen.add(file.resolve())

@@ -144,16 +144,16 @@ class _Rewrite(cst.CSTTransformer):
     def leave_List(self, original_node: cst.List, updated_node: cst.List) -> cst.List:
         """Horovod's callbacks in a list."""
         pairs = zip(original_node.elements, updated_node.elements, strict=True)
-        kept = [new for old, new in pairs if not self._is_removed(old.value)]
-        if len(kept) == len(updated_node.elements):
+        others = [new for old, new in pairs if not self._is_removed(old.value)]
+        if len(others) == len(updated_node.elements):
             return updated_node
-        if not kept:
+        if not others:
             bare = {"whitespace_after": cst.SimpleWhitespace("")}
             left = updated_node.lbracket.with_changes(**bare)
             return updated_node.with_changes(elements=[], lbracket=left)
         last = updated_node.elements[-1]
-        kept[-1] = kept[-1].with_changes(comma=last.comma)
-        return updated_node.with_changes(elements=kept)
+        others[-1] = others[-1].with_changes(comma=last.comma)
+        return updated_node.with_changes(elements=others)
 
     def leave_BinaryOperation(
         self, original_node: cst.BinaryOperation, updated_node: cst.BinaryOperation

@@ -83,9 +83,9 @@ def change_from(
     layers = [one for one in updated.names if _is_layer(module, one)]
     if len(layers) == len(updated.names) == 1:
         return _whole_layer(updated, layers[0])
-    kept = [one for one in updated.names if one not in layers]
-    names = {dotted(one.name) or "" for one in kept}
-    rest = updated.with_changes(names=kept)
+    others = [one for one in updated.names if one not in layers]
+    names = {dotted(one.name) or "" for one in others}
+    rest = updated.with_changes(names=others)
     if module == "horovod.tensorflow" and not names & set(MISSING):
         rest = rest.with_changes(module=_dotted_node(_NEW))
     elif module == "horovod.tensorflow":

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import libcst as cst
 
 from keras_dist.migrate.arguments import keyword, literal, passed
-from keras_dist.migrate.names import dotted
+from keras_dist.migrate.names import dotted, inside
 from keras_dist.migrate.script import Script
 
 _SUFFIX = ".weights.h5"
@@ -117,7 +117,7 @@ class WeightFiles:
         if isinstance(node, cst.SimpleString):
             return [node] if not node.prefix.lower().startswith("b") else None
         if isinstance(node, cst.FormattedString):
-            last = node.parts[-1] if node.parts else None
+            last = inside(node)[-1] if inside(node) else None
             return [last] if isinstance(last, cst.FormattedStringText) else None
         if isinstance(node, (cst.Name, cst.Attribute)):
             return self._ends_of_name(dotted(node), depth)
