@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist import mixin
+from keras_dist.horovod.collectives import as_it_is
 from keras_dist.horovod.gradients import Settings, reduce_gradients
 from keras_dist.optimizer import (
     AveragesGradients,
@@ -139,6 +140,7 @@ class AveragesLikeHorovod(AveragesGradients):
         """Keep the gradients of a variable each rank's own."""
         self._passes.local_variables.append(var)
 
+    @as_it_is
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         if step_context.is_inside():  # of `dist_fit`, or of an optimizer around this
             return super().apply(grads, trainable_variables)  # type: ignore[misc]

@@ -83,7 +83,7 @@ def is_homogeneous() -> bool:
 
 def mpi_threads_supported() -> bool:
     """Whether MPI can be called by several threads."""
-    return bool(collectives.fact("mpi_threads_supported", False))
+    return mpi_enabled() and bool(collectives.fact("mpi_threads_supported", False))
 
 
 def mpi_enabled() -> bool:

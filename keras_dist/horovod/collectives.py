@@ -16,11 +16,14 @@ from keras_dist.horovod.process_sets import (
     root_of,
 )
 
-# Outside of a graph the collectives of a rank follow each other, so that they can have
-# one name: if the ranks call different ones, Horovod raises an error on all of them.
+# TensorFlow would translate our functions inside of a `tf.function` of the user's: it
+# takes seconds, and changes nothing.
+as_it_is = tf.autograph.experimental.do_not_convert
+
 _PURPOSE = "horovod"
 
 
+@as_it_is
 def allreduce(
     value: Any,
     name: str | None = None,
@@ -59,6 +62,7 @@ def allreduce(
     kind = chosen(op, average).name
     wire, context = compression.compress(_tensor(value))
     with among(process_set):
+        _meet(f"allreduce of {_kind_of(wire)} by {kind}")
         reduced = comm.reduce(
             wire,
             kind,
@@ -69,6 +73,7 @@ def allreduce(
     return mark_reduced(compression.decompress(reduced, context))
 
 
+@as_it_is
 def allgather(
     value: Any,
     name: str | None = None,
@@ -83,10 +88,13 @@ def allgather(
         name, ignore_name_scope: Not needed.
         process_set: The ranks that take part.
     """
+    tensor = _tensor(value)
     with among(process_set):
-        return comm.concatenate(_tensor(value), name=comm.name_of(_PURPOSE))
+        _meet(f"allgather of rows of {_kind_of(tensor[:1])}")
+        return comm.concatenate(tensor, name=comm.name_of(_PURPOSE))
 
 
+@as_it_is
 def broadcast(
     value: Any,
     root_rank: int,
@@ -106,11 +114,13 @@ def broadcast(
     Raises:
         ValueError: If `root_rank` is not a rank that takes part.
     """
-    root = root_of(process_set, root_rank)
+    root, tensor = root_of(process_set, root_rank), _tensor(value)
     with among(process_set):
-        return comm.copy(_tensor(value), root, name=comm.name_of(_PURPOSE))
+        _meet(f"broadcast of {_kind_of(tensor)} from rank {root_rank}")
+        return comm.copy(tensor, root, name=comm.name_of(_PURPOSE))
 
 
+@as_it_is
 def reducescatter(
     value: Any,
     name: str | None = None,
@@ -135,12 +145,14 @@ def reducescatter(
     """
     wire, context = compression.compress(_tensor(value))
     with among(process_set):
+        _meet(f"reducescatter of {_kind_of(wire)} by {chosen(op).name}")
         rows = comm.scatter(wire, chosen(op).name, name=comm.name_of(_PURPOSE))
     rows = compression.decompress(rows, context)
     factor = prescale_factor * postscale_factor
     return rows if factor == 1.0 else rows * tf.cast(factor, rows.dtype)
 
 
+@as_it_is
 def grouped_allreduce(
     tensors: Iterable[Any], average: Any = None, **kwargs: Any
 ) -> Any:
@@ -148,6 +160,7 @@ def grouped_allreduce(
     return [allreduce(tensor, average=average, **kwargs) for tensor in tensors]
 
 
+@as_it_is
 def grouped_allgather(
     tensors: Iterable[Any], name: str | None = None, **kwargs: Any
 ) -> list[Any]:
@@ -155,6 +168,7 @@ def grouped_allgather(
     return [allgather(tensor, **kwargs) for tensor in tensors]
 
 
+@as_it_is
 def grouped_reducescatter(tensors: Iterable[Any], **kwargs: Any) -> list[Any]:
     """`reducescatter` of each of several tensors; a list."""
     return [reducescatter(tensor, **kwargs) for tensor in tensors]
@@ -177,6 +191,7 @@ def broadcast_object(
     """
     root = root_of(process_set, root_rank)
     with among(process_set):
+        _meet(f"broadcast_object from rank {root_rank}")
         return comm.broadcast([obj], root)[0]  # a list: tensors are objects here
 
 
@@ -194,9 +209,11 @@ def allgather_object(
         process_set: The ranks that take part.
     """
     with among(process_set):
+        _meet("allgather_object")
         return [objects[0] for objects in comm.gather([obj])]
 
 
+@as_it_is
 def broadcast_variables(
     variables: Iterable[Any],
     root_rank: int,
@@ -218,6 +235,7 @@ def broadcast_variables(
     root = root_of(process_set, root_rank)
     # Also inside of a `tf.function`: it is traced once, and variables are values then.
     with among(process_set), tf.init_scope():
+        _meet(f"broadcast_variables from rank {root_rank}")
         check_same(found)
         comm.broadcast_variables(found, root)
 
@@ -244,6 +262,20 @@ def check_same(variables: Sequence[Any]) -> None:
     comm.agree(
         facts, advice="Create the same model and the same optimizer on every rank."
     )
+
+
+def _meet(collective: str) -> None:
+    """Raise an error on all ranks if they have called different collectives.
+
+    In a graph all ranks have traced the same, and nothing is compared.
+    """
+    if tf.executing_eagerly():
+        advice = "Call the same functions on all ranks, in the same order."
+        comm.agree({"the collective": collective}, advice=advice)
+
+
+def _kind_of(tensor: Any) -> str:
+    return f"{tensor.dtype.name} {tuple(tensor.shape)}"
 
 
 def mark_reduced(tensor: Any) -> Any:
