@@ -33,9 +33,9 @@ def warmup(initial, epochs, *, steps, size):
 @pytest.mark.parametrize("is_built", [True, False])
 def test_all_ranks_start_equal_before_the_first_step(is_built):
     """From the root's weights, also where the first batch has to build the model."""
-    layers = [keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)]
     root = hvd.size() - 1
     keras.utils.set_random_seed(3 + (hvd.rank() != root))
+    layers = [keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)]
     model = keras.Sequential([*([keras.Input((5,))] if is_built else []), *layers])
     callback = hvd.callbacks.BroadcastGlobalVariablesCallback(root)
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9))
@@ -80,7 +80,7 @@ def test_metrics_are_means_over_the_ranks():
     model = make()
     x, y = rows_of(rank, count=8 + 8 * rank)
     validation = rows_of(rank, count=4 + 2 * rank, step=1)
-    model.compile(keras.optimizers.SGD(0.0), "mse", ["mae"], run_eagerly=True)
+    model.compile(keras.optimizers.SGD(0.0), "mse", metrics=["mae"], run_eagerly=True)
     average = hvd.callbacks.MetricAverageCallback()
     history = model.fit(
         x, y, batch_size=64, validation_data=validation, callbacks=[average], verbose=0
@@ -101,7 +101,7 @@ def make_compiled(model):
     """A compiled copy, which this rank evaluates by itself."""
     copy = make()
     copy.set_weights(model.get_weights())
-    copy.compile(keras.optimizers.SGD(0.0), "mse", ["mae"], run_eagerly=True)
+    copy.compile(keras.optimizers.SGD(0.0), "mse", metrics=["mae"], run_eagerly=True)
     return copy
 
 
