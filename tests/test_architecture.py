@@ -36,6 +36,7 @@ LAYERS = {
     "launch": 6,
     "tools": 6,
     "fit": 7,
+    "horovod": 7,
     "ray": 7,
     "spark": 7,
     "distributed_model": 8,

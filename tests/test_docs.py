@@ -28,7 +28,10 @@ _MIGRATE = DOCS / "migrate"
 # do not work with Keras 3.
 _DIFFS = {
     "from_model_fit.md": [("single.py", "ranks.py", True)],
-    "from_horovod.md": [("horovod_keras2.py", "from_horovod.py", False)],
+    "from_horovod.md": [
+        ("horovod_keras2.py", "horovod_module.py", False),
+        ("horovod_keras2.py", "from_horovod.py", False),
+    ],
     "from_tf_distribute.md": [
         ("mirrored.py", "from_mirrored.py", True),
         ("multi_worker.py", "from_multi_worker.py", False),
