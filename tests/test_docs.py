@@ -15,6 +15,7 @@ from launch import launch
 from pages import DOCS, ROOT, blocks, named, pages
 
 import keras_dist
+from keras_dist.migrate import fit, source
 from keras_dist.setup.arguments import KerasArguments
 from keras_dist.setup.options import Options
 
@@ -31,6 +32,10 @@ _DIFFS = {
     "from_horovod.md": [
         ("horovod_keras2.py", "horovod_module.py", False),
         ("horovod_keras2.py", "from_horovod.py", False),
+    ],
+    "scripts.md": [
+        ("mnist_keras2.py", "mnist_keras3.py", False),
+        ("mnist_keras2.py", "mnist_dist_fit.py", False),
     ],
     "from_tf_distribute.md": [
         ("mirrored.py", "from_mirrored.py", True),
@@ -85,6 +90,18 @@ def test_migrations_show_the_difference_of_two_scripts(page):
     for (old, new, _), text in zip(_DIFFS[page], shown, strict=False):
         assert text == difference(_MIGRATE / old, _MIGRATE / new)
     assert len(shown) >= len(_DIFFS[page])
+
+
+@pytest.mark.parametrize(
+    ("after", "migrate"),
+    [("mnist_keras3.py", source.migrate), ("mnist_dist_fit.py", fit.migrate)],
+)
+def test_the_tool_makes_of_a_script_what_the_page_shows(after, migrate):
+    """All of it but the docstring."""
+    done = migrate((_MIGRATE / "mnist_keras2.py").read_bytes())
+    texts = (done.source.decode(), (_MIGRATE / after).read_text())
+    made, shown = (text.partition('"""\n\n')[2] for text in texts)
+    assert made == shown and done.findings == ()
 
 
 def difference(old: Path, new: Path) -> str:

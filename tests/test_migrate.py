@@ -305,7 +305,6 @@ BY_DIST_FIT = """\
 import keras_dist
 import tensorflow as tf
 
-gpus = tf.config.list_physical_devices("GPU")
 data = make_data().batch(64)
 model = tf.keras.applications.MobileNet()
 # Scaled

@@ -9,7 +9,7 @@ from libcst.metadata import MetadataWrapper, PositionProvider
 
 from keras_dist.migrate import source as keras_3
 from keras_dist.migrate.arguments import appended, keyword, literal, passed
-from keras_dist.migrate.names import dotted
+from keras_dist.migrate.names import count_uses, dotted
 from keras_dist.migrate.plan import AVERAGE, BROADCAST, OPTIMIZER, WARMUP, Plan
 from keras_dist.migrate.report import Migrated
 from keras_dist.migrate.script import Script
@@ -84,6 +84,8 @@ class _Rewrite(cst.CSTTransformer):
         super().__init__()
         self._script = script
         self._plan = plan
+        ifs = [node for node in script.nodes if isinstance(node, cst.If)]
+        self._pinning = [node for node in ifs if self._pins(node)]
 
     def leave_Module(
         self, original_node: cst.Module, updated_node: cst.Module
@@ -130,6 +132,8 @@ class _Rewrite(cst.CSTTransformer):
             target = dotted(old.targets[0].target)
             is_plain = target is not None and target == dotted(new.value)
             if is_plain and dotted(old.value) != target:
+                return _removed(original_node)
+            if target is not None and self._is_for_pinning(target, old.value):
                 return _removed(original_node)
         if not isinstance(old, cst.Expr) or not isinstance(old.value, cst.Call):
             return updated_node
@@ -183,7 +187,7 @@ class _Rewrite(cst.CSTTransformer):
 
     def leave_If(self, original_node: cst.If, updated_node: cst.If) -> Any:
         """`if hvd.rank() == 0: callbacks.append(…)`, and the GPU of this rank."""
-        if self._pins(original_node):
+        if original_node in self._pinning:
             self._plan.finish(original_node)
             return _removed(original_node)
         if not self._is_first(original_node.test):
@@ -265,6 +269,15 @@ class _Rewrite(cst.CSTTransformer):
         if found:
             self._plan.finish(node)
         return found
+
+    def _is_for_pinning(self, target: str, value: cst.BaseExpression) -> bool:
+        """Whether a line lists GPUs of which one is chosen, and nothing else."""
+        if not isinstance(value, cst.Call):
+            return False
+        name = self._script.names.of(value.func) or ""
+        uses = sum(count_uses(node, {target}) for node in self._pinning)
+        is_list = name.endswith(".list_physical_devices") and uses > 0
+        return is_list and count_uses(self._script.module, {target}) == uses + 1
 
     def _pins(self, node: cst.If) -> bool:
         """Whether this gives a rank its GPU, which the import of keras_dist does."""

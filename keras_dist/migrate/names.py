@@ -76,6 +76,30 @@ def walk(node: cst.CSTNode, *, stop: type | tuple[()] = ()) -> Iterator[cst.CSTN
         stack += reversed(inside(found))
 
 
+def count_uses(scope: cst.CSTNode, names: set[str]) -> int:
+    """How often a scope uses names; functions inside that assign them have others."""
+    number = 0
+    stack = [scope]
+    while stack:
+        node = stack.pop()
+        is_inner = isinstance(node, cst.FunctionDef) and node is not scope
+        if is_inner and assigns(node, names):
+            continue
+        if isinstance(node, cst.Name):
+            number += node.value in names
+        elif isinstance(node, (cst.Attribute, cst.Arg)):
+            stack.append(node.value)  # not what is behind a dot, nor a keyword
+        else:
+            stack += inside(node)
+    return number
+
+
+def assigns(node: cst.CSTNode, names: set[str]) -> bool:
+    """Whether a function assigns one of these names, which is its own then."""
+    targets = [one.target for one in walk(node) if isinstance(one, cst.AssignTarget)]
+    return any(dotted(target) in names for target in targets)
+
+
 def canonical(name: str) -> str:
     """One name for all modules that are the same to the rules.
 

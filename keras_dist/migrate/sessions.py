@@ -6,7 +6,7 @@ from typing import Any
 
 import libcst as cst
 
-from keras_dist.migrate.names import dotted, inside, walk
+from keras_dist.migrate.names import assigns, count_uses, dotted, walk
 from keras_dist.migrate.script import Script
 
 _NO_SESSIONS = "Call the model, its fit or its train_on_batch; there is no session"
@@ -165,8 +165,8 @@ class Blocks:
             if lines is None:
                 return
             new[line] = lines
-        inside = sum(_count(line, names) for line in new)
-        if inside != _count(scope, names) or len(new) < 2:
+        inside = sum(count_uses(line, names) for line in new)
+        if inside != count_uses(scope, names) or len(new) < 2:
             return
         self._new |= new
         for line in new:
@@ -208,33 +208,10 @@ class Blocks:
         )
 
 
-def _count(scope: cst.CSTNode, names: set[str]) -> int:
-    """How often a scope uses names; functions inside that assign them have others."""
-    number = 0
-    stack = [scope]
-    while stack:
-        node = stack.pop()
-        is_inner = isinstance(node, cst.FunctionDef) and node is not scope
-        if is_inner and _assigns(node, names):
-            continue
-        if isinstance(node, cst.Name):
-            number += node.value in names
-        elif isinstance(node, (cst.Attribute, cst.Arg)):
-            stack.append(node.value)  # not what is behind a dot, nor a keyword
-        else:
-            stack += inside(node)
-    return number
-
-
-def _assigns(node: cst.CSTNode, names: set[str]) -> bool:
-    targets = [one.target for one in walk(node) if isinstance(one, cst.AssignTarget)]
-    return any(dotted(target) in names for target in targets)
-
-
 def _mentions(node: cst.CSTNode, names: set[str]) -> bool:
-    if isinstance(node, cst.FunctionDef) and _assigns(node, names):
+    if isinstance(node, cst.FunctionDef) and assigns(node, names):
         return False
-    return _count(node, names) > 0
+    return count_uses(node, names) > 0
 
 
 def _only(line: cst.BaseStatement) -> cst.BaseSmallStatement | None:
