@@ -58,6 +58,11 @@ CHANGES = {
     'hvd = importlib.import_module("horovod.keras")': (
         'hvd = importlib.import_module("keras_dist.horovod")'
     ),
+    "import horovod.tensorflow\nimport horovod.tensorflow.keras as hvd\n"
+    "horovod.tensorflow.broadcast_variables(model.variables, 0)": (
+        "import keras_dist.horovod\nimport keras_dist.horovod as hvd\n"
+        "keras_dist.horovod.broadcast_variables(model.variables, 0)"
+    ),
     "import horovod.tensorflow as hvd\nmodel.fit(x)": (
         "import keras_dist.horovod as hvd\nmodel.fit(x)"
     ),
@@ -135,6 +140,9 @@ CHANGES = {
     "K.set_value(model.optimizer.lr, K.get_value(model.optimizer.lr) / 2)": (
         "model.optimizer.learning_rate = float(model.optimizer.learning_rate) / 2"
     ),
+    "def halve(opt):\n    K.set_value(opt.lr, K.get_value(opt.lr) / 2)": (
+        "def halve(opt):\n    opt.learning_rate = float(opt.learning_rate) / 2"
+    ),
     "up = lambda: K.set_value(model.optimizer.learning_rate, 1)": (
         "up = lambda: model.optimizer.learning_rate.assign(1)"
     ),
@@ -172,6 +180,16 @@ CHANGES = {
     # Files
     "keras.callbacks.ModelCheckpoint(path, period=1)": (
         "keras.callbacks.ModelCheckpoint(path)"
+    ),
+    "import horovod.keras as hvd\nsteps = 100 // hvd.size()\n"
+    "c = keras.callbacks.ModelCheckpoint('{epoch}.h5', period=5)\n"
+    "model.fit(data, steps_per_epoch=steps, callbacks=[c])": (
+        "import keras_dist.horovod as hvd\nsteps = 100 // hvd.size()\n"
+        "c = keras.callbacks.ModelCheckpoint('{epoch}.h5', save_freq=5 * steps)\n"
+        "model.fit(data, steps_per_epoch=steps, callbacks=[c])"
+    ),
+    "keras.callbacks.ModelCheckpoint('a-{epoch}.hdf5')": (
+        "keras.callbacks.ModelCheckpoint('a-{epoch}.h5')"
     ),
     "model.save_weights('a.h5')\nif exists('a.h5'):\n    model.load_weights('a.h5')": (
         "model.save_weights('a.weights.h5')\n"
@@ -228,6 +246,9 @@ CHANGES = {
 # What stays as it is, and a word of the reason.
 LEFT = {
     "keras.callbacks.ModelCheckpoint('a.keras', period=5)": "save_freq",
+    "keras.callbacks.ModelCheckpoint('{val_loss}.h5', period=5)\n"
+    "model.fit(data, steps_per_epoch=9)": "save_freq",
+    "keras.callbacks.ModelCheckpoint('folder')": ".keras",
     "keras.optimizers.SGD(lr=0.1, decay=1e-6)\nmodel.optimizer.lr = 1": "decay=",
     "keras.optimizers.SGD(decay=1e-6)": "not given",
     "model.evaluate_generator(data, 10, None, 10)": "names",

@@ -2,7 +2,16 @@
 
 import libcst as cst
 
-from keras_dist.migrate.arguments import appended, keyword, literal, renamed, without
+from keras_dist.migrate.arguments import (
+    appended,
+    keyword,
+    literal,
+    passed,
+    renamed,
+    with_value,
+    without,
+)
+from keras_dist.migrate.names import dotted
 from keras_dist.migrate.script import Script
 
 _METHODS = {
@@ -111,12 +120,49 @@ def change_checkpoint(
         return updated
     if literal(period.value) == 1:
         return without(updated, ["period"])
+    steps = _steps(original, script)
+    if steps is not None:
+        value = cst.BinaryOperation(
+            _factor(period.value), cst.Multiply(), _factor(steps)
+        )
+        return with_value(renamed(updated, "period", "save_freq"), "save_freq", value)
     script.left(
         original,
         "ModelCheckpoint of Keras 3 counts batches, not epochs, so it has no period=",
         "Use save_freq=period * steps_per_epoch, without names of val_ in the path",
     )
     return updated
+
+
+def _factor(node: cst.BaseExpression) -> cst.BaseExpression:
+    """An expression as a factor, in parentheses where it needs them."""
+    if isinstance(node, cst.BinaryOperation) and not node.lpar:
+        return node.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+    return node
+
+
+def _steps(checkpoint: cst.Call, script: Script) -> cst.BaseExpression | None:
+    """The steps of an epoch, where a checkpoint can count by them to the same moments.
+
+    With values of the validation in its name, or by which it is chosen, it cannot: they
+    are not there yet at the last batch of an epoch.
+    """
+    best = passed(checkpoint, "save_best_only", 3)
+    is_best = best is not None and literal(best) is not False
+    path = passed(checkpoint, "filepath", 0)
+    if is_best or path is None:
+        return None
+    if "val_" in script.module.code_for_node(path) or dotted(path) is not None:
+        return None
+    fits = [
+        node
+        for node in script.nodes
+        if isinstance(node, cst.Call) and _method(node) in ("fit", "fit_generator")
+    ]
+    steps = keyword(fits[0], "steps_per_epoch") if len(fits) == 1 else None
+    if steps is None or not script.is_known_before(steps.value, checkpoint):
+        return None
+    return steps.value
 
 
 def _method(call: cst.Call) -> str | None:

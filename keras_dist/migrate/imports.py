@@ -6,6 +6,7 @@ from keras_dist.migrate.names import dotted
 from keras_dist.migrate.script import Script
 
 _LAYERS = ("horovod.tensorflow.keras", "horovod.keras")
+_PLAIN = "horovod.tensorflow"
 _NEW = "keras_dist.horovod"
 
 # Of `horovod.tensorflow`, what Keras scripts use and `keras_dist.horovod` has not.
@@ -49,12 +50,12 @@ def change_import(
 ) -> cst.Import:
     """`import horovod.keras as hvd`."""
     aliases = []
-    for alias in updated.names:
+    for alias in original.names:
         name = dotted(alias.name) or ""
         new = new_module(name)
-        if name == "horovod.tensorflow" and alias.asname is not None:
-            local = dotted(alias.asname.name) or ""
-            new = _NEW if _has_all(script, local) else None
+        if name == _PLAIN:
+            local = dotted(alias.asname.name) if alias.asname is not None else name
+            new = _NEW if _has_all(script, local or "") else None
         if new is not None:
             alias = alias.with_changes(name=_dotted_node(new))
         else:
@@ -67,11 +68,12 @@ def change_from(
     original: cst.ImportFrom, updated: cst.ImportFrom, script: Script
 ) -> cst.ImportFrom | cst.FlattenSentinel[cst.BaseSmallStatement]:
     """`from horovod import keras as hvd`, `from horovod.keras import size`."""
-    module = dotted(updated.module) or ""
+    module = dotted(original.module) or ""
     if updated.relative or not (module + ".").startswith("horovod."):
         if not updated.relative:
             _list_other(original, module, script)
         return updated
+    updated = original
     new = new_module(module)
     if module == "horovod.tensorflow.compression":
         new = _NEW
@@ -105,8 +107,10 @@ def change_name(
 ) -> cst.BaseExpression:
     """`horovod.keras.init()`, after `import horovod.keras`."""
     name = dotted(original) or ""
-    if name in _LAYERS and script.names.local.get("horovod") == "horovod":
-        return _dotted_node(_NEW)
+    if script.names.local.get("horovod") == "horovod":
+        is_plain = name == _PLAIN and _has_all(script, _PLAIN)
+        if name in _LAYERS or is_plain:
+            return _dotted_node(_NEW)
     if script.names.of(original) == "hvd.elastic.TensorFlowKerasState":
         return updated.with_changes(attr=cst.Name("KerasState"))
     return updated
@@ -149,7 +153,7 @@ def _has_all(script: Script, local: str) -> bool:
     """Whether keras_dist has all that a Keras script uses of `horovod.tensorflow`."""
     uses = [(_used(node, local), node) for node in script.nodes]
     missing = [(name, node) for name, node in uses if name in MISSING]
-    for name, node in missing:
+    for name, node in missing:  # once, although asked for at each use
         script.left(node, f"keras_dist.horovod has no {name}", MISSING[str(name)])
     return not missing
 

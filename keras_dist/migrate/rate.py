@@ -44,18 +44,16 @@ def change_call(
         return _once(original.args[0].value, updated, script)
     if name not in (*_READS, _SETS) or not original.args:
         return updated
-    if not _is_rate(original.args[0].value, script):
+    if not _is_rate(original.args[0].value):
         _leave(original, str(name), script)
         return updated
     if name in _READS:
-        rate = updated.args[0].with_changes(
-            keyword=None, comma=cst.MaybeSentinel.DEFAULT
-        )
+        rate = cst.Arg(value=_rate(updated.args[0].value))
         return updated.with_changes(func=cst.Name("float"), args=[rate])
     if len(original.args) != 2:
         return updated
-    rate, value = updated.args
-    func = cst.Attribute(value=rate.value, attr=cst.Name("assign"))
+    target, value = updated.args
+    func = cst.Attribute(value=_rate(target.value), attr=cst.Name("assign"))
     return updated.with_changes(func=func, args=[value.with_changes(keyword=None)])
 
 
@@ -79,9 +77,7 @@ def change_statement(
         return updated
     if script.names.of(call.func) != _SETS or len(call.args) != 2:
         return updated
-    if not _is_rate(call.args[0].value, script) or not isinstance(
-        new.func, cst.Attribute
-    ):
+    if not _is_rate(call.args[0].value) or not isinstance(new.func, cst.Attribute):
         return updated
     target = cst.ensure_type(new.func.value, cst.Attribute)
     value = new.args[0].value
@@ -94,11 +90,19 @@ def change_statement(
     )
 
 
-def _is_rate(node: cst.BaseExpression, script: Script) -> bool:
-    if not isinstance(node, cst.Attribute):
-        return False
-    is_rate = node.attr.value in ("lr", "learning_rate")
-    return is_rate and script.is_optimizer(node.value)
+def _is_rate(node: cst.BaseExpression) -> bool:
+    """Whether an argument of `K.get_value` is a rate, of whatever optimizer."""
+    return isinstance(node, cst.Attribute) and node.attr.value in (
+        "lr",
+        "learning_rate",
+    )
+
+
+def _rate(node: cst.BaseExpression) -> cst.BaseExpression:
+    """The rate by its name of Keras 3."""
+    return cst.ensure_type(node, cst.Attribute).with_changes(
+        attr=cst.Name("learning_rate")
+    )
 
 
 def _leave(node: cst.Call, name: str, script: Script) -> None:

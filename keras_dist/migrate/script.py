@@ -67,6 +67,24 @@ class Script:
         known = ("keras.optimizers", "keras.optimizers.legacy")
         return name if module in known and name in OPTIMIZERS else None
 
+    def is_known_before(self, value: cst.BaseExpression, node: cst.CSTNode) -> bool:
+        """Whether a value can be computed at a node: of numbers and names set once."""
+        before = {id(one) for one in self.nodes[: self.nodes.index(node)]}
+        for one in walk(value):
+            if isinstance(one, cst.Call) and self.names.of(one.func) == "hvd.size":
+                continue
+            if isinstance(one, cst.Name):
+                is_module = one.value in self.names.local
+                set_here = self.values(one.value)
+                is_set = len(set_here) == 1 and id(set_here[0]) in before
+                if not (is_module or is_set or one.value == "size"):
+                    return False
+            elif not isinstance(
+                one, (cst.Integer, cst.BinaryOperation, cst.BaseBinaryOp, cst.Attribute)
+            ):
+                return False
+        return True
+
     def values(self, name: str) -> list[cst.BaseExpression | None]:
         """All that the file assigns to a name; `None` for what is not one value."""
         return self._bound.values.get(name, [])

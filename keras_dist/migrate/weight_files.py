@@ -1,5 +1,6 @@
 """Names of files of weights, which Keras 3 wants to end in `.weights.h5`."""
 
+import os
 import re
 from collections.abc import Iterator
 from typing import TypeAlias
@@ -12,6 +13,10 @@ from keras_dist.migrate.script import Script
 
 _SUFFIX = ".weights.h5"
 _OLD = re.compile(r"(\.weights)?\.(h5|hdf5|hd5|ckpt|tf|keras|weights)$")
+
+# What ModelCheckpoint takes for whole models, and what it took for the same format.
+_WHOLE = (".keras", ".h5")
+_HDF5 = re.compile(r"\.(hdf5|hd5)$")
 
 Text: TypeAlias = cst.SimpleString | cst.FormattedStringText
 
@@ -36,6 +41,7 @@ class WeightFiles:
         self._script = script
         self._weights: list[Text] = []
         self._models: list[Text] = []
+        self._checkpoints: list[Text] = []
         self._loads: list[tuple[cst.Call, list[Text] | None]] = []
         self._defaults = _Defaults(script)
         for node in script.nodes:
@@ -47,7 +53,13 @@ class WeightFiles:
         method = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
         if self._script.names.of(node.func) == "keras.callbacks.ModelCheckpoint":
             only = keyword(node, "save_weights_only")
-            self._add(node, only is not None and literal(only.value) is not False)
+            is_weights = only is not None and literal(only.value) is not False
+            self._add(node, is_weights)
+            if not is_weights:
+                name = passed(node, "filepath", 0)
+                self._checkpoints += (
+                    self._ends(name) if name is not None else ()
+                ) or ()
         elif method == "save_weights":
             self._add(node, True)
         elif method == "load_weights":
@@ -75,8 +87,25 @@ class WeightFiles:
                 nodes[text] = new_name(old)
                 if isinstance(text, cst.SimpleString) and not old.startswith("."):
                     names[old] = new_name(old)
+        self._change_checkpoints(nodes, names)
         self._check_loads(nodes, names)
         return nodes, names
+
+    def _change_checkpoints(
+        self, nodes: dict[Text, str], names: dict[str, str]
+    ) -> None:
+        for text in self._checkpoints:
+            old = _value(text)
+            if _HDF5.search(old):
+                nodes[text] = _HDF5.sub(".h5", old)
+                if isinstance(text, cst.SimpleString) and not old.startswith("."):
+                    names[old] = nodes[text]
+            elif not old.endswith(_WHOLE):
+                self._script.left(
+                    text,
+                    f"ModelCheckpoint of Keras 3 writes no folder, as {old!r} is",
+                    "End the name in .keras, also where it is loaded",
+                )
 
     def _check_loads(self, nodes: dict[Text, str], names: dict[str, str]) -> None:
         for call, texts in self._loads:
@@ -186,10 +215,10 @@ def with_text(node: Text, new: str) -> Text:
     """The same text with another value, in the same quotes."""
     if isinstance(node, cst.FormattedStringText):
         return node.with_changes(value=new)
-    old = str(node.evaluated_value)
-    raw = node.raw_value
+    old, raw = str(node.evaluated_value), node.raw_value
+    same = len(os.path.commonprefix([old, new]))
     # Escapes are before the ending, which alone changes.
-    stem = raw[: len(raw) - len(old) + len(_OLD.sub("", old))]
+    stem = raw[: len(raw) - (len(old) - same)]
     return node.with_changes(
-        value=f"{node.prefix}{node.quote}{stem}{_SUFFIX}{node.quote}"
+        value=f"{node.prefix}{node.quote}{stem}{new[same:]}{node.quote}"
     )
