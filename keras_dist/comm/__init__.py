@@ -60,6 +60,7 @@ from keras_dist.comm.runtime import (
 from keras_dist.comm.tensors import (
     adaptive_sum,
     gather_rows,
+    name_by,
     name_of,
     stack,
     sum_tensors,
@@ -105,6 +106,7 @@ __all__ = [
     "is_started",
     "local_rank",
     "local_size",
+    "name_by",
     "name_of",
     "number_of",
     "prepare",

@@ -188,9 +188,9 @@ def _without(variables: Sequence[Any], local: Sequence[Any]) -> list[Any]:
     left_out = [v for v in variables if {id(v), id(getattr(v, "_value", None))} & ids]
     # Keras does not record which variable a slot belongs to, but names it after it.
     paths = tuple(variable.path.replace("/", "_") + "_" for variable in left_out)
-    kept = [v for v in variables if not paths or not v.name.startswith(paths)]
+    shared = [v for v in variables if not paths or not v.name.startswith(paths)]
     ids = {id(variable) for variable in left_out}
-    return list({id(v): v for v in kept if id(v) not in ids}.values())
+    return list({id(v): v for v in shared if id(v) not in ids}.values())
 
 
 def _mean_over_ranks(logs: Any) -> dict[str, Any]:

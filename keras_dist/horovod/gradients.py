@@ -116,7 +116,8 @@ def reduce_gradients(
         own = [_prepared(gradients[i], variables[i], settings) for i in shared]
         kind = "fp16" if settings.compression is Compression.fp16 else None
         options = Averaging(settings.op.name, kind, sparse="merged")
-        name = comm.name_of("horovod.gradients")
+        key = tuple(id(variables[index]) for index in shared)
+        name = comm.name_by("horovod.gradients", key)
         everyone, _ = exchange(own, 1, options, name=name)
         for index, gradient in zip(shared, everyone, strict=True):
             dtype = gradients[index].dtype

@@ -207,6 +207,7 @@ def test_callback_lists_may_differ_and_one_rank_may_save_and_evaluate(tmp_path):
     # As in Horovod's example for ImageNet: one rank loads, the others make a model.
     if hvd.rank() == 0:
         resumed = hvd.load_model(str(file).format(epoch=2))
+        resumed.run_eagerly = True  # a file does not say it
     else:
         resumed = make(9)
         again = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
