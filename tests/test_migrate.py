@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+import keras_dist.horovod
 from keras_dist.migrate import fit
 from keras_dist.migrate.command import difference
+from keras_dist.migrate.imports import MISSING
 from keras_dist.migrate.source import migrate
 
 ROOT = Path(__file__).parents[1]
@@ -306,7 +308,11 @@ model.compile(opt, "mse", experimental_run_tf_function=False)
 callbacks = [
     hvd.callbacks.BroadcastGlobalVariablesCallback(0),
     hvd.callbacks.MetricAverageCallback(),
+    # As before
+    tf.keras.callbacks.TerminateOnNaN(),  # first
+    # Slowly
     hvd.callbacks.LearningRateWarmupCallback(initial_lr=rate, warmup_epochs=3),
+    # At the end
     tf.keras.callbacks.EarlyStopping(),
 ]
 # On one
@@ -333,6 +339,9 @@ rate = 0.001
 opt = tf.optimizers.Adam(rate)
 model.compile(opt, "mse")
 callbacks = [
+    # As before
+    tf.keras.callbacks.TerminateOnNaN(),  # first
+    # At the end
     tf.keras.callbacks.EarlyStopping(),
 ]
 # On one
@@ -370,6 +379,10 @@ NOT_PLAIN = {
 UNSCALED = {
     ("rate = 0.001 * hvd.size()", "rate = 0.001"): 'lr_scaling="none"',
     ("500 // hvd.size()", "500"): 'steps_scaling="none"',
+    (
+        "data = make_data().shard(hvd.size(), hvd.rank()).batch(64)",
+        "data = make_data()[hvd.rank() :: hvd.size()]",
+    ): 'compression="fp16"',
     ("epochs=24", "epochs=24, validation_steps=9"): 'validation_steps_scaling="none"',
     ("compression=hvd.Compression.fp16", "op=hvd.Sum"): 'op="sum"',
 }
@@ -454,6 +467,23 @@ def test_a_script_that_is_not_plain_is_refused_with_the_reason(change):
     done = fit.migrate(source.encode())
     assert done.source == source.encode() and not done.is_whole
     assert any(NOT_PLAIN[change] in one.text("train.py") for one in done.findings)
+
+
+def test_data_that_is_not_sharded_stays_so():
+    """Each rank reads all of it then, unless the steps are fewer."""
+    plain = PLAIN.replace(".shard(hvd.size(), hvd.rank())", "")
+    assert b"shard" not in fit.migrate(plain.encode()).source
+    plain = plain.replace("    steps_per_epoch=500 // hvd.size(),\n", "")
+    assert b'    shard="none",\n' in fit.migrate(plain.encode()).source
+
+
+def test_the_names_that_the_module_has_not_are_known():
+    """Of Horovod's for TensorFlow; all others may be used after a migration."""
+    for name in MISSING:
+        assert not hasattr(keras_dist.horovod, name.split(".")[-1])
+    plain = "import tensorflow.keras\nimport horovod.tensorflow as hvd\n"
+    for name in keras_dist.horovod.__all__:
+        assert migrate(f"{plain}hvd.{name}".encode()).is_whole
 
 
 @pytest.mark.parametrize("change", UNSCALED, ids=lambda change: change[1])

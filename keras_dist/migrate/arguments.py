@@ -1,6 +1,6 @@
 """Change the arguments of a call, and nothing else of its text."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import libcst as cst
 
@@ -98,6 +98,43 @@ def without(call: cst.Call, names: Iterable[str]) -> cst.Call:
     return call
 
 
+def without_elements(node: cst.List, gone: Sequence[bool]) -> cst.List:
+    """A list without some elements, and without the comments above them.
+
+    Args:
+        node: The list.
+        gone: For each element, whether it goes.
+    """
+    elements = list(node.elements)
+    # What is above each element is behind the comma of the one before it.
+    above = [node.lbracket.whitespace_after, *(_space(one) for one in elements)]
+    stay = [index for index, is_gone in enumerate(gone) if not is_gone]
+    if not stay:
+        empty = cst.LeftSquareBracket(whitespace_after=cst.SimpleWhitespace(""))
+        end = cst.RightSquareBracket(whitespace_before=cst.SimpleWhitespace(""))
+        return node.with_changes(elements=[], lbracket=empty, rbracket=end)
+    new = [elements[index] for index in stay]
+    for number, index in enumerate(stay[1:]):
+        space = _after_line(above[stay[number] + 1], above[index])
+        new[number] = new[number].with_changes(comma=cst.Comma(whitespace_after=space))
+    if stay[-1] < len(elements) - 1:
+        new[-1] = new[-1].with_changes(comma=elements[-1].comma)
+    first = _after_line(above[0], above[stay[0]])
+    left = node.lbracket.with_changes(whitespace_after=first)
+    return node.with_changes(elements=new, lbracket=left)
+
+
+def _after_line(
+    line: cst.BaseParenthesizableWhitespace, rest: cst.BaseParenthesizableWhitespace
+) -> cst.BaseParenthesizableWhitespace:
+    """The end of one line, with its comment, and what is below another one."""
+    if isinstance(line, cst.ParenthesizedWhitespace) and isinstance(
+        rest, cst.ParenthesizedWhitespace
+    ):
+        return rest.with_changes(first_line=line.first_line)
+    return rest
+
+
 def _cut(args: list[cst.Arg], index: int) -> list[cst.Arg]:
     cut = args.pop(index)
     if index == 0:
@@ -114,8 +151,8 @@ def _cut(args: list[cst.Arg], index: int) -> list[cst.Arg]:
     return args
 
 
-def _space(arg: cst.Arg) -> cst.BaseParenthesizableWhitespace:
-    """What is between the comma behind an argument and the next one."""
+def _space(arg: cst.Arg | cst.BaseElement) -> cst.BaseParenthesizableWhitespace:
+    """What is between the comma behind an argument or element and the next one."""
     if isinstance(arg.comma, cst.Comma):
         return arg.comma.whitespace_after
     return cst.SimpleWhitespace("")

@@ -8,7 +8,13 @@ from libcst import matchers as m
 from libcst.metadata import MetadataWrapper, PositionProvider
 
 from keras_dist.migrate import source as keras_3
-from keras_dist.migrate.arguments import appended, keyword, literal, passed
+from keras_dist.migrate.arguments import (
+    appended,
+    keyword,
+    literal,
+    passed,
+    without_elements,
+)
 from keras_dist.migrate.names import count_uses, dotted
 from keras_dist.migrate.plan import AVERAGE, BROADCAST, OPTIMIZER, WARMUP, Plan
 from keras_dist.migrate.report import Migrated
@@ -147,17 +153,8 @@ class _Rewrite(cst.CSTTransformer):
 
     def leave_List(self, original_node: cst.List, updated_node: cst.List) -> cst.List:
         """Horovod's callbacks in a list."""
-        pairs = zip(original_node.elements, updated_node.elements, strict=True)
-        others = [new for old, new in pairs if not self._is_removed(old.value)]
-        if len(others) == len(updated_node.elements):
-            return updated_node
-        if not others:
-            bare = {"whitespace_after": cst.SimpleWhitespace("")}
-            left = updated_node.lbracket.with_changes(**bare)
-            return updated_node.with_changes(elements=[], lbracket=left)
-        last = updated_node.elements[-1]
-        others[-1] = others[-1].with_changes(comma=last.comma)
-        return updated_node.with_changes(elements=others)
+        gone = [self._is_removed(old.value) for old in original_node.elements]
+        return without_elements(updated_node, gone) if any(gone) else updated_node
 
     def leave_BinaryOperation(
         self, original_node: cst.BinaryOperation, updated_node: cst.BinaryOperation
@@ -207,27 +204,20 @@ class _Rewrite(cst.CSTTransformer):
         self, original_node: cst.Subscript, updated_node: cst.Subscript
     ) -> cst.BaseExpression:
         """`x[hvd.rank() :: hvd.size()]`."""
-        index = original_node.slice[0].slice
-        if len(original_node.slice) > 1 or not isinstance(index, cst.Slice):
+        if not self._plan.is_shard(original_node):
             return updated_node
-        by_rank = self._plan.is_call(index.lower, "hvd.rank")
-        by_size = self._plan.is_call(index.step, "hvd.size")
-        if index.upper is None and by_rank and by_size:
-            self._plan.finish(index)
-            return updated_node.value
-        return updated_node
+        self._plan.finish(original_node.slice[0])
+        return updated_node.value
 
     def leave_Call(
         self, original_node: cst.Call, updated_node: cst.Call
     ) -> cst.BaseExpression:
         """`dataset.shard(…)`, `hvd.DistributedOptimizer(…)`, `model.fit(…)`."""
         func = original_node.func
-        if m.matches(func, m.Attribute(attr=m.Name("shard"))):
-            values = [arg.value for arg in original_node.args]
-            names = ["hvd.size", "hvd.rank"]
-            if len(values) == 2 and all(map(self._plan.is_call, values, names)):
-                self._plan.finish(original_node)
-                return cst.ensure_type(updated_node.func, cst.Attribute).value
+        if self._plan.is_shard(original_node):
+            for arg in original_node.args:
+                self._plan.finish(arg)
+            return cst.ensure_type(updated_node.func, cst.Attribute).value
         is_optimizer = self._script.names.of(func) == OPTIMIZER
         if is_optimizer and func in self._plan.done:
             return passed(updated_node, "optimizer", 0) or updated_node

@@ -53,6 +53,7 @@ class Plan:
         self.steps: set[cst.CSTNode] = set()
         self.done: set[cst.CSTNode] = set()
         self._script = script
+        self._divides = False
         self._uses: list[cst.Attribute] = []
 
         self._look_at_uses()
@@ -61,6 +62,8 @@ class Plan:
                 self._look(node)
         if not any(self._is_scaled(node) for node in self.rates):
             self.options["lr_scaling"] = '"none"'
+        if not any(self.is_shard(node) for node in script.nodes) and not self._divides:
+            self.options["shard"] = '"none"'  # each rank reads all of it, as before
 
     def _look_at_uses(self) -> None:
         """Each use of Horovod, by its longest name."""
@@ -94,6 +97,20 @@ class Plan:
         if not isinstance(node, cst.Call) or node.args:
             return False
         return self._script.names.of(node.func) == name
+
+    def is_shard(self, node: cst.CSTNode) -> bool:
+        """Whether this is the part of some data that a rank reads."""
+        if isinstance(node, cst.Call):
+            values: list[cst.CSTNode | None] = [arg.value for arg in node.args]
+            is_method = m.matches(node.func, m.Attribute(attr=m.Name("shard")))
+        elif isinstance(node, cst.Subscript) and len(node.slice) == 1:
+            index = node.slice[0].slice
+            is_method = isinstance(index, cst.Slice) and index.upper is None
+            values = [index.step, index.lower] if isinstance(index, cst.Slice) else []
+        else:
+            return False
+        names = ["hvd.size", "hvd.rank"]
+        return is_method and len(values) == 2 and all(map(self.is_call, values, names))
 
     def finish(self, node: cst.CSTNode) -> None:
         """Note that all uses of Horovod in a node are replaced."""
@@ -142,7 +159,9 @@ class Plan:
             if arg is None or literal(arg.value) is None:
                 continue
             values = self._add(arg.value, self.steps)
-            if not any(self._is_divided(value) for value in values):
+            is_divided = any(self._is_divided(value) for value in values)
+            self._divides |= is_divided and name == "steps_per_epoch"
+            if not is_divided:
                 self.options[option] = '"none"'
 
     def _add(
