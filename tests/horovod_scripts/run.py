@@ -56,10 +56,11 @@ def run(script, folder):
 
 def main(folder, *scripts):
     """Run all of them; the first error ends the rank."""
+    folder = Path(folder).resolve()  # before the first script has one of its own
     paths = [Path(script).resolve() for script in scripts]
     for path in paths:
         try:
-            run(path, Path(folder).resolve())
+            run(path, folder)
         except BaseException:
             print(f"In {path.name}:\n{traceback.format_exc()}", file=sys.stderr)
             raise
