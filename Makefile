@@ -5,13 +5,14 @@ BIN := .venv/bin
 READY := .venv/.ready
 DOCS := .venv/.docs
 CLUSTERS := .venv-clusters
+KERAS2 := .venv-keras2
 
 # TensorFlow's start-up lines hide what these commands print.
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check test long demo docs equivalence fuzz mutations bench levers growth growth-hosts slow-network kills looks \
-    rows hosts clusters
+    rows hosts clusters recordings
 
 help:
 	@echo "make setup   a virtual environment in .venv, with Horovod built for its TensorFlow"
@@ -25,6 +26,7 @@ help:
 	@echo "make long    make test, and variants for which it has no time"
 	@echo "make hosts   more launches and faults on hosts of our own (root)"
 	@echo "make clusters  Ray, Spark (needs Java) and Kubernetes: installs them into $(CLUSTERS)"
+	@echo "make recordings  what Horovod's own layer gives on Keras 2, into $(KERAS2) (tests/horovod_scripts)"
 	@echo "make looks   look at each kind of pipeline 200 times, and see all of it be read"
 	@echo "make rows    count the rows of random data of all kinds: FIRST=0 COUNT=200"
 	@echo "make mutations   break one line at a time, and see a test fail"
@@ -109,6 +111,25 @@ $(CLUSTERS)/.ready: pyproject.toml $(READY)
 	paths='import sysconfig; print(sysconfig.get_path("purelib"))'; \
 	$(BIN)/python -c "$$paths" > "$$($(CLUSTERS)/bin/python -c "$$paths")/first.pth"
 	$(CLUSTERS)/bin/python -m pip install -e '.[clusters]'
+	@touch $@
+
+# tests/horovod_scripts/ as they are, with Horovod itself on Keras 2, in an environment
+# of their own on top of the first one.
+SCRIPTS := $(filter-out %/run.py %/results.py %/collect.py,$(wildcard tests/horovod_scripts/*.py))
+recordings: $(KERAS2)/.ready
+	rm -rf $(KERAS2)/results
+	PATH="$(CURDIR)/$(BIN):$$PATH" HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=60 horovodrun -np 2 \
+	    env TF_USE_LEGACY_KERAS=1 $(KERAS2)/bin/python tests/horovod_scripts/run.py \
+	    $(KERAS2)/results $(SCRIPTS)
+	$(KERAS2)/bin/python tests/horovod_scripts/collect.py $(KERAS2)/results \
+	    tests/horovod_scripts/recorded.json
+
+$(KERAS2)/.ready: pyproject.toml $(READY)
+	$(BIN)/python -m venv --clear $(KERAS2)
+	paths='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	$(BIN)/python -c "$$paths" > "$$($(KERAS2)/bin/python -c "$$paths")/first.pth"
+	$(KERAS2)/bin/python -m pip install --no-deps \
+	    "tf-keras==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("tensorflow").rpartition(".")[0])').*"
 	@touch $@
 
 looks: setup

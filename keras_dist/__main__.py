@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from keras_dist.install import InstallError, install_horovod
 from keras_dist.launch.command import add_run
+from keras_dist.migrate.command import add_migrate
 from keras_dist.version import __version__
 
 
@@ -38,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     add_run(commands)
     _add_install_horovod(commands)
     _add_bench_collectives(commands)
+    add_migrate(commands)
     return parser
 
 

@@ -9,8 +9,10 @@
 - `process_sets`: `init`, and collectives among some of the ranks only
 - `collectives`: average, sum, broadcast and gather of any value, outside of a graph
 - `tensors`: collectives of tensors that also work inside a `tf.function`
+- `reductions`: Horovod's own reductions of one tensor
 - `compressed`: allreduce in float16 or bfloat16
 - `agreement`: raise an error of one rank on all ranks; compare values between ranks
+- `facts`: what Horovod was built with, and where a rank is
 - `first_rank`: a block that the first rank runs before the others
 - `signed`: sign pickled messages, so that only those of this job are unpickled
 - `timeline`: record Horovod's timeline during a block
@@ -27,30 +29,57 @@ from keras_dist.comm.collectives import (
 )
 from keras_dist.comm.compressed import sum_compressed
 from keras_dist.comm.devices import Device
+from keras_dist.comm.facts import fact
 from keras_dist.comm.first_rank import first_rank
-from keras_dist.comm.process_sets import init, within
+from keras_dist.comm.process_sets import (
+    add_process_set,
+    forget_process_sets,
+    init,
+    number_of,
+    remove_process_set,
+    start_with_process_sets,
+    within,
+)
+from keras_dist.comm.reductions import concatenate, copy, reduce, scatter
 from keras_dist.comm.runtime import (
     built_transports,
     device,
     has_mpi,
     is_child_of_rank,
+    is_started,
     local_rank,
     local_size,
     prepare,
     rank,
     size,
+    start,
+    stop,
     transport_name,
     world_of_job,
 )
-from keras_dist.comm.tensors import adaptive_sum, gather_rows, stack, sum_tensors, total
-from keras_dist.comm.timeline import announce_timeline, timeline
-from keras_dist.comm.transport import explained
-from keras_dist.comm.world import World
+from keras_dist.comm.tensors import (
+    adaptive_sum,
+    gather_rows,
+    name_by,
+    name_of,
+    stack,
+    sum_tensors,
+    total,
+)
+from keras_dist.comm.timeline import (
+    announce_timeline,
+    start_timeline,
+    stop_timeline,
+    timeline,
+)
+from keras_dist.comm.transport import explained, host_messages
+from keras_dist.comm.world import World, is_elastic
 
 __all__ = [
     "Device",
     "World",
     "adaptive_sum",
+    "add_process_set",
     "agree",
     "announce_timeline",
     "average",
@@ -58,23 +87,41 @@ __all__ = [
     "broadcast_arrays",
     "broadcast_variables",
     "built_transports",
+    "concatenate",
+    "copy",
     "device",
     "explained",
+    "fact",
     "first_rank",
+    "forget_process_sets",
     "gather",
     "gather_or_raise",
     "gather_rows",
     "has_mpi",
+    "host_messages",
     "init",
     "is_child_of_rank",
+    "is_elastic",
     "is_known",
+    "is_started",
     "local_rank",
     "local_size",
+    "name_by",
+    "name_of",
+    "number_of",
     "prepare",
     "rank",
+    "reduce",
+    "remove_process_set",
     "run_on_all",
+    "scatter",
     "size",
     "stack",
+    "start",
+    "start_timeline",
+    "start_with_process_sets",
+    "stop",
+    "stop_timeline",
     "sum",
     "sum_compressed",
     "sum_tensors",

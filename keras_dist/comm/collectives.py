@@ -76,7 +76,7 @@ def broadcast(value: Any, root_rank: int = 0) -> Any:
     if _is_tensor(value):
         tensor = _tensor(value)
         name = name_of("broadcast")
-        return _with_wire_dtype(
+        return with_wire_dtype(
             tensor,
             lambda x: transport.broadcast(link, x, root_rank=root_rank, name=name),
         )
@@ -181,12 +181,12 @@ def _reduce(link: Any, tensor: Any) -> Any:
     if tensor.dtype == tf.bool:
         tensor = tf.cast(tensor, tf.int64)
     name = name_of("sum")
-    return _with_wire_dtype(
+    return with_wire_dtype(
         tensor, lambda x: transport.allreduce_sum(link, x, name=name)
     )
 
 
-def _with_wire_dtype(tensor: Any, collective: Callable[[Any], Any]) -> Any:
+def with_wire_dtype(tensor: Any, collective: Callable[[Any], Any]) -> Any:
     """Call a collective with a dtype that Horovod can send, and cast the result back.
 
     Horovod sends no bfloat16, no bool, and no small or unsigned integers.

@@ -14,6 +14,7 @@ from keras_dist.comm.world import (
     check_not_elastic,
     check_not_stranded,
     identity,
+    is_elastic,
     launched,
 )
 
@@ -72,11 +73,12 @@ def _mark_process() -> None:
     os.environ[_RANK_PROCESS] = f"{os.getpid()} {identity()}"
 
 
-def start(*, has_process_sets: bool = False) -> World:
+def start(*, has_process_sets: bool = False, may_be_elastic: bool = False) -> World:
     """Connect to the other ranks in the first call; return rank and size.
 
     Args:
         has_process_sets: Whether process sets are going to be made.
+        may_be_elastic: Whether the caller can train in Horovod's elastic mode.
     """
     if _runtime.world is None:
         prepare()
@@ -87,20 +89,31 @@ def start(*, has_process_sets: bool = False) -> World:
         elif is_child_of_rank():
             _runtime.world = from_launcher[1]
         else:
-            check_not_elastic()
+            if not may_be_elastic:
+                check_not_elastic()
             if from_launcher[0] == srun.LAUNCHER:
                 srun.meet()
                 _mark_process()
-            before = monitor.threads()
-            _runtime.link = transport.connect(
-                *from_launcher, has_process_sets=has_process_sets
-            )
-            world = _runtime.world = transport.world_of(_runtime.link)
-            horovod_threads = monitor.threads() - before
-            monitor.start(
-                rank=world.rank, size=world.size, ignored_threads=horovod_threads
-            )
+            _connect(*from_launcher, has_process_sets=has_process_sets)
     return _link_and_world()[1]
+
+
+def _connect(launcher: str, expected: World, *, has_process_sets: bool) -> None:
+    before = monitor.threads()
+    _runtime.link = transport.connect(
+        launcher, expected, has_process_sets=has_process_sets
+    )
+    world = _runtime.world = transport.world_of(_runtime.link)
+    if not is_elastic():  # there, heartbeats would be those of ranks that were
+        horovod_threads = monitor.threads() - before
+        monitor.start(rank=world.rank, size=world.size, ignored_threads=horovod_threads)
+
+
+def stop() -> None:
+    """End the connection to the other ranks; `start` begins a new one."""
+    if _runtime.link is not None:
+        _runtime.link.horovod.shutdown()
+    _runtime.link = _runtime.world = None
 
 
 def world_of_job() -> World:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,6 +17,9 @@ _MOST_SEPARATE = 16
 
 # For each graph, the number of collectives of each kind traced in it so far.
 _counts: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
+
+# And the numbers of the keys of each kind that were traced in it.
+_keys: WeakKeyDictionary[Any, dict[str, dict[Hashable, int]]] = WeakKeyDictionary()
 
 
 def sum_tensors(tensors: Sequence[Any], *, name: str, dtype: Any) -> list[Any]:
@@ -128,12 +131,35 @@ def name_of(purpose: str) -> str:
     """
     if tf.executing_eagerly():
         return f"keras_dist.{purpose}"
+    counts = _counts.setdefault(_outermost_graph(), Counter())
+    counts[purpose] += 1
+    return f"keras_dist.{purpose}.{counts[purpose]}"
+
+
+def name_by(purpose: str, key: Hashable) -> str:
+    """Name of a collective, the same on every rank, also where one rank traced twice.
+
+    A function inside of another one is traced again if it has made variables, as only
+    that rank's may do that has not loaded a model.
+
+    Args:
+        purpose: What the collective is for.
+        key: What distinguishes it from others of this purpose in the same graph. They
+            are numbered in the order in which they are traced first; outside of a graph
+            all have the number 1.
+    """
+    if tf.executing_eagerly():
+        return f"keras_dist.{purpose}.1"
+    keys = _keys.setdefault(_outermost_graph(), {})
+    numbers = keys.setdefault(purpose, {})
+    return f"keras_dist.{purpose}.{numbers.setdefault(key, len(numbers) + 1)}"
+
+
+def _outermost_graph() -> Any:
     graph = tf.compat.v1.get_default_graph()
     while getattr(getattr(graph, "outer_graph", None), "building_function", False):
         graph = graph.outer_graph  # from a branch (`tf.cond`) to its function
-    counts = _counts.setdefault(graph, Counter())
-    counts[purpose] += 1
-    return f"keras_dist.{purpose}.{counts[purpose]}"
+    return graph
 
 
 def _is_static(tensor: Any) -> bool:

@@ -62,3 +62,22 @@ def timeline(path: str | os.PathLike[str] | None) -> Iterator[None]:
         yield
     finally:
         transport.stop_timeline(link)
+
+
+def start_timeline(path: str | os.PathLike[str]) -> None:
+    """Start a timeline on all ranks, which `stop_timeline` ends; see `timeline`.
+
+    Raises:
+        ValueError: On all ranks, if Horovod was not started for it.
+    """
+    link, _ = runtime.connection()
+    if link is not None:
+        run_on_all(transport.check_timeline)
+        transport.start_timeline(link, str(Path(path).absolute()))
+
+
+def stop_timeline() -> None:
+    """End the timeline that `start_timeline` has begun."""
+    link, _ = runtime.connection()
+    if link is not None:
+        transport.stop_timeline(link)

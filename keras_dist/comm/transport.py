@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from keras_dist import monitor
 from keras_dist.comm import open_mpi
-from keras_dist.comm.world import World
+from keras_dist.comm.world import World, is_elastic
 
 _INSTALL = "keras-dist install-horovod"
 
@@ -83,7 +83,7 @@ def connect(launcher: str, expected: World, *, has_process_sets: bool = False) -
             f"Run `{_INSTALL}` in this environment, or start the script with plain "
             "`python` to train on one process."
         ) from error
-    if horovod.size() != expected.size:
+    if horovod.size() != expected.size and not is_elastic():
         raise RuntimeError(
             f"{launcher} started {expected.size} processes, but Horovod connects "
             f"{horovod.size()}. It was probably built without the transport of this "
@@ -149,21 +149,36 @@ def describe(link: Link) -> str:
     return control
 
 
+def library() -> ModuleType:
+    """Horovod's module, also where nothing connects this process to others.
+
+    Raises:
+        RuntimeError: If Horovod cannot be imported.
+    """
+    try:
+        return importlib.import_module("horovod.tensorflow")
+    except Exception as error:
+        raise RuntimeError(
+            "Horovod cannot be used here. "
+            f"Received: {type(error).__name__}: {error}. Run `{_INSTALL}`."
+        ) from error
+
+
 def built() -> list[str]:
     """Transports that Horovod was built with: "gloo", "mpi", or both.
 
     Raises:
         RuntimeError: If Horovod cannot be imported.
     """
-    try:
-        horovod = importlib.import_module("horovod.tensorflow")
-    except Exception as error:
-        raise RuntimeError(
-            "Horovod cannot be used here. "
-            f"Received: {type(error).__name__}: {error}. Run `{_INSTALL}`."
-        ) from error
+    horovod = library()
     checks = {"gloo": horovod.gloo_built, "mpi": horovod.mpi_built}
     return [name for name, is_built in checks.items() if is_built()]
+
+
+def host_messages() -> Any:
+    """Horovod's messages on hosts that come and go, in its elastic mode."""
+    worker = importlib.import_module("horovod.runner.elastic.worker")
+    return worker.WorkerNotificationManager()
 
 
 def allow_timeline() -> None:
@@ -217,18 +232,18 @@ def explained() -> Iterator[None]:
         ) from None
 
 
-def _collective(collective: Callable[..., Any]) -> Callable[..., Any]:
+def collective(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a collective: record that this rank waits in it, and explain errors."""
 
-    @functools.wraps(collective)
+    @functools.wraps(function)
     def recorded(*args: Any, name: str, **kwargs: Any) -> Any:
         with explained(), monitor.here.waiting(name):
-            return collective(*args, name=name, **kwargs)
+            return function(*args, name=name, **kwargs)
 
     return recorded
 
 
-def _common(link: Link, name: str) -> dict[str, Any]:
+def common(link: Link, name: str) -> dict[str, Any]:
     """Arguments of every collective.
 
     By default Horovod puts TensorFlow's name scope before the name. The scope contains
@@ -238,27 +253,27 @@ def _common(link: Link, name: str) -> dict[str, Any]:
     return {"name": name, "ignore_name_scope": True, "process_set": link.process_set}
 
 
-@_collective
+@collective
 def allreduce_sum(link: Link, tensor: Any, *, name: str) -> Any:
     """Sum of `tensor` over all ranks; bitwise the same on every rank."""
-    common = _common(link, name)
-    return link.horovod.allreduce(tensor, op=link.horovod.Sum, **common)
+    arguments = common(link, name)
+    return link.horovod.allreduce(tensor, op=link.horovod.Sum, **arguments)
 
 
-@_collective
+@collective
 def allreduce_adasum(link: Link, tensor: Any, *, name: str) -> Any:
     """Adasum of `tensor` over all ranks (Maleki et al., 2021)."""
-    common = _common(link, name)
-    return link.horovod.allreduce(tensor, op=link.horovod.Adasum, **common)
+    arguments = common(link, name)
+    return link.horovod.allreduce(tensor, op=link.horovod.Adasum, **arguments)
 
 
-@_collective
+@collective
 def allgather(link: Link, tensor: Any, *, name: str) -> Any:
     """Concatenate the tensors of all ranks along their first axis, in rank order."""
-    return link.horovod.allgather(tensor, **_common(link, name))
+    return link.horovod.allgather(tensor, **common(link, name))
 
 
-@_collective
+@collective
 def alltoall(link: Link, tensor: Any, *, name: str) -> Any:
     """Send row r of `tensor` to rank r; return the rows received, in rank order.
 
@@ -267,14 +282,14 @@ def alltoall(link: Link, tensor: Any, *, name: str) -> Any:
         tensor: A tensor with one row for each rank.
         name: Name of the collective, the same on all ranks.
     """
-    return link.horovod.alltoall(tensor, **_common(link, name))
+    return link.horovod.alltoall(tensor, **common(link, name))
 
 
-@_collective
+@collective
 def broadcast(link: Link, tensor: Any, *, root_rank: int, name: str) -> Any:
     """Return the tensor of `root_rank` on every rank."""
     # Horovod counts the root among all ranks, also within a process set.
     ranks = link.process_set.ranks
     root = ranks[root_rank] if ranks else root_rank
-    common = _common(link, name)
-    return link.horovod.broadcast(tensor, root_rank=root, **common)
+    arguments = common(link, name)
+    return link.horovod.broadcast(tensor, root_rank=root, **arguments)

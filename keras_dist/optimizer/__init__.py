@@ -24,6 +24,7 @@ from keras_dist.optimizer.accumulation import (
     sum_accumulated,
 )
 from keras_dist.optimizer.averaging import (
+    AveragesGradients,
     DistributedOptimizer,
     Recorded,
     apply_recorded,
@@ -35,15 +36,21 @@ from keras_dist.optimizer.averaging import (
     local_ids,
     only_averaging,
     unwatch,
+    update,
     watch,
 )
-from keras_dist.optimizer.gradients import average_gradients
+from keras_dist.optimizer.gradients import State, average_gradients
 from keras_dist.optimizer.local_steps import (
     synchronize_replicas,
     uses_local_sgd,
 )
 from keras_dist.optimizer.nan_guard import Guard, Hit
-from keras_dist.optimizer.nested import leaves, nested_optimizers, optimizers_of
+from keras_dist.optimizer.nested import (
+    leaves,
+    nested_optimizers,
+    optimizers_of,
+    variables_of,
+)
 from keras_dist.optimizer.options import Averaging, check_usable, every_of
 from keras_dist.optimizer.rate import (
     effective_rate,
@@ -53,15 +60,18 @@ from keras_dist.optimizer.rate import (
     schedule_of,
     unscale_rate,
 )
+from keras_dist.optimizer.sparse import with_shape
 from keras_dist.optimizer.stop_request import StopRequest
 from keras_dist.optimizer.stopwatch import Stopwatch
 
 __all__ = [
+    "AveragesGradients",
     "Averaging",
     "DistributedOptimizer",
     "Guard",
     "Hit",
     "Recorded",
+    "State",
     "StopRequest",
     "Stopwatch",
     "apply_recorded",
@@ -91,5 +101,8 @@ __all__ = [
     "synchronize_replicas",
     "unscale_rate",
     "unwatch",
+    "update",
+    "variables_of",
     "watch",
+    "with_shape",
 ]

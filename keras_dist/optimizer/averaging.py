@@ -204,7 +204,7 @@ def apply_recorded(call: Recorded, averaged: Sequence[Any]) -> None:
     """Run a recorded call of `apply`, with averaged gradients."""
     variables = variables_of(call.optimizer, call.variables)
     shaped = [with_shape(*pair) for pair in zip(averaged, variables, strict=True)]
-    _update(call.optimizer, call.optimizer.apply, shaped, call.variables)
+    update(call.optimizer, call.optimizer.apply, shaped, call.variables)
 
 
 def guarded_update(
@@ -266,7 +266,7 @@ def only_averaging() -> Iterator[None]:
             del base.apply
 
 
-def _update(
+def update(
     optimizer: Any, apply: Callable[..., Any], averaged: Any, variables: Any
 ) -> None:
     """The update itself; optimizers inside of this one have the averages, too."""
@@ -295,6 +295,6 @@ class AveragesGradients:
         averaged = grads
         if comm.size() > 1:
             averaged = average_gradients(self, grads, trainable_variables)
-        make = functools.partial(_update, self, apply, averaged, trainable_variables)
+        make = functools.partial(update, self, apply, averaged, trainable_variables)
         guarded_update(self, grads, averaged, trainable_variables, make)
         return None

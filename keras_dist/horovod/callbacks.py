@@ -1,0 +1,211 @@
+"""Horovod's callbacks for Keras, by their names."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dist import comm, mixin
+from keras_dist.horovod.averaging import average_outermost
+from keras_dist.horovod.collectives import broadcast_variables
+from keras_dist.horovod.process_sets import ProcessSet, among, global_process_set
+from keras_dist.horovod.rates import (
+    LearningRateScheduleCallback,
+    LearningRateWarmupCallback,
+)
+from keras_dist.training import build
+
+__all__ = [
+    "BestModelCheckpoint",
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+    """Broadcasts weights and optimizer state from one rank before the first step.
+
+    Once for each callback object. A model that is not built is built by its first
+    batch. States of random generators stay each rank's own.
+
+    Args:
+        root_rank: The rank whose state is broadcast.
+        device: Not needed: taken for scripts that pass it.
+        local_variables: Variables that stay each rank's own, with their optimizer
+            state.
+
+    Raises:
+        ValueError: On all ranks, before anything is broadcast, if their variables
+            differ in number, shape or dtype. If `local_variables` are no variables.
+    """
+
+    def __init__(
+        self, root_rank: int, device: str = "", local_variables: Any = None
+    ) -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self.broadcast_done = False
+        self._local = _variables(local_variables)
+
+    def register_local_var(self, var: Any) -> None:
+        """Keep a variable each rank's own."""
+        self._local += _variables([var])
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        model = self.model
+        if not self.broadcast_done and not _is_built(model):
+            object.__setattr__(model, "_before_first_step", self.broadcast)
+            mixin.add(model, BuiltByFirstStep)
+
+    def on_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if not self.broadcast_done and _is_built(self.model):
+            self.broadcast()
+
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.broadcast()  # if there was no other moment
+        mixin.remove(self.model, BuiltByFirstStep)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        mixin.remove(self.model, BuiltByFirstStep)
+
+    def broadcast(self) -> None:
+        """Broadcast now, unless it was done."""
+        if self.broadcast_done:
+            return
+        self.broadcast_done = True
+        optimizer = getattr(self.model, "optimizer", None)
+        found = list(self.model.weights)
+        if optimizer is not None:
+            average_outermost(optimizer)
+            if not optimizer.built:
+                optimizer.build(self.model.trainable_variables)
+            found += optimizer.variables
+        broadcast_variables(_without(found, self._local), self.root_rank)
+
+
+class BuiltByFirstStep:
+    """Mixin for a model that is not built: its first batch builds it, then a hook."""
+
+    _before_first_step: Any = None
+
+    def train_step(self: Any, data: Any) -> Any:
+        own_step = super().train_step  # type: ignore[misc]
+        hook, is_eager = self._before_first_step, tf.executing_eagerly()
+        if hook is not None:
+            object.__setattr__(self, "_before_first_step", None)
+            build.build(self, build.OwnStep(own_step, data, is_eager=is_eager))
+            with tf.init_scope():
+                hook()
+        return own_step(data)
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Averages what is logged at the end of an epoch over the ranks.
+
+    Each rank counts the same. Position in the list: before callbacks that read `logs`.
+
+    Args:
+        device: Not needed: taken for scripts that pass it.
+        process_set: The ranks to average over.
+
+    Raises:
+        ValueError: On all ranks, if the names in their logs differ.
+    """
+
+    def __init__(
+        self, device: str = "", process_set: ProcessSet = global_process_set
+    ) -> None:
+        super().__init__()
+        self.process_set = process_set
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if logs is None or not self.process_set.included():
+            return
+        with among(self.process_set):
+            logs.update(_mean_over_ranks(logs))
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """A `ModelCheckpoint` that keeps the best model; set its `filepath` before a fit.
+
+    Args:
+        monitor, verbose, save_weights_only, mode, save_freq: As in Keras.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: Any = "epoch",
+    ) -> None:
+        super().__init__(
+            filepath="best.weights.h5" if save_weights_only else "best.keras",
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
+        )
+        self.filepath: str | os.PathLike[str] | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self.filepath is None:
+            raise ValueError(
+                "A BestModelCheckpoint needs a file. Received: filepath=None. Set its "
+                "`filepath` before the fit, for example to 'best.keras'."
+            )
+        super().on_train_begin(logs)
+
+
+def _variables(found: Any) -> list[Any]:
+    is_one = isinstance(found, (keras.Variable, tf.Variable))
+    variables = [found] if is_one else list(found or ())
+    for variable in variables:
+        if not isinstance(variable, (keras.Variable, tf.Variable)):
+            raise ValueError(
+                "`local_variables` must be variables of Keras or TensorFlow. "
+                f"Received: {variable!r} of type {type(variable).__name__}"
+            )
+    return variables
+
+
+def _is_built(model: Any) -> bool:
+    layers = model._flatten_layers()
+    return model.built and all(layer.built or layer.weights for layer in layers)
+
+
+def _without(variables: Sequence[Any], local: Sequence[Any]) -> list[Any]:
+    """The variables, each once, without local ones and their optimizer state."""
+    ids = {id(variable) for variable in local}
+    left_out = [v for v in variables if {id(v), id(getattr(v, "_value", None))} & ids]
+    # Keras does not record which variable a slot belongs to, but names it after it.
+    paths = tuple(variable.path.replace("/", "_") + "_" for variable in left_out)
+    shared = [v for v in variables if not paths or not v.name.startswith(paths)]
+    ids = {id(variable) for variable in left_out}
+    return list({id(v): v for v in shared if id(v) not in ids}.values())
+
+
+def _mean_over_ranks(logs: Any) -> dict[str, Any]:
+    own = {name: np.asarray(value, np.float64) for name, value in logs.items()}
+    of_ranks = comm.gather(own)
+    names = [sorted(each) for each in of_ranks]
+    if any(found != names[0] for found in names):
+        received = "; ".join(f"rank {r}: {found}" for r, found in enumerate(names))
+        raise ValueError(
+            "The ranks have logged different values, which cannot be averaged. "
+            f"Received: {received}. Give all ranks the same metrics, validation data "
+            "and callbacks that log, or put such a callback after this one."
+        )
+    means = {}
+    for name in names[0]:
+        mean = sum(each[name] for each in of_ranks) / len(of_ranks)
+        means[name] = mean if np.ndim(mean) else float(mean)
+    return means

@@ -1,0 +1,282 @@
+"""With `--to dist_fit`: one call instead of Horovod's optimizer and callbacks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import libcst as cst
+from libcst import matchers as m
+from libcst.metadata import MetadataWrapper, PositionProvider
+
+from keras_dist.migrate import source as keras_3
+from keras_dist.migrate.arguments import (
+    appended,
+    keyword,
+    literal,
+    passed,
+    without_elements,
+)
+from keras_dist.migrate.names import count_uses, dotted
+from keras_dist.migrate.plan import AVERAGE, BROADCAST, OPTIMIZER, WARMUP, Plan
+from keras_dist.migrate.report import Migrated
+from keras_dist.migrate.script import Script
+
+_ADDS = m.Call(func=m.Attribute(attr=m.Name("append") | m.Name("extend")))
+
+
+def migrate(source: bytes) -> Migrated:
+    """Rewrite a script for Horovod's Keras layer to one call of `dist_fit`, or refuse.
+
+    Args:
+        source: The text of a Python file.
+
+    Returns:
+        The new text; or the old one, with each line of which one cannot be sure.
+    """
+    first = keras_3.migrate(source)
+    if not first.is_whole:
+        return Migrated(source, first.findings)
+    module = cst.parse_module(source)
+    positions = MetadataWrapper(module, unsafe_skip_copy=True).resolve(PositionProvider)
+    script = Script(module, positions)
+    if not script.names.uses("hvd") or not script.names.uses_keras():
+        return first
+    plan = Plan(script)
+    changed = module.visit(_Rewrite(script, plan))
+    findings = tuple(sorted({*plan.refusals(), *script.findings}))
+    return Migrated(source, findings) if findings else keras_3.migrate(changed.bytes)
+
+
+# What stands for a line that is removed, until its block is left.
+_MARK = cst.Comment("# keras-dist: removed")
+
+
+def _removed(line: cst.SimpleStatementLine | cst.If) -> cst.SimpleStatementLine:
+    """A mark for a line, which keeps the blank line above it."""
+    blank = [one for one in line.leading_lines[:1] if one.comment is None]
+    end = cst.TrailingWhitespace(comment=_MARK)
+    return cst.SimpleStatementLine([cst.Pass()], blank, trailing_whitespace=end)
+
+
+def _without_marks(lines: Sequence[Any]) -> list[Any]:
+    """The lines of a block but those removed; a blank line above them stays."""
+    found: list[Any] = []
+    blank: list[cst.EmptyLine] = []
+    for line in lines:
+        end = getattr(line, "trailing_whitespace", None)
+        if (
+            end is not None
+            and end.comment is not None
+            and end.comment.value == _MARK.value
+        ):
+            blank = blank or list(line.leading_lines)
+            continue
+        has_blank = any(one.comment is None for one in line.leading_lines[:1])
+        if blank and not has_blank:
+            line = line.with_changes(leading_lines=[*blank, *line.leading_lines])
+        blank = []
+        found.append(line)
+    return found or [cst.SimpleStatementLine([cst.Pass()])]
+
+
+class _Rewrite(cst.CSTTransformer):
+    """Removes what `dist_fit` does by itself, and calls it.
+
+    Args:
+        script: The file.
+        plan: What was found in it.
+    """
+
+    def __init__(self, script: Script, plan: Plan):
+        super().__init__()
+        self._script = script
+        self._plan = plan
+        ifs = [node for node in script.nodes if isinstance(node, cst.If)]
+        self._pinning = [node for node in ifs if self._pins(node)]
+
+    def leave_Module(
+        self, original_node: cst.Module, updated_node: cst.Module
+    ) -> cst.Module:
+        """The lines that are left."""
+        return updated_node.with_changes(body=_without_marks(updated_node.body))
+
+    def leave_IndentedBlock(
+        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
+    ) -> cst.IndentedBlock:
+        """The lines that are left of a block."""
+        return updated_node.with_changes(body=_without_marks(updated_node.body))
+
+    def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> Any:
+        """`import horovod.keras as hvd`."""
+        names = {dotted(alias.name) or "" for alias in original_node.names}
+        if not any(name.startswith(("horovod.", "keras_dist.")) for name in names):
+            return updated_node
+        if len(names) > 1:
+            advice = "Import Horovod on a line of its own"
+            self._script.left(original_node, "this imports something else, too", advice)
+        return cst.Import(names=[cst.ImportAlias(name=cst.Name("keras_dist"))])
+
+    def leave_ImportFrom(
+        self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom
+    ) -> Any:
+        """`from horovod.tensorflow import keras as hvd`."""
+        module = dotted(original_node.module) or ""
+        if module.partition(".")[0] not in ("horovod", "keras_dist"):
+            return updated_node
+        if module not in ("horovod.tensorflow", "horovod", "keras_dist"):
+            advice = "Import the module, as hvd, and use its names by it"
+            self._script.left(original_node, f"single names of {module}", advice)
+        return cst.Import(names=[cst.ImportAlias(name=cst.Name("keras_dist"))])
+
+    def leave_SimpleStatementLine(
+        self,
+        original_node: cst.SimpleStatementLine,
+        updated_node: cst.SimpleStatementLine,
+    ) -> Any:
+        """`hvd.init()`, `opt = hvd.DistributedOptimizer(opt)`, a callback appended."""
+        old, new = original_node.body[0], updated_node.body[0]
+        if isinstance(old, cst.Assign) and isinstance(new, cst.Assign):
+            target = dotted(old.targets[0].target)
+            is_plain = target is not None and target == dotted(new.value)
+            if is_plain and dotted(old.value) != target:
+                return _removed(original_node)
+            if target is not None and self._is_for_pinning(target, old.value):
+                return _removed(original_node)
+        if not isinstance(old, cst.Expr) or not isinstance(old.value, cst.Call):
+            return updated_node
+        if self._plan.is_call(old.value, "hvd.init"):
+            self._plan.finish(old)
+            return _removed(original_node)
+        is_added = m.matches(old.value, _ADDS) and len(old.value.args) == 1
+        if is_added and self._is_removed(old.value.args[0].value):
+            return _removed(original_node)
+        return updated_node
+
+    def leave_List(self, original_node: cst.List, updated_node: cst.List) -> cst.List:
+        """Horovod's callbacks in a list."""
+        gone = [self._is_removed(old.value) for old in original_node.elements]
+        return without_elements(updated_node, gone) if any(gone) else updated_node
+
+    def leave_BinaryOperation(
+        self, original_node: cst.BinaryOperation, updated_node: cst.BinaryOperation
+    ) -> cst.BaseExpression:
+        """`0.001 * hvd.size()` of a rate, `500 // hvd.size()` of steps."""
+        plan, operator = self._plan, original_node.operator
+        right = plan.is_call(original_node.right, "hvd.size")
+        left = plan.is_call(original_node.left, "hvd.size")
+        is_rate = isinstance(operator, cst.Multiply) and original_node in plan.rates
+        is_steps = isinstance(operator, cst.FloorDivide) and original_node in plan.steps
+        if right and (is_rate or is_steps):
+            plan.finish(original_node.right)
+            return updated_node.left
+        if left and is_rate:
+            plan.finish(original_node.left)
+            return updated_node.right
+        return updated_node
+
+    def leave_IfExp(
+        self, original_node: cst.IfExp, updated_node: cst.IfExp
+    ) -> cst.BaseExpression:
+        """`verbose=1 if hvd.rank() == 0 else 0`."""
+        if self._is_first(original_node.test) and literal(original_node.orelse) == 0:
+            self._plan.finish(original_node.test)
+            return updated_node.body
+        return updated_node
+
+    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> Any:
+        """`if hvd.rank() == 0: callbacks.append(…)`, and the GPU of this rank."""
+        if original_node in self._pinning:
+            self._plan.finish(original_node)
+            return _removed(original_node)
+        if not self._is_first(original_node.test):
+            return updated_node
+        self._plan.finish(original_node.test)
+        line = m.SimpleStatementLine([m.Expr(_ADDS)])
+        body = original_node.body.body
+        if original_node.orelse is None and all(m.matches(one, line) for one in body):
+            lines: list[Any] = list(updated_node.body.body)
+            leading = [*updated_node.leading_lines, *lines[0].leading_lines]
+            lines[0] = lines[0].with_changes(leading_lines=leading)
+            return cst.FlattenSentinel(lines)
+        test = cst.parse_expression("keras_dist.rank() == 0")
+        return updated_node.with_changes(test=test)
+
+    def leave_Subscript(
+        self, original_node: cst.Subscript, updated_node: cst.Subscript
+    ) -> cst.BaseExpression:
+        """`x[hvd.rank() :: hvd.size()]`."""
+        if not self._plan.is_shard(original_node):
+            return updated_node
+        self._plan.finish(original_node.slice[0])
+        return updated_node.value
+
+    def leave_Call(
+        self, original_node: cst.Call, updated_node: cst.Call
+    ) -> cst.BaseExpression:
+        """`dataset.shard(…)`, `hvd.DistributedOptimizer(…)`, `model.fit(…)`."""
+        func = original_node.func
+        if self._plan.is_shard(original_node):
+            for arg in original_node.args:
+                self._plan.finish(arg)
+            return cst.ensure_type(updated_node.func, cst.Attribute).value
+        is_optimizer = self._script.names.of(func) == OPTIMIZER
+        if is_optimizer and func in self._plan.done:
+            return passed(updated_node, "optimizer", 0) or updated_node
+        if original_node in self._plan.fits:
+            return self._dist_fit(updated_node)
+        return updated_node
+
+    def _dist_fit(self, call: cst.Call) -> cst.Call:
+        comma = cst.Comma(whitespace_after=call.whitespace_before_args)
+        if isinstance(call.whitespace_before_args, cst.SimpleWhitespace):
+            comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+        model = cst.Arg(value=cst.ensure_type(call.func, cst.Attribute).value)
+        if call.args:
+            model = model.with_changes(comma=comma)
+        func = cst.Attribute(value=cst.Name("keras_dist"), attr=cst.Name("dist_fit"))
+        call = call.with_changes(func=func, args=[model, *call.args])
+        for name, code in self._plan.options.items():
+            call = appended(call, name, cst.parse_expression(code))
+        return call
+
+    def _is_first(self, test: cst.BaseExpression) -> bool:
+        """Whether a test is `hvd.rank() == 0`."""
+        equal = m.Comparison(comparisons=[m.ComparisonTarget(operator=m.Equal())])
+        if not m.matches(test, equal):
+            return False
+        comparison = cst.ensure_type(test, cst.Comparison)
+        is_zero = literal(comparison.comparisons[0].comparator) == 0
+        return is_zero and self._plan.is_call(comparison.left, "hvd.rank")
+
+    def _is_removed(self, node: cst.BaseExpression) -> bool:
+        """Whether a callback does what `dist_fit` does anyway, or as it is asked."""
+        if not isinstance(node, cst.Call):
+            return False
+        name = self._script.names.of(node.func)
+        root = passed(node, "root_rank", 0)
+        found = name == BROADCAST and len(node.args) == 1 and literal(root) == 0
+        found |= name == AVERAGE and not node.args
+        found |= name == WARMUP and keyword(node, "steps_per_epoch") is None
+        if found:
+            self._plan.finish(node)
+        return found
+
+    def _is_for_pinning(self, target: str, value: cst.BaseExpression) -> bool:
+        """Whether a line lists GPUs of which one is chosen, and nothing else."""
+        if not isinstance(value, cst.Call):
+            return False
+        name = self._script.names.of(value.func) or ""
+        uses = sum(count_uses(node, {target}) for node in self._pinning)
+        is_list = name.endswith(".list_physical_devices") and uses > 0
+        return is_list and count_uses(self._script.module, {target}) == uses + 1
+
+    def _pins(self, node: cst.If) -> bool:
+        """Whether this gives a rank its GPU, which the import of keras_dist does."""
+        if node.orelse is not None or len(node.body.body) != 1:
+            return False
+        calls = m.findall(node.body, m.Call(func=m.Attribute()))
+        names = [
+            self._script.names.of(cst.ensure_type(one, cst.Call).func) for one in calls
+        ]
+        return sorted(str(name).rpartition(".")[2] for name in names) == [
+            *("local_rank", "set_visible_devices")
+        ]

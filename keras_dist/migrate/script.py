@@ -1,0 +1,131 @@
+"""What the rules share about one file."""
+
+from collections.abc import Mapping, Sequence
+
+import libcst as cst
+
+from keras_dist.migrate.names import Names, dotted, walk
+from keras_dist.migrate.report import Finding
+
+# Classes of `keras.optimizers` that a script of Keras 2 may use.
+OPTIMIZERS = {
+    *("SGD", "RMSprop", "Adam", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl"),
+    "AdamW",
+}
+
+
+class Script:
+    """A file, its names, and what is found in it.
+
+    Args:
+        module: The file.
+        positions: Where each node of it begins and ends.
+    """
+
+    def __init__(self, module: cst.Module, positions: Mapping[cst.CSTNode, object]):
+        self.module = module
+        self.nodes = list(walk(module))
+        self.names = Names(self.nodes)
+        self.findings: list[Finding] = []
+        self.new_imports: list[tuple[str, str]] = []
+        self.handled: set[cst.CSTNode] = set()
+        self._positions = positions
+        self._bound = _Bound(self.names, self.nodes)
+
+    def left(self, node: cst.CSTNode, reason: str, advice: str) -> None:
+        """Note that a line cannot be changed, and what to write instead."""
+        self.findings.append(Finding(self.line(node), reason, advice))
+
+    def note(self, node: cst.CSTNode, reason: str, advice: str) -> None:
+        """Note what a person should know of a line, which needs no change for it."""
+        self.findings.append(Finding(self.line(node), reason, advice, is_left=False))
+
+    def line(self, node: cst.CSTNode) -> int:
+        """The number of its first line, from 1; of the file's where it has none."""
+        found = self._positions.get(node)
+        return found.start.line if found is not None else 1  # type: ignore[attr-defined]
+
+    def is_optimizer(self, node: cst.BaseExpression) -> bool:
+        """Whether an expression is an optimizer: by its name, or by what made it."""
+        name = dotted(node)
+        if name is None:
+            return isinstance(node, cst.Attribute) and node.attr.value == "optimizer"
+        if name.rpartition(".")[2] in ("optimizer", "_optimizer"):
+            return True
+        return self._bound.made.get(name) == {"optimizer"}
+
+    def is_model(self, node: cst.BaseExpression) -> bool:
+        """Whether an expression is a model: by its name, or by what made it."""
+        name = dotted(node) or ""
+        if name.rpartition(".")[2] in ("model", "_model"):
+            return True
+        return self._bound.made.get(name) == {"model"}
+
+    def optimizer_class(self, call: cst.Call) -> str | None:
+        """`"SGD"` for `keras.optimizers.SGD(…)`, legacy or not; else `None`."""
+        module, _, name = (self.names.of(call.func) or "").rpartition(".")
+        known = ("keras.optimizers", "keras.optimizers.legacy")
+        return name if module in known and name in OPTIMIZERS else None
+
+    def is_known_before(self, value: cst.BaseExpression, node: cst.CSTNode) -> bool:
+        """Whether a value can be computed at a node: of numbers and names set once."""
+        before = {id(one) for one in self.nodes[: self.nodes.index(node)]}
+        for one in walk(value):
+            if isinstance(one, cst.Call) and self.names.of(one.func) == "hvd.size":
+                continue
+            if isinstance(one, cst.Name):
+                is_module = one.value in self.names.local
+                set_here = self.values(one.value)
+                is_set = len(set_here) == 1 and id(set_here[0]) in before
+                if not (is_module or is_set or one.value == "size"):
+                    return False
+            elif not isinstance(
+                one, (cst.Integer, cst.BinaryOperation, cst.BaseBinaryOp, cst.Attribute)
+            ):
+                return False
+        return True
+
+    def values(self, name: str) -> list[cst.BaseExpression | None]:
+        """All that the file assigns to a name; `None` for what is not one value."""
+        return self._bound.values.get(name, [])
+
+
+class _Bound:
+    """What is assigned to each name, and what kind of object that makes it."""
+
+    def __init__(self, names: Names, nodes: Sequence[cst.CSTNode]):
+        self.made: dict[str, set[str]] = {}
+        self.values: dict[str, list[cst.BaseExpression | None]] = {}
+        self._names = names
+        for node in nodes:
+            if isinstance(node, cst.Assign):
+                for target in node.targets:
+                    self._bind(target.target, node.value)
+            elif isinstance(node, cst.AnnAssign) and node.value is not None:
+                self._bind(node.target, node.value)
+            elif isinstance(node, (cst.AugAssign, cst.For, cst.CompFor)):
+                self._bind(node.target, None)  # what the file does not say
+            elif isinstance(node, (cst.Param, cst.AsName)):
+                self._bind(node.name, None)
+
+    def _bind(self, target: cst.CSTNode, value: cst.BaseExpression | None) -> None:
+        if isinstance(target, (cst.Tuple, cst.List)):
+            for element in target.elements:
+                self._bind(element.value, None)
+        name = dotted(target)
+        if name is not None:
+            self.values.setdefault(name, []).append(value)
+            self.made.setdefault(name, set()).add(self._kind(value))
+
+    def _kind(self, value: cst.BaseExpression | None) -> str:
+        if not isinstance(value, cst.Call):
+            return "other"
+        name = self._names.of(value.func) or ""
+        if name.startswith("keras.optimizers.") and "schedules" not in name:
+            return "optimizer"
+        if name in ("hvd.DistributedOptimizer", "hvd.PartialDistributedOptimizer"):
+            return "optimizer"
+        is_model = name.rpartition(".")[2] in ("Sequential", "Model", "load_model")
+        if is_model or name.startswith("keras.applications."):
+            return "model"
+        return "other"

@@ -1,0 +1,49 @@
+"""Elastic state on ranks that stay: commit, restore, and callbacks that count."""
+
+import horovod.tensorflow.keras as hvd
+import tensorflow as tf
+from results import record, rows, start
+
+hvd.init()
+x, y = rows()
+model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(4,))])
+start(model)
+lr = 0.05
+opt = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(lr * hvd.size()))
+model.compile(optimizer=opt, loss="mse", experimental_run_tf_function=False)
+
+
+def on_state_reset():
+    """Scale the rate by the new number of ranks."""
+    tf.keras.backend.set_value(model.optimizer.lr, lr * hvd.size())
+
+
+state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+state.register_reset_callbacks([on_state_reset])
+callbacks = [
+    hvd.elastic.UpdateBatchStateCallback(state),
+    hvd.elastic.UpdateEpochStateCallback(state),
+    hvd.elastic.CommitStateCallback(state, batches_per_commit=2),
+]
+
+
+@hvd.elastic.run
+def train(state):
+    """Two epochs of what is left."""
+    state.model.fit(
+        x[hvd.rank() :: hvd.size()],
+        y[hvd.rank() :: hvd.size()],
+        batch_size=4,
+        callbacks=callbacks,
+        epochs=2 - state.epoch,
+        shuffle=False,
+        verbose=0,
+    )
+
+
+train(state)
+trained = model.get_weights()
+state.commit()
+start(model, seed=9)
+state.restore()
+record(weights=trained, restored=model.get_weights(), counts=[state.epoch, state.batch])

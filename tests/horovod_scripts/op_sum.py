@@ -1,0 +1,21 @@
+"""`op=hvd.Sum`: gradients of the ranks are added, not averaged."""
+
+import horovod.tensorflow.keras as hvd
+import tensorflow as tf
+from results import record, rows, start
+
+hvd.init()
+x, y = rows()
+model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(4,))])
+start(model)
+opt = tf.keras.optimizers.SGD(learning_rate=0.05, momentum=0.9)
+model.compile(hvd.DistributedOptimizer(opt, op=hvd.Sum), "mse")
+model.fit(
+    x[hvd.rank() :: hvd.size()],
+    y[hvd.rank() :: hvd.size()],
+    batch_size=8,
+    epochs=2,
+    shuffle=False,
+    verbose=0,
+)
+record(weights=model.get_weights())

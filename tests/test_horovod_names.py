@@ -1,0 +1,124 @@
+"""Every symbol of Horovod's Keras modules is there, with Horovod's arguments."""
+
+import inspect
+
+import horovod
+import horovod.keras
+import horovod.keras.callbacks
+import horovod.tensorflow
+import horovod.tensorflow.keras
+import pytest
+from horovod.common.basics import HorovodBasics
+
+import keras_dist.horovod as hvd
+
+KERAS = horovod.tensorflow.keras
+OF_KERAS = [
+    name
+    for name in sorted(vars(KERAS))
+    if not name.startswith("_")
+    and callable(getattr(KERAS, name))
+    and name not in ("is_version_greater_equal_than",)
+]
+OF_TENSORFLOW = [
+    *("broadcast_variables", "broadcast_object", "allgather_object", "is_homogeneous"),
+    *("DistributedGradientTape", "PartialDistributedGradientTape"),
+    *("grouped_allreduce", "grouped_allgather", "grouped_reducescatter"),
+]
+CALLBACKS = [
+    *("BestModelCheckpoint", "BroadcastGlobalVariablesCallback"),
+    *("LearningRateScheduleCallback", "LearningRateWarmupCallback"),
+    "MetricAverageCallback",
+]
+ELASTIC = [
+    *("CommitStateCallback", "KerasState", "UpdateBatchStateCallback"),
+    *("UpdateEpochStateCallback", "run"),
+]
+SYMBOLS = [
+    *((horovod.tensorflow.keras, name, hvd) for name in OF_KERAS),
+    (horovod.keras, "PartialDistributedOptimizer", hvd),
+    (horovod, "run", hvd),
+    *((horovod.tensorflow, name, hvd) for name in OF_TENSORFLOW),
+    *((KERAS.callbacks, name, hvd.callbacks) for name in CALLBACKS),
+    *((KERAS.elastic, name, hvd.elastic) for name in ELASTIC),
+]
+
+# Where ours takes more, or differs, and why.
+DIFFERENT = {
+    # Both are `None` by default: calls from before Horovod 0.21 have no `initial_lr`.
+    "LearningRateScheduleCallback": {"initial_lr", "multiplier"},
+    "LearningRateWarmupCallback": {"initial_lr"},
+    # Given by name, as Horovod's documentation does; the others go on to `allreduce`.
+    "grouped_allreduce": None,
+    "grouped_allgather": None,
+    "grouped_reducescatter": None,
+}
+
+
+def parameters(symbol):
+    """Name, kind and default of each argument, in order."""
+    if symbol in (KERAS.init, KERAS.shutdown):  # are wrapped without their arguments
+        symbol = getattr(HorovodBasics, symbol.__name__)
+    found = inspect.signature(symbol).parameters.values()
+    return [(p.name, p.kind, shown(p.default)) for p in found if p.name != "self"]
+
+
+def shown(default):
+    """A default that can be compared: objects of Horovod by their names."""
+    if default is inspect.Parameter.empty:
+        return "-"
+    for name in ("none", "fp16"):
+        for module in (hvd, KERAS):
+            if default is getattr(module.Compression, name):
+                return f"Compression.{name}"
+    for name in ("Average", "Sum", "global_process_set"):
+        for module in (hvd, KERAS):
+            if default is getattr(module, name):
+                return name
+    return repr(default)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "name", "ours"),
+    SYMBOLS,
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_arguments_are_horovods(theirs, name, ours):
+    """Names, order, kinds and defaults; ours may take more, by name only."""
+    expected = parameters(getattr(theirs, name))
+    different = DIFFERENT.get(name, set())
+    if different is None:
+        assert parameters(getattr(ours, name))[0][:2] == expected[0][:2]
+        return
+    found = [
+        p
+        for p in parameters(getattr(ours, name))
+        if p[1] is not inspect.Parameter.KEYWORD_ONLY
+        or p[0] in {n for n, _, _ in expected}
+    ]
+    known = len(expected)
+    assert [p[:2] for p in found[:known]] == [p[:2] for p in expected]
+    for own, other in zip(found, expected, strict=False):
+        assert own[2] == other[2] or own[0] in different
+    assert all(default != "-" for _, _, default in found[known:])
+
+
+def test_every_public_name_is_there():
+    """`__all__` is sorted and complete, and has all of Horovod's Keras modules."""
+    assert list(hvd.__all__) == sorted(hvd.__all__)
+    for name in hvd.__all__:
+        assert getattr(hvd, name) is not None
+    constants = {"Average", "Sum", "Compression", "ProcessSet", "global_process_set"}
+    assert {*OF_KERAS, *constants, "Min", "Max", "Product", "Adasum"} <= set(
+        hvd.__all__
+    )
+
+
+def test_submodules_are_imported_as_in_horovod():
+    """In the ways that scripts do."""
+    from keras_dist.horovod import callbacks, elastic  # noqa: PLC0415
+    from keras_dist.horovod.callbacks import MetricAverageCallback  # noqa: PLC0415
+    from keras_dist.horovod.elastic import KerasState  # noqa: PLC0415
+
+    assert callbacks.MetricAverageCallback is MetricAverageCallback
+    assert elastic.KerasState is KerasState

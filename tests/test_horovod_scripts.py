@@ -1,0 +1,132 @@
+"""Scripts for Horovod's Keras layer do on Keras 3 what they did on Keras 2.
+
+What they did there is in `horovod_scripts/recorded.json`: weights and logs of two ranks
+by Horovod 0.28.1 itself (`make recordings`). Here `keras-dist migrate` changes them.
+"""
+
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launch import launch
+
+from keras_dist.migrate.source import migrate
+
+FOLDER = Path(__file__).parent / "horovod_scripts"
+RECORDED = json.loads((FOLDER / "recorded.json").read_text())
+RUNNER = ("run.py", "results.py", "collect.py")
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.name not in RUNNER)
+# Run as it is, too, by Horovod's own layer on Keras 3.
+UNCHANGED = "no_callbacks"
+# For which `make test` has time; the others need 40 s.
+QUICK = ("collectives", "mnist_recipe", UNCHANGED, "set_value")
+
+
+@pytest.fixture(scope="module")
+def migrated(tmp_path_factory):
+    """The scripts after `keras-dist migrate`, which leaves nothing in them."""
+    folder = tmp_path_factory.mktemp("horovod_scripts")
+    for name in RUNNER:
+        shutil.copy(FOLDER / name, folder)
+    for name in NAMES:
+        source = (FOLDER / f"{name}.py").read_bytes()
+        done = migrate(source)
+        assert done.is_whole, done.findings
+        assert not re.search(rb"^(import|from) horovod", done.source, re.MULTILINE)
+        (folder / f"{name}.py").write_bytes(done.source)
+    return folder
+
+
+def _results(folder, scripts, launcher):
+    """What each script has recorded, by its name: a list of both ranks."""
+    results = folder / launcher
+    done = launch(
+        [sys.executable, str(folder / "run.py"), str(results), *map(str, scripts)],
+        ranks=2,
+        timeout=600,
+        launcher=launcher,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-8000:]
+    return {
+        script.stem: [
+            json.loads((results / f"{script.stem}.{rank}.json").read_text())
+            for rank in range(2)
+        ]
+        for script in scripts
+    }
+
+
+@pytest.fixture(scope="module")
+def by_keras_dist(migrated):
+    """By `keras-dist run`; the last one is a script that was not migrated."""
+    (migrated / "unchanged.py").write_bytes((FOLDER / f"{UNCHANGED}.py").read_bytes())
+    names = NAMES if os.environ.get("LONG_TESTS") else QUICK
+    scripts = [migrated / f"{name}.py" for name in [*names, "unchanged"]]
+    return _results(migrated, scripts, "keras-dist")
+
+
+@pytest.fixture(scope="module")
+def by_horovodrun(migrated):
+    """By Horovod's own launcher."""
+    scripts = [migrated / f"{name}.py" for name in NAMES]
+    return _results(migrated, scripts, "horovodrun")
+
+
+def assert_close(found, expected, where):
+    """The same structure, and the same numbers but for rounding."""
+    if isinstance(expected, dict):
+        assert sorted(found) == sorted(expected), where
+        for key, value in expected.items():
+            assert_close(found[key], value, f"{where}, {key}")
+    elif isinstance(expected, (str, type(None))):
+        assert found == expected, where
+    elif isinstance(expected, list) and any(
+        isinstance(one, (list, dict, str, type(None))) for one in expected
+    ):
+        assert len(found) == len(expected), where
+        for index, value in enumerate(expected):
+            assert_close(found[index], value, f"{where}[{index}]")
+    else:
+        # The rounding of a float16, or of some steps in float32.
+        tolerance = 1e-3 if "half_precision" in where else 1e-5
+        np.testing.assert_allclose(
+            found, expected, rtol=tolerance, atol=tolerance / 10, err_msg=where
+        )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.long)
+        for name in NAMES
+    ],
+)
+def test_a_migrated_script_reaches_the_results_of_keras_2(name, by_keras_dist):
+    """On each of two ranks under `keras-dist run`: weights, logs, rates and scores."""
+    assert_close(by_keras_dist[name], RECORDED[name], name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+def test_a_migrated_script_reaches_them_under_horovodrun(name, by_horovodrun):
+    """Where it was started before."""
+    assert_close(by_horovodrun[name], RECORDED[name], name)
+
+
+def test_horovod_itself_averages_nothing_on_keras_3(by_keras_dist):
+    """The same script, migrated and as it was: without an error the ranks differ."""
+    first, second = by_keras_dist["unchanged"]
+    assert np.abs(np.subtract(first["weights"][0], second["weights"][0])).max() > 0.01
+    first, second = by_keras_dist[UNCHANGED]
+    assert first == second
+
+
+def test_there_is_a_recording_of_each_script():
+    """And of no other; they are at least 20."""
+    assert sorted(RECORDED) == NAMES
+    assert len(NAMES) >= 20

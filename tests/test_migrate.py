@@ -1,0 +1,557 @@
+"""`keras-dist migrate` on small sources; no TensorFlow is needed for it."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import keras_dist.horovod
+from keras_dist.migrate import fit
+from keras_dist.migrate.command import difference
+from keras_dist.migrate.imports import MISSING
+from keras_dist.migrate.source import migrate
+
+ROOT = Path(__file__).parents[1]
+KERAS = "from tensorflow import keras\nfrom tensorflow.keras import backend as K\n"
+
+# Lines of a script, and the same lines afterwards.
+CHANGES = {
+    # Imports
+    "import horovod.tensorflow.keras as hvd": "import keras_dist.horovod as hvd",
+    "import horovod.keras as hvd  # ours": "import keras_dist.horovod as hvd  # ours",
+    "import os, horovod.keras as hvd": "import os, keras_dist.horovod as hvd",
+    "from horovod.tensorflow import keras as hvd": (
+        "from keras_dist import horovod as hvd"
+    ),
+    "from horovod import keras as hvd": "from keras_dist import horovod as hvd",
+    "from horovod.tensorflow import keras\nkeras.init()": (
+        "from keras_dist import horovod as keras\nkeras.init()"
+    ),
+    "import horovod.keras\nhorovod.keras.init()": (
+        "import keras_dist.horovod\nkeras_dist.horovod.init()"
+    ),
+    "import horovod.tensorflow.keras.callbacks as c": (
+        "import keras_dist.horovod.callbacks as c"
+    ),
+    "from horovod.keras.callbacks import (\n    MetricAverageCallback,  # all\n)": (
+        "from keras_dist.horovod.callbacks import (\n"
+        "    MetricAverageCallback,  # all\n)"
+    ),
+    "from horovod.keras import callbacks, size": (
+        "from keras_dist.horovod import callbacks, size"
+    ),
+    "from horovod.tensorflow.keras import *": "from keras_dist.horovod import *",
+    "from horovod.tensorflow import keras as hvd, Compression": (
+        "from keras_dist import horovod as hvd; "
+        "from keras_dist.horovod import Compression"
+    ),
+    "from horovod.tensorflow.compression import Compression": (
+        "from keras_dist.horovod import Compression"
+    ),
+    "try:\n    import horovod.keras as h\nexcept ImportError:\n    h = None": (
+        "try:\n    import keras_dist.horovod as h\nexcept ImportError:\n    h = None"
+    ),
+    "def main():\n    import horovod.keras as hvd\n\n    hvd.init()": (
+        "def main():\n    import keras_dist.horovod as hvd\n\n    hvd.init()"
+    ),
+    'hvd = importlib.import_module("horovod.keras")': (
+        'hvd = importlib.import_module("keras_dist.horovod")'
+    ),
+    "import horovod.tensorflow\nimport horovod.tensorflow.keras as hvd\n"
+    "horovod.tensorflow.broadcast_variables(model.variables, 0)": (
+        "import keras_dist.horovod\nimport keras_dist.horovod as hvd\n"
+        "keras_dist.horovod.broadcast_variables(model.variables, 0)"
+    ),
+    "import horovod.tensorflow as hvd\nmodel.fit(x)": (
+        "import keras_dist.horovod as hvd\nmodel.fit(x)"
+    ),
+    "import horovod.tensorflow as hvd\nhvd.elastic.TensorFlowKerasState(model)": (
+        "import keras_dist.horovod as hvd\nhvd.elastic.KerasState(model)"
+    ),
+    # compile
+    "model.compile(opt, 'mse', experimental_run_tf_function=False)": (
+        "model.compile(opt, 'mse')"
+    ),
+    "model.compile(experimental_run_tf_function=False, loss='mse')": (
+        "model.compile(loss='mse')"
+    ),
+    "model.compile(experimental_run_tf_function=False)": "model.compile()",
+    "model.compile(\n    optimizer=opt,  # ours\n    # for Horovod\n"
+    "    experimental_run_tf_function=False,\n    loss='mse',\n)": (
+        "model.compile(\n    optimizer=opt,  # ours\n    # for Horovod\n"
+        "    loss='mse',\n)"
+    ),
+    "model.compile(optimizer=opt,\n              loss='mse',\n"
+    "              experimental_run_tf_function=False)": (
+        "model.compile(optimizer=opt,\n              loss='mse')"
+    ),
+    "model.compile(loss='mse',  # squared\n"
+    "              experimental_run_tf_function=False)": (
+        "model.compile(loss='mse',  # squared\n              )"
+    ),
+    # Optimizers
+    "keras.optimizers.SGD(lr=0.1 * hvd.size(), momentum=0.9)": (
+        "keras.optimizers.SGD(learning_rate=0.1 * hvd.size(), momentum=0.9)"
+    ),
+    "from keras.optimizers import *\nopt = Adam(lr=1e-3)": (
+        "from keras.optimizers import *\nopt = Adam(learning_rate=1e-3)"
+    ),
+    "Adam = keras.optimizers.Adam\nopt = Adam(lr=1e-3)": (
+        "Adam = keras.optimizers.Adam\nopt = Adam(learning_rate=1e-3)"
+    ),
+    "keras.optimizers.Adam(lr=1e-3, epsilon=None, decay=0.0, amsgrad=False)": (
+        "keras.optimizers.Adam(learning_rate=1e-3, amsgrad=False)"
+    ),
+    "keras.optimizers.SGD(lr=0.1, decay=1e-6)": (
+        "keras.optimizers.SGD(learning_rate=keras.optimizers.schedules."
+        "InverseTimeDecay(initial_learning_rate=0.1, decay_steps=1, decay_rate=1e-6))"
+    ),
+    "from tensorflow.keras.optimizers import SGD\nopt = SGD(rate, decay=d)": (
+        "from tensorflow.keras.optimizers import SGD\n"
+        "from tensorflow.keras.optimizers.schedules import InverseTimeDecay\n"
+        "opt = SGD(InverseTimeDecay("
+        "initial_learning_rate=rate, decay_steps=1, decay_rate=d))"
+    ),
+    "keras.optimizers.legacy.SGD(0.1)": "keras.optimizers.SGD(0.1)",
+    "from tensorflow.keras.optimizers.legacy import Adam\nAdam(lr=0.1)": (
+        "from tensorflow.keras.optimizers import Adam\nAdam(learning_rate=0.1)"
+    ),
+    "hvd.broadcast_variables(model.optimizer.variables(), 0)": (
+        "hvd.broadcast_variables(model.optimizer.variables, 0)"
+    ),
+    # The rate
+    "print(model.optimizer.lr)": "print(model.optimizer.learning_rate)",
+    "opt = keras.optimizers.SGD(0.1)\nopt.lr = 1": (
+        "opt = keras.optimizers.SGD(0.1)\nopt.learning_rate = 1"
+    ),
+    "rate = K.get_value(self.model.optimizer.lr)": (
+        "rate = float(self.model.optimizer.learning_rate)"
+    ),
+    "rate = float(K.get_value(model.optimizer.lr))": (
+        "rate = float(model.optimizer.learning_rate)"
+    ),
+    "K.set_value(model.optimizer.lr, 2 * rate)  # up": (
+        "model.optimizer.learning_rate = 2 * rate  # up"
+    ),
+    "K.set_value(\n    model.optimizer.lr,\n    2 * rate,\n)": (
+        "model.optimizer.learning_rate = 2 * rate"
+    ),
+    "K.set_value(model.optimizer.lr, K.get_value(model.optimizer.lr) / 2)": (
+        "model.optimizer.learning_rate = float(model.optimizer.learning_rate) / 2"
+    ),
+    "def halve(opt):\n    K.set_value(opt.lr, K.get_value(opt.lr) / 2)": (
+        "def halve(opt):\n    opt.learning_rate = float(opt.learning_rate) / 2"
+    ),
+    "up = lambda: K.set_value(model.optimizer.learning_rate, 1)": (
+        "up = lambda: model.optimizer.learning_rate.assign(1)"
+    ),
+    "keras.backend.set_value(model.optimizer.lr, 1)": (
+        "model.optimizer.learning_rate = 1"
+    ),
+    "if not hasattr(self.model.optimizer, 'lr'): raise ValueError": (
+        "if not hasattr(self.model.optimizer, 'learning_rate'): raise ValueError"
+    ),
+    # Data
+    "model.fit_generator(data, 100 // hvd.size(), 3, callbacks=c)": (
+        "model.fit(data, steps_per_epoch=100 // hvd.size(), epochs=3, callbacks=c)"
+    ),
+    "model.fit_generator(generator=data, epochs=3)": "model.fit(x=data, epochs=3)",
+    "model.evaluate_generator(data, 10)": "model.evaluate(data, steps=10, verbose=0)",
+    "model.predict_generator(data)": "model.predict(data, verbose=0)",
+    "model.fit(data, workers=4, use_multiprocessing=True, epochs=2)": (
+        "model.fit(data, epochs=2)"
+    ),
+    "model.fit(\n    data,\n    max_queue_size=10,\n    epochs=2,\n)": (
+        "model.fit(\n    data,\n    epochs=2,\n)"
+    ),
+    # Layers
+    "keras.layers.Embedding(10, 4, input_length=3)": "keras.layers.Embedding(10, 4)",
+    "from keras.layers.core import Dense": "from keras.layers import Dense",
+    "from keras.utils.np_utils import to_categorical": (
+        "from keras.utils import to_categorical"
+    ),
+    "from keras.preprocessing.image import ImageDataGenerator": (
+        "from tensorflow.keras.preprocessing.image import ImageDataGenerator"
+    ),
+    "from keras.preprocessing import image\nimage.ImageDataGenerator()": (
+        "from tensorflow.keras.preprocessing import image\nimage.ImageDataGenerator()"
+    ),
+    # Files
+    "keras.callbacks.ModelCheckpoint(path, period=1)": (
+        "keras.callbacks.ModelCheckpoint(path)"
+    ),
+    "import horovod.keras as hvd\nsteps = 100 // hvd.size()\n"
+    "c = keras.callbacks.ModelCheckpoint('{epoch}.h5', period=5)\n"
+    "model.fit(data, steps_per_epoch=steps, callbacks=[c])": (
+        "import keras_dist.horovod as hvd\nsteps = 100 // hvd.size()\n"
+        "c = keras.callbacks.ModelCheckpoint('{epoch}.h5', save_freq=5 * steps)\n"
+        "model.fit(data, steps_per_epoch=steps, callbacks=[c])"
+    ),
+    "keras.callbacks.ModelCheckpoint('a-{epoch}.hdf5')": (
+        "keras.callbacks.ModelCheckpoint('a-{epoch}.h5')"
+    ),
+    "model.save_weights('a.h5')\nif exists('a.h5'):\n    model.load_weights('a.h5')": (
+        "model.save_weights('a.weights.h5')\n"
+        "if exists('a.weights.h5'):\n    model.load_weights('a.weights.h5')"
+    ),
+    'model.save_weights(f"{folder}/epoch-{epoch}.h5")': (
+        'model.save_weights(f"{folder}/epoch-{epoch}.weights.h5")'
+    ),
+    "name = './checkpoint-{epoch}.h5'\nc = keras.callbacks.ModelCheckpoint("
+    "name, save_weights_only=True)\nmodel.load_weights(name.format(epoch=2))": (
+        "name = './checkpoint-{epoch}.weights.h5'\nc = keras.callbacks.ModelCheckpoint("
+        "name, save_weights_only=True)\nmodel.load_weights(name.format(epoch=2))"
+    ),
+    "p.add_argument('--to-file', default='a.h5', help='a.h5')\n"
+    "model.save_weights(os.path.join(folder, args.to_file))": (
+        "p.add_argument('--to-file', default='a.weights.h5', help='a.weights.h5')\n"
+        "model.save_weights(os.path.join(folder, args.to_file))"
+    ),
+    "model.save_weights(folder + '.h5')\nname.endswith('.h5')": (
+        "model.save_weights(folder + '.weights.h5')\nname.endswith('.h5')"
+    ),
+    # Sessions
+    "config = tf.ConfigProto()\n"
+    "config.gpu_options.allow_growth = True\n"
+    "# Its own\n"
+    "config.gpu_options.visible_device_list = str(hvd.local_rank())\n"
+    "K.set_session(tf.Session(config=config))\nprint(1)": (
+        'gpus = tf.config.list_physical_devices("GPU")\n'
+        "for gpu in gpus:\n    tf.config.experimental.set_memory_growth(gpu, True)\n"
+        "# Its own\n"
+        'if gpus:\n    tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")\n'
+        "print(1)"
+    ),
+    "def pin():\n"
+    "    config = tf.compat.v1.ConfigProto(allow_soft_placement=True)\n"
+    "    config.gpu_options.visible_device_list = str(hvd.local_rank())\n"
+    "    config.intra_op_parallelism_threads = 2\n"
+    "    # And use it\n"
+    "    session = tf.compat.v1.Session(config=config)\n"
+    "    tf.compat.v1.keras.backend.set_session(session)": (
+        "def pin():\n"
+        '    gpus = tf.config.list_physical_devices("GPU")\n'
+        "    if gpus:\n"
+        '        tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")\n'
+        "    tf.config.threading.set_intra_op_parallelism_threads(2)\n"
+        "    # And use it"
+    ),
+    "tf.enable_eager_execution()\nprint(1)": "print(1)",
+    "tf.logging.set_verbosity(tf.logging.ERROR)": (
+        "tf.compat.v1.logging.set_verbosity(tf.compat.v1.logging.ERROR)"
+    ),
+}
+
+# What stays as it is, and a word of the reason.
+LEFT = {
+    "keras.callbacks.ModelCheckpoint('a.keras', period=5)": "save_freq",
+    "keras.callbacks.ModelCheckpoint('{val_loss}.h5', period=5)\n"
+    "model.fit(data, steps_per_epoch=9)": "save_freq",
+    "keras.callbacks.ModelCheckpoint('folder')": ".keras",
+    "keras.optimizers.SGD(lr=0.1, decay=1e-6)\nmodel.optimizer.lr = 1": "decay=",
+    "keras.optimizers.SGD(decay=1e-6)": "not given",
+    "model.evaluate_generator(data, 10, None, 10)": "names",
+    "model.fit_generator(*args)": "names",
+    "weights = K.get_value(model.weights[0])": "variable.numpy()",
+    "K.set_value(model.weights[0], value)": "variable.assign",
+    "import horovod.tensorflow as hvd\nhvd.join()": "no join",
+    "from horovod.tensorflow import alltoall": "no alltoall",
+    "import horovod.spark.keras as hvd": "keras_dist.spark.run",
+    "import horovod.run": "keras_dist.run",
+    "session = tf.Session()": "TensorFlow 1",
+    "config = tf.ConfigProto(device_count={})\nuse(config)": "TensorFlow 1",
+    "x = tf.placeholder(tf.float32)": "keras.Input",
+    "tf.compat.v1.disable_eager_execution()": "eagerly",
+    "model.save_weights('a.h5')\nmodel.save('a.h5')": "whole model",
+    "model.load_weights('checkpoint')": "no checkpoint of TensorFlow",
+    "options = {'experimental_run_tf_function': False}": "Remove the entry",
+    "os.environ['TF_USE_LEGACY_KERAS'] = '1'": "Keras 2",
+    "import tf_keras": "Keras 3",
+    "print 'Python 2'": "2to3",
+}
+
+# What is the same word in another library, or is the user's own.
+UNTOUCHED = [
+    "import torch\nopt = torch.optim.SGD(model.parameters(), lr=0.1)",
+    "import horovod.torch as hvd\nhvd.init()",
+    "import numpy\nopt = parser.parse_args()\nprint(opt.lr, args.lr, self.lr)",
+    KERAS + "opt = parser.parse_args()\nprint(opt.lr, args.lr, self.lr)",
+    KERAS + "pool.map(f, workers=4)\nDataLoader(data, workers=2)",
+    KERAS + "import torch\ntorch.optim.Adam(lr=0.1, decay=2)",
+    KERAS + "figure.save('a')\nnumpy.save('a', 1)",
+    KERAS + "model.save_weights('a.weights.h5')\nmodel.load_weights('vgg16.h5')",
+    KERAS + "compile(source, experimental_run_tf_function=1)",
+    KERAS + "keras.optimizers.SGD(learning_rate=0.1)\nmodel.optimizer.learning_rate",
+    KERAS + "Embedding(10, 4, input_length=3)  # not Keras's, as far as is known",
+]
+
+
+# A script that is plain enough for `--to dist_fit`, and what becomes of it.
+PLAIN = """\
+import horovod.tensorflow.keras as hvd
+import tensorflow as tf
+
+hvd.init()
+gpus = tf.config.list_physical_devices("GPU")
+if gpus:
+    tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
+data = make_data().shard(hvd.size(), hvd.rank()).batch(64)
+model = tf.keras.applications.MobileNet()
+# Scaled
+rate = 0.001 * hvd.size()
+opt = tf.optimizers.Adam(rate)
+opt = hvd.DistributedOptimizer(opt, compression=hvd.Compression.fp16)
+model.compile(opt, "mse", experimental_run_tf_function=False)
+callbacks = [
+    hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+    hvd.callbacks.MetricAverageCallback(),
+    # As before
+    tf.keras.callbacks.TerminateOnNaN(),  # first
+    # Slowly
+    hvd.callbacks.LearningRateWarmupCallback(initial_lr=rate, warmup_epochs=3),
+    # At the end
+    tf.keras.callbacks.EarlyStopping(),
+]
+# On one
+if hvd.rank() == 0:
+    callbacks.append(tf.keras.callbacks.ModelCheckpoint("a.keras"))
+model.fit(
+    data,
+    steps_per_epoch=500 // hvd.size(),
+    callbacks=callbacks,
+    epochs=24,
+    verbose=1 if hvd.rank() == 0 else 0,
+)
+if hvd.rank() == 0:
+    model.save("b.keras")
+"""
+BY_DIST_FIT = """\
+import keras_dist
+import tensorflow as tf
+
+data = make_data().batch(64)
+model = tf.keras.applications.MobileNet()
+# Scaled
+rate = 0.001
+opt = tf.optimizers.Adam(rate)
+model.compile(opt, "mse")
+callbacks = [
+    # As before
+    tf.keras.callbacks.TerminateOnNaN(),  # first
+    # At the end
+    tf.keras.callbacks.EarlyStopping(),
+]
+# On one
+callbacks.append(tf.keras.callbacks.ModelCheckpoint("a.keras"))
+keras_dist.dist_fit(
+    model,
+    data,
+    steps_per_epoch=500,
+    callbacks=callbacks,
+    epochs=24,
+    verbose=1,
+    compression="fp16",
+    warmup_epochs=3,
+)
+if keras_dist.rank() == 0:
+    model.save("b.keras")
+"""
+
+# Changes of that script with which one cannot be sure, and a word of the reason.
+NOT_PLAIN = {
+    ("epochs=24", "epochs=24 // hvd.size()"): "one too many",
+    ("epochs=24", "epochs=24, validation_steps=9 * hvd.size()"): "one too many",
+    ("rate = 0.001", "rate = 0.5 + 0.001"): "hvd.size",
+    ("compression=hvd.Compression.fp16", "op=hvd.Adasum"): "only op=",
+    ("compression=", "backward_passes_per_step=2, compression="): "only op=",
+    ("hvd.init()", "hvd.init()\ntf.random.set_seed(hvd.rank())"): "none of the idioms",
+    ("CALL(0)", "CALL(1)"): "BroadcastGlobalVariablesCallback",
+    ("model.save", "model.fit(data)\n    model.save"): "there are 2",
+    ("model.save", "hvd.allreduce(1)\n    model.save"): "those of all ranks",
+    ("as hvd", "as hvd\nfrom horovod.keras.callbacks import M"): "single names",
+    ('model.save("b.keras")', "K = tf.keras.backend; K.get_value(x)"): "variable.numpy",
+}
+
+# Options that a script needs where it does not scale by itself.
+UNSCALED = {
+    ("rate = 0.001 * hvd.size()", "rate = 0.001"): 'lr_scaling="none"',
+    ("500 // hvd.size()", "500"): 'steps_scaling="none"',
+    (
+        "data = make_data().shard(hvd.size(), hvd.rank()).batch(64)",
+        "data = make_data()[hvd.rank() :: hvd.size()]",
+    ): 'compression="fp16"',
+    ("epochs=24", "epochs=24, validation_steps=9"): 'validation_steps_scaling="none"',
+    ("compression=hvd.Compression.fp16", "op=hvd.Sum"): 'op="sum"',
+}
+
+
+def _after(text):
+    return migrate(text.encode()).source.decode()
+
+
+@pytest.mark.parametrize("before", CHANGES, ids=lambda text: text[:50])
+def test_what_keras_3_no_longer_takes_is_changed(before):
+    """Line by line, with the comments; it compiles; a second time changes nothing."""
+    head = "import tensorflow as tf\n" + KERAS
+    after = _after(head + before + "\n")
+    # New imports are behind the others.
+    assert after.replace(head, "") == CHANGES[before] + "\n"
+    compile(after, "<script>", "exec")
+    assert _after(after) == after
+
+
+@pytest.mark.parametrize("source", LEFT, ids=lambda text: text[:50])
+def test_what_cannot_be_changed_is_listed(source):
+    """With the last line that it concerns, the reason, and what to write instead."""
+    head = "import tensorflow as tf\n" + KERAS
+    done = migrate((head + source + "\n").encode())
+    found = [one for one in done.findings if one.is_left]
+    assert not done.is_whole and len(found) == 1
+    assert LEFT[source] in found[0].text("train.py")
+    assert found[0].line in range(4, 4 + len(source.splitlines()))
+
+
+@pytest.mark.parametrize("source", UNTOUCHED, ids=lambda text: text[-40:])
+def test_other_libraries_are_left_alone(source):
+    """The same words mean something else there."""
+    done = migrate(source.encode())
+    assert done.source == source.encode()
+    assert done.is_whole
+
+
+def _sources_without_horovod():
+    """Keras's own, and scripts in the style of keras.io, which run on Keras 3."""
+    import keras  # noqa: PLC0415 - only for its files
+
+    folder = Path(keras.__file__).parent / "src"
+    found = [*(ROOT / "examples").glob("*.py")]
+    found += (ROOT / "tests" / "ranks" / "keras_ways").glob("*.py")
+    callbacks = [*(folder / "callbacks").glob("[!_]*.py")]
+    callbacks = [path for path in callbacks if not path.stem.endswith("_test")]
+    return found + sorted(callbacks, key=lambda path: path.stat().st_size)[:20]
+
+
+def test_scripts_of_keras_3_are_not_changed():
+    """Of more than thirty, not one line."""
+    paths = _sources_without_horovod()
+    assert len(paths) > 30
+    for path in paths:
+        source = path.read_bytes()
+        assert difference(path.name, source, migrate(source)) == ""
+
+
+def test_encoding_and_line_ends_stay():
+    """As they are in the file."""
+    source = "# -*- coding: latin-1 -*-\r\n# é\r\nimport horovod.keras as hvd"
+    done = migrate(source.encode("latin-1")).source.decode("latin-1")
+    assert done == source.replace("horovod.keras", "keras_dist.horovod")
+
+
+def test_a_plain_script_becomes_one_call_of_dist_fit():
+    """Optimizer, callbacks, scaling, shards and conditions by rank are not needed."""
+    done = fit.migrate(PLAIN.encode())
+    assert done.findings == ()
+    assert done.source.decode() == BY_DIST_FIT
+    assert fit.migrate(done.source).source == done.source
+
+
+@pytest.mark.parametrize("change", NOT_PLAIN, ids=lambda change: change[1][:50])
+def test_a_script_that_is_not_plain_is_refused_with_the_reason(change):
+    """And nothing of it is changed."""
+    old, new = (one.replace("CALL", "VariablesCallback") for one in change)
+    source = PLAIN.replace(old, new)
+    assert source != PLAIN
+    done = fit.migrate(source.encode())
+    assert done.source == source.encode() and not done.is_whole
+    assert any(NOT_PLAIN[change] in one.text("train.py") for one in done.findings)
+
+
+def test_data_that_is_not_sharded_stays_so():
+    """Each rank reads all of it then, unless the steps are fewer."""
+    plain = PLAIN.replace(".shard(hvd.size(), hvd.rank())", "")
+    assert b"shard" not in fit.migrate(plain.encode()).source
+    plain = plain.replace("    steps_per_epoch=500 // hvd.size(),\n", "")
+    assert b'    shard="none",\n' in fit.migrate(plain.encode()).source
+
+
+def test_the_names_that_the_module_has_not_are_known():
+    """Of Horovod's for TensorFlow; all others may be used after a migration."""
+    for name in MISSING:
+        assert not hasattr(keras_dist.horovod, name.split(".")[-1])
+    plain = "import tensorflow.keras\nimport horovod.tensorflow as hvd\n"
+    for name in keras_dist.horovod.__all__:
+        assert migrate(f"{plain}hvd.{name}".encode()).is_whole
+
+
+@pytest.mark.parametrize("change", UNSCALED, ids=lambda change: change[1])
+def test_what_a_script_does_not_scale_dist_fit_does_not_scale(change):
+    """It is passed as an option."""
+    source = PLAIN.replace(*change)
+    assert f"    {UNSCALED[change]},\n" in fit.migrate(source.encode()).source.decode()
+
+
+def _command(*arguments, folder, expected):
+    done = subprocess.run(
+        [sys.executable, "-m", "keras_dist", "migrate", *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == expected, done.stdout + done.stderr
+    return done
+
+
+def test_the_command_prints_a_diff_that_git_applies_and_writes_on_request(tmp_path):
+    """A folder at once; what is left makes the exit code 1."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / ".venv").mkdir()
+    script, other = tmp_path / "src" / "train.py", tmp_path / "src" / "data.py"
+    script.write_text("import horovod.keras as hvd\nhvd.init()")
+    other.write_text("import numpy\n")
+    (tmp_path / ".venv" / "a.py").write_text("import horovod.keras as hvd\n")
+    done = _command("src", folder=tmp_path, expected=0)
+    assert done.stderr == ""
+    assert script.read_text().startswith("import horovod.keras")
+    subprocess.run(
+        ["git", "apply"], cwd=tmp_path, input=done.stdout, text=True, check=True
+    )
+    applied = script.read_text()
+    script.write_text("import horovod.keras as hvd\nhvd.init()")
+    script.chmod(0o750)
+    assert _command(".", "--write", folder=tmp_path, expected=0).stdout == done.stdout
+    assert (
+        script.read_text() == applied == "import keras_dist.horovod as hvd\nhvd.init()"
+    )
+    assert script.stat().st_mode & 0o777 == 0o750
+    assert sorted(path.name for path in script.parent.iterdir()) == [
+        *("data.py", "train.py")
+    ]
+    script.write_text(KERAS + "x = K.get_value(model.weights[0])\n")
+    done = _command(script, folder=tmp_path, expected=1)
+    assert f"{script}:3: not changed: " in done.stderr and done.stdout == ""
+    done = _command("missing.py", folder=tmp_path, expected=1)
+    assert "no such file or folder" in done.stderr
+
+
+def test_without_libcst_the_command_says_how_to_install_it(tmp_path):
+    """It is needed by this command alone."""
+    (tmp_path / "libcst.py").write_text("raise ModuleNotFoundError(name='libcst')")
+    done = subprocess.run(
+        [sys.executable, "-m", "keras_dist", "migrate", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "pip install 'keras-dist[migrate]'" in done.stderr
+
+
+def test_every_module_of_the_tool_is_python_3_11():
+    """Each expected text, too."""
+    for after in CHANGES.values():
+        ast.parse(after)
