@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from keras_dist import comm, sharding
+from keras_dist.setup import divided_data
 from keras_dist.setup.arguments import KerasArguments
 
 # In the plan, behind how the data is sharded.
@@ -41,7 +42,10 @@ def shard_spec_of(
         lambda: sharding.ShardSpec(comm.rank(), comm.size(), shard, seed, channel)
     )
     same, notes = _compared(streams, shard)
-    return replace(spec, same=same, notes=notes)
+    divided = divided_data.examined(streams)
+    return replace(
+        spec, same=same, notes=notes, lengths=divided.lengths, rows=divided.rows
+    )
 
 
 def _channel(process_set: Sequence[int] | None) -> sharding.Channel:
@@ -70,7 +74,7 @@ def opened(data: Any) -> Any:
         return data
     x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
     is_single = y is None and not sharding.is_arrays(x) and sharding.is_stream(x)
-    return sharding.Stream(x) if is_single else data
+    return sharding.stream_of(x) if is_single else data
 
 
 def _compared(
@@ -88,8 +92,10 @@ def _compared(
     if size == 1:
         return same, notes
     kinds = {f"the kind of the {n} data": s.kind for n, s in known.items()}
-    facts = {"`shard`": shard} | kinds
+    facts = {"`shard`": shard} | kinds | divided_data.facts(known)
     comm.agree(facts, advice="Give every rank the same kind of data.")
+    same = {n: True for n, s in known.items() if s.is_declared}
+    known = {n: s for n, s in known.items() if n not in same and s.division is None}
     if shard == "none" or not known:
         return same, notes
     own = comm.run_on_all(lambda: {n: s.fingerprint(size) for n, s in known.items()})
