@@ -25,6 +25,7 @@ MARK = "measured: "
 GLOBAL_BATCH = 64
 SIDE = 320
 WAYS = ("memory", "late", "early")
+REPEATS = 2
 
 _WORDS = """# What decoding costs
 
@@ -36,7 +37,8 @@ were trained alternately in the same processes: medians (smallest to largest).
 - late: the data is sharded when its batches are made;
 - early: `.apply(keras_dist.shard(batch_size))` before the `map`.
 
-Ratios are to one process of the same round. The load of the machine (the mean number of
+Pictures that are read ahead for the next epoch count, too. Ratios are to one process of
+the same round. The load of the machine (the mean number of
 programs that wanted a core, in the minute before a round) was {load}.
 
 ## Processor seconds of decoding, an epoch of all ranks together
@@ -67,7 +69,7 @@ def main() -> None:
         return
     found: dict[int, list[dict[str, list[float]]]] = {1: [], 2: [], 4: []}
     loads = []
-    with tempfile.TemporaryDirectory(dir=ROOT) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         write_files(Path(folder), arguments.files)
         for number in range(arguments.rounds):
             loads.append(os.getloadavg()[0])
@@ -208,7 +210,7 @@ def worker(folder: Path) -> None:
         model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=False)
         seconds = {way: [] for way in WAYS}
         processor = {way: [] for way in WAYS}
-        for _ in range(3):
+        for _ in range(REPEATS):
             for way in WAYS:
                 epoch = Epoch()
                 keras_dist.dist_fit(

@@ -78,7 +78,7 @@ class DistributedModel:
             if comm.size() == 1:
                 given = x, y, batch_size, verbose, sample_weight, steps, callbacks
                 return self.model.evaluate(*given, return_dict=return_dict)
-            x = comm.run_on_all(lambda: same_batches.opened(x))
+            x = comm.run_on_all(lambda: same_batches.opened(x, options.shard))
             spec = same_batches.shard_spec_of({"validation": x}, options.shard)
             pieces = x, y, sample_weight
             feed = comm.run_on_all(

@@ -20,11 +20,12 @@ from keras_dist.sharding import (
     DeclaredSequence,
     Division,
     ShardSpec,
-    before_shuffles,
     divided,
+    divided_at_source,
     division_of,
     length_before_repeat,
     seeds_of,
+    sources_of,
     stream_of,
     training_feed,
     validation_feed,
@@ -341,7 +342,7 @@ def test_what_was_before_is_seen_through_two_private_names():
     data = rows_of(9).shuffle(9).map(halved).shuffle(4, seed=8).batch(2)
     seeds = seeds_of(data)
     assert len(seeds) == 2 and seeds[0] == (5, 8) and (0, 0) not in seeds
-    (first,) = before_shuffles(data)
+    (first,) = sources_of(Division("rows", None, 0, 2, data))
     assert ids_of_batches(first.batch(9)) == [list(range(9))]
     repeated = divided(rows_of(9), by="rows", batch_size=2, rank=0, size=2)
     assert length_before_repeat(repeated.repeat().batch(2)) == 5
@@ -370,6 +371,21 @@ class Numbers(keras.utils.PyDataset):
     def __getitem__(self, index):
         self.made.append(index)
         return np.array([index]), np.array([index])
+
+
+def test_tensorflow_divides_files_at_their_source(tmp_path):
+    """Each row belongs to one rank, or nothing reads files."""
+    names = [str(tmp_path / f"{number}.txt") for number in range(6)]
+    for number, name in enumerate(names):
+        lines = [f"{row}\n" for row in range(5 * number, 5 * number + 5)]
+        (tmp_path / name).write_text("".join(lines))
+    rows = tf.data.Dataset.list_files(names).interleave(tf.data.TextLineDataset)
+    data = rows.map(tf.strings.to_number).batch(4)
+    own = [divided_at_source(data, rank=rank, size=2) for rank in (0, 1)]
+    found = [int(row) for one in own for batch in one for row in batch]
+    assert sorted(found) == list(range(30))
+    assert [division_of(one.prefetch(1)).by for one in own] == ["source"] * 2
+    assert divided_at_source(rows_of(9).batch(2), rank=0, size=2) is None
 
 
 def test_sequences_and_iterables_have_the_elements_of_a_rank():

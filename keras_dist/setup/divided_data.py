@@ -78,9 +78,9 @@ def _compare(name: str, stream: sharding.Stream) -> None:
                 f"{comm.rank()} of {comm.size()}. Pass the same `process_set` to "
                 "`shard` as to this call."
             )
-        source = division.source
-        seeds = sharding.seeds_of(source)
-        first = stream.fingerprint_of_sources(sharding.before_shuffles(source))
+        is_by_rank = division.by != "source"  # else TensorFlow sees to the shuffles
+        seeds = sharding.seeds_of(division.source) if is_by_rank else []
+        first = stream.fingerprint_of_sources(sharding.sources_of(division))
         return {
             f"the seeds of shuffles before `shard` in the {name} data": seeds,
             f"the first elements before `shard` in the {name} data": first,
@@ -91,7 +91,8 @@ def _compare(name: str, stream: sharding.Stream) -> None:
 
 def _length_of(name: str, stream: sharding.Stream) -> float | None:
     """Batches of this rank; 0 for validation data of which it has none."""
-    if name == "validation" and stream.length is None and not stream.first(1):
+    is_unknown = name == "validation" and stream.length is None
+    if is_unknown and stream.division.by != "source" and not stream.first(1):
         return 0
     return stream.length
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from keras_dist import comm, sharding
 from keras_dist.setup import divided_data
@@ -61,20 +62,25 @@ def _channel(process_set: Sequence[int] | None) -> sharding.Channel:
     return sharding.Channel(sum=within(comm.sum), gather=within(comm.gather))
 
 
-def with_streams(given: KerasArguments) -> KerasArguments:
+def with_streams(given: KerasArguments, shard: str) -> KerasArguments:
     """The arguments, with a `Stream` in place of data that comes in batches."""
-    return replace(
-        given, x=opened(given.x), validation_data=opened(given.validation_data)
-    )
+    validation = opened(given.validation_data, shard)
+    return replace(given, x=opened(given.x, shard), validation_data=validation)
 
 
-def opened(data: Any) -> Any:
+def opened(data: Any, shard: str) -> Any:
     """`data`, as a `Stream` if it comes in batches and there are several ranks."""
     if comm.size() == 1 or isinstance(data, sharding.Stream):
         return data
     x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
     is_single = y is None and not sharding.is_arrays(x) and sharding.is_stream(x)
-    return sharding.stream_of(x) if is_single else data
+    if not is_single:
+        return data
+    stream = sharding.stream_of(x)
+    if shard == "source" and isinstance(x, tf.data.Dataset) and not stream.division:
+        own = sharding.divided_at_source(x, rank=comm.rank(), size=comm.size())
+        return stream if own is None else sharding.stream_of(own)
+    return stream
 
 
 def _compared(

@@ -17,6 +17,7 @@ Arrays, sharded by row:
 Data that `keras_dist.shard` divides before its rows are decoded:
 
 - `division`: divide a `tf.data.Dataset`; find out whether one was divided
+- `auto_shard`: let TensorFlow divide the files, for `shard="source"`
 - `declared`: sequences and iterables of which the user says what all ranks have
 
 Data that comes in batches, sharded by batch:
@@ -43,6 +44,7 @@ to communicate while it is read does so through a `Channel`.
 
 from keras_dist.sharding.arrays import is_arrays
 from keras_dist.sharding.arrays_schedule import DataPosition, EpochSchedule, either
+from keras_dist.sharding.auto_shard import divided_at_source
 from keras_dist.sharding.batches import own_error, reading
 from keras_dist.sharding.batches_stream import Stream, is_stream
 from keras_dist.sharding.declared import (
@@ -52,11 +54,11 @@ from keras_dist.sharding.declared import (
 )
 from keras_dist.sharding.division import (
     Division,
-    before_shuffles,
     divided,
     division_of,
     length_before_repeat,
     seeds_of,
+    sources_of,
 )
 from keras_dist.sharding.feed import Channel, Feed, ShardSpec
 from keras_dist.sharding.training import training_feed
@@ -72,8 +74,8 @@ __all__ = [
     "DataPosition",
     "ShardSpec",
     "Stream",
-    "before_shuffles",
     "divided",
+    "divided_at_source",
     "division_of",
     "either",
     "hold_out",
@@ -83,6 +85,7 @@ __all__ = [
     "own_error",
     "reading",
     "seeds_of",
+    "sources_of",
     "stream_of",
     "training_feed",
     "validation_feed",

@@ -153,16 +153,20 @@ def kind_of(stream: Stream, spec: ShardSpec, name: str, *, is_sharded: bool) -> 
     if spec.size == 1:
         return stream.kind
     if stream.division is not None:
+        if stream.division.by == "source":
+            return f"{stream.kind}, sharded at its source by TensorFlow, by file"
         unit = {"rows": "row", "batches": "batch", "files": "file"}[stream.division.by]
         return f"{stream.kind}, sharded before decoding, by {unit}"
     if is_sharded:
         note = spec.notes.get(name, "")
         if stream.is_declared and isinstance(stream.data, keras.utils.PyDataset):
             return f"{stream.kind}, sharded before decoding, by batch"
+        if spec.shard == "source" and isinstance(stream.data, tf.data.Dataset):
+            note = f" (TensorFlow finds nothing that reads files){note}"
         if makes_all_batches(stream, spec, is_sharded=is_sharded):
             note = f"; every rank makes all of them{note}"
         return f"{stream.kind}, sharded by batch, round robin{note}"
-    reason = ": the ranks' batches differ" if spec.shard == "auto" else ""
+    reason = ": the ranks' batches differ" if spec.shard != "none" else ""
     return f"{stream.kind}, already split{reason}"
 
 

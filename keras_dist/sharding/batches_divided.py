@@ -16,9 +16,9 @@ from keras_dist.sharding.batches_stream import Stream, finite_or_none
 from keras_dist.sharding.batches_unknown_length import UnknownLengthReader
 from keras_dist.sharding.division import (
     Division,
-    before_shuffles,
     first_steps,
     is_reshuffled,
+    sources_of,
 )
 from keras_dist.sharding.feed import RankBatches, ShardSpec
 
@@ -79,7 +79,7 @@ def batches_of_division(
     """
     length = finite_or_none(division.length)
     rows = 1 if division.has_batches else batch_size
-    if length is None or rows is None or None in lengths or division.by == "files":
+    if length is None or rows is None or None in lengths or division.is_by_file:
         return None
     counts = [division.rows_of(rank, length) for rank in range(division.size)]
     if lengths == tuple(-(-count // rows) for count in counts):
@@ -205,7 +205,7 @@ def _has_fixed_order(stream: Stream) -> bool:
     """Whether each pass has the same rows; what a `map` makes of them may be random."""
     if is_reshuffled(stream.data):
         return False
-    sources = before_shuffles(stream.division.source)
+    sources = sources_of(stream.division)
     readings = [stream.fingerprint_of_sources(sources) for _ in range(2)]
     return readings[0] == readings[1]
 

@@ -39,7 +39,7 @@ def batch_indices(
             step_of_pass %= int(own.length)
         if is_divided and stream.division.by == "rows" and length is not None:
             begin = step_of_pass * spec.size + skipped
-            return range(begin, min(begin + spec.size, length))
+            return list(range(begin, min(begin + spec.size, length)))
         total = own.reader.total if length is None and own.reader else length
         return batches_at(
             step_of_pass,

@@ -45,7 +45,7 @@ class UnknownLengthReader:
         self._rank, self._size = spec.rank, spec.size
         self._is_sharded, self._is_training = is_sharded, is_training
         # Fewer rows than ranks are left out at the end of a pass over any data.
-        self._has_tail = stream.division is not None and stream.division.by != "files"
+        self._has_tail = stream.division is not None and not stream.division.is_by_file
         self._channel = spec.channel if is_training else None
 
     def dataset(self) -> tf.data.Dataset:

@@ -31,6 +31,7 @@ class Division:
     Args:
         by: `"rows"`: rank r of N has the elements r, r + N, …. `"batches"`: it has the
             batches r, r + N, …. `"files"`: as rows, but an element is a file.
+            `"source"`: TensorFlow has divided the files that the data is read from.
         batch_size: Rows of one rank's batch; `None` if unknown or if each element is a
             batch.
         rank: The rank that has these elements.
@@ -53,6 +54,11 @@ class Division:
     def has_batches(self) -> bool:
         """Whether each element is a batch."""
         return self.by == "batches" and self.batch_size is None
+
+    @property
+    def is_by_file(self) -> bool:
+        """Whether the rows of a rank are those of its files."""
+        return self.by in ("files", "source")
 
     def facts(self) -> tuple[Any, ...]:
         """What has to be equal on all ranks."""
@@ -111,6 +117,11 @@ def divided(
     own = _known_length(division)
     if own is not None:
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(own))
+    return remembered(dataset, division)
+
+
+def remembered(dataset: tf.data.Dataset, division: Division) -> tf.data.Dataset:
+    """The same data set, whose division `division_of` knows."""
     _DIVISIONS[dataset] = division
     return dataset
 
@@ -158,6 +169,13 @@ def is_reshuffled(dataset: tf.data.Dataset) -> bool:
         for node in _nodes(dataset)
         if _has_seed(node)
     )
+
+
+def sources_of(division: Division) -> list[tf.data.Dataset]:
+    """What is compared over the ranks: cheap to read, and not random."""
+    if division.by != "source":
+        return before_shuffles(division.source)
+    return [node for node in _nodes(division.source) if not inputs_of(node)]
 
 
 def before_shuffles(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:

@@ -115,7 +115,8 @@ class ShardSpec:
     Args:
         rank: This rank.
         size: Number of ranks.
-        shard: `"auto"` to shard the data; `"none"` if the user has already split it.
+        shard: `"auto"` to shard the data; `"source"` to let TensorFlow divide files;
+            `"none"` if the user has already split it.
         seed: Seed of the order of the rows, the same on all ranks.
         channel: Collectives for data that needs them while it is read.
         keeps_position: Whether the order of the rows is ours on a single rank, too. A
@@ -142,8 +143,8 @@ class ShardSpec:
     rows: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.shard not in ("auto", "none"):
+        if self.shard not in ("auto", "source", "none"):
             raise ValueError(
-                '`shard` must be "auto" or "none" (the data is already split). '
-                f"Received: shard={self.shard!r}"
+                '`shard` must be "auto", "source" or "none" (the data is already '
+                f"split). Received: shard={self.shard!r}"
             )

@@ -218,7 +218,7 @@ def _steps_of_one_process(
 def _check_stream(
     stream: Stream, arguments: dict[str, Any], steps: int | None, spec: ShardSpec
 ) -> None:
-    if spec.size > 1 and spec.shard == "auto" and is_ragged_or_sparse(arguments):
+    if spec.size > 1 and spec.shard != "none" and is_ragged_or_sparse(arguments):
         raise ValueError(
             "Ragged and sparse tensors cannot be sharded. Received: x of "
             f"type {stream.kind}. Pass dense arrays, or split the data yourself "
@@ -244,7 +244,7 @@ def _check_rows(arrays: Arrays, spec: ShardSpec) -> None:
             "There is no data to train on. Received: arrays of 0 rows. Pass at least "
             "one row for each rank."
         )
-    if spec.shard == "auto" and arrays.num_rows < spec.size:
+    if spec.shard != "none" and arrays.num_rows < spec.size:
         raise ValueError(
             "Each rank needs at least one row. "
             f"Received: {arrays.num_rows} rows for {spec.size} ranks. "

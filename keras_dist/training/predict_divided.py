@@ -13,7 +13,7 @@ from keras_dist.training.predict import agree_on_outputs, gathered_outputs
 def is_divided_by_row(data: Any) -> bool:
     """Whether the predictions of all ranks together are those of all rows."""
     division = sharding.division_of(data)
-    return division is not None and division.by != "files"
+    return division is not None and not division.is_by_file
 
 
 def predict_divided(

@@ -4,6 +4,7 @@ import itertools
 import re
 import time
 import warnings
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -202,6 +203,72 @@ def test_sequences_iterables_and_files(world, rows, make_model, capsys, recwarn)
     assert few.apply(keras_dist.shard(by="files")) is few
     warned = [str(one.message) for one in recwarn if "fewer files" in str(one.message)]
     assert len(warned) == (world.rank == 0)
+
+
+@pytest.mark.three_ranks
+@pytest.mark.several_ranks
+def test_files_belong_to_a_rank_each(world, make_model, capsys):
+    """A pass ends for all ranks with the first one that has no more rows."""
+    names = tf.data.Dataset.range(7).shuffle(7, seed=3)  # of 5 rows each
+    seen = []
+
+    class Recording(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x):
+            seen.extend(x.numpy()[:, 0].astype(int).tolist())
+            return self.dense(x)
+
+    model = Recording()
+    model.compile("sgd", "mse", run_eagerly=True)
+    files = names.apply(keras_dist.shard(by="files"))
+    rows = files.interleave(lambda n: tf.data.Dataset.range(5 * n, 5 * n + 5))
+    data = rows.map(lambda n: ([tf.cast(n, tf.float32)], [0.0])).batch(5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        keras_dist.dist_fit(model, data, verbose=2, lr_scaling=1e-6)
+    assert_equal_to_the_bit(model)
+    trained = sum(keras_dist.gather(seen), [])
+    whole = 7 // world.size * world.size * 5
+    assert set(trained) <= set(range(35)) and len(set(trained)) == whole
+    if world.rank == 0:
+        assert "sharded before decoding, by file" in capsys.readouterr().out
+        assert any("Rows dropped: 5 of rank 0" in str(one.message) for one in caught)
+
+
+@pytest.mark.several_ranks
+def test_files_are_divided_at_their_source(world, make_model, tmp_path, capsys):
+    """Each row once, no file twice; without files, the plan says so."""
+    folder = Path(keras_dist.broadcast(str(tmp_path)))
+    for number in range(world.rank, 2 * world.size, world.size):
+        lines = [f"{row}\n" for row in range(6 * number, 6 * number + 6)]
+        (folder / f"{number}.txt").write_text("".join(lines))
+    keras_dist.gather("written")
+    decoder = Decoder()
+
+    def parsed(line):
+        x, _ = decoder(tf.strings.to_number(line)[None], ())
+        return x * tf.ones(5), tf.zeros(())
+
+    files = tf.data.Dataset.list_files(str(folder / "*.txt"))
+    lines = files.interleave(tf.data.TextLineDataset).map(parsed).batch(4)
+    arrays = tf.data.Dataset.from_tensor_slices((np.ones((9, 5)), np.ones(9))).batch(4)
+    for data, says in (
+        (lines, "sharded at its source by TensorFlow, by file"),
+        (arrays, "makes all of them (TensorFlow finds nothing that reads files)"),
+    ):
+        capsys.readouterr()
+        model = make_model()
+        keras_dist.dist_fit(model, data, shard="source", verbose=2)
+        assert_equal_to_the_bit(model)
+        printed = " ".join(re.findall(r"[^│╭╰\s]+", capsys.readouterr().out))
+        assert (says in printed) == (world.rank == 0)
+    assert decoder.of_all_ranks() == 12 * world.size
+    loss, _ = make_model().evaluate(lines, verbose=0)
+    many = keras_dist.DistributedModel(make_model(), shard="source")
+    assert many.evaluate(lines, verbose=0)[0] == pytest.approx(loss, abs=1e-6)
 
 
 def list_of(sequence):
