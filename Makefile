@@ -11,7 +11,7 @@ KERAS2 := .venv-keras2
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test long demo docs equivalence fuzz mutations bench levers growth growth-hosts slow-network kills looks \
+.PHONY: help setup check test long demo docs equivalence fuzz mutations bench levers growth growth-hosts slow-network input kills looks \
     rows hosts clusters recordings
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo "make growth  write docs/growth.md: what more ranks and layers cost"
 	@echo "make growth-hosts  write its section on what more hosts cost the launcher"
 	@echo "make slow-network  write docs/slow_network.md: local SGD where the network is slow (root)"
+	@echo "make input   write docs/input.md: what decoding costs, late and early"
 	@echo "PYTHON=...   the Python of the environment (now: $(PYTHON))"
 
 setup: $(READY)
@@ -162,3 +163,6 @@ growth-hosts: setup
 
 slow-network: setup
 	$(BIN)/python benchmarks/slow_network.py
+
+input: setup
+	$(BIN)/python benchmarks/input.py

@@ -37,6 +37,7 @@ __all__ = [
     "local_size",
     "rank",
     "run",
+    "shard",
     "size",
     "sum",
 ]
@@ -90,6 +91,7 @@ if not _missing and not _is_command:
     from keras_dist.fit import dist_fit
     from keras_dist.launch import run
     from keras_dist.optimizer import DistributedOptimizer
+    from keras_dist.setup.shard import shard
     from keras_dist.training import saving
 
     prepare()

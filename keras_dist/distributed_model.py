@@ -17,6 +17,7 @@ from keras_dist.training import step
 from keras_dist.training.autotune import untuned
 from keras_dist.training.metric_scope import EvaluatedData
 from keras_dist.training.predict import predict_sharded, rows_to_predict
+from keras_dist.training.predict_divided import is_divided_by_row, predict_divided
 
 _ADVICE = "Start every rank with the same script, arguments and data."
 
@@ -77,7 +78,7 @@ class DistributedModel:
             if comm.size() == 1:
                 given = x, y, batch_size, verbose, sample_weight, steps, callbacks
                 return self.model.evaluate(*given, return_dict=return_dict)
-            x = comm.run_on_all(lambda: same_batches.opened(x))
+            x = comm.run_on_all(lambda: same_batches.opened(x, options.shard))
             spec = same_batches.shard_spec_of({"validation": x}, options.shard)
             pieces = x, y, sample_weight
             feed = comm.run_on_all(
@@ -125,9 +126,11 @@ class DistributedModel:
     ) -> Any:
         """As `keras.Model.predict`: arrays are sharded by row, and results gathered.
 
-        For other data (`tf.data.Dataset`, `PyDataset`, generator, ragged and sparse
-        tensors), and for all data with `shard="none"`, each rank predicts everything
-        that it was given, and nothing is gathered.
+        So are the results of a `tf.data.Dataset` that `keras_dist.shard` has divided by
+        rows or batches. For other data (`tf.data.Dataset`, `PyDataset`, generator,
+        ragged and sparse tensors), with `steps` for divided data, and for all data with
+        `shard="none"`, each rank predicts everything that it was given, and nothing is
+        gathered.
 
         Args:
             x, batch_size, verbose, steps, callbacks: As in `keras.Model.predict`.
@@ -157,18 +160,24 @@ class DistributedModel:
         }
         check_model(self.model, is_compiled=False)
         with comm.within(options.process_set), untuned(self.model):
-            if comm.size() == 1 or options.shard == "none" or not is_arrays(x):
+            if comm.size() == 1 or options.shard == "none":
+                return self.model.predict(x, steps=steps, **arguments)
+            local = {id(w) for layer in options.local_layers for w in layer.weights}
+
+            def predict(rows: Any) -> Any:
+                return self.model.predict(rows, **arguments)
+
+            def weights() -> list[Any]:
+                return [w for w in self.model.weights if id(w) not in local]
+
+            if gather and steps is None and is_divided_by_row(x):
+                return predict_divided(x, predict, weights)
+            if not is_arrays(x):
                 return self.model.predict(x, steps=steps, **arguments)
             arrays = comm.run_on_all(
                 lambda: rows_to_predict(x, batch_size=batch_size, steps=steps)
             )
-            local = {id(w) for layer in options.local_layers for w in layer.weights}
-            return predict_sharded(
-                arrays,
-                lambda rows: self.model.predict(rows, **arguments),
-                lambda: [w for w in self.model.weights if id(w) not in local],
-                gather=gather,
-            )
+            return predict_sharded(arrays, predict, weights, gather=gather)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)

@@ -86,8 +86,10 @@ def dist_fit(
         validation_steps_scaling: The same for `validation_steps`, or a number m for
             m × steps / size.
         shard: `"auto"`: arrays are sharded by row; data that comes in batches is
-            sharded by batch if all ranks have the same batches. `"none"`: you have
-            split all data.
+            sharded by batch if all ranks have the same batches. `"source"`: TensorFlow
+            divides the files that a `tf.data.Dataset` reads, so that no rank reads
+            those of another one; the global batches are not those of one process. Where
+            it finds no files, as `"auto"`. `"none"`: you have split all data.
         target_accuracy: Stop when `val_accuracy` has reached it: adds
             `StopAtAccuracy(target_accuracy)`.
         op, compression, local_layers, process_set: How gradients are averaged, as in
@@ -181,7 +183,7 @@ def _train(
 ) -> keras.callbacks.History:
     comm.announce_timeline(options.timeline)
     with comm.within(options.process_set):
-        given = comm.run_on_all(lambda: _opened(model, given))
+        given = comm.run_on_all(lambda: _opened(model, given, options))
         seed = comm.broadcast(_seed_of_order(model))
         resumed = checkpoint.opened(options, given.callbacks, seed)
         spec = same_batches.shard_spec_of(
@@ -203,9 +205,9 @@ def _train(
                 return model.fit(**arguments)
 
 
-def _opened(model: Any, given: KerasArguments) -> KerasArguments:
+def _opened(model: Any, given: KerasArguments, options: Options) -> KerasArguments:
     check_model(model)
-    return same_batches.with_streams(given)
+    return same_batches.with_streams(given, options.shard)
 
 
 def _seed_of_order(model: Any) -> int:

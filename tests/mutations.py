@@ -319,6 +319,20 @@ MUTATIONS = [
         ("test_streams.py", "every_kind"),
     ),
     Mutation(
+        "divided data: each rank has its own rows",
+        "sharding/division.py",
+        "return source.shard(size, rank)",
+        "return source.shard(size, 0)",
+        ("test_shard.py", "trains_as_one"),
+    ),
+    Mutation(
+        "divided data: what is before `shard` is compared",
+        "setup/divided_data.py",
+        "comm.agree(comm.run_on_all(seen), advice=_ADVICE)",
+        "comm.run_on_all(seen)",
+        ("test_shard.py", "cannot_be_divided"),
+    ),
+    Mutation(
         "batches: all ranks end after the same step",
         "sharding/batches_unknown_length.py",
         "return total == 0",

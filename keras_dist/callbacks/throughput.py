@@ -5,12 +5,16 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from keras_dist import comm
 from keras_dist.callbacks.breakdown import Times, breakdown
 from keras_dist.optimizer import Stopwatch
 from keras_dist.training import step
 from keras_dist.training.session import session_of
+
+# Of the time, above which the line says how to divide the input.
+_LARGE_INPUT = 0.1
 
 
 class Throughput(keras.callbacks.Callback):
@@ -27,7 +31,9 @@ class Throughput(keras.callbacks.Callback):
             same line, and logged as `logs["computing"]`, `["averaging"]`, `["waiting"]`
             (for the slowest rank) and `["input"]`: fractions of the total time of all
             ranks, which add up to 1. They cover at most the first 262,144 steps of an
-            epoch. In the first epoch, tracing counts as computing. On a GPU, where
+            epoch. If the input is more than 10 %, and every rank makes the batches of
+            all ranks, a line says how to divide that work: `keras_dist.shard`.
+            In the first epoch, tracing counts as computing. On a GPU, where
             work is queued, they may measure the queue: use `timeline` there.
 
     Example:
@@ -82,7 +88,7 @@ class Throughput(keras.callbacks.Callback):
         self._line = f"epoch {epoch + 1}: {rate:,.0f} rows/s on {ranks}"
         if None not in by_rank:
             fractions = breakdown(by_rank)
-            self._line += f"; {fractions}"
+            self._line += f"; {fractions}{self._advice(fractions.input)}"
             if logs is not None:
                 for name in ("computing", "averaging", "waiting", "input"):
                     logs[name] = getattr(fractions, name)
@@ -97,6 +103,19 @@ class Throughput(keras.callbacks.Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing to restore."""
+
+    def _advice(self, fraction: float) -> str:
+        feed = session_of(self.model).training_data.feed
+        if fraction <= _LARGE_INPUT or feed is None or not feed.makes_all_batches:
+            return ""
+        if isinstance(feed.stream.data, tf.data.Dataset):
+            line = "put\n  .apply(keras_dist.shard(batch_size)) before its first map"
+        else:
+            line = "loop over\n  keras_dist.shard(names) where it reads them"
+        return (
+            "\n  Every rank makes the batches of all ranks. To divide the work of the "
+            f"{feed.stream.kind}, {line}"
+        )
 
     def _measure(self) -> tuple[int, float]:
         if self._measured is None:

@@ -5,8 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from keras_dist import comm, sharding
+from keras_dist.setup import divided_data
 from keras_dist.setup.arguments import KerasArguments
 
 # In the plan, behind how the data is sharded.
@@ -41,7 +43,10 @@ def shard_spec_of(
         lambda: sharding.ShardSpec(comm.rank(), comm.size(), shard, seed, channel)
     )
     same, notes = _compared(streams, shard)
-    return replace(spec, same=same, notes=notes)
+    divided = divided_data.examined(streams)
+    return replace(
+        spec, same=same, notes=notes, lengths=divided.lengths, rows=divided.rows
+    )
 
 
 def _channel(process_set: Sequence[int] | None) -> sharding.Channel:
@@ -57,20 +62,25 @@ def _channel(process_set: Sequence[int] | None) -> sharding.Channel:
     return sharding.Channel(sum=within(comm.sum), gather=within(comm.gather))
 
 
-def with_streams(given: KerasArguments) -> KerasArguments:
+def with_streams(given: KerasArguments, shard: str) -> KerasArguments:
     """The arguments, with a `Stream` in place of data that comes in batches."""
-    return replace(
-        given, x=opened(given.x), validation_data=opened(given.validation_data)
-    )
+    validation = opened(given.validation_data, shard)
+    return replace(given, x=opened(given.x, shard), validation_data=validation)
 
 
-def opened(data: Any) -> Any:
+def opened(data: Any, shard: str) -> Any:
     """`data`, as a `Stream` if it comes in batches and there are several ranks."""
     if comm.size() == 1 or isinstance(data, sharding.Stream):
         return data
     x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
     is_single = y is None and not sharding.is_arrays(x) and sharding.is_stream(x)
-    return sharding.Stream(x) if is_single else data
+    if not is_single:
+        return data
+    stream = sharding.stream_of(x)
+    if shard == "source" and isinstance(x, tf.data.Dataset) and not stream.division:
+        own = sharding.divided_at_source(x, rank=comm.rank(), size=comm.size())
+        return stream if own is None else sharding.stream_of(own)
+    return stream
 
 
 def _compared(
@@ -88,8 +98,10 @@ def _compared(
     if size == 1:
         return same, notes
     kinds = {f"the kind of the {n} data": s.kind for n, s in known.items()}
-    facts = {"`shard`": shard} | kinds
+    facts = {"`shard`": shard} | kinds | divided_data.facts(known)
     comm.agree(facts, advice="Give every rank the same kind of data.")
+    same = {n: True for n, s in known.items() if s.is_declared}
+    known = {n: s for n, s in known.items() if n not in same and s.division is None}
     if shard == "none" or not known:
         return same, notes
     own = comm.run_on_all(lambda: {n: s.fingerprint(size) for n, s in known.items()})

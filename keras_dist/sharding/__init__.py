@@ -14,12 +14,20 @@ Arrays, sharded by row:
 - `arrays_schedule`: which rows come in which epoch, also after a resume; `DataPosition`
 - `arrays_reader`: read rows by index, from memory or from a memory-mapped file
 
+Data that `keras_dist.shard` divides before its rows are decoded:
+
+- `division`: divide a `tf.data.Dataset`; find out whether one was divided
+- `auto_shard`: let TensorFlow divide the files, for `shard="source"`
+- `declared`: sequences and iterables of which the user says what all ranks have
+
 Data that comes in batches, sharded by batch:
 
 - `batches`: `rank_batches`, which chooses among the files below
 - `batches_stream`: `Stream`, one view of data sets, sequences, generators, loaders
 - `batches_known_length`: shard a `tf.data.Dataset` of known or infinite length
 - `batches_sequence`: shard a `keras.utils.PyDataset`, by index
+- `batches_divided`: read a data set that was divided before its rows were decoded
+- `batches_indices`: which of the user's batches a rank reads at a step
 - `batches_schedule`: which batches come in which epoch, also after a resume
 
 The same, of unknown length: the ranks agree before each batch that all have one.
@@ -36,25 +44,49 @@ to communicate while it is read does so through a `Channel`.
 
 from keras_dist.sharding.arrays import is_arrays
 from keras_dist.sharding.arrays_schedule import DataPosition, EpochSchedule, either
+from keras_dist.sharding.auto_shard import divided_at_source
 from keras_dist.sharding.batches import own_error, reading
 from keras_dist.sharding.batches_stream import Stream, is_stream
+from keras_dist.sharding.declared import (
+    DeclaredIterable,
+    DeclaredSequence,
+    stream_of,
+)
+from keras_dist.sharding.division import (
+    Division,
+    divided,
+    division_of,
+    length_before_repeat,
+    seeds_of,
+    sources_of,
+)
 from keras_dist.sharding.feed import Channel, Feed, ShardSpec
 from keras_dist.sharding.training import training_feed
 from keras_dist.sharding.validation import hold_out, validation_feed
 
 __all__ = [
     "Channel",
+    "DeclaredIterable",
+    "DeclaredSequence",
+    "Division",
     "EpochSchedule",
     "Feed",
     "DataPosition",
     "ShardSpec",
     "Stream",
+    "divided",
+    "divided_at_source",
+    "division_of",
     "either",
     "hold_out",
     "is_arrays",
     "is_stream",
+    "length_before_repeat",
     "own_error",
     "reading",
+    "seeds_of",
+    "sources_of",
+    "stream_of",
     "training_feed",
     "validation_feed",
 ]

@@ -6,12 +6,12 @@ import math
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from keras_dist.sharding.batches_divided import divided_batches
 from keras_dist.sharding.batches_known_length import (
     checked_length,
     known_tail_rows,
@@ -20,42 +20,17 @@ from keras_dist.sharding.batches_known_length import (
     without_auto_shard,
 )
 from keras_dist.sharding.batches_schedule import (
-    BatchSchedule,
     batch_schedule_of,
     rest_and_whole,
 )
 from keras_dist.sharding.batches_sequence import ShardedSequence
-from keras_dist.sharding.batches_stream import Stream
+from keras_dist.sharding.batches_stream import Stream, finite_or_none
 from keras_dist.sharding.batches_unknown_length import UnknownLengthReader
-from keras_dist.sharding.feed import Feed, ShardSpec
+from keras_dist.sharding.feed import Feed, RankBatches, ShardSpec
 
 # Stands in TensorFlow's error, and in ours, where a pass has another number of batches
 # than the data set's cardinality says.
 _WRONG_LENGTH = re.compile(r"expected to contain .* but contained[^\[{]*")
-
-
-@dataclass(frozen=True)
-class RankBatches:
-    """The batches that one rank reads, and what is known about them.
-
-    Args:
-        data: The batches, in a type that Keras takes.
-        length: Number of batches in a pass, `math.inf`, or `None` if unknown.
-        epoch: Has a method `assign(epoch)`, to be called before each epoch is read;
-            `None` if the data is the same in every epoch.
-        schedule: Which batches come in which epoch; `None` if the data cannot be read
-            from the middle of an epoch.
-        reader: The reader of `data`, if the length is unknown.
-        has_rows: `False` if this rank has no rows of its own and evaluates a copy of
-            another rank's row, which its metrics must not count.
-    """
-
-    data: Any
-    length: float | None
-    epoch: Any = None
-    schedule: BatchSchedule | None = None
-    reader: UnknownLengthReader | None = None
-    has_rows: bool = True
 
 
 def rank_batches(
@@ -81,6 +56,8 @@ def rank_batches(
             evaluate.
     """
     data = stream.data
+    if stream.division is not None and spec.size > 1:
+        return divided_batches(stream, spec, is_training=is_training)
     keeps_position = is_training and spec.keeps_position and _has_fixed_order(stream)
     if spec.size == 1 and not keeps_position:
         return RankBatches(data, stream.length)
@@ -164,15 +141,6 @@ def estimated_steps(
     return math.ceil(stream.length / (spec.size if is_sharded else 1))
 
 
-def finite_or_none(length: float | None) -> int | None:
-    """A number of batches; `None` if it is unknown or infinite.
-
-    >>> finite_or_none(3), finite_or_none(None), finite_or_none(math.inf)
-    (3, None, None)
-    """
-    return None if length is None or length == math.inf else int(length)
-
-
 def kind_of(stream: Stream, spec: ShardSpec, name: str, *, is_sharded: bool) -> str:
     """The type of the data and how it is sharded, in the words of the plan.
 
@@ -184,11 +152,28 @@ def kind_of(stream: Stream, spec: ShardSpec, name: str, *, is_sharded: bool) -> 
     """
     if spec.size == 1:
         return stream.kind
+    if stream.division is not None:
+        if stream.division.by == "source":
+            return f"{stream.kind}, sharded at its source by TensorFlow, by file"
+        unit = {"rows": "row", "batches": "batch", "files": "file"}[stream.division.by]
+        return f"{stream.kind}, sharded before decoding, by {unit}"
     if is_sharded:
         note = spec.notes.get(name, "")
+        if stream.is_declared and isinstance(stream.data, keras.utils.PyDataset):
+            return f"{stream.kind}, sharded before decoding, by batch"
+        if spec.shard == "source" and isinstance(stream.data, tf.data.Dataset):
+            note = f" (TensorFlow finds nothing that reads files){note}"
+        if makes_all_batches(stream, spec, is_sharded=is_sharded):
+            note = f"; every rank makes all of them{note}"
         return f"{stream.kind}, sharded by batch, round robin{note}"
-    reason = ": the ranks' batches differ" if spec.shard == "auto" else ""
+    reason = ": the ranks' batches differ" if spec.shard != "none" else ""
     return f"{stream.kind}, already split{reason}"
+
+
+def makes_all_batches(stream: Stream, spec: ShardSpec, *, is_sharded: bool) -> bool:
+    """Whether each rank makes the batches of all ranks, and leaves out the others'."""
+    is_sequence = isinstance(stream.data, keras.utils.PyDataset)
+    return spec.size > 1 and is_sharded and not is_sequence
 
 
 def _round_robin_dataset(

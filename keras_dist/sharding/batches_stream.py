@@ -23,13 +23,19 @@ class Stream:
         data: A `tf.data.Dataset`, a `keras.utils.PyDataset`, a torch `DataLoader`, or
             an iterator such as a generator. Batches that `first` reads from an iterator
             are buffered, so that a later pass begins with them.
+        division: The `Division` of a data set that was divided before its rows were
+            decoded, if it was.
+        is_declared: Whether the user says that all ranks have the same batches.
 
     A stream is to be kept until a pass has been read: it holds what would cut a cache
     in a data set short if it were dropped before (`first_batches`).
     """
 
-    def __init__(self, data: Any) -> None:
+    def __init__(
+        self, data: Any, division: Any = None, is_declared: bool = False
+    ) -> None:
         self.data = data
+        self.division, self.is_declared = division, is_declared
         self.kind = type(data).__name__.lstrip("_")
         self.length = length_of(data)
         self._is_iterator = isinstance(data, Iterator)
@@ -83,6 +89,12 @@ class Stream:
         """A digest of the first batches: equal if the ranks read the same data."""
         return fingerprint_of(self._first_looks(size))
 
+    def fingerprint_of_sources(self, sources: Sequence[tf.data.Dataset]) -> str:
+        """A digest of the first elements of what `data` is made of."""
+        return fingerprint_of(
+            first_batches(source, _LOOKS, self._held) for source in sources
+        )
+
     def fingerprints(self, size: int) -> list[str]:
         """A digest of each component of the first batches; "" if its rows are equal.
 
@@ -115,16 +127,23 @@ def first_batches(dataset: tf.data.Dataset, count: int, held: list[Any]) -> list
     >>> [int(number) for number in first_batches(tf.data.Dataset.range(5), 2, [])]
     [0, 1]
     """
-    if not _has_cache_in_memory(dataset):
+    if not has_cache_in_memory(dataset):
         return list(dataset.take(count))
     held.append(iter(dataset))
     return list(itertools.islice(held[-1], count))
 
 
-def _has_cache_in_memory(dataset: tf.data.Dataset) -> bool:
+def has_cache_in_memory(dataset: tf.data.Dataset) -> bool:
+    """Whether a data set, or one that it was made of, keeps its elements in memory."""
     if tf.get_static_value(getattr(dataset, "_filename", None)) == b"":
         return True
-    return any(map(_has_cache_in_memory, dataset._inputs()))
+    return any(map(has_cache_in_memory, inputs_of(dataset)))
+
+
+def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """The data sets that `dataset` was made of (docs/decisions.md)."""
+    # `apply` of a function that returns its argument makes some their own input.
+    return [one for one in dataset._inputs() if one is not dataset]
 
 
 def is_stream(data: Any) -> bool:
@@ -154,6 +173,15 @@ def length_of(data: Any) -> float | None:
         return len(data)
     except TypeError:
         return None
+
+
+def finite_or_none(length: float | None) -> int | None:
+    """A number of batches; `None` if it is unknown or infinite.
+
+    >>> finite_or_none(3), finite_or_none(None), finite_or_none(math.inf)
+    (3, None, None)
+    """
+    return None if length is None or length == math.inf else int(length)
 
 
 def num_rows(batch: Any) -> int:

@@ -44,6 +44,8 @@ class UnknownLengthReader:
         self._stream = stream
         self._rank, self._size = spec.rank, spec.size
         self._is_sharded, self._is_training = is_sharded, is_training
+        # Fewer rows than ranks are left out at the end of a pass over any data.
+        self._has_tail = stream.division is not None and not stream.division.is_by_file
         self._channel = spec.channel if is_training else None
 
     def dataset(self) -> tf.data.Dataset:
@@ -83,8 +85,9 @@ class UnknownLengthReader:
                 self.failure = RuntimeError(f"On rank {rank}: {text}")
             raise self.failure
         if total > 0 and total < self._size and self._channel is not None:
-            rows = None if batch is None else num_rows(batch)
-            _say_what_is_dropped(step, self._channel.gather(rows), self._rank)
+            rows = self._channel.gather(None if batch is None else num_rows(batch))
+            if not self._has_tail or sum(filter(None, rows)) >= self._size:
+                _say_what_is_dropped(step, rows, self._rank)
         return total == 0
 
     def _round_robin(self) -> Iterator[Any]:

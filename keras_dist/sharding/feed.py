@@ -41,6 +41,8 @@ class Feed:
             the batches in the user's data; `None` if unknown.
         reader: The `UnknownLengthReader` that reads the batches, if one does.
         stream: The `Stream` whose batches are read, to be kept until a pass is read.
+        makes_all_batches: Whether each rank makes the batches of all ranks, and leaves
+            out those of the others.
         facts: Name and value of everything that has to be equal on all ranks.
     """
 
@@ -62,7 +64,35 @@ class Feed:
     batches_at: Callable[[int, int], Sequence[int]] | None = None
     reader: Any = None
     stream: Any = None
+    makes_all_batches: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RankBatches:
+    """The batches that one rank reads, and what is known about them.
+
+    Args:
+        data: The batches, in a type that Keras takes.
+        length: Number of batches in a pass, `math.inf`, or `None` if unknown.
+        epoch: Has a method `assign(epoch)`, to be called before each epoch is read;
+            `None` if the data is the same in every epoch.
+        schedule: Which batches come in which epoch; `None` if the data cannot be read
+            from the middle of an epoch.
+        reader: The reader of `data`, if the length is unknown.
+        total: Batches of all ranks in a pass, if the data was divided before its rows
+            were decoded and they are known.
+        has_rows: `False` if this rank has no rows of its own and evaluates a copy of
+            another rank's row, which its metrics must not count.
+    """
+
+    data: Any
+    length: float | None
+    epoch: Any = None
+    schedule: BatchSchedule | None = None
+    reader: Any = None
+    total: int | None = None
+    has_rows: bool = True
 
 
 @dataclass(frozen=True)
@@ -85,7 +115,8 @@ class ShardSpec:
     Args:
         rank: This rank.
         size: Number of ranks.
-        shard: `"auto"` to shard the data; `"none"` if the user has already split it.
+        shard: `"auto"` to shard the data; `"source"` to let TensorFlow divide files;
+            `"none"` if the user has already split it.
         seed: Seed of the order of the rows, the same on all ranks.
         channel: Collectives for data that needs them while it is read.
         keeps_position: Whether the order of the rows is ours on a single rank, too. A
@@ -94,6 +125,9 @@ class ShardSpec:
         same: For the "training" and the "validation" data that comes in batches:
             whether batch i is the same on all ranks, or may be taken for it.
         notes: What the plan says of such data, beside how it is sharded.
+        lengths: For data that was divided before its rows were decoded: the batches in
+            a pass of each rank, `math.inf`, or `None` if unknown.
+        rows: For such data of which this rank has nothing: a row of another rank.
     """
 
     rank: int
@@ -105,10 +139,12 @@ class ShardSpec:
     position: DataPosition | None = None
     same: Mapping[str, bool] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
+    lengths: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+    rows: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.shard not in ("auto", "none"):
+        if self.shard not in ("auto", "source", "none"):
             raise ValueError(
-                '`shard` must be "auto" or "none" (the data is already split). '
-                f"Received: shard={self.shard!r}"
+                '`shard` must be "auto", "source" or "none" (the data is already '
+                f"split). Received: shard={self.shard!r}"
             )

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -19,7 +18,7 @@ from keras_dist.sharding.arrays import (
     shard_training,
     weights_of_rows,
 )
-from keras_dist.sharding.arrays_order import Order, batches_at
+from keras_dist.sharding.arrays_order import Order
 from keras_dist.sharding.arrays_rows import (
     left_out_rows,
     rows_of_rank,
@@ -32,9 +31,10 @@ from keras_dist.sharding.batches import (
     estimated_steps,
     finite_or_none,
     kind_of,
+    makes_all_batches,
     rank_batches,
 )
-from keras_dist.sharding.batches_sequence import ShardedSequence
+from keras_dist.sharding.batches_indices import batch_indices
 from keras_dist.sharding.batches_stream import Stream
 from keras_dist.sharding.feed import KERAS_BATCH_SIZE, Feed, ShardSpec
 
@@ -189,7 +189,7 @@ def _stream_feed(
         kind=kind_of(stream, spec, "training", is_sharded=is_sharded),
         batch_size=batch_size,
         is_scaled=steps_before is not None,
-        steps_before=steps_before or finite_or_none(stream.length),
+        steps_before=steps_before or _steps_of_one_process(own, stream, spec),
         steps=min(filter(None, (steps, steps_of_pass)), default=None),
         is_exact=(own.length is not None or spec.size == 1)
         and not (schedule is not None and schedule.is_within_epoch),
@@ -198,7 +198,8 @@ def _stream_feed(
         schedule=schedule,
         reader=own.reader,
         stream=stream,
-        batches_at=_batches_at(own, stream, steps, spec, is_sharded, shuffle),
+        makes_all_batches=makes_all_batches(stream, spec, is_sharded=is_sharded),
+        batches_at=batch_indices(own, stream, steps, spec, is_sharded, shuffle),
         facts={
             "the batches of a pass over its data": finite_or_none(own.length),
             "the steps of an epoch": steps,
@@ -207,46 +208,17 @@ def _stream_feed(
     )
 
 
-def _batches_at(
-    own: RankBatches,
-    stream: Stream,
-    steps: int | None,
-    spec: ShardSpec,
-    is_sharded: bool,
-    shuffle: bool,
-) -> Callable[[int, int], Sequence[int]] | None:
-    """A function of an epoch and a step that returns the indices of the batches.
-
-    It is `None` if Keras shuffles the batches, in an order that nobody else knows.
-    """
-    if isinstance(own.data, ShardedSequence):
-        return own.data.batches_at
-    if shuffle and isinstance(own.data, keras.utils.PyDataset):
-        return None
-    length = finite_or_none(stream.length)
-
-    def batches(epoch: int, step: int) -> Sequence[int]:
-        # With `steps_per_epoch` an epoch begins where the epoch before it ended.
-        step_of_pass = epoch * (steps or 0) + step
-        skipped = own.schedule.skipped_in(epoch) if own.schedule else 0
-        if steps and own.length is not None and finite_or_none(own.length):
-            step_of_pass %= int(own.length)
-        total = own.reader.total if length is None and own.reader else length
-        return batches_at(
-            step_of_pass,
-            total=total,
-            spec=spec,
-            is_sharded=is_sharded,
-            skipped=skipped,
-        )
-
-    return batches
+def _steps_of_one_process(
+    own: RankBatches, stream: Stream, spec: ShardSpec
+) -> int | None:
+    is_divided = stream.division is not None and spec.size > 1
+    return own.total if is_divided else finite_or_none(stream.length)
 
 
 def _check_stream(
     stream: Stream, arguments: dict[str, Any], steps: int | None, spec: ShardSpec
 ) -> None:
-    if spec.size > 1 and spec.shard == "auto" and is_ragged_or_sparse(arguments):
+    if spec.size > 1 and spec.shard != "none" and is_ragged_or_sparse(arguments):
         raise ValueError(
             "Ragged and sparse tensors cannot be sharded. Received: x of "
             f"type {stream.kind}. Pass dense arrays, or split the data yourself "
@@ -272,7 +244,7 @@ def _check_rows(arrays: Arrays, spec: ShardSpec) -> None:
             "There is no data to train on. Received: arrays of 0 rows. Pass at least "
             "one row for each rank."
         )
-    if spec.shard == "auto" and arrays.num_rows < spec.size:
+    if spec.shard != "none" and arrays.num_rows < spec.size:
         raise ValueError(
             "Each rank needs at least one row. "
             f"Received: {arrays.num_rows} rows for {spec.size} ranks. "

@@ -147,7 +147,8 @@ def _stream_feed(
         is_scaled=steps_before is not None,
         steps_before=steps_before or finite_or_none(stream.length),
         steps=min(filter(None, (steps, steps_of_pass)), default=None),
-        is_exact=own.length is not None or spec.size == 1,
+        # With `steps`, a rank that has fewer rows left makes fewer of them.
+        is_exact=own.length is not None and stream.division is None or spec.size == 1,
         has_rows=own.has_rows,
         reader=own.reader,
         stream=stream,

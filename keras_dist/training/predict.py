@@ -83,17 +83,25 @@ def predict_sharded(
         )
 
     outputs = comm.run_on_all(outputs_of_rows)
+    agree_on_outputs(outputs, weights())
+    return gathered_outputs(outputs, arrays.num_rows) if gather else outputs
+
+
+def agree_on_outputs(outputs: Any, weights: Sequence[Any]) -> None:
+    """Raise an error on all ranks if their weights, or kinds of outputs, differ."""
     leaves = [leaf for leaf in keras.tree.flatten(outputs) if leaf is not None]
     kinds = [(leaf.shape[1:], str(leaf.dtype)) for leaf in leaves]
     comm.agree(
-        {"the weights": _checksum(weights()), "the shapes of the predictions": kinds},
+        {"the weights": _checksum(weights), "the shapes of the predictions": kinds},
         advice=_ADVICE,
         names={"the weights": "these are checksums"},
     )
-    if not gather:
-        return outputs
+
+
+def gathered_outputs(outputs: Any, num_rows: int) -> Any:
+    """The outputs of all ranks, of which rank r of N has the rows r, r + N, …."""
     return keras.tree.map_structure(
-        lambda leaf: None if leaf is None else _gathered(leaf, arrays.num_rows), outputs
+        lambda leaf: None if leaf is None else _gathered(leaf, num_rows), outputs
     )
 
 

@@ -13,6 +13,7 @@ from resumable import (
     NUM_ROWS,
     Batches,
     as_dataset,
+    as_divided,
     make_model,
     rows_of_all,
     train,
@@ -77,7 +78,8 @@ def test_a_training_that_was_ended_resumes_to_the_bit(folder):
 
 
 @pytest.mark.parametrize(
-    "as_data", [as_dataset, pytest.param(Batches, marks=pytest.mark.long)]
+    "as_data",
+    [as_dataset, as_divided, pytest.param(Batches, marks=pytest.mark.long)],
 )
 def test_data_in_batches_resumes_where_it_was(folder, as_data):
     """At a batch: none before it is read again, and none is left out."""

@@ -1,0 +1,233 @@
+"""What decoding costs: every rank decodes all files, or each its own.
+
+    make input
+
+JPEG files are written to a folder of the disk. One process, two ranks and four train on
+them in turn, with the same global batch. On ranks the data is sharded when its batches
+are made (`late`), and before it is decoded by `keras_dist.shard` (`early`), alternately
+in the same processes. Processor seconds are those of all ranks together, less those of
+the same training on pictures that are in memory; they count no other programs.
+Writes docs/input.md.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MARK = "measured: "
+GLOBAL_BATCH = 64
+SIDE = 320
+WAYS = ("memory", "late", "early")
+REPEATS = 2
+
+_WORDS = """# What decoding costs
+
+Written by `make input`; do not edit. {files:,} JPEG files of {side} × {side} pixels are
+read, decoded and resized to 64 × 64 in `map`, {batch} rows in a global batch, on
+{cores} cores. One process and the ranks were started in turn, {rounds} rounds; the ways
+were trained alternately in the same processes: medians (smallest to largest).
+
+- late: the data is sharded when its batches are made;
+- early: `.apply(keras_dist.shard(batch_size))` before the `map`.
+
+Pictures that are read ahead for the next epoch count, too. Ratios are to one process of
+the same round. The load of the machine (the mean number of
+programs that wanted a core, in the minute before a round) was {load}.
+
+## Processor seconds of decoding, an epoch of all ranks together
+
+| ranks | late | early | late ÷ one process | early ÷ one process |
+|---|---|---|---|---|
+{decoding}
+
+## Seconds of an epoch
+
+Of a model whose step takes next to nothing, and of the small CNN of `make bench`.
+
+| model | ranks | late | early | late ÷ one process | early ÷ one process |
+|---|---|---|---|---|---|
+{epochs}
+"""
+
+
+def main() -> None:
+    """Measure in rounds, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--files", type=int, default=1024)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        worker(Path(arguments.worker))
+        return
+    found: dict[int, list[dict[str, list[float]]]] = {1: [], 2: [], 4: []}
+    loads = []
+    with tempfile.TemporaryDirectory() as folder:
+        write_files(Path(folder), arguments.files)
+        for number in range(arguments.rounds):
+            loads.append(os.getloadavg()[0])
+            for ranks, rounds in found.items():
+                rounds.append(measure(folder, ranks))
+                print(number + 1, ranks, rounds[-1], flush=True)
+    page = _WORDS.format(
+        files=arguments.files,
+        side=SIDE,
+        batch=GLOBAL_BATCH,
+        cores=len(os.sched_getaffinity(0)),
+        rounds=arguments.rounds,
+        load=", ".join(f"{load:.1f}" for load in loads),
+        decoding="\n".join(lines_of(found, "decoding")),
+        epochs="\n".join(
+            [
+                *lines_of(found, "seconds of the smallest", "| smallest "),
+                *lines_of(found, "seconds of the CNN", "| small CNN "),
+            ]
+        ),
+    )
+    (ROOT / "docs" / "input.md").write_text(page)
+
+
+def lines_of(found, name, before=""):
+    """A row of a table for each number of ranks."""
+    one = [measured[f"early: {name}"] for measured in found[1]]
+    for ranks, rounds in found.items():
+        cells = []
+        for way in ("late", "early"):
+            cells.append(spread([measured[f"{way}: {name}"] for measured in rounds]))
+        for way in ("late", "early"):
+            own = [measured[f"{way}: {name}"] for measured in rounds]
+            cells.append(spread([a / b for a, b in zip(own, one, strict=True)]))
+        if ranks == 1:
+            cells = [cells[1], "the same", "1", "1"]
+        yield f"{before}| {ranks} | " + " | ".join(cells) + " |"
+
+
+def spread(values):
+    """Median, smallest and largest."""
+    low, high = min(values), max(values)
+    return f"{statistics.median(values):.2f} ({low:.2f} to {high:.2f})"
+
+
+def write_files(folder: Path, count: int) -> None:
+    """JPEG files of soft noise, as large as photographs of that size."""
+    script = f"""
+import numpy as np
+import tensorflow as tf
+random = np.random.default_rng(0)
+for number in range({count}):
+    soft = tf.image.resize(random.uniform(0, 255, (40, 40, 3)), ({SIDE}, {SIDE}))
+    noisy = soft + random.normal(0, 12, ({SIDE}, {SIDE}, 3))
+    picture = tf.cast(tf.clip_by_value(noisy, 0, 255), tf.uint8)
+    tf.io.write_file(f"{folder}/{{number:05}}.jpg", tf.io.encode_jpeg(picture))
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def measure(folder, ranks):
+    """One launch; what its first rank has measured."""
+    worker_command = [sys.executable, __file__, "--worker", folder]
+    start = [sys.executable, "-m", "keras_dist", "run", "-np", str(ranks)]
+    command = worker_command if ranks == 1 else [*start, *worker_command]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    for line in done.stdout.splitlines():
+        if MARK in line:
+            return json.loads(line.split(MARK, 1)[1])
+    raise RuntimeError(done.stdout + done.stderr)
+
+
+def worker(folder: Path) -> None:
+    """Trains each model on each kind of data in turn; prints medians."""
+    import keras  # noqa: PLC0415 - the process that starts others needs no TensorFlow
+    import tensorflow as tf  # noqa: PLC0415
+
+    import keras_dist  # noqa: PLC0415
+
+    keras.utils.set_random_seed(1)
+    size = keras_dist.size()
+    batch = GLOBAL_BATCH // size
+    names = sorted(str(path) for path in folder.glob("*.jpg"))
+    sources = tf.data.Dataset.from_tensor_slices(
+        (names, tf.range(len(names), dtype=tf.int32) % 10)
+    )
+
+    def decode(name, label):
+        picture = tf.io.decode_jpeg(tf.io.read_file(name), channels=3)
+        return tf.image.resize(picture, (64, 64)) / 255.0, label
+
+    pictures = sources.map(decode, tf.data.AUTOTUNE)
+    x, y = next(iter(pictures.batch(len(names))))
+    in_memory = tf.data.Dataset.from_tensor_slices((x.numpy(), y.numpy()))
+    data = {
+        "memory": in_memory.apply(keras_dist.shard(batch)).batch(batch),
+        "late": pictures.batch(batch),
+        "early": sources.apply(keras_dist.shard(batch))
+        .map(decode, tf.data.AUTOTUNE)
+        .batch(batch),
+    }
+    layers = keras.layers
+    models = {
+        "the smallest": [layers.AveragePooling2D(64), layers.Flatten()],
+        "the CNN": [
+            layers.Conv2D(32, 3, activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Conv2D(64, 3, activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Flatten(),
+            layers.Dense(128, activation="relu"),
+        ],
+    }
+
+    class Epoch(keras.callbacks.Callback):
+        """Seconds and processor seconds of the last epoch; the first one traces."""
+
+        def on_epoch_begin(self, epoch, logs=None):
+            keras_dist.gather("all begin")
+            self.begins = time.perf_counter(), time.process_time()
+
+        def on_epoch_end(self, epoch, logs=None):
+            ends = time.perf_counter(), time.process_time()
+            self.spent = [end - b for end, b in zip(ends, self.begins, strict=True)]
+
+    measured: dict[str, list[float]] = {}
+    for name, body in models.items():
+        model = keras.Sequential(
+            [keras.Input((64, 64, 3)), *body, layers.Dense(10, activation="softmax")]
+        )
+        model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=False)
+        seconds = {way: [] for way in WAYS}
+        processor = {way: [] for way in WAYS}
+        for _ in range(REPEATS):
+            for way in WAYS:
+                epoch = Epoch()
+                keras_dist.dist_fit(
+                    model, data[way].prefetch(2), epochs=2, verbose=0, callbacks=[epoch]
+                )
+                everyone = keras_dist.gather(epoch.spent)
+                seconds[way].append(max(spent[0] for spent in everyone))
+                processor[way].append(sum(spent[1] for spent in everyone))
+        for way in WAYS:
+            measured[f"{way}: seconds of {name}"] = statistics.median(seconds[way])
+            if name == "the smallest":
+                pairs = zip(processor[way], processor["memory"], strict=True)
+                decoding = statistics.median(own - floor for own, floor in pairs)
+                measured[f"{way}: decoding"] = decoding
+    if keras_dist.rank() == 0:
+        print(MARK + json.dumps(measured), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""`shard`: the user divides data among the ranks before it is decoded."""
+
+import operator
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, overload
+
+import keras
+import tensorflow as tf
+
+from keras_dist import comm, sharding
+
+_WAYS = ("rows", "batches", "files")
+
+
+@overload
+def shard(
+    batch_size: int | None = None,
+    by: str = "rows",
+    process_set: Sequence[int] | None = None,
+) -> Callable[[tf.data.Dataset], tf.data.Dataset]: ...
+
+
+@overload
+def shard(
+    batch_size: Any, by: str = "rows", process_set: Sequence[int] | None = None
+) -> Any: ...
+
+
+def shard(
+    batch_size: Any = None,
+    by: str = "rows",
+    process_set: Sequence[int] | None = None,
+) -> Any:
+    """Divide data among the ranks before its rows are decoded.
+
+    Without it each rank decodes all rows, and then leaves out the batches of the other
+    ranks. `dataset.apply(keras_dist.shard(batch_size))` before the first expensive
+    `map` leaves this rank the rows that it is going to train on. After
+    `.batch(batch_size)` all ranks together read the global batches of one process, the
+    last one included. On one process nothing is changed.
+
+    `dist_fit`, `evaluate` and `predict` know such data, and do not shard it once more.
+    The order before `shard` must be the same on all ranks: a `shuffle` needs a `seed`.
+    `filter`, `take`, `skip` and `repeat` belong before `shard`.
+
+    Args:
+        batch_size: Rows of one rank's batch, as in the `.batch` that follows; N ranks
+            make steps with N × `batch_size` rows. Without it a training cannot be
+            resumed in the middle of an epoch, unless the batches have a static shape.
+            Or, as the only argument, the data: a `tf.data.Dataset`, a list, a
+            `keras.utils.PyDataset`, or another iterable of the same elements on all
+            ranks.
+        by: `"rows"`: rank r of N has the rows r, r + N, …. `"batches"`: it has the
+            batches r, r + N, … of `batch_size` rows; without `batch_size`, each element
+            is a batch. `"files"`: each element is a file. A rank reads whole files, so
+            that the global batches are not those of one process, and it is its own
+            affair how many rows they have. With fewer files than ranks, nothing is
+            divided here, with a warning.
+        process_set: As of `dist_fit`: the ranks that train on this data.
+
+    Returns:
+        A function for `tf.data.Dataset.apply`. If data was passed, this rank's part: a
+        data set, a list, a `PyDataset` or an iterable, as was passed.
+
+    Raises:
+        ValueError: If an argument is unusable, the data was already divided, or its
+            shuffle has no seed.
+        TypeError: If the data is neither in rows nor in batches.
+
+    Example:
+
+    >>> rows = tf.data.Dataset.range(8).apply(shard(2))
+    >>> [batch.tolist() for batch in rows.batch(2).as_numpy_iterator()]
+    [[0, 1], [2, 3], [4, 5], [6, 7]]
+    >>> shard(["a.jpg", "b.jpg"])
+    ['a.jpg', 'b.jpg']
+    """
+    if by not in _WAYS:
+        raise ValueError(
+            f'`by` must be "rows", "batches" or "files". Received: by={by!r}'
+        )
+    rows = _whole_or_none(batch_size)
+    if rows is not None and rows < 1:
+        raise ValueError(
+            "`batch_size`, the rows of one rank's batch, must be a whole number of at "
+            f"least 1. Received: batch_size={batch_size!r}"
+        )
+    with comm.within(process_set):
+        rank, size = comm.rank(), comm.size()
+    if rows is None and batch_size is not None:
+        return _of_rank(batch_size, by, rank, size)
+    return lambda dataset: _divided(dataset, rows, by, rank, size)
+
+
+def _whole_or_none(value: Any) -> int | None:
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _of_rank(data: Any, by: str, rank: int, size: int) -> Any:
+    """One rank's part of any data."""
+    if isinstance(data, tf.data.Dataset):
+        return _divided(data, None, by, rank, size)
+    is_sequence = isinstance(data, keras.utils.PyDataset)
+    is_array = hasattr(data, "shape") or isinstance(data, (str, bytes, dict))
+    if is_array or not (is_sequence or isinstance(data, Iterable)):
+        raise TypeError(
+            "`shard` takes a tf.data.Dataset, a keras.utils.PyDataset, a list or "
+            f"another iterable. Received: data of type {type(data).__name__}. Arrays "
+            "are sharded by `dist_fit`."
+        )
+    if size == 1 or (by == "files" and _are_too_few(data, size)):
+        return data
+    if is_sequence:
+        return sharding.DeclaredSequence(data, rank=rank, size=size)
+    if isinstance(data, (list, tuple)):
+        return data[rank::size]
+    return sharding.DeclaredIterable(data, rank=rank, size=size)
+
+
+def _divided(
+    dataset: tf.data.Dataset, batch_size: int | None, by: str, rank: int, size: int
+) -> tf.data.Dataset:
+    if not isinstance(dataset, tf.data.Dataset):
+        raise TypeError(
+            "What `shard(…)` returns is for `tf.data.Dataset.apply`. "
+            f"Received: data of type {type(dataset).__name__}"
+        )
+    if sharding.division_of(dataset) is not None:
+        raise ValueError(
+            "The data was already divided by `keras_dist.shard`. "
+            f"Received: a {type(dataset).__name__}. Apply it once."
+        )
+    if size == 1 or (by == "files" and _are_too_few(dataset, size)):
+        return dataset
+    if (0, 0) in sharding.seeds_of(dataset):
+        raise ValueError(
+            "The data is shuffled without a seed before `shard`: each rank would take "
+            f"its part of another order. Received: a {type(dataset).__name__}. Pass "
+            "`seed` to `shuffle` (and to `list_files`), or call "
+            "keras.utils.set_random_seed with the same number on every rank before."
+        )
+    return sharding.divided(dataset, by=by, batch_size=batch_size, rank=rank, size=size)
+
+
+def _are_too_few(data: Any, size: int) -> bool:
+    """Whether there are fewer files than ranks; then the first rank warns."""
+    count = sharding.Stream(data).length
+    if count is None or count >= size:
+        return False
+    if comm.rank() == 0:
+        warnings.warn(
+            f"There are fewer files than ranks. Received: {count} files for {size} "
+            "ranks. Each rank reads all of them, and the batches that are made of them "
+            "are sharded.",
+            stacklevel=4,
+        )
+    return True

@@ -1,0 +1,357 @@
+"""Data that each rank divides before it is decoded; the oracle is plain Keras."""
+
+import itertools
+import re
+import time
+import warnings
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from claims import (
+    assert_equal_to_the_bit,
+    largest_difference,
+    raises_everywhere,
+    shortened,
+)
+
+import keras_dist
+
+BATCH = 5
+
+
+class Decoder:
+    """What a `map` does for each row; it counts the rows."""
+
+    def __init__(self):
+        self.count = 0
+
+    def _decode(self, x):
+        self.count += 1
+        return 2 * x
+
+    def __call__(self, x, *others):
+        decoded = tf.numpy_function(self._decode, [x], tf.float32)
+        return tf.ensure_shape(decoded, x.shape), *others
+
+    def of_all_ranks(self):
+        """Rows decoded on all ranks, since the last call."""
+        count, self.count = self.count, 0
+        return sum(keras_dist.gather(count))
+
+
+KINDS = ("by row", "by batch", "batches", "of unknown length", "weighted")
+
+
+def sources(x, y, decoder):
+    """Data sets that are divided, by what is special."""
+    rows = tf.data.Dataset.from_tensor_slices((x, y))
+
+    def by_row(data):
+        data = data.apply(keras_dist.shard(BATCH)).map(decoder).batch(BATCH)
+        return data.prefetch(1)
+
+    return {
+        "by row": by_row(rows),
+        "by batch": (
+            rows.apply(keras_dist.shard(BATCH, by="batches")).map(decoder).batch(BATCH)
+        ),
+        "batches": (
+            rows.batch(BATCH)
+            .apply(keras_dist.shard(by="batches"))
+            .map(lambda x, y: decoder(x, y))
+        ),
+        "of unknown length": by_row(rows.filter(lambda x, y: True)),
+        "weighted": by_row(
+            tf.data.Dataset.from_tensor_slices((x, y, np.ones(len(y), "float32")))
+        ),
+    }
+
+
+def fit(model, data, **arguments):
+    """Trains; that data has ended is no warning, nor are rows that are left out."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Your input ran out of data")
+        warnings.filterwarnings("error", "A pass over the data ended")
+        return keras_dist.dist_fit(model, data, verbose=0, **arguments)
+
+
+@pytest.mark.three_ranks
+@pytest.mark.several_ranks
+@pytest.mark.parametrize(
+    "case",
+    shortened(
+        itertools.product(KINDS, (91, 96)),
+        quick=[("by row", 91), ("by batch", 96), ("of unknown length", 91)],
+    ),
+)
+def test_divided_data_trains_as_one_process_does(world, rows, make_model, case):
+    """Weights and metrics, the last batch and validation too; each row decoded once.
+
+    Of 91 rows fewer than there are ranks are left for the last global batch.
+    """
+    kind, count = case
+    x, y = (array[:count] for array in rows)
+    whole = BATCH * world.size
+    used = count - count % whole if count % whole < world.size else count
+    held_out = x[:32], y[:32]
+    oracle = make_model(keras.optimizers.SGD(0.1 * world.size))
+    expected = oracle.fit(
+        2 * x[:used],
+        y[:used],
+        batch_size=whole,
+        shuffle=False,
+        epochs=2,
+        verbose=0,
+        validation_data=(2 * held_out[0], held_out[1]),
+    ).history
+    oracle.optimizer.learning_rate = 0.1
+    decoder = Decoder()
+    model = make_model(keras.optimizers.SGD(0.1))
+    validation = sources(*held_out, Decoder())[kind]
+    data = sources(x, y, decoder)[kind]
+    history = fit(model, data, validation_data=validation, epochs=2).history
+    assert largest_difference(model, oracle) < 1e-5
+    assert_equal_to_the_bit(model)
+    for name in ("accuracy", "val_loss", "val_accuracy"):
+        assert history[name] == pytest.approx(expected[name], abs=1e-6)
+    # Of batches, those that are left over are divided by row, and decoded by each rank.
+    of_batches = -(-count // BATCH) + world.size
+    assert decoder.of_all_ranks() <= 2 * (of_batches if kind == "batches" else count)
+
+
+@pytest.mark.three_ranks
+@pytest.mark.several_ranks
+def test_divided_data_is_evaluated_and_predicted(world, rows, make_model):
+    """All rows, also fewer than there are ranks; predictions are in their order."""
+    x, y = rows
+    model = make_model()
+    many = keras_dist.DistributedModel(model)
+    decoder = Decoder()
+    for count in (32, 1):
+        expected = model.evaluate(2 * x[:count], y[:count], verbose=0)
+        predicted = model.predict(2 * x[:count], verbose=0)
+        for kind, data in sources(x[:count], y[:count], decoder).items():
+            found = many.evaluate(data, verbose=0)
+            assert found == pytest.approx(expected, abs=1e-6), kind
+            if kind in ("by row", "by batch", "of unknown length"):
+                found = many.predict(data, verbose=0)
+                assert found == pytest.approx(predicted, abs=1e-6), kind
+    own = sources(x, y, decoder)["batches"]
+    for message in raises_everywhere(ValueError, lambda: many.predict(own, verbose=0)):
+        assert "can be gathered only if each row has one" in message
+
+
+@pytest.mark.several_ranks
+def test_random_maps_are_no_error_and_nothing_is_compared(
+    world, rows, make_model, capsys
+):
+    """Pictures that are augmented at random, on every rank in another way."""
+    x, y = rows
+    decoder = Decoder()
+    generator = np.random.default_rng(world.rank)
+
+    def augment(x):
+        return (x + generator.normal(size=x.shape, scale=1e-3)).astype("float32")
+
+    def random_map(x, y):
+        x = tf.numpy_function(augment, [x], tf.float32)
+        return tf.ensure_shape(x, (5,)), y
+
+    data = tf.data.Dataset.from_tensor_slices((x, y)).apply(keras_dist.shard(BATCH))
+    data = data.map(decoder).map(random_map).batch(BATCH)
+    model = make_model()
+    keras_dist.dist_fit(model, data, verbose=2)
+    assert_equal_to_the_bit(model)
+    assert decoder.of_all_ranks() == len(x)
+    printed = " ".join(re.findall(r"[^│╭╰\s]+", capsys.readouterr().out))
+    assert ("sharded before decoding, by row" in printed) == (world.rank == 0)
+
+
+@pytest.mark.three_ranks
+@pytest.mark.several_ranks
+def test_sequences_iterables_and_files(world, rows, make_model, capsys, recwarn):
+    """A rank has its elements; what is declared is not compared."""
+    x, y = rows
+
+    class Batches(keras.utils.PyDataset):
+        made = 0
+
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, index):
+            self.made += 1
+            part = slice(index * BATCH, (index + 1) * BATCH)
+            return x[part], y[part]
+
+    oracle, model = make_model(), make_model()
+    compared, data = Batches(), Batches()
+    fit(oracle, compared, shuffle=False)
+    fit(model, keras_dist.shard(data), shuffle=False)
+    assert largest_difference(model, oracle) == 0
+    assert data.made < compared.made
+    model = make_model()
+    fit(model, keras_dist.shard(list_of(Batches())))
+    assert largest_difference(model, oracle) == 0
+    names = [f"{number}.jpg" for number in range(7)]
+    found = keras_dist.gather(keras_dist.shard(names, by="files"))
+    assert sorted(sum(found, [])) == names
+    few = tf.data.Dataset.from_tensor_slices(names[:1])
+    assert few.apply(keras_dist.shard(by="files")) is few
+    warned = [str(one.message) for one in recwarn if "fewer files" in str(one.message)]
+    assert len(warned) == (world.rank == 0)
+
+
+@pytest.mark.three_ranks
+@pytest.mark.several_ranks
+def test_files_belong_to_a_rank_each(world, make_model, capsys):
+    """A pass ends for all ranks with the first one that has no more rows."""
+    names = tf.data.Dataset.range(7).shuffle(7, seed=3)  # of 5 rows each
+    seen = []
+
+    class Recording(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x):
+            seen.extend(x.numpy()[:, 0].astype(int).tolist())
+            return self.dense(x)
+
+    model = Recording()
+    model.compile("sgd", "mse", run_eagerly=True)
+    files = names.apply(keras_dist.shard(by="files"))
+    rows = files.interleave(lambda n: tf.data.Dataset.range(5 * n, 5 * n + 5))
+    data = rows.map(lambda n: ([tf.cast(n, tf.float32)], [0.0])).batch(5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        keras_dist.dist_fit(model, data, verbose=2, lr_scaling=1e-6)
+    assert_equal_to_the_bit(model)
+    trained = sum(keras_dist.gather(seen), [])
+    whole = 7 // world.size * world.size * 5
+    assert set(trained) <= set(range(35)) and len(set(trained)) == whole
+    if world.rank == 0:
+        assert "sharded before decoding, by file" in capsys.readouterr().out
+        assert any("Rows dropped: 5 of rank 0" in str(one.message) for one in caught)
+
+
+@pytest.mark.several_ranks
+def test_files_are_divided_at_their_source(world, make_model, tmp_path, capsys):
+    """Each row once, no file twice; without files, the plan says so."""
+    folder = Path(keras_dist.broadcast(str(tmp_path)))
+    for number in range(world.rank, 2 * world.size, world.size):
+        lines = [f"{row}\n" for row in range(6 * number, 6 * number + 6)]
+        (folder / f"{number}.txt").write_text("".join(lines))
+    keras_dist.gather("written")
+    decoder = Decoder()
+
+    def parsed(line):
+        x, _ = decoder(tf.strings.to_number(line)[None], ())
+        return x * tf.ones(5), tf.zeros(())
+
+    files = tf.data.Dataset.list_files(str(folder / "*.txt"))
+    lines = files.interleave(tf.data.TextLineDataset).map(parsed).batch(4)
+    arrays = tf.data.Dataset.from_tensor_slices((np.ones((9, 5)), np.ones(9))).batch(4)
+    for data, says in (
+        (lines, "sharded at its source by TensorFlow, by file"),
+        (arrays, "makes all of them (TensorFlow finds nothing that reads files)"),
+    ):
+        capsys.readouterr()
+        model = make_model()
+        keras_dist.dist_fit(model, data, shard="source", verbose=2)
+        assert_equal_to_the_bit(model)
+        printed = " ".join(re.findall(r"[^│╭╰\s]+", capsys.readouterr().out))
+        assert (says in printed) == (world.rank == 0)
+    assert decoder.of_all_ranks() == 12 * world.size
+    loss, _ = make_model().evaluate(lines, verbose=0)
+    many = keras_dist.DistributedModel(make_model(), shard="source")
+    assert many.evaluate(lines, verbose=0)[0] == pytest.approx(loss, abs=1e-6)
+
+
+def list_of(sequence):
+    """An iterable of batches with a length, as a loader is."""
+
+    class Loader:
+        def __len__(self):
+            return len(sequence)
+
+        def __iter__(self):
+            return (sequence[index] for index in range(len(sequence)))
+
+    return Loader()
+
+
+@pytest.mark.several_ranks
+def test_what_cannot_be_divided_is_an_error_on_all_ranks(world, rows, make_model):
+    """Other data on a rank, other seeds, no seed, divided twice, few rows, repeated."""
+    x, y = rows
+    data = tf.data.Dataset.from_tensor_slices((x, y))
+    shard = keras_dist.shard(BATCH)
+
+    def divided(source, finish=lambda rows: rows):
+        return finish(source.apply(shard)).batch(BATCH)
+
+    other = tf.data.Dataset.from_tensor_slices((x + world.rank, y))
+    for make, text in (
+        (lambda: divided(other), "the first elements before `shard`"),
+        (lambda: divided(data.shuffle(9, seed=world.rank)), "the seeds of shuffles"),
+        (lambda: divided(data.take(1)), "at least one row"),
+        (lambda: divided(data.take(50 + world.rank)), "how `shard` divides"),
+        (lambda: divided(data) if world.rank else data.batch(5), "how `shard` divides"),
+        (lambda: divided(data.take(7), lambda r: r.repeat()), "repeated after it was"),
+        (lambda: divided(data, lambda r: uneven(r, world.rank)), "different numbers"),
+        (lambda: divided(data.apply(shard)), "already divided"),
+        (lambda: tf.data.Dataset.zip((divided(data), data)), "divided alike"),
+        (lambda: divided(unseeded(data)), "without a seed before `shard`"),
+    ):
+        call = lambda make=make: fit(make_model(), make(), steps_per_epoch=4)  # noqa: E731
+        if "repeated" not in text:
+            call = lambda make=make: fit(make_model(), make())  # noqa: E731
+        for message in raises_everywhere(ValueError, call):
+            assert text in message
+
+
+def uneven(rows, rank):
+    """Rows of one rank are left out after the division."""
+    return rows.take(50 if rank else 20)
+
+
+def unseeded(data):
+    """Shuffled in a process that has set no seed."""
+    tf.random.set_seed(None)
+    try:
+        return data.shuffle(9)
+    finally:
+        tf.random.set_seed(7)
+
+
+@pytest.mark.several_ranks
+def test_the_throughput_says_how_to_divide_slow_input(rows, make_model, capsys):
+    """Where every rank decodes all rows, and that takes more than a tenth."""
+    x, y = rows
+    data = tf.data.Dataset.from_tensor_slices((x, y))
+
+    def slow(x, y):
+        with tf.control_dependencies([tf.numpy_function(nap, [x], tf.float32)]):
+            return tf.identity(x), y
+
+    for divide, says in ((lambda rows: rows, True), (keras_dist.shard(BATCH), False)):
+        capsys.readouterr()
+        keras_dist.dist_fit(
+            make_model(),
+            data.take(40).apply(divide).map(slow).batch(BATCH),
+            verbose=2,
+            callbacks=[keras_dist.Throughput(breakdown=True)],
+        )
+        printed = capsys.readouterr().out
+        is_said = ".apply(keras_dist.shard(batch_size)) before its first map" in printed
+        assert is_said == (says and keras_dist.rank() == 0)
+
+
+def nap(x):
+    """Slow, as decoding is."""
+    time.sleep(0.02)
+    return x

@@ -1,0 +1,422 @@
+"""Data that is divided before it is decoded: all ranks in one process.
+
+The oracle is the global batch of one process: rows i × N × B and those after them.
+"""
+
+import itertools
+import os
+import random
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from data_kinds import ids_of_batches
+
+import keras_dist
+from keras_dist.sharding import (
+    DataPosition,
+    DeclaredIterable,
+    DeclaredSequence,
+    Division,
+    ShardSpec,
+    divided,
+    divided_at_source,
+    division_of,
+    length_before_repeat,
+    seeds_of,
+    sources_of,
+    stream_of,
+    training_feed,
+    validation_feed,
+)
+
+# Random shapes of data that are tried; `make long` tries more.
+COUNT = 200 if os.environ.get("LONG_TESTS") else 8
+
+
+def rows_of(count):
+    """Rows whose target is their number."""
+    ids = np.arange(count)
+    return tf.data.Dataset.from_tensor_slices((ids.astype("float32"), ids))
+
+
+def halved(x, y):
+    """A map for rows."""
+    return x / 2, y
+
+
+def in_batches(rows, size):
+    """What a script makes of them."""
+    return rows.map(halved, 2).batch(size).prefetch(2)
+
+
+def own_data(source, division, rank, finish):
+    """One rank's data."""
+    by, batch_size, size = division
+    own = divided(source, by=by, batch_size=batch_size, rank=rank, size=size)
+    return stream_of(finish(own))
+
+
+def feeds_of(source, division, finish, *, name="training", **spec):
+    """The feeds of all ranks, which know each other's lengths."""
+    size = division[2]
+    streams = [own_data(source(), division, rank, finish) for rank in range(size)]
+    lengths = {name: tuple(stream.length for stream in streams)}
+    feeds = []
+    for rank, stream in enumerate(streams):
+        of_rank = ShardSpec(rank, size, lengths=lengths, **spec)
+        given = {"batch_size": None, "steps_rule": "divide", "spec": of_rank}
+        if name == "training":
+            given |= {"shuffle": True, "steps_per_epoch": None}
+            feeds.append(training_feed(stream, None, None, **given))
+        else:
+            feeds.append(validation_feed(stream, steps=None, **given))
+    return feeds
+
+
+def read(feed, epoch=0):
+    """Batches of row numbers of one epoch, as Keras reads them."""
+    if feed.epoch is not None:
+        feed.epoch.assign(epoch)
+    return ids_of_batches(feed.arguments["x"])
+
+
+def global_batches(ranks):
+    """The rows of all ranks at each step, which all make."""
+    assert len({len(rank) for rank in ranks}) == 1
+    return [sorted(itertools.chain(*step)) for step in zip(*ranks, strict=True)]
+
+
+def of_one_process(count, batch, size):
+    """Its global batches; fewer rows than ranks are left out at the end."""
+    whole = batch * size
+    found = [list(range(i, min(i + whole, count))) for i in range(0, count, whole)]
+    if found and len(found[-1]) < size:
+        found.pop()
+    return found
+
+
+def shapes(count, seed, ways=("rows", "batches")):
+    """Random numbers of rows, batches and ranks; small numbers come more often."""
+    draws = random.Random(seed)
+    for _ in range(count):
+        size, batch = draws.randint(2, 4), draws.randint(1, 5)
+        rows = draws.randint(size, draws.choice([size * batch + size, 50]))
+        yield rows, batch, size, draws.choice(ways)
+
+
+def test_all_ranks_read_the_global_batches_of_one_process():
+    """By rows and by batches, in two epochs, in equally many steps."""
+    for count, batch, size, by in shapes(COUNT, seed=1):
+        feeds = feeds_of(
+            lambda n=count: rows_of(n),
+            (by, batch, size),
+            lambda rows, b=batch: in_batches(rows, b),
+        )
+        expected = of_one_process(count, batch, size)
+        for _ in range(2):
+            ranks = [read(feed) for feed in feeds]
+            assert global_batches(ranks) == expected, (count, batch, size, by)
+        for rank, (feed, batches) in enumerate(zip(feeds, ranks, strict=True)):
+            assert feed.steps == len(expected) == feed.arguments["x"].cardinality()
+            assert feed.steps_before == -(-count // batch)
+            for step, own in enumerate(batches):
+                of_step = feed.batches_at(0, step)
+                named = [range(i * batch, (i + 1) * batch) for i in of_step]
+                assert set(own) <= set(itertools.chain(*named)), (rank, step)
+
+
+def test_batches_that_are_divided_by_batch_are_those_of_today():
+    """Rank r of N has batch i × N + r of one process, to the row."""
+    for count, batch, size, _ in shapes(COUNT // 4, seed=2):
+        for source, way in (
+            (lambda n=count: rows_of(n), batch),
+            (lambda n=count, b=batch: rows_of(n).batch(b), None),
+        ):
+            for rank in range(size):
+                own = divided(
+                    source(), by="batches", batch_size=way, rank=rank, size=size
+                )
+                batches = ids_of_batches(own.batch(batch) if way else own)
+                full = -(-count // batch) // size
+                one_process = ids_of_batches(rows_of(count).batch(batch))
+                assert batches[:full] == one_process[rank::size][:full]
+                rest = list(range(full * batch * size, count))[rank::size]
+                assert list(itertools.chain(*batches[full:])) == rest
+
+
+def test_an_evaluation_reads_each_row_once():
+    """Also the rows that training would leave out."""
+    for count, batch, size, by in shapes(COUNT // 2, seed=3):
+        feeds = feeds_of(
+            lambda n=count: rows_of(n),
+            (by, batch, size),
+            lambda rows, b=batch: in_batches(rows, b),
+            name="validation",
+        )
+        read_rows = [row for feed in feeds for own in read(feed) for row in own]
+        assert sorted(read_rows) == list(range(count))
+
+
+SOURCES = {
+    "shuffled": lambda: rows_of(29).shuffle(29, seed=4),
+    "shuffled once": lambda: rows_of(29).shuffle(
+        9, seed=4, reshuffle_each_iteration=False
+    ),
+    "repeated": lambda: rows_of(9).repeat(3),
+    "cached": lambda: rows_of(29).cache(),
+    "cached and shuffled": lambda: rows_of(29).cache().shuffle(9, seed=4),
+    "zipped": lambda: tf.data.Dataset.zip((rows_of(29), rows_of(29))).map(
+        lambda one, _: one
+    ),
+    "concatenated": lambda: rows_of(20).concatenate(rows_of(9)),
+    "interleaved": lambda: (
+        tf.data.Dataset.range(3)
+        .interleave(lambda n: rows_of(29).shard(3, n))
+        .apply(tf.data.experimental.assert_cardinality(29))
+    ),
+    "of names": lambda: rows_of(29).map(lambda x, y: {"x": x, "y": y}),
+}
+FINISHES = {
+    "batched": lambda rows: rows.batch(4),
+    "mapped": lambda rows: in_batches(rows, 4),
+    "cached": lambda rows: rows.map(halved).cache().batch(4),
+    "batches cached": lambda rows: rows.batch(4).cache().prefetch(2),
+    "with options": lambda rows: rows.batch(4).with_options(tf.data.Options()),
+    "weighted": lambda rows: rows.map(lambda x, y: (x, y, x)).batch(4),
+    "zipped": lambda rows: tf.data.Dataset.zip((rows, rows)).map(one_of_two).batch(4),
+}
+
+
+def one_of_two(one, _):
+    """The first of two equal rows."""
+    return one
+
+
+def keys(row):
+    """A row of names as a pair."""
+    return row["x"], row["y"]
+
+
+@pytest.mark.parametrize("name", [*SOURCES, *(f"then {name}" for name in FINISHES)])
+def test_a_division_is_known_through_the_pipeline(name):
+    """What comes before and after it; two epochs are those of one process."""
+    source = SOURCES.get(name, SOURCES["shuffled"])
+    finish = FINISHES.get(name.removeprefix("then "), FINISHES["batched"])
+    if name == "of names":
+        finish = lambda rows: rows.map(keys).batch(4)  # noqa: E731
+    for by in ("rows", "batches"):
+        feeds = feeds_of(source, (by, 4, 3), finish)
+        assert all("sharded before decoding, by" in feed.kind for feed in feeds)
+        oracle = finish(source())
+        for _ in range(2):
+            rows = list(itertools.chain(*ids_of_batches(oracle)))
+            whole = [sorted(rows[i : i + 12]) for i in range(0, len(rows), 12)]
+            assert global_batches([read(feed) for feed in feeds]) == whole
+
+
+def test_data_of_unknown_length_ends_after_the_same_step():
+    """Filtered before it is divided: by windows or by rows."""
+    for by, size in itertools.product(("rows", "batches"), (2, 3)):
+        own = [
+            own_data(
+                rows_of(40).filter(lambda x, y: y % 3 > 0),
+                (by, 4, size),
+                rank,
+                lambda rows: rows.batch(4),
+            )
+            for rank in range(size)
+        ]
+        assert [stream.length for stream in own] == [None] * size
+        kept = [row for row in range(40) if row % 3]
+        found = [itertools.chain(*ids_of_batches(stream.data)) for stream in own]
+        assert sorted(itertools.chain(*found)) == kept
+
+
+def test_the_rest_of_an_epoch_begins_where_it_was_left():
+    """On as many ranks as before, or on more or fewer."""
+    for count, batch, size, _ in shapes(COUNT, seed=5, ways=["rows"]):
+        total = -(-count // batch)
+        draws = random.Random(count)
+        before = draws.randint(1, 4)
+        done = draws.randint(0, total // before)
+        steps_before = len(of_one_process(count, batch, before))
+        if not 0 < done < steps_before:
+            continue
+        read_before = done * before
+        position = DataPosition(2, done, steps_before, 2, read_before, total)
+        feeds = feeds_of(
+            lambda n=count: rows_of(n),
+            ("rows", batch, size),
+            lambda rows, b=batch: in_batches(rows, b),
+            keeps_position=True,
+            position=position,
+        )
+        left = list(range(read_before * batch, count))
+        whole = batch * size
+        expected = [left[i : i + whole] for i in range(0, len(left), whole)]
+        if expected and len(expected[-1]) < size:
+            expected.pop()
+        first = feeds[0].schedule
+        assert first.epoch == (2 if expected else 3)
+        if expected:
+            assert global_batches([read(feed, 2) for feed in feeds]) == expected
+            assert {feed.schedule.first_steps for feed in feeds} == {len(expected)}
+        later = global_batches([read(feed, 3) for feed in feeds])
+        assert later == of_one_process(count, batch, size)
+
+
+def test_the_rest_of_an_epoch_divided_by_batch_needs_whole_rounds():
+    """With as many ranks as before; else it is an error."""
+    division = "batches", 2, 2
+    for done, size in ((1, 2), (3, 1)):
+        given = {
+            "keeps_position": True,
+            "position": DataPosition(0, done, 9, 0, done * size, 9),
+        }
+        call = lambda given=given: feeds_of(  # noqa: E731
+            lambda: rows_of(17), division, lambda rows: rows.batch(2), **given
+        )
+        if size == 1:
+            with pytest.raises(ValueError, match="cannot go on in the middle"):
+                call()
+        else:
+            expected = of_one_process(17, 2, 2)[1:]
+            assert global_batches([read(feed) for feed in call()]) == expected
+
+
+def test_random_order_has_no_middle():
+    """Another order in each pass cannot be continued."""
+    for source, is_known in (
+        (lambda: rows_of(20), True),
+        (SOURCES["shuffled"], False),
+        (SOURCES["shuffled once"], True),
+    ):
+        feeds = feeds_of(
+            source, ("rows", 4, 2), lambda rows: rows.batch(4), keeps_position=True
+        )
+        assert [feed.schedule is not None for feed in feeds] == [is_known] * 2
+
+
+def test_batches_that_do_not_fit_are_an_error():
+    """Rows are left out or repeated after the division, or there are too few."""
+    for finish, text in (
+        (lambda rows: rows.filter(lambda x, y: y < 9).apply(counted), "different num"),
+        (lambda rows: rows.take(0).batch(4), "at least one row"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            feeds_of(lambda: rows_of(40), ("rows", 4, 2), finish)
+    with pytest.raises(ValueError, match="at least one row"):
+        feeds_of(lambda: rows_of(2), ("rows", 4, 3), lambda rows: rows.batch(4))
+
+
+def counted(rows):
+    """As many as the rank of these rows has: 5 of rank 0, and more of rank 1."""
+    first = next(iter(rows.as_numpy_iterator()))[1]
+    count = tf.data.experimental.assert_cardinality(5 if first == 0 else 20)
+    return rows.apply(count).batch(4)
+
+
+def test_several_data_sets_must_be_divided_alike():
+    """Zipped or concatenated: all of them, or what is made of them."""
+    one, other = (
+        divided(rows_of(9), by="rows", batch_size=size, rank=0, size=2)
+        for size in (2, 3)
+    )
+    assert division_of(tf.data.Dataset.zip((one, one))).batch_size == 2
+    for mixed in (
+        tf.data.Dataset.zip((one, other)),
+        tf.data.Dataset.zip((one, rows_of(9))),
+        one.concatenate(rows_of(9)).batch(2),
+        one.enumerate(),  # other numbers than on one process
+    ):
+        with pytest.raises(ValueError, match="has not divided alike"):
+            division_of(mixed)
+    assert division_of(rows_of(9).batch(2)) is None
+
+
+def test_what_was_before_is_seen_through_two_private_names():
+    """`_inputs` and `_seed` of a data set of TensorFlow."""
+    tf.random.set_seed(5)
+    data = rows_of(9).shuffle(9).map(halved).shuffle(4, seed=8).batch(2)
+    seeds = seeds_of(data)
+    assert len(seeds) == 2 and seeds[0] == (5, 8) and (0, 0) not in seeds
+    (first,) = sources_of(Division("rows", None, 0, 2, data))
+    assert ids_of_batches(first.batch(9)) == [list(range(9))]
+    repeated = divided(rows_of(9), by="rows", batch_size=2, rank=0, size=2)
+    assert length_before_repeat(repeated.repeat().batch(2)) == 5
+
+
+def test_a_division_counts_rows_as_it_divides_them():
+    """Each row belongs to one rank, for all small numbers."""
+    for count, batch, size in itertools.product(range(30), range(1, 5), range(1, 5)):
+        for by in ("rows", "batches"):
+            counts = [
+                Division(by, batch, rank, size, None).rows_of(rank, count)
+                for rank in range(size)
+            ]
+            assert sum(counts) == count
+            assert max(counts) - min(counts) <= max(1, batch - 1)
+
+
+class Numbers(keras.utils.PyDataset):
+    """Batches of one row; those that were made are counted."""
+
+    made: list = []
+
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, index):
+        self.made.append(index)
+        return np.array([index]), np.array([index])
+
+
+def test_tensorflow_divides_files_at_their_source(tmp_path):
+    """Each row belongs to one rank, or nothing reads files."""
+    names = [str(tmp_path / f"{number}.txt") for number in range(6)]
+    for number, name in enumerate(names):
+        lines = [f"{row}\n" for row in range(5 * number, 5 * number + 5)]
+        (tmp_path / name).write_text("".join(lines))
+    rows = tf.data.Dataset.list_files(names).interleave(tf.data.TextLineDataset)
+    data = rows.map(tf.strings.to_number).batch(4)
+    own = [divided_at_source(data, rank=rank, size=2) for rank in (0, 1)]
+    found = [int(row) for one in own for batch in one for row in batch]
+    assert sorted(found) == list(range(30))
+    assert [division_of(one.prefetch(1)).by for one in own] == ["source"] * 2
+    assert divided_at_source(rows_of(9).batch(2), rank=0, size=2) is None
+
+
+def test_sequences_and_iterables_have_the_elements_of_a_rank():
+    """Each element belongs to one rank; those of another one are not made."""
+    found = []
+    for rank in range(3):
+        Numbers.made.clear()
+        own = DeclaredSequence(Numbers(), rank=rank, size=3)
+        assert not Numbers.made
+        found += [int(own[index][1][0]) for index in range(own.num_batches)]
+        assert set(Numbers.made) <= {rank, rank + 3, 6}
+        assert stream_of(own).is_declared
+        assert list(DeclaredIterable(range(7), rank=rank, size=3)) == list(
+            range(rank, 7, 3)
+        )
+        assert len(DeclaredIterable(range(7), rank=rank, size=3)) == len(
+            range(rank, 7, 3)
+        )
+    assert sorted(found) == list(range(7))
+
+
+def test_on_one_process_nothing_is_changed():
+    """The same object, whatever it is; wrong arguments are errors all the same."""
+    data = rows_of(5)
+    for given in (data, Numbers(), [1, 2], iter([1])):
+        assert keras_dist.shard(given) is given
+    assert data.apply(keras_dist.shard(4)) is data
+    with pytest.raises(ValueError, match="`by` must be"):
+        keras_dist.shard(4, by="row")
+    with pytest.raises(ValueError, match="`batch_size`"):
+        keras_dist.shard(0)
+    for wrong in (np.zeros(3), "text", {"x": 1}, object()):
+        with pytest.raises(TypeError, match="`shard` takes"):
+            keras_dist.shard(wrong)
