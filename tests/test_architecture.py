@@ -37,6 +37,7 @@ LAYERS = {
     "fit": 7,
     "ray": 7,
     "spark": 7,
+    "check": 8,
     "distributed_model": 8,
     "__init__": 9,
     "__main__": 10,

@@ -161,7 +161,7 @@ def test_generated_parts_are_filled():
     """Every mark in a page is known, and the command line has all commands."""
     for page in (DOCS / "reference").glob("*.md"):
         assert "<!-- generated" not in generated.fill(page.read_text())
-    for name in ("run", "install-horovod", "bench-collectives"):
+    for name in ("run", "check", "env", "install-horovod", "bench-collectives"):
         assert f"## keras-dist {name}\n" in generated.command_line()
     assert "| `--restarts K` |" in generated.command_line()
 
@@ -195,7 +195,7 @@ def test_the_commands_exist():
         )
     for page in pages():
         for name, rest in re.findall(
-            r"keras-dist (run|install-horovod|bench-collectives)\b([^`\n]*)",
+            r"keras-dist (run|check|env|install-horovod|bench-collectives)\b([^`\n]*)",
             page.read_text(),
         ):
             # Up to the script, whose options are its own, and without ssh's.

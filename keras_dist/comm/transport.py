@@ -155,15 +155,28 @@ def built() -> list[str]:
     Raises:
         RuntimeError: If Horovod cannot be imported.
     """
+    horovod = _imported()
+    checks = {"gloo": horovod.gloo_built, "mpi": horovod.mpi_built}
+    return [name for name, is_built in checks.items() if is_built()]
+
+
+def nccl_version() -> int:
+    """The number of the NCCL that Horovod was built with; 0 if without.
+
+    Raises:
+        RuntimeError: If Horovod cannot be imported.
+    """
+    return int(_imported().nccl_built())
+
+
+def _imported() -> ModuleType:
     try:
-        horovod = importlib.import_module("horovod.tensorflow")
+        return importlib.import_module("horovod.tensorflow")
     except Exception as error:
         raise RuntimeError(
             "Horovod cannot be used here. "
             f"Received: {type(error).__name__}: {error}. Run `{_INSTALL}`."
         ) from error
-    checks = {"gloo": horovod.gloo_built, "mpi": horovod.mpi_built}
-    return [name for name, is_built in checks.items() if is_built()]
 
 
 def allow_timeline() -> None:

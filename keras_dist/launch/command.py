@@ -49,9 +49,7 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         ),
         usage="%(prog)s -np N [options] (script.py | -m module | program) [arguments]",
     )
-    command.add_argument("-np", type=int, metavar="N", help="how many ranks to start")
-    _add_hosts(command)
-    _add_meeting(command)
+    add_where(command)
     command.add_argument(
         "--log-dir",
         metavar="DIR",
@@ -65,6 +63,13 @@ def add_run(commands: argparse._SubParsersAction) -> None:
     command.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     command.set_defaults(run=_run)
     _add_inner(commands)
+
+
+def add_where(command: argparse.ArgumentParser) -> None:
+    """Add the options that say how many ranks to start, and on which hosts."""
+    command.add_argument("-np", type=int, metavar="N", help="how many ranks to start")
+    _add_hosts(command)
+    _add_meeting(command)
 
 
 def _add_inner(commands: argparse._SubParsersAction) -> None:

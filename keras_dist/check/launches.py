@@ -1,0 +1,218 @@
+"""Run the ranks of a stage, and again after the check at which they died."""
+
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from keras_dist.check.result import FAILED, UNTRIED, Result, result_in
+from keras_dist.check.stages import CONNECT, Stage
+from keras_dist.launch.startup_noise import VARIABLE as VERBOSE
+
+# Seconds for the launcher to end its ranks, after Ctrl-C and after SIGTERM.
+_END_SECONDS = 20.0
+
+# Launches in a row that may end before their first check is over.
+_MOST_BARREN = 2
+
+# Lines and characters of an error that are shown.
+_MOST_LINES, _MOST_CHARACTERS = 3, 400
+
+# What the launcher says where ranks could not even start, and the check that is about
+# it. Any other message is one of the check that was running.
+_CAUSES = (
+    (r"resolves there to|A host cannot be reached", "names"),
+    (r" cannot reach ", "network"),
+    (r"versions of keras_dist on the", "versions"),
+    (r"Horovod is not installed|Horovod cannot be used", "Horovod"),
+)
+
+Show = Callable[[Result], None]
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """How ranks are started.
+
+    Args:
+        options: Options of `keras-dist run`: how many ranks, and on which hosts.
+        seconds: The longest that a launch may take; `None` for that of its stage.
+    """
+
+    options: Sequence[str]
+    seconds: float | None = None
+
+    def run(self, stage: Stage, arguments: Sequence[str], show: Show) -> None:
+        """Run all checks of a stage; each is shown once.
+
+        A launch that dies or hangs fails the check that was running, and the checks
+        after it have another launch.
+
+        Args:
+            stage: The stage.
+            arguments: Words for its ranks.
+            show: Called with each result.
+        """
+        left, num_barren = list(stage.checks), 0
+        while left:
+            before = len(left)
+            left, reason = self._launched(stage, left, arguments, show)
+            if not left:
+                return
+            num_barren = num_barren + 1 if len(left) == before else 0
+            failed = _blamed(reason, left)
+            show(Result(*failed, FAILED, reason, _cure(stage)))
+            is_known = failed != left[0]
+            left.remove(failed)
+            if failed == CONNECT or is_known or num_barren == _MOST_BARREN:
+                break
+        for key in left:
+            show(Result(*key, UNTRIED, "the ranks had ended before"))
+
+    def _launched(
+        self,
+        stage: Stage,
+        left: Sequence[tuple[str, str]],
+        arguments: Sequence[str],
+        show: Show,
+    ) -> tuple[list[tuple[str, str]], str]:
+        """Run what is left of a stage; return what is left then, and why."""
+        words = [stage.name, "--checks", ",".join(name for _, name in left)]
+        command = self._command(stage, [*words, *arguments])
+        seconds = stage.seconds if self.seconds is None else self.seconds
+        missing, reason = list(left), ""
+        with _Process(command, stage.environment) as process:
+            for result in process.results(seconds):
+                if result.key in missing:
+                    missing.remove(result.key)
+                    show(result)
+            reason = process.reason(seconds)
+        return missing, reason
+
+    def _command(self, stage: Stage, words: Sequence[str]) -> list[str]:
+        launcher = [sys.executable, "-m", "keras_dist", "run", *self.options]
+        if stage.restarts:
+            launcher += ["--restarts", str(stage.restarts)]
+        if stage.has_package:
+            return [*launcher, "-m", "keras_dist.check.worker", *words]
+        # `env` makes it a program: a module would import the package before.
+        program = ["env", sys.executable, "-m", "keras_dist", "check-rank"]
+        return [*launcher, *program, *words]
+
+
+class _Process:
+    """A launcher: what its ranks report, and why it ended."""
+
+    def __init__(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
+        quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", **variables}
+        self._process = subprocess.Popen(
+            command,
+            env={**os.environ, **quiet},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C is for the command, which ends this
+        )
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._errors: list[str] = []
+        self._is_late = False
+        read = [self._read_lines, self._read_errors]
+        self._threads = [threading.Thread(target=each, daemon=True) for each in read]
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> "_Process":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+            if self._process.poll() is not None:
+                break
+            self._process.send_signal(number)
+            try:
+                self._process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                continue
+        self._process.wait()
+
+    def results(self, seconds: float) -> Iterator[Result]:
+        """What the ranks report, until the launcher ends or the time is over."""
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                self._is_late = True
+                return
+            if line is None:
+                break
+            result = result_in(line)
+            if result is not None:
+                yield result
+        try:
+            self._process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._is_late = True
+        self._threads[1].join(_END_SECONDS)
+
+    def reason(self, seconds: float) -> str:
+        """Why the launch has not reported everything, in words."""
+        if self._is_late:
+            return f"it did not end in {seconds:g} s"
+        found = reason_in("".join(self._errors))
+        return found or f"the launch ended with exit code {self._process.returncode}"
+
+    def _read_lines(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._errors.append(line)
+            del self._errors[:-1000]
+
+
+def reason_in(errors: str) -> str:
+    """The end of what the launcher has said, without the stack of a rank.
+
+    >>> reason_in("keras-dist: rank 1 failed first:\\n  File x\\nOSError: no disk\\n")
+    'rank 1 failed first: OSError: no disk'
+    """
+    _, found, last = errors.rpartition("keras-dist: ")
+    lines = [line for line in (last if found else errors).splitlines() if line.strip()]
+    is_own = [not re.match(r"\s|Traceback|Rank \d|Ranks \d", line) for line in lines]
+    texts = [text.strip() for text, own in zip(lines, is_own, strict=True) if own]
+    if len(texts) > _MOST_LINES:
+        texts = [texts[0], *texts[1 - _MOST_LINES :]]
+    text = " ".join(texts)
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    return text[: _MOST_CHARACTERS // 2] + " … " + text[-_MOST_CHARACTERS // 2 :]
+
+
+def _blamed(reason: str, left: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    """The check that a launch has failed."""
+    group = left[0][0]
+    if left[0] == ("environment", "start"):
+        for pattern, name in _CAUSES:
+            if re.search(pattern, reason) and (group, name) in left:
+                return group, name
+    return left[0]
+
+
+def _cure(stage: Stage) -> str:
+    return (
+        f"Set {VERBOSE}=1, and start ranks in the same manner with `keras-dist run` "
+        f"to see all that they print. This launch was that of `{stage.name}`."
+    )
