@@ -31,18 +31,17 @@ if os.environ.get("HOROVOD_RANK") == "1":
     tf.GradientTape.gradient = gradient
 """
 
-# A rank that dies in one check, and one that hangs in another.
+# A rank that dies in one check, and hangs in two others.
 DIES_AND_HANGS = """
 import os, time
 if os.environ.get("HOROVOD_RANK") == "1":
     import keras
-    before = keras.layers.Embedding.__init__
-    def dies(*args, **kwargs):
+    def dies(self, inputs):
         os._exit(3)
-    def hangs(*args, **kwargs):
+    def hangs(self, inputs):
         time.sleep(1000)
-    keras.layers.Embedding.__init__ = dies
-    keras.layers.GlobalAveragePooling2D.__init__ = hangs
+    keras.layers.Embedding.call = dies
+    keras.layers.Conv2D.call = hangs
 """
 
 # One GPU for all ranks, on which the caller computes.

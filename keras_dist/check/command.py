@@ -12,7 +12,7 @@ from pathlib import Path
 
 from keras_dist.check.launches import Launcher
 from keras_dist.check.options import add_inner, inner_words
-from keras_dist.check.result import FAILED, UNTRIED, Result, holds
+from keras_dist.check.result import BEGUN, FAILED, UNTRIED, Result, holds
 from keras_dist.check.screen import Screen
 from keras_dist.check.stages import CONNECT, ENVIRONMENT, STAGES, Stage, stages
 from keras_dist.launch.command import add_where
@@ -127,8 +127,11 @@ def _run(
     screen.title(f"{command}  (keras_dist {__version__})")
 
     def show(result: Result) -> None:
-        results.append(result)
-        screen.show(result)
+        if result.status == BEGUN:
+            screen.running(f"{result.group}: {result.name}")
+        else:
+            results.append(result)
+            screen.show(result)
 
     try:
         for stage in to_run:
@@ -136,7 +139,7 @@ def _run(
                 for key in stage.checks:
                     show(Result(*key, UNTRIED, "the ranks could not connect"))
                 continue
-            screen.running(f"{stage.name}")
+            screen.running(stage.name)
             launcher.run(stage, inner_words(options), show)
         screen.summary(results)
     finally:

@@ -62,8 +62,9 @@ def gpus_in(listing: str) -> list[Gpu]:
         if len(words) < 6 or not words[0].isdecimal():
             continue
         lanes = _number(words, 7) * _LANE.get(_number(words, 6), 0.0)
-        memory = [_number(words, index) * _MIB for index in (3, 4)]
-        found.append(Gpu(int(words[0]), words[1], words[2], *memory, words[5], lanes))
+        total, used = _number(words, 3) * _MIB, _number(words, 4) * _MIB
+        own = Gpu(int(words[0]), words[1], words[2], total, used, words[5], lanes)
+        found.append(own)
     return found
 
 

@@ -11,15 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from keras_dist.check.result import FAILED, UNTRIED, Result, result_in
+from keras_dist.check.result import BEGUN, FAILED, UNTRIED, Result, result_in
 from keras_dist.check.stages import CONNECT, Stage
 from keras_dist.launch.startup_noise import VARIABLE as VERBOSE
 
 # Seconds for the launcher to end its ranks, after Ctrl-C and after SIGTERM.
 _END_SECONDS = 20.0
-
-# Launches in a row that may end before their first check is over.
-_MOST_BARREN = 2
 
 # Lines and characters of an error that are shown.
 _MOST_LINES, _MOST_CHARACTERS = 3, 400
@@ -52,25 +49,24 @@ class Launcher:
         """Run all checks of a stage; each is shown once.
 
         A launch that dies or hangs fails the check that was running, and the checks
-        after it have another launch.
+        after it have another launch. If none has begun, the ranks cannot be started.
 
         Args:
             stage: The stage.
             arguments: Words for its ranks.
-            show: Called with each result.
+            show: Called with each result, and when a check begins.
         """
-        left, num_barren = list(stage.checks), 0
+        left = list(stage.checks)
         while left:
-            before = len(left)
-            left, reason = self._launched(stage, left, arguments, show)
+            begun, reason = self._launched(stage, left, arguments, show)
             if not left:
                 return
-            num_barren = num_barren + 1 if len(left) == before else 0
-            failed = _blamed(reason, left)
+            failed = left[0] if begun else _blamed(reason, left)
+            if begun and begun[-1] in left:
+                failed = begun[-1]
             show(Result(*failed, FAILED, reason, _cure(stage)))
-            is_known = failed != left[0]
             left.remove(failed)
-            if failed == CONNECT or is_known or num_barren == _MOST_BARREN:
+            if failed == CONNECT or not begun:
                 break
         for key in left:
             show(Result(*key, UNTRIED, "the ranks had ended before"))
@@ -78,22 +74,29 @@ class Launcher:
     def _launched(
         self,
         stage: Stage,
-        left: Sequence[tuple[str, str]],
+        left: list[tuple[str, str]],
         arguments: Sequence[str],
         show: Show,
     ) -> tuple[list[tuple[str, str]], str]:
-        """Run what is left of a stage; return what is left then, and why."""
+        """Run what is left of a stage, and remove from it what is reported.
+
+        Returns:
+            The checks that have begun, and why the launch has ended.
+        """
         words = [stage.name, "--checks", ",".join(name for _, name in left)]
         command = self._command(stage, [*words, *arguments])
         seconds = stage.seconds if self.seconds is None else self.seconds
-        missing, reason = list(left), ""
+        begun: list[tuple[str, str]] = []
         with _Process(command, stage.environment) as process:
             for result in process.results(seconds):
-                if result.key in missing:
-                    missing.remove(result.key)
-                    show(result)
-            reason = process.reason(seconds)
-        return missing, reason
+                if result.key not in left:
+                    continue
+                show(result)
+                if result.status == BEGUN:
+                    begun.append(result.key)
+                else:
+                    left.remove(result.key)
+            return begun, process.reason(seconds)
 
     def _command(self, stage: Stage, words: Sequence[str]) -> list[str]:
         launcher = [sys.executable, "-m", "keras_dist", "run", *self.options]
@@ -202,7 +205,7 @@ def reason_in(errors: str) -> str:
 
 
 def _blamed(reason: str, left: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    """The check that a launch has failed."""
+    """The check that a launch has failed in which none has begun."""
     group = left[0][0]
     if left[0] == ("environment", "start"):
         for pattern, name in _CAUSES:

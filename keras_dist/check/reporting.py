@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from keras_dist.check.result import FAILED, OK, UNTRIED, WARNING, Result
+from keras_dist.check.result import BEGUN, FAILED, OK, UNTRIED, WARNING, Result
 from keras_dist.monitor.rank_ranges import ranges
 
 # What a check has found: status, what was seen, what to do, and data.
@@ -62,7 +62,10 @@ class Reporting:
         """
         if name not in self._names:
             return
-        found = try_it(*arguments)
+        self._report(group, name, (BEGUN, "", "", {}))
+        self._report(group, name, try_it(*arguments))
+
+    def _report(self, group: str, name: str, found: Found) -> None:
         if os.environ.get("HOROVOD_LOCAL_RANK", "0") == "0":
             print(Result(group or self._group, name, *found).line(), flush=True)
 

@@ -8,6 +8,9 @@ from typing import Any
 
 OK, FAILED, WARNING, UNTRIED = "ok", "failed", "warning", "untried"
 
+# What a rank reports when a check begins. It is never the status of a result.
+BEGUN = "begun"
+
 # What a line of a rank begins with that is a report.
 _MARK = "@keras-dist-check@ "
 
@@ -20,7 +23,7 @@ class Result:
         group: The group of the check, as "collectives".
         name: Its name, which no other check of the group has.
         status: `OK`, `FAILED`, `WARNING` (it holds, and is to be looked at) or
-            `UNTRIED`.
+            `UNTRIED`; or `BEGUN`, of a report between rank and command.
         seen: What was seen, in words.
         cure: What to do about it; empty where nothing is to be done.
         data: Numbers and facts, for `--json`.
