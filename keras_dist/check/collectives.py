@@ -33,6 +33,9 @@ _LATENCIES, _REPEATS = 50, 3
 # first is a fault, less than the second is to be looked at.
 _FAULT, _LOW = 0.1, 0.3
 
+# Bytes per second of a network whose card does not say its rate, as in a cloud.
+_LEAST = 0.125e9
+
 # Numbers of a tensor that are repeated, and ranks whose sum fits into int8.
 _PERIOD, _MOST_SUMMED = 7, 16
 
@@ -158,11 +161,11 @@ def bandwidth(largest: int) -> Found:
     # What each rank sends at least; see `tools.bench_collectives`.
     rate = 2 * (count - 1) / count * largest / seconds
     expected, link = _expected()
-    seen = f"{rate / 1e9:.2f} GB/s with {largest / 1e6:g} MB"
+    seen = f"{rate / 1e9:.3g} GB/s with {largest / 1e6:g} MB"
     data = {"bytes_per_second": rate, "nominal": expected, "link": link}
     if not expected:
         return ok(f"{seen}; {link}", **data)
-    seen += f", {rate / expected:.0%} of the {expected / 1e9:.2f} GB/s of {link}"
+    seen += f", {rate / expected:.0%} of {expected / 1e9:.3g} GB/s ({link})"
     cure = (
         "Measure the network itself (iperf3 between the hosts). A slow one is for "
         '`sync="every:8"` or compression="bf16"; a wrong one for `--address`.'
@@ -195,5 +198,5 @@ def _expected() -> tuple[float, str]:
 
 def _slowest(speeds: Sequence[float], interface: str) -> tuple[float, str]:
     if min(speeds) <= 0:
-        return 0.0, f"the nominal rate of {interface} is not known"
-    return min(speeds), f"{interface} ({min(speeds) * 8e-9:g} Gbit/s)"
+        return _LEAST, f"1 Gbit/s, since {interface} has no nominal rate"
+    return min(speeds), f"{interface}: {min(speeds) * 8e-9:g} Gbit/s"

@@ -133,6 +133,7 @@ def _run(
             results.append(result)
             screen.show(result)
 
+    is_whole = False
     try:
         for stage in to_run:
             if _has_failed(CONNECT, results):
@@ -142,9 +143,10 @@ def _run(
             screen.running(stage.name)
             launcher.run(stage, inner_words(options), show)
         screen.summary(results)
+        is_whole = True
     finally:
         if options.json:
-            _write(Path(options.json), results, command)
+            _write(Path(options.json), results, command, is_whole=is_whole)
     return 0 if holds(results) else 1
 
 
@@ -176,13 +178,16 @@ def _has_failed(key: tuple[str, str], results: Sequence[Result]) -> bool:
     return any(r.key == key and r.status == FAILED for r in results)
 
 
-def _write(path: Path, results: Sequence[Result], command: str) -> None:
-    """Write all results, whole or not at all."""
+def _write(
+    path: Path, results: Sequence[Result], command: str, *, is_whole: bool
+) -> None:
+    """Write all results, or those until Ctrl-C, whole or not at all."""
     content = {
         "keras_dist": __version__,
         "command": command,
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "holds": holds(list(results)),
+        "is_whole": is_whole,
+        "holds": is_whole and holds(list(results)),
         "results": [vars(result) for result in results],
     }
     draft = path.with_name(f"{path.name}.draft")

@@ -21,14 +21,19 @@ _END_SECONDS = 20.0
 # Lines and characters of an error that are shown.
 _MOST_LINES, _MOST_CHARACTERS = 3, 400
 
-# What the launcher says where ranks could not even start, and the check that is about
-# it. Any other message is one of the check that was running.
+# What the launcher says where ranks could not all start, and the check of the first
+# stage that is about it. Any other message is one of the check that was running.
 _CAUSES = (
     (r"resolves there to|A host cannot be reached", "names"),
     (r" cannot reach ", "network"),
     (r"versions of keras_dist on the", "versions"),
     (r"Horovod is not installed|Horovod cannot be used", "Horovod"),
 )
+
+_HOSTS = "What each host needs is in the documentation, on the page of several hosts."
+
+# What the launcher says last, where the cause is in the line before.
+_WITHOUT_CAUSE = r"^no ranks could be run on|without a Python error"
 
 Show = Callable[[Result], None]
 
@@ -61,12 +66,12 @@ class Launcher:
             begun, reason = self._launched(stage, left, arguments, show)
             if not left:
                 return
-            failed = left[0] if begun else _blamed(reason, left)
-            if begun and begun[-1] in left:
-                failed = begun[-1]
-            show(Result(*failed, FAILED, reason, _cure(stage)))
-            left.remove(failed)
-            if failed == CONNECT or not begun:
+            known = _cause_of(reason, left)
+            failed = begun[-1] if begun and begun[-1] in left else left[0]
+            cure = _HOSTS if known else _cure(stage)
+            show(Result(*(known or failed), FAILED, reason, cure))
+            left.remove(known or failed)
+            if failed == CONNECT or known or not begun:
                 break
         for key in left:
             show(Result(*key, UNTRIED, "the ranks had ended before"))
@@ -192,7 +197,10 @@ def reason_in(errors: str) -> str:
     >>> reason_in("keras-dist: rank 1 failed first:\\n  File x\\nOSError: no disk\\n")
     'rank 1 failed first: OSError: no disk'
     """
-    _, found, last = errors.rpartition("keras-dist: ")
+    before, found, last = errors.rpartition("keras-dist: ")
+    if found and re.search(_WITHOUT_CAUSE, last):  # the line before has it
+        last = "\n".join([*before.splitlines()[-1:], last])
+        last = re.sub(r"^(\[\d+\] )?(keras-dist: )?", "", last)
     lines = [line for line in (last if found else errors).splitlines() if line.strip()]
     is_own = [not re.match(r"\s|Traceback|Rank \d|Ranks \d", line) for line in lines]
     texts = [text.strip() for text, own in zip(lines, is_own, strict=True) if own]
@@ -204,14 +212,12 @@ def reason_in(errors: str) -> str:
     return text[: _MOST_CHARACTERS // 2] + " … " + text[-_MOST_CHARACTERS // 2 :]
 
 
-def _blamed(reason: str, left: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    """The check that a launch has failed in which none has begun."""
-    group = left[0][0]
-    if left[0] == ("environment", "start"):
-        for pattern, name in _CAUSES:
-            if re.search(pattern, reason) and (group, name) in left:
-                return group, name
-    return left[0]
+def _cause_of(reason: str, left: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
+    """The check that is about what the launcher has said, if it is known."""
+    for pattern, name in _CAUSES:
+        if re.search(pattern, reason) and ("environment", name) in left:
+            return "environment", name
+    return None
 
 
 def _cure(stage: Stage) -> str:
