@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from keras_dist.check.result import BEGUN, FAILED, UNTRIED, Result, result_in
 from keras_dist.check.stages import CONNECT, Stage
 from keras_dist.launch.startup_noise import VARIABLE as VERBOSE
+from keras_dist.launch.startup_noise import is_verbose
 
 # Seconds for the launcher to end its ranks, after Ctrl-C and after SIGTERM.
 _END_SECONDS = 20.0
 
-# Lines and characters of an error that are shown.
-_MOST_LINES, _MOST_CHARACTERS = 3, 400
+# What the launcher's own messages begin with; and how many lines of others, and how
+# many characters, are shown.
+_OWN = "keras-dist: "
+_MOST_LINES, _MOST_CHARACTERS = 3, 600
 
 # What the launcher says where ranks could not all start, and the check of the first
 # stage that is about it. Any other message is one of the check that was running.
@@ -118,10 +121,10 @@ class _Process:
     """A launcher: what its ranks report, and why it ended."""
 
     def __init__(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
-        quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", **variables}
+        quiet = {} if is_verbose() else {"TF_CPP_MIN_LOG_LEVEL": "3"}
         self._process = subprocess.Popen(
             command,
-            env={**os.environ, **quiet},
+            env={**os.environ, **quiet, **variables},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -188,28 +191,36 @@ class _Process:
         assert self._process.stderr is not None
         for line in self._process.stderr:
             self._errors.append(line)
+            if is_verbose():
+                sys.stderr.write(line)
             del self._errors[:-1000]
 
 
 def reason_in(errors: str) -> str:
-    """The end of what the launcher has said, without the stack of a rank.
+    r"""The cause in what the launcher and its ranks have said, without stacks.
 
-    >>> reason_in("keras-dist: rank 1 failed first:\\n  File x\\nOSError: no disk\\n")
-    'rank 1 failed first: OSError: no disk'
+    >>> reason_in("keras-dist: rank 1 failed first, here.\n  File\nRank 1: no disk\n")
+    'rank 1 failed first, here: no disk'
+    >>> reason_in("keras-dist: no way to b\nkeras-dist: no ranks could be run on b.")
+    'no way to b; no ranks could be run on b.'
     """
-    before, found, last = errors.rpartition("keras-dist: ")
-    if found and re.search(_WITHOUT_CAUSE, last):  # the line before has it
-        last = "\n".join([*before.splitlines()[-1:], last])
-        last = re.sub(r"^(\[\d+\] )?(keras-dist: )?", "", last)
-    lines = [line for line in (last if found else errors).splitlines() if line.strip()]
-    is_own = [not re.match(r"\s|Traceback|Rank \d|Ranks \d", line) for line in lines]
-    texts = [text.strip() for text, own in zip(lines, is_own, strict=True) if own]
-    if len(texts) > _MOST_LINES:
-        texts = [texts[0], *texts[1 - _MOST_LINES :]]
-    text = " ".join(texts)
-    if len(text) <= _MOST_CHARACTERS:
-        return text
-    return text[: _MOST_CHARACTERS // 2] + " … " + text[-_MOST_CHARACTERS // 2 :]
+    before, found, last = errors.rpartition(_OWN)
+    if not found:
+        return _shortened(" ".join(last.split("\n")[-_MOST_LINES:]))
+    text = last.partition("\n")[0]
+    summary = re.search(r"^Rank \d+(?: on \S+)?: (.*)", last, re.MULTILINE)
+    if summary:
+        text = f"{text.rstrip('.')}: {summary[1]}"
+    if re.search(_WITHOUT_CAUSE, text) and _OWN in before:  # a line before has it
+        earlier = before.rpartition(_OWN)[2].partition("\n")[0]
+        text = f"{earlier.rstrip('.')}; {text}"
+    return _shortened(text)
+
+
+def _shortened(text: str) -> str:
+    half = _MOST_CHARACTERS // 2
+    text = " ".join(text.split())
+    return text if len(text) <= 2 * half else f"{text[:half]} … {text[-half:]}"
 
 
 def _cause_of(reason: str, left: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
@@ -222,6 +233,6 @@ def _cause_of(reason: str, left: Sequence[tuple[str, str]]) -> tuple[str, str] |
 
 def _cure(stage: Stage) -> str:
     return (
-        f"Set {VERBOSE}=1, and start ranks in the same manner with `keras-dist run` "
-        f"to see all that they print. This launch was that of `{stage.name}`."
+        f"{VERBOSE}=1 and `--only {stage.name}` show all that the ranks print; docs/"
+        "troubleshooting.md has the errors."
     )
