@@ -210,7 +210,7 @@ REACHED = {"host": 1, "error": "", "wrong": {}, "skew": 0.001, "doubt": 0.0}
         ("network", {}, {}, OK, "docker0 172.17.0.1"),
         ("network", {}, {"error": "timed out"}, FAILED, "b at 10.0.0.2: timed out"),
         ("names", {}, {}, OK, "b is 10.0.0.2"),
-        ("names", {}, {"wrong": {"b": "127.0.1.1"}}, FAILED, "b is 127.0.1.1 on a"),
+        ("names", {}, {"wrong": {"b": "127.0.1.1"}}, FAILED, "on a the name b is 127"),
         ("names", {"own_address": "127.0.1.1"}, {}, WARNING, "b is 127.0.1.1 on itsel"),
         ("names", {"own_address": ""}, {}, WARNING, "b is unknown on itself"),
         ("clocks", {}, {}, OK, "0.001 s"),

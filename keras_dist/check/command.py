@@ -3,8 +3,10 @@
 import argparse
 import datetime
 import importlib
+import io
 import json
 import os
+import secrets
 import shlex
 import sys
 from collections.abc import Sequence
@@ -122,7 +124,10 @@ def _run(
             f"A time limit must be positive. Received: --time-limit {seconds:g}"
         )
     launcher = Launcher(where_words(options, num_ranks), seconds)
-    screen, results = Screen(), []
+    task, results = task_of(), []
+    # Tasks of SLURM have one screen, and often one file system.
+    is_first = task is None or task.position == 0
+    screen = Screen(None if is_first else io.StringIO())
     command = shlex.join(["keras-dist", *sys.argv[1:]])
     screen.title(f"{command}  (keras_dist {__version__})")
 
@@ -145,7 +150,7 @@ def _run(
         screen.summary(results)
         is_whole = True
     finally:
-        if options.json:
+        if options.json and is_first:
             _write(Path(options.json), results, command, is_whole=is_whole)
     return 0 if holds(results) else 1
 
@@ -190,7 +195,7 @@ def _write(
         "holds": is_whole and holds(list(results)),
         "results": [vars(result) for result in results],
     }
-    draft = path.with_name(f"{path.name}.draft")
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.draft")
     draft.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     draft.replace(path)
 

@@ -243,7 +243,8 @@ def _cuda_of(own: Mapping[str, Any]) -> str:
 
 
 def _system_of(own: Mapping[str, Any]) -> str:
+    cores = f"{own['cores']} core{'s' * (own['cores'] > 1)}"
     return (
         f"{own['os'] or own['kernel']}, {own['kernel']}, {own['processor']}, "
-        f"{own['cores']} cores, {own['memory_gib']} GiB"
+        f"{cores}, {own['memory_gib']} GiB"
     )

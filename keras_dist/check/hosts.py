@@ -139,7 +139,7 @@ def _asked(address: str, host: Mapping[str, Any]) -> tuple[str, float, float]:
             begin = time.time()
             text = link.recv(_LONGEST).decode(errors="replace")
     except OSError as error:
-        return str(error), 0.0, 0.0
+        return error.strerror or str(error), 0.0, 0.0
     end = time.time()
     token, _, clock = text.strip().partition(" ")
     if token != host["token"]:

@@ -54,7 +54,8 @@ def names(
     if len(hosts) == 1:
         return ok("all ranks are on one host, over loopback")
     wrong = [
-        f"{name} is {found} on {hosts[number]['named']}"
+        f"on {hosts[number]['named']} the name {name} is {found}, and not "
+        f"{hosts[each['host']]['address']}"
         for number, tried in enumerate(reached)
         for each in tried
         for name, found in each["wrong"].items()

@@ -7,6 +7,9 @@ from typing import Any
 from keras_dist.check.result import BEGUN, FAILED, OK, UNTRIED, WARNING, Result
 from keras_dist.monitor.rank_ranges import ranges
 
+# Of more ranks than these, the first of each host reports.
+_MOST = 256
+
 # What a check has found: status, what was seen, what to do, and data.
 Found = tuple[str, str, str, Mapping[str, Any]]
 
@@ -51,8 +54,8 @@ class Reporting:
     ) -> None:
         """Try a check, and report what it has found.
 
-        All ranks find the same; the first of each host reports it, since where hosts
-        have met without ssh, each shows its own output.
+        All ranks find the same, and all report it, since each command shows what its
+        own ranks report, and shows it once; of many ranks, the first of each host.
 
         Args:
             name: Name of the check.
@@ -66,7 +69,8 @@ class Reporting:
         self._report(group, name, try_it(*arguments))
 
     def _report(self, group: str, name: str, found: Found) -> None:
-        if os.environ.get("HOROVOD_LOCAL_RANK", "0") == "0":
+        few = int(os.environ.get("HOROVOD_SIZE", "1")) <= _MOST
+        if few or os.environ.get("HOROVOD_LOCAL_RANK") == "0":
             print(Result(group or self._group, name, *found).line(), flush=True)
 
 

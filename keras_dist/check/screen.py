@@ -1,5 +1,6 @@
 """The lines that `keras-dist check` shows."""
 
+import os
 import shutil
 import sys
 import textwrap
@@ -34,6 +35,7 @@ class Screen:
         self._out = sys.stdout if out is None else out
         self._width = width or min(_WIDEST, shutil.get_terminal_size().columns)
         self._is_terminal = self._out.isatty()
+        self._has_color = self._is_terminal and not os.environ.get("NO_COLOR")
         self._group = ""
         self._is_plain = not _can_show("✔✘–→", self._out.encoding)
         self._running = 0
@@ -57,7 +59,7 @@ class Screen:
             self._group = result.group
             self._write(f"\n{result.group}")
         lines = lines_of(result, width=self._width, is_plain=self._is_plain)
-        if self._is_terminal:
+        if self._has_color:
             sign = lines[0][2]
             color = f"\033[{_COLORS[result.status]}m{sign}\033[0m"
             lines[0] = f"  {color}{lines[0][3:]}"

@@ -78,7 +78,7 @@ def test_another_tensorflow_and_a_name_of_loopback_fail_their_lines(net, shared)
     names = ("versions", "names")
     assert failed(results) == {("environment", name) for name in names}, done.stdout
     assert "2.20.0 on rank 1 (b)" in results["environment", "versions"]["seen"]
-    assert "a is 127.0.1.1" in results["environment", "names"]["seen"]
+    assert "on b the name a is 127.0.1.1" in results["environment", "names"]["seen"]
 
 
 @pytest.mark.long
