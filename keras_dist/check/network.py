@@ -9,6 +9,9 @@ from keras_dist.check.reporting import Found, failed, ok, untried, warning
 # Seconds by which clocks may differ: more of it is confusing, and wrong.
 _CONFUSING, _WRONG = 0.5, 5.0
 
+# Addresses of a host's own name by which no other host reaches it.
+_NOBODY = ("", "::1")
+
 _HOSTS_FILE = "Let it resolve to that host's own address, in DNS or in /etc/hosts."
 
 
@@ -65,7 +68,8 @@ def names(
     own = [
         (f"{host['hostname']} is {host['own_address'] or 'unknown'} on itself", fixed)
         for host, fixed in zip(hosts, is_patched, strict=True)
-        if host["own_address"].startswith("127.") or host["own_address"] in ("", "::1")
+        if not host["address"].startswith("127.")  # "hosts" that are one machine
+        and (host["own_address"].startswith("127.") or host["own_address"] in _NOBODY)
     ]
     seen = "; ".join(text for text, _ in own)
     if not all(fixed for _, fixed in own):
