@@ -139,8 +139,8 @@ def _gathered(*values: Any) -> list[Any]:
     return [comm.gather(value) for value in values]
 
 
-def trained(folder: Path | None, *, is_killed: bool = False) -> tuple[str, int]:
-    """Train, in a folder or without; the digest of the model, and how many batches."""
+def trained(folder: Path, *, is_killed: bool = False) -> tuple[str, int]:
+    """Train in a folder; the digest of the model, and how many batches it took."""
     keras.utils.set_random_seed(_SEED)
     model = with_dropout(0.01)
     x, y = vectors(_BATCHES * BATCH * comm.size())
@@ -152,9 +152,6 @@ def trained(folder: Path | None, *, is_killed: bool = False) -> tuple[str, int]:
         if is_killed and is_last and len(batches) == _KILLED:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    saving: dict[str, Any] = {}
-    if folder is not None:
-        saving = {"resume": folder, "save_steps": _SAVE_STEPS}
     dist_fit(
         model,
         x,
@@ -163,7 +160,8 @@ def trained(folder: Path | None, *, is_killed: bool = False) -> tuple[str, int]:
         epochs=_EPOCHS,
         verbose=0,
         callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=count)],
-        **saving,
+        resume=folder,
+        save_steps=_SAVE_STEPS,
     )
     return digest_of(state_of(model)), len(batches)
 
@@ -171,7 +169,7 @@ def trained(folder: Path | None, *, is_killed: bool = False) -> tuple[str, int]:
 def resumed(folder: Path) -> Found:
     """Is the model after a kill that of a training that nothing has interrupted?"""
     found, count = trained(folder / "killed")
-    expected, total = trained(None)
+    expected, total = trained(folder / "whole")
     is_equal = all(comm.gather(found == expected))
     if count >= total:
         return failed(
