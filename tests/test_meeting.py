@@ -16,7 +16,7 @@ from test_launch import RUN, left_behind
 from test_launch import start as run
 
 from keras_dist.launch.follower import Follower
-from keras_dist.launch.host_store import FirstHostStore, HostStore
+from keras_dist.launch.host_store import FirstHostStore, HostStore, wait_for
 from keras_dist.launch.members import Member, numbered, slots_of
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.rendezvous import Store
@@ -212,6 +212,24 @@ def test_a_value_that_this_job_has_not_signed_does_not_count():
         assert host._request("PUT", "join.d", host._request("GET", "join.b")) == b""
         assert host.get("join.c") is None and first.of_kind("join") == {"b": [1]}
         assert HostStore("127.0.0.1", store.port, "a guess").put("x", 1) is False
+        with pytest.raises(PermissionError):
+            HostStore("127.0.0.1", store.port, "a guess").knock()
+    finally:
+        store.close()
+
+
+def test_a_host_that_comes_before_the_first_one_is_ready_is_not_refused():
+    """The store listens a moment before it knows the secret; the host asks again."""
+    store = Store()
+    try:
+        host = HostStore("127.0.0.1", store.port, "a secret")
+        with pytest.raises(ConnectionError, match="no store answers: status 503"):
+            host.knock()
+        late = threading.Timer(1, store.admit, ["a secret"])
+        late.start()
+        found = wait_for(host, "b", timeout=30)
+        late.join()
+        assert found == ("127.0.0.1", "127.0.0.1")
         with pytest.raises(PermissionError):
             HostStore("127.0.0.1", store.port, "a guess").knock()
     finally:

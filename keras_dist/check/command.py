@@ -17,9 +17,9 @@ from keras_dist.check.options import add_inner, inner_words
 from keras_dist.check.result import BEGUN, FAILED, UNTRIED, Result, holds
 from keras_dist.check.screen import Screen
 from keras_dist.check.stages import CONNECT, ENVIRONMENT, STAGES, Stage, stages
-from keras_dist.launch.command import add_where
 from keras_dist.launch.gpus import num_gpus
 from keras_dist.launch.hosts import Slot
+from keras_dist.launch.options import add_where
 from keras_dist.monitor.status_store import status_store_of
 from keras_dist.slurm import task_of
 from keras_dist.version import __version__

@@ -108,8 +108,7 @@ class Launcher:
 
     def _command(self, stage: Stage, words: Sequence[str]) -> list[str]:
         launcher = [sys.executable, "-m", "keras_dist", "run", *self.options]
-        if stage.restarts:
-            launcher += ["--restarts", str(stage.restarts)]
+        launcher += ["--restarts", str(stage.restarts)]
         if stage.has_package:
             return [*launcher, "-m", "keras_dist.check.worker", *words]
         # `env` makes it a program: a module would import the package before.

@@ -66,6 +66,7 @@ def measure_ways(pattern, size):
         for start in range(0, len(chosen), CHUNK):
             chunk = chosen[start : start + CHUNK]
             expected = oracles(chunk, size, folder / f"{start}")
+            of_one = dict(zip(chunk, expected, strict=True))
             for (way, dtype), arrays in zip(chunk, expected, strict=True):
                 row = {"part": way.part, "name": way.name, "dtype": dtype}
                 row["tolerance"] = way.tolerance(dtype)
@@ -74,6 +75,9 @@ def measure_ways(pattern, size):
                     run = way.run_of(size, folder, is_oracle=False)
                     ours = way.arrays(run, dtype)
                     row["difference"], row["array"] = difference(ours, arrays)
+                    if dtype == "float32" and (way, "float64") in of_one:
+                        rounding, _ = difference(arrays, of_one[way, "float64"])
+                        row["tolerance"] = max(row["tolerance"], rounding)
                     assert len(set(keras_dist.gather(digest(ours)))) == 1
                 except Exception:  # reported in the row; the next way is measured
                     row["error"] = traceback.format_exc()
