@@ -5,6 +5,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from keras_dist.check.command import add_check
 from keras_dist.install import InstallError, install_horovod
 from keras_dist.launch.command import add_run
 from keras_dist.migrate.command import add_migrate
@@ -37,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add_run(commands)
+    add_check(commands)
     _add_install_horovod(commands)
     _add_bench_collectives(commands)
     add_migrate(commands)

@@ -39,6 +39,7 @@ LAYERS = {
     "horovod": 7,
     "ray": 7,
     "spark": 7,
+    "check": 8,
     "distributed_model": 8,
     "__init__": 9,
     "__main__": 10,

@@ -181,7 +181,14 @@ def test_generated_parts_are_filled():
     """Every mark in a page is known, and the command line has all commands."""
     for page in (DOCS / "reference").glob("*.md"):
         assert "<!-- generated" not in generated.fill(page.read_text())
-    for name in ("run", "install-horovod", "bench-collectives", "migrate"):
+    for name in (
+        "run",
+        "check",
+        "env",
+        "install-horovod",
+        "bench-collectives",
+        "migrate",
+    ):
         assert f"## keras-dist {name}\n" in generated.command_line()
     assert "| `--restarts K`, `--max-restarts K` |" in generated.command_line()
 
@@ -215,7 +222,8 @@ def test_the_commands_exist():
         )
     for page in pages():
         for name, rest in re.findall(
-            r"keras-dist (run|install-horovod|bench-collectives|migrate)\b([^`\n]*)",
+            r"keras-dist (run|check|env|install-horovod|bench-collectives|migrate)\b"
+            r"([^`\n]*)",
             page.read_text(),
         ):
             # Up to the script, whose options are its own, and without ssh's.

@@ -152,3 +152,16 @@ def test_a_job_saves_and_is_requeued_but_not_where_it_was_cancelled(
         cluster.run("scancel", job)
     else:
         assert "start again" not in text and state == ""
+
+
+@pytest.mark.long
+def test_srun_checks_both_nodes_on_one_screen(cluster, tmp_path):
+    """Each task takes part, and the first one alone shows and writes what was seen."""
+    path = tmp_path / "found.json"
+    words = [sys.executable, "-m", "keras_dist", "check", "--only", "environment"]
+    done = cluster.run("srun", "-N2", "-n2", *words, "--json", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("versions") == 1
+    results = {r["name"]: r for r in json.loads(path.read_text())["results"]}
+    assert results["start"]["seen"].startswith("2 ranks")
+    assert "n1: " in results["network"]["seen"]

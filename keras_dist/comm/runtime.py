@@ -200,6 +200,11 @@ def built_transports() -> list[str]:
     return transport.built()
 
 
+def nccl_version() -> int:
+    """The number of the NCCL that Horovod was built with; 0 if without."""
+    return transport.nccl_version()
+
+
 def has_mpi() -> bool:
     """Whether the transport between ranks is MPI."""
     link, _ = connection()

@@ -51,9 +51,7 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         ),
         usage="%(prog)s -np N [options] (script.py | -m module | program) [arguments]",
     )
-    command.add_argument("-np", type=int, metavar="N", help="how many ranks to start")
-    arguments.add_hosts(command)
-    arguments.add_meeting(command)
+    arguments.add_where(command)
     command.add_argument(
         "--log-dir",
         metavar="DIR",

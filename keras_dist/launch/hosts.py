@@ -213,6 +213,22 @@ def interface_of(address: str) -> str:
     Raises:
         ValueError: If no interface has this address.
     """
+    for name, found in addresses().items():
+        if found == address:
+            return name
+    raise ValueError(
+        f"No network interface of this host has this address. Received: {address}. "
+        "Pass an address of this host with `--address`."
+    )
+
+
+def addresses() -> dict[str, str]:
+    """The IPv4 address of each network interface of this host, by its name.
+
+    >>> addresses()["lo"]
+    '127.0.0.1'
+    """
+    found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode())
@@ -220,9 +236,5 @@ def interface_of(address: str) -> str:
                 reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
             except OSError:  # the interface has no address
                 continue
-            if socket.inet_ntoa(reply[20:24]) == address:
-                return name
-    raise ValueError(
-        f"No network interface of this host has this address. Received: {address}. "
-        "Pass an address of this host with `--address`."
-    )
+            found[name] = socket.inet_ntoa(reply[20:24])
+    return found

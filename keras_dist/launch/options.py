@@ -10,6 +10,13 @@ from keras_dist.launch.meeting import TIMEOUT_SECONDS
 _SSH = "ssh -o BatchMode=yes -o StrictHostKeyChecking=yes -o ConnectTimeout=10"
 
 
+def add_where(command: argparse.ArgumentParser) -> None:
+    """Options that say how many ranks to start, and on which hosts."""
+    command.add_argument("-np", type=int, metavar="N", help="how many ranks to start")
+    add_hosts(command)
+    add_meeting(command)
+
+
 def add_hosts(command: argparse.ArgumentParser) -> None:
     """Options for hosts that are reached by ssh."""
     command.add_argument(

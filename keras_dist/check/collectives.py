@@ -1,0 +1,202 @@
+"""The third stage: are sums, broadcasts and gathers right, and how fast are they?"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dist import comm
+from keras_dist.check import gpus
+from keras_dist.check.hosts import nominal_speed
+from keras_dist.check.reporting import (
+    Found,
+    Reporting,
+    failed,
+    ok,
+    untried,
+    warning,
+)
+
+_DTYPES = (
+    *("float16", "bfloat16", "float32", "float64"),
+    *("int8", "uint8", "int32", "int64", "bool"),
+)
+_SMALLEST, _LARGEST, _LARGEST_QUICK = 4, 100_000_000, 16_000_000
+_LATENCIES, _REPEATS = 50, 3
+
+# What is reached of a network card's nominal rate where all is right: less than the
+# first is a fault, less than the second is to be looked at.
+_FAULT, _LOW = 0.1, 0.3
+
+# Bytes per second of a network whose card does not say its rate, as in a cloud.
+_LEAST = 0.125e9
+
+# Numbers of a tensor that are repeated, and ranks whose sum fits into int8.
+_PERIOD, _MOST_SUMMED = 7, 16
+
+_Collective = Callable[[str, int], bool]
+
+
+def run(options: argparse.Namespace) -> None:
+    """Try the checks of this stage; all ranks call it."""
+    comm.init()
+    report = Reporting("collectives", options.checks)
+    largest = _LARGEST_QUICK if options.quick else _LARGEST
+    report.check("transport", transport)
+    report.check("sum", _right, "sum", _is_sum_right, largest)
+    report.check("broadcast", _right, "broadcast", _is_broadcast_right, largest)
+    report.check("gather", _right, "gather", _is_gather_right, largest // comm.size())
+    report.check("latency", latency)
+    report.check("bandwidth", bandwidth, largest)
+
+
+def transport() -> Found:
+    """Which transport carries tensors, and is NCCL used where it is built?"""
+    name = comm.transport_name()
+    number = comm.nccl_version() if comm.size() > 1 else 0
+    has_gpu = comm.device().kind == "GPU"
+    if number and not has_gpu:
+        return warning(
+            f"{name}; Horovod is built with NCCL, which is not used: no rank has a GPU",
+            "See the line `device`: TensorFlow has to see the GPUs.",
+        )
+    if has_gpu and not number and comm.size() > 1:
+        return warning(
+            f"{name}; gradients of GPUs go through the memory of the CPU",
+            "keras-dist install-horovod --nccl, with TensorFlow 2.18 to 2.20.",
+        )
+    if comm.size() == 1:
+        return untried("one rank sends nothing")
+    interface = os.environ.get("HOROVOD_GLOO_IFACE", "")
+    return ok(f"{name}, interface {interface or 'unknown'}", transport=name)
+
+
+def _right(what: str, collective: _Collective, largest: int) -> Found:
+    """Does a collective give the right numbers for all dtypes and sizes?"""
+    sizes = [_SMALLEST, 4096, 2**20, largest]
+    tries = [(dtype, 1000) for dtype in _DTYPES]
+    tries += [("float32", max(1, size // 4)) for size in sizes]
+    wrong = [
+        f"{dtype} of {count} numbers on rank {comm.rank()}"
+        for dtype, count in tries
+        if not collective(dtype, count)
+    ]
+    of_all = [text for each in comm.gather(wrong) for text in each]
+    if of_all:
+        return failed(
+            f"the {what} has wrong numbers: {'; '.join(of_all[:4])}",
+            "Horovod's library is broken, or the network corrupts data: build it anew "
+            "with keras-dist install-horovod, and try with `-np 2` on each host.",
+        )
+    if comm.size() == 1:
+        return untried("one rank sends nothing")
+    sizes_text = f"{_SMALLEST} B to {largest / 1e6:g} MB"
+    return ok(f"right numbers: {len(_DTYPES)} dtypes, {sizes_text}", bytes=sizes)
+
+
+def _is_sum_right(dtype: str, count: int) -> bool:
+    # Only of the first ranks, since more would not fit into int8.
+    ranks = range(min(comm.size(), _MOST_SUMMED))
+    own = _pattern(comm.rank(), dtype) * (comm.rank() in ranks)
+    expected = sum(_pattern(rank, dtype) for rank in ranks)
+    return _is_equal(comm.sum(_numbers(own, dtype, count)), expected)
+
+
+def _is_broadcast_right(dtype: str, count: int) -> bool:
+    root = comm.size() - 1
+    own = _numbers(_pattern(comm.rank(), dtype), dtype, count)
+    return _is_equal(comm.broadcast(own, root), _pattern(root, dtype))
+
+
+def _is_gather_right(dtype: str, count: int) -> bool:
+    own = _numbers(_pattern(comm.rank(), dtype), dtype, count)
+    if dtype == "float32":  # as the rows of an `Embedding` are sent
+        found = tf.split(comm.gather_rows(own, name="keras_dist.check"), comm.size())
+    else:
+        found = comm.gather(own)
+    patterns = [_pattern(rank, dtype) for rank in range(comm.size())]
+    return all(map(_is_equal, found, patterns))
+
+
+def _pattern(rank: int, dtype: str) -> Any:
+    """Small numbers of a rank, which its tensors repeat: exact in every dtype."""
+    numbers = (np.arange(_PERIOD) * 3 + rank) % _PERIOD
+    return (numbers % 2 if dtype == "bool" else numbers).astype("int8")
+
+
+def _numbers(pattern: Any, dtype: str, count: int) -> Any:
+    return tf.cast(tf.constant(np.resize(pattern, count)), dtype)
+
+
+def _is_equal(tensor: Any, pattern: Any) -> bool:
+    expected = _numbers(pattern, tensor.dtype, int(tf.size(tensor)))
+    return bool(tf.reduce_all(tensor == expected))
+
+
+def latency() -> Found:
+    """How long does a sum of one number take?"""
+    if comm.size() == 1:
+        return untried("one rank sends nothing")
+    times = _times(tf.zeros([1]), _LATENCIES)
+    median = max(comm.gather(statistics.median(times)))
+    return ok(
+        f"{median * 1e3:.2f} ms for 4 B (median, slowest rank)",
+        milliseconds=median * 1e3,
+    )
+
+
+def bandwidth(largest: int) -> Found:
+    """How many bytes a second does a large sum move, and how many should it?"""
+    if comm.size() == 1:
+        return untried("one rank sends nothing")
+    count = comm.size()
+    seconds = max(comm.gather(min(_times(tf.zeros([largest // 4]), _REPEATS))))
+    # Without what does not grow with the size.
+    seconds -= min(seconds / 2, min(comm.gather(min(_times(tf.zeros([1]), _REPEATS)))))
+    # What each rank sends at least; see `tools.bench_collectives`.
+    rate = 2 * (count - 1) / count * largest / seconds
+    expected, link = _expected()
+    seen = f"{rate / 1e9:.3g} GB/s with {largest / 1e6:g} MB"
+    data = {"bytes_per_second": rate, "nominal": expected, "link": link}
+    if not expected:
+        return ok(f"{seen}; {link}", **data)
+    seen += f", {rate / expected:.0%} of {expected / 1e9:.3g} GB/s ({link})"
+    cure = (
+        "Measure the network itself (iperf3 between the hosts). A slow one is for "
+        '`sync="every:8"` or compression="bf16"; a wrong one for `--address`.'
+    )
+    if rate < _FAULT * expected:
+        return failed(seen, cure, **data)
+    return warning(seen, cure, **data) if rate < _LOW * expected else ok(seen, **data)
+
+
+def _times(tensor: Any, count: int) -> list[float]:
+    times = []
+    for _ in range(1 + count):
+        begin = time.perf_counter()
+        comm.total(tensor, purpose="check")
+        times.append(time.perf_counter() - begin)
+    return times[1:]
+
+
+def _expected() -> tuple[float, str]:
+    """Bytes per second that the slowest link should reach, and what it is."""
+    interface = os.environ.get("HOROVOD_GLOO_IFACE", "")
+    speeds = comm.gather(nominal_speed(interface) / 8)
+    if interface == "lo":
+        listed = gpus.gpus()
+        if comm.device().kind == "GPU" and comm.nccl_version() and listed:
+            return min(comm.gather(listed[0].link)), "PCI Express"
+        return 0.0, "loopback of one host, which has no nominal rate"
+    return _slowest(speeds, interface)
+
+
+def _slowest(speeds: Sequence[float], interface: str) -> tuple[float, str]:
+    if min(speeds) <= 0:
+        return _LEAST, f"1 Gbit/s, since {interface} has no nominal rate"
+    return min(speeds), f"{interface}: {min(speeds) * 8e-9:g} Gbit/s"
