@@ -202,7 +202,7 @@ def built_transports() -> list[str]:
 
 def nccl_version() -> int:
     """The number of the NCCL that Horovod was built with; 0 if without."""
-    return transport.nccl_version()
+    return int(transport.library().nccl_built())
 
 
 def has_mpi() -> bool:

@@ -175,15 +175,6 @@ def built() -> list[str]:
     return [name for name, is_built in checks.items() if is_built()]
 
 
-def nccl_version() -> int:
-    """The number of the NCCL that Horovod was built with; 0 if without.
-
-    Raises:
-        RuntimeError: If Horovod cannot be imported.
-    """
-    return int(library().nccl_built())
-
-
 def host_messages() -> Any:
     """Horovod's messages on hosts that come and go, in its elastic mode."""
     worker = importlib.import_module("horovod.runner.elastic.worker")
