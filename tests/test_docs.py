@@ -55,10 +55,16 @@ def _with_snippets():
     return [named(page) for page in pages() if blocks(page, "python")]
 
 
-def test_snippets_run_on_one_process(tmp_path):
-    """Each page's in their order; and the scripts before a migration."""
+def test_scripts_before_a_migration_run_on_one_process(tmp_path):
+    """And the README."""
     before = [named(_MIGRATE / old) for old, _, runs in _PAIRS if runs]
-    _run(_with_snippets() + before, tmp_path, None)
+    _run(["README.md", *before], tmp_path, None)
+
+
+@pytest.mark.long
+def test_snippets_run_on_one_process(tmp_path):
+    """Each page's in their order."""
+    _run(_with_snippets(), tmp_path, None)
 
 
 def test_snippets_run_on_two_ranks(tmp_path):

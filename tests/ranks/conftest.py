@@ -25,7 +25,8 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """Deselects tests that would compare Keras with itself, or repeat another one.
 
-    Three ranks on two cores are slow: they run only tests that depend on the number.
+    Three ranks on two cores are slow: they run only tests that depend on the number,
+    and so does one rank, unless all of `make long` are asked for.
     """
 
     def is_left_out(item):
@@ -34,7 +35,8 @@ def pytest_collection_modifyitems(config, items):
         if "two_ranks" in marks and size != 2:
             return True
         if size == 1:
-            return "several_ranks" in marks
+            is_quick = "three_ranks" in marks or "LONG_TESTS" in os.environ
+            return "several_ranks" in marks or not is_quick
         return size > 2 and "three_ranks" not in marks
 
     out = [item for item in items if is_left_out(item)]
