@@ -4,6 +4,7 @@ The oracle is plain Keras on one process, with the gradients of all ranks, each 
 counts the same.
 """
 
+import importlib
 import os
 
 import keras
@@ -120,6 +121,19 @@ def test_gradients_are_averaged(name):
     fit(model, optimizer, epochs=2, compiled={"run_eagerly": name != "adam"})
     assert_close(model, by_hand(make(), OPTIMIZERS[name](), epochs=2))
     assert_equal_on_all(model)
+
+
+@pytest.mark.several_ranks
+def test_horovods_own_module_averages_nothing_on_keras_3():
+    """The same script, once with each import: there the ranks drift apart."""
+    own = importlib.import_module("horovod.tensorflow.keras")
+    kernels = {}
+    for module in (own, hvd):
+        model = make()
+        fit(model, module.DistributedOptimizer(keras.optimizers.SGD(0.05)))
+        kernels[module] = keras_dist.gather(model.get_weights()[0].tolist())
+    assert kernels[own][0] != kernels[own][1]
+    assert kernels[hvd][0] == kernels[hvd][1]
 
 
 @pytest.mark.three_ranks
