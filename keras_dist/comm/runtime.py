@@ -31,11 +31,13 @@ class _Runtime:
         device: Set by `prepare`.
         world: Set by `start`; `None` before.
         link: Set by `start`; `None` on one rank.
+        has_ended: Set by `stop`, on several ranks.
     """
 
     device: Device | None = None
     world: World | None = None
     link: transport.Link | None = field(default=None, repr=False)
+    has_ended: bool = False
 
 
 _runtime = _Runtime()
@@ -91,6 +93,12 @@ def start(*, has_process_sets: bool = False, may_be_elastic: bool = False) -> Wo
         else:
             if not may_be_elastic:
                 check_not_elastic()
+            if _runtime.has_ended:
+                raise RuntimeError(
+                    "Horovod was shut down in this process, and cannot be started "
+                    "again: it would crash. Received: a call that needs the other "
+                    "ranks. Call `shutdown` at the end of the script."
+                )
             if from_launcher[0] == srun.LAUNCHER:
                 srun.meet()
                 _mark_process()
@@ -110,9 +118,10 @@ def _connect(launcher: str, expected: World, *, has_process_sets: bool) -> None:
 
 
 def stop() -> None:
-    """End the connection to the other ranks; `start` begins a new one."""
+    """End the connection to the other ranks, for good but in the elastic mode."""
     if _runtime.link is not None:
         _runtime.link.horovod.shutdown()
+        _runtime.has_ended = not is_elastic()
     _runtime.link = _runtime.world = None
 
 

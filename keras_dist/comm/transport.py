@@ -21,6 +21,9 @@ _INSTALL = "keras-dist install-horovod"
 # the default because the thread that writes a timeline keeps a core busy.
 _TIMELINE, _DYNAMIC = "HOROVOD_TIMELINE", "DYNAMIC"
 
+# Where it is set, Horovod 0.28.1 crashes at a second start, as in its elastic mode.
+_FUSION = "HOROVOD_FUSION_THRESHOLD"
+
 # Settings of Horovod on a rank without a GPU, unless the user has set them.
 _ON_CPU = {
     # Milliseconds between two cycles of Horovod's background thread. In each cycle the
@@ -30,7 +33,7 @@ _ON_CPU = {
     # No fusion by Horovod. Small gradients are packed by us already; fusing large ones
     # that are ready at the same time copies them twice more, into a buffer that stays
     # allocated.
-    "HOROVOD_FUSION_THRESHOLD": "0",
+    _FUSION: "0",
 }
 
 
@@ -62,7 +65,8 @@ def connect(launcher: str, expected: World, *, has_process_sets: bool = False) -
     is_on_cpu = not tf.config.get_visible_devices("GPU")
     if is_on_cpu:
         for name, value in _ON_CPU.items():
-            os.environ.setdefault(name, value)
+            if name != _FUSION or not is_elastic():
+                os.environ.setdefault(name, value)
     if has_process_sets:
         os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
     starting = contextlib.ExitStack()

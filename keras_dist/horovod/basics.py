@@ -36,7 +36,7 @@ def init(
 
 
 def shutdown() -> None:
-    """End the connection to the other ranks; `init` begins a new one."""
+    """End the connection to the other ranks, at the end of the script."""
     collectives.stop()
     collectives.forget_process_sets()
 

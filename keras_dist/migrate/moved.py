@@ -5,14 +5,16 @@ import libcst as cst
 from keras_dist.migrate.names import canonical, dotted
 from keras_dist.migrate.script import Script
 
-# Private modules of Keras 2, whose classes `keras.layers` and `keras.utils` have.
-_LAYERS = (
+# Private modules of Keras 2, whose classes `keras.layers` has.
+_LAYERS = {
     *("core", "convolutional", "pooling", "recurrent", "normalization", "embeddings"),
     *("advanced_activations", "merge", "noise", "local", "wrappers"),
-)
-_PRIVATE = {f"keras.layers.{name}" for name in _LAYERS} | {
-    *("keras.utils.np_utils", "keras.utils.generic_utils", "keras.utils.vis_utils"),
-    *("keras.engine.topology", "keras.engine.training"),
+}
+# And those of `keras.utils`, with what it has of them.
+_UTILS = {
+    "np_utils": {"to_categorical", "normalize"},
+    "vis_utils": {"plot_model", "model_to_dot"},
+    "generic_utils": {"Progbar", "get_custom_objects", "CustomObjectScope"},
 }
 # What `tensorflow.keras` still has, and `keras` has not.
 _IMAGES = "keras.preprocessing.image"
@@ -28,16 +30,29 @@ def change_import(
     if updated.relative or isinstance(updated.names, cst.ImportStar):
         return updated
     names = {dotted(one.name) or "" for one in updated.names}
-    if canonical(text) in _PRIVATE and isinstance(module, cst.Attribute):
-        if text.split(".")[-2] in ("layers", "utils"):
+    if isinstance(module, cst.Attribute) and _is_private(canonical(text)):
+        if _are_public(canonical(text), names):
             return updated.with_changes(module=module.value)
-        script.left(
-            original, f"{text} is private", "Import from keras, or keras.layers"
-        )
+        advice = "Look for them in keras.layers, keras.utils and keras.ops"
+        script.left(original, f"{text} is private in Keras 2, and gone", advice)
     is_image = text == _IMAGES and names & _GENERATORS
     if is_image or (text == "keras.preprocessing" and _uses_generators(script)):
         return updated.with_changes(module=_in_tensorflow(text))
     return updated
+
+
+def _is_private(name: str) -> bool:
+    package, _, module = name.rpartition(".")
+    private = {"keras.layers": _LAYERS, "keras.utils": set(_UTILS)}
+    return module in private.get(package, ())
+
+
+def _are_public(name: str, names: set[str]) -> bool:
+    """Whether the package of a private module has all of these."""
+    module = name.rpartition(".")[2]
+    if module in _UTILS:
+        return names <= _UTILS[module]
+    return all(one[:1].isupper() for one in names)  # classes of layers
 
 
 def list_name(

@@ -145,6 +145,12 @@ def change_legacy_import(
 ) -> cst.ImportFrom:
     """`from keras.optimizers.legacy import SGD`."""
     module = updated.module
-    if canonical(dotted(module) or "") == _LEGACY and isinstance(module, cst.Attribute):
-        return updated.with_changes(module=module.value)
-    return updated
+    if canonical(dotted(module) or "") != _LEGACY or updated.relative:
+        return updated
+    if isinstance(updated.names, cst.ImportStar) or not all(
+        dotted(one.name) in OPTIMIZERS for one in updated.names
+    ):
+        advice = "Import the optimizers from keras.optimizers"
+        script.left(original, "Keras 3 has no optimizers.legacy", advice)
+        return updated
+    return updated.with_changes(module=cst.ensure_type(module, cst.Attribute).value)

@@ -92,10 +92,9 @@ def change_statement(
 
 def _is_rate(node: cst.BaseExpression) -> bool:
     """Whether an argument of `K.get_value` is a rate, of whatever optimizer."""
-    return isinstance(node, cst.Attribute) and node.attr.value in (
-        "lr",
-        "learning_rate",
-    )
+    if not isinstance(node, cst.Attribute) or dotted(node.value) == "self":
+        return False
+    return node.attr.value in ("lr", "learning_rate")
 
 
 def _rate(node: cst.BaseExpression) -> cst.BaseExpression:

@@ -1,5 +1,7 @@
 """Callbacks and files of `keras_dist.horovod`; the oracle is Horovod's own formula."""
 
+import os
+
 import keras
 import numpy as np
 import pytest
@@ -9,7 +11,9 @@ from test_horovod import assert_close, assert_equal_on_all, by_hand, fit, make, 
 import keras_dist
 import keras_dist.horovod as hvd
 
-pytestmark = pytest.mark.three_ranks
+# On three ranks, all of them by `make long`, and those that are marked always.
+_IS_LONG = os.environ.get("LONG_TESTS")
+pytestmark = pytest.mark.three_ranks if _IS_LONG else pytest.mark.several_ranks
 
 
 class Rates(keras.callbacks.Callback):

@@ -1,5 +1,7 @@
 """Tape, local layers, process sets, batch normalization and state of hvd's module."""
 
+import os
+
 import keras
 import numpy as np
 import pytest
@@ -8,10 +10,14 @@ from test_horovod import assert_close, assert_equal_on_all, by_hand, fit, make, 
 
 import keras_dist.horovod as hvd
 
-pytestmark = pytest.mark.three_ranks
+# On three ranks, all of them by `make long`, and those that are marked always.
+_IS_LONG = os.environ.get("LONG_TESTS")
+pytestmark = pytest.mark.three_ranks if _IS_LONG else pytest.mark.several_ranks
 
 
-@pytest.mark.parametrize("is_graph", [False, True])
+@pytest.mark.parametrize(
+    "is_graph", [pytest.param(False, marks=pytest.mark.long), True]
+)
 def test_a_tape_averages_and_its_gradients_are_not_averaged_twice(is_graph):
     """Summed gradients, applied by an optimizer that sums, are summed once."""
     model = make()
@@ -55,7 +61,9 @@ def test_a_tape_keeps_the_structure_and_local_sources():
     assert float(kept.gradient(target, b)) == 6.0 * rank
 
 
-@pytest.mark.parametrize("is_scaled", [True, False])
+@pytest.mark.parametrize(
+    "is_scaled", [True, pytest.param(False, marks=pytest.mark.long)]
+)
 def test_gradients_of_local_layers_are_each_ranks_own(is_scaled):
     """Divided by the number of ranks, unless asked otherwise; the others are means."""
     keras.utils.set_random_seed(3)
