@@ -12,7 +12,7 @@ from keras_dist.tools import bench_collectives
 _LINE = re.compile(r"(\d+) (B|KiB|MiB) +([\d.]+) ms +([\d.]+) GB/s")
 
 
-@pytest.mark.parametrize("ranks", [None, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(None, marks=pytest.mark.long), 2])
 def test_each_size_has_a_line(ranks):
     """Without and under a launcher; larger sizes take longer."""
     module = [sys.executable, "-m", "keras_dist", "bench-collectives"]

@@ -19,7 +19,7 @@ keras_dist.dist_fit(model, np.ones((90, 2)), np.ones(90), batch_size=4, verbose=
 """
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_an_error_on_one_rank_ends_all_of_them(tmp_path, ranks):
     """The others print the rank and its message, without a traceback of TensorFlow."""
     script = tmp_path / "script.py"
@@ -70,7 +70,9 @@ else:
 """
 
 
-@pytest.mark.parametrize("name", ["model.keras", "model.weights.h5"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("model.keras", marks=pytest.mark.long), "model.weights.h5"]
+)
 def test_a_killed_process_leaves_the_file_before(tmp_path, name):
     """Killed in the middle of the second checkpoint: the first one loads."""
     script, path = tmp_path / "script.py", tmp_path / name

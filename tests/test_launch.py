@@ -90,7 +90,12 @@ def left_behind(mark):
 
 
 @pytest.mark.parametrize(
-    ("case", "ranks"), [*((case, 2) for case in _CASES), ("raise", 3), ("kill", 3)]
+    ("case", "ranks"),
+    [
+        *((case, 2) for case in _CASES),
+        pytest.param("raise", 3, marks=pytest.mark.long),
+        pytest.param("kill", 3, marks=pytest.mark.long),
+    ],
 )
 def test_the_first_failure_is_read_first_and_nothing_is_left(tmp_path, case, ranks):
     """Its own traceback, a line for each other rank, its exit code, within 10 s."""

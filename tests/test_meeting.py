@@ -10,13 +10,14 @@ import threading
 import time
 import uuid
 
+import psutil
 import pytest
 from launch import ROOT
 from test_launch import RUN, left_behind
 from test_launch import start as run
 
 from keras_dist.launch.follower import Follower
-from keras_dist.launch.host_store import FirstHostStore, HostStore
+from keras_dist.launch.host_store import FirstHostStore, HostStore, wait_for
 from keras_dist.launch.members import Member, numbered, slots_of
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.rendezvous import Store
@@ -111,13 +112,22 @@ def test_a_job_ends_although_nobody_reads_what_the_first_host_says(tmp_path):
     assert left_behind(mark) == []
 
 
+def wait_for_threads(*processes):
+    """Until each process has come so far that it has a thread, and a second more."""
+    begin = time.monotonic()
+    while any(psutil.Process(each.pid).num_threads() < 2 for each in processes):
+        assert time.monotonic() - begin < 60
+        time.sleep(0.1)
+    time.sleep(1)
+
+
 def test_ctrl_c_of_a_command_that_waits_for_others_ends_soon(tmp_path):
     """On the first host it ends those that have come; another one just leaves."""
     options = ["--nnodes", 4, "--rdzv", f"127.0.0.1:{free_port()}"]
     first = command(*options, "-m", "this")
-    time.sleep(1)
+    wait_for_threads(first)  # its store
     leaving, waiting = (command(*options, "-m", "this") for _ in range(2))
-    time.sleep(2)
+    wait_for_threads(leaving, waiting)  # their heartbeats
     leaving.send_signal(signal.SIGINT)
     assert ended([leaving], 10) == [(130, "", "")]
     first.send_signal(signal.SIGINT)
@@ -212,6 +222,24 @@ def test_a_value_that_this_job_has_not_signed_does_not_count():
         assert host._request("PUT", "join.d", host._request("GET", "join.b")) == b""
         assert host.get("join.c") is None and first.of_kind("join") == {"b": [1]}
         assert HostStore("127.0.0.1", store.port, "a guess").put("x", 1) is False
+        with pytest.raises(PermissionError):
+            HostStore("127.0.0.1", store.port, "a guess").knock()
+    finally:
+        store.close()
+
+
+def test_a_host_that_comes_before_the_first_one_is_ready_is_not_refused():
+    """The store listens a moment before it knows the secret; the host asks again."""
+    store = Store()
+    try:
+        host = HostStore("127.0.0.1", store.port, "a secret")
+        with pytest.raises(ConnectionError, match="no store answers: status 503"):
+            host.knock()
+        late = threading.Timer(1, store.admit, ["a secret"])
+        late.start()
+        found = wait_for(host, "b", timeout=30)
+        late.join()
+        assert found == ("127.0.0.1", "127.0.0.1")
         with pytest.raises(PermissionError):
             HostStore("127.0.0.1", store.port, "a guess").knock()
     finally:

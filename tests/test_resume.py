@@ -55,7 +55,7 @@ def result_of(folder, name):
     return state, json.loads((folder / f"{name}.json").read_text())
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_killed_processes_resume_to_the_bit(tmp_path, ranks):
     """SIGKILL to all ranks at random steps, SIGTERM to one: the results are equal.
 

@@ -33,7 +33,9 @@ def there(folder, ranks=2, seconds=60):
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("way", ["keras-dist run", "python"])
+@pytest.mark.parametrize(
+    "way", ["keras-dist run", pytest.param("python", marks=pytest.mark.long)]
+)
 def test_srun_trains_as_one_process(cluster, tmp_path, way):
     """One task a node with a rank of each; and two tasks that are ranks themselves."""
     alone, path = tmp_path / "alone.npy", tmp_path / "weights.npy"
@@ -96,6 +98,7 @@ def test_several_tasks_on_a_node_share_its_devices(cluster, tmp_path):
     assert "KeyError: 'tea'" in done.stderr
 
 
+@pytest.mark.long
 def test_without_munge_tasks_need_a_secret(cluster, tmp_path):
     """Else it is the error that it was before."""
     code = "import keras_dist; print(keras_dist.init().size)"
@@ -118,7 +121,9 @@ def test_without_munge_tasks_need_a_secret(cluster, tmp_path):
     assert done.stdout.split() == ["2", "2"]
 
 
-@pytest.mark.parametrize("ending", ["SIGUSR1", "scancel"])
+@pytest.mark.parametrize(
+    "ending", ["SIGUSR1", pytest.param("scancel", marks=pytest.mark.long)]
+)
 def test_a_job_saves_and_is_requeued_but_not_where_it_was_cancelled(
     cluster, tmp_path, ending
 ):

@@ -60,7 +60,10 @@ KERAS_DIST = [sys.executable, "-m", "keras_dist", "run"]
 HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch"]
 
 
-@pytest.mark.parametrize(("case", "ranks"), [("callback", 3), ("generator", 2)])
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    [("callback", 3), pytest.param("generator", 2, marks=pytest.mark.long)],
+)
 def test_a_rank_that_sleeps_for_ever_is_named(tmp_path, case, ranks):
     """All print their stacks; the line in which it sleeps comes first."""
     done = stopped(tmp_path, case, ranks, KERAS_DIST)

@@ -3,6 +3,7 @@
 - `function`: `keras_dist.run`, which calls a function on many ranks
 - `worker`: the module that each rank of `keras_dist.run` runs
 - `command`: the command `keras-dist run`
+- `options`: its options
 - `assignment`: which ranks a host runs, where the store is, who watches: all that a way
   to start a job has to find out
 - `jobs`: one job: on this host or on several, with restarts
@@ -23,6 +24,9 @@
 - `own_name`: check a host's own name where Horovod has not our patch
 - `signals`: signals that stop a job
 - `restarts`: how often a job is started again, and after how long
+- `elastic`: jobs whose hosts come and go: who is left out, what has changed at a start
+- `elastic_jobs`: such a job with ssh
+- `discovery`: with ssh, which hosts there are now: by a list, or by a script
 
 Hosts that meet, without ssh:
 

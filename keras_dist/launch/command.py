@@ -8,30 +8,32 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from keras_dist.launch import options as arguments
 from keras_dist.launch import slurm_task
 from keras_dist.launch.agent import serve
-from keras_dist.launch.assignment import SECRET, patience
+from keras_dist.launch.assignment import patience
 from keras_dist.launch.call_agent import serve_call
+from keras_dist.launch.discovery import named_by
+from keras_dist.launch.elastic import RESTARTS
+from keras_dist.launch.elastic_jobs import HostLimits, run_elastic
 from keras_dist.launch.gpus import num_gpus
 from keras_dist.launch.hosts import address_towards, hosts_in, hosts_of, is_here, slots
 from keras_dist.launch.jobs import run_command
 from keras_dist.launch.meeting import (
-    TIMEOUT_SECONDS,
     Meeting,
+    host_range,
     meeting_point,
     secret_in,
 )
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.rdzv import run_meeting
 from keras_dist.launch.remote_hosts import Reach
-from keras_dist.launch.slurm_step import SAVED, meeting_of, requeue
+from keras_dist.launch.signals import SAVED
+from keras_dist.launch.slurm_step import meeting_of, requeue
 from keras_dist.launch.startup_noise import VARIABLE as VERBOSE
 from keras_dist.monitor.rank_process import end_with
 from keras_dist.monitor.watchdog import VARIABLE, limit_of
 from keras_dist.slurm import Task, task_of
-
-# A firewall that drops port 22 is noticed after 10 s, not 134.
-_SSH = "ssh -o BatchMode=yes -o StrictHostKeyChecking=yes -o ConnectTimeout=10"
 
 
 def add_run(commands: argparse._SubParsersAction) -> None:
@@ -50,14 +52,14 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         usage="%(prog)s -np N [options] (script.py | -m module | program) [arguments]",
     )
     command.add_argument("-np", type=int, metavar="N", help="how many ranks to start")
-    _add_hosts(command)
-    _add_meeting(command)
+    arguments.add_hosts(command)
+    arguments.add_meeting(command)
     command.add_argument(
         "--log-dir",
         metavar="DIR",
         help="write the output of rank K to DIR/rank.K.log; the screen shows rank 0",
     )
-    _add_limits(command)
+    arguments.add_limits(command)
     command.add_argument("--with-parent", type=int, help=argparse.SUPPRESS)
     command.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
@@ -86,87 +88,6 @@ def _add_inner(commands: argparse._SubParsersAction) -> None:
     task.set_defaults(run=lambda options: slurm_task.serve())
 
 
-def _add_hosts(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "-H",
-        dest="hosts",
-        metavar="HOST:SLOTS,…",
-        help="hosts, reached by ssh (default: this one)",
-    )
-    command.add_argument(
-        "--hostfile",
-        metavar="FILE",
-        help="the same from a file: a line `HOST slots=N` for each",
-    )
-    command.add_argument(
-        "--ssh",
-        default=_SSH,
-        metavar="COMMAND",
-        help=f"command that connects to other hosts (default: {_SSH})",
-    )
-    command.add_argument(
-        "--address",
-        metavar="IP",
-        help="address at which other hosts reach this one (default: found by routing)",
-    )
-
-
-def _add_meeting(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--nnodes",
-        type=int,
-        metavar="N",
-        help="so many hosts, with this command started on each; -np is then the ranks "
-        "of this one (default: one for each GPU, or 1)",
-    )
-    command.add_argument(
-        "--node-rank",
-        type=int,
-        metavar="K",
-        help="number of this host, from 0 (default: as they come)",
-    )
-    command.add_argument(
-        "--rdzv",
-        metavar="HOST:PORT",
-        help="where they meet: the first host, and a free port there",
-    )
-    command.add_argument(
-        "--rdzv-timeout",
-        type=float,
-        default=TIMEOUT_SECONDS,
-        metavar="S",
-        help=f"wait S seconds for the others (default: {TIMEOUT_SECONDS:g})",
-    )
-    command.add_argument(
-        "--secret-file",
-        metavar="FILE",
-        help=f"a file with the job's secret (default: the variable {SECRET})",
-    )
-
-
-def _add_limits(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--requeue",
-        action="store_true",
-        help="under SLURM: start the job again when SIGTERM or SIGUSR1 has ended it, "
-        "and all ranks have saved",
-    )
-    command.add_argument(
-        "--restarts",
-        type=int,
-        default=0,
-        metavar="K",
-        help="start again after a failure, at most K times (default: 0)",
-    )
-    command.add_argument(
-        "--stall-limit",
-        type=float,
-        metavar="S",
-        help="end the job when no rank makes progress for S seconds, 0 for never "
-        "(default: 120)",
-    )
-
-
 def _run(options: argparse.Namespace) -> int:
     if options.with_parent is not None:
         end_with(options.with_parent)
@@ -177,9 +98,10 @@ def _run(options: argparse.Namespace) -> int:
             "For example: keras-dist run -np 2 script.py"
         )
     task = _task(options)
+    is_elastic = _is_elastic_by_ssh(options)
     has_meeting = options.rdzv is not None or options.nnodes is not None
     hosts = []
-    if task is None and not has_meeting:
+    if task is None and not (has_meeting or is_elastic):
         hosts = hosts_of(_named_hosts(options), options.np)
     environment = patience()
     if options.stall_limit is not None:
@@ -193,8 +115,16 @@ def _run(options: argparse.Namespace) -> int:
     )
     if task is not None:
         return _run_step(command, task, options)
+    if is_elastic:
+        return _run_elastic(command, options)
     if has_meeting:
-        return run_meeting(command, _meeting(options), restarts=options.restarts)
+        return _run_meeting(command, options)
+    return _run_by_ssh(command, hosts, options)
+
+
+def _run_by_ssh(
+    command: Command, hosts: list[tuple[str, int]], options: argparse.Namespace
+) -> int:
     others = [host for host, _ in hosts if not is_here(host)]
     reach = None
     if others:
@@ -202,12 +132,52 @@ def _run(options: argparse.Namespace) -> int:
         reach = Reach(shlex.split(options.ssh), address)
     else:
         hosts = [("localhost", sum(count for _, count in hosts))]
-    return run_command(command, slots(hosts), restarts=options.restarts, reach=reach)
+    return run_command(
+        command, slots(hosts), restarts=options.restarts or 0, reach=reach
+    )
+
+
+def _is_elastic_by_ssh(options: argparse.Namespace) -> bool:
+    """Whether hosts come and go that are reached by ssh."""
+    has_range = ":" in (options.nnodes or "") and options.rdzv is None
+    has_names = options.hosts is not None or options.hostfile is not None
+    return options.host_discovery_script is not None or (has_range and has_names)
+
+
+def _run_elastic(command: Command, options: argparse.Namespace) -> int:
+    script, hosts = options.host_discovery_script, _named_hosts(options)
+    is_fixed = script is None
+    others = options.np if is_fixed else hosts or options.rdzv
+    if options.nnodes is None or others is not None:
+        raise ValueError(
+            "Hosts that come and go by ssh need `--nnodes MIN:MAX`, and `-H` without "
+            "`-np`, or `--host-discovery-script` without `-H` and `--rdzv`. Received: "
+            f"--nnodes {options.nnodes} -H {hosts} -np {options.np} "
+            f"--host-discovery-script {script} --rdzv {options.rdzv}"
+        )
+    least, most = host_range(options.nnodes)
+    limits = HostLimits(
+        least=least,
+        most=most,
+        ssh=shlex.split(options.ssh),
+        address=options.address,
+        timeout=options.rdzv_timeout,
+    )
+    listed = dict(hosts_of(hosts, None)) if is_fixed else {}
+    named = (lambda: listed) if is_fixed else named_by(script, options.np)
+    restarts = RESTARTS if options.restarts is None else options.restarts
+    return run_elastic(command, named, limits, restarts=restarts)
 
 
 def _task(options: argparse.Namespace) -> Task | None:
     """The task of SLURM that this command is, if it says no other way to start."""
-    ways = (options.hosts, options.hostfile, options.rdzv, options.nnodes)
+    ways = (
+        options.hosts,
+        options.hostfile,
+        options.rdzv,
+        options.nnodes,
+        options.host_discovery_script,
+    )
     is_inner = options.with_parent is not None or "HOROVOD_RANK" in os.environ
     task = None if is_inner or ways.count(None) < len(ways) else task_of()
     if task is None and options.requeue:
@@ -225,10 +195,17 @@ def _run_step(command: Command, task: Task, options: argparse.Namespace) -> int:
         secret=secret_in(options.secret_file),
         timeout=options.rdzv_timeout,
     )
-    code = run_meeting(command, meeting, restarts=options.restarts)
+    code = run_meeting(command, meeting, restarts=options.restarts or 0)
     if code == SAVED and options.requeue and task.position == 0:
         requeue(task)
     return code
+
+
+def _run_meeting(command: Command, options: argparse.Namespace) -> int:
+    meeting, restarts = _meeting(options), options.restarts
+    if restarts is None:
+        restarts = RESTARTS if meeting.is_elastic else 0
+    return run_meeting(command, meeting, restarts=restarts)
 
 
 def _meeting(options: argparse.Namespace) -> Meeting:
@@ -240,10 +217,12 @@ def _meeting(options: argparse.Namespace) -> Meeting:
             f"-H {hosts}. For example: --nnodes 2 --rdzv a:29400"
         )
     address, port = meeting_point(options.rdzv)
+    least, most = host_range(options.nnodes)
     return Meeting(
         address=address,
         port=port,
-        num_hosts=options.nnodes,
+        num_hosts=most,
+        min_hosts=least,
         num_ranks=(num_gpus() or 1) if options.np is None else options.np,
         secret=secret_in(options.secret_file),
         number=options.node_rank,

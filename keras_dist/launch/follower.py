@@ -35,7 +35,8 @@ class Follower:
         secret: Secret of the job.
         member: This host.
         is_first: Whether this process has the store.
-        timeout: Seconds to wait for the first host, and for the first start.
+        timeout: Seconds to wait for the first host, and for the first start; but not
+            for a start of a job whose hosts come and go.
         stopped: Numbers of the signals that this process has received.
     """
 
@@ -89,7 +90,7 @@ class Follower:
         Raises:
             ValueError: If the first host is lost, or has no use for this host.
         """
-        begin, last = time.monotonic(), -1
+        begin, last, said = time.monotonic(), -1, ""
         while True:
             order = self._store.get(f"order.{self.name}") or {}
             if order.get("do") == "exit":
@@ -97,7 +98,11 @@ class Follower:
                     print_message(order["text"])
                 self._store.put(f"left.{self.name}", True)
                 return int(order["code"])
-            if order and order["start"] != last:
+            if order.get("do") == "wait":
+                if order["text"] != said:
+                    said = order["text"]
+                    print_message(said)
+            elif order and order["start"] != last:
                 last = order["start"]
                 # Another host may have failed before this one has seen the start.
                 is_run = order["do"] == "run"
@@ -115,11 +120,14 @@ class Follower:
         meeting = f"{self._store.address}:{self._store.port}"
         if self._is_lost:
             raise ValueError(
-                "The first host was lost. Received: no answer from "
-                f"{meeting} since {LOST_SECONDS:g} s."
+                "The first host was lost, and the job ends with it. Received: no "
+                f"answer from {meeting} since {LOST_SECONDS:g} s. Start the same "
+                "command on all hosts again; with `resume=` it goes on."
             )
-        # The first host says who is missing, before.
-        if is_waiting and seconds > self._timeout + _SAY_SECONDS:
+        # The first host says who is missing, before. Where hosts come and go, one may
+        # wait for as long as the job.
+        is_late = seconds > self._timeout + _SAY_SECONDS
+        if is_waiting and is_late and not self._member.is_elastic:
             raise ValueError(
                 "The job has all its hosts. Received: one more, "
                 f"{self._member.host}, which was not needed for {seconds:.0f} s."

@@ -5,17 +5,28 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from keras_dist.launch.elastic import (
+    SETTLE_SECONDS,
+    LeftOut,
+    left_out_text,
+    waiting_text,
+)
 from keras_dist.launch.failures import print_message
-from keras_dist.launch.heartbeat import Presence
+from keras_dist.launch.heartbeat import LOST_SECONDS, Presence
 from keras_dist.launch.host_store import FirstHostStore
-from keras_dist.launch.members import Member, numbered
+from keras_dist.launch.members import Member, nnodes_text, numbered
 from keras_dist.launch.rendezvous import Store
+from keras_dist.launch.signals import is_saving, stopped_text
 from keras_dist.version import __version__
 
 TICK = 0.1
 
-# Seconds between two lines about hosts that are missing.
-_SAY_SECONDS = 15.0
+# Seconds between two looks at who is there while ranks run, and between two lines about
+# hosts that are missing.
+_LOOK_SECONDS, _SAY_SECONDS = 0.5, 15.0
+
+# Seconds of silence after which a host is lost where all others have ended already.
+_SILENT_SECONDS = 5.0
 
 # Seconds for which the store stays until all hosts have seen the end.
 _LEAVE_SECONDS = 10.0
@@ -26,13 +37,15 @@ class Plan:
     """What the first host was asked for.
 
     Args:
-        num_hosts: Number of hosts.
+        num_hosts: Number of hosts, at most.
         restarts: The largest number of restarts.
-        timeout: Seconds to wait for all hosts.
+        timeout: Seconds to wait for enough hosts.
         meeting: Where the others find the store, in words.
         names: Names of all hosts, if they are known.
         saved_code: Exit code when a signal has stopped the job and all ranks have
             saved; `None` for that of the signal.
+        min_hosts: Number of hosts, at least; `None` for as many as at most.
+        settle: Seconds for which a job that has enough hosts waits for one more.
     """
 
     num_hosts: int
@@ -41,6 +54,18 @@ class Plan:
     meeting: str
     names: Sequence[str] = ()
     saved_code: int | None = None
+    min_hosts: int | None = None
+    settle: float = SETTLE_SECONDS
+
+    @property
+    def least(self) -> int:
+        """Number of hosts, at least."""
+        return self.num_hosts if self.min_hosts is None else self.min_hosts
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether hosts may come and go."""
+        return self.least < self.num_hosts
 
 
 class Gathering:
@@ -55,27 +80,34 @@ class Gathering:
 
     def __init__(self, store: Store, secret: str, plan: Plan, first: str) -> None:
         self.values = FirstHostStore(store, secret)
-        self.presence = Presence[str](self.values)
+        self.left_out = LeftOut()
+        self._presence = Presence[str](self.values)
         self._plan, self._first = plan, first
         self._chosen: list[str | None] = []
+        # Hosts that were lost sooner than 15 s after their last heartbeat.
+        self._lost: set[str] = set()
+        # All hosts that have ever come, and when the last one came.
+        self._known: set[str] = set()
+        self._came = self._looked = 0.0
 
     def wait(self) -> dict[str, Member] | None:
-        """Wait for all hosts; `None` if the job was stopped.
+        """Wait until there are enough hosts; `None` if the job was stopped.
 
         Raises:
             TimeoutError: If some are missing.
         """
         begin = said = time.monotonic()
         while not self.stops():
+            self._dismiss()
             members = self._members()
             numbers = numbered(members, self._plan.num_hosts, self._chosen)
             chosen = {name: members[name] for name in numbers if name is not None}
-            now = time.monotonic()
-            if len(chosen) == self._plan.num_hosts:
+            if self._is_enough(len(chosen)):
                 self._chosen = numbers
                 return chosen
+            now = time.monotonic()
             text = self._missing(members, numbers)
-            if now - begin > self._plan.timeout:
+            if now - begin > self._plan.timeout and len(chosen) < self._plan.least:
                 raise TimeoutError(
                     f"Not all hosts have come within {self._plan.timeout:g} s. "
                     f"Received: {text}. Start the same command on each of them; "
@@ -87,50 +119,152 @@ class Gathering:
             time.sleep(TICK)
         return None
 
+    def look(self) -> bool:
+        """Read the heartbeats of all hosts, not too often; whether it was done."""
+        now = time.monotonic()
+        if now - self._looked < _LOOK_SECONDS:
+            return False
+        self._looked = now
+        self._presence.look(list(self.values.of_kind("join")))
+        return True
+
+    def lost(self, names: Sequence[str], *, is_over: bool = False) -> dict[str, float]:
+        """Those of these hosts that are lost, and for how many seconds at least.
+
+        Args:
+            names: Ids of the hosts.
+            is_over: Whether all others have ended their ranks already, as they do when
+                one host is gone. Then a shorter silence is enough.
+        """
+        seconds = _SILENT_SECONDS if is_over else LOST_SECONDS
+        found = self._presence.lost(names, seconds)
+        self._lost |= set(found)
+        return dict.fromkeys(found, seconds)
+
+    def leaving(self) -> str:
+        """The hosts of the start that leave it, in words; empty if none does."""
+        names = [name for name in self._leaving() if name in self._chosen]
+        return "; ".join(f"host {self.host_of(name)} leaves" for name in names)
+
+    def coming(self) -> str:
+        """The hosts that have come since the start, in words; empty if none has."""
+        if not self._plan.is_elastic:
+            return ""
+        self._dismiss(self._chosen)
+        members = self._members()
+        numbers = numbered(members, self._plan.num_hosts, self._chosen)
+        for name in set(members) - set(numbers) - set(self._chosen):
+            self.order(name, do="wait", text=waiting_text(self._plan.num_hosts))
+        new = [name for name in numbers if name and name not in self._chosen]
+        if not new or time.monotonic() - self._came < self._plan.settle:
+            return ""
+        return "; ".join(f"host {members[name].host} has come" for name in new)
+
+    def _is_enough(self, count: int) -> bool:
+        """Whether a job could start, or is not to wait for more hosts."""
+        has_settled = time.monotonic() - self._came >= self._plan.settle
+        return count == self._plan.num_hosts or (
+            has_settled and count >= self._plan.least
+        )
+
     def _missing(self, members: dict[str, Member], numbers: list[str | None]) -> str:
         """Who is there, and who is missing."""
         there = [members[name].host for name in numbers if name is not None]
         away = [number for number, name in enumerate(numbers) if name is None]
         known = [self._plan.names[number] for number in away if self._plan.names]
         named = known or [f"node rank {number}" for number in away]
-        return (
-            f"{len(there)} of {self._plan.num_hosts} ({', '.join(there)}); "
-            f"missing: {', '.join(named)}"
-        )
+        count = nnodes_text(self._plan.min_hosts, self._plan.num_hosts)
+        text = f"{len(there)} of {count} ({', '.join(there)})"
+        if self._plan.is_elastic:
+            return f"{text}; missing: {self._plan.least - len(there)}{self._out(there)}"
+        return f"{text}; missing: {', '.join(named)}"
+
+    def _out(self, there: Sequence[str]) -> str:
+        """The hosts that have been there before, in words."""
+        hosts = {member["host"] for member in self.values.of_kind("join").values()}
+        named = []
+        for host in sorted(hosts - set(there)):
+            left = self.left_out.seconds(host)
+            named.append(f"{host}, left out for {left:.0f} s" if left else host)
+        return f"; was there before: {'; '.join(named)}" if named else ""
 
     def _members(self) -> dict[str, Member]:
-        """The hosts that have come and are alive, in the order in which they came."""
+        """The hosts that may take part, in the order in which they came."""
         found = self.values.of_kind("join")
         gone = {**self.values.of_kind("left"), **self.values.of_kind("stopped")}
         names = [name for name in found if name not in gone]
-        self.presence.look(names)
-        lost = self.presence.lost(names)
+        self._presence.look(names)
+        self._lost &= set(self._presence.lost(names, _SILENT_SECONDS))
+        lost = self._lost | set(self._presence.lost(names))
         members = {n: Member(**found[n]) for n in names if n not in lost}
         for name, member in list(members.items()):
-            if (member.num_hosts, member.version) == (
-                self._plan.num_hosts,
-                __version__,
-            ):
-                continue
-            del members[name]
-            text = (
-                "keras-dist: the hosts of a job have to agree on `--nnodes` and on the "
-                f"version of keras_dist. Received: {member.num_hosts} and "
-                f"{member.version} here, {self._plan.num_hosts} and {__version__} on "
-                "the first host."
-            )
-            self.order(name, do="exit", code=1, text=text)
+            if not self._agrees(name, member) or self._waits(name, member):
+                del members[name]
+        if set(members) - self._known:
+            self._known |= set(members)
+            self._came = time.monotonic()
         return members
 
+    def _agrees(self, name: str, member: Member) -> bool:
+        """Whether a host expects the same job; one that does not has to end."""
+        nnodes = nnodes_text(self._plan.min_hosts, self._plan.num_hosts)
+        if (member.nnodes, member.version) == (nnodes, __version__):
+            return True
+        text = (
+            "keras-dist: the hosts of a job have to agree on `--nnodes` and on the "
+            f"version of keras_dist. Received: {member.nnodes} and {member.version} "
+            f"here, {nnodes} and {__version__} on the first host."
+        )
+        self.order(name, do="exit", code=1, text=text)
+        return False
+
+    def _waits(self, name: str, member: Member) -> bool:
+        """Whether a host is left out, which lets it wait."""
+        if name == self._first or not self.left_out.seconds(member.host):
+            return False
+        self.order(name, do="wait", text=left_out_text(member.host))
+        return True
+
+    def host_of(self, name: str) -> str:
+        """The host of a member, by its id."""
+        return str((self.values.get(f"join.{name}") or {})["host"])
+
     def stops(self) -> list[int]:
-        """Numbers of the signals that hosts of the job have received."""
+        """Numbers of the signals that end the job."""
         return [number for _, number in self.stopped()]
 
     def stopped(self) -> list[tuple[str, int]]:
-        """The hosts of the job that have received a signal, and its number."""
+        """The hosts of the job that have received a signal for it, and its number."""
         found = self.values.of_kind("stopped")
-        known = {self._first, *self._chosen}
+        known = {self._first, *self._chosen} - set(self._leaving())
         return [(name, number) for name, number in found.items() if name in known]
+
+    def _leaving(self) -> list[str]:
+        """Hosts that a signal asks to leave a job that goes on without them."""
+        if not self._plan.is_elastic:
+            return []
+        found = self.values.of_kind("stopped")
+        return [
+            name
+            for name, number in found.items()
+            if is_saving([number]) and name != self._first
+        ]
+
+    def _dismiss(self, running: Sequence[str | None] = ()) -> None:
+        """Let the hosts go that leave the job, but for those with ranks that run."""
+        found = self.values.of_kind("stopped")
+        left = self.values.of_kind("left")
+        for name in self._leaving():
+            if name not in left and name not in running:
+                host = self.host_of(name)
+                text = stopped_text(found[name], has_saved=False, host=host)
+                text = f"{text} The job goes on without this host."
+                self.order(name, do="exit", code=128 + found[name], text=text)
+
+    def end_ranks(self, names: Sequence[str], start: int, *, is_saving: bool) -> None:
+        """Let hosts end the ranks of a start, at once or when they have saved."""
+        for name in names:
+            self.order(name, do="save" if is_saving else "stop", start=start)
 
     def order(self, name: str, **values: Any) -> None:
         """Write what a host has to do now."""
@@ -156,7 +290,7 @@ class Gathering:
         while time.monotonic() - begin < _LEAVE_SECONDS:
             left = self.values.of_kind("left")
             staying = [name for name in found if name not in left]
-            self.presence.look(staying)
-            if not set(staying) - set(self.presence.lost(staying)):
+            self._presence.look(staying)
+            if not set(staying) - set(self._presence.lost(staying)) - self._lost:
                 return
             time.sleep(TICK)

@@ -11,6 +11,9 @@ from keras_dist.monitor.status_store import ALL
 
 _OK, _BAD_REQUEST, _FORBIDDEN, _TIMEOUT = 200, 400, 403, 408
 
+# Nobody is admitted yet: who has the right secret is to ask again.
+_TOO_EARLY = 503
+
 # Bytes of one value at most. The largest are the addresses that Gloo keeps for a rank,
 # 0.15 MB where there are 1,000 ranks.
 _LARGEST = 1 << 26
@@ -99,7 +102,7 @@ class _Guard:
             if hmac.compare_digest(received, token.encode()):
                 self.path = f"/{prefix}{rest}"
                 return rest.count("/") == 1 or self._refuse(_BAD_REQUEST)
-        return self._refuse(_FORBIDDEN)
+        return self._refuse(_FORBIDDEN if self.tokens else _TOO_EARLY)
 
     def _refuse(self, status: int) -> bool:
         self.close_connection = True

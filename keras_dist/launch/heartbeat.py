@@ -108,13 +108,14 @@ class Presence(Generic[_Host]):
         """Whether an agent has ever sent a heartbeat."""
         return number in self._seen or self._store.get(_name(number)) is not None
 
-    def lost(self, running: Sequence[_Host]) -> list[_Host]:
-        """The agents that run as far as is known, but were silent for 15 s."""
+    def lost(
+        self, running: Sequence[_Host], seconds: float = LOST_SECONDS
+    ) -> list[_Host]:
+        """The agents that run as far as is known, but were silent for so long."""
         return [
             number
             for number in running
-            if number in self._seen
-            and self._looked - self._seen[number][1] > LOST_SECONDS
+            if number in self._seen and self._looked - self._seen[number][1] > seconds
         ]
 
     def late(self, running: Sequence[_Host]) -> list[_Host]:

@@ -1,7 +1,7 @@
 """Run a job, and restart it after a failure."""
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from keras_dist.launch import agent, processes
@@ -11,27 +11,40 @@ from keras_dist.launch.hosts import LOOPBACK, Slot
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.remote_hosts import Reach, RemoteHosts
 from keras_dist.launch.rendezvous import rendezvous
-from keras_dist.launch.reports import lost_text, ranks_in_words, run_ranks, verdict
+from keras_dist.launch.reports import (
+    are_asked,
+    blamed,
+    lost_text,
+    ranks_in_words,
+    run_ranks,
+    verdict,
+)
 from keras_dist.launch.restarts import Restarts
-from keras_dist.launch.signals import is_saving, stopped_by_signals, stopped_text
+from keras_dist.launch.signals import SAVED, is_saving, stopped_by_signals, stopped_text
 
 # Files that are open at once: three pipes of each host, a connection of each rank.
 _FILES_OF_RANK = 8
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class Outcome:
     """How one start of a job has ended.
 
     Args:
         code: The exit code.
-        is_host_lost: Whether a host was lost, or could not be reached.
+        lost: Hosts that were lost, or could not be reached.
         has_saved: Whether it was stopped, and all ranks have saved.
+        is_change: Whether nothing has failed, and the next start has other hosts.
+        failed: The host that has failed; empty if none has.
+        why: In a few words, what has happened.
     """
 
     code: int
-    is_host_lost: bool = False
+    lost: Sequence[str] = ()
     has_saved: bool = False
+    is_change: bool = False
+    failed: str = ""
+    why: str = ""
 
 
 def run_command(
@@ -66,15 +79,16 @@ def run_command(
             f"Received: -np {len(slots)} --restarts {restarts}"
         )
     job = secrets.token_hex(8)
-    processes.allow_files(_FILES_OF_RANK * len(slots))
     again = Restarts(restarts)
     # The reaper is forked, so before the first thread.
     with processes.reaper(job), stopped_by_signals() as stopped:
         while True:
-            outcome = _run_once(command, slots, job, reach, again.number, stopped)
+            outcome = run_once(
+                command, slots, job, reach, restart=again.number, stopped=stopped
+            )
             if not outcome.code or stopped:
                 break
-            is_lost = outcome.is_host_lost
+            is_lost = bool(outcome.lost)
             if not again.wait(is_host_lost=is_lost, is_stopped=lambda: bool(stopped)):
                 break
     if stopped:
@@ -83,58 +97,84 @@ def run_command(
     return outcome.code
 
 
-def _run_once(
+def run_once(
     command: Command,
     slots: Sequence[Slot],
     job: str,
     reach: Reach | None,
+    *,
     restart: int,
     stopped: list[int],
-) -> _Outcome:
+    change: Callable[[], str] = str,
+) -> Outcome:
+    """Start all ranks, and wait for their end.
+
+    Args:
+        command: The command that they run.
+        slots: Their slots.
+        job: Id of the job.
+        reach: As of `run_command`.
+        restart: Number of the restart; 0 in the first run.
+        stopped: Numbers of the signals that have stopped the job.
+        change: Returns why the ranks should save and end, or an empty text; for hosts
+            that are reached.
+    """
+    processes.allow_files(_FILES_OF_RANK * len(slots))
     secret = secrets.token_hex(16)
     address = LOOPBACK if reach is None else reach.address
     with rendezvous(slots, secret, address) as found:
         planned = assignments(slots, found, secret, restart=restart)
         if reach is not None:
-            return _run_on_hosts(RemoteHosts(command, planned, job, reach), stopped)
+            remote = RemoteHosts(command, planned, job, reach)
+            return _run_on_hosts(remote, stopped, change)
         return _run_here(command, planned[0], job, stopped)
 
 
 def _run_here(
     command: Command, assignment: Assignment, job: str, stopped: list[int]
-) -> _Outcome:
+) -> Outcome:
     report = run_ranks(command, assignment, job, address=LOOPBACK, stopped=stopped)
     if stopped or not report.failures:
-        return _Outcome(0, has_saved=report.saved)
+        return Outcome(0, has_saved=report.saved)
     size = len(assignment.slots)
     print_message(explain(report.failures, report.where, num_ranks=size))
-    return _Outcome(report.code)
+    return Outcome(report.code)
 
 
-def _run_on_hosts(remote: RemoteHosts, stopped: list[int]) -> _Outcome:
+def _run_on_hosts(
+    remote: RemoteHosts, stopped: list[int], change: Callable[[], str]
+) -> Outcome:
     codes: dict[str, int] = {}
+    why = ""
     try:
         remote.start()
-        remote.wait(stopped)
+        why = remote.wait(stopped, change)
     finally:
-        codes = remote.end(is_saving=is_saving(stopped))
+        codes = remote.end(is_saving=bool(why) or is_saving(stopped))
     reports = agent.read_reports(remote.store, len(remote.hosts))
-    if not codes or stopped:
-        has_all = len(reports) == len(remote.hosts)
-        return _Outcome(0, has_saved=has_all and all(r.saved for r in reports.values()))
+    has_all = len(reports) == len(remote.hosts)
+    if stopped or not (codes or why):
+        return Outcome(0, has_saved=has_all and all(r.saved for r in reports.values()))
+    if why and has_all and are_asked(reports.values()):
+        is_over = all(report.finished for report in reports.values())
+        return Outcome(0 if is_over else SAVED, is_change=True, why=why)
     silent = [number for number in range(len(remote.hosts)) if number not in reports]
-    cause = _host_to_blame(remote, silent, codes)
+    to_blame = _host_to_blame(remote, silent, codes)
+    cause = (to_blame[1], to_blame[2]) if to_blame else None
     hosts = {r: h for n, h in enumerate(remote.hosts) for r in remote.ranks_of(n)}
     unknown = [rank for number in silent for rank in remote.ranks_of(number)]
     text, code = verdict(list(reports.values()), cause, hosts=hosts, unknown=unknown)
     print_message(text)
-    return _Outcome(code, is_host_lost=cause is not None)
+    lost = [remote.hosts[number] for number in silent] if to_blame else []
+    by_host = (to_blame[0], f"host {to_blame[0]} was lost") if to_blame else ("", "")
+    failed, why = blamed(reports.values(), hosts) or by_host
+    return Outcome(code, lost, failed=failed, why=why)
 
 
 def _host_to_blame(
     remote: RemoteHosts, silent: Sequence[int], codes: Mapping[str, int]
-) -> tuple[str, int] | None:
-    """What happened to a host that has sent no report, and the job's exit code."""
+) -> tuple[str, str, int] | None:
+    """A host that has sent no report, what happened there, and the job's exit code."""
     failed = [number for number in silent if remote.hosts[number] in codes]
     if not failed:
         return None
@@ -142,11 +182,12 @@ def _host_to_blame(
     host, ranks = remote.hosts[number], remote.ranks_of(number)
     named = ranks_in_words(ranks)
     if number in remote.lost:
-        return lost_text(host, ranks), 1
+        return host, lost_text(host, ranks), 1
     code = codes[host] if codes[host] > 0 else 128 - codes[host]
     if not remote.has_run(number):
-        return f"no ranks could be run on {host}: exit code {code}.", code
+        return host, f"no ranks could be run on {host}: exit code {code}.", code
     return (
+        host,
         f"the agent on {host} was killed, or the connection to it was lost, while "
         f"{named} ran: exit code {code}.",
         code,

@@ -8,6 +8,7 @@ from pathlib import Path
 from signal import Signals
 
 from keras_dist.launch.assignment import SECRET
+from keras_dist.launch.members import nnodes_text
 
 TIMEOUT_SECONDS = 300.0
 _SHORTEST_SECRET = 16
@@ -20,7 +21,7 @@ class Meeting:
     Args:
         address: Name or address of the first host.
         port: Port of its store.
-        num_hosts: How many hosts the job has.
+        num_hosts: How many hosts the job has, at most.
         num_ranks: How many ranks this host starts.
         secret: Secret of the job.
         number: Number of this host; `None` to be numbered as it comes. Number 0 is the
@@ -32,6 +33,7 @@ class Meeting:
         saved_code: As of `Plan`.
         has_munge: Whether the first host passes the secret by munge.
         signals: Signals that stop the job beside Ctrl-C, SIGTERM and SIGHUP.
+        min_hosts: How many hosts the job has, at least; `None` for as many as at most.
     """
 
     address: str
@@ -47,6 +49,12 @@ class Meeting:
     saved_code: int | None = None
     has_munge: bool = False
     signals: Sequence[Signals] = ()
+    min_hosts: int | None = None
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether hosts may come and go."""
+        return self.min_hosts not in (None, self.num_hosts)
 
 
 def check(meeting: Meeting, restarts: int) -> None:
@@ -56,16 +64,20 @@ def check(meeting: Meeting, restarts: int) -> None:
         ValueError: If it cannot be used.
     """
     number = meeting.number
-    if meeting.num_ranks < 1 or meeting.num_hosts < 1 or restarts < 0:
+    least = meeting.num_hosts if meeting.min_hosts is None else meeting.min_hosts
+    has_hosts = 1 <= least <= meeting.num_hosts
+    if meeting.num_ranks < 1 or not has_hosts or restarts < 0:
         raise ValueError(
             "At least one host and one rank are needed, and no negative number of "
-            f"restarts. Received: --nnodes {meeting.num_hosts} -np "
+            "restarts. Received: --nnodes "
+            f"{nnodes_text(meeting.min_hosts, meeting.num_hosts)} -np "
             f"{meeting.num_ranks} --restarts {restarts}"
         )
     if number is not None and not 0 <= number < meeting.num_hosts:
         raise ValueError(
             "Hosts are numbered from 0 to one less than `--nnodes`. Received: "
-            f"--node-rank {number} --nnodes {meeting.num_hosts}"
+            f"--node-rank {number} --nnodes "
+            f"{nnodes_text(meeting.min_hosts, meeting.num_hosts)}"
         )
     is_open = not (is_loopback(meeting.address) or meeting.has_munge)
     if len(meeting.secret) < _SHORTEST_SECRET and is_open:
@@ -109,6 +121,24 @@ def meeting_point(text: str) -> tuple[str, int]:
             f"Received: --rdzv {text}. For example: --rdzv a:29400"
         )
     return address, int(port or "29400")
+
+
+def host_range(text: str) -> tuple[int, int]:
+    """The smallest and the largest number of hosts of `--nnodes`.
+
+    >>> host_range("3"), host_range("2:4")
+    ((3, 3), (2, 4))
+
+    Raises:
+        ValueError: If it has another form.
+    """
+    least, has_range, most = text.partition(":")
+    if not least.isdecimal() or (has_range and not most.isdecimal()):
+        raise ValueError(
+            "A number of hosts is needed, or the smallest and the largest one. "
+            f"Received: --nnodes {text}. For example: --nnodes 2:4"
+        )
+    return int(least), int(most or least)
 
 
 def is_loopback(address: str) -> bool:

@@ -14,10 +14,11 @@ class Member:
         host: Its name. Two members of one name are one host, and share its devices.
         num_ranks: How many ranks it starts.
         number: Its number among the hosts; `None` for the next one that is free.
-        num_hosts: How many hosts it expects.
+        num_hosts: How many hosts it expects, at most.
         version: Version of keras_dist.
         reached: The address at which it reaches the first host.
         is_quiet: Whether its screen is that of the first host.
+        min_hosts: How many hosts it expects, at least; `None` for as many as at most.
     """
 
     host: str
@@ -27,6 +28,38 @@ class Member:
     version: str
     reached: str = LOOPBACK
     is_quiet: bool = False
+    min_hosts: int | None = None
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether it expects that hosts come and go."""
+        return self.min_hosts not in (None, self.num_hosts)
+
+    @property
+    def nnodes(self) -> str:
+        """How many hosts it expects, as `--nnodes` has it."""
+        return nnodes_text(self.min_hosts, self.num_hosts)
+
+
+def nnodes_text(least: int | None, most: int) -> str:
+    """Numbers of hosts, as `--nnodes` has them.
+
+    >>> nnodes_text(2, 4), nnodes_text(None, 3)
+    ('2:4', '3')
+    """
+    return str(most) if least in (None, most) else f"{least}:{most}"
+
+
+def ranks_of_hosts(members: Sequence[Member]) -> dict[str, int]:
+    """Number of ranks of each host.
+
+    >>> ranks_of_hosts([Member(host, 2, None, 3, "0") for host in "aba"])
+    {'a': 4, 'b': 2}
+    """
+    counts: dict[str, int] = {}
+    for member in members:
+        counts[member.host] = counts.get(member.host, 0) + member.num_ranks
+    return counts
 
 
 def numbered(
@@ -71,9 +104,7 @@ def slots_of(members: Sequence[Member]) -> list[list[Slot]]:
     >>> [[(s.host, s.rank, s.local_rank) for s in each] for each in slots_of(two)]
     [[('a', 0, 0)], [('b', 2, 0)], [('a', 1, 1)]]
     """
-    counts: dict[str, int] = {}
-    for member in members:
-        counts[member.host] = counts.get(member.host, 0) + member.num_ranks
+    counts = ranks_of_hosts(members)
     free = {host: [] for host in counts}  # type: dict[str, list[Slot]]
     for slot in slots(list(counts.items())):
         free[slot.host].append(slot)

@@ -111,6 +111,11 @@ class Ranks:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
+    def have_finished(self) -> bool:
+        """Whether all ranks have ended by themselves, with exit code 0."""
+        return all(process.returncode == 0 for process in self._processes.values())
+
+    @property
     def has_saved(self) -> bool:
         """Whether, at their end, all ranks were asked to end and have saved."""
         return self._has_saved

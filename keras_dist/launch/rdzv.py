@@ -81,6 +81,7 @@ def _take_part(
         num_hosts=meeting.num_hosts,
         version=__version__,
         is_quiet=meeting.is_quiet,
+        min_hosts=meeting.min_hosts,
     )
     follower = Follower(
         HostStore(address, meeting.port, meeting.secret),
@@ -99,6 +100,7 @@ def _take_part(
             meeting=f"{meeting.address}:{meeting.port}",
             names=meeting.names,
             saved_code=meeting.saved_code,
+            min_hosts=meeting.min_hosts,
         )
         coordinator = Coordinator(store, meeting.secret, plan, follower.name)
         coordinator.start()

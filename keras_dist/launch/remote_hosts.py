@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from keras_dist.launch.agent import SAVE, STOP, start_message
@@ -104,8 +104,16 @@ class RemoteHosts:
             )
             self._send(number, message)
 
-    def wait(self, stopped: Sequence[int]) -> None:
-        """Wait until all agents have ended, or one has failed or is lost."""
+    def wait(self, stopped: Sequence[int], change: Callable[[], str] = str) -> str:
+        """Wait until all agents have ended, or one has failed or is lost.
+
+        Args:
+            stopped: The wait ends as soon as this list is not empty.
+            change: Or as soon as this returns why; not if an agent has ended already.
+
+        Returns:
+            Why, or an empty text if it has ended otherwise.
+        """
         while not stopped and (running := self._running()):
             self._pass_on()
             if any(agent.returncode for agent in self._agents):
@@ -119,6 +127,9 @@ class RemoteHosts:
                     f"keras-dist: {self.hosts[number]} has not answered yet; "
                     "still waiting for its agent."
                 )
+            if len(running) == len(self._agents) and (why := change()):
+                return why
+        return ""
 
     def end(self, *, is_saving: bool = False) -> dict[str, int]:
         """End all ranks and agents.

@@ -1,7 +1,8 @@
 """How the ranks of each host have ended, as the hosts report it to who watches them."""
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+import signal
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from keras_dist.launch.assignment import Assignment
@@ -10,6 +11,9 @@ from keras_dist.launch.heartbeat import LOST_SECONDS
 from keras_dist.launch.ranks import Command, Ranks
 from keras_dist.launch.signals import is_saving
 from keras_dist.monitor.rank_ranges import ranges
+
+# Exit code of a rank that has not begun to handle SIGTERM.
+_BY_SIGTERM = 128 + signal.SIGTERM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,12 +25,14 @@ class Report:
         where: The position of each rank in words, as of `Ranks.where`.
         saved: Whether all ranks were asked to end, and have saved.
         error: Why no rank could be started; empty if they were.
+        finished: Whether all ranks have ended by themselves, with exit code 0.
     """
 
     failures: Sequence[Failure] = ()
     where: Mapping[int, str] = dataclasses.field(default_factory=dict)
     saved: bool = False
     error: str = ""
+    finished: bool = False
 
     def values(self) -> dict[str, Any]:
         """The report as values of JSON."""
@@ -55,7 +61,8 @@ def report_of(values: Mapping[str, Any]) -> Report:
     if not all(isinstance(text, str) for text in texts):
         raise TypeError(texts)
     where = {int(rank): text for rank, text in values["where"].items()}
-    return Report(failures, where, bool(values["saved"]), values["error"])
+    saved, finished = bool(values["saved"]), bool(values["finished"])
+    return Report(failures, where, saved, values["error"], finished)
 
 
 def verdict(
@@ -87,10 +94,41 @@ def verdict(
     return "keras-dist: the job was ended.", 1
 
 
-def lost_text(host: str, ranks: Sequence[int]) -> str:
+def blamed(
+    reports: Iterable[Report], hosts: Mapping[int, str]
+) -> tuple[str, str] | None:
+    """The host of the rank that failed first, and in a few words what has happened.
+
+    Args:
+        reports: The reports that have come.
+        hosts: The host of each rank.
+
+    Returns:
+        `None` if no rank was the first to fail. The host is empty where the rank was
+        asked to end, which is no failure of its host.
+    """
+    failures = first_of([failure for report in reports for failure in report.failures])
+    if not failures or failures[0].is_secondary:
+        return None
+    first, host = failures[0], hosts[failures[0].rank]
+    if first.is_saved:
+        return "", f"rank {first.rank} on {host} was asked to end"
+    return host, f"rank {first.rank} on {host} failed"
+
+
+def are_asked(reports: Collection[Report]) -> bool:
+    """Whether ranks that were asked to save and end have ended for this alone."""
+    return not any(report.error for report in reports) and all(
+        failure.is_secondary or failure.is_saved or failure.code == _BY_SIGTERM
+        for report in reports
+        for failure in report.failures
+    )
+
+
+def lost_text(host: str, ranks: Sequence[int], seconds: float = LOST_SECONDS) -> str:
     """What is said of a host that sends no heartbeats."""
     named = ranks_in_words(ranks)
-    return f"host {host} does not answer since {LOST_SECONDS:g} s ({named})."
+    return f"host {host} does not answer since {seconds:g} s ({named})."
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
@@ -125,11 +163,13 @@ def run_ranks(
     ranks = Ranks(full, assignment.slots, job)
     failures: list[Failure] = []
     where: dict[int, str] = {}
+    finished = False
     try:
         ranks.start()
         failures = ranks.wait(stopped)
+        finished = ranks.have_finished
         if failures or assignment.number is not None:  # or another host has failures
             where = ranks.where()
     finally:
         ranks.end(is_saving=is_saving(stopped))
-    return Report(failures, where, ranks.has_saved)
+    return Report(failures, where, ranks.has_saved, finished=finished)

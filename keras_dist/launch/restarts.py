@@ -18,12 +18,31 @@ class Restarts:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._number = self._lost_starts = 0
+        self._number = self._failures = self._lost_starts = 0
 
     @property
     def number(self) -> int:
         """Number of the restart: 0 in the first run."""
         return self._number
+
+    @property
+    def text(self) -> str:
+        """How many restarts there were after failures, and may be; in words."""
+        if not self._failures:
+            return ""
+        return f"restart {self._failures} of at most {self._most}"
+
+    def count(self, *, is_failure: bool) -> bool:
+        """Count a start of a job whose hosts come and go; whether there is one.
+
+        Args:
+            is_failure: Whether it follows a failure: others have no limit.
+        """
+        if is_failure and self._failures == self._most:
+            return False
+        self._failures += is_failure
+        self._number += 1
+        return True
 
     def wait(self, *, is_host_lost: bool, is_stopped: Callable[[], bool]) -> bool:
         """Wait until the next start, and announce it; whether there is one.

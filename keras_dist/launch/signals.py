@@ -5,6 +5,9 @@ import signal
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
+# The exit code of a job whose ranks have saved, as `checkpoint.EXIT_CODE`.
+SAVED = 75
+
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAVES = (signal.SIGTERM, signal.SIGUSR1)
 

@@ -8,10 +8,8 @@ import subprocess
 from keras_dist.launch.failures import print_message
 from keras_dist.launch.gpus import num_gpus
 from keras_dist.launch.meeting import Meeting
+from keras_dist.launch.signals import SAVED
 from keras_dist.slurm import Task
-
-# The exit code of a job whose ranks have saved, as `checkpoint.EXIT_CODE`.
-SAVED = 75
 
 _SECONDS = 30.0
 

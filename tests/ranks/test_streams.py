@@ -297,13 +297,12 @@ def test_each_update_is_counted_once_where_the_last_step_is_smaller(world, rows)
     x, y = (array[: BATCH * (world.size + 1) - 1] for array in rows)
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
     counts = []
-    for loss in ("mse", lambda y, p: keras.ops.sum((y - p) ** 2)):
-        for steps in (1, 2):
-            model = keras.Sequential([keras.layers.Dense(1)])
-            model.compile("adam", loss, steps_per_execution=steps, jit_compile=False)
-            keras_dist.dist_fit(model, data, epochs=3, shuffle=False, verbose=0)
-            counts.append(int(model.optimizer.iterations))
-    assert counts == [3 * 2] * 4
+    for steps, loss in [(2, "mse"), (1, lambda y, p: keras.ops.sum((y - p) ** 2))]:
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile("adam", loss, steps_per_execution=steps, jit_compile=False)
+        keras_dist.dist_fit(model, data, epochs=3, shuffle=False, verbose=0)
+        counts.append(int(model.optimizer.iterations))
+    assert counts == [3 * 2] * 2
 
 
 @pytest.mark.several_ranks

@@ -198,7 +198,7 @@ def character_model(run):
     return model, run.fit(model, words[:2], words[2], validation_split=0.09)
 
 
-@TEXT.way("bidirectional LSTM of padded words")
+@TEXT.way("bidirectional LSTM of padded words", is_tested=False)
 def bidirectional(run):
     model = keras.Sequential(
         [
@@ -231,7 +231,7 @@ class CtcLayer(keras.layers.Layer):
         return scores
 
 
-@TEXT.way("CTC in a layer that adds one loss a row", is_single=True)
+@TEXT.way("CTC in a layer that adds one loss a row", is_single=True, is_tested=False)
 def ctc_layer(run):
     pictures = keras.Input((8, 3), name="pictures")
     labels = keras.Input((3,), dtype="int32", name="labels")
@@ -295,7 +295,10 @@ class Speech(keras.Model):
         return {"loss": self.tracker.result()}
 
 
-@TEXT.way("speech recognition: a step that calls the model with shifted words")
+@TEXT.way(
+    "speech recognition: a step that calls the model with shifted words",
+    is_tested=False,
+)
 def speech(run):
     loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1)
     model = run.compile(Speech(), keras.optimizers.SGD(0.1), loss)

@@ -1,0 +1,106 @@
+"""Jobs whose hosts come and go: who is left out, and what has changed at a start."""
+
+import time
+from collections.abc import Callable, Mapping
+
+# Seconds for which a job that has enough hosts waits for one more to come.
+SETTLE_SECONDS = 5.0
+
+# How often it is started again after failures, if the user does not say.
+RESTARTS = 3
+
+# A host that fails so often in so many seconds is left out, for as many.
+_MOST_FAILURES, _PERIOD_SECONDS = 3, 600.0
+
+
+class LeftOut:
+    """The hosts that have failed too often, each for a while.
+
+    Args:
+        clock: Seconds from some moment on.
+
+    >>> now = 0.0
+    >>> left_out = LeftOut(lambda: now)
+    >>> left_out.add("c"), left_out.add("c"), left_out.add("c")
+    (False, False, True)
+    >>> left_out.seconds("c"), left_out.seconds("d")
+    (600.0, 0.0)
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._failures: dict[str, list[float]] = {}
+        self._until: dict[str, float] = {}
+
+    def add(self, host: str) -> bool:
+        """Note that a host has failed; whether it is left out from now on."""
+        now = self._clock()
+        recent = [t for t in self._failures.get(host, []) if now - t < _PERIOD_SECONDS]
+        self._failures[host] = [*recent, now]
+        if len(recent) + 1 < _MOST_FAILURES:
+            return False
+        del self._failures[host]
+        self._until[host] = now + _PERIOD_SECONDS
+        return True
+
+    def seconds(self, host: str) -> float:
+        """For how many seconds a host is still left out; 0 if it is not."""
+        return max(0.0, self._until.get(host, 0.0) - self._clock())
+
+
+def left_out_text(host: str) -> str:
+    """The line that says that a host is left out."""
+    return (
+        f"keras-dist: host {host} has failed {_MOST_FAILURES} times in "
+        f"{_PERIOD_SECONDS / 60:g} minutes, and is left out for as long."
+    )
+
+
+def waiting_text(most: int) -> str:
+    """The line that says that a job has no use for a host now."""
+    return (
+        f"keras-dist: the job has {most} hosts, the most that `--nnodes` allows. This "
+        "one waits, and takes part when another one is lost."
+    )
+
+
+def start_text(
+    number: int,
+    counted: str,
+    why: str,
+    hosts: Mapping[str, int],
+    before: Mapping[str, int],
+    limits: tuple[int, int],
+) -> str:
+    """The line that says which hosts take part in a start, and what has changed.
+
+    Args:
+        number: Number of the start, from 0.
+        counted: How many of the restarts that are allowed were needed, in words.
+        why: Why there is another start; several reasons with semicolons.
+        hosts: Number of ranks of each host.
+        before: The same of the start before; empty at the first one.
+        limits: How many hosts the job has at least, and at most.
+
+    >>> print(start_text(0, "", "", {"a": 2, "b": 2}, {}, (2, 4)))
+    keras-dist: start 1: 4 ranks on 2 hosts (a, b), of 2 to 4.
+    >>> print(start_text(1, "restart 1 of at most 3", "host b was lost", {"a": 2},
+    ...     {"a": 2, "b": 2}, (1, 4)))
+    keras-dist: start 2 (restart 1 of at most 3): host b was lost; 2 ranks on 1 host \
+(a), before 4 ranks on 2 hosts.
+    """
+    has_come = [f"host {host} has come" for host in hosts if host not in before]
+    reasons = [*why.split("; "), *(has_come if before else [])]
+    reasons = [reason for reason in dict.fromkeys(reasons) if reason]
+    now = f"{_size(hosts)} ({', '.join(hosts)})"
+    since = f"before {_size(before)}" if before else f"of {limits[0]} to {limits[1]}"
+    counted = f" ({counted})" if counted else ""
+    return (
+        f"keras-dist: start {number + 1}{counted}: {'; '.join([*reasons, now])}, "
+        f"{since}."
+    )
+
+
+def _size(hosts: Mapping[str, int]) -> str:
+    ranks, count = sum(hosts.values()), len(hosts)
+    return f"{ranks} rank{'s' * (ranks != 1)} on {count} host{'s' * (count != 1)}"

@@ -1,0 +1,332 @@
+"""A job loses hosts and gains others: `keras-dist run --nnodes MIN:MAX`."""
+
+import secrets
+import signal
+import threading
+import time
+import uuid
+
+import pytest
+from test_launch import left_behind
+from test_launch import start as run
+from test_meeting import command, free_port
+
+from keras_dist.launch.coordinator import Coordinator
+from keras_dist.launch.discovery import Discovery, named_by
+from keras_dist.launch.elastic import LeftOut
+from keras_dist.launch.failures import Failure
+from keras_dist.launch.gathering import Plan
+from keras_dist.launch.host_store import HostStore
+from keras_dist.launch.members import Member
+from keras_dist.launch.rendezvous import Store
+from keras_dist.launch.reports import Report
+from keras_dist.version import __version__
+
+SECRET = "a secret of these tests"
+
+
+class Host(threading.Thread):
+    """A host that starts no ranks: it comes, sends heartbeats, and does what it must.
+
+    Its ranks end as `answers` says, a list of "fail" and "finish" for each start; else
+    they run until they are asked to save.
+    """
+
+    def __init__(self, port, name, answers=(), ranks=1, **member):
+        super().__init__(daemon=True)
+        self.store, self.name = HostStore("127.0.0.1", port, SECRET), name
+        self.id, self.answers = secrets.token_hex(4), list(answers)
+        number = {"a": 0, "b": 1, "c": 2}.get(name)
+        own = {"number": number, "num_hosts": 3, "min_hosts": 2} | member
+        self.member = Member(name, ranks, version=__version__, **own)
+        self.starts, self.slots, self.said = [], [], []
+        self.code, self.is_gone = None, False
+
+    def run(self):
+        """Until the job ends, or the host is gone."""
+        beats, last, beaten = 0, None, 0.0
+        while not self.is_gone and self.code is None:
+            if time.monotonic() - beaten > 0.5:
+                beats, beaten = beats + 1, time.monotonic()
+                self.store.put(f"beat.{self.id}", beats)
+            if beats == 1:
+                self.store.put(f"join.{self.id}", vars(self.member))
+            order = self.store.get(f"order.{self.id}")
+            if order and order != last:
+                last = order
+                self.follow(order)
+            time.sleep(0.05)
+
+    def follow(self, order):
+        """Do what the first host orders."""
+        if order["do"] == "exit":
+            self.store.put(f"left.{self.id}", True)
+            self.said.append(order["text"])
+            self.code = order["code"]
+        elif order["do"] == "wait":
+            self.said.append(order["text"])
+        elif order["do"] == "run":
+            self.starts.append(order["start"])
+            self.slots.append([slot["rank"] for slot in order["slots"]])
+            answer = self.answers.pop(0) if self.answers else None
+            if answer == "finish":
+                self.report(order, finished=True)
+            elif answer == "fail":
+                rank = self.slots[-1][0]
+                failure = Failure(rank, time.time(), 3, "KeyError: 'tea'", "", False)
+                self.report(order, failures=[failure])
+        elif order["start"] in self.starts:
+            self.report(order, saved=order["do"] == "save")
+
+    def report(self, order, **values):
+        """Say how the ranks have ended, once."""
+        name = f"report.{order['start']}.{self.id}"
+        if self.store.get(name) is None:
+            self.store.put(name, Report(**values).values())
+
+
+def wait_until(condition, job=None):
+    """Until a condition is true; 20 s at most."""
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, job and job.printed
+        time.sleep(0.05)
+
+
+class Job:
+    """A first host's coordinator, and hosts by their names."""
+
+    def __init__(self, capsys, **plan):
+        self.store, self.capsys, self.printed = Store(), capsys, ""
+        self.hosts, first = [], Host(self.store.port, "a", **self.range_of(plan))
+        full = {"num_hosts": 3, "min_hosts": 2, "restarts": 2, "settle": 0.3}
+        own = Plan(**(full | {"timeout": 20, "meeting": "a:1"} | plan))
+        self.coordinator = Coordinator(self.store, SECRET, own, first.id)
+        self.coordinator.start()
+        self.come(first)
+
+    def range_of(self, plan):
+        """The numbers of hosts that each host expects."""
+        return {k: v for k, v in plan.items() if k.endswith("_hosts")}
+
+    def come(self, host):
+        """A host comes."""
+        self.hosts.append(host)
+        host.start()
+        return host
+
+    def add(self, name, answers=(), **member):
+        """Another host comes."""
+        return self.come(Host(self.store.port, name, answers, **member))
+
+    def lines(self):
+        """What the first host has printed so far."""
+        self.printed += self.capsys.readouterr().err
+        return self.printed.splitlines()
+
+    def wait_for(self, text):
+        """Until the first host has printed it."""
+        wait_until(lambda: text in "\n".join(self.lines()), self)
+
+    def end(self):
+        """Wait for the end: exit codes of all hosts."""
+        self.coordinator.join(30)
+        assert not self.coordinator.is_alive(), self.printed
+        for host in self.hosts:
+            host.join(10)
+        self.store.close()
+        return [host.code for host in self.hosts]
+
+
+@pytest.fixture
+def job(capsys):
+    """Makes jobs."""
+    return lambda **plan: Job(capsys, **plan)
+
+
+def test_a_job_begins_with_enough_hosts_and_takes_those_that_come(job):
+    """After a save, and not counted as a restart; one too many waits."""
+    job = job(restarts=0)
+    b = job.add("b", ranks=2)
+    job.wait_for("keras-dist: start 1: 3 ranks on 2 hosts (a, b), of 2 to 3.")
+    c = job.add("c")
+    job.wait_for(
+        "keras-dist: start 2: host c has come; 4 ranks on 3 hosts (a, b, c), "
+        "before 3 ranks on 2 hosts."
+    )
+    d = job.add("d")
+    wait_until(lambda: d.said)
+    assert "the job has 3 hosts, the most that `--nnodes` allows" in d.said[0]
+    assert b.slots == [[1, 2], [1, 2]] and c.slots == [[3]] and d.starts == []
+    for host in (job.hosts[0], b, c):
+        host.report({"start": 1}, finished=True)
+    assert job.end() == [0, 0, 0, 0]
+    assert len(job.lines()) == 2
+
+
+def test_the_hosts_that_are_left_go_on(job):
+    """One is gone after its ranks' peers have failed; another takes its number."""
+    job = job(restarts=1)
+    b, c = job.add("b"), job.add("c")
+    job.wait_for("start 1: 3 ranks on 3 hosts")
+    c.is_gone = True
+    c.join()
+    lost = Failure(1, time.time(), 1, "lost connection", "", True)
+    b.report({"start": 0}, failures=[lost])
+    job.wait_for("does not answer")
+    job.wait_for(
+        "keras-dist: start 2 (restart 1 of at most 1): host c was lost; 2 ranks on 2 "
+        "hosts (a, b), before 3 ranks on 3 hosts."
+    )
+    job.add("c", answers=["fail"])
+    job.wait_for(
+        "keras-dist: start 3 (restart 1 of at most 1): host c has come; 3 ranks on 3 "
+        "hosts (a, b, c), before 2 ranks on 2 hosts."
+    )
+    assert job.end() == [3, 3, None, 3]  # the failure that was one too many
+    assert any("rank 2 on c failed first" in line for line in job.lines())
+
+
+def test_a_host_that_fails_three_times_is_left_out(job):
+    """And the job goes on without it, until too few are left; it may come back."""
+    job = job(restarts=5, timeout=2)
+    job.add("b")
+    c = job.add("c", answers=["fail"] * 3)
+    job.wait_for("host c has failed 3 times in 10 minutes, and is left out for as long")
+    job.wait_for("start 4 (restart 3 of at most 5): rank 2 on c failed; 2 ranks on 2")
+    wait_until(lambda: c.said)
+    assert c.starts == [0, 1, 2] and "is left out" in c.said[0]
+    b = job.hosts[1]
+    b.store.put(f"stopped.{b.id}", signal.SIGTERM)
+    assert job.end() == [1, 128 + signal.SIGTERM, 1]
+    assert "The job goes on without this host." in b.said[-1]
+    last = job.lines()[-1]
+    assert "Not all hosts have come within 2 s. Received: 1 of 2:3 (a); " in last
+    assert "missing: 1; was there before: b; c, left out for 59" in last
+
+
+def test_a_host_is_left_out_for_ten_minutes():
+    """By a clock: failures that are long ago do not count, and it may come back."""
+    now = 0.0
+    left_out = LeftOut(lambda: now)
+    assert [left_out.add("c") for _ in range(2)] == [False, False]
+    now = 601.0
+    assert not left_out.add("c") and not left_out.seconds("c")
+    now = 700.0
+    assert [left_out.add("c") for _ in range(2)] == [False, True]
+    assert left_out.seconds("c") == 600 and not left_out.seconds("d")
+    now = 1300.0
+    assert not left_out.seconds("c") and not left_out.add("c")
+
+
+_SCRIPT = """
+import os, signal, sys, time
+
+class SavedExit(SystemExit):
+    "As of a rank that has saved."
+
+def save(number, frame):
+    raise SavedExit(75)
+
+signal.signal(signal.SIGTERM, save)
+rank, start = os.environ["HOROVOD_RANK"], os.environ.get("KERAS_DIST_RESTART", "0")
+print("rank", rank, "of", os.environ["HOROVOD_SIZE"], "start", start, flush=True)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def end(tmp_path):
+    """A file that ends the ranks of the script, also after a test that has failed."""
+    yield tmp_path / "end"
+    (tmp_path / "end").touch()
+
+
+def test_commands_come_and_leave(tmp_path, end):
+    """Real ones, on one machine: SIGTERM lets one leave, and then one more comes."""
+    script, mark = tmp_path / "script.py", uuid.uuid4().hex
+    script.write_text(_SCRIPT)
+    words = ["--nnodes", "1:2", "--rdzv", f"127.0.0.1:{free_port()}", script, end]
+    first, second = (command(*words, mark=mark) for _ in range(2))
+    outputs = [process.stdout.readline() for process in (first, second)]
+    assert sorted(outputs) == [
+        f"[{rank}] rank {rank} of 2 start 0\n" for rank in (0, 1)
+    ]
+    if outputs[0].startswith("[1]"):
+        first, second = second, first
+    second.send_signal(signal.SIGTERM)
+    assert first.stdout.readline() == "rank 0 of 1 start 1\n"
+    _, errors = second.communicate(timeout=20)
+    assert second.returncode == 128 + signal.SIGTERM
+    assert errors.endswith("The job goes on without this host.\n"), errors
+    third = command(*words, mark=mark)
+    assert third.stdout.readline() == "[1] rank 1 of 2 start 2\n"
+    assert first.stdout.readline() == "[0] rank 0 of 2 start 2\n"
+    end.touch()
+    assert third.wait(20) == 0
+    _, errors = first.communicate(timeout=20)
+    assert first.returncode == 0, errors
+    lines = errors.splitlines()
+    assert lines[0].endswith("of 1 to 2.") and len(lines) == 3, errors
+    assert "start 2: host " in lines[1] and "leaves; 1 rank on 1 host" in lines[1]
+    assert "start 3: host " in lines[2] and "has come; 2 ranks" in lines[2]
+    assert left_behind(mark) == []
+
+
+def test_hosts_are_looked_for_by_a_script(tmp_path, capsys):
+    """Those named that answer take part; a script that fails changes nothing."""
+    named, ssh = tmp_path / "named", tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\ntest "$1" != down\n')
+    ssh.chmod(0o755)
+    discovery = Discovery(named_by(f"cat {named}", 4), [str(ssh)])
+    named.write_text("a:2\nb\n\ndown:1\n")
+    discovery.look()
+    assert discovery.available()[0] == {"a": 2, "b": 4}
+    assert discovery.missing() == "down, not reached by ssh"
+    discovery.lose(["a"])
+    assert list(discovery.available()[0]) == ["b"] and discovery.is_asking()
+    discovery.look()
+    assert list(discovery.available()[0]) == ["a", "b"] and not discovery.is_asking()
+    for _ in range(3):
+        discovery.left_out.add("a")
+    assert "a, left out for 600 s" in discovery.missing()
+    named.write_text("a two\n")
+    discovery.look()
+    assert list(discovery.available()[0]) == ["b"]
+    assert "Received: 'a two'" in discovery.missing()
+    discovery.look()
+    error = capsys.readouterr().err
+    assert error.count("must print a line HOST:SLOTS") == 1, error
+    named.write_text("")
+    discovery.look()
+    assert discovery.available()[0] == {} and discovery.missing() == ""
+    named.unlink()
+    discovery.look()
+    assert "ended with exit code 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nnodes", "2:1", "--rdzv", "localhost:1"], "At least one host"),
+        (["--nnodes", "two", "--rdzv", "localhost:1"], "For example: --nnodes 2:4"),
+        (["--nnodes", "1:", "--rdzv", "localhost:1"], "For example: --nnodes 2:4"),
+        (["--host-discovery-script", "x"], "need `--nnodes MIN:MAX`"),
+        (["-H", "a:1", "--nnodes", "1:2", "-np", 1], "need `--nnodes MIN:MAX`"),
+        (["-H", "a:1", "--nnodes", "2:1"], "At least one host is needed"),
+        (
+            ["--host-discovery-script", "echo a", "--nnodes", "1:2", "-H", "a:1"],
+            "`--host-discovery-script` without `-H`",
+        ),
+        (
+            ["-H", "a:1", "--nnodes", "1:2", "--ssh", "false", "--rdzv-timeout", 0],
+            "Too few hosts are there. Received: 0 of 1:2 (); missing: a, not reached",
+        ),
+    ],
+)
+def test_what_cannot_be_elastic_is_named(words, message):
+    """Before anything is started."""
+    done = run(*words, "-m", "this")
+    assert done.returncode == 1
+    assert message in done.stderr and "Received" in done.stderr
