@@ -37,9 +37,11 @@ were trained alternately in the same processes: medians (smallest to largest).
 - late: the data is sharded when its batches are made;
 - early: `.apply(keras_dist.shard(batch_size))` before the `map`.
 
-Pictures that are read ahead for the next epoch count, too. Ratios are to one process of
-the same round. The load of the machine (the mean number of
-programs that wanted a core, in the minute before a round) was {load}.
+Ratios are to one process of the same round. Early, all ranks together decode each
+picture once; late, each rank decodes all of them (`tests/ranks/test_shard.py` counts
+them). A picture costs more processor time where more threads compete for a core. The
+load of the machine (the mean number of programs that wanted a core, in the minute
+before a round) was {load}.
 
 ## Processor seconds of decoding, an epoch of all ranks together
 

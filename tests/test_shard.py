@@ -32,7 +32,7 @@ from keras_dist.sharding import (
 )
 
 # Random shapes of data that are tried; `make long` tries more.
-COUNT = 200 if os.environ.get("LONG_TESTS") else 8
+COUNT = 60 if os.environ.get("LONG_TESTS") else 8
 
 
 def rows_of(count):
