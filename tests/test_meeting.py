@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 
+import psutil
 import pytest
 from launch import ROOT
 from test_launch import RUN, left_behind
@@ -111,13 +112,22 @@ def test_a_job_ends_although_nobody_reads_what_the_first_host_says(tmp_path):
     assert left_behind(mark) == []
 
 
+def wait_for_threads(*processes):
+    """Until each process has come so far that it has a thread, and a second more."""
+    begin = time.monotonic()
+    while any(psutil.Process(each.pid).num_threads() < 2 for each in processes):
+        assert time.monotonic() - begin < 60
+        time.sleep(0.1)
+    time.sleep(1)
+
+
 def test_ctrl_c_of_a_command_that_waits_for_others_ends_soon(tmp_path):
     """On the first host it ends those that have come; another one just leaves."""
     options = ["--nnodes", 4, "--rdzv", f"127.0.0.1:{free_port()}"]
     first = command(*options, "-m", "this")
-    time.sleep(1)
+    wait_for_threads(first)  # its store
     leaving, waiting = (command(*options, "-m", "this") for _ in range(2))
-    time.sleep(2)
+    wait_for_threads(leaving, waiting)  # their heartbeats
     leaving.send_signal(signal.SIGINT)
     assert ended([leaving], 10) == [(130, "", "")]
     first.send_signal(signal.SIGINT)
