@@ -10,6 +10,7 @@ from launch import ROOT, launch
 
 from keras_dist import __main__ as command
 from keras_dist.check import environment, gpus, network
+from keras_dist.check.collectives import between_hosts
 from keras_dist.check.launches import reason_in
 from keras_dist.check.result import FAILED, OK, UNTRIED, WARNING, Result, result_in
 from keras_dist.check.screen import Screen, lines_of
@@ -139,13 +140,13 @@ def test_a_wrong_gradient_and_a_shared_gpu_fail_their_lines(tmp_path):
 @pytest.mark.long
 def test_a_rank_that_dies_or_hangs_fails_one_line(tmp_path):
     """The checks before and after it are tried."""
-    words = [*CHECK, "-np", "2", "--only", "truth", "--time-limit", "60"]
+    words = [*CHECK, "-np", "2", "--only", "truth", "--time-limit", "110"]
     env = planted(tmp_path, DIES_AND_HANGS)
-    results, done = checked(words, tmp_path, env=env)
+    results, done = checked(words, tmp_path, env=env, timeout=900)
     # The model of `CNN` is that of `gradient`, too.
     names = {"gradient", "CNN", "Embedding"}
     assert failed(results) == {("truth", name) for name in names}, done.stdout
-    assert "did not end in 60 s" in results["truth", "CNN"].seen
+    assert "did not end in 110 s" in results["truth", "CNN"].seen
     assert "exit code 3" in results["truth", "Embedding"].seen
     assert results["truth", "XLA"].status == OK
 
@@ -225,6 +226,19 @@ def test_hosts_that_do_not_reach_each_other_are_named(name, own, tried, status, 
     state, text, cure, _ = getattr(network, name)(hosts, reached, *more)
     assert state == status and seen in text, text
     assert bool(cure) == (status in (FAILED, WARNING))
+
+
+@pytest.mark.parametrize(
+    ("rate", "plain", "status"),
+    [(0.4, 0.9, OK), (0.12, 0.9, OK), (0.05, 0.9, WARNING), (0.1, 0.2, WARNING)]
+    + [(0.012, 0.012, FAILED)],
+)
+def test_a_slow_network_fails_and_busy_cores_do_not(rate, plain, status):
+    """What a plain connection reaches of the card's rate is about the network."""
+    nominal = (1.25e9, "eth0: 10 Gbit/s")
+    state, text, cure, _ = between_hosts(rate * 1e9, "x", plain * 1e9, nominal)
+    assert state == status and "10 Gbit/s" in text
+    assert bool(cure) == (status != OK)
 
 
 def test_a_name_of_loopback_fails_without_the_patch():

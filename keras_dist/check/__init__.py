@@ -13,5 +13,6 @@ they report. A stage that dies or hangs is one line that failed.
 - `hosts`: addresses, names and clocks of the hosts, without a collective
 - `environment`: are the facts of all ranks equal, and do the hosts reach each other?
 - `devices`, `collectives`, `truth`, `resume`, `speed`: a stage each
+- `links`: what a plain connection between hosts reaches
 - `models`: what is trained in the last three
 """

@@ -4,7 +4,7 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras_dist import comm
 from keras_dist.check import gpus
 from keras_dist.check.hosts import nominal_speed
+from keras_dist.check.links import plain_rate
 from keras_dist.check.reporting import (
     Found,
     Reporting,
@@ -29,9 +30,10 @@ _DTYPES = (
 _SMALLEST, _LARGEST, _LARGEST_QUICK = 4, 100_000_000, 16_000_000
 _LATENCIES, _REPEATS = 50, 3
 
-# What is reached of a network card's nominal rate where all is right: less than the
-# first is a fault, less than the second is to be looked at.
-_FAULT, _LOW = 0.1, 0.3
+# What a plain connection reaches of a card's nominal rate where all is right: less than
+# the first is a fault, less than the second is to be looked at. And what a sum reaches
+# of a plain connection.
+_FAULT, _LOW, _LOW_OF_PLAIN = 0.1, 0.2, 0.1
 
 # Bytes per second of a network whose card does not say its rate, as in a cloud.
 _LEAST = 0.125e9
@@ -160,19 +162,52 @@ def bandwidth(largest: int) -> Found:
     seconds -= min(seconds / 2, min(comm.gather(min(_times(tf.zeros([1]), _REPEATS)))))
     # What each rank sends at least; see `tools.bench_collectives`.
     rate = 2 * (count - 1) / count * largest / seconds
-    expected, link = _expected()
     seen = f"{rate / 1e9:.3g} GB/s with {largest / 1e6:g} MB"
-    data = {"bytes_per_second": rate, "nominal": expected, "link": link}
-    if not expected:
-        return ok(f"{seen}; {link}", **data)
-    seen += f", {rate / expected:.0%} of {expected / 1e9:.3g} GB/s ({link})"
+    interface = os.environ.get("HOROVOD_GLOO_IFACE", "")
+    if interface == "lo":
+        return _on_one_host(rate, seen)
+    return between_hosts(rate, seen, plain_rate(), _nominal(interface))
+
+
+def _on_one_host(rate: float, seen: str) -> Found:
+    listed = gpus.gpus()
+    has_nccl = comm.device().kind == "GPU" and comm.nccl_version() and listed
+    link = min(comm.gather(listed[0].link if has_nccl else 0.0))
+    data = {"bytes_per_second": rate, "nominal": link}
+    if not link:
+        return ok(f"{seen}; loopback of one host, which has no nominal rate", **data)
+    return ok(f"{seen}; PCI Express has {link / 1e9:.3g} GB/s", **data)
+
+
+def between_hosts(
+    rate: float, seen: str, plain: float, nominal: tuple[float, str]
+) -> Found:
+    """Is the network as fast as its cards, and do collectives use what it has?
+
+    Args:
+        rate: Bytes per second of a large sum.
+        seen: The same in words.
+        plain: Bytes per second of a plain connection between two hosts.
+        nominal: Those of the slowest card, and what it is.
+    """
+    most, card = nominal
+    seen += (
+        f"; a plain connection between hosts reaches {plain / 1e9:.3g} GB/s, "
+        f"{plain / most:.0%} of {most / 1e9:.3g} GB/s ({card})"
+    )
+    data = {"bytes_per_second": rate, "plain": plain, "nominal": most}
     cure = (
         "Measure the network itself (iperf3 between the hosts). A slow one is for "
         '`sync="every:8"` or compression="bf16"; a wrong one for `--address`.'
     )
-    if rate < _FAULT * expected:
+    if plain < _FAULT * most:
         return failed(seen, cure, **data)
-    return warning(seen, cure, **data) if rate < _LOW * expected else ok(seen, **data)
+    if plain < _LOW * most:
+        return warning(seen, cure, **data)
+    if rate < _LOW_OF_PLAIN * plain:
+        cure = "Are all cores busy? The threads that send need some of their time."
+        return warning(seen, cure, **data)
+    return ok(seen, **data)
 
 
 def _times(tensor: Any, count: int) -> list[float]:
@@ -184,19 +219,9 @@ def _times(tensor: Any, count: int) -> list[float]:
     return times[1:]
 
 
-def _expected() -> tuple[float, str]:
-    """Bytes per second that the slowest link should reach, and what it is."""
-    interface = os.environ.get("HOROVOD_GLOO_IFACE", "")
-    speeds = comm.gather(nominal_speed(interface) / 8)
-    if interface == "lo":
-        listed = gpus.gpus()
-        if comm.device().kind == "GPU" and comm.nccl_version() and listed:
-            return min(comm.gather(listed[0].link)), "PCI Express"
-        return 0.0, "loopback of one host, which has no nominal rate"
-    return _slowest(speeds, interface)
-
-
-def _slowest(speeds: Sequence[float], interface: str) -> tuple[float, str]:
-    if min(speeds) <= 0:
+def _nominal(interface: str) -> tuple[float, str]:
+    """Bytes per second of the slowest network card of all hosts, and what it is."""
+    slowest = min(comm.gather(nominal_speed(interface) / 8))
+    if slowest <= 0:
         return _LEAST, f"1 Gbit/s, since {interface} has no nominal rate"
-    return min(speeds), f"{interface}: {min(speeds) * 8e-9:g} Gbit/s"
+    return slowest, f"{interface}: {slowest * 8e-9:g} Gbit/s"
