@@ -236,6 +236,8 @@ def broadcast_variables(
     # Also inside of a `tf.function`: it is traced once, and variables are values then.
     with among(process_set), tf.init_scope():
         _meet(f"broadcast_variables from rank {root_rank}")
+        # What the first trace of a function creates has values in its second trace.
+        found = [one for one in found if _plain(one).is_initialized()]
         check_same(found)
         comm.broadcast_variables(found, root)
 
@@ -291,6 +293,8 @@ def is_reduced(tensor: Any) -> bool:
 
 
 def _tensor(value: Any) -> Any:
-    return tf.convert_to_tensor(
-        value.value if isinstance(value, keras.Variable) else value
-    )
+    return tf.convert_to_tensor(_plain(value))
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, keras.Variable) else value
