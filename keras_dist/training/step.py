@@ -81,7 +81,8 @@ class DistributedStep(atomic_save.SavesWhole):
         if session.instruments.stopwatch is not None:
             data = session.instruments.stopwatch.begin_step(data)
         if session.is_plain:
-            with step_context.entered(step_context.StepContext()):
+            context = step_context.entered(step_context.StepContext())
+            with context, _not_before(session, data):
                 return own_step(data)
         data = _after_updates(self, data)
         session.rows_seen.add(rows)
@@ -245,11 +246,14 @@ def _not_before(session: Session, data: Any) -> Any:
 
     Where Keras does not know the number of batches, it begins a step more at the end of
     the data, and sees then that there is no batch. What does not depend on the batch is
-    done nevertheless, such as counting the update. One process knows the number of
-    batches of data that is divided into steps here, so it counts right.
+    done nevertheless, such as counting the update, or drawing a random number. One
+    process knows the number of batches of data that is divided into steps here, so it
+    counts right; but for an epoch that is resumed, in one process, too.
     """
     feed = session.training_data.feed
-    if tf.executing_eagerly() or feed is None or feed.steps_before is None:
+    if tf.executing_eagerly() or feed is None:
+        return contextlib.nullcontext()
+    if (feed.epoch if session.is_plain else feed.steps_before) is None:
         return contextlib.nullcontext()
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
     return tf.control_dependencies(leaves)

@@ -1,5 +1,6 @@
 """A training that was ended resumes at the same step, equal to the bit."""
 
+import contextlib
 import glob
 import itertools
 import os
@@ -8,10 +9,12 @@ import time
 import warnings
 
 import keras
+import numpy as np
 import pytest
 from resumable import (
     NUM_ROWS,
     Batches,
+    Dies,
     as_dataset,
     as_divided,
     make_model,
@@ -75,6 +78,28 @@ def test_a_training_that_was_ended_resumes_to_the_bit(folder):
     count = len(make_model(3).weights)
     assert not rows and is_same(state[:count], expected[:count])
     assert again.epoch == [0, 1, 2] and values_of(again) == values_of(history)
+
+
+@pytest.mark.three_ranks
+def test_a_graph_resumes_in_the_middle_of_an_epoch_to_the_bit(folder):
+    """Keras begins a step more at the end of it: no random number may be drawn then."""
+    size = keras_dist.size()
+    x = np.random.default_rng(0).normal(size=(16 * size, 5)).astype("float32")
+    states = []
+    for name, dies in (("whole", None), ("cut", 7), ("cut", None)):
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential(
+            [keras.layers.Dense(8), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+        )
+        model.compile("adam", "mse", jit_compile=False)
+        options = {"epochs": 3, "resume": f"{folder}/{name}", "save_steps": 2}
+        options |= {"batch_size": 4, "verbose": 0, "callbacks": [Dies(dies, die)]}
+        ends = pytest.raises(Killed) if dies else contextlib.nullcontext()
+        with ends:
+            keras_dist.dist_fit(model, x, x.sum(axis=1), **options)
+        variables = [*model.variables, *model.optimizer.variables]
+        states.append([keras.ops.convert_to_numpy(each) for each in variables])
+    assert is_same(states[2], states[0])
 
 
 @pytest.mark.parametrize(
