@@ -20,14 +20,15 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """Two lanes for `make test`: what starts ranks often waits, for seconds or a core.
 
-    One has the launches of `ranks/` on several ranks, the other one all else.
+    One has the launches of `ranks/` but for half of those on two ranks, the other one
+    all else.
     """
     if not os.environ.get("LONG_TESTS"):
         long = [item for item in items if item.get_closest_marker("long")]
         items[:] = [item for item in items if item not in long]
         config.hook.pytest_deselected(items=long)
     for item in items:
-        is_long = item.path.name == "test_ranks.py" and "[1]" not in item.name
+        is_long = item.path.name == "test_ranks.py" and "a-m" not in item.name
         item.add_marker(pytest.mark.xdist_group("ranks" if is_long else "others"))
 
 

@@ -38,7 +38,7 @@ def expected(request, folder):
     chosen = [
         (item.callspec.params["way"], item.callspec.params["dtype"])
         for item in request.session.items
-        if "way" in getattr(getattr(item, "callspec", None), "params", {})
+        if item.path == Path(__file__) and hasattr(item, "callspec")
     ]
     found = oracles(chosen, keras_dist.size(), folder)
     return {

@@ -40,11 +40,22 @@ class Towers(keras.Model):
 
 
 @pytest.mark.parametrize(
-    "batches", [pytest.param(None, marks=pytest.mark.three_ranks), 2]
+    ("batches", "is_dataset"),
+    [
+        pytest.param(None, False, marks=pytest.mark.three_ranks),
+        (2, False),
+        (None, True),
+    ],
 )
-def test_local_layers_train_on_the_rows_of_their_rank(world, batches):
-    """Their gradients are parts of the loss of the global batch, on each rank."""
+def test_local_layers_train_on_the_rows_of_their_rank(world, batches, is_dataset):
+    """Their gradients are parts of the loss of the global batch, on each rank.
+
+    Of arrays the rows of all ranks are known before a step; of a data set they are not.
+    """
     x, y = vectors(16 * world.size)
+    data = (x, y)
+    if is_dataset:
+        data = (tf.data.Dataset.from_tensor_slices(data).batch(8),)
 
     def optimizer(rate):
         return keras.optimizers.SGD(
@@ -54,14 +65,14 @@ def test_local_layers_train_on_the_rows_of_their_rank(world, batches):
     common = {"epochs": 3, "shuffle": False, "verbose": 0}
     expected = Towers(world.size)
     expected.compile(optimizer(0.1), "mse", run_eagerly=True)
-    ranks = np.arange(len(x)) % world.size
+    ranks = np.arange(len(x)) // (8 if is_dataset else 1) % world.size
     expected.fit((x, ranks), y, batch_size=8 * world.size, **common)
     own, common_head = tower(world.rank), head()
     model = keras.Sequential([keras.Input((5,)), own, common_head])
     model.compile(optimizer(0.1), "mse", run_eagerly=True)
-    keras_dist.dist_fit(
-        model, x, y, batch_size=8, lr_scaling="none", local_layers=[own], **common
-    )
+    if not is_dataset:
+        common["batch_size"] = 8
+    keras_dist.dist_fit(model, *data, lr_scaling="none", local_layers=[own], **common)
     for layer, oracle in (
         (own, expected.towers[world.rank]),
         (common_head, expected.head),
