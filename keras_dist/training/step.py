@@ -253,7 +253,8 @@ def _not_before(session: Session, data: Any) -> Any:
     feed = session.training_data.feed
     if tf.executing_eagerly() or feed is None:
         return contextlib.nullcontext()
-    if (feed.epoch if session.is_plain else feed.steps_before) is None:
+    is_resumable = feed.epoch is not None
+    if not is_resumable and (session.is_plain or feed.steps_before is None):
         return contextlib.nullcontext()
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
     return tf.control_dependencies(leaves)

@@ -11,6 +11,7 @@ import warnings
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from resumable import (
     NUM_ROWS,
     Batches,
@@ -81,7 +82,8 @@ def test_a_training_that_was_ended_resumes_to_the_bit(folder):
 
 
 @pytest.mark.three_ranks
-def test_a_graph_resumes_in_the_middle_of_an_epoch_to_the_bit(folder):
+@pytest.mark.parametrize("is_dataset", [False, True])
+def test_a_graph_resumes_in_the_middle_of_an_epoch_to_the_bit(folder, is_dataset):
     """Keras begins a step more at the end of it: no random number may be drawn then."""
     size = keras_dist.size()
     x = np.random.default_rng(0).normal(size=(16 * size, 5)).astype("float32")
@@ -93,10 +95,15 @@ def test_a_graph_resumes_in_the_middle_of_an_epoch_to_the_bit(folder):
         )
         model.compile("adam", "mse", jit_compile=False)
         options = {"epochs": 3, "resume": f"{folder}/{name}", "save_steps": 2}
-        options |= {"batch_size": 4, "verbose": 0, "callbacks": [Dies(dies, die)]}
+        options |= {"verbose": 0, "callbacks": [Dies(dies, die)]}
+        data = x, x.sum(axis=1)
+        if is_dataset:
+            data = (tf.data.Dataset.from_tensor_slices(data).batch(4),)
+        else:
+            options["batch_size"] = 4
         ends = pytest.raises(Killed) if dies else contextlib.nullcontext()
         with ends:
-            keras_dist.dist_fit(model, x, x.sum(axis=1), **options)
+            keras_dist.dist_fit(model, *data, **options)
         variables = [*model.variables, *model.optimizer.variables]
         states.append([keras.ops.convert_to_numpy(each) for each in variables])
     assert is_same(states[2], states[0])
