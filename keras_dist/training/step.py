@@ -81,8 +81,8 @@ class DistributedStep(atomic_save.SavesWhole):
         if session.instruments.stopwatch is not None:
             data = session.instruments.stopwatch.begin_step(data)
         if session.is_plain:
-            context = step_context.entered(step_context.StepContext())
-            with context, _not_before(session, data):
+            entered = step_context.entered(step_context.StepContext())
+            with entered, _not_before(session, data):
                 return own_step(data)
         data = _after_updates(self, data)
         session.rows_seen.add(rows)
