@@ -17,6 +17,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "xdist_group(name): the lane, see below")
 
 
+@pytest.hookimpl(tryfirst=True)  # else xdist has read the marks before
 def pytest_collection_modifyitems(config, items):
     """Two lanes for `make test`: what starts ranks often waits, for seconds or a core.
 

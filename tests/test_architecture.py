@@ -276,3 +276,9 @@ def test_examples_in_docstrings_run(path):
     name = ".".join(("keras_dist", *path.relative_to(PACKAGE).with_suffix("").parts))
     module = importlib.import_module(name.removesuffix(".__init__"))
     assert doctest.testmod(module, optionflags=doctest.ELLIPSIS).failed == 0
+
+
+def test_this_test_is_in_a_lane(request):
+    """Else the tests of SLURM, of which each has the same ports, run beside others."""
+    if request.config.getoption("loadgroup", False):
+        assert request.node.nodeid.endswith("@others")

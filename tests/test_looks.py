@@ -109,8 +109,9 @@ def test_a_pass_of_one_rank_reads_all(size):
         dataset = pipeline.cache()
         for rank in range(size):
             spec = ShardSpec(rank, size, keeps_position=size == 1)
+            stream = Stream(dataset)  # kept until the pass is read, as by a feed
             own = rank_batches(
-                Stream(dataset), spec, is_sharded=True, is_training=bool(number % 2)
+                stream, spec, is_sharded=True, is_training=bool(number % 2)
             )
             steps = own.length or BATCHES
             for _, _batch in zip(range(int(steps)), own.data, strict=False):

@@ -58,6 +58,7 @@ def test_tasks_that_are_ranks_save_at_sigusr1_and_go_on(cluster, tmp_path):
     process = cluster.start(*words, path, **variables, STEPS=str(steps), PAUSE="1")
     begin = time.monotonic()
     while not all((steps / f"{rank}.3").exists() for rank in (0, 1)):
+        assert process.poll() is None, process.communicate()[1].decode()
         assert time.monotonic() - begin < 120
         time.sleep(0.1)
     assert cluster.run("scancel", "-s", "USR1", "-n", "saving").returncode == 0
