@@ -36,12 +36,13 @@ help:
 	@echo "make growth-hosts  write its section on what more hosts cost the launcher"
 	@echo "make slow-network  write docs/slow_network.md: local SGD where the network is slow (root)"
 	@echo "make input   write docs/input.md: what decoding costs, late and early"
+	@echo "WHEEL_DIR=... a folder in which \`make setup\` keeps Horovod, and finds it the next time"
 	@echo "PYTHON=...   the Python of the environment (now: $(PYTHON))"
 
 setup: $(READY)
 
 # The stamp is newer than these where nothing is left to do.
-$(READY): pyproject.toml keras_dist/install/patch.py
+$(READY): pyproject.toml $(wildcard keras_dist/install/patches/*.patch)
 	@command -v $(PYTHON) >/dev/null || { \
 	    echo "$(PYTHON) was not found."; \
 	    echo "On Debian or Ubuntu: apt-get install python3 python3-venv"; \
@@ -57,7 +58,8 @@ $(READY): pyproject.toml keras_dist/install/patch.py
 	    echo "As root, or after sudo: apt-get install$$packages"; exit 1; } >&2
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install -e '.[dev]'
-	$(BIN)/python -m keras_dist install-horovod --if-needed --no-mpi --no-nccl
+	$(BIN)/python -m keras_dist install-horovod --if-needed --no-mpi --no-nccl \
+	    $(if $(WHEEL_DIR),--wheel-dir '$(WHEEL_DIR)')
 	@touch $@
 
 check: setup

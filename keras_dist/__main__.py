@@ -52,7 +52,7 @@ def _add_install_horovod(commands: argparse._SubParsersAction) -> None:
         description=(
             "Build Horovod for the TensorFlow that is installed in this environment, "
             "with Gloo, and with MPI and NCCL if they are found. Takes about two "
-            "minutes on two cores."
+            "minutes on two cores; with --wheel-dir only the first time."
         ),
     )
     command.add_argument(
@@ -73,7 +73,8 @@ def _add_install_horovod(commands: argparse._SubParsersAction) -> None:
     command.add_argument(
         "--wheel-dir",
         metavar="DIR",
-        help="write the wheel to DIR as well, for other machines with this TensorFlow",
+        help="take the wheel in DIR that fits, without a compiler and a network; if "
+        "there is none, build it, and keep it there",
     )
     command.set_defaults(run=_install_horovod)
 

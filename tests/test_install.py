@@ -4,9 +4,11 @@ import dataclasses
 import io
 import itertools
 import os
+import re
 import shlex
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,12 @@ import pytest
 from keras_dist import __main__ as command
 from keras_dist.install import (
     InstallError,
-    build,
     facts,
     failures,
     flags,
+    installed,
     patch,
+    recipe,
     requirements,
 )
 from keras_dist.install.progress import Progress, percent_of
@@ -42,11 +45,11 @@ BARE = facts.Facts(
 CHOICES = [flags.Choice(*pair) for pair in itertools.product((False, True), repeat=2)]
 
 
-def environment(choice=CHOICES[0], environ=None):
+def environment(choice=CHOICES[0], environ=None, found=NCCL):
     """The environment of a build in /t."""
     return flags.build_environment(
         environ or {},
-        facts=COMPLETE,
+        facts=dataclasses.replace(COMPLETE, nccl=found),
         choice=choice,
         tools=Path("/t/tools"),
         nccl_home=Path("/t/nccl"),
@@ -135,12 +138,12 @@ def test_nccl_with_tensorflow_cpu_says_which_distribution_is_needed():
     assert "pip install tensorflow==2.20.0" in text
 
 
-def test_nccl_needs_a_tensorflow_that_horovod_can_be_loaded_beside():
-    """From 2.21 on it is an error if it is requested, and otherwise left out."""
-    new = dataclasses.replace(COMPLETE, tensorflow="2.21.0")
-    text = requirements.explain(requirements.find_missing(new, mpi=False, nccl=True))
-    assert "TensorFlow 2.18 to 2.20" in text and "Received: 2.21.0." in text
-    assert flags.choose(new, mpi=False, nccl=None) == flags.Choice(False, False)
+@pytest.mark.parametrize("version", ["2.18.1", "2.21.0"])
+def test_nccl_can_be_built_for_every_tensorflow_of_the_range(version):
+    """For 2.21, too, whose library lacks a function that the patch replaces."""
+    found = dataclasses.replace(COMPLETE, tensorflow=version)
+    assert requirements.find_missing(found, mpi=False, nccl=True) == []
+    assert flags.choose(found, mpi=False, nccl=None) == flags.Choice(False, True)
 
 
 def test_parts_that_are_not_requested_are_built_if_they_are_found():
@@ -189,6 +192,19 @@ def test_nccl_is_found_at_run_time_in_its_own_folder():
     assert env["HOROVOD_NCCL_HOME"] == "/t/nccl"
     assert env["PATH"].split(":")[:2] == ["/t/tools/bin", "/usr/local/cuda/bin"]
     assert "rpath" not in environment()["LDFLAGS"]
+
+
+def test_a_wheel_finds_nccls_wheel_wherever_both_are_installed():
+    """Not where it was at the build: its place is named as seen from the library."""
+    packages = Path(sysconfig.get_path("platlib"))
+    wheel = facts.Nccl(packages, packages / "nvidia/nccl/lib/libnccl.so.2")
+    env = environment(flags.Choice(nccl=True), found=wheel)
+    run_path = shlex.split(env["LDFLAGS"])[-1].removeprefix("-Wl,-rpath,")
+    library = packages / "horovod" / "tensorflow"
+    assert str(packages) not in run_path
+    assert Path(os.path.normpath(run_path.replace("$ORIGIN", str(library)))) == (
+        packages / "nvidia/nccl/lib"
+    )
 
 
 def test_the_linker_gets_nccl_under_a_name_that_it_knows(tmp_path):
@@ -263,7 +279,7 @@ def test_a_failure_shows_the_end_and_names_the_log():
         assert lines[-1] == "The whole output is in /x.log"
 
 
-BUILT = build.Built(
+BUILT = installed.Built(
     "0.28.1", "2.21.0", "2.21.0", gloo=True, mpi=False, nccl=False, is_patched=True
 )
 
@@ -281,17 +297,17 @@ def test_the_last_lines_say_what_was_built():
 
 def test_a_horovod_is_enough_if_it_fits_tensorflow_and_has_the_requested_parts():
     """Additional parts are fine; another TensorFlow or Horovod is not."""
-    assert build.is_enough(BUILT, mpi=None, nccl=None)
-    assert build.is_enough(BUILT, mpi=False, nccl=False)
-    assert not build.is_enough(BUILT, mpi=True, nccl=None)
-    assert not build.is_enough(BUILT, mpi=None, nccl=True)
+    assert installed.is_enough(BUILT, mpi=None, nccl=None)
+    assert installed.is_enough(BUILT, mpi=False, nccl=False)
+    assert not installed.is_enough(BUILT, mpi=True, nccl=None)
+    assert not installed.is_enough(BUILT, mpi=None, nccl=True)
     more = dataclasses.replace(BUILT, mpi=True, nccl=True)
-    assert build.is_enough(more, mpi=True, nccl=False)
+    assert installed.is_enough(more, mpi=True, nccl=False)
     without = dataclasses.replace(BUILT, is_patched=False)
-    assert not build.is_enough(without, mpi=None, nccl=None)
+    assert not installed.is_enough(without, mpi=None, nccl=None)
     for field in ("tensorflow", "built_for", "horovod"):
         other = dataclasses.replace(BUILT, **{field: "2.20.0"})
-        assert not build.is_enough(other, mpi=None, nccl=None)
+        assert not installed.is_enough(other, mpi=None, nccl=None)
 
 
 # What stands around the line in question in Horovod 0.28.1.
@@ -305,6 +321,10 @@ void GlooContext::Initialize(const std::string& gloo_iface) {
 }
 void GlooContext::InitializeForProcessSet(const GlooContext& global_context,
                                           const std::vector<int>& registered_ranks) {
+  if (rendezvous_addr_env != nullptr) {
+    LOG(DEBUG) << "no rendezvous server provided, assuming single process execution";
+  }
+
   attr device_attr;
   device_attr.iface = gloo_iface_;
   device_attr.ai_family = AF_UNSPEC;
@@ -315,11 +335,14 @@ void GlooContext::InitializeForProcessSet(const GlooContext& global_context,
 """
 
 
+GLOO, GPU = patch.patches()
+
+
 def test_the_patch_changes_process_sets_alone(tmp_path):
     """They take the interface of the global context before they make a device."""
-    file = make_files(tmp_path, patch.FILE) / patch.FILE
+    file = make_files(tmp_path, GLOO.file) / GLOO.file
     file.write_text(_GLOO_CONTEXT)
-    patch.apply(tmp_path)
+    patch.apply(tmp_path, GLOO)
     before, after = _GLOO_CONTEXT.splitlines(), file.read_text().splitlines()
     added = [line for line in after if line not in before]
     assert added[0] == "  gloo_iface_ = global_context.gloo_iface_;"
@@ -334,10 +357,29 @@ def test_the_patch_changes_process_sets_alone(tmp_path):
 def test_another_source_is_not_patched(tmp_path, text):
     """One that has changed must not be built as if it were ours."""
     if text:
-        (make_files(tmp_path, patch.FILE) / patch.FILE).write_text(text)
+        (make_files(tmp_path, GLOO.file) / GLOO.file).write_text(text)
     count = 2 if text else 0
     with pytest.raises(InstallError, match=f"Received: {count} places to change"):
-        patch.apply(tmp_path)
+        patch.apply(tmp_path, GLOO)
+
+
+def test_each_patch_is_one_that_other_programs_take_too():
+    """The numbers of lines in its header are right, and its reason stands first."""
+    for path in sorted(Path(patch.__file__).with_name("patches").glob("*.patch")):
+        text = path.read_text()
+        change = patch.read(text)
+        (header,) = re.findall(r"^@@ -\d+,(\d+) \+\d+,(\d+) @@$", text, re.MULTILINE)
+        sides = change.before, change.after
+        assert [int(n) for n in header] == [len(s.splitlines()) for s in sides]
+        assert change.title.endswith(".") and f"+++ b/{change.file}\n" in text
+    assert patch.MARK in GLOO.after
+
+
+def test_the_stream_of_a_gpu_is_read_from_a_header():
+    """No function of TensorFlow's library is declared: 2.21 has no longer the one."""
+    assert "GpuStreamHandle AsGpuStreamValue(Stream* stream);" in GPU.before
+    assert "AsGpuStreamValue(Stream* stream);" not in GPU.after
+    assert "static inline GpuStreamHandle AsGpuStreamValue" in GPU.after
 
 
 def test_a_library_says_whether_it_has_the_patch(tmp_path):
@@ -352,23 +394,11 @@ def test_a_library_says_whether_it_has_the_patch(tmp_path):
 def test_a_build_without_the_patch_is_no_success(monkeypatch):
     """As where another Horovod comes first in Python's search path."""
     without = dataclasses.replace(BUILT, is_patched=False)
-    monkeypatch.setattr(build, "detect", lambda: COMPLETE)
-    monkeypatch.setattr(build, "build_and_install", lambda *_: None)
-    monkeypatch.setattr(build, "probe", lambda: (without, ""))
+    monkeypatch.setattr(recipe, "detect", lambda: COMPLETE)
+    monkeypatch.setattr(recipe, "build_and_install", lambda *_: None)
+    monkeypatch.setattr(recipe, "probe", lambda: (without, ""))
     with pytest.raises(InstallError, match="keras_dist's patch is not in it"):
-        build.install_horovod(mpi=False, nccl=False)
-
-
-def test_the_wheel_is_copied_where_the_user_asks_for_it(monkeypatch, tmp_path):
-    """For other machines; the folder is made."""
-    wheel = make_files(tmp_path, "horovod-0.28.1-cp311-linux_x86_64.whl") / (
-        "horovod-0.28.1-cp311-linux_x86_64.whl"
-    )
-    monkeypatch.setattr(build, "_build", lambda *_: wheel)
-    monkeypatch.setattr(build._Steps, "run", lambda *_, **__: None)
-    choice = flags.choose(COMPLETE, mpi=False, nccl=False)
-    build.build_and_install(COMPLETE, choice, tmp_path / "a" / "wheels")
-    assert (tmp_path / "a" / "wheels" / wheel.name).exists()
+        recipe.install_horovod(mpi=False, nccl=False)
 
 
 def test_the_options_reach_the_build(monkeypatch):
@@ -403,10 +433,10 @@ def test_a_failure_is_a_message_and_exit_code_1(monkeypatch, capsys):
 
 def test_something_missing_stops_before_the_build(monkeypatch):
     """Nothing is downloaded or built if the build cannot succeed."""
-    monkeypatch.setattr(build, "detect", lambda: BARE)
-    monkeypatch.setattr(build, "build_and_install", lambda *_: pytest.fail("built"))
+    monkeypatch.setattr(recipe, "detect", lambda: BARE)
+    monkeypatch.setattr(recipe, "build_and_install", lambda *_: pytest.fail("built"))
     with pytest.raises(InstallError, match="Horovod cannot be built here"):
-        build.install_horovod()
+        recipe.install_horovod()
 
 
 def test_without_tensorflow_the_command_says_which_package_to_install():

@@ -3,13 +3,17 @@
 - `facts`: what this environment has: TensorFlow, compilers, MPI, CUDA, NCCL
 - `requirements`: what is missing for a build, in one message
 - `flags`: flags and environment variables of the build
-- `patch`: our one change to Horovod's source, and whether a library has it
-- `build`: build the wheel, install it, and check that it can be imported
+- `patch`: our changes to Horovod's source (`patches/`), and whether a library has them
+- `recipe`: take a wheel that was kept, or build one; install it, and see it work
+- `build`: build a wheel
+- `wheels`: wheels that are kept: their names, and whether one fits
+- `installed`: the Horovod that is installed
+- `steps`: the commands that are run, and their log
 - `progress`: the line that shows how far the build is
 - `failures`: the message about a step that failed, with a remedy if it is known
 """
 
-from keras_dist.install.build import install_horovod
 from keras_dist.install.failures import InstallError
+from keras_dist.install.recipe import install_horovod
 
 __all__ = ["InstallError", "install_horovod"]

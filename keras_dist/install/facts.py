@@ -3,6 +3,8 @@
 import importlib.metadata
 import importlib.util
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -44,6 +46,8 @@ class Facts:
         cuda_home: Folder of a CUDA toolkit with nvcc; `None` if there is none.
         nccl: The installed NCCL; `None` if there is none.
         cores: Number of cores that the build may use.
+        platform: Tag of system and processor in the names of wheels.
+        glibc: Version of the C library; `(0, 0)` if it is not glibc.
     """
 
     tensorflow: str | None
@@ -57,6 +61,8 @@ class Facts:
     cuda_home: Path | None = None
     nccl: Nccl | None = None
     cores: int = 1
+    platform: str = "linux_x86_64"
+    glibc: tuple[int, int] = (2, 36)
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Facts:
@@ -79,6 +85,8 @@ def detect(environ: Mapping[str, str] | None = None) -> Facts:
         cuda_home=find_cuda(cuda_homes(environ, _site_packages())),
         nccl=find_nccl(nccl_homes(environ, _site_packages())),
         cores=len(os.sched_getaffinity(0)),
+        platform=re.sub(r"[-.]", "_", sysconfig.get_platform()),
+        glibc=_glibc(),
     )
 
 
@@ -151,6 +159,11 @@ def _has_open_mpi(environ: Mapping[str, str]) -> bool:
     if mpirun is None or not _is_on_path("mpicxx", environ):
         return False
     return "Open MPI" in _output_of(mpirun, "--version")
+
+
+def _glibc() -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", platform.libc_ver()[1])
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def _is_managed(environ: Mapping[str, str]) -> bool:

@@ -2,12 +2,12 @@
 
 import os
 import shlex
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from keras_dist.install.facts import Facts
-from keras_dist.install.requirements import supports_nccl
 
 HOROVOD = "0.28.1"
 
@@ -27,7 +27,7 @@ TOOLS = (
 # `xla_mpi_ops.cc` does not compile with TensorFlow 2.19 and later. All of its code is
 # inside an `#if` on this macro, in line 23. A value that is 0 in line 23 excludes that
 # code, and changes no other file. Valid for exactly Horovod 0.28.1.
-_CXX_FLAG = "'-DTENSORFLOW_VERSION=(__LINE__==23?0:2018000000)'"
+CXX_FLAG = "'-DTENSORFLOW_VERSION=(__LINE__==23?0:2018000000)'"
 
 # Strip debug symbols: 1.6 MB instead of 51 MB.
 _LINKER_FLAG = "-Wl,-s"
@@ -62,7 +62,6 @@ def choose(facts: Facts, *, mpi: bool | None, nccl: bool | None) -> Choice:
         facts.cuda_home is not None
         and facts.nccl is not None
         and facts.distribution == "tensorflow"
-        and supports_nccl(facts.tensorflow)
     )
     return Choice(
         mpi=facts.has_open_mpi if mpi is None else mpi,
@@ -110,11 +109,13 @@ def build_environment(
     linker_flags = [environ.get("LDFLAGS", ""), _LINKER_FLAG]
     if choice.nccl and facts.cuda_home and facts.nccl:
         folders.append(facts.cuda_home / "bin")
-        linker_flags.append(rpath_flag(facts.nccl.library.parent))
+        site_packages = Path(sysconfig.get_path("platlib"))
+        folder = run_path(facts.nccl.library.parent, site_packages)
+        linker_flags.append(rpath_flag(folder))
         env |= _nccl_settings(facts.cuda_home, nccl_home)
     return env | {
         "CMAKE_GENERATOR": "Unix Makefiles",  # `progress` reads its percentages
-        "CXXFLAGS": _joined(" ", [environ.get("CXXFLAGS", ""), _CXX_FLAG]),
+        "CXXFLAGS": _joined(" ", [environ.get("CXXFLAGS", ""), CXX_FLAG]),
         "HOROVOD_WITH_GLOO": "1",
         "HOROVOD_WITH_MPI" if choice.mpi else "HOROVOD_WITHOUT_MPI": "1",
         "HOROVOD_WITH_TENSORFLOW": "1",
@@ -128,10 +129,26 @@ def build_environment(
     }
 
 
-def rpath_flag(folder: Path) -> str:
+def run_path(folder: Path, site_packages: Path) -> str:
+    """A folder as Horovod's library names it, so that its wheel can be moved.
+
+    Args:
+        folder: Folder of a library.
+        site_packages: Where packages are installed. A folder in it is named as seen
+            from Horovod's library.
+
+    >>> run_path(Path("/e/nvidia/nccl/lib"), Path("/e"))
+    '$ORIGIN/../../nvidia/nccl/lib'
+    """
+    if not folder.is_relative_to(site_packages):
+        return str(folder)
+    return f"$ORIGIN/../../{folder.relative_to(site_packages)}"
+
+
+def rpath_flag(folder: str) -> str:
     """The linker flag that lets a library load another one from `folder` at run time.
 
-    >>> rpath_flag(Path("/opt/nccl/lib"))
+    >>> rpath_flag("/opt/nccl/lib")
     '-Wl,-rpath,/opt/nccl/lib'
     """
     return shlex.quote(f"-Wl,-rpath,{folder}")

@@ -1,38 +1,73 @@
-"""Our one change to Horovod's source, and whether the installed Horovod has it.
+"""Our changes to Horovod's source, and whether the installed Horovod has them.
 
-In Horovod 0.28.1 `GlooContext::InitializeForProcessSet` reads the network interface of
-the new context, which is empty, and not that of the global one. All collectives go over
-such contexts. So they ignore `HOROVOD_GLOO_IFACE` and use the address to which the
-host's own name resolves there: the wrong network, or on Debian 127.0.1.1, to which no
-other host can connect.
+They stand in `patches/`, each with its reason, as files that `patch -p1` takes too.
+They are applied here, since a host may have no such program: what a file removes, with
+the lines around it, has to stand in the source exactly once.
 """
 
+import hashlib
 import importlib.util
 import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from keras_dist.install.failures import InstallError
-
-FILE = "horovod/common/gloo/gloo_context.cc"
 
 # Stands in the library if it was compiled from the changed source, as the text of a
 # debug message of Horovod.
 MARK = "keras_dist: process sets use the network interface "
 
-_FIRST = """\
-  attr device_attr;
-"""
-_REST = """\
-  device_attr.iface = gloo_iface_;
-  device_attr.ai_family = AF_UNSPEC;
-  auto dev = CreateDevice(device_attr);
 
-  global_ctx = global_context.ctx;
-"""
-_ADDED = f"""\
-  gloo_iface_ = global_context.gloo_iface_;
-  LOG(DEBUG) << "{MARK}" << gloo_iface_;
-"""
+@dataclass(frozen=True)
+class Patch:
+    """One change.
+
+    Args:
+        title: What it does, in words.
+        file: The file that it changes, from the folder of `setup.py`.
+        before: The lines that have to be there.
+        after: Those that take their place.
+    """
+
+    title: str
+    file: str
+    before: str
+    after: str
+
+
+def patches() -> list[Patch]:
+    """The changes, in the order of their files' names."""
+    return [read(path.read_text()) for path in _files()]
+
+
+def fingerprint(flags: str) -> str:
+    """Eight digits for all that differs from a build of the unchanged source.
+
+    Args:
+        flags: Flags of the compiler that exclude some of the source.
+    """
+    digest = hashlib.sha256(flags.encode())
+    for path in _files():
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def read(text: str) -> Patch:
+    """The change that a patch file with one hunk describes.
+
+    >>> read("Why.\\n--- a/x.cc\\n+++ b/x.cc\\n@@ -1,2 +1,2 @@\\n a\\n-b\\n+c\\n")
+    Patch(title='Why.', file='x.cc', before='a\\nb\\n', after='a\\nc\\n')
+    """
+    reason, _, diff = text.partition("--- a/")
+    file, _, hunk = diff.partition("\n@@ ")
+    lines = hunk.splitlines()[1:]
+    return Patch(
+        title=reason.splitlines()[0],
+        file=file.splitlines()[0],
+        before=_joined(line[1:] for line in lines if line[:1] != "+"),
+        after=_joined(line[1:] for line in lines if line[:1] != "-"),
+    )
 
 
 def unpack(archive: Path, folder: Path) -> Path:
@@ -41,25 +76,26 @@ def unpack(archive: Path, folder: Path) -> Path:
     return next(folder.glob("horovod-*"))
 
 
-def apply(source: Path) -> None:
+def apply(source: Path, change: Patch) -> None:
     """Change the source of Horovod.
 
     Args:
         source: The folder with its `setup.py`.
+        change: The change.
 
     Raises:
         InstallError: If the lines to change are not there exactly once.
     """
-    path = source / FILE
+    path = source / change.file
     text = path.read_text() if path.is_file() else ""
-    count = text.count(_FIRST + _REST)
+    count = text.count(change.before)
     if count != 1:
         raise InstallError(
             "The source of Horovod is not the one that keras_dist's patch was made "
             f"for. Received: {count} places to change in {path}, instead of 1. "
             "Check which index or mirror pip uses with `pip config list`."
         )
-    path.write_text(text.replace(_FIRST + _REST, _FIRST + _ADDED + _REST))
+    path.write_text(text.replace(change.before, change.after))
 
 
 def is_patched(library: Path) -> bool:
@@ -80,3 +116,11 @@ def is_installed() -> bool:
     """Whether the Horovod of this environment has the change; `False` if none is."""
     library = installed_library()
     return library is not None and is_patched(library)
+
+
+def _files() -> list[Path]:
+    return sorted((Path(__file__).parent / "patches").glob("*.patch"))
+
+
+def _joined(lines: Iterable[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)

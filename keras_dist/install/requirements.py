@@ -10,9 +10,8 @@ from keras_dist.install.facts import Facts
 FIRST_TENSORFLOW = (2, 18)
 LAST_TENSORFLOW = (2, 21)
 
-# TensorFlow 2.21 no longer has the function `AsGpuStreamValue`, with which Horovod's
-# GPU code gets the stream of a device: Horovod compiles, but cannot be loaded.
-LAST_TENSORFLOW_WITH_NCCL = (2, 20)
+# The command that installs Open MPI on Debian and Ubuntu.
+OPEN_MPI = "apt-get install libopenmpi-dev openmpi-bin"
 
 _PIP_TENSORFLOW = "pip install 'tensorflow>=2.18,<2.22'"
 
@@ -38,21 +37,10 @@ def is_supported(version: str) -> bool:
     >>> [is_supported(version) for version in ("2.17.1", "2.18.0", "2.21.1", "2.22.0")]
     [False, True, True, False]
     """
-    return _is_between(version, FIRST_TENSORFLOW, LAST_TENSORFLOW)
-
-
-def supports_nccl(version: str | None) -> bool:
-    """Whether Horovod 0.28.1 with NCCL can be loaded with this version of TensorFlow.
-
-    >>> [supports_nccl(version) for version in ("2.18.0", "2.20.0", "2.21.0", None)]
-    [True, True, False, False]
-    """
-    return _is_between(version or "", FIRST_TENSORFLOW, LAST_TENSORFLOW_WITH_NCCL)
-
-
-def _is_between(version: str, first: tuple[int, int], last: tuple[int, int]) -> bool:
     match = re.match(r"(\d+)\.(\d+)", version)
-    return match is not None and first <= (int(match[1]), int(match[2])) <= last
+    if match is None:
+        return False
+    return FIRST_TENSORFLOW <= (int(match[1]), int(match[2])) <= LAST_TENSORFLOW
 
 
 def find_missing(facts: Facts, *, mpi: bool, nccl: bool) -> list[Missing]:
@@ -63,7 +51,7 @@ def find_missing(facts: Facts, *, mpi: bool, nccl: bool) -> list[Missing]:
         mpi: Whether the user requests MPI.
         nccl: Whether the user requests NCCL.
     """
-    missing = [*_missing_python(facts), *_missing_tools(facts)]
+    missing = [*missing_python(facts), *_missing_tools(facts)]
     if mpi and not facts.has_open_mpi:
         missing.append(
             Missing(
@@ -89,8 +77,12 @@ def explain(missing: Sequence[Missing]) -> str:
     return "\n".join(lines)
 
 
-def _missing_python(facts: Facts) -> list[Missing]:
-    """What is missing among the Python packages, or has the wrong version."""
+def missing_python(facts: Facts) -> list[Missing]:
+    """What is missing among the Python packages, or has the wrong version.
+
+    Args:
+        facts: What this environment has.
+    """
     missing = []
     if facts.tensorflow is None:
         what = f"TensorFlow, 2.18 to 2.21. Received: none for Python {_python(facts)}."
@@ -136,14 +128,6 @@ def _missing_nccl(facts: Facts) -> list[Missing]:
                 f"Received: `{facts.distribution}`.",
                 f"pip uninstall -y {facts.distribution} && "
                 f"pip install tensorflow=={facts.tensorflow}",
-            )
-        )
-    if facts.tensorflow is not None and not supports_nccl(facts.tensorflow):
-        missing.append(
-            Missing(
-                "for NCCL, TensorFlow 2.18 to 2.20: a later one lacks a function that "
-                f"Horovod's GPU code calls. Received: {facts.tensorflow}.",
-                "pip install 'tensorflow>=2.18,<2.21'",
             )
         )
     if facts.cuda_home is None:
