@@ -1,5 +1,6 @@
 """Run a job, and restart it after a failure."""
 
+import contextlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from keras_dist.launch.failures import explain, print_message
 from keras_dist.launch.hosts import LOOPBACK, Slot
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.remote_hosts import Reach, RemoteHosts
-from keras_dist.launch.rendezvous import rendezvous
+from keras_dist.launch.rendezvous import Store
 from keras_dist.launch.reports import (
     are_asked,
     blamed,
@@ -21,6 +22,7 @@ from keras_dist.launch.reports import (
 )
 from keras_dist.launch.restarts import Restarts
 from keras_dist.launch.signals import SAVED, is_saving, stopped_by_signals, stopped_text
+from keras_dist.launch.tls import TlsStore
 
 # Files that are open at once: three pipes of each host, a connection of each rank.
 _FILES_OF_RANK = 8
@@ -122,8 +124,14 @@ def run_once(
     processes.allow_files(_FILES_OF_RANK * len(slots))
     secret = secrets.token_hex(16)
     address = LOOPBACK if reach is None else reach.address
-    with rendezvous(slots, secret, address) as found:
-        planned = assignments(slots, found, secret, restart=restart)
+    has_tls = reach is not None and reach.has_tls
+    store = TlsStore(address) if has_tls else Store(address)
+    with contextlib.closing(store):
+        store.open(slots, secret)
+        found, tls = store.variables(secret), None
+        if isinstance(store, TlsStore):
+            tls = store.tls
+        planned = assignments(slots, found, secret, restart=restart, tls=tls)
         if reach is not None:
             remote = RemoteHosts(command, planned, job, reach)
             return _run_on_hosts(remote, stopped, change)

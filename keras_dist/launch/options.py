@@ -15,6 +15,12 @@ def add_where(command: argparse.ArgumentParser) -> None:
     command.add_argument("-np", type=int, metavar="N", help="how many ranks to start")
     add_hosts(command)
     add_meeting(command)
+    command.add_argument(
+        "--tls",
+        action="store_true",
+        help="between hosts, encrypt what goes to the job's store and comes from it; "
+        "what the ranks send each other is not encrypted",
+    )
 
 
 def add_hosts(command: argparse.ArgumentParser) -> None:
