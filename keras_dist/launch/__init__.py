@@ -8,6 +8,7 @@
   to start a job has to find out
 - `jobs`: one job: on this host or on several, with restarts
 - `ranks`: the ranks of one host: start them, watch them, end them
+- `spares`: processes that wait for the next start of the ranks
 - `processes`: find and end all processes of a job, even if the launcher is killed
 - `output`: what the ranks print, passed on to the terminal or to files
 - `reports`: run a host's ranks to their end, and report how it came

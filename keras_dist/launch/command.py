@@ -33,6 +33,7 @@ from keras_dist.launch.rdzv import run_meeting
 from keras_dist.launch.remote_hosts import Reach
 from keras_dist.launch.signals import SAVED
 from keras_dist.launch.slurm_step import meeting_of, requeue
+from keras_dist.launch.spares import Spares
 from keras_dist.launch.startup_noise import VARIABLE as VERBOSE
 from keras_dist.monitor.rank_process import end_with
 from keras_dist.monitor.watchdog import VARIABLE, limit_of
@@ -61,6 +62,7 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         help="write the output of rank K to DIR/rank.K.log; the screen shows rank 0",
     )
     arguments.add_limits(command)
+    arguments.add_spare(command)
     command.add_argument("--with-parent", type=int, help=argparse.SUPPRESS)
     command.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
@@ -100,6 +102,12 @@ def _run(options: argparse.Namespace) -> int:
         )
     task = _task(options)
     is_elastic = _is_elastic_by_ssh(options)
+    if options.spare and (is_elastic or options.hosts or options.hostfile):
+        raise ValueError(
+            "`--spare` needs commands that stay from start to start, and those that "
+            "ssh starts do not. Received: --spare, and hosts for ssh. Start the hosts "
+            "by `--nnodes` and `--rdzv`."
+        )
     has_meeting = options.rdzv is not None or options.nnodes is not None
     hosts = []
     if task is None and not (has_meeting or is_elastic):
@@ -134,7 +142,11 @@ def _run_by_ssh(
     else:
         hosts = [("localhost", sum(count for _, count in hosts))]
     return run_command(
-        command, slots(hosts), restarts=options.restarts or 0, reach=reach
+        command,
+        slots(hosts),
+        restarts=options.restarts or 0,
+        reach=reach,
+        spares=Spares() if options.spare else None,
     )
 
 
@@ -198,7 +210,7 @@ def _run_step(command: Command, task: Task, options: argparse.Namespace) -> int:
         secret=secret_in(options.secret_file),
         timeout=options.rdzv_timeout,
     )
-    meeting = replace(meeting, has_tls=options.tls)
+    meeting = replace(meeting, has_tls=options.tls, has_spares=options.spare)
     code = run_meeting(command, meeting, restarts=options.restarts or 0)
     if code == SAVED and options.requeue and task.position == 0:
         requeue(task)
@@ -241,6 +253,7 @@ def _meeting(options: argparse.Namespace) -> Meeting:
         number=options.node_rank,
         timeout=options.rdzv_timeout,
         has_tls=options.tls,
+        has_spares=options.spare,
     )
 
 

@@ -19,6 +19,7 @@ from keras_dist.launch.own_name import check_own_name
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.rendezvous import secret_of_start, variables_of
 from keras_dist.launch.reports import Report, run_ranks
+from keras_dist.launch.spares import Spares
 
 # Seconds between two looks at the orders, and between two lines while it waits.
 _LOOK_SECONDS, _SAY_SECONDS = 0.5, 15.0
@@ -38,6 +39,7 @@ class Follower:
         timeout: Seconds to wait for the first host, and for the first start; but not
             for a start of a job whose hosts come and go.
         stopped: Numbers of the signals that this process has received.
+        spares: As of `Ranks`.
     """
 
     def __init__(
@@ -49,10 +51,12 @@ class Follower:
         is_first: bool,
         timeout: float,
         stopped: list[int],
+        spares: Spares | None = None,
     ) -> None:
         self.name = secrets.token_hex(8)
         self._store, self._secret, self._member = store, secret, member
         self._is_first, self._timeout, self._stopped = is_first, timeout, stopped
+        self._spares = spares
         self._is_lost = self._is_replaced = False
         self._nonce = None
         # Addresses of this host, and of the first one as it is reached from here.
@@ -169,7 +173,14 @@ class Follower:
         try:
             if not patch.is_installed():
                 check_own_name(own)
-            return run_ranks(command, assignment, job, address=own, stopped=stops)
+            return run_ranks(
+                command,
+                assignment,
+                job,
+                address=own,
+                stopped=stops,
+                spares=self._spares,
+            )
         except (OSError, RuntimeError, ValueError) as error:
             return Report(error=str(error))
         finally:

@@ -36,6 +36,7 @@ class Meeting:
         signals: Signals that stop the job beside Ctrl-C, SIGTERM and SIGHUP.
         min_hosts: How many hosts the job has, at least; `None` for as many as at most.
         has_tls: Whether the others reach the store by TLS.
+        has_spares: Whether this host keeps processes for the next start.
     """
 
     address: str
@@ -53,6 +54,7 @@ class Meeting:
     signals: Sequence[Signals] = ()
     min_hosts: int | None = None
     has_tls: bool = False
+    has_spares: bool = False
 
     @property
     def is_elastic(self) -> bool:

@@ -89,6 +89,16 @@ def add_meeting(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_spare(command: argparse.ArgumentParser) -> None:
+    """The option for processes that wait for the next start."""
+    command.add_argument(
+        "--spare",
+        action="store_true",
+        help="keep a process for each rank that has imported TensorFlow, so that a "
+        "start after a failure is quicker; with -np, --rdzv and SLURM",
+    )
+
+
 def add_limits(command: argparse.ArgumentParser) -> None:
     """Options for restarts and limits."""
     command.add_argument(

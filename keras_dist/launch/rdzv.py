@@ -17,6 +17,7 @@ from keras_dist.launch.members import Member
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.rendezvous import Store
 from keras_dist.launch.signals import stopped_by_signals
+from keras_dist.launch.spares import Spares
 from keras_dist.launch.tls import TlsStore
 from keras_dist.version import __version__
 
@@ -90,6 +91,7 @@ def _take_part(
         is_first=store is not None,
         timeout=meeting.timeout,
         stopped=stopped,
+        spares=Spares() if meeting.has_spares else None,
     )
     coordinator = None
     if store is not None:
