@@ -12,7 +12,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check test long demo docs equivalence fuzz mutations bench levers growth growth-hosts slow-network input kills looks \
-    rows hosts clusters recordings
+    rows hosts chaos clusters recordings
 
 help:
 	@echo "make setup   a virtual environment in .venv, with Horovod built for its TensorFlow"
@@ -25,6 +25,7 @@ help:
 	@echo "make kills   kill a training 20 times, and see it go on to the bit"
 	@echo "make long    make test, and variants for which it has no time"
 	@echo "make hosts   more launches and faults on hosts of our own (root)"
+	@echo "make chaos   random faults while three hosts of our own train (root): COUNT=50 SEED=1"
 	@echo "make clusters  Ray, Spark (needs Java) and Kubernetes: installs them into $(CLUSTERS)"
 	@echo "make recordings  what Horovod's own layer gives on Keras 2, into $(KERAS2) (tests/horovod_scripts)"
 	@echo "make looks   look at each kind of pipeline 200 times, and see all of it be read"
@@ -104,6 +105,13 @@ kills: setup
 # Network namespaces with sshd; Debian's openssh-server and iproute2.
 hosts: setup
 	LONG_TESTS=1 $(BIN)/python -m pytest tests/hosts tests/hosts/faults.py
+
+# 50 faults take about half an hour. WAYS="meet ssh fixed" are the ways to start the job.
+SEED ?= $(shell date +%s)
+WAYS ?=
+chaos: COUNT = 50
+chaos: setup
+	$(BIN)/python tests/hosts/chaos.py $(COUNT) $(SEED) $(WAYS)
 
 # Ray and PySpark, in an environment of their own on top of the first one.
 clusters: setup $(CLUSTERS)/.ready

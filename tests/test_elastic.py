@@ -5,18 +5,22 @@ import signal
 import threading
 import time
 import uuid
+import warnings
 
+import keras
+import numpy as np
 import pytest
 from test_launch import left_behind
 from test_launch import start as run
 from test_meeting import command, free_port
 
+import keras_dist
 from keras_dist.launch.coordinator import Coordinator
 from keras_dist.launch.discovery import Discovery, named_by
-from keras_dist.launch.elastic import LeftOut
+from keras_dist.launch.elastic import VARIABLE, LeftOut
 from keras_dist.launch.failures import Failure
-from keras_dist.launch.gathering import Plan
 from keras_dist.launch.host_store import HostStore
+from keras_dist.launch.meeting import Plan
 from keras_dist.launch.members import Member
 from keras_dist.launch.rendezvous import Store
 from keras_dist.launch.reports import Report
@@ -188,7 +192,7 @@ def test_the_hosts_that_are_left_go_on(job):
 
 
 def test_a_host_that_fails_three_times_is_left_out(job):
-    """And the job goes on without it, until too few are left; it may come back."""
+    """And the job goes on without it, until too few are left; then it takes part."""
     job = job(restarts=5, timeout=2)
     job.add("b")
     c = job.add("c", answers=["fail"] * 3)
@@ -198,11 +202,14 @@ def test_a_host_that_fails_three_times_is_left_out(job):
     assert c.starts == [0, 1, 2] and "is left out" in c.said[0]
     b = job.hosts[1]
     b.store.put(f"stopped.{b.id}", signal.SIGTERM)
-    assert job.end() == [1, 128 + signal.SIGTERM, 1]
+    job.wait_for("too few hosts are left; host c takes part again")
+    job.wait_for("start 5 (restart 3 of at most 5): host b leaves; host c has come; ")
+    c.is_gone = True
+    assert job.end() == [1, 128 + signal.SIGTERM, None]
     assert "The job goes on without this host." in b.said[-1]
     last = job.lines()[-1]
     assert "Not all hosts have come within 2 s. Received: 1 of 2:3 (a); " in last
-    assert "missing: 1; was there before: b; c, left out for 59" in last
+    assert "missing: 1; was there before: b; c" in last
 
 
 def test_a_host_is_left_out_for_ten_minutes():
@@ -219,6 +226,41 @@ def test_a_host_is_left_out_for_ten_minutes():
     assert not left_out.seconds("c") and not left_out.add("c")
 
 
+def test_hosts_that_were_left_out_are_taken_back_in_their_order():
+    """Those that are there, the one first whose time would end first."""
+    now = 0.0
+    left_out = LeftOut(lambda: now)
+    for name in "cbd":
+        now += 1
+        assert [left_out.add(name) for _ in range(3)] == [False, False, True]
+    assert [left_out.take_back("abc") for _ in range(3)] == ["c", "b", ""]
+    assert left_out.seconds("d") and not left_out.seconds("b")
+    assert not left_out.add("c")  # it may fail three times again
+
+
+def test_a_training_that_would_begin_anew_is_warned_of(monkeypatch, tmp_path):
+    """Where hosts come and go, and there is no `resume=`; once."""
+    found = []
+    for nnodes, resume in (("2:3", None), ("2:3", tmp_path), (None, None)):
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        if nnodes is None:
+            monkeypatch.delenv(VARIABLE)
+        else:
+            monkeypatch.setenv(VARIABLE, nnodes)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            data = np.ones((8, 2)), np.ones((8, 1))
+            keras_dist.dist_fit(model, *data, verbose=0, resume=resume)
+        texts = [str(each.message) for each in caught]
+        found.append([text for text in texts if "begins anew" in text])
+    assert [len(each) for each in found] == [1, 0, 0]
+    assert (
+        "begins anew when a host is lost or comes. Received: --nnodes 2:3"
+        in (found[0][0])
+    )
+
+
 _SCRIPT = """
 import os, signal, sys, time
 
@@ -230,6 +272,7 @@ def save(number, frame):
 
 signal.signal(signal.SIGTERM, save)
 rank, start = os.environ["HOROVOD_RANK"], os.environ.get("KERAS_DIST_RESTART", "0")
+assert os.environ["KERAS_DIST_NNODES"] == "1:2"
 print("rank", rank, "of", os.environ["HOROVOD_SIZE"], "start", start, flush=True)
 while not os.path.exists(sys.argv[1]):
     time.sleep(0.1)

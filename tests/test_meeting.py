@@ -1,11 +1,13 @@
 """The same command several times, on one machine: `keras-dist run --nnodes --rdzv`."""
 
+import dataclasses
 import itertools
 import json
 import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -270,6 +272,42 @@ def test_a_host_that_has_not_seen_the_start_reports_at_the_order_to_stop():
         assert first.of_kind("left") == {follower.name: True}
     finally:
         store.close()
+
+
+def test_a_host_ends_where_the_first_one_has_begun_a_new_job(tmp_path):
+    """Its command was killed and started again, sooner than it could be missed."""
+    script = f"open({str(tmp_path / 'there')!r}, 'w'); import time; time.sleep(60)"
+    stores, secret = [Store()], "a secret of these tests"
+    port = stores[0].port
+    first = FirstHostStore(stores[0], secret)
+    member = Member("b", 1, 1, 2, "0")
+    follower = Follower(
+        HostStore("127.0.0.1", port, secret),
+        secret,
+        member,
+        is_first=False,
+        timeout=60,
+        stopped=[],
+    )
+    assert follower.join()
+    slots = [dataclasses.asdict(slot) for slot in slots_of([member])[0]]
+    order = {"do": "run", "start": 0, "nonce": "n", "number": 0, "reached": ""}
+    first.put(f"order.{follower.name}", {**order, "slots": slots})
+
+    def begin_again():
+        while not (tmp_path / "there").exists():
+            time.sleep(0.05)
+        stores[0].close()
+        stores.append(Store(port=port))
+        FirstHostStore(stores[1], secret)
+
+    threading.Thread(target=begin_again, daemon=True).start()
+    command = Command("program", [sys.executable, "-c", script], {})
+    try:
+        with pytest.raises(ValueError, match="was started again, and the job"):
+            follower.follow(command, "none")
+    finally:
+        stores[-1].close()
 
 
 def test_ranks_of_an_earlier_start_are_refused():

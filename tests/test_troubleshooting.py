@@ -27,7 +27,10 @@ _WITHOUT_ENTRY = (
     "rank \0 \0",  # constants, which have entries
     "an array has the shape",
     "module 'keras_dist' has no attribute",
-    "no store answers: ",
+    "another certificate",
+    "no store answers",
+    "no TLS answers, ",
+    "the certificate is not that of a host with this secret",
     "refused with status ",
     "the credential is of user ",
     "munge has refused a credential: ",

@@ -18,6 +18,7 @@ to the callback that saves:
 """
 
 import contextlib
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -34,6 +35,9 @@ from keras_dist.setup.fit_setup import FitSetup
 
 __all__ = ["EXIT_CODE", "Resume", "saving", "opened"]
 
+# The variable by which a launcher says that hosts come and go: `--nnodes`.
+_HOSTS_CHANGE = "KERAS_DIST_NNODES"
+
 
 @contextlib.contextmanager
 def saving(resume: Resume | None, setup: FitSetup) -> Iterator[dict[str, Any]]:
@@ -48,6 +52,7 @@ def saving(resume: Resume | None, setup: FitSetup) -> Iterator[dict[str, Any]]:
         The arguments to pass to `Model.fit`.
     """
     if resume is None:
+        _warn_of_restarts()
         yield setup.arguments
         return
     arguments, saved = dict(setup.arguments), resume.saved
@@ -71,6 +76,17 @@ def saving(resume: Resume | None, setup: FitSetup) -> Iterator[dict[str, Any]]:
         if writer is not None:
             writer.close()
             saver.report_failure()
+
+
+def _warn_of_restarts() -> None:
+    """Warn on the first rank if this training begins anew when its hosts change."""
+    hosts = os.environ.get(_HOSTS_CHANGE)
+    if hosts and comm.rank() == 0:
+        warnings.warn(
+            "`dist_fit` without `resume=` begins anew when a host is lost or comes. "
+            f"Received: --nnodes {hosts}. Pass `resume=`, a folder for checkpoints.",
+            stacklevel=4,
+        )
 
 
 def _first_epoch(resume: Resume, setup: FitSetup) -> int:

@@ -8,6 +8,7 @@
   to start a job has to find out
 - `jobs`: one job: on this host or on several, with restarts
 - `ranks`: the ranks of one host: start them, watch them, end them
+- `spares`: processes that wait for the next start of the ranks
 - `processes`: find and end all processes of a job, even if the launcher is killed
 - `output`: what the ranks print, passed on to the terminal or to files
 - `reports`: run a host's ranks to their end, and report how it came
@@ -15,6 +16,7 @@
 - `hosts`: which rank runs on which host, and addresses of this host
 - `rendezvous`: the key-value store in which the ranks find each other
 - `guarded`: the requests that the store answers
+- `tls`, `relays`: connections from other hosts to the store that are encrypted
 - `remote_hosts`: start an agent on each host by ssh
 - `agent`: starts the ranks of its host, and reports their failures
 - `calls`: ranks that an actor of Ray or a task of Spark starts: the driver's side
@@ -30,7 +32,8 @@
 
 Hosts that meet, without ssh:
 
-- `meeting`: where, and who this host is, as the user or SLURM has said
+- `meeting`: where, and who this host is, as the user or SLURM has said; what the first
+  host was asked for
 - `rdzv`: take part in such a job; the first host has the store
 - `gathering`, `coordinator`: in the process of the first host: who has come, and the
   start, watch and restart of all ranks

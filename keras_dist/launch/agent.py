@@ -15,9 +15,11 @@ from keras_dist.install import patch
 from keras_dist.launch import processes
 from keras_dist.launch.assignment import Assignment, assignment_of
 from keras_dist.launch.heartbeat import Heartbeat, check_reach
-from keras_dist.launch.hosts import address_towards
+from keras_dist.launch.hosts import LOOPBACK, address_towards
 from keras_dist.launch.own_name import check_own_name
 from keras_dist.launch.ranks import Command
+from keras_dist.launch.relays import Exit
+from keras_dist.launch.rendezvous import variables_of
 from keras_dist.launch.reports import Report, report_of, run_ranks
 from keras_dist.launch.signals import stopped_by_signals
 from keras_dist.monitor.status_store import StatusStore, status_store_of
@@ -62,11 +64,11 @@ def serve() -> int:
     lines = io.FileIO(0, closefd=False)
     message, command, assignment = start_of(lines.readline())
     address = _checked(message, assignment)
-    store = status_store_of(assignment.store)
-    number = assignment.number
-    assert store is not None and number is not None  # `start_of` has checked it
     with processes.reaper(message["job"]), stopped_by_signals() as stopped:
         # After the fork of the reaper, which must come before the first thread.
+        assignment = _by_tls(assignment, message["towards"])
+        store, number = status_store_of(assignment.store), assignment.number
+        assert store is not None and number is not None  # `start_of` has checked it
         threading.Thread(
             target=_wait_for_stop, args=[lines, stopped], daemon=True
         ).start()
@@ -92,7 +94,7 @@ def start_of(line: bytes) -> tuple[dict[str, Any], Command, Assignment]:
         is_whole = bool(slots) and store is not None and assignment.number is not None
         texts = [message[name] for name in ("folder", "job", "towards")]
         is_whole &= all(isinstance(text, str) and "\0" not in text for text in texts)
-        int(assignment.store["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+        is_whole &= _port(assignment) >= 0
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         is_whole = False
     if not is_whole:
@@ -102,6 +104,27 @@ def start_of(line: bytes) -> tuple[dict[str, Any], Command, Assignment]:
             "hosts have to be the same."
         )
     return message, command, assignment
+
+
+def _by_tls(assignment: Assignment, launcher: str) -> Assignment:
+    """The same, with the store as this host's ranks reach it where it has TLS."""
+    tls = assignment.tls
+    if tls is None:
+        return assignment
+    link = Exit(launcher, tls["port"], tls["digest"])
+    link.start()
+    store = variables_of(LOOPBACK, link.port, assignment.secret)
+    return dataclasses.replace(assignment, store=store)
+
+
+def _port(assignment: Assignment) -> int:
+    """The port of the store on the launcher's host."""
+    if assignment.tls is None:
+        return int(assignment.store["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+    port, digest = assignment.tls["port"], assignment.tls["digest"]
+    if type(port) is not int or not isinstance(digest, str):
+        raise TypeError(assignment.tls)
+    return port
 
 
 def _checked(message: Mapping[str, Any], assignment: Assignment) -> str:
@@ -117,8 +140,7 @@ def _checked(message: Mapping[str, Any], assignment: Assignment) -> str:
             "The folder in which the job was started is needed on each host. "
             f"Received: {error}, on {socket.gethostname()}."
         ) from error
-    port = int(assignment.store["HOROVOD_GLOO_RENDEZVOUS_PORT"])
-    check_reach(message["towards"], port)
+    check_reach(message["towards"], _port(assignment))
     own = address_towards(message["towards"])
     if not patch.is_installed():
         check_own_name(own)

@@ -33,6 +33,8 @@ class Assignment:
         number: Under which the host sends heartbeats and its report to the store;
             `None` if nobody waits for them.
         restart: Number of the restart; 0 in the first run.
+        tls: Where the store is reached by TLS, `port` and `digest`, as of `Exit`; then
+            `store` is for its own host. `None` without TLS.
     """
 
     slots: Sequence[Slot]
@@ -40,6 +42,7 @@ class Assignment:
     secret: str
     number: int | None = None
     restart: int = 0
+    tls: Mapping[str, Any] | None = None
 
     def variables(self, address: str) -> dict[str, str]:
         """The environment variables that all ranks of the host have in common.
@@ -68,6 +71,7 @@ def assignments(
     secret: str,
     *,
     restart: int = 0,
+    tls: Mapping[str, Any] | None = None,
 ) -> list[Assignment]:
     """One assignment for each host, in the order of the slots.
 
@@ -76,10 +80,11 @@ def assignments(
         store: As of `rendezvous`.
         secret: As of `Assignment`.
         restart: Number of the restart; 0 in the first run.
+        tls: As of `Assignment`.
     """
     hosts = itertools.groupby(slots, key=lambda slot: slot.host)
     return [
-        Assignment(list(own), store, secret, number, restart)
+        Assignment(list(own), store, secret, number, restart, tls)
         for number, (_, own) in enumerate(hosts)
     ]
 

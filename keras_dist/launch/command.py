@@ -6,6 +6,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from keras_dist.launch import options as arguments
@@ -15,6 +16,7 @@ from keras_dist.launch.assignment import patience
 from keras_dist.launch.call_agent import serve_call
 from keras_dist.launch.discovery import named_by
 from keras_dist.launch.elastic import RESTARTS
+from keras_dist.launch.elastic import VARIABLE as RANGE
 from keras_dist.launch.elastic_jobs import HostLimits, run_elastic
 from keras_dist.launch.gpus import num_gpus
 from keras_dist.launch.hosts import address_towards, hosts_in, hosts_of, is_here, slots
@@ -25,11 +27,13 @@ from keras_dist.launch.meeting import (
     meeting_point,
     secret_in,
 )
+from keras_dist.launch.members import nnodes_text
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.rdzv import run_meeting
 from keras_dist.launch.remote_hosts import Reach
 from keras_dist.launch.signals import SAVED
 from keras_dist.launch.slurm_step import meeting_of, requeue
+from keras_dist.launch.spares import Spares
 from keras_dist.launch.startup_noise import VARIABLE as VERBOSE
 from keras_dist.monitor.rank_process import end_with
 from keras_dist.monitor.watchdog import VARIABLE, limit_of
@@ -58,6 +62,7 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         help="write the output of rank K to DIR/rank.K.log; the screen shows rank 0",
     )
     arguments.add_limits(command)
+    arguments.add_spare(command)
     command.add_argument("--with-parent", type=int, help=argparse.SUPPRESS)
     command.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
@@ -97,6 +102,12 @@ def _run(options: argparse.Namespace) -> int:
         )
     task = _task(options)
     is_elastic = _is_elastic_by_ssh(options)
+    if options.spare and (is_elastic or options.hosts or options.hostfile):
+        raise ValueError(
+            "`--spare` needs commands that stay from start to start, and those that "
+            "ssh starts do not. Received: --spare, and hosts for ssh. Start the hosts "
+            "by `--nnodes` and `--rdzv`."
+        )
     has_meeting = options.rdzv is not None or options.nnodes is not None
     hosts = []
     if task is None and not (has_meeting or is_elastic):
@@ -127,11 +138,15 @@ def _run_by_ssh(
     reach = None
     if others:
         address = options.address or address_towards(others[0])
-        reach = Reach(shlex.split(options.ssh), address)
+        reach = Reach(shlex.split(options.ssh), address, has_tls=options.tls)
     else:
         hosts = [("localhost", sum(count for _, count in hosts))]
     return run_command(
-        command, slots(hosts), restarts=options.restarts or 0, reach=reach
+        command,
+        slots(hosts),
+        restarts=options.restarts or 0,
+        reach=reach,
+        spares=Spares() if options.spare else None,
     )
 
 
@@ -154,12 +169,14 @@ def _run_elastic(command: Command, options: argparse.Namespace) -> int:
             f"--host-discovery-script {script} --rdzv {options.rdzv}"
         )
     least, most = host_range(options.nnodes)
+    command = _with_range(command, least, most)
     limits = HostLimits(
         least=least,
         most=most,
         ssh=shlex.split(options.ssh),
         address=options.address,
         timeout=options.rdzv_timeout,
+        has_tls=options.tls,
     )
     listed = dict(hosts_of(hosts, None)) if is_fixed else {}
     named = (lambda: listed) if is_fixed else named_by(script, options.np)
@@ -193,6 +210,7 @@ def _run_step(command: Command, task: Task, options: argparse.Namespace) -> int:
         secret=secret_in(options.secret_file),
         timeout=options.rdzv_timeout,
     )
+    meeting = replace(meeting, has_tls=options.tls, has_spares=options.spare)
     code = run_meeting(command, meeting, restarts=options.restarts or 0)
     if code == SAVED and options.requeue and task.position == 0:
         requeue(task)
@@ -201,9 +219,18 @@ def _run_step(command: Command, task: Task, options: argparse.Namespace) -> int:
 
 def _run_meeting(command: Command, options: argparse.Namespace) -> int:
     meeting, restarts = _meeting(options), options.restarts
+    command = _with_range(command, meeting.min_hosts, meeting.num_hosts)
     if restarts is None:
         restarts = RESTARTS if meeting.is_elastic else 0
     return run_meeting(command, meeting, restarts=restarts)
+
+
+def _with_range(command: Command, least: int | None, most: int) -> Command:
+    """The command whose ranks know that hosts come and go, if they do."""
+    if least in (None, most):
+        return command
+    environment = {**command.environment, RANGE: nnodes_text(least, most)}
+    return replace(command, environment=environment)
 
 
 def _meeting(options: argparse.Namespace) -> Meeting:
@@ -225,6 +252,8 @@ def _meeting(options: argparse.Namespace) -> Meeting:
         secret=secret_in(options.secret_file),
         number=options.node_rank,
         timeout=options.rdzv_timeout,
+        has_tls=options.tls,
+        has_spares=options.spare,
     )
 
 

@@ -1,15 +1,15 @@
 """In the process of the first host: waits for the hosts, and watches their ranks."""
 
 import dataclasses
-import secrets
 import threading
 import time
 
 from keras_dist.launch.elastic import left_out_text, start_text
 from keras_dist.launch.failures import print_message
-from keras_dist.launch.gathering import TICK, Gathering, Plan
+from keras_dist.launch.gathering import TICK, Gathering
 from keras_dist.launch.heartbeat import LOST_SECONDS
 from keras_dist.launch.hosts import Slot
+from keras_dist.launch.meeting import Plan
 from keras_dist.launch.members import Member, ranks_of_hosts, slots_of
 from keras_dist.launch.rendezvous import Store, secret_of_start
 from keras_dist.launch.reports import (
@@ -77,8 +77,9 @@ class Coordinator(threading.Thread):
     def __init__(self, store: Store, secret: str, plan: Plan, first: str) -> None:
         super().__init__(name="keras_dist.coordinator", daemon=True)
         self._store, self._plan, self._first = store, plan, first
-        self._secret, self._nonce = secret, secrets.token_hex(16)
+        self._secret = secret
         self._hosts = Gathering(store, secret, plan, first)
+        self._nonce = self._hosts.values.nonce
 
     def run(self) -> None:
         try:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from keras_dist.launch.elastic import LeftOut
+from keras_dist.launch.elastic import LeftOut, taken_back_text
 from keras_dist.launch.failures import print_message
 from keras_dist.launch.hosts import is_here
 
@@ -137,6 +137,13 @@ class Discovery(threading.Thread):
                 self._reached.pop(host, None)
             self._lost_at = time.monotonic()
         self._at_once.set()
+
+    def take_back(self) -> None:
+        """Let a host that is left out take part again, if one can be reached."""
+        with self._lock:
+            host = self.left_out.take_back(h for h in self._hosts if h in self._reached)
+        if host:
+            print_message(taken_back_text(host))
 
     def is_asking(self) -> bool:
         """Whether hosts that were lost just now may soon be reached again."""

@@ -1,7 +1,10 @@
 """Jobs whose hosts come and go: who is left out, and what has changed at a start."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+
+# The variable by which the ranks know that hosts come and go: `--nnodes`.
+VARIABLE = "KERAS_DIST_NNODES"
 
 # Seconds for which a job that has enough hosts waits for one more to come.
 SETTLE_SECONDS = 5.0
@@ -43,6 +46,22 @@ class LeftOut:
         self._until[host] = now + _PERIOD_SECONDS
         return True
 
+    def take_back(self, hosts: Iterable[str]) -> str:
+        """Let one of these hosts take part again, since too few others are there.
+
+        Args:
+            hosts: Those that could take part.
+
+        Returns:
+            The one whose time would end first; empty if none is left out.
+        """
+        out = [host for host in hosts if self.seconds(host)]
+        if not out:
+            return ""
+        first = min(out, key=self.seconds)
+        del self._until[first]
+        return first
+
     def seconds(self, host: str) -> float:
         """For how many seconds a host is still left out; 0 if it is not."""
         return max(0.0, self._until.get(host, 0.0) - self._clock())
@@ -54,6 +73,11 @@ def left_out_text(host: str) -> str:
         f"keras-dist: host {host} has failed {_MOST_FAILURES} times in "
         f"{_PERIOD_SECONDS / 60:g} minutes, and is left out for as long."
     )
+
+
+def taken_back_text(host: str) -> str:
+    """The line that says that a host is no longer left out."""
+    return f"keras-dist: too few hosts are left; host {host} takes part again."
 
 
 def waiting_text(most: int) -> str:

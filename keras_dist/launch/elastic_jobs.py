@@ -33,6 +33,7 @@ class HostLimits:
         ssh: The command and options of ssh.
         address: Address of this host for the others; `None` to find it by routing.
         timeout: Seconds to wait for enough hosts.
+        has_tls: As of `Reach`.
     """
 
     least: int
@@ -40,6 +41,7 @@ class HostLimits:
     ssh: Sequence[str]
     address: str | None
     timeout: float
+    has_tls: bool = False
 
     def reach(self, hosts: Sequence[str]) -> Reach:
         """How these hosts are reached."""
@@ -47,7 +49,7 @@ class HostLimits:
         address = self.address
         if address is None:
             address = address_towards(others[0]) if others else LOOPBACK
-        return Reach(self.ssh, address)
+        return Reach(self.ssh, address, has_tls=self.has_tls)
 
 
 def run_elastic(
@@ -165,6 +167,8 @@ class _ElasticJob:
             is_enough = len(hosts) >= self._limits.least and is_settled
             if is_full or is_enough or self._stopped:
                 return hosts
+            if now - begin > SETTLE_SECONDS and len(hosts) < self._limits.least:
+                self._discovery.take_back()
             count = nnodes_text(self._limits.least, self._limits.most)
             missing = self._discovery.missing() or "no others are named"
             text = f"{len(hosts)} of {count} ({', '.join(hosts)}); missing: {missing}"

@@ -12,13 +12,14 @@ from keras_dist.install import patch
 from keras_dist.launch.assignment import Assignment
 from keras_dist.launch.failures import print_message
 from keras_dist.launch.heartbeat import LOST_SECONDS, Heartbeat
-from keras_dist.launch.host_store import HostStore, wait_for
+from keras_dist.launch.host_store import NONCE, HostStore, wait_for
 from keras_dist.launch.hosts import Slot
 from keras_dist.launch.members import Member
 from keras_dist.launch.own_name import check_own_name
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.rendezvous import secret_of_start, variables_of
 from keras_dist.launch.reports import Report, run_ranks
+from keras_dist.launch.spares import Spares
 
 # Seconds between two looks at the orders, and between two lines while it waits.
 _LOOK_SECONDS, _SAY_SECONDS = 0.5, 15.0
@@ -38,6 +39,7 @@ class Follower:
         timeout: Seconds to wait for the first host, and for the first start; but not
             for a start of a job whose hosts come and go.
         stopped: Numbers of the signals that this process has received.
+        spares: As of `Ranks`.
     """
 
     def __init__(
@@ -49,11 +51,14 @@ class Follower:
         is_first: bool,
         timeout: float,
         stopped: list[int],
+        spares: Spares | None = None,
     ) -> None:
         self.name = secrets.token_hex(8)
         self._store, self._secret, self._member = store, secret, member
         self._is_first, self._timeout, self._stopped = is_first, timeout, stopped
-        self._is_lost = False
+        self._spares = spares
+        self._is_lost = self._is_replaced = False
+        self._nonce = None
         # Addresses of this host, and of the first one as it is reached from here.
         self._address = self._reached = ""
 
@@ -72,6 +77,7 @@ class Follower:
         if found is None:
             return False
         self._address, self._reached = found
+        self._nonce = self._store.get(NONCE)
         Heartbeat(self._store, self.name, self._lose).start()
         member = dataclasses.replace(self._member, reached=self._reached)
         self._put(f"join.{self.name}", dataclasses.asdict(member))
@@ -92,7 +98,7 @@ class Follower:
         """
         begin, last, said = time.monotonic(), -1, ""
         while True:
-            order = self._store.get(f"order.{self.name}") or {}
+            order = self._order()
             if order.get("do") == "exit":
                 if order["text"]:
                     print_message(order["text"])
@@ -115,6 +121,14 @@ class Follower:
                 return 128 + self._stopped[0]  # nobody waits for this host
             time.sleep(_LOOK_SECONDS)
 
+    def _order(self) -> dict[str, Any]:
+        """What the first host orders now; empty for nothing."""
+        order = self._store.get(f"order.{self.name}")
+        if order is None:
+            nonce = self._store.get(NONCE)
+            self._is_replaced = nonce not in (None, self._nonce)
+        return order or {}
+
     def _check(self, *, is_waiting: bool, seconds: float) -> None:
         """Raise if there is nothing to wait for."""
         meeting = f"{self._store.address}:{self._store.port}"
@@ -123,6 +137,12 @@ class Follower:
                 "The first host was lost, and the job ends with it. Received: no "
                 f"answer from {meeting} since {LOST_SECONDS:g} s. Start the same "
                 "command on all hosts again; with `resume=` it goes on."
+            )
+        if self._is_replaced:
+            raise ValueError(
+                "The command of the first host was started again, and the job that it "
+                f"had before has ended. Received: another job at {meeting}. Start the "
+                "same command here again; with `resume=` it goes on."
             )
         # The first host says who is missing, before. Where hosts come and go, one may
         # wait for as long as the job.
@@ -141,7 +161,7 @@ class Follower:
             own = order["reached"]  # as the others see this host
         assignment = Assignment(
             slots=[Slot(**slot) for slot in order["slots"]],
-            store=variables_of(self._reached, self._store.port, secret),
+            store=variables_of(*self._store.near(self._reached), secret),
             secret=secret,
             number=order["number"],
             restart=order["start"],
@@ -153,7 +173,14 @@ class Follower:
         try:
             if not patch.is_installed():
                 check_own_name(own)
-            return run_ranks(command, assignment, job, address=own, stopped=stops)
+            return run_ranks(
+                command,
+                assignment,
+                job,
+                address=own,
+                stopped=stops,
+                spares=self._spares,
+            )
         except (OSError, RuntimeError, ValueError) as error:
             return Report(error=str(error))
         finally:
@@ -163,13 +190,13 @@ class Follower:
     def _watch(self, stops: list[int], is_over: threading.Event) -> None:
         """Stop the ranks at an order, a signal, or when the first host is lost."""
         while not (stops or is_over.wait(_LOOK_SECONDS)):
-            order = self._store.get(f"order.{self.name}") or {"do": "run"}
+            order = self._order() or {"do": "run"}
             self._forward_stop()
             if self._stopped:
                 stops.append(self._stopped[0])
             elif order["do"] == "save":
                 stops.append(signal.SIGTERM)
-            elif order["do"] != "run" or self._is_lost:
+            elif order["do"] != "run" or self._is_lost or self._is_replaced:
                 stops.append(signal.SIGHUP)
 
     def _forward_stop(self) -> None:

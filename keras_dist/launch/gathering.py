@@ -1,19 +1,19 @@
 """In the process of the first host: who has come, and what each host has to do."""
 
-import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from keras_dist.launch.elastic import (
-    SETTLE_SECONDS,
     LeftOut,
     left_out_text,
+    taken_back_text,
     waiting_text,
 )
 from keras_dist.launch.failures import print_message
 from keras_dist.launch.heartbeat import LOST_SECONDS, Presence
 from keras_dist.launch.host_store import FirstHostStore
+from keras_dist.launch.meeting import Plan
 from keras_dist.launch.members import Member, nnodes_text, numbered
 from keras_dist.launch.rendezvous import Store
 from keras_dist.launch.signals import is_saving, stopped_text
@@ -30,42 +30,6 @@ _SILENT_SECONDS = 5.0
 
 # Seconds for which the store stays until all hosts have seen the end.
 _LEAVE_SECONDS = 10.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What the first host was asked for.
-
-    Args:
-        num_hosts: Number of hosts, at most.
-        restarts: The largest number of restarts.
-        timeout: Seconds to wait for enough hosts.
-        meeting: Where the others find the store, in words.
-        names: Names of all hosts, if they are known.
-        saved_code: Exit code when a signal has stopped the job and all ranks have
-            saved; `None` for that of the signal.
-        min_hosts: Number of hosts, at least; `None` for as many as at most.
-        settle: Seconds for which a job that has enough hosts waits for one more.
-    """
-
-    num_hosts: int
-    restarts: int
-    timeout: float
-    meeting: str
-    names: Sequence[str] = ()
-    saved_code: int | None = None
-    min_hosts: int | None = None
-    settle: float = SETTLE_SECONDS
-
-    @property
-    def least(self) -> int:
-        """Number of hosts, at least."""
-        return self.num_hosts if self.min_hosts is None else self.min_hosts
-
-    @property
-    def is_elastic(self) -> bool:
-        """Whether hosts may come and go."""
-        return self.least < self.num_hosts
 
 
 class Gathering:
@@ -106,6 +70,8 @@ class Gathering:
                 self._chosen = numbers
                 return chosen
             now = time.monotonic()
+            if now - begin > self._plan.settle and len(chosen) < self._plan.least:
+                self._take_back()
             text = self._missing(members, numbers)
             if now - begin > self._plan.timeout and len(chosen) < self._plan.least:
                 raise TimeoutError(
@@ -191,12 +157,8 @@ class Gathering:
     def _members(self) -> dict[str, Member]:
         """The hosts that may take part, in the order in which they came."""
         found = self.values.of_kind("join")
-        gone = {**self.values.of_kind("left"), **self.values.of_kind("stopped")}
-        names = [name for name in found if name not in gone]
-        self._presence.look(names)
-        self._lost &= set(self._presence.lost(names, _SILENT_SECONDS))
-        lost = self._lost | set(self._presence.lost(names))
-        members = {n: Member(**found[n]) for n in names if n not in lost}
+        gone = self._gone(list(found))
+        members = {n: Member(**found[n]) for n in found if n not in gone}
         for name, member in list(members.items()):
             if not self._agrees(name, member) or self._waits(name, member):
                 del members[name]
@@ -204,6 +166,14 @@ class Gathering:
             self._known |= set(members)
             self._came = time.monotonic()
         return members
+
+    def _gone(self, came: Sequence[str]) -> set[str]:
+        """Those of the hosts that have come that have left since, or are lost."""
+        gone = {**self.values.of_kind("left"), **self.values.of_kind("stopped")}
+        names = [name for name in came if name not in gone]
+        self._presence.look(names)
+        self._lost &= set(self._presence.lost(names, _SILENT_SECONDS))
+        return {*gone, *self._lost, *self._presence.lost(names)}
 
     def _agrees(self, name: str, member: Member) -> bool:
         """Whether a host expects the same job; one that does not has to end."""
@@ -224,6 +194,14 @@ class Gathering:
             return False
         self.order(name, do="wait", text=left_out_text(member.host))
         return True
+
+    def _take_back(self) -> None:
+        """Let a host that is left out take part again, if there is one."""
+        found = self.values.of_kind("join")
+        there = [name for name in found if name not in self._gone(list(found))]
+        host = self.left_out.take_back(found[name]["host"] for name in there)
+        if host:
+            print_message(taken_back_text(host))
 
     def host_of(self, name: str) -> str:
         """The host of a member, by its id."""

@@ -4,17 +4,27 @@ import hashlib
 import hmac
 import http.client
 import json
+import secrets
 import socket
+import ssl
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from keras_dist.launch.failures import print_message
+from keras_dist.launch.hosts import LOOPBACK
+from keras_dist.launch.relays import Exit
 from keras_dist.launch.rendezvous import Store, derived, token_of
+from keras_dist.launch.tls import digest_at
 from keras_dist.monitor.status_store import SCOPE, StatusStore
 
 _OK, _NOT_FOUND = 200, 404
 _SECONDS = 5.0
+
+# Name of the text that is another one for each job.
+NONCE = "nonce"
+
+_MISSING = "or `--tls` is missing on one host"
 
 # Seconds between two attempts, and between two lines while it waits.
 _RETRY_SECONDS, _SAY_SECONDS = 0.5, 15.0
@@ -30,10 +40,15 @@ class HostStore(StatusStore):
         address: Name or address of the first host.
         port: Port of the store.
         secret: Secret of the job.
+        has_tls: Whether it is reached by TLS.
     """
 
-    def __init__(self, address: str, port: int, secret: str) -> None:
+    def __init__(
+        self, address: str, port: int, secret: str, *, has_tls: bool = False
+    ) -> None:
         self.address, self.port = address, port
+        self._secret, self._has_tls = secret, has_tls
+        self._exit: Exit | None = None
         self._key = derived(secret, "hosts").encode()
         super().__init__(f"{address}:{port}/{token_of(secret)}", str(port))
 
@@ -52,16 +67,22 @@ class HostStore(StatusStore):
             OSError: If it cannot be reached, or does not answer as a store does.
             PermissionError: If it refuses this host's secret.
         """
-        connection = http.client.HTTPConnection(self.address, self.port, _SECONDS)
-        connection.timeout = _SECONDS
+        with socket.create_connection((self.address, self.port), _SECONDS) as link:
+            own, theirs = link.getsockname(), link.getpeername()
+            if self._has_tls and self._exit is None:
+                digest = _digest_at(link, self._secret)
+                self._exit = Exit(self.address, self.port, digest)
+                self._exit.start()
+                self._host, self._port = LOOPBACK, self._exit.port
+        assert self._host is not None
+        connection = http.client.HTTPConnection(
+            self._host, self._port, timeout=_SECONDS
+        )
         try:
-            connection.connect()
-            assert isinstance(connection.sock, socket.socket)
-            own, theirs = connection.sock.getsockname(), connection.sock.getpeername()
             connection.request("GET", f"{self._path}knock")
             status = connection.getresponse().status
-        except http.client.HTTPException as error:
-            raise ConnectionError(f"no store answers: {error!r}") from error
+        except (http.client.HTTPException, ConnectionResetError) as error:
+            raise ConnectionError(f"no store answers, {_MISSING}: {error!r}") from error
         finally:
             connection.close()
         if status == http.client.FORBIDDEN:
@@ -69,6 +90,16 @@ class HostStore(StatusStore):
         if status not in (_OK, _NOT_FOUND):
             raise ConnectionError(f"no store answers: status {status}")
         return str(own[0]), str(theirs[0])
+
+    def near(self, reached: str) -> tuple[str, int]:
+        """Address and port by which the ranks of this host reach the store.
+
+        Args:
+            reached: Its address, as of `knock`.
+        """
+        return (
+            (reached, self.port) if self._exit is None else (LOOPBACK, self._exit.port)
+        )
 
     def _signed(self, name: str, value: Any) -> bytes:
         text = json.dumps(value).encode()
@@ -88,6 +119,9 @@ class HostStore(StatusStore):
 class FirstHostStore(HostStore):
     """The same values in the process that has the store.
 
+    One of them is a random text, by which a host notices that the command of the first
+    host was started again: then nobody knows of this host.
+
     Args:
         store: The store.
         secret: Secret of the job, which is admitted from now on.
@@ -95,7 +129,8 @@ class FirstHostStore(HostStore):
 
     def __init__(self, store: Store, secret: str) -> None:
         super().__init__("localhost", store.port, secret)
-        self._store = store
+        self._store, self.nonce = store, secrets.token_hex(16)
+        self.put(NONCE, self.nonce)
         store.admit(secret)
 
     def of_kind(self, kind: str) -> dict[str, Any]:
@@ -119,6 +154,13 @@ class FirstHostStore(HostStore):
             self._store.write(SCOPE, name, body or b"")
             return b""
         return self._store.values(SCOPE).get(name)
+
+
+def _digest_at(link: socket.socket, secret: str) -> str:
+    try:
+        return digest_at(link, secret)
+    except ssl.SSLError as error:
+        raise ConnectionError(f"no TLS answers, {_MISSING}: {error}") from error
 
 
 def wait_for(

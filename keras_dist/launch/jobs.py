@@ -1,5 +1,6 @@
 """Run a job, and restart it after a failure."""
 
+import contextlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from keras_dist.launch.failures import explain, print_message
 from keras_dist.launch.hosts import LOOPBACK, Slot
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.remote_hosts import Reach, RemoteHosts
-from keras_dist.launch.rendezvous import rendezvous
+from keras_dist.launch.rendezvous import Store
 from keras_dist.launch.reports import (
     are_asked,
     blamed,
@@ -21,6 +22,8 @@ from keras_dist.launch.reports import (
 )
 from keras_dist.launch.restarts import Restarts
 from keras_dist.launch.signals import SAVED, is_saving, stopped_by_signals, stopped_text
+from keras_dist.launch.spares import Spares
+from keras_dist.launch.tls import TlsStore
 
 # Files that are open at once: three pipes of each host, a connection of each rank.
 _FILES_OF_RANK = 8
@@ -53,6 +56,7 @@ def run_command(
     *,
     restarts: int = 0,
     reach: Reach | None = None,
+    spares: Spares | None = None,
 ) -> int:
     """Run a command on all ranks, and end every process that they have started.
 
@@ -64,6 +68,7 @@ def run_command(
         slots: The slots of the ranks.
         restarts: The largest number of restarts after failures.
         reach: How other hosts are reached; `None` if all ranks are on this one.
+        spares: As of `Ranks`, if all ranks are on this host.
 
     Returns:
         The exit code: 0, or that of the rank that failed first, or 128 + the number of
@@ -84,7 +89,13 @@ def run_command(
     with processes.reaper(job), stopped_by_signals() as stopped:
         while True:
             outcome = run_once(
-                command, slots, job, reach, restart=again.number, stopped=stopped
+                command,
+                slots,
+                job,
+                reach,
+                restart=again.number,
+                stopped=stopped,
+                spares=spares,
             )
             if not outcome.code or stopped:
                 break
@@ -106,6 +117,7 @@ def run_once(
     restart: int,
     stopped: list[int],
     change: Callable[[], str] = str,
+    spares: Spares | None = None,
 ) -> Outcome:
     """Start all ranks, and wait for their end.
 
@@ -118,22 +130,35 @@ def run_once(
         stopped: Numbers of the signals that have stopped the job.
         change: Returns why the ranks should save and end, or an empty text; for hosts
             that are reached.
+        spares: As of `Ranks`, if all ranks are on this host.
     """
     processes.allow_files(_FILES_OF_RANK * len(slots))
     secret = secrets.token_hex(16)
     address = LOOPBACK if reach is None else reach.address
-    with rendezvous(slots, secret, address) as found:
-        planned = assignments(slots, found, secret, restart=restart)
+    has_tls = reach is not None and reach.has_tls
+    store = TlsStore(address) if has_tls else Store(address)
+    with contextlib.closing(store):
+        store.open(slots, secret)
+        found, tls = store.variables(secret), None
+        if isinstance(store, TlsStore):
+            tls = store.tls
+        planned = assignments(slots, found, secret, restart=restart, tls=tls)
         if reach is not None:
             remote = RemoteHosts(command, planned, job, reach)
             return _run_on_hosts(remote, stopped, change)
-        return _run_here(command, planned[0], job, stopped)
+        return _run_here(command, planned[0], job, stopped, spares)
 
 
 def _run_here(
-    command: Command, assignment: Assignment, job: str, stopped: list[int]
+    command: Command,
+    assignment: Assignment,
+    job: str,
+    stopped: list[int],
+    spares: Spares | None,
 ) -> Outcome:
-    report = run_ranks(command, assignment, job, address=LOOPBACK, stopped=stopped)
+    report = run_ranks(
+        command, assignment, job, address=LOOPBACK, stopped=stopped, spares=spares
+    )
     if stopped or not report.failures:
         return Outcome(0, has_saved=report.saved)
     size = len(assignment.slots)

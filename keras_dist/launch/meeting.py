@@ -8,6 +8,7 @@ from pathlib import Path
 from signal import Signals
 
 from keras_dist.launch.assignment import SECRET
+from keras_dist.launch.elastic import SETTLE_SECONDS
 from keras_dist.launch.members import nnodes_text
 
 TIMEOUT_SECONDS = 300.0
@@ -34,6 +35,8 @@ class Meeting:
         has_munge: Whether the first host passes the secret by munge.
         signals: Signals that stop the job beside Ctrl-C, SIGTERM and SIGHUP.
         min_hosts: How many hosts the job has, at least; `None` for as many as at most.
+        has_tls: Whether the others reach the store by TLS.
+        has_spares: Whether this host keeps processes for the next start.
     """
 
     address: str
@@ -50,11 +53,49 @@ class Meeting:
     has_munge: bool = False
     signals: Sequence[Signals] = ()
     min_hosts: int | None = None
+    has_tls: bool = False
+    has_spares: bool = False
 
     @property
     def is_elastic(self) -> bool:
         """Whether hosts may come and go."""
         return self.min_hosts not in (None, self.num_hosts)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the first host was asked for.
+
+    Args:
+        num_hosts: Number of hosts, at most.
+        restarts: The largest number of restarts.
+        timeout: Seconds to wait for enough hosts.
+        meeting: Where the others find the store, in words.
+        names: Names of all hosts, if they are known.
+        saved_code: Exit code when a signal has stopped the job and all ranks have
+            saved; `None` for that of the signal.
+        min_hosts: Number of hosts, at least; `None` for as many as at most.
+        settle: Seconds for which a job that has enough hosts waits for one more.
+    """
+
+    num_hosts: int
+    restarts: int
+    timeout: float
+    meeting: str
+    names: Sequence[str] = ()
+    saved_code: int | None = None
+    min_hosts: int | None = None
+    settle: float = SETTLE_SECONDS
+
+    @property
+    def least(self) -> int:
+        """Number of hosts, at least."""
+        return self.num_hosts if self.min_hosts is None else self.min_hosts
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether hosts may come and go."""
+        return self.least < self.num_hosts
 
 
 def check(meeting: Meeting, restarts: int) -> None:
@@ -79,7 +120,8 @@ def check(meeting: Meeting, restarts: int) -> None:
             f"--node-rank {number} --nnodes "
             f"{nnodes_text(meeting.min_hosts, meeting.num_hosts)}"
         )
-    is_open = not (is_loopback(meeting.address) or meeting.has_munge)
+    by_munge = meeting.has_munge and not meeting.has_tls
+    is_open = not (is_loopback(meeting.address) or by_munge)
     if len(meeting.secret) < _SHORTEST_SECRET and is_open:
         received = f"{len(meeting.secret)} characters" if meeting.secret else "none"
         raise ValueError(

@@ -15,6 +15,12 @@ def add_where(command: argparse.ArgumentParser) -> None:
     command.add_argument("-np", type=int, metavar="N", help="how many ranks to start")
     add_hosts(command)
     add_meeting(command)
+    command.add_argument(
+        "--tls",
+        action="store_true",
+        help="between hosts, encrypt what goes to the job's store and comes from it; "
+        "what the ranks send each other is not encrypted",
+    )
 
 
 def add_hosts(command: argparse.ArgumentParser) -> None:
@@ -80,6 +86,16 @@ def add_meeting(command: argparse.ArgumentParser) -> None:
         "--secret-file",
         metavar="FILE",
         help=f"a file with the job's secret (default: the variable {SECRET})",
+    )
+
+
+def add_spare(command: argparse.ArgumentParser) -> None:
+    """The option for processes that wait for the next start."""
+    command.add_argument(
+        "--spare",
+        action="store_true",
+        help="keep a process for each rank that has imported TensorFlow, so that a "
+        "start after a failure is quicker; with -np, --rdzv and SLURM",
     )
 
 

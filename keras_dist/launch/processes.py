@@ -7,7 +7,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1
 
@@ -79,6 +79,7 @@ def end(
     *,
     is_urgent: bool = False,
     seconds: float = _TERM_SECONDS,
+    keep: Collection[int] = (),
 ) -> None:
     """End all processes of a job, and wait until they have ended.
 
@@ -87,6 +88,7 @@ def end(
         ranks: Ids of the ranks' processes, which first get SIGTERM.
         is_urgent: Whether to send SIGKILL at once.
         seconds: Seconds between SIGTERM and SIGKILL.
+        keep: Ids of processes of the job that stay.
     """
     if not is_urgent:
         for pid in ranks:
@@ -98,7 +100,9 @@ def end(
             time.sleep(0.05)
     begin = time.monotonic()
     # Repeatedly, since a process may start another one in the meantime.
-    while (left := members(job)) and time.monotonic() - begin < _KILL_SECONDS:
+    while left := set(members(job)) - set(keep):
+        if time.monotonic() - begin > _KILL_SECONDS:
+            break
         for pid in left:
             _signal(pid, signal.SIGKILL)
         time.sleep(0.02)

@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from keras_dist.launch import processes
 from keras_dist.launch.failures import Failure, failure_of, first_of
 from keras_dist.launch.hosts import Slot
 from keras_dist.launch.output import Output
+from keras_dist.launch.spares import FILL_SECONDS, Spares, popen
 from keras_dist.monitor import rank_process, record, stacks
 
 # Seconds to wait after the first failure, in which other ranks may fail and report.
@@ -52,10 +52,19 @@ class Ranks:
         command: The command that they run.
         slots: The slot of each rank.
         job: Id of the job, by which its processes are found.
+        spares: Processes that become ranks, and of which there will be others for the
+            next start; `None` for none.
     """
 
-    def __init__(self, command: Command, slots: Sequence[Slot], job: str) -> None:
+    def __init__(
+        self,
+        command: Command,
+        slots: Sequence[Slot],
+        job: str,
+        spares: Spares | None = None,
+    ) -> None:
         self._command, self._slots, self._job = command, slots, job
+        self._spares = spares if command.kind != "program" else None
         # Record and report files; only this user can read them.
         self._folder = processes.make_folder(job)
         self._has_saved = False
@@ -80,7 +89,7 @@ class Ranks:
         Returns:
             The failures, the first one first.
         """
-        failed_at = None
+        failed_at, begin = None, time.monotonic()
         while not stopped and len(self._ended) < len(self._processes):
             self._output.pass_on(_TICK)
             self._poll()
@@ -89,6 +98,9 @@ class Ranks:
                 failed_at = now
             if failed_at is not None and now - failed_at > _GRACE:
                 break
+            if self._spares is not None and now - begin > FILL_SECONDS:
+                common = self._environment(self._slots[0])
+                self._spares.fill(len(self._slots), common)
         return first_of(self._failures())
 
     def end(self, *, is_saving: bool = False) -> None:
@@ -99,7 +111,8 @@ class Ranks:
         """
         seconds = _SAVE_SECONDS if is_saving else _END_SECONDS
         running = [p.pid for r, p in self._processes.items() if r not in self._ended]
-        processes.end(self._job, running, seconds=seconds)
+        keep = [] if self._spares is None else self._spares.pids
+        processes.end(self._job, running, seconds=seconds, keep=keep)
         for process in self._processes.values():
             if process.returncode is None:
                 process.wait()
@@ -135,6 +148,16 @@ class Ranks:
     def _started(self, slot: Slot) -> subprocess.Popen[bytes]:
         """Start the process of one rank."""
         record.make(self._path(slot.rank, "record"))
+        environment = self._environment(slot) | {
+            record.VARIABLE: str(self._path(slot.rank, "record")),
+            rank_process.REPORT_VARIABLE: str(self._path(slot.rank, "report")),
+        }
+        own = self._command.kind, self._command.words, environment
+        spare = None if self._spares is None else self._spares.take(*own)
+        return spare or popen(*own)
+
+    def _environment(self, slot: Slot) -> dict[str, str]:
+        """The environment of a rank, but for its files."""
         environment = {
             **{name: str(_threads(slot)) for name in _THREADS},
             **os.environ,
@@ -142,25 +165,10 @@ class Ranks:
             **self._command.environment,
             **slot.environment(),
             processes.mark(self._job): "1",
-            record.VARIABLE: str(self._path(slot.rank, "record")),
-            rank_process.REPORT_VARIABLE: str(self._path(slot.rank, "report")),
         }
         if self._command.log_dir is None:
             environment[rank_process.QUIET] = "1"
-        runner = [
-            sys.executable,
-            rank_process.__file__,
-            str(os.getpid()),
-            self._command.kind,
-        ]
-        return subprocess.Popen(
-            runner + list(self._command.words),
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # so that Ctrl-C reaches only the launcher
-        )
+        return environment
 
     def _poll(self) -> None:
         """Collect the exit codes of ranks that have ended."""

@@ -10,14 +10,15 @@ from dataclasses import replace
 from keras_dist.launch import munge, processes
 from keras_dist.launch.coordinator import Coordinator
 from keras_dist.launch.follower import Follower
-from keras_dist.launch.gathering import Plan
 from keras_dist.launch.host_store import HostStore
 from keras_dist.launch.hosts import LOOPBACK
-from keras_dist.launch.meeting import Meeting, check, is_loopback
+from keras_dist.launch.meeting import Meeting, Plan, check, is_loopback
 from keras_dist.launch.members import Member
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.rendezvous import Store
 from keras_dist.launch.signals import stopped_by_signals
+from keras_dist.launch.spares import Spares
+from keras_dist.launch.tls import TlsStore
 from keras_dist.version import __version__
 
 _ALL = "0.0.0.0"
@@ -84,12 +85,13 @@ def _take_part(
         min_hosts=meeting.min_hosts,
     )
     follower = Follower(
-        HostStore(address, meeting.port, meeting.secret),
+        HostStore(address, meeting.port, meeting.secret, has_tls=meeting.has_tls),
         meeting.secret,
         member,
         is_first=store is not None,
         timeout=meeting.timeout,
         stopped=stopped,
+        spares=Spares() if meeting.has_spares else None,
     )
     coordinator = None
     if store is not None:
@@ -129,7 +131,7 @@ def secret_of(
     Raises:
         ValueError: If there is none.
     """
-    if meeting.secret or not meeting.has_munge:
+    if meeting.secret or meeting.has_tls or not meeting.has_munge:
         return meeting.secret
     if store is None:
         wait = meeting.timeout
@@ -160,7 +162,7 @@ def store_if_first(
     if address.startswith("127.") and not is_loopback(meeting.address):
         address = _ALL  # Debian's own name, which the others know by another address
     try:
-        return Store(address, meeting.port), _reached(address)
+        return _listening(meeting, address), _reached(address)
     except OSError as error:
         if meeting.number is None and error.errno in (
             errno.EADDRNOTAVAIL,  # not an address of this host
@@ -168,11 +170,17 @@ def store_if_first(
         ):
             return None, meeting.address
         if error.errno == errno.EADDRNOTAVAIL:  # the others reach it by another one
-            return Store(_ALL, meeting.port), LOOPBACK
+            return _listening(meeting, _ALL), LOOPBACK
         raise OSError(
             f"The job's store cannot listen at {address}:{meeting.port}. "
             f"Received: {error}. Name another port by `--rdzv`, the same on all hosts."
         ) from error
+
+
+def _listening(meeting: Meeting, address: str) -> Store:
+    if meeting.has_tls:
+        return TlsStore(address, meeting.port, meeting.secret)
+    return Store(address, meeting.port)
 
 
 def _reached(address: str) -> str:

@@ -40,10 +40,12 @@ class Reach:
     Args:
         ssh: The command and options of ssh; host and command line are added to it.
         address: Address of this host, by which the other hosts reach it.
+        has_tls: Whether they reach the store by TLS.
     """
 
     ssh: Sequence[str]
     address: str
+    has_tls: bool = False
 
 
 class RemoteHosts:

@@ -40,7 +40,7 @@ def rendezvous(
     store = Store(address)
     try:
         store.open(slots, secret)
-        yield variables_of(address, store.port, secret)
+        yield store.variables(secret)
     finally:
         store.close()
 
@@ -82,7 +82,7 @@ class Store:
         # What is no request at all is no traceback on the user's screen.
         server.handle_error = lambda request, address: None
         server.socket.listen(_BACKLOG)  # Horovod's server has 5
-        self._server = server
+        self._server, self._address = server, address
         self.port: int = server.server_address[1]
         self._thread = threading.Thread(target=server.serve_forever, daemon=True)
         self._thread.start()
@@ -103,6 +103,14 @@ class Store:
             f"{number}~{scope}": size for scope, size in _scope_sizes(slots).items()
         }
         self._tokens[token_of(secret)] = f"{number}~"
+
+    def variables(self, secret: str) -> dict[str, str]:
+        """Environment variables by which Horovod, in each rank, finds this store.
+
+        Args:
+            secret: Secret of the start, as of `open`.
+        """
+        return variables_of(self._address, self.port, secret)
 
     def admit(self, secret: str) -> None:
         """Take requests with this secret, too, to the end of the job."""

@@ -10,6 +10,7 @@ from keras_dist.launch.failures import Failure, explain, explain_lost, first_of
 from keras_dist.launch.heartbeat import LOST_SECONDS
 from keras_dist.launch.ranks import Command, Ranks
 from keras_dist.launch.signals import is_saving
+from keras_dist.launch.spares import Spares
 from keras_dist.monitor.rank_ranges import ranges
 
 # Exit code of a rank that has not begun to handle SIGTERM.
@@ -147,6 +148,7 @@ def run_ranks(
     *,
     address: str,
     stopped: Sequence[int],
+    spares: Spares | None = None,
 ) -> Report:
     """Run the ranks of this host until all have ended, one failed, or it is stopped.
 
@@ -157,10 +159,11 @@ def run_ranks(
         address: Address of this host, by which the others reach it.
         stopped: Numbers of signals, to which others are appended; the ranks are ended
             when it is not empty, by SIGTERM with time to save.
+        spares: As of `Ranks`.
     """
     environment = {**command.environment, **assignment.variables(address)}
     full = dataclasses.replace(command, environment=environment)
-    ranks = Ranks(full, assignment.slots, job)
+    ranks = Ranks(full, assignment.slots, job, spares)
     failures: list[Failure] = []
     where: dict[int, str] = {}
     finished = False

@@ -8,6 +8,7 @@ also one of the first import.
 import contextlib
 import ctypes
 import faulthandler
+import importlib
 import json
 import os
 import runpy
@@ -35,6 +36,12 @@ _FROM_ANOTHER_RANK = (
     "Connection reset by peer",
 )
 _PR_SET_PDEATHSIG = 1
+
+# The kind of command of a process that gets its command later, by a line of JSON on its
+# standard input; and what it imports meanwhile. None of it looks at the environment of
+# a rank, or at GPUs.
+SPARE = "spare"
+_IMPORTS = ("tensorflow", "keras", "horovod.tensorflow")
 
 # At this signal a rank writes its stacks. It is one that no scheduler sends.
 DUMP_SIGNAL = signal.SIGRTMIN + 7
@@ -128,15 +135,32 @@ def _run_script(path: str) -> None:
     exec(compile(Path(path).read_bytes(), path, "exec"), main.__dict__)
 
 
+def _wait_for_order() -> tuple[str, list[str]]:
+    """In a spare process: kind and words of the command, when it becomes a rank."""
+    for name in _IMPORTS:
+        with contextlib.suppress(Exception):  # which the script sees, too
+            importlib.import_module(name)
+    line = sys.stdin.buffer.readline()
+    if not line:  # the launcher has ended
+        os._exit(1)
+    order = json.loads(line)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    return order["kind"], order["words"]
+
+
 def main(arguments: list[str]) -> None:
     """Run the user's command in this process.
 
     Args:
         arguments: Process id of the launcher, kind of the command ("script", "module"
-            or "program"), and the words of the command.
+            or "program"), and the words of the command; or "spare" alone.
     """
     parent, kind, *command = arguments
     end_with(int(parent))
+    if kind == SPARE:
+        kind, command = _wait_for_order()
     if "SLURM_JOB_ID" in os.environ:  # it signals all processes, also the launcher's
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if kind == "program":

@@ -205,6 +205,10 @@ class Network:
         self._started.append(process)
         return process
 
+    def is_on(self, name: str) -> bool:
+        """Whether a host has power."""
+        return name in self._first
+
     def first(self, name: str) -> int:
         """Process id of a host's first process."""
         return self._first[name]

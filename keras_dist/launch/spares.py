@@ -1,0 +1,77 @@
+"""Processes that have imported what ranks import, and wait to be one: `--spare`."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Collection, Mapping, Sequence
+
+from keras_dist.monitor import rank_process
+
+# Seconds after the start of the ranks: until then they need the cores themselves.
+FILL_SECONDS = 20.0
+
+
+class Spares:
+    """The spare processes of a host, from one start of its ranks to the next.
+
+    None of them takes part in anything: they have no GPU, and no connection to others.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def pids(self) -> Collection[int]:
+        """Ids of those that wait."""
+        return [process.pid for process in self._idle]
+
+    def fill(self, count: int, environment: Mapping[str, str]) -> None:
+        """Start so many as are missing; from a thread that stays.
+
+        Args:
+            count: How many there are to be.
+            environment: All variables of their environment for now.
+        """
+        self._idle = [process for process in self._idle if process.poll() is None]
+        while len(self._idle) < count:
+            self._idle.append(popen(rank_process.SPARE, [], environment))
+
+    def take(
+        self, kind: str, words: Sequence[str], environment: Mapping[str, str]
+    ) -> "subprocess.Popen[bytes] | None":
+        """Let one of them become a rank; `None` if there is none.
+
+        Args:
+            kind: Kind of the command, as of `Command`.
+            words: Its words.
+            environment: All variables of its environment from now on.
+        """
+        order = {"kind": kind, "words": list(words), "environment": {**environment}}
+        while self._idle:
+            process = self._idle.pop(0)
+            assert process.stdin is not None
+            with contextlib.suppress(OSError):  # it has ended
+                process.stdin.write(json.dumps(order).encode() + b"\n")
+                process.stdin.close()
+                return process
+            process.kill()
+            process.wait()
+        return None
+
+
+def popen(
+    kind: str, words: Sequence[str], environment: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
+    """Start the process of a rank, or a spare one, which gets its order by a pipe."""
+    runner = [sys.executable, rank_process.__file__, str(os.getpid()), kind]
+    is_spare = kind == rank_process.SPARE
+    return subprocess.Popen(
+        [*runner, *words],
+        env=environment,
+        stdin=subprocess.PIPE if is_spare else subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # so that Ctrl-C reaches only the launcher
+    )

@@ -1,0 +1,105 @@
+"""The faults of `chaos.py`: what each one does to a job, and what it may end."""
+
+import contextlib
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+
+SCRIPT = "tests/hosts/cnn.py"
+BY_SSH = ("ssh", "fixed")
+ALL = ("meet", *BY_SSH)
+
+KILLED, ASKED, LOST = {128 + signal.SIGKILL, -signal.SIGKILL}, 128 + signal.SIGTERM, 1
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A kind of fault.
+
+    Args:
+        happen: Lets it happen on a host of a job.
+        ways: The ways to start a job that it is for.
+        meeting: Exit codes that it explains of commands of hosts that meet.
+        launcher: Exit codes that it explains of a launcher that uses ssh.
+    """
+
+    happen: Callable
+    ways: tuple[str, ...] = ALL
+    meeting: frozenset = frozenset()
+    launcher: frozenset = frozenset()
+
+    def codes(self, way):
+        """Exit codes of commands that it explains."""
+        return self.meeting if way == "meet" else self.launcher
+
+
+def _signal(process, number):
+    with contextlib.suppress(psutil.Error):
+        process.send_signal(number)
+
+
+def _signal_rank(number):
+    def happen(job, host, generator):
+        for rank in job.net.processes(host, "monitor/", SCRIPT):
+            _signal(rank, number)
+
+    return happen
+
+
+def _signal_command(number):
+    """To the command of a host that meets others; by ssh, to the launcher."""
+
+    def happen(job, host, generator):
+        process = job.running.get(host if job.way == "meet" else "d")
+        if process is not None and process.poll() is None:
+            with contextlib.suppress(ValueError, psutil.Error):  # it ends just now
+                job.net.signal_command(process, number)
+
+    return happen
+
+
+def _kill_agent(job, host, generator):
+    agents = job.net.processes(host, "-m keras_dist host-agent")
+    for agent in sorted(agents, key=lambda each: each.create_time())[:1]:
+        _signal(agent, signal.SIGKILL)  # not its reaper
+
+
+def _leave(job, host, generator):
+    _signal_command(signal.SIGTERM)(job, "b" if host == "a" else host, generator)
+
+
+def _cut(shortest, longest):
+    def happen(job, host, generator):
+        job.net.link(host, is_up=False)
+        job.pause(generator.uniform(shortest, longest))
+        job.net.link(host, is_up=True)
+
+    return happen
+
+
+def _power_cut(job, host, generator):
+    job.net.power_off(host)
+    job.pause(generator.uniform(3, 30))
+    job.net.power_on(host)
+
+
+# What hosts that meet may end with where the first one is lost, or they are cut off.
+_ENDS = frozenset({*KILLED, LOST})
+
+FAULTS = {
+    "rank killed": Fault(_signal_rank(signal.SIGKILL)),
+    "rank asked to end": Fault(_signal_rank(signal.SIGTERM)),
+    "agent killed": Fault(_kill_agent, BY_SSH),
+    "launcher killed": Fault(
+        _signal_command(signal.SIGKILL), ALL, _ENDS, frozenset(KILLED)
+    ),
+    "host leaves": Fault(_leave, ("meet",), frozenset({ASKED})),
+    "short cut": Fault(_cut(2, 8)),
+    "long cut": Fault(_cut(18, 35), ALL, _ENDS),
+    "host lost": Fault(_power_cut, ALL, _ENDS),
+}
+
+# Those after which a host is behind the others, or has no checkpoint.
+LOSSES = {"long cut", "host lost"}

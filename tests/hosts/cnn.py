@@ -1,0 +1,110 @@
+"""A small convolutional network for `chaos.py`: on ranks, or alone by plain Keras.
+
+    cnn.py FILE EPOCHS LOG PACE RESUME   on ranks; the first one writes the weights to
+                                         FILE, and each step to LOG
+    cnn.py FILE EPOCHS LOG               plain Keras, with the batches that LOG has
+    cnn.py FILE EPOCHS                   plain Keras, undisturbed on three ranks
+
+LOG gets a line `START STEP RANKS` for each step; PACE is a file with the seconds that
+a step takes.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+
+import keras_dist
+
+BATCH, ROWS, TEST_ROWS, RANKS, SAVE_STEPS = 8, 240, 400, 3, 3
+
+
+class Paced(keras.callbacks.Callback):
+    """Writes each step, and takes its time."""
+
+    def __init__(self, log, pace, world):
+        super().__init__()
+        self.log, self.pace, self.world = Path(log), Path(pace), world
+        self.begin = time.time_ns()
+
+    def on_train_batch_end(self, batch, logs=None):
+        """A line for this step."""
+        time.sleep(float(self.pace.read_text() or 0))
+        if self.world.is_first:
+            step = int(self.model.optimizer.iterations)
+            with self.log.open("a") as file:
+                file.write(f"{self.begin} {step} {self.world.size}\n")
+
+
+def steps_in(log):
+    """For each line of a log: the start, the step, and the number of ranks."""
+    lines = Path(log).read_text().splitlines() if Path(log).exists() else []
+    return [tuple(map(int, line.split())) for line in lines]
+
+
+def model_and_data():
+    """Images of four textures with much noise: to train with, and to test."""
+    keras.utils.set_random_seed(7)
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            keras.layers.Conv2D(8, 3, activation="relu"),
+            keras.layers.MaxPooling2D(),
+            keras.layers.Flatten(),
+            keras.layers.Dense(4),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.02, momentum=0.9), loss, metrics=["accuracy"])
+    random = np.random.default_rng(0)
+    textures = random.normal(size=(4, 8, 8, 1))
+    y = random.integers(0, 4, size=ROWS + TEST_ROWS)
+    x = textures[y] + 1.5 * random.normal(size=(len(y), 8, 8, 1))
+    return model, x.astype("float32"), y
+
+
+def train_alone(model, x, y, epochs, sizes):
+    """Plain Keras, step by step, each with the batch of its number of ranks."""
+    step = 0
+    for _ in range(epochs):
+        row = 0
+        while row < ROWS:
+            step += 1
+            end = min(ROWS, row + BATCH * sizes.get(step, RANKS))
+            model.train_on_batch(x[row:end], y[row:end])
+            row = end
+
+
+def main(path, epochs, log=None, pace=None, resume=None):
+    """Train, and write the weights; the last line is the accuracy."""
+    model, x, y = model_and_data()
+    is_first = True
+    if pace is None:
+        sizes = {step: size for _, step, size in steps_in(log)} if log else {}
+        train_alone(model, x[:ROWS], y[:ROWS], int(epochs), sizes)
+    else:
+        world = keras_dist.init()
+        is_first = world.is_first
+        keras_dist.dist_fit(
+            model,
+            x[:ROWS],
+            y[:ROWS],
+            batch_size=BATCH,
+            epochs=int(epochs),
+            shuffle=False,
+            lr_scaling="none",
+            verbose=0,
+            callbacks=[Paced(log, pace, world)],
+            resume=resume,
+            save_steps=SAVE_STEPS,
+        )
+    if is_first:
+        np.save(path, np.concatenate([w.ravel() for w in model.get_weights()]))
+        found = model.evaluate(x[ROWS:], y[ROWS:], verbose=0, return_dict=True)
+        print("accuracy", found["accuracy"], flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,175 @@
+"""`--tls`: what crosses the network to the job's store and back is encrypted."""
+
+import contextlib
+import socket
+import ssl
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from test_launch import start as run
+from test_meeting import SECRET, ended, free_port, meet
+
+from keras_dist.launch.agent import _by_tls
+from keras_dist.launch.assignment import assignments
+from keras_dist.launch.host_store import FirstHostStore, HostStore
+from keras_dist.launch.hosts import slots
+from keras_dist.launch.relays import Exit, with_tls
+from keras_dist.launch.rendezvous import Store, token_of
+from keras_dist.launch.tls import TlsStore, digest_at
+from keras_dist.monitor.status_store import status_store_of
+
+OWN = SECRET["KERAS_DIST_SECRET"]
+
+
+@pytest.fixture
+def store():
+    """A store of a job on hosts that meet."""
+    found = TlsStore("127.0.0.1", secret=OWN)
+    FirstHostStore(found, OWN)
+    yield found
+    found.close()
+
+
+class Wire(threading.Thread):
+    """Carries one connection after the other to a port, and reads along."""
+
+    def __init__(self, port):
+        super().__init__(daemon=True)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port, self.target, self.seen = self.listener.getsockname()[1], port, b""
+
+    def run(self):
+        """Until the listener is closed."""
+        while True:
+            try:
+                near, _ = self.listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection(("127.0.0.1", self.target))
+            for ends in ((near, far), (far, near)):
+                threading.Thread(target=self.copy, args=ends, daemon=True).start()
+
+    def copy(self, source, target):
+        """One direction."""
+        while data := source.recv(1 << 16):
+            self.seen += data
+            target.sendall(data)
+        with contextlib.suppress(OSError):  # both directions have ended
+            target.shutdown(socket.SHUT_WR)
+
+
+def test_a_host_writes_and_reads_values_that_nobody_reads_on_the_way(store):
+    """Neither the values nor the token, which is in all requests."""
+    wire = Wire(store.port)
+    wire.start()
+    values = {f"v{number}": "a long text " * 50_000 for number in range(8)}
+    host = HostStore("127.0.0.1", wire.port, OWN, has_tls=True)
+    assert host.knock() == ("127.0.0.1", "127.0.0.1")
+    with ThreadPoolExecutor(8) as executor:
+        assert all(executor.map(host.put, values, values.values()))
+        assert list(executor.map(host.get, values)) == list(values.values())
+    assert host.get("none") is None
+    assert len(wire.seen) > 16 * 600_000
+    for text in (token_of(OWN).encode(), b"a long text", b"HTTP/1"):
+        assert text not in wire.seen
+    address, port = host.near("10.0.0.1")
+    assert address == "127.0.0.1" and port != store.port
+    wire.listener.close()
+
+
+def test_who_does_not_know_the_secret_is_neither_asked_nor_answered(store):
+    """Another secret; another store in the place of this one; and no TLS at all."""
+    with pytest.raises(PermissionError, match="with this secret"):
+        HostStore("127.0.0.1", store.port, "a guess", has_tls=True).knock()
+    other, plain = TlsStore("127.0.0.1"), Store()
+    with pytest.raises(ConnectionError, match="no store answers there"):
+        HostStore("127.0.0.1", other.port, OWN, has_tls=True).knock()
+    with pytest.raises(OSError, match="`--tls` is missing on one host"):
+        HostStore("127.0.0.1", plain.port, OWN, has_tls=True).knock()
+    with pytest.raises(ConnectionError, match="`--tls` is missing on one"):
+        HostStore("127.0.0.1", store.port, OWN).knock()
+    link = Exit("127.0.0.1", other.port, store.digest)
+    link.start()
+    with socket.create_connection(("127.0.0.1", link.port)) as near:
+        near.sendall(b"GET /secret HTTP/1.0\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert near.recv(100) == b""
+    with with_tls(socket.create_connection(("127.0.0.1", store.port))) as tls:
+        assert tls.version() == "TLSv1.3"
+        tls.sendall(b"GET /%s/keras_dist_watch/beat.0 HTTP/1.0\r\n\r\n" % (b"0" * 32))
+        assert b" 403 " in tls.recv(1000)
+    old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    old.check_hostname, old.verify_mode = False, ssl.CERT_NONE
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+    near = socket.create_connection(("127.0.0.1", store.port))
+    with near, pytest.raises(ssl.SSLError):
+        old.wrap_socket(near)
+    other.close()
+    plain.close()
+
+
+def test_noise_does_not_end_the_entrance(store):
+    """Connections that are closed, silent, or bring no handshake."""
+    links = []
+    for number in range(200):
+        link = socket.create_connection(("127.0.0.1", store.port))
+        if number % 3:
+            link.sendall(bytes([22, 3, number % 5, 0, 200]) * (number % 4))
+        if number % 2:
+            link.close()
+        links.append(link)
+    link = socket.create_connection(("127.0.0.1", store.port))
+    assert digest_at(link, OWN) == store.digest
+    for link in links:
+        link.close()
+
+
+def test_an_agent_reaches_the_store_by_the_certificate_that_ssh_has_brought():
+    """Its ranks find it at 127.0.0.1; nobody else gets a proof of it."""
+    store = TlsStore("127.0.0.1")
+    planned = slots([("a", 1), ("b", 1)])
+    store.open(planned, "secret")
+    near = store.variables("secret")
+    first, second = assignments(planned, near, "secret", tls=store.tls)
+    assert status_store_of(first.store).put("beat.0", 1)
+    found = _by_tls(second, "127.0.0.1")
+    assert found.store["HOROVOD_GLOO_RENDEZVOUS_ADDR"].startswith("127.0.0.1:")
+    assert found.store["HOROVOD_GLOO_RENDEZVOUS_PORT"] not in (
+        str(store.port),
+        near["HOROVOD_GLOO_RENDEZVOUS_PORT"],
+    )
+    assert status_store_of(found.store).get("beat.0") == 1
+    with pytest.raises(ConnectionError):
+        digest_at(socket.create_connection(("127.0.0.1", store.port)), "")
+    store.close()
+
+
+_SCRIPT = """
+import os, time
+from keras_dist.monitor.status_store import status_store_of
+store, rank = status_store_of(), int(os.environ["HOROVOD_RANK"])
+assert os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"].startswith("127.0.0.1:")
+assert store.put(f"there.{rank}", rank)
+while store.get(f"there.{1 - rank}") is None:
+    time.sleep(0.05)
+print("both", os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"], flush=True)
+"""
+
+
+def test_hosts_that_meet_by_tls_run_their_ranks(tmp_path):
+    """Two commands on one machine, each with a port of its own for its ranks."""
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    found = ended(meet("-np", 1, script, options=["--tls"]))
+    assert [code for code, _, _ in found] == [0, 0], found
+    ports = {stdout.split()[-1] for _, stdout, _ in found}
+    assert len(ports) == 2 and all(" both " in stdout for _, stdout, _ in found)
+
+
+def test_what_tls_needs_is_named(tmp_path):
+    """The command `openssl`, and no host that speaks without it."""
+    words = ["--nnodes", 1, "--rdzv", f"127.0.0.1:{free_port()}", "--tls", "-m", "this"]
+    done = run(*words, PATH=str(tmp_path))
+    assert done.returncode == 1
+    assert "`--tls` needs the command `openssl`" in done.stderr
