@@ -5,6 +5,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 DOCS := .venv/.docs
 CLUSTERS := .venv-clusters
+TRACKERS := .venv-trackers
 KERAS2 := .venv-keras2
 
 # TensorFlow's start-up lines hide what these commands print.
@@ -12,7 +13,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check test long demo docs equivalence fuzz mutations bench levers growth growth-hosts slow-network input kills looks \
-    rows hosts chaos clusters recordings
+    rows hosts chaos clusters trackers recordings
 
 help:
 	@echo "make setup   a virtual environment in .venv, with Horovod built for its TensorFlow"
@@ -27,6 +28,7 @@ help:
 	@echo "make hosts   more launches and faults on hosts of our own (root)"
 	@echo "make chaos   random faults while three hosts of our own train (root): COUNT=50 SEED=1"
 	@echo "make clusters  Ray, Spark (needs Java) and Kubernetes: installs them into $(CLUSTERS)"
+	@echo "make trackers  MLflow, Weights & Biases, KerasTuner and Optuna: installs them into $(TRACKERS)"
 	@echo "make recordings  what Horovod's own layer gives on Keras 2, into $(KERAS2) (tests/horovod_scripts)"
 	@echo "make looks   look at each kind of pipeline 200 times, and see all of it be read"
 	@echo "make rows    count the rows of random data of all kinds: FIRST=0 COUNT=200"
@@ -122,6 +124,17 @@ $(CLUSTERS)/.ready: pyproject.toml $(READY)
 	paths='import sysconfig; print(sysconfig.get_path("purelib"))'; \
 	$(BIN)/python -c "$$paths" > "$$($(CLUSTERS)/bin/python -c "$$paths")/first.pth"
 	$(CLUSTERS)/bin/python -m pip install -e '.[clusters]'
+	@touch $@
+
+# Experiment trackers and tuners, in an environment of their own on top of the first one.
+trackers: setup $(TRACKERS)/.ready
+	$(TRACKERS)/bin/python -m pytest tests/trackers
+
+$(TRACKERS)/.ready: pyproject.toml $(READY)
+	$(BIN)/python -m venv --clear $(TRACKERS)
+	paths='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	$(BIN)/python -c "$$paths" > "$$($(TRACKERS)/bin/python -c "$$paths")/first.pth"
+	$(TRACKERS)/bin/python -m pip install -e '.[trackers]'
 	@touch $@
 
 # tests/horovod_scripts/ as they are, with Horovod itself on Keras 2, in an environment

@@ -60,6 +60,7 @@ if not _missing and not _is_command:
 
     from keras_dist import ray as ray
     from keras_dist import spark as spark
+    from keras_dist import tune as tune
     from keras_dist.callbacks import (
         AverageStatistics,
         BroadcastVariables,

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 from keras_dist import checkpoint, comm, optimizer, scaling, sharding
+from keras_dist.callbacks.autologging import autologged_once
 from keras_dist.callbacks.learning_rate_warmup import rate_factor_of_step
 from keras_dist.setup import same_batches
 from keras_dist.setup.arguments import KerasArguments
@@ -18,6 +19,7 @@ from keras_dist.setup.fit_setup import FitSetup, prepare
 from keras_dist.setup.options import Options
 from keras_dist.training import step
 from keras_dist.training.autotune import untuned
+from keras_dist.training.errors import marked_as_of_one_rank
 from keras_dist.training.metric_scope import EvaluatedData, raising_on_all
 from keras_dist.training.session import session_of
 
@@ -201,7 +203,8 @@ def _train(
             scope = session_of(model).metrics
             opening = raising_on_all(scope.data.own_error, scope.is_opening)
             saving = checkpoint.saving(resumed, setup)
-            with comm.timeline(options.timeline), opening, saving as arguments:
+            timeline, once = comm.timeline(options.timeline), autologged_once()
+            with timeline, opening, saving as arguments, once, marked_as_of_one_rank():
                 return model.fit(**arguments)
 
 

@@ -300,7 +300,7 @@ MUTATIONS = [
     Mutation(
         "start: all ranks begin with the first rank's weights",
         "callbacks/broadcast_variables.py",
-        "comm.broadcast_variables(variables, self.root_rank)",
+        "comm.broadcast_variables(variables[start:stop], self.root_rank)",
         "pass",
         ("test_equivalence.py", "initial_weight"),
     ),

@@ -42,6 +42,7 @@ LAYERS = {
     "spark": 7,
     "check": 8,
     "distributed_model": 8,
+    "tune": 8,
     "__init__": 9,
     "__main__": 10,
 }

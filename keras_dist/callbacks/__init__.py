@@ -18,6 +18,7 @@ Callbacks that `dist_fit` adds if they are needed:
 - `backup_epoch`: makes the weights and the epoch of `BackupAndRestore` fit.
 - `effective_rate`: logs the scaled learning rate for TensorBoard.
 - `next_epoch`: passes the number of the epoch to the sharded data.
+- `progress_bar`: Keras's progress bar, with rows per second of all ranks.
 - `progress`: records epoch and step for the reports of the watchdog.
 - `user_callbacks`: calls the user's callbacks; an error on one rank ends all ranks.
 
@@ -25,8 +26,10 @@ Which callbacks run, and in which order:
 
 - `callback_order`: the order of the list, and the callbacks of this rank.
 - `first_rank_callbacks`: which callbacks run on the first rank only.
+- `autologging`: MLflow's callback, which no list contains, runs there only, too.
 """
 
+from keras_dist.callbacks.autologging import autologged_once
 from keras_dist.callbacks.average_statistics import AverageStatistics
 from keras_dist.callbacks.broadcast_variables import BroadcastVariables
 from keras_dist.callbacks.callback_order import on_this_rank, order_callbacks
@@ -39,11 +42,13 @@ from keras_dist.callbacks.learning_rate_warmup import LearningRateWarmup
 from keras_dist.callbacks.metric_average import MetricAverage
 from keras_dist.callbacks.nan_report import NanReport, NotFinite
 from keras_dist.callbacks.next_epoch import NextEpoch
+from keras_dist.callbacks.progress_bar import ProgressBar
 from keras_dist.callbacks.replica_check import ReplicaCheck
 from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy
 from keras_dist.callbacks.stop_together import StopTogether
 from keras_dist.callbacks.throughput import Throughput
 from keras_dist.callbacks.training_time import TrainingTime
+from keras_dist.callbacks.user_callbacks import is_calling_callbacks
 
 __all__ = [
     "AverageStatistics",
@@ -53,14 +58,17 @@ __all__ = [
     "NanReport",
     "NextEpoch",
     "NotFinite",
+    "ProgressBar",
     "ReplicaCheck",
     "StopAtAccuracy",
     "StopTogether",
     "Throughput",
     "TrainingTime",
+    "autologged_once",
     "order_callbacks",
     "destinations",
     "first_rank_only",
+    "is_calling_callbacks",
     "on_this_rank",
     "runs_on_first_rank_only",
 ]

@@ -1,13 +1,18 @@
 """Start all ranks from the same state."""
 
+import math
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from keras_dist import comm, optimizer
 from keras_dist.training import step
 from keras_dist.training.session import session_of
+
+# In MiB: a model that has a progress bar, and what is sent from one update to the next.
+_LARGE, _PIECE = 256, 64
 
 _GOLDEN = 0x9E3779B9  # 2³² over the golden ratio: seeds of adjacent ranks differ much
 
@@ -85,11 +90,27 @@ class BroadcastVariables(keras.callbacks.Callback):
             _facts(variables, seeds),
             advice="Create the same model and the same optimizer on every rank.",
         )
-        comm.broadcast_variables(variables, self.root_rank)
+        self._send(variables)
         states = [keras.ops.convert_to_numpy(seed) for seed in seeds]
         received = comm.broadcast_arrays(states, self.root_rank)
         for variable, value in zip(seeds, received, strict=True):
             variable.assign(_seed_of_rank(value, comm.rank() - self.root_rank))
+
+    def _send(self, variables: list[Any]) -> None:
+        """Broadcast the variables; the first rank shows how far a large model is."""
+        sizes = [_megabytes(variable) for variable in variables]
+        bar = None
+        is_shown = (self.params or {}).get("verbose") in (1, "auto")
+        if comm.rank() == 0 and is_shown and sum(sizes) >= _LARGE:
+            print("copying the model to all ranks", flush=True)
+            bar = keras.utils.Progbar(round(sum(sizes)), unit_name="MiB")
+        start = 0
+        for stop in range(1, len(sizes) + 1):  # the same pieces on every rank
+            if sum(sizes[start:stop]) >= _PIECE or stop == len(sizes):
+                comm.broadcast_variables(variables[start:stop], self.root_rank)
+                start = stop
+                if bar is not None:
+                    bar.update(round(sum(sizes[:stop])))
 
     def _copy_unstarted(self) -> None:
         """Broadcast what the root rank restored, if no epoch was left to train."""
@@ -118,6 +139,10 @@ def _state(model: Any) -> tuple[list[Any], list[Any]]:
         variables += found.variables
     local = optimizer.local_ids(model)
     return list({id(v): v for v in variables if id(v) not in local}.values()), seeds
+
+
+def _megabytes(variable: Any) -> float:
+    return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size / 2**20
 
 
 def _facts(variables: list[Any], seeds: list[Any]) -> dict[str, Any]:

@@ -11,7 +11,10 @@ from keras_dist.callbacks.average_statistics import AverageStatistics
 from keras_dist.callbacks.backup_epoch import BackupEpoch
 from keras_dist.callbacks.broadcast_variables import BroadcastVariables
 from keras_dist.callbacks.effective_rate import EffectiveRate
-from keras_dist.callbacks.first_rank_callbacks import runs_on_first_rank_only
+from keras_dist.callbacks.first_rank_callbacks import (
+    is_tracker,
+    runs_on_first_rank_only,
+)
 from keras_dist.callbacks.metric_average import MetricAverage
 from keras_dist.callbacks.nan_report import NanReport
 from keras_dist.callbacks.progress import ProgressRecord
@@ -70,8 +73,9 @@ def order_callbacks(given: Any, target_accuracy: float | None = None) -> list[An
     if target_accuracy is not None:
         every.append(StopAtAccuracy(target_accuracy))
     tensorboards = _all_of(keras.callbacks.TensorBoard, every)
-    if tensorboards or comm.size() > 1:
-        every.append(EffectiveRate(tensorboards))
+    has_tracker = any(map(is_tracker, every))
+    if tensorboards or has_tracker or comm.size() > 1:
+        every.append(EffectiveRate(tensorboards, has_tracker=has_tracker))
     if backups := _all_of(keras.callbacks.BackupAndRestore, every):
         every.insert(0, BackupEpoch(backups))
     return [

@@ -1,4 +1,4 @@
-"""Log the learning rate that updates use, for TensorBoard."""
+"""Log the learning rate that updates use, for TensorBoard and trackers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,22 +14,26 @@ _NAME = "effective_learning_rate"
 class EffectiveRate(keras.callbacks.Callback):
     """Puts the rate that the last update used into `logs["effective_learning_rate"]`.
 
-    The `learning_rate` that `TensorBoard` writes is the rate for one process, because
-    the scaling factor is applied only inside the update. With several optimizers in a
-    `MultiOptimizer`, the name of each one is appended to the key, as in Keras.
+    The `learning_rate` that `TensorBoard` and trackers write is the rate for one
+    process, because the scaling factor is applied only inside the update. With several
+    optimizers in a `MultiOptimizer`, the name of each one is appended to the key, as in
+    Keras.
 
-    If no rank has a `TensorBoard`, the logs are not changed. If a `TensorBoard` writes
-    batches, their rates are written, too.
+    If no rank has a `TensorBoard` or a tracker, the logs are not changed. If a
+    `TensorBoard` writes batches, their rates are written, too.
 
     Position in the list: before callbacks that read `logs`.
 
     Args:
         tensorboards: The `TensorBoard` callbacks of the list.
+        has_tracker: Whether the list has a callback of an experiment tracker.
     """
 
-    def __init__(self, tensorboards: Sequence[Any]) -> None:
+    def __init__(
+        self, tensorboards: Sequence[Any], *, has_tracker: bool = False
+    ) -> None:
         super().__init__()
-        self.tensorboards = tensorboards
+        self._is_asked = bool(tensorboards) or has_tracker
         self._is_wanted = False
         # `TensorBoard` writes on the first rank only.
         self._every = [
@@ -40,7 +44,7 @@ class EffectiveRate(keras.callbacks.Callback):
         self._batch = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._is_wanted = any(comm.gather(bool(self.tensorboards)))
+        self._is_wanted = any(comm.gather(self._is_asked))
         self._batch = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

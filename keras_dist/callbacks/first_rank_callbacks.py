@@ -23,6 +23,22 @@ _WRITING_CALLBACKS = tuple(
     if hasattr(keras.callbacks, name)
 )
 
+# Packages whose callbacks log to a run: one job is one run. They are known by name,
+# since most of them are not installed.
+_TRACKERS = frozenset(
+    {
+        "clearml",
+        "comet_ml",
+        "mlflow",
+        "neptune",
+        "neptune_tensorflow_keras",
+        "wandb",
+    }
+)
+
+# Packages whose callbacks write the results of a trial, or end it.
+_TUNERS = frozenset({"keras_tuner", "optuna", "optuna_integration"})
+
 # The attributes that hold the path or address to which they write.
 _PATH_ATTRIBUTES = (
     "filepath",
@@ -37,10 +53,11 @@ _PATH_ATTRIBUTES = (
 def first_rank_only(callback: Marked) -> Marked:
     """Mark a callback of yours, so that it runs on the first rank only.
 
-    Use it for a callback that writes a file, sends a message or prints. All other
-    callbacks run on all ranks, except those of Keras that write: they run on the first
-    rank without a mark. A marked callback takes part in no collective: `model.evaluate`
-    in it evaluates the given rows on this rank alone, and a change that it makes to the
+    Use it for a callback that writes a file, sends a message or prints. Those of Keras
+    that write, those of MLflow, Weights & Biases, Comet, Neptune and ClearML, and those
+    that inherit from them, run on the first rank without a mark; all other callbacks
+    run on all ranks. A marked callback takes part in no collective: `model.evaluate` in
+    it evaluates the given rows on this rank alone, and a change that it makes to the
     model or the logs does not reach the other ranks.
 
     Args:
@@ -60,8 +77,21 @@ def first_rank_only(callback: Marked) -> Marked:
 
 
 def is_writer(callback: Any) -> bool:
-    """Whether `callback` is one of Keras's that write to a file, terminal or server."""
-    return isinstance(callback, _WRITING_CALLBACKS)
+    """Whether it writes, and is of Keras, an experiment tracker or a tuner."""
+    is_keras = isinstance(callback, _WRITING_CALLBACKS)
+    return is_keras or _package_of(callback, _TRACKERS | _TUNERS) is not None
+
+
+def is_tracker(callback: Any) -> bool:
+    """Whether its class, or one that this inherits from, is of a tracker."""
+    return _package_of(callback, _TRACKERS) is not None
+
+
+def _package_of(callback: Any, packages: frozenset[str]) -> str | None:
+    """That of `packages` in which its class is, or one that this inherits from."""
+    bases = type(callback).__mro__
+    names = (base.__module__.partition(".")[0] for base in bases)
+    return next(filter(packages.__contains__, names), None)
 
 
 def runs_on_first_rank_only(callback: Any) -> bool:
@@ -73,7 +103,9 @@ def runs_on_first_rank_only(callback: Any) -> bool:
 def destinations(
     callbacks: Sequence[keras.callbacks.Callback],
 ) -> tuple[tuple[str, str], ...]:
-    """Class name and path, as the user gave it, of each of Keras's that write.
+    """Class name and path, as the user gave it, of each that `is_writer`.
+
+    One that has no path, of a tracker, has the name of its package instead.
 
     >>> destinations([keras.callbacks.CSVLogger("log.csv")])
     (('CSVLogger', 'log.csv'),)
@@ -89,4 +121,4 @@ def _destination(callback: keras.callbacks.Callback) -> str:
     for attribute in _PATH_ATTRIBUTES:
         if isinstance(found := getattr(callback, attribute, None), str):
             return found
-    return "the terminal"
+    return _package_of(callback, _TRACKERS | _TUNERS) or "the terminal"

@@ -52,6 +52,7 @@ class Throughput(keras.callbacks.Callback):
         self._begin = 0.0
         self._measured: tuple[int, float] | None = None
         self._line = ""
+        self._rows_for_own: float | None = None
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
@@ -81,6 +82,7 @@ class Throughput(keras.callbacks.Callback):
         times = self._times() if self.breakdown else None
         measured, by_rank = zip(*comm.gather((self._measure(), times)), strict=True)
         rows = sum(rows for rows, _ in measured)
+        self._rows_for_own = rows / max(1, self._measure()[0])
         rate = rows / max(seconds for _, seconds in measured)
         if logs is not None:
             logs["rows_per_second"] = rate
@@ -92,6 +94,16 @@ class Throughput(keras.callbacks.Callback):
             if logs is not None:
                 for name in ("computing", "averaging", "waiting", "input"):
                     logs[name] = getattr(fractions, name)
+
+    def rate_so_far(self) -> float:
+        """Rows per second of all ranks in this epoch, without asking the others.
+
+        Each of them is taken to have as many rows as this one or, from the second epoch
+        on, as many for each row of this one as in the epoch before.
+        """
+        rows = session_of(self.model).rows_trained.of_this_process()
+        of_all = rows * (self._rows_for_own or comm.size())
+        return of_all / (time.perf_counter() - self._begin)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._print()

@@ -2,7 +2,8 @@
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import keras
@@ -16,6 +17,7 @@ _ON_ALL_RANKS = tuple(
     for kind in ("train", "epoch", "test")
     for moment in ("begin", "end")
 )
+_is_calling: ContextVar[bool] = ContextVar("callbacks", default=False)
 _BATCHES = tuple(
     f"on_{kind}_batch_{moment}"
     for kind in ("train", "test")
@@ -114,9 +116,10 @@ class UserCallbacks(keras.callbacks.Callback):
         error, self._error = self._error, None
         if error is not None:
             raise error
-        for callback in self._phases[index] if index < len(self._phases) else ():
-            with self._scope_of(callback):
-                getattr(callback, hook)(*args)
+        with _calling():
+            for callback in self._phases[index] if index < len(self._phases) else ():
+                with self._scope_of(callback):
+                    getattr(callback, hook)(*args)
 
     def _at_batch(
         self, hook: str, called: Sequence[Any], batch: int, logs: Any = None
@@ -124,9 +127,10 @@ class UserCallbacks(keras.callbacks.Callback):
         if self._error is not None:
             return
         try:
-            for callback in called:
-                with self._scope_of(callback):
-                    getattr(callback, hook)(batch, logs=logs)
+            with _calling():
+                for callback in called:
+                    with self._scope_of(callback):
+                        getattr(callback, hook)(batch, logs=logs)
         except Exception as error:  # of any kind: it is raised on the other ranks, too
             self._error = error
             if hook.startswith("on_test"):
@@ -139,6 +143,20 @@ class UserCallbacks(keras.callbacks.Callback):
         if runs_on_first_rank_only(callback):
             return session_of(self.model).metrics.on_this_rank()
         return contextlib.nullcontext()
+
+
+def is_calling_callbacks() -> bool:
+    """Whether a callback of the user is called now, on this rank or on all."""
+    return _is_calling.get()
+
+
+@contextlib.contextmanager
+def _calling() -> Iterator[None]:
+    token = _is_calling.set(True)
+    try:
+        yield
+    finally:
+        _is_calling.reset(token)
 
 
 def _phases(given: Sequence[Any]) -> list[list[Any]]:

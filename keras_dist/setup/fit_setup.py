@@ -160,6 +160,8 @@ def _arguments(
     is_first = comm.rank() == 0
     arguments = fit.as_keywords() | training.arguments
     arguments["callbacks"] = ours.on_this_rank(callbacks)
+    if is_first and fit.verbose != 0:
+        arguments["callbacks"] += _progress_bar(callbacks)
     if comm.size() == 1 and training.epoch is None:
         # The user's data as it is: Keras decides what it accepts.
         changed = {
@@ -180,6 +182,14 @@ def _arguments(
             "validation_batch_size": validation.batch_size,
         }
     return arguments
+
+
+def _progress_bar(callbacks: list[Any]) -> list[Any]:
+    """Ours, unless the user's list has one."""
+    if any(isinstance(c, keras.callbacks.ProgbarLogger) for c in callbacks):
+        return []
+    throughput = next(c for c in callbacks if isinstance(c, ours.Throughput))
+    return [ours.ProgressBar(throughput)]
 
 
 def _feeds(

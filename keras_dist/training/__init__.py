@@ -13,6 +13,7 @@
 - `xla_step`: a step in two functions compiled by XLA, with the allreduce in between
 - `traced`: keep traced functions from one fit to the next
 - `metric_scope`: whether a metric's result is one over all ranks
+- `errors`: mark errors that have left the training on one rank
 - `predict`: predict shards of the rows, and gather the predictions
 - `autotune`: read data without TensorFlow's tuning thread
 - `atomic_save`: replace files as a whole
