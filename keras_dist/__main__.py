@@ -9,6 +9,7 @@ from keras_dist.check.command import add_check
 from keras_dist.install import InstallError, install_horovod
 from keras_dist.launch.command import add_run
 from keras_dist.migrate.command import add_migrate
+from keras_dist.scale.command import add_scale
 from keras_dist.version import __version__
 
 
@@ -39,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add_run(commands)
     add_check(commands)
+    add_scale(commands)
     _add_install_horovod(commands)
     _add_bench_collectives(commands)
     add_migrate(commands)

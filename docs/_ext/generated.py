@@ -35,6 +35,7 @@ PAGES = {
     "resume": "../how_to/resume.md",
     "save_steps": "../how_to/resume.md",
     "save_seconds": "../how_to/resume.md",
+    "report": "../how_to/scale.md",
 }
 
 
