@@ -10,7 +10,7 @@ import vl_convert
 from keras_dist.report import training_page, write_whole
 from keras_dist.report.accuracy import accuracy_in, reached
 from keras_dist.report.limits import limits_of
-from keras_dist.report.training import PARTS, parts_of
+from keras_dist.report.training import PHASES, phases_of
 from keras_dist.scale.results import results_of
 from keras_dist.scale.scale_page import scale_page
 
@@ -165,12 +165,12 @@ def test_the_numbers_of_a_training_are_those_of_its_json():
     shown = [v["value"] for v in values(charts["accuracy"]) if v["data"] != "training"]
     assert shown == [epoch["logs"]["val_accuracy"] for epoch in content["epochs"]]
     for rank in range(2):
-        for part in PARTS:
-            of_rank = [e["ranks"][rank][part] for e in content["epochs"]]
+        for phase in PHASES:
+            of_rank = [e["ranks"][rank][phase] for e in content["epochs"]]
             (value,) = [
                 v["seconds"]
                 for v in values(charts["Seconds of each rank"])
-                if (v["rank"], v["part"]) == (rank, part)
+                if (v["rank"], v["phase"]) == (rank, phase)
             ]
             assert value == sum(of_rank)
     for text in ("Resumed in epoch 2", "the gradients of rank 0", "&lt;script&gt;.py"):
@@ -255,20 +255,20 @@ def test_the_text_of_a_script_does_not_end_its_element():
     assert "</script><b>" not in page
 
 
-def test_parts_add_up_and_a_traced_step_is_left_out():
-    """It is part of computing, and does not come again."""
+def test_phases_add_up_and_a_traced_step_is_left_out():
+    """It is phase of computing, and does not come again."""
     epochs = training_of(2)["epochs"]
     for some in (epochs, epochs[:1]):
-        parts = parts_of(some)
-        assert sum(parts.values()) == pytest.approx(1)
-        assert parts["averaging"] == pytest.approx(0.25 / 2.0)
-        assert parts["input"] == pytest.approx(0.125 / 2.0)
+        phases = phases_of(some)
+        assert sum(phases.values()) == pytest.approx(1)
+        assert phases["averaging"] == pytest.approx(0.25 / 2.0)
+        assert phases["input"] == pytest.approx(0.125 / 2.0)
 
 
 def test_what_takes_the_time_is_said_in_words():
-    """The largest part first, and nothing where no part is large."""
-    parts = {"computing": 0.3, "averaging": 0.2, "waiting": 0.1, "input": 0.4}
-    words = limits_of(parts, [0.1, 0.1, 0.8])
+    """The largest phase first, and nothing where no phase is large."""
+    phases = {"computing": 0.3, "averaging": 0.2, "waiting": 0.1, "input": 0.4}
+    words = limits_of(phases, [0.1, 0.1, 0.8])
     named = [text.partition(":")[0] for text in words]
     assert named == ["input", "averaging", "waiting"]
     assert "for rank 2 in 80 % of the steps" in words[-1]

@@ -235,10 +235,10 @@ def test_a_study_goes_on_and_its_page_has_the_numbers_of_its_json(script):
         assert [epoch["rows"] for epoch in training["epochs"]] == [256, 512]
         for epoch in training["epochs"]:
             for rank in epoch["ranks"]:
-                parts = [
+                phases = [
                     rank[p] for p in ("computing", "averaging", "waiting", "input")
                 ]
-                assert sum(parts) == pytest.approx(rank["seconds"])
+                assert sum(phases) == pytest.approx(rank["seconds"])
     for row in content["by_ranks"]:
         spent = row["seconds"]["median"] * row["ranks"] / 1000
         assert row["cost"]["run"] == pytest.approx(spent)

@@ -85,7 +85,7 @@ class Report(keras.callbacks.Callback):
         speeds = [c for c in callbacks if isinstance(c, Throughput)]
         self._is_own_speed = not speeds
         self._speed = speeds[0] if speeds else Throughput()
-        self._speed.measure_parts()
+        self._speed.measure_phases()
 
     def set_params(self, params: Any) -> None:
         super().set_params(params)
@@ -95,7 +95,7 @@ class Report(keras.callbacks.Callback):
     def set_model(self, model: Any) -> None:
         super().set_model(model)
         if self._is_own_speed:
-            self._speed.measure_parts()
+            self._speed.measure_phases()
             self._speed.set_model(model)
 
     def on_train_begin(self, logs: Any = None) -> None:

@@ -166,11 +166,11 @@ def epoch_of(
             rows=fact.rows,
             seconds=each.seconds,
             first=time_of.first,
-            **vars(parts),
+            **vars(phases),
             memory=fact.memory,
             gpu_memory=fact.gpu_memory,
         )
-        for rank, (each, time_of, parts, fact) in enumerate(
+        for rank, (each, time_of, phases, fact) in enumerate(
             zip(measured, times, divided, facts, strict=True)
         )
     ]

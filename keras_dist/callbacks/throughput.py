@@ -52,27 +52,27 @@ class Throughput(keras.callbacks.Callback):
         super().__init__()
         self.breakdown = breakdown
         self.by_rank: tuple[Measured, ...] = ()
-        self._has_parts = breakdown
+        self._has_phases = breakdown
         self._begins: list[float] = []
         self._begin = 0.0
         self._measured: tuple[int, float] | None = None
         self._line = ""
 
-    def measure_parts(self) -> None:
+    def measure_phases(self) -> None:
         """Measure where the time is spent, too, without printing or logging it."""
-        self._has_parts = True
+        self._has_phases = True
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
         session = step.install(model)
-        if self._has_parts:
+        if self._has_phases:
             session.instruments.time_steps()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._print()
         session_of(self.model).rows_trained.begin_epoch()
         self._measured = None
-        if self._has_parts:
+        if self._has_phases:
             self._stopwatch().reset()
             self._begins.clear()
         self._begin = time.perf_counter()
@@ -80,14 +80,14 @@ class Throughput(keras.callbacks.Callback):
     def on_train_batch_begin(
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
-        if self._has_parts:
+        if self._has_phases:
             self._begins.append(time.time())
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._measure()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        times = self._times() if self._has_parts else None
+        times = self._times() if self._has_phases else None
         self.by_rank = tuple(comm.gather(Measured(*self._measure(), times)))
         rows = sum(measured.rows for measured in self.by_rank)
         rate = rows / max(measured.seconds for measured in self.by_rank)
@@ -95,9 +95,9 @@ class Throughput(keras.callbacks.Callback):
             logs["rows_per_second"] = rate
         ranks = f"{len(self.by_rank)} rank{'s' if len(self.by_rank) > 1 else ''}"
         self._line = f"epoch {epoch + 1}: {rate:,.0f} rows/s on {ranks}"
-        parts = [measured.times for measured in self.by_rank if measured.times]
-        if self.breakdown and len(parts) == len(self.by_rank):
-            fractions = breakdown(parts)
+        divided = [measured.times for measured in self.by_rank if measured.times]
+        if self.breakdown and len(divided) == len(self.by_rank):
+            fractions = breakdown(divided)
             self._line += f"; {fractions}{self._advice(fractions.input)}"
             if logs is not None:
                 for name in ("computing", "averaging", "waiting", "input"):

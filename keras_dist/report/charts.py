@@ -7,7 +7,7 @@ and in the dark color scheme, and changes with it.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keras_dist.report.training import PARTS
+from keras_dist.report.training import PHASES
 
 Spec = dict[str, Any]
 Values = Sequence[Mapping[str, Any]]
@@ -17,7 +17,7 @@ _HEIGHT = 220
 
 # Of the style sheet in `page`: eight colors for categories.
 COLORS = [f"var(--c{number})" for number in range(1, 9)]
-_PART_COLORS = dict(zip(PARTS, COLORS, strict=False))
+_PHASE_COLORS = dict(zip(PHASES, COLORS, strict=False))
 
 _CONFIG: Spec = {
     "background": None,
@@ -104,9 +104,9 @@ def color(
     return channel
 
 
-def parts_color() -> Spec:
-    """Colors of the parts of a step, the same in all charts."""
-    return color("part", None, _PART_COLORS)
+def phases_color() -> Spec:
+    """Colors of the phases of a step, the same in all charts."""
+    return color("phase", None, _PHASE_COLORS)
 
 
 def tip(name: str, title: str, form: str = "") -> Spec:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keras_dist.report.training import PARTS
+from keras_dist.report.training import PHASES
 
-# Of the time, above which a part is worth a sentence.
+# Of the time, above which a phase is worth a sentence.
 LARGE = 0.1
 
 _CURES = {
@@ -25,27 +25,27 @@ _CURES = {
 }
 
 
-def limits_of(parts: Mapping[str, float], last: Sequence[float] = ()) -> list[str]:
-    """A sentence for each part but computing that takes more than a tenth.
+def limits_of(phases: Mapping[str, float], last: Sequence[float] = ()) -> list[str]:
+    """A sentence for each phase but computing that takes more than a tenth.
 
     Args:
-        parts: The fraction of the time of each part.
+        phases: The fraction of the time of each phase.
         last: For each rank the fraction of steps in which it was the last to arrive.
 
-    >>> parts = {"computing": 0.5, "averaging": 0.0, "waiting": 0.05, "input": 0.45}
-    >>> print(*limits_of(parts))
+    >>> phases = {"computing": 0.5, "averaging": 0.0, "waiting": 0.05, "input": 0.45}
+    >>> print(*limits_of(phases))
     input: 45 % of the time, waiting for the next batch. Divide the work ...
     """
-    large = [part for part in PARTS[1:] if parts[part] >= LARGE]
+    large = [phase for phase in PHASES[1:] if phases[phase] >= LARGE]
     words = []
-    for part in sorted(large, key=lambda part: -parts[part]):
-        text = f"{part}: {parts[part]:.0%} of the time, ".replace("%", " %")
-        words.append(text + _whom(part, last) + _CURES[part])
+    for phase in sorted(large, key=lambda phase: -phases[phase]):
+        text = f"{phase}: {phases[phase]:.0%} of the time, ".replace("%", " %")
+        words.append(text + _whom(phase, last) + _CURES[phase])
     return words
 
 
-def _whom(part: str, last: Sequence[float]) -> str:
-    if part != "waiting" or not last or max(last) < 2 / len(last):
+def _whom(phase: str, last: Sequence[float]) -> str:
+    if phase != "waiting" or not last or max(last) < 2 / len(last):
         return ""
     slowest = max(range(len(last)), key=lambda rank: last[rank])
     return f"for rank {slowest} in {last[slowest] * 100:.0f} % of the steps: "

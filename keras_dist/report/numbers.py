@@ -34,7 +34,7 @@ def seconds(value: float | None) -> str:
     """Seconds, minutes or hours.
 
     >>> [seconds(value) for value in (0.5, 42.3, 90, 7300, None)]
-    ['0.50 s', '42.3 s', '1 min 30 s', '2 h 2 min', '–']
+    ['0.50 s', '42.3 s', '1 min 30 s', '2 h 1 min', '–']
     """
     if value is None:
         return "–"

@@ -98,15 +98,15 @@ class Section:
     code: str = ""
 
     def __str__(self) -> str:
-        parts = [f"<h2>{_text(self.title)}</h2>"] if self.title else []
-        parts += _paragraphs(self.words)
+        pieces = [f"<h2>{_text(self.title)}</h2>"] if self.title else []
+        pieces += _paragraphs(self.words)
         if self.charts:
             shown = "\n".join(map(str, self.charts))
-            parts.append(f'<div class="charts">{shown}</div>')
-        parts += [str(table) for table in self.tables]
+            pieces.append(f'<div class="charts">{shown}</div>')
+        pieces += [str(table) for table in self.tables]
         if self.code:
-            parts.append(f"<pre>{_text(self.code)}</pre>")
-        return "<section>" + "\n".join(parts) + "</section>"
+            pieces.append(f"<pre>{_text(self.code)}</pre>")
+        return "<section>" + "\n".join(pieces) + "</section>"
 
 
 def page(

@@ -9,8 +9,8 @@ from typing import Any
 # Of the JSON; a reader of another one says so.
 FORMAT = 1
 
-# The parts of a step, in the order in which they are shown.
-PARTS = ("computing", "averaging", "waiting", "input")
+# The phases of a step, in the order in which they are shown.
+PHASES = ("computing", "averaging", "waiting", "input")
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class OfRank:
         rows: Rows that it has trained on.
         seconds: Seconds that it has trained, without validation.
         first: Seconds until the second step had its data, if a step was traced; they
-            are part of `computing`.
+            are within `computing`.
         computing, averaging, waiting, input: Seconds of these, as in `Throughput`.
         last_fraction: The fraction of steps in which it was the last to arrive at the
             averaging.
@@ -139,28 +139,28 @@ def plain_logs(logs: Mapping[str, Any] | None, prefix: str = "") -> dict[str, An
     return plain
 
 
-def parts_of(epochs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Fractions of the time of all ranks, by part, which add up to 1.
+def phases_of(epochs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Fractions of the time of all ranks, by phase, which add up to 1.
 
     Without the first step where it was traced: that does not come again.
 
     Args:
         epochs: Epochs of the JSON.
     """
-    seconds = seconds_of_parts(epochs)
+    seconds = seconds_of_phases(epochs)
     total = sum(seconds.values())
-    return {part: value / total if total else 0.0 for part, value in seconds.items()}
+    return {phase: value / total if total else 0.0 for phase, value in seconds.items()}
 
 
-def seconds_of_parts(epochs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds of all ranks in all epochs, by part, without a first step of tracing."""
+def seconds_of_phases(epochs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds of all ranks in all epochs, by phase, without a first step of tracing."""
     ranks = [rank for epoch in epochs for rank in epoch["ranks"]]
-    seconds = {part: sum(rank[part] for rank in ranks) for part in PARTS}
+    seconds = {phase: sum(rank[phase] for rank in ranks) for phase in PHASES}
     computing = seconds["computing"] - sum(rank["first"] for rank in ranks)
     return seconds | {"computing": max(0.0, computing)}
 
 
-def steps_of_parts(epochs: Sequence[Mapping[str, Any]]) -> int:
+def steps_of_phases(epochs: Sequence[Mapping[str, Any]]) -> int:
     """Steps of all ranks in all epochs, without a first step of tracing."""
     return sum(
         max(0, epoch["steps"] - (rank["first"] > 0))

@@ -8,12 +8,12 @@ from keras_dist.report.accuracy import is_better_low, metric_in
 from keras_dist.report.limits import last_fractions, limits_of
 from keras_dist.report.numbers import counted, percent, rounded, seconds, size
 from keras_dist.report.page import Chart, Section, Table, page
-from keras_dist.report.training import PARTS, median_rate, numbers_in, parts_of
+from keras_dist.report.training import PHASES, median_rate, numbers_in, phases_of
 
 Content = Mapping[str, Any]
 
 # Logs that have charts of their own.
-_OTHERS = {"rows_per_second", "training_seconds", *PARTS}
+_OTHERS = {"rows_per_second", "training_seconds", *PHASES}
 
 # More ranks than this are not shown one by one: those that are last most often are.
 _MOST_RANKS = 64
@@ -92,10 +92,13 @@ def _sections(content: Content) -> list[Section]:
 
 def _limits(content: Content) -> Section:
     epochs = content["epochs"]
-    parts = parts_of(epochs)
-    found = limits_of(parts, last_fractions(epochs))
-    shares = ", ".join(f"{percent(parts[part])} {part}" for part in PARTS)
-    words = [f"Of the time of all ranks: {shares}.", *(f"- {text}" for text in found)]
+    phases = phases_of(epochs)
+    found = limits_of(phases, last_fractions(epochs))
+    fractions = ", ".join(f"{percent(phases[phase])} {phase}" for phase in PHASES)
+    words = [
+        f"Of the time of all ranks: {fractions}.",
+        *(f"- {text}" for text in found),
+    ]
     trained = sum(epoch["training_seconds"] for epoch in epochs)
     outside = 1 - trained / sum(epoch["epoch_seconds"] for epoch in epochs)
     if outside >= 0.1:
@@ -177,26 +180,28 @@ def _speed(content: Content) -> list[Chart]:
     )
     return [
         Chart("Rows per second of all ranks", rows, "without a step of tracing"),
-        Chart("Where the time goes", _parts_by_epoch(epochs), "of all ranks, by epoch"),
+        Chart(
+            "Where the time goes", _phases_by_epoch(epochs), "of all ranks, by epoch"
+        ),
     ]
 
 
-def _parts_by_epoch(epochs: Sequence[Content]) -> charts.Spec:
+def _phases_by_epoch(epochs: Sequence[Content]) -> charts.Spec:
     shown = epochs[:: -(-len(epochs) // 100)]
     values = [
-        {"epoch": epoch["epoch"], "part": part, "order": order, "share": share}
+        {"epoch": epoch["epoch"], "phase": phase, "order": order, "fraction": fraction}
         for epoch in shown
-        for order, (part, share) in enumerate(parts_of([epoch]).items())
+        for order, (phase, fraction) in enumerate(phases_of([epoch]).items())
     ]
     return charts.bars(
         values,
         charts.category("epoch", "epoch"),
-        charts.number("share", "of the time", form=".0%", zero=True),
-        by=charts.parts_color(),
+        charts.number("fraction", "of the time", form=".0%", zero=True),
+        by=charts.phases_color(),
         tips=[
             charts.tip("epoch", "epoch"),
-            charts.tip("part", "part"),
-            charts.tip("share", "of the time", ".1%"),
+            charts.tip("phase", "phase"),
+            charts.tip("fraction", "of the time", ".1%"),
         ],
     )
 
@@ -207,14 +212,14 @@ def _ranks(content: Content) -> list[Chart]:
     shown = sorted(most)
     note = "" if len(shown) == len(last) else f"the {len(shown)} that are last most"
     times = [
-        {"rank": rank, "part": part, "order": order, "last": last[rank]}
-        | {"seconds": sum(e["ranks"][rank][part] for e in content["epochs"])}
+        {"rank": rank, "phase": phase, "order": order, "last": last[rank]}
+        | {"seconds": sum(e["ranks"][rank][phase] for e in content["epochs"])}
         for rank in shown
-        for order, part in enumerate(PARTS)
+        for order, phase in enumerate(PHASES)
     ]
     tips = [
         charts.tip("rank", "rank"),
-        charts.tip("part", "part"),
+        charts.tip("phase", "phase"),
         charts.tip("seconds", "seconds", ",.2f"),
         charts.tip("last", "last to arrive, of the steps", ".0%"),
     ]
@@ -222,7 +227,7 @@ def _ranks(content: Content) -> list[Chart]:
         times,
         charts.category("rank", "rank"),
         charts.number("seconds", "seconds", zero=True),
-        by=charts.parts_color(),
+        by=charts.phases_color(),
         tips=tips,
     )
     return [
@@ -265,17 +270,17 @@ def _events(content: Content) -> list[Section]:
 def _table(content: Content) -> Table:
     epochs = content["epochs"]
     names = [name for name in epochs[-1]["logs"] if name not in _OTHERS]
-    head = ["epoch", *names, "rows/s", *PARTS, "seconds", "rows", "memory"]
+    head = ["epoch", *names, "rows/s", *PHASES, "seconds", "rows", "memory"]
     rows = []
     for epoch in epochs:
-        parts = parts_of([epoch])
+        phases = phases_of([epoch])
         most = max(rank["memory"] or 0 for rank in epoch["ranks"])
         rows.append(
             [
                 str(epoch["epoch"]),
                 *(rounded(epoch["logs"].get(name)) for name in names),
                 rounded(epoch["steady_rows_per_second"]),
-                *(percent(parts[part]) for part in PARTS),
+                *(percent(phases[phase]) for phase in PHASES),
                 seconds(epoch["seconds"]),
                 f"{epoch['rows']:,}",
                 size(most or None),

@@ -92,7 +92,7 @@ def _add_comparison(command: argparse.ArgumentParser) -> None:
 
 
 def _counts(text: str) -> list[int]:
-    return sorted({_positive(part) for part in text.split(",")})
+    return sorted({_positive(word) for word in text.split(",")})
 
 
 def _positive(text: str) -> int:

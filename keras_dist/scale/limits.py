@@ -44,7 +44,7 @@ def _of_ranks(row: Row, base: Row) -> list[str]:
             f"On {ranks}: {factor:.2f} times the rows per second of "
             f"{counted(base['ranks'], 'rank')}, an efficiency of {percent(efficiency)}."
         )
-    reasons = [*_computing(row, base), *limits_of(row["parts"])]
+    reasons = [*_computing(row, base), *limits_of(row["phases"])]
     if row["outside"] >= LARGE:
         reasons.append(
             f"validation and callbacks: {percent(row['outside'])} of the epochs, which "
@@ -57,7 +57,7 @@ def _of_ranks(row: Row, base: Row) -> list[str]:
             f"{seconds(row['seconds']['median'])}; longer trainings hide it."
         )
     if not reasons and row is not base and efficiency >= _GOOD:
-        reasons.append("nothing: no part takes more than a tenth of the time.")
+        reasons.append("nothing: no phase takes more than a tenth of the time.")
     begin = "" if found else f"On {ranks}: "
     return [*found, *(f"- {begin}{reason}" for reason in reasons)]
 

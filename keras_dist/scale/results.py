@@ -7,10 +7,10 @@ from typing import Any
 from keras_dist.report.accuracy import is_better_low, metric_in, reached
 from keras_dist.report.training import (
     numbers_in,
-    parts_of,
+    phases_of,
     rates_of_epochs,
-    seconds_of_parts,
-    steps_of_parts,
+    seconds_of_phases,
+    steps_of_phases,
 )
 from keras_dist.scale.limits import study_limits
 from keras_dist.scale.prediction import Step, predicted
@@ -105,7 +105,7 @@ def _of_ranks(
         "devices": list(dict.fromkeys(trainings[0]["devices"])),
         "rows_per_second": spread(rates),
         "efficiency": spread(efficiencies(rates, ranks, base)),
-        "parts": parts_of(epochs),
+        "phases": phases_of(epochs),
         "step": _step(epochs, ranks),
         "computing_of_step": _of_step(epochs, "computing"),
         "outside": _outside(epochs),
@@ -122,10 +122,10 @@ def _of_ranks(
 
 def _step(epochs: Sequence[Any], ranks: int) -> dict[str, float] | None:
     """The arguments of a `Step`; `None` if no step was timed."""
-    steps = steps_of_parts(epochs)
+    steps = steps_of_phases(epochs)
     if not steps:
         return None
-    seconds = seconds_of_parts(epochs)
+    seconds = seconds_of_phases(epochs)
     rows = sum(rank["rows"] for epoch in epochs for rank in epoch["ranks"])
     all_steps = sum(epoch["steps"] * len(epoch["ranks"]) for epoch in epochs)
     averaging = seconds.pop("averaging") / steps
@@ -137,9 +137,9 @@ def _step(epochs: Sequence[Any], ranks: int) -> dict[str, float] | None:
     }
 
 
-def _of_step(epochs: Sequence[Any], part: str) -> float | None:
-    steps = steps_of_parts(epochs)
-    return seconds_of_parts(epochs)[part] / steps if steps else None
+def _of_step(epochs: Sequence[Any], phase: str) -> float | None:
+    steps = steps_of_phases(epochs)
+    return seconds_of_phases(epochs)[phase] / steps if steps else None
 
 
 def _outside(epochs: Sequence[Any]) -> float:

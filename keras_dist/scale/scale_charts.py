@@ -214,24 +214,24 @@ def _times(values: Sequence[Any], metric: str) -> charts.Spec:
     )
 
 
-def parts(content: Content) -> list[Chart]:
+def phases(content: Content) -> list[Chart]:
     """Where the time of a step goes, memory and cost, by the number of ranks."""
     rows = content["by_ranks"]
     stack = [
-        {"ranks": row["ranks"], "part": part, "order": order, "share": share}
+        {"ranks": row["ranks"], "phase": phase, "order": order, "fraction": fraction}
         for row in rows
-        for order, (part, share) in enumerate(row["parts"].items())
+        for order, (phase, fraction) in enumerate(row["phases"].items())
     ]
-    tips = [charts.tip("ranks", "ranks"), charts.tip("part", "part")]
-    shares = charts.bars(
+    tips = [charts.tip("ranks", "ranks"), charts.tip("phase", "phase")]
+    fractions = charts.bars(
         stack,
         charts.category("ranks", "ranks"),
-        charts.number("share", "of the time", form=".0%", zero=True),
-        by=charts.parts_color(),
-        tips=[*tips, charts.tip("share", "of the time", ".1%")],
+        charts.number("fraction", "of the time", form=".0%", zero=True),
+        by=charts.phases_color(),
+        tips=[*tips, charts.tip("fraction", "of the time", ".1%")],
     )
     found = [
-        Chart("Where the time goes", shares, "of all ranks, without the first step")
+        Chart("Where the time goes", fractions, "of all ranks, without the first step")
     ]
     kinds = {"memory": "Memory of a rank", "gpu_memory": "Memory of a GPU"}
     for name, title in kinds.items():

@@ -5,7 +5,7 @@ from typing import Any
 
 from keras_dist.report.numbers import counted, percent, rounded, seconds, size
 from keras_dist.report.page import Section, Table, page
-from keras_dist.report.training import PARTS, median_rate
+from keras_dist.report.training import PHASES, median_rate
 from keras_dist.scale import scale_charts
 
 Content = Mapping[str, Any]
@@ -69,7 +69,7 @@ def _sections(content: Content) -> list[Section | None]:
         else None,
         _prediction(content),
         _learning(content),
-        _parts(content),
+        _phases(content),
         Section("Runs", tables=[_runs(content)]),
     ]
 
@@ -156,20 +156,23 @@ def _targets(content: Content) -> list[str]:
     return words
 
 
-def _parts(content: Content) -> Section | None:
+def _phases(content: Content) -> Section | None:
     rows = []
     for row in content["by_ranks"]:
         step = row["step"] or {"others": 0.0, "averaging": 0.0}
-        cells = [str(row["ranks"]), *(percent(row["parts"][part]) for part in PARTS)]
+        cells = [
+            str(row["ranks"]),
+            *(percent(row["phases"][phase]) for phase in PHASES),
+        ]
         cells += [f"{1000 * (step['others'] + step['averaging']):.1f} ms"]
         cells += [percent(row["outside"]), seconds(row["first"]), size(row["memory"])]
         cost = row["cost"] or {"run": None, "to_target": None}
         rows.append([*cells, *(rounded(cost[key], 3) for key in ("run", "to_target"))])
     if not rows:
         return None
-    head = ["ranks", *PARTS, "a step", "validation, callbacks", "first step", "memory"]
+    head = ["ranks", *PHASES, "a step", "validation, callbacks", "first step", "memory"]
     head += ["cost of a run", "to the target"]
-    charts = scale_charts.parts(content)
+    charts = scale_charts.phases(content)
     return Section("Where the time goes", charts=charts, tables=[Table(head, rows)])
 
 

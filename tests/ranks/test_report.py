@@ -10,7 +10,7 @@ from claims import largest_difference
 
 import keras_dist
 
-PARTS = ("computing", "averaging", "waiting", "input")
+PHASES = ("computing", "averaging", "waiting", "input")
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_a_report_has_the_history_and_the_rows_of_all_ranks(
         assert sum(of_ranks) == len(x)
         assert list(epoch["rates"].values()) == [pytest.approx(0.1 * world.size)]
         for rank in epoch["ranks"]:
-            seconds = sum(rank[part] for part in PARTS)
+            seconds = sum(rank[phase] for phase in PHASES)
             assert seconds == pytest.approx(rank["seconds"])
             assert rank["memory"] > 1e8 and rank["gpu_memory"] is None
         last = sum(rank["last_fraction"] for rank in epoch["ranks"])
