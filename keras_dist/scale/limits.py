@@ -69,8 +69,8 @@ def _computing(row: Row, base: Row) -> list[str]:
         return []
     text = (
         f"computing: {now / before:.2f} times as long for a step as on "
-        f"{counted(base['ranks'], 'rank')}. The ranks of a host have its cores, its "
-        "memory and its heat in common."
+        f"{counted(base['ranks'], 'rank')}. The ranks of a host have its cores and "
+        "the bandwidth of its memory in common."
     )
     devices = [", ".join(each["devices"]) for each in (base, row)]
     if devices[0] != devices[1]:
