@@ -192,6 +192,7 @@ def test_generated_parts_are_filled():
         "check",
         "env",
         "scale",
+        "page",
         "install-horovod",
         "bench-collectives",
         "migrate",
@@ -229,7 +230,7 @@ def test_the_commands_exist():
         )
     for page in pages():
         for name, rest in re.findall(
-            r"keras-dist (run|check|env|scale|install-horovod|bench-collectives"
+            r"keras-dist (run|check|env|scale|page|install-horovod|bench-collectives"
             r"|migrate)\b([^`\n]*)",
             page.read_text(),
         ):

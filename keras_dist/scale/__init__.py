@@ -11,5 +11,6 @@ a variable of the environment (`report/study.py`). Needs no TensorFlow.
 - `prediction`: more ranks than were measured, by a model of a step
 - `price`: what a run costs
 - `limits`: what limits, in words
+- `page_command`: the command `keras-dist page`
 - `scale_page`, `scale_charts`: the page
 """

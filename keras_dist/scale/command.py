@@ -11,6 +11,7 @@ from typing import Any
 from keras_dist.launch.options import add_hosts, add_limits
 from keras_dist.report import check_installed, json_text, write_whole
 from keras_dist.report.study import Study
+from keras_dist.report.training import FORMAT
 from keras_dist.scale.folder import Folder, facts_of, forget
 from keras_dist.scale.price import Price, price_of
 from keras_dist.scale.results import results_of
@@ -18,8 +19,6 @@ from keras_dist.scale.runs import Launch
 from keras_dist.scale.scale_page import scale_page
 from keras_dist.scale.screen import Screen
 from keras_dist.version import __version__
-
-FORMAT = 1
 
 
 def add_scale(commands: argparse._SubParsersAction) -> None:
