@@ -9,6 +9,8 @@ from keras_dist.check.command import add_check
 from keras_dist.install import InstallError, install_horovod
 from keras_dist.launch.command import add_run
 from keras_dist.migrate.command import add_migrate
+from keras_dist.scale.command import add_scale
+from keras_dist.scale.page_command import add_page
 from keras_dist.version import __version__
 
 
@@ -21,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         return options.run(options)
-    except (InstallError, OSError, RuntimeError, ValueError) as error:
+    except (ImportError, InstallError, OSError, RuntimeError, ValueError) as error:
         print(f"keras-dist: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -39,6 +41,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add_run(commands)
     add_check(commands)
+    add_scale(commands)
+    add_page(commands)
     _add_install_horovod(commands)
     _add_bench_collectives(commands)
     add_migrate(commands)

@@ -34,7 +34,7 @@ class DistributedModel:
             not: `lr_scaling`, `warmup_epochs`, `steps_scaling`,
             `validation_steps_scaling`, `shard`, `target_accuracy`, `op`,
             `compression`, `local_layers`, `process_set`, `sparse`, `resume`,
-            `save_steps`, `save_seconds`.
+            `save_steps`, `save_seconds`, `report`.
 
     Raises:
         TypeError: If an option is unknown.

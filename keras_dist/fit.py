@@ -17,6 +17,7 @@ from keras_dist.setup.arguments import KerasArguments
 from keras_dist.setup.checks import check_model
 from keras_dist.setup.fit_setup import FitSetup, prepare
 from keras_dist.setup.options import Options
+from keras_dist.setup.reports import with_plan, with_reports
 from keras_dist.training import step
 from keras_dist.training.autotune import untuned
 from keras_dist.training.errors import marked_as_of_one_rank
@@ -62,6 +63,7 @@ def dist_fit(
     resume: str | os.PathLike[str] | None = None,
     save_steps: int | None = None,
     save_seconds: float | None = 300,
+    report: str | os.PathLike[str] | None = None,
 ) -> keras.callbacks.History:
     """Train `model` on all ranks as `model.fit` trains it on one process.
 
@@ -120,6 +122,8 @@ def dist_fit(
         save_steps, save_seconds: With `resume`, the steps or seconds from checkpoint to
             checkpoint within an epoch; `None` turns this count off. There is always a
             checkpoint at the end of an epoch.
+        report: A file, `….html` or `….json`, that shows curves, speed, what takes the
+            time, and the ranks: adds `Report(report)`.
 
     Returns:
         The `History` of the fit, the same on every rank.
@@ -176,6 +180,7 @@ def dist_fit(
         resume=resume,
         save_steps=save_steps,
         save_seconds=save_seconds,
+        report=report,
     )
     return _train(model, given, options)
 
@@ -195,7 +200,7 @@ def _train(
             seed=seed,
         )
         spec = spec if resumed is None else resumed.placed(spec)
-        setup = comm.run_on_all(lambda: prepare(model, given, options, spec))
+        setup = comm.run_on_all(lambda: with_plan(prepare(model, given, options, spec)))
         comm.agree(setup.facts(), advice=_ADVICE)
         if comm.rank() == 0 and given.verbose != 0:
             _print(str(setup.plan))
@@ -210,6 +215,7 @@ def _train(
 
 def _opened(model: Any, given: KerasArguments, options: Options) -> KerasArguments:
     check_model(model)
+    given = with_reports(given, options)
     return same_batches.with_streams(given, options.shard)
 
 

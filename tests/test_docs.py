@@ -191,6 +191,8 @@ def test_generated_parts_are_filled():
         "run",
         "check",
         "env",
+        "scale",
+        "page",
         "install-horovod",
         "bench-collectives",
         "migrate",
@@ -228,8 +230,8 @@ def test_the_commands_exist():
         )
     for page in pages():
         for name, rest in re.findall(
-            r"keras-dist (run|check|env|install-horovod|bench-collectives|migrate)\b"
-            r"([^`\n]*)",
+            r"keras-dist (run|check|env|scale|page|install-horovod|bench-collectives"
+            r"|migrate)\b([^`\n]*)",
             page.read_text(),
         ):
             # Up to the script, whose options are its own, and without ssh's.

@@ -4,13 +4,16 @@ A page holds `<!-- generated: NAME -->` where the text of the function NAME belo
 """
 
 import argparse
+import json
 import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from keras_dist import __main__ as command
+from keras_dist.scale.page_command import page_of
 from keras_dist.setup.arguments import KerasArguments
 from keras_dist.setup.options import Options
 
@@ -35,6 +38,7 @@ PAGES = {
     "resume": "../how_to/resume.md",
     "save_steps": "../how_to/resume.md",
     "save_seconds": "../how_to/resume.md",
+    "report": "../how_to/scale.md",
 }
 
 
@@ -137,8 +141,22 @@ def _restructure(
     lines[:] = restructured("\n".join(lines)).splitlines() + [""]
 
 
+REPORTS = Path(__file__).parents[1] / "reports"
+
+
+def _make_reports(app: Any, error: Exception | None) -> None:
+    """Pages of real runs, from their JSON, as `keras-dist page` makes them."""
+    if error is None and app.builder.format == "html":
+        folder = Path(app.outdir) / "reports"
+        folder.mkdir(exist_ok=True)
+        for path in REPORTS.glob("*.json"):
+            page = page_of(json.loads(path.read_text()))
+            (folder / path.with_suffix(".html").name).write_text(page)
+
+
 def setup(app: Any) -> dict[str, bool]:
     """Called by Sphinx."""
     app.connect("source-read", _fill_page)
+    app.connect("build-finished", _make_reports)
     app.connect("autodoc-process-docstring", _restructure, priority=400)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

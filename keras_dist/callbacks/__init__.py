@@ -8,6 +8,7 @@ Public callbacks:
 - `metric_average`: makes metrics those of all ranks.
 - `nan_report`: reports gradients that are not finite; `nan_origin` finds their layer.
 - `replica_check`: compares the models of all ranks; `fingerprints` makes its checksums.
+- `report`: writes a page about the training; `report_facts` reads what is on it.
 - `stop_at_accuracy`: stops when a metric has reached a target.
 - `stop_together`: stops all ranks after the same step when one rank requests it.
 - `throughput`: rows per second; `breakdown` divides the time of an epoch into parts.
@@ -20,6 +21,7 @@ Callbacks that `dist_fit` adds if they are needed:
 - `next_epoch`: passes the number of the epoch to the sharded data.
 - `progress_bar`: Keras's progress bar, with rows per second of all ranks.
 - `progress`: records epoch and step for the reports of the watchdog.
+- `stop_at_target`: stops at the target of `keras-dist scale`.
 - `user_callbacks`: calls the user's callbacks; an error on one rank ends all ranks.
 
 Which callbacks run, and in which order:
@@ -44,7 +46,9 @@ from keras_dist.callbacks.nan_report import NanReport, NotFinite
 from keras_dist.callbacks.next_epoch import NextEpoch
 from keras_dist.callbacks.progress_bar import ProgressBar
 from keras_dist.callbacks.replica_check import ReplicaCheck
+from keras_dist.callbacks.report import Report
 from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy
+from keras_dist.callbacks.stop_at_target import StopAtTarget
 from keras_dist.callbacks.stop_together import StopTogether
 from keras_dist.callbacks.throughput import Throughput
 from keras_dist.callbacks.training_time import TrainingTime
@@ -60,7 +64,9 @@ __all__ = [
     "NotFinite",
     "ProgressBar",
     "ReplicaCheck",
+    "Report",
     "StopAtAccuracy",
+    "StopAtTarget",
     "StopTogether",
     "Throughput",
     "TrainingTime",

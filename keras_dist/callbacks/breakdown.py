@@ -16,11 +16,45 @@ class Times:
         seconds: Seconds of the epoch, without validation.
         input: Seconds of them in which the rank waited for the next batch.
         exchanges: Seconds of each step in the collective that averages gradients.
+        first: Seconds of them until the second step had its data, if a step was traced:
+            what does not come again in later epochs.
     """
 
     seconds: float
     input: float
     exchanges: Any
+    first: float = 0.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank has measured in an epoch.
+
+    Args:
+        rows: Rows that it has trained on.
+        seconds: Seconds of the epoch, without validation.
+        times: How they are divided; `None` if that was not measured.
+    """
+
+    rows: int
+    seconds: float
+    times: Times | None = None
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Seconds of an epoch on one rank, which add up to those of the epoch.
+
+    Args:
+        computing, averaging, waiting, input: As in `Breakdown`, in seconds.
+        last_fraction: The fraction of steps in which this rank arrived last.
+    """
+
+    computing: float
+    averaging: float
+    waiting: float
+    input: float
+    last_fraction: float
 
 
 @dataclass(frozen=True)
@@ -85,3 +119,33 @@ def breakdown(ranks: Sequence[Times]) -> Breakdown:
         slowest,
         count / steps,
     )
+
+
+def times_by_rank(ranks: Sequence[Times]) -> list[RankTimes]:
+    """Divide the time of each rank into parts, whose sum is that of `breakdown`.
+
+    Args:
+        ranks: The times of each rank, in rank order, of the same steps.
+
+    >>> ranks = Times(10.0, 1.0, [3.0, 1.0]), Times(10.0, 1.0, [1.0, 1.0])
+    >>> [each.waiting for each in times_by_rank(ranks)]
+    [2.0, 0.0]
+    """
+    steps = min(len(times.exchanges) for times in ranks)
+    if len(ranks) == 1 or steps == 0:
+        return [RankTimes(t.seconds - t.input, 0.0, 0.0, t.input, 0.0) for t in ranks]
+    exchanges = np.array([times.exchanges[:steps] for times in ranks])
+    shortest = exchanges.min(axis=0)
+    averaging = float(shortest.sum())
+    waits = (exchanges - shortest).sum(axis=1)
+    last = np.bincount(exchanges.argmin(axis=0), minlength=len(ranks)) / steps
+    return [
+        RankTimes(
+            times.seconds - averaging - float(wait) - times.input,
+            averaging,
+            float(wait),
+            times.input,
+            float(fraction),
+        )
+        for times, wait, fraction in zip(ranks, waits, last, strict=True)
+    ]

@@ -52,22 +52,28 @@ class EffectiveRate(keras.callbacks.Callback):
         # batch as those of the epoch. `TensorBoard` has made its writer the default.
         self._batch += 1
         if any(self._batch % every == 0 for every in self._every):
-            for name, rate in self._rates().items():
+            for name, rate in effective_rates(self.model).items():
                 tf.summary.scalar(f"batch_{name}", rate, step=self._batch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._is_wanted and logs is not None:
-            logs.update(self._rates())
+            logs.update(effective_rates(self.model))
 
-    def _rates(self) -> dict[str, float]:
-        leaves = [
-            leaf
-            for found in optimizer.optimizers_of(self.model)
-            for leaf in optimizer.leaves(found)
-        ]
-        return {
-            f"{_NAME}_{leaf.name}" if len(leaves) > 1 else _NAME: (
-                optimizer.effective_rate(leaf)
-            )
-            for leaf in leaves
-        }
+
+def effective_rates(model: Any) -> dict[str, float]:
+    """The rate that the last update of each optimizer used, by a name for the logs.
+
+    Args:
+        model: A compiled model.
+    """
+    leaves = [
+        leaf
+        for found in optimizer.optimizers_of(model)
+        for leaf in optimizer.leaves(found)
+    ]
+    return {
+        f"{_NAME}_{leaf.name}" if len(leaves) > 1 else _NAME: (
+            optimizer.effective_rate(leaf)
+        )
+        for leaf in leaves
+    }

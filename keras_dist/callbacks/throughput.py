@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.callbacks.breakdown import Times, breakdown
+from keras_dist.callbacks.breakdown import Measured, Times, breakdown
 from keras_dist.optimizer import Stopwatch
 from keras_dist.training import step
 from keras_dist.training.session import session_of
@@ -36,6 +36,9 @@ class Throughput(keras.callbacks.Callback):
             In the first epoch, tracing counts as computing. On a GPU, where
             work is queued, they may measure the queue: use `timeline` there.
 
+    Attributes:
+        by_rank: What each rank measured in the last epoch, in rank order.
+
     Example:
 
     ```python
@@ -48,23 +51,29 @@ class Throughput(keras.callbacks.Callback):
     def __init__(self, breakdown: bool = False) -> None:
         super().__init__()
         self.breakdown = breakdown
+        self.by_rank: tuple[Measured, ...] = ()
+        self._has_phases = breakdown
         self._begins: list[float] = []
         self._begin = 0.0
         self._measured: tuple[int, float] | None = None
         self._line = ""
         self._rows_for_own: float | None = None
 
+    def measure_phases(self) -> None:
+        """Measure where the time is spent, too, without printing or logging it."""
+        self._has_phases = True
+
     def set_model(self, model: Any) -> None:
         super().set_model(model)
         session = step.install(model)
-        if self.breakdown:
+        if self._has_phases:
             session.instruments.time_steps()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._print()
         session_of(self.model).rows_trained.begin_epoch()
         self._measured = None
-        if self.breakdown:
+        if self._has_phases:
             self._stopwatch().reset()
             self._begins.clear()
         self._begin = time.perf_counter()
@@ -72,24 +81,25 @@ class Throughput(keras.callbacks.Callback):
     def on_train_batch_begin(
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
-        if self.breakdown:
+        if self._has_phases:
             self._begins.append(time.time())
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._measure()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        times = self._times() if self.breakdown else None
-        measured, by_rank = zip(*comm.gather((self._measure(), times)), strict=True)
-        rows = sum(rows for rows, _ in measured)
+        times = self._times() if self._has_phases else None
+        self.by_rank = tuple(comm.gather(Measured(*self._measure(), times)))
+        rows = sum(measured.rows for measured in self.by_rank)
         self._rows_for_own = rows / max(1, self._measure()[0])
-        rate = rows / max(seconds for _, seconds in measured)
+        rate = rows / max(measured.seconds for measured in self.by_rank)
         if logs is not None:
             logs["rows_per_second"] = rate
-        ranks = f"{len(measured)} rank{'s' if len(measured) > 1 else ''}"
+        ranks = f"{len(self.by_rank)} rank{'s' if len(self.by_rank) > 1 else ''}"
         self._line = f"epoch {epoch + 1}: {rate:,.0f} rows/s on {ranks}"
-        if None not in by_rank:
-            fractions = breakdown(by_rank)
+        divided = [measured.times for measured in self.by_rank if measured.times]
+        if self.breakdown and len(divided) == len(self.by_rank):
+            fractions = breakdown(divided)
             self._line += f"; {fractions}{self._advice(fractions.input)}"
             if logs is not None:
                 for name in ("computing", "averaging", "waiting", "input"):
@@ -144,9 +154,11 @@ class Throughput(keras.callbacks.Callback):
         stride = max(1, -(-len(arrivals) // max(1, len(self._begins))))
         begins = np.array(self._begins)[: len(arrivals[::stride])]
         waits = np.maximum(0.0, arrivals[::stride][: len(begins)] - begins)
+        first = 0.0
         if stopwatch.has_traced:  # the first wait was tracing, not input
             waits[:1] = 0.0
-        return Times(self._measure()[1], float(waits.sum()), exchanges)
+            first = float(arrivals[:2].max(initial=0.0) - begins[:1].sum())
+        return Times(self._measure()[1], float(waits.sum()), exchanges, max(0.0, first))
 
     def _stopwatch(self) -> Stopwatch:
         stopwatch = session_of(self.model).instruments.stopwatch

@@ -29,6 +29,7 @@ class Options:
     resume: str | os.PathLike[str] | None = None
     save_steps: int | None = None
     save_seconds: float | None = 300
+    report: str | os.PathLike[str] | None = None
 
     def averaging(self) -> optimizer.Averaging:
         """The options that say how gradients are averaged, checked."""
