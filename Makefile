@@ -29,7 +29,7 @@ help:
 	@echo "make chaos   random faults while three hosts of our own train (root): COUNT=50 SEED=1"
 	@echo "make clusters  Ray, Spark (needs Java) and Kubernetes: installs them into $(CLUSTERS)"
 	@echo "make trackers  MLflow, Weights & Biases, KerasTuner and Optuna: installs them into $(TRACKERS)"
-	@echo "make recordings  what Horovod's own layer gives on Keras 2, into $(KERAS2) (tests/horovod_scripts)"
+	@echo "make recordings  what Horovod's own layer gives on Keras 2, into $(KERAS2) (tests/horovod_scripts, tests/horovod_files)"
 	@echo "make looks   look at each kind of pipeline 200 times, and see all of it be read"
 	@echo "make rows    count the rows of random data of all kinds: FIRST=0 COUNT=200"
 	@echo "make mutations   break one line at a time, and see a test fail"
@@ -147,6 +147,8 @@ recordings: $(KERAS2)/.ready
 	    $(KERAS2)/results $(SCRIPTS)
 	$(KERAS2)/bin/python tests/horovod_scripts/collect.py $(KERAS2)/results \
 	    tests/horovod_scripts/recorded.json
+	TF_USE_LEGACY_KERAS=1 $(KERAS2)/bin/python tests/horovod_files/write.py \
+	    tests/horovod_files
 
 $(KERAS2)/.ready: pyproject.toml $(READY)
 	$(BIN)/python -m venv --clear $(KERAS2)

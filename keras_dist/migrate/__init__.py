@@ -7,6 +7,7 @@ All but `command` and `report` needs libcst, which `keras-dist[migrate]` install
 - `source`: one file: its tree, the rules in their order, the new text
 - `script`: what the rules share about a file: names, lines, findings
 - `names`: which names of a file are Keras's, TensorFlow's or Horovod's
+- `scopes`: which of several assignments of a name a line reads
 - `arguments`: change the arguments of a call, and nothing else of its text
 - `imports`: Horovod's imports, in all their spellings
 - `calls`: arguments and methods that Keras 3 no longer takes

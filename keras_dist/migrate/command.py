@@ -3,16 +3,18 @@
 import argparse
 import difflib
 import importlib
+import io
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from keras_dist.migrate.report import Migrated
+from keras_dist.migrate.report import Finding, Migrated
 
 _INSTALL = "pip install 'keras-dist[migrate]'"
+_NOTEBOOK = ".ipynb"
 _SKIPPED = {"__pycache__", "node_modules", "site-packages"}
 
 
@@ -44,12 +46,21 @@ def add_migrate(commands: Any) -> None:
     command.set_defaults(run=_run)
 
 
+class _Done(NamedTuple):
+    """A file, its text before, and what becomes of it."""
+
+    path: Path
+    old: bytes
+    new: Migrated
+
+
 def _run(options: argparse.Namespace) -> int:
     migrate = _tool(options.to)
-    files = list(_files(options.paths))
-    done = [(path, path.read_bytes(), migrate(path.read_bytes())) for path in files]
+    done = [_migrated(path, migrate) for path in _files(options.paths)]
+    # As bytes: a difference has the encoding of its file, as that of git.
+    sys.stdout.flush()
     for path, old, new in done:
-        sys.stdout.write(difference(_shown(path), old, new))
+        sys.stdout.buffer.write(difference(_shown(path), old, new))
     sys.stdout.flush()
     for path, _, new in done:
         for finding in new.findings:
@@ -58,7 +69,25 @@ def _run(options: argparse.Namespace) -> int:
         for path, old, new in done:
             if new.source != old:
                 _replace(path, new.source)
-    return 0 if all(new.is_whole for _, _, new in done) else 1
+    return 0 if all(one.new.is_whole for one in done) else 1
+
+
+def _migrated(path: Path, migrate: Callable[[bytes], Migrated]) -> _Done:
+    """A file after its migration, or why it cannot be read."""
+    try:
+        old = path.read_bytes()
+    except OSError as error:
+        reason = f"the file cannot be read ({error.strerror})"
+        return _Done(path, b"", _refused(b"", reason, "Let this user read it"))
+    if path.suffix == _NOTEBOOK:
+        reason = "this is a notebook, and only scripts are read"
+        advice = "Save it as a script first: jupyter nbconvert --to script"
+        return _Done(path, old, _refused(old, reason, advice))
+    return _Done(path, old, migrate(old))
+
+
+def _refused(text: bytes, reason: str, advice: str) -> Migrated:
+    return Migrated(text, (Finding(1, reason, advice),))
 
 
 def _tool(target: str) -> Any:
@@ -76,7 +105,7 @@ def _tool(target: str) -> Any:
     return module.migrate
 
 
-def difference(path: str, old: bytes, new: Migrated) -> str:
+def difference(path: str, old: bytes, new: Migrated) -> bytes:
     """The unified diff of one file, empty where nothing changed.
 
     Args:
@@ -84,16 +113,15 @@ def difference(path: str, old: bytes, new: Migrated) -> str:
         old: Its text before.
         new: Its text after.
     """
-    before, after = (
-        text.decode("utf-8", "surrogateescape").splitlines(keepends=True)
-        for text in (old, new.source)
-    )
-    lines = difflib.unified_diff(before, after, f"a/{path}", f"b/{path}")
+    # Only a line feed ends a line, as in git; Python's `splitlines` knows other ends.
+    before, after = (io.BytesIO(text).readlines() for text in (old, new.source))
+    a, b = os.fsencode(f"a/{path}"), os.fsencode(f"b/{path}")
+    lines = difflib.diff_bytes(difflib.unified_diff, before, after, a, b)
     ended = (
-        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+        line if line.endswith(b"\n") else line + b"\n\\ No newline at end of file\n"
         for line in lines
     )
-    return "".join(ended).encode("utf-8", "replace").decode()
+    return b"".join(ended)
 
 
 def _shown(path: Path) -> str:
@@ -110,14 +138,26 @@ def _files(paths: Sequence[str]) -> Iterator[Path]:
         path = Path(name)
         if not path.exists():
             raise ValueError(f"There is no such file or folder. Received: {name}")
-        found = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        found = list(_inside(path)) if path.is_dir() else [path]
+        if not found:
+            raise ValueError(f"There is no script in this folder. Received: {name}")
         for file in found:
-            folder = file.relative_to(path).parent if path.is_dir() else Path()
-            inner = folder.as_posix().split("/") if folder != Path() else []
-            is_skipped = any(one.startswith(".") or one in _SKIPPED for one in inner)
-            if file.is_file() and not is_skipped and file.resolve() not in seen:
+            if file.resolve() not in seen:
                 seen.add(file.resolve())
                 yield file
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    """The scripts of a folder, and its notebooks with Horovod."""
+    for file in sorted(folder.rglob("*")):
+        inner = [one.name for one in file.relative_to(folder).parents]
+        is_skipped = any(one.startswith(".") or one in _SKIPPED for one in inner)
+        if is_skipped or not file.is_file():
+            continue
+        if file.suffix == ".py" or (
+            file.suffix == _NOTEBOOK and b"horovod" in file.read_bytes()
+        ):
+            yield file
 
 
 def _replace(path: Path, text: bytes) -> None:

@@ -10,7 +10,6 @@ from libcst.metadata import MetadataWrapper, PositionProvider
 from keras_dist.migrate import source as keras_3
 from keras_dist.migrate.arguments import (
     appended,
-    keyword,
     literal,
     passed,
     without_elements,
@@ -48,6 +47,15 @@ def migrate(source: bytes) -> Migrated:
 
 # What stands for a line that is removed, until its block is left.
 _MARK = cst.Comment("# keras-dist: removed")
+
+
+def _added(line: cst.CSTNode) -> Sequence[cst.Arg]:
+    """What a line such as `callbacks.append(…)` adds to a list, if it does."""
+    if not m.matches(line, m.SimpleStatementLine([m.Expr(_ADDS)])):
+        return ()
+    statement = cst.ensure_type(line, cst.SimpleStatementLine).body[0]
+    call = cst.ensure_type(statement, cst.Expr).value
+    return cst.ensure_type(call, cst.Call).args
 
 
 def _removed(line: cst.SimpleStatementLine | cst.If) -> cst.SimpleStatementLine:
@@ -177,7 +185,9 @@ class _Rewrite(cst.CSTTransformer):
         self, original_node: cst.IfExp, updated_node: cst.IfExp
     ) -> cst.BaseExpression:
         """`verbose=1 if hvd.rank() == 0 else 0`."""
-        if self._is_first(original_node.test) and literal(original_node.orelse) == 0:
+        is_verbose = original_node in self._plan.verbose
+        is_silent = literal(original_node.orelse) == 0
+        if is_verbose and is_silent and self._is_first(original_node.test):
             self._plan.finish(original_node.test)
             return updated_node.body
         return updated_node
@@ -190,9 +200,10 @@ class _Rewrite(cst.CSTTransformer):
         if not self._is_first(original_node.test):
             return updated_node
         self._plan.finish(original_node.test)
-        line = m.SimpleStatementLine([m.Expr(_ADDS)])
-        body = original_node.body.body
-        if original_node.orelse is None and all(m.matches(one, line) for one in body):
+        added = [_added(line) for line in original_node.body.body]
+        if original_node.orelse is None and all(
+            self._plan.writes(one) for one in added
+        ):
             lines: list[Any] = list(updated_node.body.body)
             leading = [*updated_node.leading_lines, *lines[0].leading_lines]
             lines[0] = lines[0].with_changes(leading_lines=leading)
@@ -255,7 +266,7 @@ class _Rewrite(cst.CSTTransformer):
         root = passed(node, "root_rank", 0)
         found = name == BROADCAST and len(node.args) == 1 and literal(root) == 0
         found |= name == AVERAGE and not node.args
-        found |= name == WARMUP and keyword(node, "steps_per_epoch") is None
+        found |= name == WARMUP and self._plan.can_warm_up(node)
         if found:
             self._plan.finish(node)
         return found

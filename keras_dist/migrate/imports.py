@@ -22,7 +22,8 @@ MISSING = {
     "process_set_included_op": "Use process_set.included()",
     "BroadcastGlobalVariablesHook": "Use "
     "hvd.callbacks.BroadcastGlobalVariablesCallback in Model.fit",
-    "DistributedAdasumOptimizer": "Use hvd.DistributedOptimizer(…, op=hvd.Adasum)",
+    "DistributedAdasumOptimizer": "Use "
+    'keras_dist.DistributedOptimizer(…, op="adasum"), over MPI',
     "elastic.TensorFlowState": "Use hvd.elastic.KerasState",
 }
 _OTHERS = {
@@ -80,9 +81,12 @@ def change_from(
     if new is not None:
         return updated.with_changes(module=_dotted_node(new))
     if isinstance(updated.names, cst.ImportStar):
+        if module == _PLAIN:
+            reason = f"all names of {module}, of which {_NEW} has not all"
+            script.left(original, reason, f"Import {_NEW} as hvd, and use its names")
         _list_other(original, module, script)
         return updated
-    layers = [one for one in updated.names if _is_layer(module, one)]
+    layers = [one for one in updated.names if _is_layer(module, one, script)]
     if len(layers) == len(updated.names) == 1:
         return _whole_layer(updated, layers[0])
     others = [one for one in updated.names if one not in layers]
@@ -98,8 +102,13 @@ def change_from(
     return _split(rest, layers) if layers else rest
 
 
-def _is_layer(module: str, alias: cst.ImportAlias) -> bool:
-    return new_module(f"{module}.{dotted(alias.name)}") is not None
+def _is_layer(module: str, alias: cst.ImportAlias, script: Script) -> bool:
+    """Whether `from module import alias` imports what is `keras_dist.horovod` here."""
+    name = f"{module}.{dotted(alias.name)}"
+    if name == _PLAIN:  # `from horovod import tensorflow as hvd`
+        local = dotted((alias.asname or alias).name) or ""
+        return _has_all(script, local)
+    return new_module(name) is not None
 
 
 def change_name(
@@ -130,7 +139,7 @@ def change_text(
     text = updated.args[0].value
     new = new_module(str(text.evaluated_value))
     if new is None or dotted(original.func) == "__import__":
-        _list_other(original, str(text.evaluated_value), script)
+        _list_text(original, str(text.evaluated_value), script)
         return updated
     changed = text.with_changes(
         value=text.value.replace(str(text.evaluated_value), new)
@@ -166,7 +175,7 @@ def _used(node: cst.CSTNode, local: str) -> str | None:
 
 def _whole_layer(node: cst.ImportFrom, layer: cst.ImportAlias) -> cst.ImportFrom:
     """`from horovod import keras` becomes `from keras_dist import horovod as keras`."""
-    asname = layer.asname or cst.AsName(name=cst.Name("keras"))
+    asname = layer.asname or cst.AsName(name=cst.ensure_type(layer.name, cst.Name))
     alias = layer.with_changes(name=cst.Name("horovod"), asname=asname)
     return node.with_changes(module=cst.Name("keras_dist"), names=[alias])
 
@@ -189,8 +198,14 @@ def _list_other(node: cst.CSTNode, name: str, script: Script) -> None:
         if name == module or name.startswith(f"{module}."):
             script.left(node, f"{module} is left as it is", advice)
             return
-    if new_module(name) is not None:
+
+
+def _list_text(node: cst.CSTNode, name: str, script: Script) -> None:
+    """A module that is imported by its name in a string."""
+    if name == _PLAIN or new_module(name) is not None:
         script.left(node, f"{name} is imported by its text", f"Import {_NEW}")
+    else:
+        _list_other(node, name, script)
 
 
 def _dotted_node(name: str) -> cst.Attribute | cst.Name:
@@ -207,7 +222,8 @@ def added(module: cst.Module, script: Script) -> cst.Module:
     if not lines:
         return module
     body = list(module.body)
-    last = max((i for i, line in enumerate(body) if _is_import(line)), default=-1)
+    first = 0 if module.get_docstring() is not None else -1
+    last = max((i for i, line in enumerate(body) if _is_import(line)), default=first)
     new = [cst.parse_statement(line) for line in dict.fromkeys(lines)]
     return module.with_changes(body=[*body[: last + 1], *new, *body[last + 1 :]])
 

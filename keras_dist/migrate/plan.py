@@ -1,5 +1,7 @@
 """What a script says about its training, and which lines `dist_fit` can replace."""
 
+from collections.abc import Sequence
+
 import libcst as cst
 from libcst import matchers as m
 
@@ -18,6 +20,8 @@ _INSTEAD = {
     "hvd.callbacks.LearningRateScheduleCallback": "keras.callbacks."
     "LearningRateScheduler would take the rates of one process",
     "hvd.DistributedOptimizer": "dist_fit takes only op= and compression= of it",
+    "hvd.callbacks.LearningRateWarmupCallback": "dist_fit warms up to the optimizer's "
+    "rate, scaled by the ranks, and counts the steps itself",
     "hvd.size": "dist_fit scales rate and steps itself, so this may be one too many",
 }
 _UNKNOWN = "it is none of the idioms that dist_fit replaces"
@@ -29,6 +33,10 @@ OPTIMIZER = "hvd.DistributedOptimizer"
 _STEPS = {
     "steps_per_epoch": "steps_scaling",
     "validation_steps": "validation_steps_scaling",
+}
+_WRITING = {
+    f"keras.callbacks.{name}"
+    for name in ("BackupAndRestore", "CSVLogger", "ModelCheckpoint", "TensorBoard")
 }
 # Values of arguments of the optimizer, as options of `dist_fit`.
 _OPTIONS = {
@@ -51,16 +59,20 @@ class Plan:
         self.fits: list[cst.Call] = []
         self.rates: set[cst.CSTNode] = set()
         self.steps: set[cst.CSTNode] = set()
+        self.verbose: set[cst.CSTNode] = set()
         self.done: set[cst.CSTNode] = set()
         self._script = script
         self._divides = False
         self._uses: list[cst.Attribute] = []
 
+        self._rates_of_optimizers: set[str] = set()
+
         self._look_at_uses()
         for node in script.nodes:
             if isinstance(node, cst.Call):
                 self._look(node)
-        if not any(self._is_scaled(node) for node in self.rates):
+        self._is_rate_scaled = any(self._is_scaled(node) for node in self.rates)
+        if not self._is_rate_scaled:
             self.options["lr_scaling"] = '"none"'
         if not any(self.is_shard(node) for node in script.nodes) and not self._divides:
             self.options["shard"] = '"none"'  # each rank reads all of it, as before
@@ -79,8 +91,8 @@ class Plan:
         """Where rates and steps are passed, and options."""
         name = self._script.names.of(node.func)
         if self._script.optimizer_class(node) is not None:
-            self._add(passed(node, "learning_rate", 0), self.rates)
-            self._add(passed(node, "lr", 0), self.rates)
+            rate = passed(node, "learning_rate", 0) or passed(node, "lr", 0)
+            self._rates_of_optimizers.add(self._text(self._add(rate, self.rates)))
         elif name == WARMUP:
             self._add(passed(node, "initial_lr", 0), self.rates)
             epochs = passed(node, "warmup_epochs", 1)
@@ -91,6 +103,37 @@ class Plan:
         is_fit = m.matches(node.func, m.Attribute(attr=m.Name("fit")))
         if is_fit and self._script.is_model(node.func.value):  # type: ignore[attr-defined]
             self._look_at_fit(node)
+
+    def can_warm_up(self, node: cst.Call) -> bool:
+        """Whether `dist_fit` warms up as this callback does: to the optimizer's rate.
+
+        The optimizer's is the rate of all ranks, so there is something to warm up to.
+        """
+        rate = passed(node, "initial_lr", 0)
+        is_known = passed(node, "steps_per_epoch", 3) is None and rate is not None
+        text = self._text(self._add(rate, set()))
+        return is_known and self._is_rate_scaled and {text} == self._rates_of_optimizers
+
+    def writes(self, args: Sequence[cst.Arg]) -> bool:
+        """Whether callbacks that are added to a list are those of Keras that write.
+
+        `dist_fit` runs them on the first rank by itself, and others on all ranks.
+        """
+        found: list[cst.BaseExpression] = []
+        for arg in args:
+            is_several = isinstance(arg.value, (cst.List, cst.Tuple))
+            inner = arg.value.elements if is_several else [arg]  # type: ignore[attr-defined]
+            found += [(self._add(one.value, set()) or [one.value])[-1] for one in inner]
+        names = [
+            self._script.names.of(one.func) if isinstance(one, cst.Call) else None
+            for one in found
+        ]
+        return bool(names) and all(name in _WRITING for name in names)
+
+    def _text(self, values: list[cst.BaseExpression]) -> str:
+        """The text of a value; or of what its name is assigned, where that is once."""
+        node = values[1] if len(values) == 2 else values[0] if values else None
+        return "" if node is None else self._script.module.code_for_node(node)
 
     def is_call(self, node: cst.CSTNode | None, name: str) -> bool:
         """Whether a node is `hvd.size()`, for example."""
@@ -154,6 +197,8 @@ class Plan:
 
     def _look_at_fit(self, node: cst.Call) -> None:
         self.fits.append(node)
+        verbose = keyword(node, "verbose")
+        self._add(verbose.value if verbose is not None else None, self.verbose)
         for name, option in _STEPS.items():
             arg = keyword(node, name)
             if arg is None or literal(arg.value) is None:

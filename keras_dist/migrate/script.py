@@ -6,6 +6,7 @@ import libcst as cst
 
 from keras_dist.migrate.names import Names, dotted, walk
 from keras_dist.migrate.report import Finding
+from keras_dist.migrate.scopes import Binding, Scopes
 
 # Classes of `keras.optimizers` that a script of Keras 2 may use.
 OPTIMIZERS = {
@@ -31,6 +32,7 @@ class Script:
         self.handled: set[cst.CSTNode] = set()
         self._positions = positions
         self._bound = _Bound(self.names, self.nodes)
+        self._scopes = Scopes(module, self._bound.bindings)
 
     def left(self, node: cst.CSTNode, reason: str, advice: str) -> None:
         """Note that a line cannot be changed, and what to write instead."""
@@ -89,6 +91,14 @@ class Script:
         """All that the file assigns to a name; `None` for what is not one value."""
         return self._bound.values.get(name, [])
 
+    def values_at(
+        self, name: str, node: cst.CSTNode
+    ) -> list[cst.BaseExpression | None]:
+        """What a name may have been assigned where a node of the file reads it."""
+        if "." in name:
+            return self.values(name)  # an attribute, of all functions
+        return self._scopes.values_at(name, node)
+
 
 class _Bound:
     """What is assigned to each name, and what kind of object that makes it."""
@@ -96,6 +106,7 @@ class _Bound:
     def __init__(self, names: Names, nodes: Sequence[cst.CSTNode]):
         self.made: dict[str, set[str]] = {}
         self.values: dict[str, list[cst.BaseExpression | None]] = {}
+        self.bindings: list[Binding] = []
         self._names = names
         for node in nodes:
             if isinstance(node, cst.Assign):
@@ -115,6 +126,7 @@ class _Bound:
         name = dotted(target)
         if name is not None:
             self.values.setdefault(name, []).append(value)
+            self.bindings.append(Binding(name, target, value))
             self.made.setdefault(name, set()).add(self._kind(value))
 
     def _kind(self, value: cst.BaseExpression | None) -> str:

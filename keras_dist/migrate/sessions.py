@@ -57,7 +57,9 @@ def change_name(
 
 def _list_gone(node: cst.Attribute, name: str, script: Script) -> None:
     root, _, rest = name.partition(".")
-    if root in ("tf", "tf1") and rest in _GONE:
+    if name == _EAGER[0]:
+        advice = "Remove it: TensorFlow 2 runs eagerly"
+    elif root in ("tf", "tf1") and rest in _GONE:
         name, advice = f"tf.{rest}", _GONE[rest]
     elif name in (_SET_SESSION, "keras.backend.get_session"):
         advice = _NO_SESSIONS
@@ -133,6 +135,7 @@ class Blocks:
                 continue
             if self._script.names.of(call.func) == _EAGER[0]:
                 self._new[line] = []  # TensorFlow 2 always runs eagerly
+                self._script.handled |= set(walk(line))
 
     def _made(self, node: Any, makers: tuple[str, ...]) -> str | None:
         """The name to which a line assigns what one of these makes."""

@@ -1,5 +1,8 @@
 """One file: its tree, the rules in their order, and the new text."""
 
+import ast
+import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -55,14 +58,12 @@ def migrate(source: bytes) -> Migrated:
         person has to change.
     """
     try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes in strings, for example
+            ast.parse(source)  # its messages are better, and no text crashes it
         module = cst.parse_module(source)
-    except cst.ParserSyntaxError as error:
-        reason = f"this is not Python 3 ({error.message.splitlines()[0]})"
-        advice = "Run 2to3 on it first, if it is Python 2"
-        return Migrated(source, (Finding(error.raw_line, reason, advice),))
-    except UnicodeDecodeError as error:
-        reason = f"the file is not text ({error})"
-        return Migrated(source, (Finding(1, reason, "Save it as UTF-8"),))
+    except (SyntaxError, cst.ParserSyntaxError, ValueError, RecursionError) as error:
+        return Migrated(source, (_unreadable(error),))
     wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
     script = Script(module, _Lazy(wrapper))
     if not script.names.uses_keras():
@@ -70,10 +71,31 @@ def migrate(source: bytes) -> Migrated:
         return Migrated(source, tuple(script.findings))
     files = WeightFiles(script)
     blocks = sessions.Blocks(script)
-    changed = module.visit(_Rewrite(script, files, blocks))
+    try:
+        changed = module.visit(_Rewrite(script, files, blocks))
+    except RecursionError as error:
+        return Migrated(source, (_unreadable(error),))
     changed = imports.added(changed, script)
     findings = tuple(sorted(set(script.findings)))
+    if changed.bytes == module.bytes:
+        return Migrated(source, findings)
+    if module.bytes != source:
+        reason = "libcst would change other lines, too: white space is lost"
+        advice = "Remove a form feed at the beginning of a line, or lines' ends by CR"
+        return Migrated(source, (Finding(1, reason, advice), *findings))
     return Migrated(changed.bytes, findings)
+
+
+def _unreadable(error: Exception) -> Finding:
+    """Why a file cannot be read."""
+    if isinstance(error, RecursionError):
+        advice = "Write it in several statements"
+        return Finding(1, "an expression is nested too deeply to be read", advice)
+    line = getattr(error, "lineno", None) or getattr(error, "raw_line", None)
+    version = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+    text = getattr(error, "msg", None) or str(error).splitlines()[0]
+    advice = "Mend it first; 2to3 does so, if it is Python 2"
+    return Finding(line or 1, f"{version} cannot read this file ({text})", advice)
 
 
 class _Lazy(dict[cst.CSTNode, Any]):

@@ -12,11 +12,18 @@ from keras_dist.migrate.names import dotted, inside
 from keras_dist.migrate.script import Script
 
 _SUFFIX = ".weights.h5"
+_KERAS_3 = (_SUFFIX, ".weights.json")  # the second one names shards
 _OLD = re.compile(r"(\.weights)?\.(h5|hdf5|hd5|ckpt|tf|keras|weights)$")
 
 # What ModelCheckpoint takes for whole models, and what it took for the same format.
 _WHOLE = (".keras", ".h5")
 _HDF5 = re.compile(r"\.(hdf5|hd5)$")
+
+_OF_MODELS = {
+    f"{module}.{name}"
+    for module in ("keras.models", "keras.saving")
+    for name in ("load_model", "save_model")
+} | {"hvd.load_model"}
 
 Text: TypeAlias = cst.SimpleString | cst.FormattedStringText
 
@@ -27,7 +34,7 @@ def new_name(name: str) -> str:
     >>> new_name("best-{epoch}.h5"), new_name("weights"), new_name("a.weights.h5")
     ('best-{epoch}.weights.h5', 'weights.weights.h5', 'a.weights.h5')
     """
-    return name if name.endswith(_SUFFIX) else _OLD.sub("", name) + _SUFFIX
+    return name if name.endswith(_KERAS_3) else _OLD.sub("", name) + _SUFFIX
 
 
 class WeightFiles:
@@ -54,21 +61,31 @@ class WeightFiles:
         if self._script.names.of(node.func) == "keras.callbacks.ModelCheckpoint":
             only = keyword(node, "save_weights_only")
             is_weights = only is not None and literal(only.value) is not False
-            self._add(node, is_weights)
-            if not is_weights:
-                name = passed(node, "filepath", 0)
-                self._checkpoints += (
-                    self._ends(name) if name is not None else ()
-                ) or ()
+            name = passed(node, "filepath", 0)
+            if is_weights:
+                self._add_weights(node)
+            elif name is not None:
+                found = self._ends(name) or []
+                self._models += found
+                self._checkpoints += found
         elif method == "save_weights":
-            self._add(node, True)
+            self._add_weights(node)
         elif method == "load_weights":
             name = passed(node, "filepath", 0)
             self._loads.append((node, self._ends(name) if name is not None else None))
-        elif method == "save" and self._script.is_model(
-            cst.ensure_type(node.func, cst.Attribute).value
-        ):
-            self._add(node, False)
+        elif method == "save" or self._script.names.of(node.func) in _OF_MODELS:
+            self._add_model(node)
+
+    def _add_model(self, node: cst.Call) -> None:
+        """`model.save(name)`, `load_model(name)`, `save_model(model, name)`.
+
+        Whatever has a method `save` is taken for a model: what it is called with is
+        not the name of a file of weights.
+        """
+        for index, arg in enumerate(node.args):
+            is_path = arg.keyword is None and index < 2
+            if is_path or (arg.keyword and arg.keyword.value == "filepath"):
+                self._models += self._ends(arg.value) or ()
 
     def changes(self) -> tuple[dict[Text, str], dict[str, str]]:
         """New texts: for some nodes, and for each string that equals one of them."""
@@ -77,13 +94,15 @@ class WeightFiles:
         taken = {_value(text) for text in self._models}
         for text in self._weights:
             old = _value(text)
+            if new_name(old) == old:
+                continue
             if old in taken:
                 self._script.left(
                     text,
                     f"{old!r} is the name of a file of weights, and of a whole model",
                     f"Name the file of weights {new_name(old)!r}",
                 )
-            elif new_name(old) != old:
+            else:
                 nodes[text] = new_name(old)
                 if isinstance(text, cst.SimpleString) and not old.startswith("."):
                     names[old] = new_name(old)
@@ -126,12 +145,12 @@ class WeightFiles:
                         "Load it with Keras 2, and save it to a file .weights.h5",
                     )
 
-    def _add(self, call: cst.Call, is_weights: bool) -> None:
+    def _add_weights(self, call: cst.Call) -> None:
         name = passed(call, "filepath", 0)
         texts = self._ends(name) if name is not None else None
         if texts is not None:
-            (self._weights if is_weights else self._models).extend(texts)
-        elif is_weights and name is not None:
+            self._weights += texts
+        elif name is not None:
             self._script.note(
                 call,
                 "Keras 3 wants names of files of weights to end in .weights.h5, and "
@@ -149,7 +168,7 @@ class WeightFiles:
             last = inside(node)[-1] if inside(node) else None
             return [last] if isinstance(last, cst.FormattedStringText) else None
         if isinstance(node, (cst.Name, cst.Attribute)):
-            return self._ends_of_name(dotted(node), depth)
+            return self._ends_of_name(node, depth)
         inner = self._last(node)
         return self._ends(inner, depth + 1) if inner is not None else None
 
@@ -169,9 +188,12 @@ class WeightFiles:
             return node.args[-1].value
         return None
 
-    def _ends_of_name(self, name: str | None, depth: int) -> list[Text] | None:
-        values = list(self._script.values(name)) if name else []
-        if not values and name and "." in name:
+    def _ends_of_name(self, node: cst.BaseExpression, depth: int) -> list[Text] | None:
+        name = dotted(node)
+        if name is None:
+            return None
+        values = self._script.values_at(name, node)
+        if not values and "." in name:
             values = list(self._defaults.of(name.rpartition(".")[2]))
         found: list[Text] = []
         for value in values:
