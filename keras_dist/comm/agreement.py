@@ -1,10 +1,12 @@
 """Raise an error of one rank on all ranks, so that no rank waits for a failed one."""
 
 import contextlib
+import hashlib
+import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from keras_dist.comm.collectives import gather
+from keras_dist.comm.collectives import gather, gather_unless_equal
 
 Result = TypeVar("Result")
 
@@ -13,6 +15,9 @@ Result = TypeVar("Result")
 _SAME_TYPE: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (ValueError, TypeError, RuntimeError)
 }
+
+# Before a digest of facts.
+_DIGEST = "digest of facts"
 
 
 def agree(
@@ -34,7 +39,16 @@ def agree(
         ValueError: On all ranks, with the first name whose values differ, and the
             value of each rank.
     """
-    per_rank = gather(dict(facts))
+    own_facts = dict(facts)
+    digest = hashlib.sha256(pickle.dumps(own_facts)).digest()
+    # One short message of each rank where all is well, however many facts there are.
+    found = gather_unless_equal((_DIGEST, digest))
+    if found is None:
+        return
+    # A rank that has failed is in `run_on_all`, and will not gather its facts.
+    errors = [None if first == _DIGEST else second for first, second in found]
+    _raise_first(None, errors)
+    per_rank = gather(own_facts)
     for name in dict.fromkeys(name for own in per_rank for name in own):
         values = [own.get(name, "nothing") for own in per_rank]
         if any(value != values[0] for value in values):

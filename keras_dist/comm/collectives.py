@@ -103,6 +103,21 @@ def gather(value: Any) -> list[Any]:
     return [verify(message) for message in _gather_bytes(sign(value))]
 
 
+def gather_unless_equal(value: Any) -> list[Any] | None:
+    """Gather a value of Python; `None` if it is the same on all ranks.
+
+    The messages are compared, so that no rank has an object of each other rank where
+    all is well. Equal values may have different messages, and are then gathered.
+
+    Args:
+        value: A Python object that can be pickled.
+    """
+    messages = _gather_bytes(sign(value))
+    if all(message == messages[0] for message in messages):
+        return None
+    return [verify(message) for message in messages]
+
+
 def broadcast_arrays(arrays: Sequence[np.ndarray], root_rank: int) -> list[np.ndarray]:
     """Return the arrays of `root_rank` on every rank, packed into few broadcasts.
 

@@ -13,6 +13,7 @@ from claims import raises_everywhere
 
 import keras_dist
 from keras_dist import comm
+from keras_dist.comm import collectives, transport
 
 pytestmark = pytest.mark.three_ranks
 
@@ -205,3 +206,52 @@ def test_an_error_on_one_rank_is_raised_on_all(world):
             assert "disagree on color" in message
             assert f"rank {world.size - 1}: {world.size - 1}" in message
             assert message.endswith("Do something.")
+
+
+class Same:
+    """Equal to all of its kind, but another message on each rank."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __eq__(self, other):
+        return isinstance(other, Same)
+
+    def __hash__(self):
+        return 0
+
+
+@pytest.mark.several_ranks
+def test_facts_that_are_equal_cost_one_short_message_of_each_rank(world, monkeypatch):
+    """However many there are; no rank makes an object of each other rank."""
+    calls = []
+    plain = transport.allgather
+
+    def counted(link, tensor, *, name):
+        calls.append(int(tf.size(tensor)) * tensor.dtype.size)
+        return plain(link, tensor, name=name)
+
+    monkeypatch.setattr(transport, "allgather", counted)
+    monkeypatch.setattr(collectives, "verify", lambda _: pytest.fail("unpickled"))
+    comm.agree({f"fact {n}": "x" * 100 for n in range(1000)}, advice="")
+    assert calls == [1024]
+
+
+@pytest.mark.several_ranks
+def test_equal_facts_with_different_messages_are_equal(world):
+    """As sets of words, whose order differs: the values decide in the end."""
+    comm.agree({"one": Same(world.rank), "two": 2}, advice="")
+
+
+@pytest.mark.several_ranks
+def test_a_rank_that_has_failed_meets_those_that_compare_facts(world):
+    """It sends its error instead of a digest, which all then raise."""
+
+    def meet():
+        if world.rank == 0:
+            comm.run_on_all(lambda: 1 // 0)
+        comm.agree({"size": world.size}, advice="")
+
+    kind = ZeroDivisionError if world.rank == 0 else RuntimeError
+    with pytest.raises(kind, match="by zero"):
+        meet()
