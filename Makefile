@@ -71,7 +71,7 @@ check: setup
 
 # Two lanes: see tests/conftest.py.
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadgroup tests
+	$(BIN)/python -m pytest -n 2 --dist loadscope tests
 
 # And those for which it has no time.
 long: export LONG_TESTS = 1

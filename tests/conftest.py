@@ -12,25 +12,24 @@ collect_ignore = [] if "HOROVOD_SIZE" in os.environ else ["ranks"]
 
 
 def pytest_configure(config):
-    """Register marks; that of the lanes where there is no xdist, too."""
+    """Register the mark of tests for which `make test` has no time."""
     config.addinivalue_line("markers", "long: run with LONG_TESTS=1, as by `make long`")
-    config.addinivalue_line("markers", "xdist_group(name): the lane, see below")
 
 
-@pytest.hookimpl(tryfirst=True)  # else xdist has read the marks before
 def pytest_collection_modifyitems(config, items):
-    """Two lanes for `make test`: what starts ranks often waits, for seconds or a core.
-
-    One has the launches of `ranks/` but for half of those on two ranks, the other one
-    all else.
-    """
+    """Leave out what takes long, unless it is asked for."""
     if not os.environ.get("LONG_TESTS"):
         long = [item for item in items if item.get_closest_marker("long")]
         items[:] = [item for item in items if item not in long]
         config.hook.pytest_deselected(items=long)
-    for item in items:
-        is_long = item.path.name == "test_ranks.py" and "n-z" not in item.name
-        item.add_marker(pytest.mark.xdist_group("ranks" if is_long else "others"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Two lanes for `make test`: what starts ranks often waits, if only for a core."""
+    from lanes import Lanes  # noqa: PLC0415 - where there is xdist
+
+    return Lanes(config, log)
 
 
 @pytest.fixture(scope="session")

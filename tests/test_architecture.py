@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib
+import os
 import re
 import tokenize
 from pathlib import Path
@@ -278,7 +279,11 @@ def test_examples_in_docstrings_run(path):
     assert doctest.testmod(module, optionflags=doctest.ELLIPSIS).failed == 0
 
 
-def test_this_test_is_in_a_lane(request):
-    """Else the tests of SLURM, of which each has the same ports, run beside others."""
-    if request.config.getoption("loadgroup", False):
-        assert request.node.nodeid.endswith("@others")
+@pytest.mark.parametrize("number", range(4))
+def test_a_lane_has_one_worker(number, tmp_path_factory):
+    """Else the tests of SLURM, of which each has the same ports, run side by side."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    base = tmp_path_factory.getbasetemp()
+    (base / f"lane {worker}").touch()
+    all_workers = base.parent.glob("popen-*/lane *") if worker else base.glob("lane *")
+    assert len(list(all_workers)) == 1
