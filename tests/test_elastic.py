@@ -349,6 +349,24 @@ def test_hosts_are_looked_for_by_a_script(tmp_path, capsys):
     assert "ended with exit code 1" in capsys.readouterr().err
 
 
+_ONLY_A = 'test "$0" = a'
+
+
+def test_hosts_by_ssh_are_taken_back_where_they_can_be_reached(capsys):
+    """All that are named have failed too often, and one of them is down."""
+    discovery = Discovery(lambda: {"a": 1, "down": 1}, ["sh", "-c", _ONLY_A])
+    discovery.look()
+    for host in ("down", "a"):
+        for _ in range(3):
+            discovery.left_out.add(host)
+    assert discovery.available()[0] == {}
+    discovery.take_back()
+    discovery.take_back()
+    assert discovery.available()[0] == {"a": 1}
+    said = capsys.readouterr().err
+    assert said == "keras-dist: too few hosts are left; host a takes part again.\n"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -20,7 +20,7 @@ from pathlib import Path
 import network
 import numpy as np
 from chaos_faults import FAULTS, LOSSES
-from cnn import RANKS, SAVE_STEPS, steps_in
+from chaos_steps import RANKS, SAVE_STEPS, steps_in
 
 SCRIPT = "tests/hosts/cnn.py"
 WAYS = ("meet", "ssh", "fixed")

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import keras
 import numpy as np
+from chaos_steps import BATCH, RANKS, ROWS, SAVE_STEPS, TEST_ROWS, steps_in
 
 import keras_dist
-
-BATCH, ROWS, TEST_ROWS, RANKS, SAVE_STEPS = 8, 240, 400, 3, 3
 
 
 class Paced(keras.callbacks.Callback):
@@ -36,12 +35,6 @@ class Paced(keras.callbacks.Callback):
             step = int(self.model.optimizer.iterations)
             with self.log.open("a") as file:
                 file.write(f"{self.begin} {step} {self.world.size}\n")
-
-
-def steps_in(log):
-    """For each line of a log: the start, the step, and the number of ranks."""
-    lines = Path(log).read_text().splitlines() if Path(log).exists() else []
-    return [tuple(map(int, line.split())) for line in lines]
 
 
 def model_and_data():

@@ -3,7 +3,9 @@
 import sys
 from pathlib import Path
 
+import pytest
 from network import LAUNCH, until
+from test_rdzv import SECRET
 
 SSH = 22
 
@@ -79,3 +81,50 @@ def test_a_stranger_is_refused_by_every_open_port_of_a_job(net, shared):
     stdout, stderr = job.communicate(timeout=60)
     assert job.returncode == 0, stderr
     assert stdout.count("sum 2") == 2
+
+
+# Prints how many bytes have crossed a host's network, and whether requests were read.
+_SNIFF = """
+import socket, sys
+from pathlib import Path
+link = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.ntohs(3))
+link.bind(("eth0", 0))
+link.settimeout(0.2)
+seen = b""
+Path(sys.argv[1]).touch()
+while not Path(sys.argv[2]).exists():
+    try:
+        seen += link.recv(1 << 16)
+    except TimeoutError:
+        pass
+print(len(seen), b"keras_dist_watch" in seen, b" HTTP/1." in seen)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["plain", "ssh", "meet"])
+def test_with_tls_no_request_can_be_read_on_the_network(net, shared, way):
+    """Nor can the token, by ssh and without it; without `--tls` both can."""
+    folder = shared / f"tls.{way}"
+    folder.mkdir()
+    script, begin, end = folder / "script.py", folder / "begin", folder / "over"
+    script.write_text(_CONNECTS)
+    sniffer = net.start("b", [sys.executable, "-c", _SNIFF, begin, end])
+    until(begin.exists, "the sniffer")
+    options = [] if way == "plain" else ["--tls"]
+    if way == "meet":
+        meet = [*options, "--nnodes", 2, "--rdzv", "a:29400", script, folder]
+        jobs = [net.start(host, [*LAUNCH, *meet], env=SECRET) for host in "ab"]
+    else:
+        words = [*LAUNCH, *options, "-H", "a:1,b:1", script, folder]
+        jobs = [net.start("a", words)]
+    there = [folder / f"there.{rank}" for rank in (0, 1)]
+    until(lambda: all(file.exists() for file in there), "the ranks", 90)
+    (folder / "end").touch()
+    outputs = [job.communicate(timeout=60) for job in jobs]
+    assert [job.returncode for job in jobs] == [0] * len(jobs), outputs
+    assert "".join(stdout for stdout, _ in outputs).count("sum 2") == 2
+    end.touch()
+    size, *is_seen = sniffer.communicate(timeout=10)[0].split()
+    assert int(size) > 10_000
+    assert is_seen == [str(way == "plain")] * 2
