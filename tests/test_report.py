@@ -16,7 +16,6 @@ from keras_dist.scale.page_command import page_of
 from keras_dist.scale.results import results_of
 from keras_dist.scale.scale_page import scale_page
 
-
 REPORTS = sorted((Path(__file__).parents[1] / "docs" / "reports").glob("*.json"))
 
 
