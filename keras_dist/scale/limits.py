@@ -12,6 +12,9 @@ Row = Mapping[str, Any]
 # From this factor on, a number has grown.
 _GROWN = 1.15
 
+# Steps that compute less than so many seconds are short.
+_SHORT = 0.025
+
 # By so much an accuracy is lower, where it is.
 _LESS = 0.02
 
@@ -76,6 +79,11 @@ def _computing(row: Row, base: Row) -> list[str]:
         f"{counted(base['ranks'], 'rank')}. The ranks of a host have its cores and "
         "the bandwidth of its memory in common."
     )
+    if before < _SHORT:
+        text += (
+            f" A step computes {1000 * before:.1f} ms there, so short that what many "
+            "ranks add to each step counts: larger batches make it less."
+        )
     devices = [", ".join(each["devices"]) for each in (base, row)]
     if devices[0] != devices[1]:
         text += (
