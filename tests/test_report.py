@@ -3,6 +3,7 @@
 import html
 import json
 import re
+from pathlib import Path
 
 import pytest
 import vl_convert
@@ -11,8 +12,11 @@ from keras_dist.report import training_page, write_whole
 from keras_dist.report.accuracy import accuracy_in, reached
 from keras_dist.report.limits import limits_of
 from keras_dist.report.training import PHASES, phases_of
+from keras_dist.scale.page_command import page_of
 from keras_dist.scale.results import results_of
 from keras_dist.scale.scale_page import scale_page
+
+REPORTS = sorted((Path(__file__).parents[1] / "docs" / "reports").glob("*.json"))
 
 
 def rank_of(rank, size, *, rows=96, seconds=2.0, first=0.5, waiting=0.0):
@@ -288,6 +292,24 @@ def test_the_accuracy_is_found_by_any_name():
     epochs = [{"logs": {"m": value}} for value in ("nan", 0.5, 0.8, 0.7)]
     assert reached(epochs, "m", 0.6) is epochs[2]
     assert reached([{"logs": {"val_loss": 0.3}}], "val_loss", 0.4) is not None
+
+
+@pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.stem)
+def test_the_pages_of_the_documentation_are_made_from_their_json(path):
+    """Which real runs have written, and the site links to each."""
+    content = json.loads(path.read_text())
+    data, charts = embedded(page_of(content))
+    assert data == content and charts
+    link = f'href="../reports/{path.stem}.html"'
+    assert link in (REPORTS[0].parents[1] / "how_to" / "scale.md").read_text()
+    assert path.stat().st_size < 200_000
+
+
+@pytest.mark.parametrize("content", [[], {}, {"kind": "training", "format": 2}])
+def test_a_page_is_made_of_known_content_alone(content):
+    """What else is there is named."""
+    with pytest.raises(ValueError, match=r"from the JSON of a training.*Received"):
+        page_of(content)
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):

@@ -162,6 +162,8 @@ def test_what_limits_is_said_in_words():
         [run_of(1), run_of(2, accuracies=(0.1, 0.2, 0.3, 0.6))], target=0.5
     )
     assert "after 8.00 times as many rows as on 1 rank" in "\n".join(slow["limits"])
+    worse = results_of([run_of(1), run_of(2, accuracies=(0.2, 0.3))])["limits"]
+    assert "On 2 ranks val_accuracy comes to 0.3, and on 1 rank to 0.9" in worse[-1]
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,20 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from keras_dist.report.accuracy import is_better_low
 from keras_dist.report.limits import LARGE, limits_of
-from keras_dist.report.numbers import counted, percent, seconds
+from keras_dist.report.numbers import counted, percent, rounded, seconds
 
 Row = Mapping[str, Any]
 
 # From this factor on, a number has grown.
 _GROWN = 1.15
+
+# Steps that compute less than so many seconds are short.
+_SHORT = 0.025
+
+# By so much an accuracy is lower, where it is.
+_LESS = 0.02
 
 # Below this efficiency there has to be a reason.
 _GOOD = 0.9
@@ -30,9 +37,9 @@ def study_limits(
     base, words = rows[0], []
     for row in rows:
         words += _of_ranks(row, base)
-    if len(rows) > 1 and target is not None:
-        words += _of_learning(rows, metric or "the metric", target)
-    return words
+    if target is None:
+        return words + _of_results(rows, metric)
+    return words + _of_learning(rows, metric or "the metric", target)
 
 
 def _of_ranks(row: Row, base: Row) -> list[str]:
@@ -72,6 +79,11 @@ def _computing(row: Row, base: Row) -> list[str]:
         f"{counted(base['ranks'], 'rank')}. The ranks of a host have its cores and "
         "the bandwidth of its memory in common."
     )
+    if before < _SHORT:
+        text += (
+            f" A step computes {1000 * before:.1f} ms there, so short that what many "
+            "ranks add to each step counts: larger batches make it less."
+        )
     devices = [", ".join(each["devices"]) for each in (base, row)]
     if devices[0] != devices[1]:
         text += (
@@ -79,6 +91,27 @@ def _computing(row: Row, base: Row) -> list[str]:
             "ranks with the same cores, set TF_NUM_INTRAOP_THREADS for all runs."
         )
     return [text]
+
+
+def _of_results(rows: Sequence[Row], metric: str | None) -> list[str]:
+    """Whether more ranks learn less in the same epochs."""
+    if metric is None or rows[0]["best"] is None:
+        return []
+    base, words = rows[0]["best"]["median"], []
+    for row in rows[1:]:
+        found = row["best"]["median"] if row["best"] is not None else None
+        if found is None:
+            continue
+        is_low = is_better_low(metric)
+        is_worse = found > _GROWN * base if is_low else found < base - _LESS
+        if is_worse:
+            words.append(
+                f"On {counted(row['ranks'], 'rank')} {metric} comes to "
+                f"{rounded(found)}, and on {counted(rows[0]['ranks'], 'rank')} to "
+                f"{rounded(base)} in the same epochs: the recipe loses with the larger "
+                "global batch. See docs/how_to/learning_rate.md."
+            )
+    return words
 
 
 def _of_learning(rows: Sequence[Row], metric: str, target: float) -> list[str]:
