@@ -50,6 +50,7 @@ def test_srun_trains_as_one_process(cluster, tmp_path, way):
     np.testing.assert_allclose(np.load(path), np.load(alone), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 def test_tasks_that_are_ranks_save_at_sigusr1_and_go_on(cluster, tmp_path):
     """As under a launcher: exit code 75, and the weights of an undisturbed training."""
     words = ["srun", "-N2", "-n2", "-J", "saving", sys.executable, TRAIN]

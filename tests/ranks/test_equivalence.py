@@ -30,7 +30,9 @@ def usable(rows, world, batch_size):
     ("name", "is_jitted"),
     [
         pytest.param("sgd", False, marks=pytest.mark.three_ranks),
-        pytest.param("adamw", False, marks=pytest.mark.several_ranks),
+        pytest.param(
+            *("adamw", False), marks=[pytest.mark.several_ranks, pytest.mark.long]
+        ),
         pytest.param(
             "sgd",
             True,

@@ -102,7 +102,10 @@ def trained(fit, logs_of, batch_size, callbacks=(), epochs=2, **arguments):
     ).history
 
 
-@pytest.mark.parametrize("logs_of", [guide_to_train_steps, own_names, deep])
+@pytest.mark.parametrize(
+    "logs_of",
+    [guide_to_train_steps, pytest.param(own_names, marks=pytest.mark.long), deep],
+)
 def test_logs_of_steps_equal_one_process(world, logs_of):
     """All values, also in dicts and lists inside, are those of all rows."""
     expected = trained(keras.Model.fit, logs_of, 4 * world.size)

@@ -269,7 +269,7 @@ GRAPH = {"run_eagerly": False}
         pytest.param(*("Adam {}", Positions, GRAPH, []), marks=pytest.mark.three_ranks),
         pytest.param(
             *("Adagrad", Positions, GRAPH | {"jit_compile": True}, []),
-            marks=pytest.mark.several_ranks,
+            marks=[pytest.mark.several_ranks, pytest.mark.long],
         ),
     ],
 )

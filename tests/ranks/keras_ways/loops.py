@@ -105,7 +105,7 @@ def rates_by_callbacks(run):
     return model, run.fit(model, x, y, epochs=4, **given)
 
 
-@LOOPS.way("k-fold cross-validation in a loop", is_traced=True)
+@LOOPS.way("k-fold cross-validation in a loop", is_traced=True, is_tested=False)
 def folds(run):
     x, y = floats(5, rows=25), floats(1, rows=25, seed=1)
     scores, models, memory = [], [], []
