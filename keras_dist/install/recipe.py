@@ -57,15 +57,15 @@ def install_horovod(
             print(installed)
             return
     facts = detect()
-    kept, refused = None, dict[str, str]()
+    stored, refused = None, dict[str, str]()
     if wheel_dir is not None:
-        kept, refused = wheels.find(Path(wheel_dir), facts, mpi=mpi, nccl=nccl)
+        stored, refused = wheels.find(Path(wheel_dir), facts, mpi=mpi, nccl=nccl)
         for name, reason in refused.items():
             print(f"Not taken: {name}\n    {reason}")
-    if kept is not None:
+    if stored is not None:
         _require(missing_python(facts))
-        take(kept, facts)
-        how = f"taken from {kept}"
+        take(stored, facts)
+        how = f"taken from {stored}"
     else:
         missing = find_missing(facts, mpi=bool(mpi), nccl=bool(nccl))
         _require(missing, wheel_dir, list(refused))
@@ -151,8 +151,8 @@ def build_and_install(
         steps.run(_REQUIREMENTS, [*PIP, "install", *requirements])
         steps.run("Installing Horovod", [*_REPLACE, str(wheel)])
         if wheel_dir is not None:
-            kept = wheels.keep(wheel, facts, choice, Path(wheel_dir))
-            print(f"The wheel is kept: {kept}")
+            copy = wheels.keep(wheel, facts, choice, Path(wheel_dir))
+            print(f"The wheel is kept: {copy}")
             # The versions of this environment: one of each, which fit each other.
             fetch = [*PIP, "download", "--no-deps", "-d", str(wheel_dir)]
             exact = [_exact(requirement) for requirement in requirements]
@@ -165,8 +165,8 @@ def take(wheel: Path, facts: Facts) -> None:
         print(f"Horovod {HOROVOD} is taken, and not built: {wheel}", flush=True)
         install = [*PIP, "install"]
         requirements = runtime_requirements(facts.python)
-        kept = ["--no-index", "--find-links", str(wheel.parent)]
-        if not steps.try_to_run(_REQUIREMENTS, [*install, *kept, *requirements]):
+        offline = ["--no-index", "--find-links", str(wheel.parent)]
+        if not steps.try_to_run(_REQUIREMENTS, [*install, *offline, *requirements]):
             steps.run(f"{_REQUIREMENTS}, from the index", [*install, *requirements])
         steps.run("Installing Horovod", [*_REPLACE, str(wheel)])
 

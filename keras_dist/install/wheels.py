@@ -115,9 +115,9 @@ def keep(built: Path, facts: Facts, choice: Choice, folder: Path) -> Path:
     )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / wheel.name
-    part = folder / f".{wheel.name}.{os.getpid()}"
-    shutil.copyfile(built, part)
-    os.replace(part, path)
+    draft = folder / f".{wheel.name}.{os.getpid()}"
+    shutil.copyfile(built, draft)
+    os.replace(draft, path)
     return path
 
 
