@@ -1,13 +1,17 @@
 """Keras's progress bar shows what all ranks do, and leaves logs as they are."""
 
 import re
+import sys
 import time
 
 import keras
 import pytest
+from claims import assert_equal_to_the_bit
 
 import keras_dist
 from keras_dist.callbacks import progress_bar
+
+_COPY = "keras_dist.callbacks.broadcast_variables"
 
 pytestmark = pytest.mark.two_ranks
 
@@ -68,3 +72,28 @@ def test_the_bar_shows_rows_per_second_of_all_ranks(world, rows, make_model, sho
         assert rates[6::7] == pytest.approx(measured[0], rel=1e-4)
         assert rates[5::7] == pytest.approx(measured[0], rel=0.3)
         assert len(re.findall(r"^6/6 - ", printed[1], re.MULTILINE)) == 2
+
+
+def test_long_evaluations_and_copies_have_bars(
+    world, rows, make_model, shown, monkeypatch
+):
+    """On the first rank; from the second evaluation on with the number of steps."""
+    monkeypatch.setattr(progress_bar, "_LONG", 0.0)
+    monkeypatch.setattr(sys.modules[_COPY], "_LARGE", 0)
+    monkeypatch.setattr(sys.modules[_COPY], "_PIECE", 0)
+    x, y = (array[:32] for array in rows)
+    given = {"batch_size": 8, "epochs": 2, "validation_data": (x, y)}
+    for verbose in (1, 2, 0):
+        model = make_model(seed=world.rank)
+        keras_dist.dist_fit(model, x, y, verbose=verbose, **given)
+        assert_equal_to_the_bit(model)
+        printed = shown()
+        if world.rank == 0 and verbose == 1:
+            first, second = printed.split("evaluation")[1:]
+            assert "2/Unknown" in first and re.search(r"\b2/2 ━+ .*s/step\s", second)
+            assert "copying the model to all ranks" in printed
+            assert "ms/MiB" in printed or "us/MiB" in printed or "s/MiB" in printed
+        elif world.rank or verbose == 0:
+            assert printed == ""
+        else:
+            assert "evaluation" not in printed and "copying" not in printed

@@ -26,8 +26,8 @@ def build(hp):
     """A model; one choice fails on the last rank."""
     units = hp.Choice("units", [4, 8, 16, 32])
     rate = hp.Float("rate", 1e-3, 1e-1, sampling="log")
-    if units == 4 and is_last():
-        raise KeyError("four")
+    if units == 32 and is_last():
+        raise KeyError("32")
     model = make_model(rate, units)
     model.units = units
     return model
@@ -85,10 +85,10 @@ def search(name, make, hypermodel):
 if __name__ == "__main__":
 
     def make_random(*args, **kwargs):
-        return keras_tuner.RandomSearch(*args, max_trials=8, **kwargs)
+        return keras_tuner.RandomSearch(*args, max_trials=6, **kwargs)
 
     def make_hyperband(*args, **kwargs):
-        return keras_tuner.Hyperband(*args, max_epochs=4, factor=2, **kwargs)
+        return keras_tuner.Hyperband(*args, max_epochs=3, factor=3, **kwargs)
 
     search("random", make_random, build)
     search("own_fit", make_random, HasFit())

@@ -16,6 +16,7 @@ import keras_dist
 
 _FOLDER = Path(sys.argv[1])
 _IS_PLAIN = sys.argv[2:] == ["plain"]
+_TRIALS = 12
 
 
 def is_last():
@@ -89,9 +90,10 @@ def optimize(objective):
             pruner=optuna.pruners.MedianPruner(n_startup_trials=1),
         )
     if _IS_PLAIN:
-        study.optimize(objective, n_trials=12, catch=(Exception,))
+        study.optimize(objective, n_trials=_TRIALS, catch=(Exception,))
     else:
-        keras_dist.tune.optimize(study, objective, n_trials=12, catch=(Exception,))
+        given = {"n_trials": _TRIALS, "catch": (Exception,)}
+        keras_dist.tune.optimize(study, objective, **given)
     if is_first:
         found = [
             (t.state.name, t.params, t.user_attrs, t.value, t.intermediate_values)

@@ -25,7 +25,12 @@ def make_model(rate=0.05, units=8):
             keras.layers.Dense(1),
         ]
     )
-    model.compile(keras.optimizers.SGD(rate), "mse", metrics=["mae"])
+    model.compile(
+        keras.optimizers.SGD(rate),
+        "mse",
+        metrics=["mae"],
+        run_eagerly=True,  # tracing takes longer than training
+    )
     return model
 
 
