@@ -6,9 +6,9 @@ from xdist.scheduler import LoadScopeScheduling
 def lane_of(test: str) -> str:
     """The lane of a test, by its id.
 
-    One has the launches of `ranks/` on two and three ranks, the other one all else; they
-    take as long on two cores. Within a lane one test runs at a time: a SLURM of the tests, say, has the
-    same ports each time.
+    One has the launches of `ranks/` on two and three ranks, the other one all else.
+    Within a lane one test runs at a time: a SLURM of the tests, say, has the same ports
+    each time.
     """
     is_launch = "test_ranks.py" in test and "[1-" not in test
     return "ranks" if is_launch else "others"
