@@ -37,12 +37,14 @@ class Command:
         words: The file, module or program, and its arguments.
         environment: Variables to set in addition to those of this process.
         log_dir: Folder for a log file of each rank; `None` for none.
+        transport: "mpi" if the ranks, all on this machine, find each other by MPI.
     """
 
     kind: str
     words: Sequence[str]
     environment: Mapping[str, str]
     log_dir: str | None = None
+    transport: str = "gloo"
 
 
 class Ranks:
@@ -52,10 +54,18 @@ class Ranks:
         command: The command that they run.
         slots: The slot of each rank.
         job: Id of the job, by which its processes are found.
+        own: Variables that single ranks need in addition.
     """
 
-    def __init__(self, command: Command, slots: Sequence[Slot], job: str) -> None:
+    def __init__(
+        self,
+        command: Command,
+        slots: Sequence[Slot],
+        job: str,
+        own: Mapping[int, Mapping[str, str]] | None = None,
+    ) -> None:
         self._command, self._slots, self._job = command, slots, job
+        self._own = own or {}
         # Record and report files; only this user can read them.
         self._folder = processes.make_folder(job)
         self._has_saved = False
@@ -141,6 +151,7 @@ class Ranks:
             "PYTHONUNBUFFERED": "1",
             **self._command.environment,
             **slot.environment(),
+            **self._own.get(slot.rank, {}),
             processes.mark(self._job): "1",
             record.VARIABLE: str(self._path(slot.rank, "record")),
             rank_process.REPORT_VARIABLE: str(self._path(slot.rank, "report")),

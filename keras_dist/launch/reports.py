@@ -5,6 +5,7 @@ import signal
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from keras_dist.launch import mpi
 from keras_dist.launch.assignment import Assignment
 from keras_dist.launch.failures import Failure, explain, explain_lost, first_of
 from keras_dist.launch.heartbeat import LOST_SECONDS
@@ -160,7 +161,19 @@ def run_ranks(
     """
     environment = {**command.environment, **assignment.variables(address)}
     full = dataclasses.replace(command, environment=environment)
-    ranks = Ranks(full, assignment.slots, job)
+    with mpi.variables(full, job, len(assignment.slots)) as own:
+        return _run(full, assignment, job, own, stopped)
+
+
+def _run(
+    command: Command,
+    assignment: Assignment,
+    job: str,
+    own: Mapping[int, Mapping[str, str]],
+    stopped: Sequence[int],
+) -> Report:
+    """As `run_ranks`, with variables of single ranks."""
+    ranks = Ranks(command, assignment.slots, job, own)
     failures: list[Failure] = []
     where: dict[int, str] = {}
     finished = False
