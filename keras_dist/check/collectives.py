@@ -70,7 +70,7 @@ def transport() -> Found:
     if has_gpu and not number and comm.size() > 1:
         return warning(
             f"{name}; gradients of GPUs go through the memory of the CPU",
-            "keras-dist install-horovod --nccl, with TensorFlow 2.18 to 2.20.",
+            "keras-dist install-horovod --nccl",
         )
     if comm.size() == 1:
         return untried("one rank sends nothing")

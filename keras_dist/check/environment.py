@@ -174,7 +174,7 @@ def cuda(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
         return warning(
             texts[0],
             "Horovod is built without NCCL, so gradients go through the CPU. NCCL "
-            "needs TensorFlow 2.18 to 2.20 and nvcc: keras-dist install-horovod --nccl",
+            "needs nvcc: keras-dist install-horovod --nccl",
         )
     return ok(texts[0])
 

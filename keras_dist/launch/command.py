@@ -35,6 +35,7 @@ from keras_dist.launch.signals import SAVED
 from keras_dist.launch.slurm_step import meeting_of, requeue
 from keras_dist.launch.spares import Spares
 from keras_dist.launch.startup_noise import VARIABLE as VERBOSE
+from keras_dist.launch.transports import transport_of
 from keras_dist.monitor.rank_process import end_with
 from keras_dist.monitor.watchdog import VARIABLE, limit_of
 from keras_dist.slurm import Task, task_of
@@ -61,6 +62,7 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         metavar="DIR",
         help="write the output of rank K to DIR/rank.K.log; the screen shows rank 0",
     )
+    arguments.add_transport(command)
     arguments.add_limits(command)
     arguments.add_spare(command)
     command.add_argument("--with-parent", type=int, help=argparse.SUPPRESS)
@@ -121,6 +123,7 @@ def _run(options: argparse.Namespace) -> int:
         words=words,
         environment=environment,
         log_dir=options.log_dir,
+        transport=_transport(hosts, options),
     )
     if task is not None:
         return _run_step(command, task, options)
@@ -129,6 +132,12 @@ def _run(options: argparse.Namespace) -> int:
     if has_meeting:
         return _run_meeting(command, options)
     return _run_by_ssh(command, hosts, options)
+
+
+def _transport(hosts: list[tuple[str, int]], options: argparse.Namespace) -> str:
+    is_one_host = bool(hosts) and all(is_here(host) for host, _ in hosts)
+    count = sum(count for _, count in hosts)
+    return transport_of(options.transport, num_ranks=count, is_one_host=is_one_host)
 
 
 def _run_by_ssh(

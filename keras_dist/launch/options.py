@@ -5,6 +5,7 @@ import argparse
 from keras_dist.launch.assignment import SECRET
 from keras_dist.launch.elastic import RESTARTS
 from keras_dist.launch.meeting import TIMEOUT_SECONDS
+from keras_dist.launch.transports import TRANSPORTS
 
 # A firewall that drops port 22 is noticed after 10 s, not 134.
 _SSH = "ssh -o BatchMode=yes -o StrictHostKeyChecking=yes -o ConnectTimeout=10"
@@ -96,6 +97,18 @@ def add_spare(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="keep a process for each rank that has imported TensorFlow, so that a "
         "start after a failure is quicker; with -np, --rdzv and SLURM",
+    )
+
+
+def add_transport(command: argparse.ArgumentParser) -> None:
+    """The option that says how ranks exchange tensors."""
+    command.add_argument(
+        "--transport",
+        choices=TRANSPORTS,
+        default="auto",
+        help="what carries tensors (default: auto: NCCL between GPUs where Horovod was "
+        "built with it; else MPI between ranks of one machine where it was built with "
+        "MPI, and each rank has a core; else Gloo)",
     )
 
 

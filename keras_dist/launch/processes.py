@@ -15,6 +15,9 @@ from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1
 _TERM_SECONDS = 2.0
 _KILL_SECONDS = 5.0
 
+# Files here are not written to a disk.
+SHARED_MEMORY = Path("/dev/shm")
+
 # Files that a small job has open.
 _FEW_FILES = 256
 
@@ -32,15 +35,17 @@ def mark(job: str) -> str:
     return f"KERAS_DIST_JOB_{job}"
 
 
-def make_folder(job: str) -> Path:
+def make_folder(job: str, parent: Path | None = None) -> Path:
     """Make a folder for files of a job, which only this user can read.
 
     It is removed by `Ranks.end`, or by the reaper if this process is killed.
 
     Args:
         job: Id of the job.
+        parent: The folder in which it is made, by default that for temporary files;
+            `SHARED_MEMORY` for files that only memory holds.
     """
-    return Path(tempfile.mkdtemp(prefix=_prefix(job)))
+    return Path(tempfile.mkdtemp(prefix=_prefix(job), dir=parent))
 
 
 def allow_files(count: int) -> None:
@@ -146,8 +151,9 @@ def _reap(job: str, reader: int) -> None:
         os.closerange(3, 1 << 16)
         os.read(0, 1)
         end(job, [], is_urgent=True)
-        for folder in Path(tempfile.gettempdir()).glob(f"{_prefix(job)}*"):
-            shutil.rmtree(folder, ignore_errors=True)
+        for parent in (Path(tempfile.gettempdir()), SHARED_MEMORY):
+            for folder in parent.glob(f"{_prefix(job)}*"):
+                shutil.rmtree(folder, ignore_errors=True)
     finally:
         os._exit(0)
 

@@ -37,12 +37,14 @@ class Command:
         words: The file, module or program, and its arguments.
         environment: Variables to set in addition to those of this process.
         log_dir: Folder for a log file of each rank; `None` for none.
+        transport: "mpi" if the ranks, all on this machine, find each other by MPI.
     """
 
     kind: str
     words: Sequence[str]
     environment: Mapping[str, str]
     log_dir: str | None = None
+    transport: str = "gloo"
 
 
 class Ranks:
@@ -54,6 +56,7 @@ class Ranks:
         job: Id of the job, by which its processes are found.
         spares: Processes that become ranks, and of which there will be others for the
             next start; `None` for none.
+        own: Variables that single ranks need in addition.
     """
 
     def __init__(
@@ -62,9 +65,11 @@ class Ranks:
         slots: Sequence[Slot],
         job: str,
         spares: Spares | None = None,
+        own: Mapping[int, Mapping[str, str]] | None = None,
     ) -> None:
         self._command, self._slots, self._job = command, slots, job
         self._spares = spares if command.kind != "program" else None
+        self._own = own or {}
         # Record and report files; only this user can read them.
         self._folder = processes.make_folder(job)
         self._has_saved = False
@@ -164,6 +169,7 @@ class Ranks:
             "PYTHONUNBUFFERED": "1",
             **self._command.environment,
             **slot.environment(),
+            **self._own.get(slot.rank, {}),
             processes.mark(self._job): "1",
         }
         if self._command.log_dir is None:

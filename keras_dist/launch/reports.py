@@ -5,6 +5,7 @@ import signal
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from keras_dist.launch import mpi
 from keras_dist.launch.assignment import Assignment
 from keras_dist.launch.failures import Failure, explain, explain_lost, first_of
 from keras_dist.launch.heartbeat import LOST_SECONDS
@@ -163,7 +164,12 @@ def run_ranks(
     """
     environment = {**command.environment, **assignment.variables(address)}
     full = dataclasses.replace(command, environment=environment)
-    ranks = Ranks(full, assignment.slots, job, spares)
+    with mpi.variables(full, job, len(assignment.slots)) as own:
+        return _run(Ranks(full, assignment.slots, job, spares, own), assignment, stopped)
+
+
+def _run(ranks: Ranks, assignment: Assignment, stopped: Sequence[int]) -> Report:
+    """As `run_ranks`, of ranks that have not started."""
     failures: list[Failure] = []
     where: dict[int, str] = {}
     finished = False

@@ -1,0 +1,133 @@
+"""MPI between the ranks of one machine, with `mpirun` as no more than their server.
+
+The processes of a job of MPI find each other by a server (PMIx), which is a part of
+`mpirun`, and whose address stands in their environment. Here `mpirun` starts a program
+for each rank that writes this environment down, and waits. A rank is started by the
+launcher itself, with those variables: what it prints, how it ends, who watches it and
+who ends it is the same over Gloo and over MPI.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from keras_dist.launch import processes
+from keras_dist.launch.ranks import Command
+
+# Writes its environment, which it renames so that it is whole, and waits to be ended.
+_RELAY = (
+    'own="$0/$OMPI_COMM_WORLD_RANK"; env -0 > "$own.new" && mv "$own.new" "$own.env" '
+    "&& exec sleep 2147483647"
+)
+
+# Of its variables, those by which a process finds the server, and by which MPI works.
+_OF_MPI = ("OMPI_", "ORTE_", "PMIX_")
+
+_SECONDS, _TICK = 60.0, 0.02
+
+
+def variables(
+    command: Command, job: str, num_ranks: int
+) -> contextlib.AbstractContextManager[dict[int, dict[str, str]]]:
+    """Inside the block, the variables that each rank of a command needs in addition."""
+    if command.transport == "mpi":
+        return server(job, num_ranks)
+    return contextlib.nullcontext({})
+
+
+@contextlib.contextmanager
+def server(job: str, num_ranks: int) -> Iterator[dict[int, dict[str, str]]]:
+    """Inside the block, `mpirun` is the server of so many ranks of this machine.
+
+    Its processes are some of the job's, which are ended by `processes.end`.
+
+    Args:
+        job: Id of the job.
+        num_ranks: Number of ranks.
+
+    Yields:
+        For each rank the environment variables that it needs in addition.
+
+    Raises:
+        RuntimeError: If `mpirun` cannot be started.
+    """
+    folder = processes.make_folder(job)
+    is_shared = processes.SHARED_MEMORY.is_dir()
+    memory = processes.make_folder(job, processes.SHARED_MEMORY if is_shared else None)
+    with contextlib.ExitStack() as left:
+        for each in (folder, memory):
+            left.callback(shutil.rmtree, each, ignore_errors=True)
+        log = left.enter_context(open(folder / "log", "wb"))
+        process = subprocess.Popen(
+            _command(folder, num_ranks),
+            env={**_environment(), processes.mark(job): "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        left.callback(_end, process)
+        _wait(process, folder, num_ranks)
+        common = {
+            "HOROVOD_CONTROLLER": "mpi",
+            "HOROVOD_CPU_OPERATIONS": "mpi",
+            "OMPI_MCA_btl": "self,vader",
+            "OMPI_MCA_mpi_yield_when_idle": "1",  # a rank computes on the same core
+            "OMPI_MCA_btl_vader_backing_directory": str(memory),
+        }
+        yield {
+            rank: common | _variables(folder / f"{rank}.env")
+            for rank in range(num_ranks)
+        }
+
+
+def _environment() -> dict[str, str]:
+    """Without the variables of another server, if this process is a rank of a job."""
+    if "PMIX_RANK" not in os.environ:
+        return dict(os.environ)
+    names = [name for name in os.environ if not name.startswith(_OF_MPI)]
+    return {name: os.environ[name] for name in names}
+
+
+def _command(folder: Path, num_ranks: int) -> list[str]:
+    """The command of the server."""
+    words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+    # Nobody else connects: all is on this machine.
+    words += ["--mca", "oob_tcp_if_include", "lo"]
+    # If a rank fails, the launcher decides what happens to the others.
+    words += ["--enable-recovery", "--mca", "orte_tmpdir_base", str(folder)]
+    return [*words, "-np", str(num_ranks), "sh", "-c", _RELAY, str(folder)]
+
+
+def _wait(process: subprocess.Popen[bytes], folder: Path, num_ranks: int) -> None:
+    """Wait until the server has started a program for each rank."""
+    begin = time.monotonic()
+    while len(list(folder.glob("*.env"))) < num_ranks:
+        is_late = time.monotonic() - begin > _SECONDS
+        if is_late or process.poll() is not None:
+            text = (folder / "log").read_text(errors="replace").strip()
+            raise RuntimeError(
+                "`mpirun` did not start the server by which ranks find each other. "
+                f"Received: {text or 'no message'}. `keras-dist run --transport gloo` "
+                "needs no MPI."
+            )
+        time.sleep(_TICK)
+
+
+def _variables(path: Path) -> dict[str, str]:
+    pairs = [pair.split("=", 1) for pair in path.read_text().split("\0") if "=" in pair]
+    return {name: value for name, value in pairs if name.startswith(_OF_MPI)}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the server, and with it the programs that it has started."""
+    process.terminate()
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

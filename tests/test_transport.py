@@ -1,0 +1,212 @@
+"""`keras-dist run --transport`: what is taken, and MPI without its launcher."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from keras_dist.launch import mpi, processes, transports
+
+TAKEN = [
+    # Built with, GPUs, ranks, is one host; then what auto takes.
+    (["gloo"], 0, 2, True, "gloo"),
+    (["gloo", "mpi"], 0, 2, True, "mpi"),
+    (["gloo", "mpi"], 0, 1, True, "gloo"),  # it meets nobody
+    (["gloo", "mpi"], 0, 3, True, "gloo"),  # two cores: one that waits would spin
+    (["gloo", "mpi"], 0, 2, False, "gloo"),
+    (["gloo", "mpi", "nccl"], 2, 2, True, "gloo"),  # and NCCL carries the tensors
+]
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A function that says what Horovod and the machine have; there are two cores."""
+
+    def set_to(built, gpus=0, mpirun="/usr/bin/mpirun"):
+        monkeypatch.setattr(transports, "built", lambda: built)
+        monkeypatch.setattr(transports, "num_gpus", lambda: gpus)
+        monkeypatch.setattr(transports.shutil, "which", lambda name: mpirun)
+        monkeypatch.setattr(transports.os, "sched_getaffinity", lambda pid: {0, 1})
+
+    return set_to
+
+
+@pytest.mark.parametrize(("built", "gpus", "ranks", "is_one_host", "taken"), TAKEN)
+def test_mpi_is_taken_where_it_is_faster(
+    machine, built, gpus, ranks, is_one_host, taken
+):
+    """Between ranks of one machine which have a core each, and no GPU."""
+    machine(built, gpus)
+    found = transports.transport_of("auto", num_ranks=ranks, is_one_host=is_one_host)
+    assert found == taken
+
+
+REFUSED = [
+    ("mpi", ["gloo"], True, "install-horovod --mpi. Received: Horovod with gloo."),
+    ("mpi", ["gloo", "mpi"], False, "On several hosts start them by `mpirun`"),
+    ("nccl", ["gloo", "mpi"], True, "install-horovod --nccl. Received: .* gloo, mpi"),
+    ("nccl", ["gloo", "nccl"], False, "no GPU here"),
+]
+
+
+@pytest.mark.parametrize(("requested", "built", "is_one_host", "words"), REFUSED)
+def test_what_is_not_built_is_an_error_that_says_how_to_build_it(
+    machine, requested, built, is_one_host, words
+):
+    """Before any rank is started."""
+    machine(built)
+    with pytest.raises(ValueError, match=words):
+        transports.transport_of(requested, num_ranks=2, is_one_host=is_one_host)
+
+
+def test_what_is_there_is_used_as_requested(machine):
+    """Gloo always; MPI for more ranks than cores, too; NCCL where there are GPUs."""
+    machine(["gloo", "mpi", "nccl"], gpus=2)
+    found = [
+        transports.transport_of(name, num_ranks=8, is_one_host=True)
+        for name in ("gloo", "mpi", "nccl")
+    ]
+    assert found == ["gloo", "mpi", "gloo"]
+    machine(["gloo", "mpi"], mpirun=None)
+    with pytest.raises(ValueError, match="apt-get install openmpi-bin"):
+        transports.transport_of("mpi", num_ranks=2, is_one_host=True)
+
+
+# A rank of MPI without Horovod: it prints the sum over all ranks of 1.
+RANK = """
+import ctypes, os, signal, sys
+mpi = ctypes.CDLL("libmpi.so.40", ctypes.RTLD_GLOBAL)
+mpi.MPI_Init(None, None)
+world, number, add = (
+    ctypes.byref(ctypes.c_char.in_dll(mpi, name))
+    for name in ("ompi_mpi_comm_world", "ompi_mpi_float", "ompi_mpi_op_sum")
+)
+def total():
+    own, summed = (ctypes.c_float * 1000)(*[1] * 1000), (ctypes.c_float * 1000)()
+    mpi.MPI_Allreduce(own, summed, 1000, number, add, world)
+    return int(summed[999])
+print("sum", total(), os.environ["HOROVOD_CONTROLLER"], flush=True)
+if sys.argv[1:] and os.environ["HOROVOD_RANK"] == "1":
+    if sys.argv[1] == "hang":
+        signal.pause()
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[1:]:
+    total()
+mpi.MPI_Finalize()
+"""
+JOB = """
+import sys
+from keras_dist.launch.hosts import slots
+from keras_dist.launch.jobs import run_command
+from keras_dist.launch.ranks import Command
+command = Command("program", sys.argv[2:], {}, transport="mpi")
+found = slots([("localhost", int(sys.argv[1]))])
+sys.exit(run_command(command, found, restarts=1 if "again" in sys.argv else 0))
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A function that starts ranks over MPI; all that they leave is an error."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("left out: no mpirun: apt-get install openmpi-bin")
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    started = []
+
+    def start(ranks, *words):
+        command = [sys.executable, "-c", JOB, str(ranks), sys.executable, str(script)]
+        started.append(
+            subprocess.Popen(
+                [*command, *words],
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(Path(__file__).parents[1]),
+                    "TMPDIR": str(tmp_path),
+                },
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+    assert servers(tmp_path) == []
+    left = [path.name for path in tmp_path.iterdir() if path != script]
+    left += [path.name for path in processes.SHARED_MEMORY.glob("keras_dist.*")]
+    assert left == []
+
+
+def servers(folder):
+    """Processes that `mpirun` is, or has started, for jobs of a test."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_text().replace("\0", " ")
+        except OSError:  # it has just ended
+            continue
+        if f"{folder}/" in words and "rank.py" not in words:
+            found.append(words)
+    return found
+
+
+def eventually(is_true):
+    """Wait until it is, at most a minute."""
+    begin = time.monotonic()
+    while not is_true() and time.monotonic() - begin < 60:
+        time.sleep(0.1)
+    return is_true()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_ranks_find_each_other_by_mpi_as_children_of_the_launcher(job, ranks):
+    """`mpirun` starts none of them; it is gone with the job."""
+    process = job(ranks)
+    stdout, stderr = process.communicate(timeout=240)
+    assert process.returncode == 0, stderr
+    assert stdout.count(f"sum {ranks} mpi") == ranks
+
+
+def test_over_mpi_too_the_rank_that_failed_first_is_named_and_all_are_ended(job):
+    """The others wait in a collective; MPI itself would say nothing, or end them."""
+    process = job(2, "die", "again")
+    _, stderr = process.communicate(timeout=240)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert stderr.count("rank 1 failed first") == 2, stderr  # and once more, restarted
+    assert "MPI" not in stderr.replace("over MPI", "")
+
+
+ENDS = [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL]
+
+
+@pytest.mark.parametrize("number", ENDS)
+def test_over_mpi_too_nothing_is_left_when_the_launcher_is_ended(job, number, tmp_path):
+    """Neither a rank, nor the server, nor its shared memory."""
+    process = job(2, "hang")
+    assert eventually(lambda: servers(tmp_path))
+    for _ in range(2):
+        assert "sum 2" in process.stdout.readline()
+    process.send_signal(number)
+    process.wait(timeout=40)
+    assert eventually(lambda: not servers(tmp_path))
+    assert eventually(lambda: not list(tmp_path.glob("keras_dist.*")))
+
+
+def test_a_server_that_does_not_start_is_an_error_with_its_message(
+    monkeypatch, tmp_path
+):
+    """As where `mpirun` is another MPI's."""
+    (tmp_path / "mpirun").write_text("#!/bin/sh\necho no such option >&2; exit 1\n")
+    (tmp_path / "mpirun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(RuntimeError, match="no such option"), mpi.server("0", 2):
+        pytest.fail("started")
