@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from launch import launch
@@ -35,9 +36,9 @@ def test_trials_are_those_of_one_process(folders, name):
 
 @pytest.mark.parametrize("name", ["random", "own_fit", "hyperband"])
 def test_the_first_rank_writes_the_folder(folders, name):
-    """The same files."""
+    """The same files; but the first rank has saved the epoch in which another fails."""
     ours, plain = (
-        sorted(str(path.relative_to(f)) for path in (f / name).rglob("*"))
-        for f in folders
+        {str(path.relative_to(f)) for path in (f / name).rglob("*")} for f in folders
     )
-    assert ours == plain
+    assert plain <= ours
+    assert {Path(path).name for path in ours - plain} <= {"checkpoint.weights.h5"}
