@@ -1,6 +1,8 @@
-"""`keras_dist.horovod.elastic` under `horovodrun`, whose ranks come and go."""
+"""`keras_dist.horovod.elastic` where ranks come and go: tests/hosts has more hosts."""
 
+import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -32,7 +34,8 @@ class Change(keras.callbacks.Callback):
         print(f"epoch {state.epoch}: {hvd.size()} ranks", flush=True)
         if state.epoch == 2 and mode == "grow":
             open(hosts, "w").write("localhost:2\\n")
-        if state.epoch == 2 and mode == "fail" and hvd.rank() == 1:
+        is_first_start = "KERAS_DIST_RESTART" not in os.environ
+        if state.epoch == 2 and mode == "fail" and hvd.rank() == 1 and is_first_start:
             os._exit(1)
         time.sleep(0.5)
 
@@ -80,3 +83,24 @@ def test_a_training_goes_on_when_ranks_come_and_go(tmp_path, mode, hosts, ranks,
     epochs = [line.partition("epoch ")[2].split(":")[0] for line in of_first]
     assert [int(epoch) for epoch in epochs if epoch.isdecimal()] == list(range(20))
     assert "1 ranks" in done.stdout and "2 ranks" in done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_are_started_anew_go_on_from_the_last_commit(tmp_path, ranks):
+    """Under `keras-dist run --restarts`; no epoch is left out, and nothing remains."""
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    command = [sys.executable, "-m", "keras_dist", "run", "-np", str(ranks)]
+    command += ["--restarts", "1", str(script), str(tmp_path / "names"), "fail"]
+    env = {**os.environ, "TMPDIR": tempfile.mkdtemp(dir=tmp_path)}
+    done = launch(command, ranks=None, timeout=300, env=env)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    end = f"end: 20 epochs, {ranks} equal, {0.01 * ranks:.2f}"
+    assert done.stdout.count(end) == ranks
+    assert "start 2 of at most 2" in done.stderr
+    of_first = [line for line in done.stdout.splitlines() if line.startswith("[0]")]
+    epochs = [line.partition("epoch ")[2].split(":")[0] for line in of_first]
+    found = [int(epoch) for epoch in epochs if epoch.isdecimal()]
+    assert found in (list(range(20)), [0, 1, 2, *range(2, 20)])
+    assert list(Path(env["TMPDIR"]).iterdir()) == []

@@ -8,14 +8,17 @@ differs.
 - `process_sets`: groups of ranks
 - `ops`: `Average`, `Sum`, …, and `Compression`
 - `collectives`: `allreduce`, `allgather`, `broadcast`, of values, variables and objects
+- `grouped`: collectives of several values
 - `gradients`: how gradients are averaged, and the average
 - `averaging`: the mixin of an optimizer that averages so, and adds batches
 - `optimizer`: `DistributedOptimizer`, `PartialDistributedOptimizer`
 - `tape`: `DistributedGradientTape`, `PartialDistributedGradientTape`
 - `callbacks`: Horovod's callbacks; `rates` has those of the learning rate
-- `loading`: `load_model`
+- `metrics`: metrics that are no means, over the rows of all ranks
+- `loading`: `load_model`; `hdf5` reads what Keras 2 has written
 - `sync_batch_norm`: `SyncBatchNormalization`
-- `elastic`: `run`, and callbacks that commit; `state` has `KerasState`
+- `elastic`: `run`, and callbacks that commit; `state` has `KerasState`, and `commits`
+  what is left of it when ranks are started anew
 - `launching`: `run`
 - `compiling`: what `compile` of Keras's models does more
 """
@@ -53,12 +56,14 @@ from keras_dist.horovod.collectives import (
     broadcast_global_variables,
     broadcast_object,
     broadcast_variables,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_reducescatter,
     reducescatter,
 )
 from keras_dist.horovod.compiling import install
+from keras_dist.horovod.grouped import (
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+)
 from keras_dist.horovod.launching import run
 from keras_dist.horovod.loading import load_model
 from keras_dist.horovod.ops import (

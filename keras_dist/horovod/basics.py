@@ -1,6 +1,6 @@
 """Start and end of Horovod, ranks and sizes, and what Horovod was built with."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from keras_dist import comm as collectives
@@ -20,7 +20,8 @@ def init(
     Raises:
         ValueError: If `comm` is given, or a group cannot be made.
     """
-    if comm is not None and list(comm) != list(range(collectives.size())):
+    ranks = list(comm) if isinstance(comm, Iterable) else comm
+    if ranks is not None and ranks != list(range(collectives.size())):
         raise ValueError(
             "keras_dist.horovod connects all ranks that the launcher started. "
             f"Received: comm={comm!r}. Pass groups of ranks as `process_sets`."

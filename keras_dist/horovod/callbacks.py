@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm, mixin
+from keras_dist.horovod import metrics
 from keras_dist.horovod.averaging import average_outermost
 from keras_dist.horovod.collectives import broadcast_variables
 from keras_dist.horovod.process_sets import ProcessSet, among, global_process_set
@@ -107,7 +108,9 @@ class BuiltByFirstStep:
 class MetricAverageCallback(keras.callbacks.Callback):
     """Averages what is logged at the end of an epoch over the ranks.
 
-    Each rank counts the same. Position in the list: before callbacks that read `logs`.
+    Each rank counts the same. A metric that is no mean, such as AUC, is that of the
+    rows of all ranks, where its state can be added. Position in the list: before
+    callbacks that read `logs`.
 
     Args:
         device: Not needed: taken for scripts that pass it.
@@ -122,12 +125,17 @@ class MetricAverageCallback(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         self.process_set = process_set
+        self._states = metrics.States()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._states.keep_training(self.model)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if logs is None or not self.process_set.included():
             return
+        states = self._states.of_logs(self.model, logs)
         with among(self.process_set):
-            logs.update(_mean_over_ranks(logs))
+            logs.update(_over_ranks(self.model, logs, states))
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
@@ -193,8 +201,14 @@ def _without(variables: Sequence[Any], local: Sequence[Any]) -> list[Any]:
     return list({id(v): v for v in shared if id(v) not in ids}.values())
 
 
-def _mean_over_ranks(logs: Any) -> dict[str, Any]:
-    own = {name: np.asarray(value, np.float64) for name, value in logs.items()}
+def _over_ranks(
+    model: Any, logs: Any, states: dict[str, metrics.State]
+) -> dict[str, Any]:
+    """Means over the ranks; results of all rows where each rank has a state for it."""
+    own = {
+        name: (np.asarray(value, np.float64), states.get(name))
+        for name, value in logs.items()
+    }
     of_ranks = comm.gather(own)
     names = [sorted(each) for each in of_ranks]
     if any(found != names[0] for found in names):
@@ -204,8 +218,13 @@ def _mean_over_ranks(logs: Any) -> dict[str, Any]:
             f"Received: {received}. Give all ranks the same metrics, validation data "
             "and callbacks that log, or put such a callback after this one."
         )
-    means = {}
+    found = {}
     for name in names[0]:
-        mean = sum(each[name] for each in of_ranks) / len(of_ranks)
-        means[name] = mean if np.ndim(mean) else float(mean)
-    return means
+        values, all_states = zip(*(each[name] for each in of_ranks), strict=True)
+        if all(state is not None for state in all_states):
+            added = [sum(arrays) for arrays in zip(*all_states, strict=True)]
+            value = metrics.result(metrics.metrics_of(model, logs)[name], added)
+        else:
+            value = sum(values) / len(values)
+        found[name] = value if np.ndim(value) else float(value)
+    return found

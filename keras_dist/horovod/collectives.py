@@ -8,13 +8,14 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.horovod.ops import Average, Compression, ReduceOp, chosen
+from keras_dist.horovod.ops import Adasum, Average, Compression, ReduceOp, chosen
 from keras_dist.horovod.process_sets import (
     ProcessSet,
     among,
     global_process_set,
     root_of,
 )
+from keras_dist.optimizer.options import Averaging, check_usable
 
 # TensorFlow would translate our functions inside of a `tf.function` of the user's: it
 # takes seconds, and changes nothing.
@@ -43,7 +44,8 @@ def allreduce(
     Args:
         value: A number, a list, an array, a tensor or a variable, of the same shape and
             dtype on all ranks; or `tf.IndexedSlices`.
-        name: Not needed: taken for scripts that pass it.
+        name: Not needed: taken for scripts that pass it. A truth value is `average`, as
+            in `horovod.tensorflow`.
         average: `True` for `Average`, `False` for `Sum`; older than `op`.
         prescale_factor: Factor on the values.
         postscale_factor: Factor on the result.
@@ -57,9 +59,14 @@ def allreduce(
         A tensor of the shape and dtype of `value`.
 
     Raises:
-        ValueError: If `op` and `average` are given, or `op` is no operation.
+        ValueError: If `op` and `average` are given, or `op` is no operation. If it is
+            `Adasum`, and the ranks do not communicate over MPI.
     """
+    if isinstance(name, bool):  # the second argument of `horovod.tensorflow`
+        name, average = None, name
     kind = chosen(op, average).name
+    if op is Adasum:
+        check_usable(Averaging("adasum"))
     wire, context = compression.compress(_tensor(value))
     with among(process_set):
         _meet(f"allreduce of {_kind_of(wire)} by {kind}")
@@ -150,28 +157,6 @@ def reducescatter(
     rows = compression.decompress(rows, context)
     factor = prescale_factor * postscale_factor
     return rows if factor == 1.0 else rows * tf.cast(factor, rows.dtype)
-
-
-@as_it_is
-def grouped_allreduce(
-    tensors: Iterable[Any], average: Any = None, **kwargs: Any
-) -> Any:
-    """`allreduce` of each of several tensors, of any dtypes; a list."""
-    return [allreduce(tensor, average=average, **kwargs) for tensor in tensors]
-
-
-@as_it_is
-def grouped_allgather(
-    tensors: Iterable[Any], name: str | None = None, **kwargs: Any
-) -> list[Any]:
-    """`allgather` of each of several tensors; a list."""
-    return [allgather(tensor, **kwargs) for tensor in tensors]
-
-
-@as_it_is
-def grouped_reducescatter(tensors: Iterable[Any], **kwargs: Any) -> list[Any]:
-    """`reducescatter` of each of several tensors; a list."""
-    return [reducescatter(tensor, **kwargs) for tensor in tensors]
 
 
 def broadcast_object(

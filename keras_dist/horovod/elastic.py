@@ -1,8 +1,8 @@
 """State that is committed, restored and synchronized, by Horovod's names.
 
-Under a launcher whose ranks are those of the start, `run` synchronizes the state and
-calls the function. In the elastic mode of `horovodrun`, it calls it again when ranks
-were lost or hosts have changed.
+`run` synchronizes the state and calls the function. In the elastic mode of `horovodrun`
+it calls it again when ranks were lost or hosts have changed. `keras-dist run` starts
+all ranks anew instead, and they go on from the last commit.
 """
 
 import contextlib
@@ -35,7 +35,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     In the elastic mode of `horovodrun`, the function is called again with the last
     commit when a rank was lost, and with the state of now when hosts have changed.
     Before that, the ranks connect anew, and functions are called that were registered
-    by `state.register_reset_callbacks`.
+    by `state.register_reset_callbacks`. They are called, too, where `keras-dist run`
+    has started the ranks anew: then the state is that of the newest commit.
 
     Args:
         func: A function whose first argument is a `KerasState`. No collective may be
@@ -45,6 +46,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(func)
     def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
         basics.init()
+        state.resume()
         is_synchronized = False
         with _listening(state):
             while True:

@@ -1,5 +1,6 @@
 """The state of a training of which there is a last commit."""
 
+import itertools
 import queue
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -7,7 +8,10 @@ from typing import Any
 import keras
 
 from keras_dist import comm
+from keras_dist.horovod import commits
 from keras_dist.horovod.collectives import broadcast_object, broadcast_variables
+
+_numbers = itertools.count()
 
 # Horovod's flag of a change of hosts that only takes some away.
 _REMOVED = 1
@@ -47,6 +51,9 @@ class KerasState:
         self.model = model
         self.optimizer = optimizer or model.optimizer
         self._values = dict(kwargs)
+        self._number = next(_numbers)  # the same on all ranks
+        self._num_commits = 0
+        self._is_resumed = False
         self._reset_callbacks: list[Callable[[], Any]] = []
         self._messages: queue.Queue[tuple[float, int]] = queue.Queue()
         for name, value in kwargs.items():
@@ -75,11 +82,17 @@ class KerasState:
     def commit(self) -> None:
         """Copy all values, to which `restore` goes back.
 
+        Under `keras-dist run`, which may start the ranks anew, one rank of each host
+        also writes them to a temporary file.
+
         Raises:
             HostsUpdated: On all ranks, if Horovod's elastic mode has changed the hosts;
                 `run` takes it.
         """
         self.save()
+        self._num_commits += 1
+        commit = commits.Commit(self._num_commits, self._arrays, self._values)
+        commits.save(commit, self._number)
         self.check_host_updates()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
@@ -116,8 +129,32 @@ class KerasState:
         Raises:
             ValueError: On all ranks, if their variables differ in number or shape.
         """
-        broadcast_variables(self._variables(), 0)
-        for name, value in broadcast_object(self._current(), 0).items():
+        self._sync(0)
+
+    def resume(self) -> None:
+        """Take the newest commit of earlier starts of this job, in the first call.
+
+        Raises:
+            ValueError: On all ranks, if the commit is one of another model.
+        """
+        if self._is_resumed or not commits.are_saved():
+            return
+        self._is_resumed = True
+        found = commits.saved(self._number)
+        numbers = comm.gather(0 if found is None else found.number)
+        self._num_commits = max(numbers)
+        if self._num_commits == 0:
+            return
+        root = numbers.index(self._num_commits)
+        if found is not None and comm.rank() == root:
+            self._arrays, self._values = found.arrays, found.values
+        comm.run_on_all(self.restore)
+        self._sync(root)
+        self.on_reset()
+
+    def _sync(self, root: int) -> None:
+        broadcast_variables(self._variables(), root)
+        for name, value in broadcast_object(self._current(), root).items():
             setattr(self, name, value)
         self.save()
 

@@ -24,6 +24,11 @@ MISSING = {
     "hvd.callbacks.BroadcastGlobalVariablesCallback in Model.fit",
     "DistributedAdasumOptimizer": "Use "
     'keras_dist.DistributedOptimizer(…, op="adasum"), over MPI',
+    "gpu_available": 'Use tf.config.list_physical_devices("GPU")',
+    "check_num_rank_power_of_2": "Use hvd.size()",
+    "handle_average_backwards_compatibility": "Pass op=hvd.Average or op=hvd.Sum",
+    "LocalGradientAggregationHelper": "Use backward_passes_per_step= of "
+    "hvd.DistributedOptimizer",
     "elastic.TensorFlowState": "Use hvd.elastic.KerasState",
 }
 _OTHERS = {

@@ -297,6 +297,7 @@ def test_collectives_take_numbers_lists_arrays_tensors_and_variables():
     assert hvd.allreduce(np.float64(rank), name="score").dtype == tf.float64
     assert int(hvd.allreduce(rank, op=hvd.Sum)) == size * (size - 1) // 2
     assert int(hvd.allreduce(rank, average=False)) == size * (size - 1) // 2
+    assert int(hvd.allreduce(rank, False)) == size * (size - 1) // 2
     variable = keras.Variable([float(rank)])
     assert hvd.allreduce(variable, op=hvd.Max).numpy().tolist() == [size - 1.0]
     assert float(hvd.allreduce(tf.constant(rank + 1.0), op=hvd.Min)) == 1
@@ -321,6 +322,9 @@ def test_collectives_take_numbers_lists_arrays_tensors_and_variables():
     assert hvd.grouped_reducescatter([rows])[0].shape == (2,)
     assert hvd.broadcast_object({"rank": rank}, 0) == {"rank": 0}
     assert hvd.allgather_object(("r", rank)) == [("r", r) for r in range(size)]
+    if size > 1 and not keras_dist.comm.has_mpi():
+        with pytest.raises(ValueError, match="Adasum (needs|works)"):
+            hvd.allreduce(1.0, op=hvd.Adasum)
     with pytest.raises(ValueError, match="replaces `average`"):
         hvd.allreduce(1.0, average=True, op=hvd.Sum)
 
