@@ -165,7 +165,9 @@ def run_ranks(
     environment = {**command.environment, **assignment.variables(address)}
     full = dataclasses.replace(command, environment=environment)
     with mpi.variables(full, job, len(assignment.slots)) as own:
-        return _run(Ranks(full, assignment.slots, job, spares, own), assignment, stopped)
+        return _run(
+            Ranks(full, assignment.slots, job, spares, own), assignment, stopped
+        )
 
 
 def _run(ranks: Ranks, assignment: Assignment, stopped: Sequence[int]) -> Report:
