@@ -12,38 +12,24 @@ import pytest
 
 from keras_dist.launch import mpi, processes, transports
 
-TAKEN = [
-    # Built with, GPUs, ranks, is one host; then what auto takes.
-    (["gloo"], 0, 2, True, "gloo"),
-    (["gloo", "mpi"], 0, 2, True, "mpi"),
-    (["gloo", "mpi"], 0, 1, True, "gloo"),  # it meets nobody
-    (["gloo", "mpi"], 0, 3, True, "gloo"),  # two cores: one that waits would spin
-    (["gloo", "mpi"], 0, 2, False, "gloo"),
-    (["gloo", "mpi", "nccl"], 2, 2, True, "gloo"),  # and NCCL carries the tensors
-]
-
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A function that says what Horovod and the machine have; there are two cores."""
+    """A function that says what Horovod and the machine have."""
 
     def set_to(built, gpus=0, mpirun="/usr/bin/mpirun"):
         monkeypatch.setattr(transports, "built", lambda: built)
         monkeypatch.setattr(transports, "num_gpus", lambda: gpus)
         monkeypatch.setattr(transports.shutil, "which", lambda name: mpirun)
-        monkeypatch.setattr(transports.os, "sched_getaffinity", lambda pid: {0, 1})
 
     return set_to
 
 
-@pytest.mark.parametrize(("built", "gpus", "ranks", "is_one_host", "taken"), TAKEN)
-def test_mpi_is_taken_where_it_is_faster(
-    machine, built, gpus, ranks, is_one_host, taken
-):
-    """Between ranks of one machine which have a core each, and no GPU."""
-    machine(built, gpus)
-    found = transports.transport_of("auto", num_ranks=ranks, is_one_host=is_one_host)
-    assert found == taken
+def test_mpi_is_taken_only_where_it_is_requested(machine):
+    """See docs/decisions.md."""
+    machine(["gloo", "mpi"])
+    assert transports.transport_of("auto", is_one_host=True) == "gloo"
+    assert transports.transport_of("mpi", is_one_host=True) == "mpi"
 
 
 REFUSED = [
@@ -61,20 +47,20 @@ def test_what_is_not_built_is_an_error_that_says_how_to_build_it(
     """Before any rank is started."""
     machine(built)
     with pytest.raises(ValueError, match=words):
-        transports.transport_of(requested, num_ranks=2, is_one_host=is_one_host)
+        transports.transport_of(requested, is_one_host=is_one_host)
 
 
 def test_what_is_there_is_used_as_requested(machine):
-    """Gloo always; MPI for more ranks than cores, too; NCCL where there are GPUs."""
+    """Gloo always; NCCL where there are GPUs."""
     machine(["gloo", "mpi", "nccl"], gpus=2)
     found = [
-        transports.transport_of(name, num_ranks=8, is_one_host=True)
+        transports.transport_of(name, is_one_host=True)
         for name in ("gloo", "mpi", "nccl")
     ]
     assert found == ["gloo", "mpi", "gloo"]
     machine(["gloo", "mpi"], mpirun=None)
     with pytest.raises(ValueError, match="apt-get install openmpi-bin"):
-        transports.transport_of("mpi", num_ranks=2, is_one_host=True)
+        transports.transport_of("mpi", is_one_host=True)
 
 
 # A rank of MPI without Horovod: it prints the sum over all ranks of 1.

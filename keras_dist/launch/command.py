@@ -136,8 +136,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _transport(hosts: list[tuple[str, int]], options: argparse.Namespace) -> str:
     is_one_host = bool(hosts) and all(is_here(host) for host, _ in hosts)
-    count = sum(count for _, count in hosts)
-    return transport_of(options.transport, num_ranks=count, is_one_host=is_one_host)
+    return transport_of(options.transport, is_one_host=is_one_host)
 
 
 def _run_by_ssh(

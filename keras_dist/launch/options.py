@@ -107,8 +107,7 @@ def add_transport(command: argparse.ArgumentParser) -> None:
         choices=TRANSPORTS,
         default="auto",
         help="what carries tensors (default: auto: NCCL between GPUs where Horovod was "
-        "built with it; else MPI between ranks of one machine where it was built with "
-        "MPI, and each rank has a core; else Gloo)",
+        "built with it, else Gloo; mpi: between ranks of one machine)",
     )
 
 

@@ -1,6 +1,5 @@
 """The transport of a job: what Horovod was built with, and what this machine has."""
 
-import os
 import shutil
 
 from keras_dist.install import patch
@@ -12,20 +11,18 @@ TRANSPORTS = ("auto", "gloo", "mpi", "nccl")
 _LIBRARIES = {"mpi": b"libmpi.", "nccl": b"libnccl."}
 
 
-def transport_of(requested: str, *, num_ranks: int, is_one_host: bool) -> str:
+def transport_of(requested: str, *, is_one_host: bool) -> str:
     """How the ranks of a job find each other: "gloo" or "mpi".
 
     Args:
         requested: One of `TRANSPORTS`.
-        num_ranks: Number of ranks.
         is_one_host: Whether all of them are on this machine.
 
     Raises:
         ValueError: If what is requested is not there.
     """
     if requested == "auto":
-        is_best = is_one_host and 1 < num_ranks <= len(os.sched_getaffinity(0))
-        return "mpi" if is_best and not (_why_no_mpi() or num_gpus()) else "gloo"
+        return "gloo"  # why not MPI: docs/decisions.md
     if requested == "mpi":
         why = (
             _why_no_mpi()
