@@ -78,4 +78,3 @@ def test_a_run_has_the_files_of_one_process(stores, way):
     (run,), (expected,) = runs_of(ours, way), runs_of(plain, way)
     assert len(files_of(ours, run)) == len(files_of(plain, expected)) > 0
     assert len(run.outputs.model_outputs) == len(expected.outputs.model_outputs)
-    print(files_of(ours, run), run.data.params, expected.data.params)
