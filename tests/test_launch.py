@@ -92,7 +92,9 @@ def left_behind(mark):
 @pytest.mark.parametrize(
     ("case", "ranks"),
     [
-        *((case, 2) for case in _CASES),
+        *((case, 2) for case in _CASES if case not in ("exit", "generator")),
+        pytest.param("exit", 2, marks=pytest.mark.long),
+        pytest.param("generator", 2, marks=pytest.mark.long),
         pytest.param("raise", 3, marks=pytest.mark.long),
         pytest.param("kill", 3, marks=pytest.mark.long),
     ],
@@ -204,6 +206,8 @@ def test_a_failed_job_is_started_again(tmp_path):
         (["-m", "this"], "number of ranks is needed"),
         (["-np", 2], "script to start is needed"),
         (["-np", 2, "nothing.py"], "no such script"),
+        (["-np", 2, "--"], "script to start is needed"),
+        (["-np", 2, "--", "nothing.py"], "Received: nothing.py"),
         (["-np", 0, "-m", "this"], "At least one rank"),
         (["-np", 3, "-H", "localhost:2", "-m", "this"], "fewer slots"),
         (["-np", 2, "--stall-limit", -1, "-m", "this"], "number of seconds"),

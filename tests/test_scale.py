@@ -63,6 +63,8 @@ def test_options_may_stand_before_and_behind_the_script(script):
     """Behind it, the script's own are behind `--`."""
     first, words = options_of("-np", "1,2", "--epochs", "3", str(script), "--rows", "5")
     assert (first.np, first.epochs, words) == ([1, 2], 3, [str(script), "--rows", "5"])
+    _, words = options_of("-np", "1,2", "--", str(script), "--", "-v")
+    assert words == [str(script), "--", "-v"]
     later, words = options_of(str(script), "-np", "2,1,2", "--epochs", "3", "--", "-v")
     assert (later.np, later.epochs, words) == ([1, 2], 3, [str(script), "-v"])
 

@@ -93,6 +93,7 @@ def test_ranks_in_different_collectives_are_named(tmp_path):
     )
 
 
+@pytest.mark.long
 def test_ranks_under_horovodrun_are_monitored_too(tmp_path):
     """The ranks report their status through the store of any launcher."""
     done = stopped(tmp_path, "callback", 2, HOROVODRUN)

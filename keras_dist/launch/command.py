@@ -97,6 +97,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.with_parent is not None:
         end_with(options.with_parent)
     words = options.module or options.words
+    if words[:1] == ["--"]:  # as is the custom where options end
+        words = words[1:]
     if not words:
         raise ValueError(
             "A script to start is needed. Received: none. "

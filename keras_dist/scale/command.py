@@ -111,7 +111,7 @@ def with_words(options: argparse.Namespace) -> tuple[argparse.Namespace, list[st
     Raises:
         ValueError: If the script or the numbers of ranks are missing.
     """
-    words = [*options.words]
+    words = options.words[1:] if options.words[:1] == ["--"] else [*options.words]
     if words and options.np is None:  # our options are behind the script
         script, rest = words[0], words[1:]
         at = rest.index("--") if "--" in rest else len(rest)

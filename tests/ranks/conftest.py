@@ -16,6 +16,7 @@ def pytest_configure(config):
     """Registers the marks of tests that need not run on every number of ranks."""
     config.addinivalue_line("markers", "several_ranks: one rank is plain Keras")
     config.addinivalue_line("markers", "three_ranks: an odd number may matter")
+    config.addinivalue_line("markers", "slow_on_three: there, for `make long` alone")
     config.addinivalue_line("markers", "two_ranks: slow, and the same on any number")
     # The oracle, plain Keras, need not sleep at the end of each pass over its data.
     strategy = tf.distribute.get_strategy()
@@ -31,13 +32,13 @@ def pytest_collection_modifyitems(config, items):
 
     def is_left_out(item):
         marks = {mark.name for mark in item.iter_markers()}
-        size = keras_dist.size()
+        size, is_long = keras_dist.size(), "LONG_TESTS" in os.environ
         if "two_ranks" in marks and size != 2:
             return True
         if size == 1:
-            is_quick = "three_ranks" in marks or "LONG_TESTS" in os.environ
-            return "several_ranks" in marks or not is_quick
-        return size > 2 and "three_ranks" not in marks
+            return "several_ranks" in marks or not (is_long or "three_ranks" in marks)
+        is_quick = is_long or "slow_on_three" not in marks
+        return size > 2 and not ("three_ranks" in marks and is_quick)
 
     out = [item for item in items if is_left_out(item)]
     if out:

@@ -151,6 +151,7 @@ def test_structures_of_arrays_are_sharded(world, rows):
 
 @pytest.mark.several_ranks
 @pytest.mark.three_ranks
+@pytest.mark.slow_on_three
 def test_evaluate_is_exact_for_any_number_of_rows(world, rows, make_model):
     """Each row once, also with fewer rows than ranks; `predict` is Keras's."""
     x, y = rows

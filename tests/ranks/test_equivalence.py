@@ -36,7 +36,11 @@ def usable(rows, world, batch_size):
         pytest.param(
             "sgd",
             True,
-            marks=[pytest.mark.several_ranks, pytest.mark.three_ranks],
+            marks=[
+                pytest.mark.several_ranks,
+                pytest.mark.three_ranks,
+                pytest.mark.slow_on_three,
+            ],
         ),
     ],
 )

@@ -160,9 +160,7 @@ def test_a_nan_on_one_rank_stops_all_after_the_next_batch(make_model, rows):
 
 
 @pytest.mark.several_ranks
-@pytest.mark.parametrize(
-    "compression", [None, pytest.param("bf16", marks=pytest.mark.three_ranks)]
-)
+@pytest.mark.parametrize("compression", [None, "bf16"])
 def test_a_stop_request_at_a_batch_stops_all_after_the_next(
     make_model, rows, compression
 ):

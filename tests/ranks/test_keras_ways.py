@@ -14,6 +14,14 @@ from keras_ways.way import difference, digest, oracles
 
 import keras_dist
 
+# On three ranks; the others that ask for it run there in `make long`.
+QUICK_ON_THREE = {
+    "generative: GAN with two optimizers in a list",
+    "contrast: siamese triplets, differentiated row by row",
+    "text and speech: masked language model, weights of the words",
+    "around fit: the guide's train step with sample weights and class weights",
+}
+
 
 def cases():
     """Each way, in each dtype that the tests have time for."""
@@ -21,7 +29,10 @@ def cases():
         for dtype in way.dtypes:
             marks = [] if way.is_tested else [pytest.mark.long]
             marks += [] if way.on_one else [pytest.mark.several_ranks]
-            marks += [pytest.mark.three_ranks] if way.on_three else []
+            if way.on_three:
+                marks += [pytest.mark.three_ranks]
+                is_quick = way.title in QUICK_ON_THREE and dtype == "float64"
+                marks += [] if is_quick else [pytest.mark.slow_on_three]
             yield pytest.param(way, dtype, id=f"{way.title}, {dtype}", marks=marks)
 
 
@@ -60,3 +71,4 @@ def test_a_way_equals_one_process(world, expected, folder, way, dtype):
 def test_at_least_forty_ways_are_tried():
     """Each has a name of its own."""
     assert len({way.title for way in WAYS}) == len(WAYS) >= 40
+    assert {way.title for way in WAYS if way.on_three} >= QUICK_ON_THREE

@@ -146,6 +146,7 @@ def shards(rank, size):
 
 
 @pytest.mark.three_ranks
+@pytest.mark.slow_on_three
 def test_every_metric_of_keras_is_that_of_one_process(world):
     """All members, weighted or not, in uneven shards, and with a rank without a row."""
     known = all_of_keras()
@@ -492,6 +493,7 @@ FOLDERS = [
     not FOLDERS,
     reason="Fashion-MNIST is not on this machine (Debian: dataset-fashion-mnist)",
 )
+@pytest.mark.slow_on_three
 def test_fashion_mnist_is_validated_alike_on_any_number_of_ranks():
     """Loss, accuracy, AUC and F1 of 10,007 rows, in a fit and by `evaluate`."""
     contents = [

@@ -67,7 +67,7 @@ EXECUTIONS = {
 
 
 @pytest.mark.parametrize(
-    "execution", ["eagerly", pytest.param("a graph", marks=three_ranks), "xla"]
+    "execution", [pytest.param("eagerly", marks=three_ranks), "a graph", "xla"]
 )
 def test_skipped_the_model_is_as_if_there_had_been_no_such_batch(
     execution, poisoned, make_model, folder
@@ -107,6 +107,7 @@ def test_skipped_the_model_is_as_if_there_had_been_no_such_batch(
 
 @several_ranks
 @three_ranks
+@pytest.mark.slow_on_three
 def test_stop_and_raise_act_on_all_ranks_after_the_same_step(
     poisoned, make_model, folder
 ):

@@ -44,6 +44,7 @@ def moves(model, world, steps=4, epochs=1, **options):
 
 
 @pytest.mark.three_ranks
+@pytest.mark.slow_on_three
 def test_rules_scale_the_update_and_not_the_rate(world):
     """Linear, square root, none, a number, a function; the rate itself stays."""
     rules = {

@@ -105,6 +105,7 @@ def test_dist_fit_checks_at_the_end_of_each_epoch(rows, make_model):
 
 @several_ranks
 @three_ranks
+@pytest.mark.slow_on_three
 def test_resync_makes_the_ranks_equal_again(rows, make_model):
     """With checks after every second step, two updates use the wrong gradients."""
     model, oracle = make_model(), make_model()

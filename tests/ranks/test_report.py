@@ -63,6 +63,7 @@ def test_a_report_has_the_history_and_the_rows_of_all_ranks(
 
 
 @pytest.mark.three_ranks
+@pytest.mark.slow_on_three
 def test_a_report_works_in_a_list_of_callbacks_of_keras(world, rows, make_model, path):
     """`model.fit` with the callbacks of the package alone, and an early stop."""
     optimizer = keras.optimizers.SGD(0.1)

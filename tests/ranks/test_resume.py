@@ -82,7 +82,9 @@ def test_a_training_that_was_ended_resumes_to_the_bit(folder):
 
 
 @pytest.mark.three_ranks
-@pytest.mark.parametrize("is_dataset", [False, True])
+@pytest.mark.parametrize(
+    "is_dataset", [False, pytest.param(True, marks=pytest.mark.slow_on_three)]
+)
 def test_a_graph_resumes_in_the_middle_of_an_epoch_to_the_bit(folder, is_dataset):
     """Keras begins a step more at the end of it: no random number may be drawn then."""
     size = keras_dist.size()
@@ -144,6 +146,7 @@ def small(folder, units=1, **options):
 
 
 @pytest.mark.three_ranks
+@pytest.mark.slow_on_three
 def test_an_unusable_resume_is_an_error_on_all_ranks_before_training(folder):
     """A folder below a file, another model, damage, another callback that restores."""
     with open(f"{folder}/file", "w") as file:

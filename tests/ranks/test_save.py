@@ -161,6 +161,7 @@ def test_the_first_rank_alone_writes(model, folder, monkeypatch):
 
 
 @pytest.mark.three_ranks
+@pytest.mark.slow_on_three
 def test_a_path_of_each_rank_is_written_by_it(model, folder, store):
     """And nobody waits for a save that the first rank does not make."""
     rank, size = keras_dist.rank(), keras_dist.size()

@@ -260,7 +260,7 @@ GRAPH = {"run_eagerly": False}
     [
         pytest.param(
             *("RMSprop {}", Twice, GRAPH | {"steps_per_execution": 2}, []),
-            marks=pytest.mark.three_ranks,
+            marks=[pytest.mark.three_ranks, pytest.mark.slow_on_three],
         ),
         ("Adam {}", embedding, {}, [keras_dist.NanReport("stop")]),
         pytest.param(

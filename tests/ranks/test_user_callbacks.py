@@ -60,6 +60,7 @@ def raised(call):
 
 @pytest.mark.three_ranks
 @several_ranks
+@pytest.mark.slow_on_three
 def test_an_error_on_one_rank_is_one_on_all(rows, make_model):
     """At any hook: its own error there; elsewhere one that names the rank."""
     last = keras_dist.size() - 1
