@@ -12,7 +12,7 @@ KERAS2 := .venv-keras2
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test long demo docs equivalence fuzz mutations bench levers growth growth-hosts slow-network input kills looks \
+.PHONY: help setup check test long demo docs equivalence fuzz mutations bench levers growth growth-start growth-hosts slow-network input kills looks \
     rows hosts chaos clusters trackers recordings
 
 help:
@@ -36,6 +36,7 @@ help:
 	@echo "make bench   write docs/performance.md: the speed beside its ceiling and its peers"
 	@echo "make levers  write docs/levers.md: what each setting does, and where the time goes"
 	@echo "make growth  write docs/growth.md: what more ranks and layers cost"
+	@echo "make growth-start  write its section on what more ranks cost a fit at its start"
 	@echo "make growth-hosts  write its section on what more hosts cost the launcher"
 	@echo "make slow-network  write docs/slow_network.md: local SGD where the network is slow (root)"
 	@echo "make input   write docs/input.md: what decoding costs, late and early"
@@ -182,6 +183,9 @@ levers: setup
 
 growth: setup
 	$(BIN)/python benchmarks/growth.py
+
+growth-start: setup
+	$(BIN)/python benchmarks/growth_start.py
 
 growth-hosts: setup
 	$(BIN)/python benchmarks/growth_hosts.py

@@ -9,6 +9,7 @@ measured times here grow with the ranks for that reason too.
 import argparse
 import json
 import os
+import re
 import socket
 import statistics
 import subprocess
@@ -170,8 +171,11 @@ def write(by_size: dict, hop: float, repetitions: int) -> None:
         assumptions="\n".join(f"| {a} | {b} | {c} |" for a, b, c in assumptions),
     )
     page = ROOT / "docs" / "growth.md"
-    _, heading, hosts = page.read_text().partition("\n## Many hosts\n")
-    page.write_text(document + heading + hosts)  # which `make growth-hosts` writes
+    # What `make growth-start` and `make growth-hosts` write stays.
+    rest = re.search(
+        r"\n## (The start of a fit|Many hosts)\n.*", page.read_text(), re.DOTALL
+    )
+    page.write_text(document + (rest[0] if rest else ""))
     facts = {"sizes": MODELS, "seconds": seconds, "fixed": fixed, "hop": hop}
     env = {**os.environ, "PYTHONPATH": str(ROOT / ".bench" / "plot")}
     plot = [sys.executable, str(Path(__file__).with_name("growth_plot.py"))]

@@ -1,16 +1,19 @@
 """Call a function on many ranks of a Ray cluster: `keras_dist.ray.run`."""
 
 import importlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from keras_dist.launch.call_agent import runner
-from keras_dist.launch.call_errors import cause_in
 from keras_dist.launch.calls import Calls
-from keras_dist.launch.hosts import slots_of_workers
+from keras_dist.launch.elastic import RESTARTS, VARIABLE, start_text
+from keras_dist.launch.failures import print_message
+from keras_dist.launch.members import nnodes_text
+from keras_dist.launch.ray_actors import hosts_of_group, run_actors
+from keras_dist.launch.ray_workers import Workers
+from keras_dist.launch.restarts import Restarts
 
 _SYSTEM = "Ray actor"
-_TICK = 0.5
 
 
 def run(
@@ -19,6 +22,8 @@ def run(
     kwargs: Mapping[str, Any] | None = None,
     *,
     num_workers: int,
+    min_workers: int | None = None,
+    max_restarts: int | None = None,
     use_gpu: bool = False,
     resources_per_worker: Mapping[str, float] | None = None,
     start_timeout: float = 300.0,
@@ -37,7 +42,13 @@ def run(
         function: The function that every rank calls. A function of a notebook or script
             is copied to the ranks by value, one of a module is imported there by name.
         args, kwargs: Arguments of the function, the same on every rank.
-        num_workers: Number of ranks.
+        num_workers: Number of ranks; with `min_workers`, at most.
+        min_workers: The smallest number of ranks. With it a job goes on when a node or
+            rank is lost, and takes more nodes when they come: its ranks are started
+            again, as many as the cluster has resources for, and call the function anew.
+            With `dist_fit(…, resume=…)` they train on from the last checkpoint.
+        max_restarts: How often the ranks are started again after a failure; by default
+            not, and with `min_workers` three times.
         use_gpu: Whether each rank has a GPU of its own.
         resources_per_worker: Resources of each rank, by Ray's names; by default
             `{"CPU": 1}`, and with `use_gpu` `{"CPU": 1, "GPU": 1}`. TensorFlow uses as
@@ -48,19 +59,26 @@ def run(
         The return values of all ranks, in rank order.
 
     Raises:
-        Exception: The error of the rank that failed first. Its cause is a
-            `RuntimeError` with the traceback on that rank, and what the others did.
+        Exception: The error of the rank that failed first, in the last start. Its cause
+            is a `RuntimeError` with the traceback on that rank, and what the others
+            did.
         ImportError: If Ray is not installed.
         RuntimeError: If a rank or its actor was killed, or a node was lost.
         TimeoutError: If the cluster has not got the resources in time.
-        ValueError: If `num_workers` is too small.
+        ValueError: If a number cannot be used.
 
     Example:
 
         losses = keras_dist.ray.run(train, args=[1e-3], num_workers=4)
     """
-    if num_workers < 1:
-        raise ValueError(f"At least one worker is needed. Received: {num_workers=}")
+    least = num_workers if min_workers is None else min_workers
+    if max_restarts is None:
+        max_restarts = 0 if min_workers is None else RESTARTS
+    if not 1 <= least <= num_workers or max_restarts < 0:
+        raise ValueError(
+            "At least one worker is needed, and no negative number of restarts. "
+            f"Received: {num_workers=}, {min_workers=}, {max_restarts=}"
+        )
     ray = _ray()
     if not ray.is_initialized():
         ray.init()
@@ -72,23 +90,8 @@ def run(
         )
     resources = {"CPU": 1.0, **({"GPU": 1.0} if use_gpu else {})}
     bundle = {**resources, **(resources_per_worker or {})}
-    group = ray.util.placement_group([bundle] * num_workers, strategy="PACK")
-    try:
-        _wait_for(ray, group, start_timeout)
-        calls = Calls(
-            function,
-            args,
-            kwargs,
-            size=num_workers,
-            address=ray.util.get_node_ip_address(),
-            system=_SYSTEM,
-        )
-        try:
-            return _run(ray, group, bundle, calls)
-        finally:
-            calls.close()
-    finally:
-        ray.util.remove_placement_group(group)
+    workers = Workers(bundle, least, num_workers, start_timeout)
+    return _Starts(ray, workers, Restarts(max_restarts)).run((function, args, kwargs))
 
 
 def _ray() -> Any:
@@ -101,94 +104,66 @@ def _ray() -> Any:
         ) from error
 
 
-def _wait_for(ray: Any, group: Any, seconds: float) -> None:
-    """Wait until the placement group is there."""
-    if not group.wait(seconds):
-        needed = group.bundle_specs
-        raise TimeoutError(
-            f"The cluster has not got the resources of {len(needed)} workers within "
-            f"{seconds:g} s. Received: {needed[0]} each, in a cluster of "
-            f"{_numbers(ray.cluster_resources())}, of which "
-            f"{_numbers(ray.available_resources())} are free. Start fewer workers, or "
-            "add nodes."
-        )
+class _Starts:
+    """One start of all ranks after the other, each on the nodes that are there then."""
 
+    def __init__(self, ray: Any, workers: Workers, again: Restarts) -> None:
+        self._ray, self._workers, self._again = ray, workers, again
+        self._hosts: Counter[str] = Counter()
+        self._why = ""
 
-def _numbers(resources: Mapping[str, float]) -> dict[str, float]:
-    return {name: resources[name] for name in ("CPU", "GPU") if name in resources}
-
-
-def _rank_class() -> type:
-    """The class of the actors, which is pickled by value as it is in a function."""
-
-    class Rank:
-        def run(self, run_agent: Any, header: Any, call: bytes) -> bytes:
-            return run_agent(header, call)
-
-    return Rank
-
-
-def _run(ray: Any, group: Any, bundle: Mapping[str, float], calls: Calls) -> list[Any]:
-    """Run all actors to their end; return what each rank returned."""
-    hosts = _hosts(ray, group)
-    call, header, run_agent = ray.put(calls.call), calls.header(), runner()
-    actors = _actors(ray, group, bundle)
-    try:
-        pending = {}
-        for worker, (slot, actor) in enumerate(
-            zip(slots_of_workers(hosts), actors, strict=True)
-        ):
-            own = {**header, "hosts": hosts, "worker": worker}
-            pending[actor.run.remote(run_agent, own, call)] = slot.rank
-        return calls.results(_answers(ray, pending, calls))
-    finally:
-        calls.stop()
-        for actor in actors:
-            ray.kill(actor)
-
-
-def _hosts(ray: Any, group: Any) -> list[str]:
-    """A name for the node of each bundle: its address."""
-    bundles = ray.util.placement_group_table(group)["bundles_to_node_id"]
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    nodes = [bundles[number] for number in range(len(bundles))]
-    # Several nodes on one machine are hosts of their own.
-    is_shared = len({addresses[node] for node in nodes}) < len(set(nodes))
-    return [f"{addresses[n]}-{n[:8]}" if is_shared else addresses[n] for n in nodes]
-
-
-def _actors(ray: Any, group: Any, bundle: Mapping[str, float]) -> list[Any]:
-    """An actor in each bundle of the group."""
-    scheduling = importlib.import_module("ray.util.scheduling_strategies")
-    named = ("CPU", "GPU", "memory")
-    options = ray.remote(_rank_class()).options
-    return [
-        options(
-            num_cpus=bundle.get("CPU", 0),
-            num_gpus=bundle.get("GPU", 0),
-            memory=bundle.get("memory"),
-            resources={k: v for k, v in bundle.items() if k not in named},
-            max_restarts=0,
-            scheduling_strategy=scheduling.PlacementGroupSchedulingStrategy(
-                group, placement_group_bundle_index=number
-            ),
-        ).remote()
-        for number in range(len(group.bundle_specs))
-    ]
-
-
-def _answers(ray: Any, pending: dict[Any, int], calls: Calls) -> list[bytes]:
-    """What the agents have answered, until all have, or one is lost."""
-    answers = []
-    while pending and not calls.is_overdue:
-        ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_TICK)
-        for reference in ready:
-            rank = pending.pop(reference)
+    def run(self, call: tuple[Callable[..., Any], Sequence[Any], Any]) -> list[Any]:
+        """Start again until all ranks have returned."""
+        while True:
+            group = self._workers.reserve(self._ray)
             try:
-                answers.append(ray.get(reference))
-            except ray.exceptions.RayError as error:
-                reason = str(error).strip().splitlines()[-1]
-                ended = rank, f"has ended ({type(error).__name__}: {reason})"
-                calls.lose(*(cause_in(str(error)) or ended))
-        calls.look()
-    return answers
+                found = self._start(group, call)
+            finally:
+                self._ray.util.remove_placement_group(group)
+            if found is not None:
+                return found
+
+    def _start(self, group: Any, call: tuple[Any, Any, Any]) -> list[Any] | None:
+        """What the ranks return; `None` if they are to be started again."""
+        hosts = hosts_of_group(self._ray, group)
+        self._say(hosts)
+        calls = Calls(
+            *call,
+            size=len(hosts),
+            address=self._ray.util.get_node_ip_address(),
+            system=_SYSTEM,
+            restart=self._again.number,
+            environment=self._environment(),
+        )
+        try:
+            return run_actors(self._ray, group, self._workers, calls, hosts)
+        except Exception as error:  # of the user's function, or of the cluster
+            if not self._again.count(is_failure=not calls.is_saving):
+                raise
+            text = str(error.__cause__ or error).splitlines()[0]
+            text = text.removeprefix("keras-dist: ").rstrip(".")
+            self._why = "another worker fits" if calls.is_saving else text
+        finally:
+            calls.close()
+        return None
+
+    def _environment(self) -> dict[str, str]:
+        """By which ranks know that their number changes, if it does."""
+        least, most = self._workers.least, self._workers.most
+        return {} if least == most else {VARIABLE: nnodes_text(least, most)}
+
+    def _say(self, hosts: list[str]) -> None:
+        """Print who takes part in this start, and what has changed."""
+        before, self._hosts = self._hosts, Counter(hosts)
+        limits = self._workers.least, self._workers.most
+        if before or limits[0] < limits[1]:
+            print_message(
+                start_text(
+                    self._again.number,
+                    self._again.text,
+                    self._why,
+                    self._hosts,
+                    before,
+                    limits,
+                )
+            )

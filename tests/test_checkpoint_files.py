@@ -58,7 +58,8 @@ while killed < 50 or (min(last, 2 * while_writing) <= 10 and killed < 1000):
     assert not damaged, damaged
     assert (tree["array"] == tree["count"]).all() and tree["count"] >= last
     last = tree["count"]
-    assert len(os.listdir(folder.path)) <= 4, os.listdir(folder.path)
+    # Three, one that it was killed before it removed, and one that it was writing.
+    assert len(os.listdir(folder.path)) <= 5, os.listdir(folder.path)
 assert last > 10 and while_writing > 5, (last, while_writing)
 print("killed", killed, "times,", while_writing, "of them in a file;", last, "written")
 """

@@ -32,8 +32,9 @@ from keras_dist.launch.reports import Report, run_ranks
 from keras_dist.launch.signals import stopped_by_signals
 from keras_dist.monitor.status_store import StatusStore, status_store_of
 
-# The name in the store under which the driver asks all agents to end their ranks.
-STOP = "stop"
+# The name in the store under which the driver asks all agents to end their ranks; and
+# what it writes there if these have time to save.
+STOP, SAVE = "stop", "save"
 
 # Seconds between two looks for it.
 _LOOK_SECONDS = 1.0
@@ -102,7 +103,9 @@ def serve_call(descriptor: int) -> int:
     header = json.loads(sys.stdin.buffer.readline())
     call = sys.stdin.buffer.read(header["bytes"])
     slot = slots_of_workers(header["hosts"])[header["worker"]]
-    assignment = Assignment([slot], header["store"], header["secret"], slot.rank)
+    assignment = Assignment(
+        [slot], header["store"], header["secret"], slot.rank, header["restart"]
+    )
     job = f"{header['job']}_{slot.rank}"
     store = status_store_of(assignment.store)
     assert store is not None
@@ -115,7 +118,7 @@ def serve_call(descriptor: int) -> int:
             _watch(store, slot.rank, stopped, over)
             folder = processes.make_folder(job)
             (folder / CALL).write_bytes(call)
-            command = _command(folder)
+            command = _command(folder, header["environment"])
             report = run_ranks(
                 command, assignment, job, address=address, stopped=stopped
             )
@@ -139,8 +142,8 @@ def _checked(towards: str, assignment: Assignment) -> str:
     return own
 
 
-def _command(folder: Path) -> Command:
-    environment = {}
+def _command(folder: Path, variables: Mapping[str, str]) -> Command:
+    environment = dict(variables)
     if _CONNECT not in os.environ:
         environment[_CONNECT] = _CONNECT_SECONDS
     if _CORES in os.environ and _THREADS not in os.environ:
@@ -163,8 +166,8 @@ def _watch(
 
     def wait_for_stop() -> None:
         while not (stopped or over.is_set()):
-            if store.get(STOP) is not None:
-                stopped.append(signal.SIGHUP)
+            if (asked := store.get(STOP)) is not None:
+                stopped.append(signal.SIGTERM if asked == SAVE else signal.SIGHUP)
             time.sleep(_LOOK_SECONDS)
 
     for wait in (wait_for_end, wait_for_stop):

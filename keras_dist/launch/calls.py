@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from keras_dist.launch import agent
-from keras_dist.launch.call_agent import STOP, host_name, left_name
+from keras_dist.launch.call_agent import SAVE, STOP, host_name, left_name
 from keras_dist.launch.call_errors import LOST_AGENT, Ended
 from keras_dist.launch.function import pickled_call
 from keras_dist.launch.heartbeat import LOST_SECONDS, Presence
@@ -24,6 +24,9 @@ from keras_dist.monitor.status_store import status_store_of
 # Seconds after the first failure in which others may fail and report, if its cause is
 # on another rank; and in which the agents must end all ranks and answer.
 _GRACE_SECONDS, _END_SECONDS = 3.0, 20.0
+
+# Seconds in which they must, where the ranks may save before.
+_SAVE_SECONDS = 50.0
 
 # Seconds, after they were asked to end, in which agents report whose actor or task does
 # not answer any more; and between two looks for that.
@@ -38,6 +41,8 @@ class Calls:
         size: Number of workers.
         address: Address or name of this host, by which the workers reach it.
         system: What the workers are, for messages: "Ray actor" or "Spark task".
+        restart: Number of the restart; 0 in the first start.
+        environment: Variables of all ranks.
 
     Raises:
         ValueError: If the store cannot listen at the address.
@@ -52,9 +57,12 @@ class Calls:
         size: int,
         address: str,
         system: str,
+        restart: int = 0,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.call = pickled_call(function, args, kwargs)
         self._size, self._system = size, system
+        self._restart, self._environment = restart, dict(environment or {})
         self._secret, self._job = secrets.token_hex(16), secrets.token_hex(8)
         try:
             address = self._address = socket.gethostbyname(address)
@@ -77,6 +85,7 @@ class Calls:
         self._reason = ""
         self._failed_at: float | None = None
         self._stopped_at: float | None = None
+        self.is_saving = False  # the agents were asked to let the ranks save, and end
 
     def close(self) -> None:
         """End the store."""
@@ -92,6 +101,8 @@ class Calls:
             "secret": self._secret,
             "job": self._job,
             "address": self._address,
+            "restart": self._restart,
+            "environment": self._environment,
         }
 
     def look(self) -> None:
@@ -140,7 +151,12 @@ class Calls:
         """Ask all agents to end their ranks."""
         if self._stopped_at is None:
             self._stopped_at = time.monotonic()
-            self._store.put(STOP, True)
+            self._store.put(STOP, SAVE if self.is_saving else True)
+
+    def save(self) -> None:
+        """Ask all agents to end their ranks when these have saved."""
+        self.is_saving = self.is_saving or not self.is_stopping
+        self.stop()
 
     @property
     def is_stopping(self) -> bool:
@@ -150,7 +166,8 @@ class Calls:
     @property
     def is_overdue(self) -> bool:
         """Whether agents that were asked to end have had their time."""
-        return _is_past(self._stopped_at, _END_SECONDS)
+        seconds = _SAVE_SECONDS if self.is_saving else _END_SECONDS
+        return _is_past(self._stopped_at, seconds)
 
     def has_started(self) -> bool:
         """Whether all agents have answered."""

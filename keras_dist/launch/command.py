@@ -3,11 +3,7 @@
 import argparse
 import os
 import shlex
-import shutil
-import sys
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from keras_dist.launch import options as arguments
 from keras_dist.launch import slurm_task
@@ -28,11 +24,12 @@ from keras_dist.launch.meeting import (
     secret_in,
 )
 from keras_dist.launch.members import nnodes_text
+from keras_dist.launch.programs import command_of
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.rdzv import run_meeting
 from keras_dist.launch.remote_hosts import Reach
 from keras_dist.launch.signals import SAVED
-from keras_dist.launch.slurm_step import meeting_of, requeue
+from keras_dist.launch.slurm_step import meeting_of, requeue, with_least
 from keras_dist.launch.spares import Spares
 from keras_dist.launch.startup_noise import VARIABLE as VERBOSE
 from keras_dist.launch.transports import transport_of
@@ -200,7 +197,7 @@ def _task(options: argparse.Namespace) -> Task | None:
         options.hosts,
         options.hostfile,
         options.rdzv,
-        options.nnodes,
+        None if ":" in (options.nnodes or "") else options.nnodes,
         options.host_discovery_script,
     )
     is_inner = options.with_parent is not None or "HOROVOD_RANK" in os.environ
@@ -221,18 +218,26 @@ def _run_step(command: Command, task: Task, options: argparse.Namespace) -> int:
         timeout=options.rdzv_timeout,
     )
     meeting = replace(meeting, has_tls=options.tls, has_spares=options.spare)
-    code = run_meeting(command, meeting, restarts=options.restarts or 0)
+    if options.nnodes is not None:
+        meeting = with_least(meeting, *host_range(options.nnodes))
+    code = run_meeting(*_restarted(command, meeting, options))
     if code == SAVED and options.requeue and task.position == 0:
         requeue(task)
     return code
 
 
 def _run_meeting(command: Command, options: argparse.Namespace) -> int:
-    meeting, restarts = _meeting(options), options.restarts
+    return run_meeting(*_restarted(command, _meeting(options), options))
+
+
+def _restarted(
+    command: Command, meeting: Meeting, options: argparse.Namespace
+) -> tuple[Command, Meeting, int]:
+    """The arguments of `run_meeting`: the command, where it meets, and restarts."""
     command = _with_range(command, meeting.min_hosts, meeting.num_hosts)
-    if restarts is None:
-        restarts = RESTARTS if meeting.is_elastic else 0
-    return run_meeting(command, meeting, restarts=restarts)
+    usual = RESTARTS if meeting.is_elastic else 0
+    restarts = usual if options.restarts is None else options.restarts
+    return command, meeting, restarts
 
 
 def _with_range(command: Command, least: int | None, most: int) -> Command:
@@ -276,26 +281,3 @@ def _named_hosts(options: argparse.Namespace) -> str | None:
             f"Received: -H {options.hosts} and --hostfile {options.hostfile}"
         )
     return hosts_in(options.hostfile)
-
-
-def command_of(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The kind of a command (script, module or program), and its words without Python.
-
-    `python script.py` counts as a script, so that its errors are reported.
-
-    Raises:
-        ValueError: If there is no such file or program.
-    """
-    found = Path(shutil.which(words[0]) or "")
-    # Not the resolved path, which is the same in several environments.
-    is_here = found.absolute().parent == Path(sys.executable).parent
-    is_python = is_here and found.name.startswith("python")
-    if is_python and words[1:2] == ["-m"] and len(words) > 2:
-        return "module", list(words[2:])
-    if is_python and words[1:] and words[1].endswith(".py"):
-        words = words[1:]
-    if words[0].endswith(".py") and Path(words[0]).is_file():
-        return "script", list(words)
-    if shutil.which(words[0]) is None:
-        raise ValueError(f"There is no such script or program. Received: {words[0]}")
-    return "program", list(words)

@@ -25,7 +25,7 @@ _ALL = "0.0.0.0"
 _RETRY_SECONDS = 0.5
 
 
-def run_meeting(command: Command, meeting: Meeting, *, restarts: int = 0) -> int:
+def run_meeting(command: Command, meeting: Meeting, restarts: int = 0) -> int:
     """Take part in a job whose hosts meet, and end what this host has started.
 
     It installs signal handlers, so call it from the main thread of a process that does

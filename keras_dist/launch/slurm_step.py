@@ -4,6 +4,7 @@ import re
 import signal
 import socket
 import subprocess
+from dataclasses import replace
 
 from keras_dist.launch.failures import print_message
 from keras_dist.launch.gpus import num_gpus
@@ -46,6 +47,26 @@ def meeting_of(
         has_munge=not secret,
         signals=(signal.SIGUSR1,),
     )
+
+
+def with_least(meeting: Meeting, least: int, most: int) -> Meeting:
+    """The same, for tasks of which some may be lost; no others come in a step.
+
+    Args:
+        meeting: Where all tasks of the step meet.
+        least: How many tasks at least.
+        most: How many at most, the user thinks.
+
+    Raises:
+        ValueError: If the step has another number of tasks.
+    """
+    if not 1 <= least <= meeting.num_hosts <= most:
+        raise ValueError(
+            "In a step of SLURM `--nnodes` says how few of its tasks are enough, and "
+            f"at most as many as it has. Received: --nnodes {least}:{most}, and "
+            f"{meeting.num_hosts} tasks."
+        )
+    return replace(meeting, min_hosts=least)
 
 
 def address_of(node: str) -> str:

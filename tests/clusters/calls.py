@@ -59,6 +59,14 @@ def fail(rank):
     time.sleep(300)
 
 
+def fail_at_first(count):
+    """Raise in the first starts."""
+    start = os.environ.get("KERAS_DIST_RESTART", "0")
+    if int(start) < count:
+        raise KeyError("tea")
+    return start
+
+
 def fail_oddly():
     """An error that cannot be pickled, while the others wait in a collective."""
 
@@ -94,6 +102,34 @@ def idle(folder):
     keras_dist.sum(1.0)
     (Path(folder) / str(keras_dist.rank())).touch()
     time.sleep(300)
+
+
+class Steps(keras.callbacks.Callback):
+    """Notes that a start has made a step, slowly, and ends the training when asked."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = Path(folder)
+
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(0.1)
+        start = os.environ.get("KERAS_DIST_RESTART", "0")
+        (self.folder / f"{start}.{keras_dist.size()}").touch()
+        self.model.stop_training = (self.folder / "enough").exists()
+
+
+def train_on(folder):
+    """Train with checkpoints until it is enough; returns size, epochs and range."""
+
+    def fit(model, *data, **kwargs):
+        kwargs |= {"epochs": 500, "resume": f"{folder}/resume", "save_steps": 3}
+        fits.append(
+            keras_dist.dist_fit(model, *data, callbacks=[Steps(folder)], **kwargs)
+        )
+
+    fits = []
+    weights_of(1, fit)
+    return keras_dist.size(), fits[0].epoch, os.environ["KERAS_DIST_NNODES"]
 
 
 def remain():

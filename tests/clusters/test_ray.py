@@ -147,6 +147,51 @@ def test_a_node_that_is_lost_is_named(ray, tmp_path):
     assert seconds < 90
 
 
+def test_a_job_goes_on_with_fewer_and_with_more_workers(ray, tmp_path, capfd):
+    """When a node is lost, and when one comes, from the last checkpoint each time."""
+    nodes = [ray.cluster.add_node(num_cpus=1, resources={"cup": 1})]
+    ray.cluster.wait_for_nodes()
+
+    def there(name):
+        while not (tmp_path / name).exists():
+            time.sleep(0.1)
+
+    def change():
+        there("0.2")
+        ray.cluster.remove_node(nodes.pop())
+        there("1.1")
+        nodes.append(ray.cluster.add_node(num_cpus=1, resources={"cup": 1}))
+        there("2.2")
+        (tmp_path / "enough").touch()
+
+    threading.Thread(target=change, daemon=True).start()
+    found = keras_dist.ray.run(
+        calls.train_on,
+        [str(tmp_path)],
+        num_workers=2,
+        min_workers=1,
+        resources_per_worker={"cup": 1},
+    )
+    ray.cluster.remove_node(nodes.pop())
+    (size, epochs, nnodes), other = found
+    assert (size, nnodes) == (2, "1:2") and other == found[0]
+    assert epochs == list(range(len(epochs)))
+    lines = [line for line in capfd.readouterr().err.splitlines() if ": start " in line]
+    assert len(lines) == 3, lines
+    assert "start 1: 2 ranks on 2 hosts" in lines[0] and "of 1 to 2." in lines[0]
+    assert "start 2 (restart 1 of at most 3): " in lines[1]
+    assert "1 rank on 1 host" in lines[1] and "before 2 ranks" in lines[1]
+    assert "start 3 (restart 1 of at most 3): another worker fits; " in lines[2]
+
+
+def test_a_failed_call_is_made_again(ray, tmp_path):
+    """So often as was asked for; then its error is raised."""
+    found = keras_dist.ray.run(calls.fail_at_first, [1], num_workers=1, max_restarts=1)
+    assert found == ["1"]
+    text, _ = failure_of(KeyError, calls.fail_at_first, 2, max_restarts=1)
+    assert 'raise KeyError("tea")' in text
+
+
 def test_too_few_resources_are_an_error(ray):
     """Which says what there is, and leaves no placement group behind."""
     text, seconds = failure_of(
@@ -164,5 +209,6 @@ def test_what_a_rank_has_started_ends_with_it(ray):
 
 def test_no_worker_is_an_error(ray):
     """Before anything is started."""
-    with pytest.raises(ValueError, match="At least one worker is needed"):
-        keras_dist.ray.run(calls.where, num_workers=0)
+    for given in ({"num_workers": 0}, {"num_workers": 1, "min_workers": 2}):
+        with pytest.raises(ValueError, match="At least one worker is needed"):
+            keras_dist.ray.run(calls.where, **given)

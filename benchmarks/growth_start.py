@@ -1,0 +1,147 @@
+"""The cost of more ranks for the start of a fit: seconds, collectives and bytes.
+
+    make growth-start
+
+Writes the section "The start of a fit" of docs/growth.md. The ranks are real ones of
+this machine; bytes for more ranks than it can have are computed from the counted ones.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RANK = Path(__file__).parent / "stacks" / "growth_start_rank.py"
+PAGE = ROOT / "docs" / "growth.md"
+HEADING, NEXT = "\n## The start of a fit\n", "\n## Many hosts\n"
+MARK = "measured: "
+RANKS = (1, 2, 4, 8, 16)
+MORE = (64, 256, 1000)
+PURPOSES = ("agree", "compare batches", "broadcast", "metrics", "other")
+
+_WORDS = """
+Written by `make growth-start`. A fit of one layer, one epoch of two steps, started by
+`keras-dist run` on {cores} cores{busy}. Seconds since the command, on the slowest rank:
+
+{seconds}
+
+Collectives of each rank, and bytes that it hands to them, by what they are for. The
+number of collectives does not depend on the number of ranks:
+
+{counted}
+
+*agree*: comparisons and errors of all ranks, one message of at most 1 KiB each; equal
+facts are a digest, however many there are. *compare batches*: whether all ranks read
+the same data. *metrics*: the reports on metrics, and the sum of their state; once for
+each result. *other*: the gradients, and one number for each epoch.
+
+Bytes that a rank receives in all of these, where a gather brings those of all other
+ranks, counted on {largest} ranks and computed for more:
+
+{received}
+
+In a step there is no gather and no Python object of another rank: gradients, stop
+requests and numbers of rows are sums.
+"""
+
+
+def main() -> None:
+    """Start the ranks, and write what they have counted."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    parser.add_argument("--busy", action="store_true", help="others use the machine")
+    arguments = parser.parse_args()
+    found = {}
+    for ranks in arguments.ranks:
+        found[ranks] = launched(ranks)
+        print(ranks, found[ranks], flush=True)
+    write(found, is_busy=arguments.busy)
+
+
+def launched(ranks: int) -> dict:
+    """What the first of so many ranks has measured and counted."""
+    command = [sys.executable, "-m", "keras_dist", "run", "--transport", "gloo"]
+    done = subprocess.run(
+        [*command, "-np", str(ranks), str(RANK), str(time.time())],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    for line in done.stdout.splitlines():
+        if MARK in line:
+            return json.loads(line.split(MARK, 1)[1])
+    raise RuntimeError(f"{ranks} ranks failed.\n{done.stdout}\n{done.stderr}")
+
+
+def received(counted: dict, ranks: int) -> int:
+    """Bytes that a rank receives in collectives to which each hands so many."""
+    total = 0.0
+    for kinds in counted.values():
+        for kind, (_, size) in kinds.items():
+            if kind == "allgather":
+                total += size * (ranks - 1)
+            elif kind == "allreduce_sum":
+                total += 2 * (ranks - 1) / ranks * size
+            else:
+                total += size
+    return round(total)
+
+
+def write(found: dict, *, is_busy: bool) -> None:
+    """The section of the page."""
+    several = [ranks for ranks in found if ranks > 1]
+    largest = max(several)
+    names = list(found[largest]["times"])
+    seconds = table(
+        ["ranks", *names],
+        [
+            [str(ranks), *[f"{each['times'][name]:.1f}" for name in names]]
+            for ranks, each in found.items()
+        ],
+    )
+    rows = []
+    for purpose in PURPOSES:
+        cells = [sums_of(found[ranks]["counted"].get(purpose, {})) for ranks in several]
+        rows.append([purpose, *[f"{calls} of {size:,} B" for calls, size in cells]])
+    counted = table(["", *[f"{ranks} ranks" for ranks in several]], rows)
+    own = found[largest]["counted"]
+    columns = [*several, *MORE]
+    sizes = [
+        received(found[ranks]["counted"] if ranks in found else own, ranks)
+        for ranks in columns
+    ]
+    section = _WORDS.format(
+        cores=len(os.sched_getaffinity(0)),
+        busy=", which others used, too" if is_busy else "",
+        seconds=seconds,
+        counted=counted,
+        largest=largest,
+        received=table(
+            ["ranks", *[f"{n:,}" for n in columns]],
+            [["bytes", *[f"{size / 1e3:,.0f} kB" for size in sizes]]],
+        ),
+    )
+    text = PAGE.read_text()
+    before = text.partition(HEADING)[0].partition(NEXT)[0].rstrip("\n")
+    _, heading, hosts = text.partition(NEXT)
+    PAGE.write_text(before + "\n" + HEADING + section + heading + hosts)
+
+
+def sums_of(kinds: dict) -> tuple[int, int]:
+    """Collectives of a purpose, and bytes."""
+    return sum(n for n, _ in kinds.values()), sum(size for _, size in kinds.values())
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """In Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    main()
