@@ -7,9 +7,8 @@ from typing import Any
 
 from keras_dist.launch.elastic import SETTLE_SECONDS
 
-# Seconds in which a cluster makes a group for which it has resources; and those of a
-# look whether it has made one.
-_RESERVE_SECONDS, _LOOK_SECONDS = 2.0, 0.05
+# Seconds in which a cluster makes a group for which it has resources.
+_RESERVE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -98,11 +97,16 @@ class Growth:
         """Whether it has had it for some seconds: others may come with it."""
         if self._group is None:
             return False
-        if self._since is None and self._group.wait(_LOOK_SECONDS):
+        if self._since is None and self._is_made():
             self._since = time.monotonic()
         return self._since is not None and (
             time.monotonic() - self._since > SETTLE_SECONDS
         )
+
+    def _is_made(self) -> bool:
+        # Its own `wait` counts whole seconds.
+        table = self._ray.util.placement_group_table(self._group)
+        return table.get("state") == "CREATED"
 
     def close(self) -> None:
         """Give the resources back."""
