@@ -200,7 +200,7 @@ def _train(
             seed=seed,
         )
         spec = spec if resumed is None else resumed.placed(spec)
-        setup = comm.run_on_all(lambda: with_plan(prepare(model, given, options, spec)))
+        setup = comm.run_on_all(lambda: _prepared(model, given, options, spec, resumed))
         comm.agree(setup.facts(), advice=_ADVICE)
         if comm.rank() == 0 and given.verbose != 0:
             _print(str(setup.plan))
@@ -217,6 +217,17 @@ def _opened(model: Any, given: KerasArguments, options: Options) -> KerasArgumen
     check_model(model)
     given = with_reports(given, options)
     return same_batches.with_streams(given, options.shard)
+
+
+def _prepared(
+    model: Any,
+    given: KerasArguments,
+    options: Options,
+    spec: sharding.ShardSpec,
+    resumed: checkpoint.Resume | None,
+) -> FitSetup:
+    setup = prepare(model, given, options, spec)
+    return with_plan(setup if resumed is None else resumed.compared(setup))
 
 
 def _seed_of_order(model: Any) -> int:

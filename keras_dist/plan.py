@@ -75,6 +75,7 @@ class Plan:
         outputs: Name and destination of each callback that writes files.
         metrics: Name and rule of each metric whose state is not summed.
         every: Steps from one averaging to the next: 1, or more with local SGD.
+        changes: What is another than in the checkpoint that is resumed, in words.
     """
 
     version: str
@@ -89,6 +90,7 @@ class Plan:
     outputs: tuple[tuple[str, str], ...]
     metrics: tuple[tuple[str, str], ...] = ()
     every: int = 1
+    changes: str = ""
 
     def lines(self) -> list[tuple[str, str]]:
         """The lines of the box, as pairs of a label and a text."""
@@ -111,6 +113,8 @@ class Plan:
         lines += [
             ("learning rate", text) for rate in self.rates for text in _rate_texts(rate)
         ]
+        if self.changes:
+            lines.append(("changed", f"since the checkpoint: {self.changes}"))
         if self.is_compiled and self.size > 1:
             lines.append(
                 ("XLA", "forward and backward, then update; averaging between")

@@ -11,6 +11,7 @@ to the callback that saves:
 - `copies`: one folder for all hosts or one on each; which ranks write
 - `newest`: the newest checkpoint of all folders, sent to those that lack it
 - `saved`: the content of a checkpoint; the newest one as the start of a fit
+- `scale`: what changed where a training is resumed on another number of ranks
 - `gathered`: the state of all ranks, for a checkpoint
 - `save_request`: when to save: a clock, or SIGTERM, agreed on by all ranks
 - `writer`: write checkpoints in a thread while the training continues

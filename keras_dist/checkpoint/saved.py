@@ -12,6 +12,8 @@ from keras_dist import comm, sharding
 from keras_dist.checkpoint.copies import Copies, find_copies
 from keras_dist.checkpoint.files import Folder
 from keras_dist.checkpoint.newest import read_newest
+from keras_dist.checkpoint.scale import changes, scale_of
+from keras_dist.setup.fit_setup import FitSetup
 from keras_dist.setup.options import Options
 from keras_dist.version import __version__
 
@@ -33,6 +35,7 @@ class Saved:
         model: Layers, optimizers and shapes that the model must have.
         arrays: Weights and optimizer state; on the first rank only.
         begun: When the training began, in seconds since 1970; 0 in files of before.
+        scale: Ranks, global batch and learning rates; `None` in files of before.
     """
 
     position: sharding.DataPosition
@@ -45,6 +48,7 @@ class Saved:
     model: dict[str, Any]
     arrays: list[Any]
     begun: float = 0.0
+    scale: dict[str, Any] | None = None
 
     def tree(self) -> dict[str, Any]:
         """The content as a tree for a checkpoint file."""
@@ -96,6 +100,13 @@ class Resume:
         return replace(
             spec, seed=self.seed, keeps_position=True, position=self.position
         )
+
+    def compared(self, setup: FitSetup) -> FitSetup:
+        """`setup` with a plan that says what has changed since the checkpoint."""
+        if self.saved is None:
+            return setup
+        found = changes(self.saved.scale, scale_of(setup.plan))
+        return replace(setup, plan=replace(setup.plan, changes=found))
 
 
 def opened(options: Options, callbacks: Any, seed: int) -> Resume | None:

@@ -12,6 +12,7 @@ from keras_dist.checkpoint.callback_states import CallbackStates
 from keras_dist.checkpoint.gathered import gathered
 from keras_dist.checkpoint.save_request import SaveRequests
 from keras_dist.checkpoint.saved import Resume, Saved
+from keras_dist.checkpoint.scale import scale_of
 from keras_dist.checkpoint.trees import decoded
 from keras_dist.checkpoint.writer import Writer, warn_of
 from keras_dist.setup.fit_setup import FitSetup
@@ -164,6 +165,7 @@ class Saver(keras.callbacks.Callback):
             model=model_states.facts_of(self.model),
             arrays=found.arrays,
             begun=self._resume.begun,
+            scale=scale_of(self._setup.plan),
         )
         self._writer.submit(saved.tree())
 

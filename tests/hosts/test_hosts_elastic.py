@@ -109,6 +109,11 @@ def test_a_training_loses_a_host_and_gains_it_back(net, shared, way):
     )
     assert len(lines) == 4, lines
     assert found_of(stdout, 3) == [(0, 1, host) for host in "abc"]
+    changed = [line for line in stdout.splitlines() if "since the checkpoint" in line]
+    print("\n".join(changed))
+    for ranks, line in zip(("3 → 2", "2 → 3"), changed, strict=True):
+        batches = " → ".join(str(8 * int(size)) for size in ranks.split(" → "))
+        assert f"ranks {ranks}, global batch {batches} " in line
     training.assert_equal(net)
     assert lost_seconds < 60
 
