@@ -143,7 +143,7 @@ $(TRACKERS)/.ready: pyproject.toml $(READY)
 SCRIPTS := $(filter-out %/run.py %/results.py %/collect.py,$(wildcard tests/horovod_scripts/*.py))
 recordings: $(KERAS2)/.ready
 	rm -rf $(KERAS2)/results
-	PATH="$(CURDIR)/$(BIN):$$PATH" HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=60 horovodrun -np 2 \
+	PATH="$(CURDIR)/$(BIN):$$PATH" HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=60 horovodrun --gloo -np 2 \
 	    env TF_USE_LEGACY_KERAS=1 $(KERAS2)/bin/python tests/horovod_scripts/run.py \
 	    $(KERAS2)/results $(SCRIPTS)
 	$(KERAS2)/bin/python tests/horovod_scripts/collect.py $(KERAS2)/results \
@@ -168,7 +168,7 @@ rows: setup
 	$(BIN)/python -m pytest tests/test_rows_counted.py
 	for ranks in 2 3; do \
 	    PATH="$(CURDIR)/$(BIN):$$PATH" HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=60 \
-	    horovodrun -np $$ranks python -m pytest -x -q tests/ranks/test_rows_counted.py \
+	    horovodrun --gloo -np $$ranks python -m pytest -x -q tests/ranks/test_rows_counted.py \
 	        || exit 1; \
 	done
 

@@ -1,6 +1,6 @@
 """The time that `ReplicaCheck`, `NanReport` and a breakdown add to a step.
 
-    horovodrun -np 2 python benchmarks/checks.py
+    horovodrun --gloo -np 2 python benchmarks/checks.py
 
 Two models are trained alternately without and with a `NanReport`, and the smallest CPU
 seconds of a step are compared: CPU time does not count other programs of a busy

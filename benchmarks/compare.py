@@ -47,7 +47,7 @@ class Stack:
     ranks: int = RANKS
     twin: str = ""
     environment: str = ""
-    flags: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ("--gloo",)
 
 
 TABLE = {

@@ -112,7 +112,7 @@ def main() -> int:
     horovodrun = str(Path(sys.executable).with_name("horovodrun"))
     command = [sys.executable, __file__, *sys.argv[1:], "--rank"]
     done = subprocess.run(
-        [horovodrun, "-np", "2", *command],
+        [horovodrun, "--gloo", "-np", "2", *command],
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
         check=False,
     )

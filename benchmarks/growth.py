@@ -94,7 +94,7 @@ def launch(ranks: int, repetitions: int) -> dict:
     script = str(Path(__file__).parent / "stacks" / "growth_rank.py")
     command = [sys.executable, script, json.dumps(LAYERS), sizes, str(repetitions)]
     done = subprocess.run(
-        [horovodrun, "-np", str(ranks), *command],
+        [horovodrun, "--gloo", "-np", str(ranks), *command],
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

@@ -1,6 +1,6 @@
 """The time that repeated rows of an `Embedding` cost beside merged ones.
 
-    horovodrun -np 2 python benchmarks/sparse.py [--pairs 5]
+    horovodrun --gloo -np 2 python benchmarks/sparse.py [--pairs 5]
 
 Three models train alternately, in the same processes: with the rows of all ranks as
 they are (`sparse="auto"` and Adam), with each row once (`sparse="merged"`), and by

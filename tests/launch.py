@@ -75,7 +75,8 @@ def launch(
 def _under(launcher: str, command: list[str], ranks: int) -> list[str]:
     if launcher == "horovodrun":
         horovodrun = Path(sys.executable).with_name("horovodrun")
-        return [str(horovodrun), "-np", str(ranks), *command]
+        # Else it takes MPI where it is built, and `mpirun` refuses to run as root.
+        return [str(horovodrun), "--gloo", "-np", str(ranks), *command]
     return [sys.executable, "-m", "keras_dist", "run", "-np", str(ranks), *command]
 
 

@@ -72,7 +72,8 @@ def test_a_training_goes_on_when_ranks_come_and_go(tmp_path, mode, hosts, ranks,
     discover.write_text(f"#!/bin/sh\ncat {names}\n")
     discover.chmod(0o755)
     horovodrun = Path(sys.executable).with_name("horovodrun")
-    command = [str(horovodrun), "--network-interfaces", "lo", "-np", str(ranks)]
+    command = [str(horovodrun), "--gloo", "--network-interfaces", "lo"]
+    command += ["-np", str(ranks)]
     command += ["--min-np", "1", "--max-np", "2"]
     command += ["--host-discovery-script", str(discover)]
     command += [sys.executable, str(script), str(names), mode]
