@@ -12,10 +12,11 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from keras_dist.launch import processes
+from keras_dist.launch import mpi_memory, processes
+from keras_dist.launch.failures import print_message
 from keras_dist.launch.ranks import Command
 
 # Writes its environment, which it renames so that it is whole, and waits to be ended.
@@ -27,16 +28,50 @@ _RELAY = (
 # Of its variables, those by which a process finds the server, and by which MPI works.
 _OF_MPI = ("OMPI_", "ORTE_", "PMIX_")
 
+# Variables of the system that has started this process, from which `mpirun` would take
+# hosts and cores; of them, those that a user may have set for MPI; and what a process
+# has that is itself a rank of MPI.
+_OF_OTHERS = (*_OF_MPI, "PMI_", "SLURM_", "LSB_", "PBS_")
+_OF_USER = ("OMPI_MCA_", "PMIX_MCA_")
+_OF_RANK = ("PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+
 _SECONDS, _TICK = 60.0, 0.02
 
 
+@contextlib.contextmanager
 def variables(
     command: Command, job: str, num_ranks: int
-) -> contextlib.AbstractContextManager[dict[int, dict[str, str]]]:
-    """Inside the block, the variables that each rank of a command needs in addition."""
-    if command.transport == "mpi":
-        return server(job, num_ranks)
-    return contextlib.nullcontext({})
+) -> Iterator[dict[int, dict[str, str]]]:
+    """Inside the block, the variables that each rank of a command needs in addition.
+
+    Args:
+        command: The command that the ranks run.
+        job: Id of the job.
+        num_ranks: Number of ranks.
+
+    Raises:
+        OSError, RuntimeError: If the server cannot be started, and Gloo may not be used
+            instead.
+    """
+    own: dict[int, dict[str, str]] = {}
+    with contextlib.ExitStack() as left:
+        if command.transport == "mpi":
+            try:
+                own = left.enter_context(server(job, num_ranks))
+            except (OSError, RuntimeError) as error:
+                if not command.may_use_gloo:
+                    raise
+                print_message(_instead(error))
+        yield own
+
+
+def _instead(error: Exception) -> str:
+    """What is said, in one line, where Gloo is used instead."""
+    received = " ".join(str(error).split())
+    return (
+        "keras-dist: `mpirun` did not start, by which ranks of one machine find each "
+        f"other over MPI: Gloo is used instead. Received: {received}"
+    )
 
 
 @contextlib.contextmanager
@@ -56,15 +91,14 @@ def server(job: str, num_ranks: int) -> Iterator[dict[int, dict[str, str]]]:
         RuntimeError: If `mpirun` cannot be started.
     """
     folder = processes.make_folder(job)
-    is_shared = processes.SHARED_MEMORY.is_dir()
-    memory = processes.make_folder(job, processes.SHARED_MEMORY if is_shared else None)
+    memory = processes.make_folder(job, mpi_memory.parent_of_files(num_ranks))
     with contextlib.ExitStack() as left:
         for each in (folder, memory):
             left.callback(shutil.rmtree, each, ignore_errors=True)
         log = left.enter_context(open(folder / "log", "wb"))
         process = subprocess.Popen(
             _command(folder, num_ranks),
-            env={**_environment(), processes.mark(job): "1"},
+            env={**environment_of_server(os.environ), processes.mark(job): "1"},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -78,6 +112,7 @@ def server(job: str, num_ranks: int) -> Iterator[dict[int, dict[str, str]]]:
             "OMPI_MCA_btl": "self,vader",
             "OMPI_MCA_mpi_yield_when_idle": "1",  # a rank computes on the same core
             "OMPI_MCA_btl_vader_backing_directory": str(memory),
+            **mpi_memory.copying(),
         }
         yield {
             rank: common | _variables(folder / f"{rank}.env")
@@ -85,12 +120,23 @@ def server(job: str, num_ranks: int) -> Iterator[dict[int, dict[str, str]]]:
         }
 
 
-def _environment() -> dict[str, str]:
-    """Without the variables of another server, if this process is a rank of a job."""
-    if "PMIX_RANK" not in os.environ:
-        return dict(os.environ)
-    names = [name for name in os.environ if not name.startswith(_OF_MPI)]
-    return {name: os.environ[name] for name in names}
+def environment_of_server(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of `mpirun`: without what says where another job runs.
+
+    In a shell of `salloc` it would start programs by SLURM, and in a rank of another
+    job of MPI it would look for that job's server.
+
+    >>> environment_of_server({"SLURM_JOB_ID": "7", "OMPI_MCA_a": "1", "HOME": "/h"})
+    {'OMPI_MCA_a': '1', 'HOME': '/h'}
+    >>> environment_of_server({"PMIX_RANK": "0", "OMPI_MCA_a": "1", "HOME": "/h"})
+    {'HOME': '/h'}
+    """
+    kept = () if any(name in environ for name in _OF_RANK) else _OF_USER
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(kept) or not name.startswith(_OF_OTHERS)
+    }
 
 
 def _command(folder: Path, num_ranks: int) -> list[str]:

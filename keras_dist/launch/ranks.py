@@ -38,6 +38,7 @@ class Command:
         environment: Variables to set in addition to those of this process.
         log_dir: Folder for a log file of each rank; `None` for none.
         transport: "mpi" if the ranks, all on this machine, find each other by MPI.
+        may_use_gloo: Whether they use Gloo if the server of MPI does not start.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class Command:
     environment: Mapping[str, str]
     log_dir: str | None = None
     transport: str = "gloo"
+    may_use_gloo: bool = False
 
 
 class Ranks:
