@@ -44,7 +44,7 @@ def test_files_that_ranks_map_are_in_memory_only_where_they_fit(monkeypatch, tmp
     space = usage._replace(free=64 << 20)
     monkeypatch.setattr(mpi_memory.shutil, "disk_usage", lambda path: space)
     monkeypatch.setattr(processes, "SHARED_MEMORY", tmp_path)
-    assert mpi_memory.parent_of_files(2) == tmp_path
-    assert mpi_memory.parent_of_files(3) is None
+    assert mpi_memory.parent_of_files(8) == tmp_path
+    assert mpi_memory.parent_of_files(9) is None
     monkeypatch.setattr(processes, "SHARED_MEMORY", tmp_path / "none")
     assert mpi_memory.parent_of_files(2) is None

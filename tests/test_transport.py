@@ -11,25 +11,68 @@ from pathlib import Path
 import pytest
 
 from keras_dist.launch import mpi, processes, transports
+from keras_dist.launch.ranks import Command
 
 
 @pytest.fixture
-def machine(monkeypatch):
+def machine(monkeypatch, tmp_path):
     """A function that says what Horovod and the machine have."""
 
-    def set_to(built, gpus=0, mpirun="/usr/bin/mpirun"):
+    def set_to(built, gpus=0, mpirun="mpirun (Open MPI) 4.1.4"):
+        folder = tmp_path / f"bin{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        if mpirun is not None:
+            program(folder / "mpirun", f"echo '{mpirun}'; echo; echo Report bugs")
         monkeypatch.setattr(transports, "built", lambda: built)
         monkeypatch.setattr(transports, "num_gpus", lambda: gpus)
-        monkeypatch.setattr(transports.shutil, "which", lambda name: mpirun)
+        monkeypatch.setenv("PATH", str(folder))
 
+    for name in transports._OF_HOROVOD:
+        monkeypatch.delenv(name, raising=False)
     return set_to
 
 
-def test_mpi_is_taken_only_where_it_is_requested(machine):
-    """See docs/decisions.md."""
+def program(path, script):
+    """Write a program that a shell runs."""
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def transport_of(requested, is_one_host=True, num_ranks=2):
+    """As of the launcher, by default for two ranks of this machine."""
+    return transports.transport_of(
+        requested, is_one_host=is_one_host, num_ranks=num_ranks
+    )
+
+
+def test_by_itself_mpi_is_taken_between_the_ranks_of_one_machine(machine, monkeypatch):
+    """And only where all is there; else Gloo, without a word."""
     machine(["gloo", "mpi"])
-    assert transports.transport_of("auto", is_one_host=True) == "gloo"
-    assert transports.transport_of("mpi", is_one_host=True) == "mpi"
+    assert transport_of("auto") == transport_of("mpi") == "mpi"
+    assert transport_of("auto", is_one_host=False) == "gloo"
+    assert transport_of("auto", num_ranks=1) == "gloo"
+    monkeypatch.setenv("HOROVOD_CPU_OPERATIONS", "gloo")
+    assert transport_of("auto") == "gloo"
+    monkeypatch.delenv("HOROVOD_CPU_OPERATIONS")
+    machine(["gloo", "mpi", "nccl"], gpus=1)
+    assert transport_of("auto") == "gloo"
+    machine(["gloo"])
+    assert transport_of("auto") == "gloo"
+
+
+OTHERS = [None, "mpirun (Open MPI) 5.0.3", "HYDRA build details:", ""]
+
+
+@pytest.mark.parametrize("mpirun", OTHERS)
+def test_another_mpirun_is_not_taken_by_itself_and_an_error_if_requested(
+    machine, mpirun
+):
+    """Its variables and options are others."""
+    machine(["gloo", "mpi"], mpirun=mpirun)
+    assert transport_of("auto") == "gloo"
+    words = "apt-get install openmpi-bin" if mpirun is None else "is not Open MPI 4"
+    with pytest.raises(ValueError, match=words):
+        transport_of("mpi")
 
 
 REFUSED = [
@@ -47,20 +90,14 @@ def test_what_is_not_built_is_an_error_that_says_how_to_build_it(
     """Before any rank is started."""
     machine(built)
     with pytest.raises(ValueError, match=words):
-        transports.transport_of(requested, is_one_host=is_one_host)
+        transport_of(requested, is_one_host)
 
 
 def test_what_is_there_is_used_as_requested(machine):
     """Gloo always; NCCL where there are GPUs."""
     machine(["gloo", "mpi", "nccl"], gpus=2)
-    found = [
-        transports.transport_of(name, is_one_host=True)
-        for name in ("gloo", "mpi", "nccl")
-    ]
+    found = [transport_of(name) for name in ("gloo", "mpi", "nccl")]
     assert found == ["gloo", "mpi", "gloo"]
-    machine(["gloo", "mpi"], mpirun=None)
-    with pytest.raises(ValueError, match="apt-get install openmpi-bin"):
-        transports.transport_of("mpi", is_one_host=True)
 
 
 # A rank of MPI without Horovod: it prints the sum over all ranks of 1.
@@ -127,9 +164,14 @@ def job(tmp_path):
         process.kill()
         process.wait()
     assert servers(tmp_path) == []
-    left = [path.name for path in tmp_path.iterdir() if path != script]
-    left += [path.name for path in processes.SHARED_MEMORY.glob("keras_dist.*")]
-    assert left == []
+    assert [path.name for path in tmp_path.iterdir() if path != script] == []
+    assert eventually(lambda: not left_in_memory())
+
+
+def left_in_memory():
+    """Folders of jobs that have ended, among those of jobs of others."""
+    names = [path.name for path in processes.SHARED_MEMORY.glob("keras_dist.*")]
+    return [name for name in names if not processes.members(name.split(".")[1])]
 
 
 def servers(folder):
@@ -191,8 +233,22 @@ def test_a_server_that_does_not_start_is_an_error_with_its_message(
     monkeypatch, tmp_path
 ):
     """As where `mpirun` is another MPI's."""
-    (tmp_path / "mpirun").write_text("#!/bin/sh\necho no such option >&2; exit 1\n")
-    (tmp_path / "mpirun").chmod(0o755)
+    program(tmp_path / "mpirun", "echo no such option >&2; exit 1")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     with pytest.raises(RuntimeError, match="no such option"), mpi.server("0", 2):
         pytest.fail("started")
+
+
+def test_gloo_is_used_where_the_server_does_not_start_and_mpi_was_not_requested(
+    monkeypatch, tmp_path, capfd
+):
+    """One line says so, whatever `mpirun` has printed."""
+    program(tmp_path / "mpirun", "echo no such; echo option >&2; exit 1")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    command = Command("program", ["true"], {}, transport="mpi", may_use_gloo=True)
+    with mpi.variables(command, "0", 2) as own:
+        assert own == {}
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "`mpirun` did not start" in line and "Gloo is used instead" in line
+    assert "no such option" in line
+    assert not list(processes.SHARED_MEMORY.glob("keras_dist.0.*"))

@@ -74,6 +74,8 @@ def transport() -> Found:
         )
     if comm.size() == 1:
         return untried("one rank sends nothing")
+    if comm.has_mpi() and comm.init().num_hosts == 1:
+        return ok("MPI, shared memory", transport=name)
     interface = os.environ.get("HOROVOD_GLOO_IFACE", "")
     return ok(f"{name}, interface {interface or 'unknown'}", transport=name)
 

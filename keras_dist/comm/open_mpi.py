@@ -25,9 +25,14 @@ _BRIDGE = re.compile(
 )
 
 
-def is_launcher(launcher: str) -> bool:
-    """Whether a launcher, by its name as of `world.launched`, is one of MPI."""
-    return launcher.startswith("mpirun")
+def is_used(launcher: str) -> bool:
+    """Whether the ranks find each other by MPI.
+
+    Args:
+        launcher: What has started them, by its name as of `world.launched`.
+    """
+    is_mpi = os.environ.get("HOROVOD_CONTROLLER") == "mpi"  # by `keras-dist run`
+    return is_mpi or launcher.startswith("mpirun")
 
 
 def prepare(*, is_on_cpu: bool) -> None:
@@ -56,8 +61,8 @@ def bridges_in(names: Sequence[str]) -> list[str]:
 def limited_start(rank: int, size: int) -> Iterator[None]:
     """Inside the block MPI starts; if that takes longer than the stall limit, end.
 
-    Under `mpirun` there is no store in which the ranks could see each other, and MPI
-    itself waits for ever.
+    MPI itself waits for ever, and under `mpirun` there is no store in which the ranks
+    could see each other.
 
     Args:
         rank: Rank of this process, for the message.
@@ -79,7 +84,7 @@ def _end(rank: int, size: int, limit: float) -> None:
     message = (
         f"MPI has not connected the ranks for {limit:g} s, and the job ends. Received: "
         f"rank {rank} of {size} on {socket.gethostname()}, with the network interfaces "
-        f"{names}. Name the network on which all hosts reach each other: "
+        f"{names}. Of several hosts, name the network on which they reach each other: "
         "`mpirun --mca btl_tcp_if_include 10.0.0.0/24`. If another rank needs longer "
         f"before it connects, raise the limit: {monitor.VARIABLE}=600.\n"
     )

@@ -70,7 +70,7 @@ def connect(launcher: str, expected: World, *, has_process_sets: bool = False) -
     if has_process_sets:
         os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
     starting = contextlib.ExitStack()
-    if open_mpi.is_launcher(launcher):
+    if open_mpi.is_used(launcher):
         open_mpi.prepare(is_on_cpu=is_on_cpu)
         starting.enter_context(open_mpi.limited_start(expected.rank, expected.size))
     if is_on_cpu:

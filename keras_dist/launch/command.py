@@ -122,8 +122,8 @@ def _run(options: argparse.Namespace) -> int:
         words=words,
         environment=environment,
         log_dir=options.log_dir,
-        transport=_transport(hosts, options),
     )
+    command = _with_transport(command, hosts, options)
     if task is not None:
         return _run_step(command, task, options)
     if is_elastic:
@@ -133,9 +133,17 @@ def _run(options: argparse.Namespace) -> int:
     return _run_by_ssh(command, hosts, options)
 
 
-def _transport(hosts: list[tuple[str, int]], options: argparse.Namespace) -> str:
-    is_one_host = bool(hosts) and all(is_here(host) for host, _ in hosts)
-    return transport_of(options.transport, is_one_host=is_one_host)
+def _with_transport(
+    command: Command, hosts: list[tuple[str, int]], options: argparse.Namespace
+) -> Command:
+    """The command, with what its ranks find each other by."""
+    transport = transport_of(
+        options.transport,
+        is_one_host=bool(hosts) and all(is_here(host) for host, _ in hosts),
+        num_ranks=sum(count for _, count in hosts),
+    )
+    may_use_gloo = options.transport == "auto"
+    return replace(command, transport=transport, may_use_gloo=may_use_gloo)
 
 
 def _run_by_ssh(

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from keras_dist.launch import mpi_memory, processes
+from keras_dist.launch import mpi_memory, mpi_ports, processes
 from keras_dist.launch.failures import print_message
 from keras_dist.launch.ranks import Command
 
@@ -32,7 +32,7 @@ _OF_MPI = ("OMPI_", "ORTE_", "PMIX_")
 # hosts and cores; of them, those that a user may have set for MPI; and what a process
 # has that is itself a rank of MPI.
 _OF_OTHERS = (*_OF_MPI, "PMI_", "SLURM_", "LSB_", "PBS_")
-_OF_USER = ("OMPI_MCA_", "PMIX_MCA_")
+_OF_USER = "OMPI_MCA_"
 _OF_RANK = ("PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 
 _SECONDS, _TICK = 60.0, 0.02
@@ -106,6 +106,7 @@ def server(job: str, num_ranks: int) -> Iterator[dict[int, dict[str, str]]]:
         )
         left.callback(_end, process)
         _wait(process, folder, num_ranks)
+        left.enter_context(mpi_ports.closed(process.pid, num_ranks))
         common = {
             "HOROVOD_CONTROLLER": "mpi",
             "HOROVOD_CPU_OPERATIONS": "mpi",
@@ -131,11 +132,11 @@ def environment_of_server(environ: Mapping[str, str]) -> dict[str, str]:
     >>> environment_of_server({"PMIX_RANK": "0", "OMPI_MCA_a": "1", "HOME": "/h"})
     {'HOME': '/h'}
     """
-    kept = () if any(name in environ for name in _OF_RANK) else _OF_USER
+    of_user = () if any(name in environ for name in _OF_RANK) else _OF_USER
     return {
         name: value
         for name, value in environ.items()
-        if name.startswith(kept) or not name.startswith(_OF_OTHERS)
+        if name.startswith(of_user) or not name.startswith(_OF_OTHERS)
     }
 
 

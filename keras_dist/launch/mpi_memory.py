@@ -11,8 +11,8 @@ from keras_dist.launch import processes
 
 _COPY = "OMPI_MCA_btl_vader_single_copy_mechanism"
 
-# Bytes in shared memory that a rank may need: Open MPI's segment of 16 MiB, and room.
-_BYTES_OF_RANK = 32 << 20
+# Bytes in shared memory that a rank may need: Open MPI's segment of 4 MiB, and room.
+_BYTES_OF_RANK = 8 << 20
 
 # A process reads the memory of another one that is not its child, as ranks do. Both
 # allow what Open MPI allows (PR_SET_PTRACER), for systems where it has to be allowed.

@@ -106,8 +106,8 @@ def add_transport(command: argparse.ArgumentParser) -> None:
         "--transport",
         choices=TRANSPORTS,
         default="auto",
-        help="what carries tensors (default: auto: NCCL between GPUs where Horovod was "
-        "built with it, else Gloo; mpi: between ranks of one machine)",
+        help="what carries tensors (default: auto: NCCL between GPUs, and MPI between "
+        "ranks of one machine, where Horovod was built with them; else Gloo)",
     )
 
 

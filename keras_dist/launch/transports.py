@@ -1,6 +1,8 @@
 """The transport of a job: what Horovod was built with, and what this machine has."""
 
+import os
 import shutil
+import subprocess
 
 from keras_dist.install import patch
 from keras_dist.launch.gpus import num_gpus
@@ -10,19 +12,31 @@ TRANSPORTS = ("auto", "gloo", "mpi", "nccl")
 # Stand in Horovod's library if it was linked to them.
 _LIBRARIES = {"mpi": b"libmpi.", "nccl": b"libnccl."}
 
+# By its variables and options the launcher and `mpirun` understand each other.
+_OPEN_MPI = "(Open MPI) 4."
 
-def transport_of(requested: str, *, is_one_host: bool) -> str:
+# By these a user requests Gloo from Horovod itself.
+_OF_HOROVOD = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
+
+_VERSION_SECONDS = 20.0
+
+
+def transport_of(requested: str, *, is_one_host: bool, num_ranks: int) -> str:
     """How the ranks of a job find each other: "gloo" or "mpi".
 
     Args:
         requested: One of `TRANSPORTS`.
         is_one_host: Whether all of them are on this machine.
+        num_ranks: How many they are.
 
     Raises:
         ValueError: If what is requested is not there.
     """
     if requested == "auto":
-        return "gloo"  # why not MPI: docs/decisions.md
+        is_set = any(os.environ.get(name, "mpi") != "mpi" for name in _OF_HOROVOD)
+        has_others = is_one_host and num_ranks > 1
+        is_mpi = has_others and not (is_set or num_gpus() or _why_no_mpi())
+        return "mpi" if is_mpi else "gloo"
     if requested == "mpi":
         why = (
             _why_no_mpi()
@@ -57,7 +71,25 @@ def _why_no_mpi() -> str:
         )
     if shutil.which("mpirun") is None:
         return "`mpirun` is missing: apt-get install openmpi-bin"
-    return ""
+    version = _version()
+    return "" if _OPEN_MPI in version else f"`mpirun` is not Open MPI 4, but: {version}"
+
+
+def _version() -> str:
+    """The first line that `mpirun --version` prints, or why there is none."""
+    try:
+        done = subprocess.run(
+            ["mpirun", "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_VERSION_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    lines = (done.stdout.strip() or done.stderr.strip() or "no text").splitlines()
+    return lines[0]
 
 
 def _why_no_nccl() -> str:

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import tensorflow as tf
 
@@ -16,7 +15,7 @@ from keras_dist import comm
 
 SIZES = tuple(4 * 16**power for power in range(7))  # bytes: 4 to 64 Mi
 _LARGE = 2**20  # bytes, from which on a tenth of the repetitions is enough
-_RANK = re.compile(r"^\[[\d,]+\]<stdout>:")
+_RANK = re.compile(r"^\[\d+\] ")
 
 
 @dataclass(frozen=True)
@@ -115,12 +114,11 @@ def _run_here(repetitions: int) -> None:
 
 def _launch(ranks: int, repetitions: int) -> int:
     """Start ranks once for each transport that Horovod was built with."""
-    horovodrun = Path(sys.executable).with_name("horovodrun")
     failures = 0
     for name in comm.built_transports():
         done = subprocess.run(
-            [str(horovodrun), f"--{name}", "-np", str(ranks)]
-            + [sys.executable, "-m", "keras_dist", "bench-collectives"]
+            [sys.executable, "-m", "keras_dist", "run", "-np", str(ranks)]
+            + ["--transport", name, "-m", "keras_dist", "bench-collectives"]
             + ["--repetitions", str(repetitions)],
             env={"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ},
             capture_output=True,

@@ -47,7 +47,7 @@ def test_the_plan_is_printed_once_and_says_all(world, rows, make_model, capsys):
         n = world.size
         for text in (
             f"{n} on 1 host, CPU, ",
-            "Gloo",
+            keras_dist.comm.transport_name(),
             f"8 rows per rank, {8 * n} global",
             "101 → ",
             f"12 → {-(-12 // n)} an epoch (steps scaled: divide)",
