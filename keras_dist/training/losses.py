@@ -73,6 +73,8 @@ class RowLosses:
     def __init__(self, model: Any, log: TermsLog) -> None:
         self._variables = model.trainable_variables
         self._log = log
+        layers = model._flatten_layers()
+        self._is_narrow = any(layer.compute_dtype == "float16" for layer in layers)
         self._fractions: dict[Any, Any] = {}
         self._probes: dict[Any, Probe] = {}
 
@@ -124,6 +126,9 @@ class RowLosses:
             given = [None] * len(targets)
         if not variables or step_context.current().rows is None:
             return plain(target, sources, output_gradients, **kwargs)
+        if len(targets) == 1 and self._is_narrow_sum(targets[0], given[0], variables):
+            found = plain(target, sources, output_gradients, **kwargs)
+            return tf.nest.map_structure(self._of_sum, found)
         weighted: list[tuple[Any, Any]] = []
         for tensor, factor in zip(targets, given, strict=True):
             weighted += self._weighted_targets(tensor, factor, variables)
@@ -188,6 +193,30 @@ class RowLosses:
             change = 1 + term.change(self._fraction())
             ones = ones * tf.cast(change, target.dtype)
         return [(target, ones if terms else factor)]
+
+    def _is_narrow_sum(self, target: Any, factor: Any, variables: list[Any]) -> bool:
+        """Whether a target is a sum over rows, in a model that computes in float16.
+
+        The loss scale nearly fills that dtype: × the number of ranks, it is inf there.
+        """
+        is_float = isinstance(target, tf.Tensor) and target.dtype.is_floating
+        if not is_float or not self._is_narrow:
+            return False
+        value = tf.reduce_sum(target if factor is None else target * factor)
+        terms = self._terms(value, variables)
+        if tf.executing_eagerly() or not terms:
+            return bool(terms)
+        return self._probe(value.graph).kind_of(value) is Kind.SUM
+
+    def _of_sum(self, gradient: Any) -> Any:
+        """The gradient of a sum over this rank's rows, as one of a mean over them."""
+        if gradient is None:
+            return None
+        factor = tf.cast(1 / self._fraction(), gradient.dtype)
+        if isinstance(gradient, tf.IndexedSlices):
+            values, indices = gradient.values * factor, gradient.indices
+            return tf.IndexedSlices(values, indices, gradient.dense_shape)
+        return gradient * factor
 
     def _terms(
         self, value: Any, variables: Any = None, *, is_loss: bool = True

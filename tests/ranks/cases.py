@@ -350,7 +350,25 @@ def _data() -> list[Case]:
 
 def _precision() -> list[Case]:
     part = "mixed precision"
+    in_graph = {"run_eagerly": False, "jit_compile": False}
     return [
+        *(
+            Case(
+                part,
+                f"{policy}{scaled}, {loss}",
+                f"{policy}, {loss}",
+                momentum,
+                rows=101,
+                compiled=in_graph,
+                tolerance=tolerance,
+                on_three=loss == "a loss for each row",
+            )
+            for policy, scaled, tolerance in (
+                ("mixed_float16", " with its loss scale", HALF),
+                ("mixed_bfloat16", "", BRAIN),
+            )
+            for loss in ("a mean", "add_loss of a sum", "a loss for each row")
+        ),
         Case(part, "mixed_float16", "half", momentum, tolerance=HALF),
         Case(part, "mixed_bfloat16", "brain", momentum, tolerance=BRAIN),
         Case(part, "bfloat16", "all brain", momentum, tolerance=2 * BRAIN),

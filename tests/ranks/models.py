@@ -127,6 +127,45 @@ def in_precision(policy):
     return keras.Sequential([keras.Input((5,)), keras.layers.Dense(1, dtype=policy)])
 
 
+class AddsSum(keras.layers.Layer):
+    """Adds a loss that is the sum of its inputs' squares, in float32."""
+
+    def call(self, x):
+        squares = keras.ops.square(keras.ops.cast(x, "float32"))
+        self.add_loss(0.05 * keras.ops.sum(squares))
+        return x
+
+
+class StepOfVector(keras.Sequential):
+    """A `train_step` that differentiates one scaled loss a row, small ones.
+
+    The sum of larger ones overflows in float16, on one process too.
+    """
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            y = keras.ops.cast(y, self.compute_dtype)[:, None]
+            losses = 0.01 * keras.ops.mean((self(x, training=True) - y) ** 2, axis=1)
+            scaled = self.optimizer.scale_loss(losses)
+        weights = self.trainable_variables
+        gradients = tape.gradient(scaled, weights)
+        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        return {"loss": keras.ops.mean(losses)}
+
+
+def all_in_precision(policy, kind=keras.Sequential, middle=()):
+    """A model of this policy, so that `compile` scales the loss of float16."""
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        first = keras.layers.Dense(4, activation="tanh")
+        layers = [make() for make in middle]
+        return kind([keras.Input((5,)), first, *layers, keras.layers.Dense(1)])
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
 def tagger():
     """Masked sequences with a loss for each word that is not padding."""
     return keras.Sequential(
@@ -235,6 +274,18 @@ SUBJECTS = {
     "half": Subject(lambda: in_precision("mixed_float16"), vectors),
     "brain": Subject(lambda: in_precision("mixed_bfloat16"), vectors),
     "all brain": Subject(lambda: in_precision("bfloat16"), vectors),
+    **{
+        f"{policy}, {name}": Subject(
+            lambda policy=policy, given=given: all_in_precision(policy, **given),
+            vectors,
+        )
+        for policy in ("mixed_float16", "mixed_bfloat16")
+        for name, given in (
+            ("a mean", {}),
+            ("add_loss of a sum", {"middle": [AddsSum]}),
+            ("a loss for each row", {"kind": StepOfVector}),
+        )
+    },
     "tagger": Subject(tagger, sentences),
     "two inputs": Subject(two_inputs, nested),
     "normalized": Subject(normalized, far),

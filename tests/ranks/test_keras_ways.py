@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from keras_ways import WAYS
-from keras_ways.way import difference, digest, oracles
+from keras_ways.way import difference, digest, has_state, oracles
 
 import keras_dist
 
@@ -63,6 +63,7 @@ def test_a_way_equals_one_process(world, expected, folder, way, dtype):
     """Weights, state and logs, and the same bits on all ranks."""
     run = way.run_of(world.size, folder, is_oracle=False)
     arrays = way.arrays(run, dtype)
+    assert has_state(arrays), f"not all of its training is compared: {list(arrays)}"
     largest, name = difference(arrays, expected[way.title, dtype])
     assert largest <= way.tolerance(dtype), f"{name}: {largest:.1e}"
     assert len(set(keras_dist.gather(digest(arrays)))) == 1

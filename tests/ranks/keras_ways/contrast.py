@@ -42,7 +42,7 @@ def distillation(run):
     run.compile(model, optimizer, metrics=["sparse_categorical_accuracy"])
     x, y = floats(4), integers(3)
     history = run.fit(model, x, y, epochs=2, validation_data=(x[:9], y[:9]))
-    return model.weights, history
+    return model, history
 
 
 class Views(keras.Model):
@@ -112,7 +112,7 @@ def views(run):
     tuned = keras.Sequential([model.encoder, keras.layers.Dense(3)])
     run.compile(tuned, keras.optimizers.SGD(0.05), loss, metrics=["accuracy"])
     second = run.fit(tuned, labeled, validation_data=labeled)
-    return model.weights, contrast_optimizer, tuned, first, second
+    return model, contrast_optimizer, tuned, first, second
 
 
 class MomentumEncoder(keras.Model):
@@ -138,11 +138,13 @@ class MomentumEncoder(keras.Model):
         return {"loss": loss}
 
 
-@CONTRAST.way("a momentum encoder that the trained one predicts", is_tested=False)
+@CONTRAST.way(
+    "a momentum encoder that the trained one predicts", is_traced=True, is_tested=False
+)
 def momentum_encoder(run):
     model = run.compile(MomentumEncoder(), keras.optimizers.SGD(0.1, momentum=0.9))
     history = run.fit(model, floats(4))
-    return model.weights, history
+    return model, history
 
 
 class Triplets(keras.Model):
@@ -187,7 +189,7 @@ def _triplets(run, reduce):
 
     model = run.compile(Triplets(reduce), keras.optimizers.SGD(0.002, momentum=0.9))
     history = run.fit(model, batches(0), validation_data=batches(3))
-    return model.weights, history
+    return model, history
 
 
 @CONTRAST.way("siamese triplets, the mean of the rows", is_traced=True, is_tested=False)

@@ -355,7 +355,9 @@ class Diffusion(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
-@GENERATIVE.way("diffusion with a moving average of the weights", on_three=True)
+@GENERATIVE.way(
+    "diffusion with a moving average of the weights", is_traced=True, on_three=True
+)
 def diffusion(run):
     x = 3 + 2 * floats(4)
     model = Diffusion()
@@ -366,7 +368,7 @@ def diffusion(run):
         keras.losses.MeanAbsoluteError(),
     )
     history = run.fit(model, x, validation_data=x[:9])
-    return model.weights, history
+    return model, history
 
 
 class Quantizer(keras.layers.Layer):

@@ -304,7 +304,7 @@ def speech(run):
     model = run.compile(Speech(), keras.optimizers.SGD(0.1), loss)
     given = {"source": floats(7, 3), "target": padded(WORDS, 5)}
     data = tf.data.Dataset.from_tensor_slices(given).batch(run.batch_size)
-    return model.weights, run.fit(model, data, validation_data=data)
+    return model, run.fit(model, data, validation_data=data)
 
 
 def _texts():

@@ -194,6 +194,13 @@ def is_rounding(arrays: dict[str, Any], expected: dict[str, Any] | str) -> bool:
     )
 
 
+def has_state(arrays: dict[str, Any]) -> bool:
+    """Whether the state of an optimizer that has counted updates is among them."""
+    return any(
+        "state" in name and array.max(initial=0) >= 1 for name, array in arrays.items()
+    )
+
+
 def digest(arrays: dict[str, Any]) -> str:
     """Equal where the bits of all arrays are."""
     found = hashlib.sha256()
