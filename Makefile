@@ -12,7 +12,7 @@ KERAS2 := .venv-keras2
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test long demo docs equivalence fuzz mutations bench levers growth growth-start growth-hosts slow-network input kills looks \
+.PHONY: help setup check test long demo docs equivalence fuzz mutations bench levers growth growth-start growth-hosts restarts slow-network input kills looks \
     rows hosts chaos clusters trackers recordings
 
 help:
@@ -38,6 +38,7 @@ help:
 	@echo "make growth  write docs/growth.md: what more ranks and layers cost"
 	@echo "make growth-start  write its section on what more ranks cost a fit at its start"
 	@echo "make growth-hosts  write its section on what more hosts cost the launcher"
+	@echo "make restarts  write its section on what a lost rank and a lost host cost (root)"
 	@echo "make slow-network  write docs/slow_network.md: local SGD where the network is slow (root)"
 	@echo "make input   write docs/input.md: what decoding costs, late and early"
 	@echo "WHEEL_DIR=... a folder in which \`make setup\` keeps Horovod, and finds it the next time"
@@ -189,6 +190,9 @@ growth-start: setup
 
 growth-hosts: setup
 	$(BIN)/python benchmarks/growth_hosts.py
+
+restarts: setup
+	$(BIN)/python benchmarks/restarts.py
 
 slow-network: setup
 	$(BIN)/python benchmarks/slow_network.py

@@ -9,7 +9,6 @@ measured times here grow with the ranks for that reason too.
 import argparse
 import json
 import os
-import re
 import socket
 import statistics
 import subprocess
@@ -18,6 +17,7 @@ import time
 from pathlib import Path
 
 import compare
+from growth_page import table, write_first
 
 ROOT = Path(__file__).parents[1]
 MARK = "measured: "
@@ -170,12 +170,7 @@ def write(by_size: dict, hop: float, repetitions: int) -> None:
         transport=by_size[2]["transport"],
         assumptions="\n".join(f"| {a} | {b} | {c} |" for a, b, c in assumptions),
     )
-    page = ROOT / "docs" / "growth.md"
-    # What `make growth-start` and `make growth-hosts` write stays.
-    rest = re.search(
-        r"\n## (The start of a fit|Many hosts)\n.*", page.read_text(), re.DOTALL
-    )
-    page.write_text(document + (rest[0] if rest else ""))
+    write_first(document)
     facts = {"sizes": MODELS, "seconds": seconds, "fixed": fixed, "hop": hop}
     env = {**os.environ, "PYTHONPATH": str(ROOT / ".bench" / "plot")}
     plot = [sys.executable, str(Path(__file__).with_name("growth_plot.py"))]
@@ -191,12 +186,6 @@ def computing_seconds() -> dict[str, float]:
         for name, key in keys.items()
     }
     return found | {"ResNet-50": RESNET_SECONDS}
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """In Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 if __name__ == "__main__":

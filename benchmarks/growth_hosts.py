@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 import psutil
+from growth_page import table, write_section
 
 from keras_dist.launch.assignment import assignments
 from keras_dist.launch.hosts import slots
@@ -27,8 +28,6 @@ from keras_dist.launch.rendezvous import Store, variables_of
 
 ROOT = Path(__file__).parents[1]
 STAND_IN = Path(__file__).parent / "stacks" / "stand_in.cc"
-PAGE = ROOT / "docs" / "growth.md"
-HEADING = "\n## Many hosts\n"
 HOSTS = (8, 16, 32, 64, 125)
 RANKS = 8  # of each host
 CONNECTED = (2, 4, 8)  # real ranks of one host
@@ -248,8 +247,7 @@ def write(found: dict, connected: dict, rounds: int) -> None:
         bytes=table(["hosts", "sent at the start", "then", "cores of it"], moved),
         horovod=table(["ranks", "requests", "bytes of addresses"], asked),
     )
-    before = PAGE.read_text().partition(HEADING)[0].rstrip("\n")
-    PAGE.write_text(before + "\n" + HEADING + section)
+    write_section("Many hosts", section)
     folder = ROOT / ".bench" / "plot"
     if not folder.is_dir():
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target"]
@@ -257,12 +255,6 @@ def write(found: dict, connected: dict, rounds: int) -> None:
     env = {**os.environ, "PYTHONPATH": str(folder)}
     plot = [sys.executable, str(Path(__file__).with_name("growth_hosts_plot.py"))]
     subprocess.run([*plot, json.dumps(medians)], env=env, check=True)
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """In Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 if __name__ == "__main__":

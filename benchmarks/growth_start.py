@@ -14,10 +14,10 @@ import sys
 import time
 from pathlib import Path
 
+from growth_page import table, write_section
+
 ROOT = Path(__file__).parents[1]
 RANK = Path(__file__).parent / "stacks" / "growth_start_rank.py"
-PAGE = ROOT / "docs" / "growth.md"
-HEADING, NEXT = "\n## The start of a fit\n", "\n## Many hosts\n"
 MARK = "measured: "
 RANKS = (1, 2, 4, 8, 16)
 MORE = (64, 256, 1000)
@@ -126,21 +126,12 @@ def write(found: dict, *, is_busy: bool) -> None:
             [["bytes", *[f"{size / 1e3:,.0f} kB" for size in sizes]]],
         ),
     )
-    text = PAGE.read_text()
-    before = text.partition(HEADING)[0].partition(NEXT)[0].rstrip("\n")
-    _, heading, hosts = text.partition(NEXT)
-    PAGE.write_text(before + "\n" + HEADING + section + heading + hosts)
+    write_section("The start of a fit", section)
 
 
 def sums_of(kinds: dict) -> tuple[int, int]:
     """Collectives of a purpose, and bytes."""
     return sum(n for n, _ in kinds.values()), sum(size for _, size in kinds.values())
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """In Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 if __name__ == "__main__":
