@@ -50,7 +50,7 @@ def sum_of_bits(tensor: Any) -> Any:
     return total
 
 
-@tf.function(input_signature=[tf.TensorSpec([None], tf.int64)])
+@tf.function(input_signature=[tf.TensorSpec([None], tf.int64)], autograph=False)
 def _weighted_sum(words: Any) -> Any:
     odd = 2 * tf.range(tf.size(words, tf.int64), dtype=tf.int64) + 1
     return tf.reduce_sum(words * odd)

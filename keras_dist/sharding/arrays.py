@@ -255,6 +255,7 @@ def shard_training(
             tf.maximum(first, 0), tf.minimum(first + steps, end)
         ).map(lambda step: order.rows_of_batch(rows, pass_index, step))
 
+    @tf.autograph.experimental.do_not_convert
     def passes_of_epoch(_: tf.Tensor) -> tf.data.Dataset:
         begin = schedule.steps_before_epoch(epoch.read_value())
         steps = schedule.steps_of_epoch(epoch.read_value())

@@ -26,6 +26,7 @@ def reader_of(arrays: Any) -> Callable[[tf.Tensor], Any]:
         keras.tree.lists_to_tuples(arrays),
     )
 
+    @tf.autograph.experimental.do_not_convert
     def read(rows: tf.Tensor) -> Any:
         return keras.tree.map_structure(
             lambda reader: None if reader is None else reader(rows), readers

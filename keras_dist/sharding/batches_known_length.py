@@ -51,6 +51,7 @@ def shard_dataset(
     is_tuple = type(dataset.element_spec) is tuple
     everything, nothing = tf.constant(size, tf.int64), tf.constant(0, tf.int64)
 
+    @tf.autograph.experimental.do_not_convert
     def shard_round(*components: Any) -> tf.data.Dataset:
         batches = tf.data.Dataset.zip(components if is_tuple else components[0])
         count = batches.cardinality()

@@ -114,6 +114,7 @@ def rest_and_whole(
     """
     take_none, take_all = tf.constant(0, tf.int64), tf.constant(-1, tf.int64)
 
+    @tf.autograph.experimental.do_not_convert
     def batches_of_epoch(_: tf.Tensor) -> tf.data.Dataset:
         is_first = tf.equal(epoch.read_value(), schedule.epoch)
         of_rest = rest.take(tf.where(is_first, take_all, take_none))

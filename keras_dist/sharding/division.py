@@ -206,8 +206,16 @@ def first_steps(dataset: tf.data.Dataset, steps: int) -> tf.data.Dataset:
     >>> [int(number) for number in first_steps(tf.data.Dataset.range(5), 3)]
     [0, 1, 2]
     """
-    is_first = dataset.enumerate().filter(lambda number, batch: number < steps)
-    return checked_length(is_first.map(lambda _, batch: batch), steps)
+
+    @tf.autograph.experimental.do_not_convert
+    def is_first(number: tf.Tensor, _: Any) -> tf.Tensor:
+        return number < steps
+
+    @tf.autograph.experimental.do_not_convert
+    def batch_of(_: tf.Tensor, batch: Any) -> Any:
+        return batch
+
+    return checked_length(dataset.enumerate().filter(is_first).map(batch_of), steps)
 
 
 def _known_length(division: Division) -> int | None:
@@ -277,6 +285,7 @@ def _by_window(
     """`own` of each `count` elements, or fewer at the end, and of their number."""
     is_tuple = type(source.element_spec) is tuple
 
+    @tf.autograph.experimental.do_not_convert
     def of_window(*components: Any) -> tf.data.Dataset:
         rows = tf.data.Dataset.zip(components if is_tuple else components[0])
         return own(rows, rows.cardinality())

@@ -36,7 +36,9 @@ class XlaStep:
         self._compute_gradients = tf.function(
             self._record, jit_compile=True, autograph=False
         )
-        self._apply_gradients = tf.function(self._apply, jit_compile=True)
+        self._apply_gradients = tf.function(
+            self._apply, jit_compile=True, autograph=False
+        )
 
     def why_not(self, data: Any) -> str | None:
         """Why the step cannot be split for batches like `data`; `None` if it can.

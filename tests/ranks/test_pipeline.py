@@ -1,6 +1,9 @@
 """Passes over data end with their last batch: TensorFlow does not tune them."""
 
 import copy
+import re
+import sys
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -83,3 +86,29 @@ def test_what_reads_the_data_can_be_copied(model):
     with untuned(model):
         strategy = model.distribute_strategy
         assert copy.copy(strategy).extended is strategy.extended
+
+
+def as_it_is(x, y):
+    """A function of the user's."""
+    return x, y
+
+
+def names_in(paths, pattern):
+    """Names that a pattern finds in files."""
+    texts = [Path(path).read_text() for path in paths]
+    return set(re.findall(pattern, "\n".join(texts)))
+
+
+@pytest.mark.several_ranks
+def test_functions_of_this_package_are_not_translated(model):
+    """AutoGraph would need longer for them than all else before a first step."""
+    many = keras_dist.DistributedModel(model)
+    many.fit(X, Y, batch_size=4, validation_data=in_batches(), verbose=0)
+    many.fit(in_batches().cache(), verbose=0)
+    decoded = tf.data.Dataset.from_tensor_slices((X, Y)).apply(keras_dist.shard(4))
+    many.fit(decoded.map(as_it_is).batch(4), verbose=0)
+    modules = [sys.modules[name] for name in sys.modules if "autograph_gen" in name]
+    translated = names_in([each.__file__ for each in modules], r"def tf__(\w+)")
+    own = names_in(Path(keras_dist.__file__).parent.rglob("*.py"), r"def (\w+)")
+    assert "as_it_is" in translated
+    assert not translated & own
