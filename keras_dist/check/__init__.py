@@ -13,6 +13,7 @@ they report. A stage that dies or hangs is one line that failed.
 - `hosts`: addresses, names and clocks of the hosts, without a collective
 - `environment`: are the facts of all ranks equal, and do the hosts reach each other?
 - `devices`, `collectives`, `truth`, `resume`, `speed`: a stage each
-- `links`: what a plain connection between hosts reaches
+- `links`: what a plain connection between hosts reaches; `gpu_links`: what NVLink and
+  PCI Express are to reach
 - `models`: what is trained in the last three
 """

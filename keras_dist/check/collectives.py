@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.check import gpus
+from keras_dist.check import gpu_links, gpus
 from keras_dist.check.hosts import nominal_speed
 from keras_dist.check.links import plain_rate
 from keras_dist.check.reporting import (
@@ -34,6 +34,9 @@ _LATENCIES, _REPEATS = 50, 3
 # the first is a fault, less than the second is to be looked at. And what a sum reaches
 # of a plain connection.
 _FAULT, _LOW, _LOW_OF_PLAIN = 0.1, 0.2, 0.1
+
+# What a sum reaches at least of the link between GPUs of one host.
+_LOW_OF_LINK = 0.05
 
 # Bytes per second of a network whose card does not say its rate, as in a cloud.
 _LEAST = 0.125e9
@@ -172,13 +175,34 @@ def bandwidth(largest: int) -> Found:
 
 
 def _on_one_host(rate: float, seen: str) -> Found:
-    listed = gpus.gpus()
-    has_nccl = comm.device().kind == "GPU" and comm.nccl_version() and listed
-    link = min(comm.gather(listed[0].link if has_nccl else 0.0))
-    data = {"bytes_per_second": rate, "nominal": link}
-    if not link:
+    device = comm.device()
+    has_nccl = device.kind == "GPU" and comm.nccl_version() > 0
+    listed = gpus.gpus() if has_nccl else []
+    own = gpus.uuid_of_rank(listed, index=device.index, has_gpu=True) if listed else ""
+    used = comm.gather(own)
+    known = [gpu for gpu in listed if gpu.uuid in used]
+    return between_gpus(rate, seen, comm.broadcast(gpu_links.link_of(known)))
+
+
+def between_gpus(rate: float, seen: str, link: gpu_links.Link) -> Found:
+    """Is a sum on one host as fast as what links its GPUs lets expect?
+
+    Args:
+        rate: Bytes per second of a large sum.
+        seen: The same in words.
+        link: What links the GPUs; without a rate: they send over loopback.
+    """
+    data = {"bytes_per_second": rate, "nominal": link.rate}
+    if not link.rate:
         return ok(f"{seen}; loopback of one host, which has no nominal rate", **data)
-    return ok(f"{seen}; PCI Express has {link / 1e9:.3g} GB/s", **data)
+    seen += f"; {link.words}"
+    if link.fault:
+        cure = "See that the card sits firmly in a slot of as many lanes."
+        return warning(f"{seen}; {link.fault}", cure, **data)
+    if rate < _LOW_OF_LINK * link.rate:
+        cure = "NCCL may take another path: NCCL_DEBUG=INFO says which, and why."
+        return warning(seen, cure, **data)
+    return ok(seen, **data)
 
 
 def between_hosts(

@@ -28,6 +28,9 @@ from keras_dist.check.reporting import (
 
 # Memory that a training needs at least, bytes; and size of the matrices.
 _LEAST, _SIZE = 2**30, 1024
+
+# Part of a GPU's memory that its driver does not use by itself.
+_USED = 0.05
 _REPEATS = 3
 
 
@@ -67,8 +70,10 @@ def _own(listed: Sequence[gpus.Gpu], product: Mapping[str, Any]) -> dict[str, An
         "num_listed": len(listed),
         "uuid": uuid,
         "gpu": own[0].name if own else "",
+        "error": gpus.error() if not listed else "",
         "free": own[0].total - own[0].used if has_gpu and own else _free_memory(),
         "total": own[0].total if own else 0,
+        "used": own[0].used if has_gpu and own else 0,
         "process": os.getpid(),
         "computing": [each for each in gpus.processes() if each[0] == uuid],
         "cores": sorted(os.sched_getaffinity(0)),
@@ -95,8 +100,7 @@ def device(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
             "for its CUDA; CUDA_VISIBLE_DEVICES must not be empty.",
         )
     if not any(_has(own) for own in found):
-        seen = by_value([own["device"] for own in found], hosts)
-        return untried(f"no GPU: {seen}")
+        return _without_gpus(found, hosts)
     without = [rank for rank, own in enumerate(found) if not _has(own)]
     if without:
         return failed(
@@ -114,6 +118,20 @@ def device(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
         f"rank {rank}: {own['gpu']} {own['uuid']}" for rank, own in enumerate(found)
     ]
     return ok("; ".join(texts), uuids=[own["uuid"] for own in found])
+
+
+def _without_gpus(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
+    """No rank has a GPU: is there none, or does its driver not answer?"""
+    seen = f"no GPU: {by_value([own['device'] for own in found], hosts)}"
+    broken = [rank for rank, own in enumerate(found) if own["error"]]
+    if not broken:
+        return untried(seen)
+    error = found[broken[0]]["error"]
+    return warning(
+        f"{seen}; nvidia-smi lists none on {named(broken, hosts)}: {error}",
+        "Where the host has GPUs: its driver is not loaded or does not fit, or the "
+        "container was started without them.",
+    )
 
 
 def _with_same_gpu(found: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[int]]]:
@@ -137,6 +155,8 @@ def memory(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
     }
     least = min(found, key=lambda own: own["free"])
     text = f"at least {size_in_words(least['free'])} free"
+    if _has(least) and least["total"]:
+        text += f" of {size_in_words(least['total'])}"
     text += " on each GPU" if _has(least) else " on each host"
     if strangers and len(strangers) > sum(map(_has, found)):
         strangers = set(sorted(strangers)[:3])
@@ -147,7 +167,25 @@ def memory(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
         )
     if least["free"] < _LEAST:
         return failed(text, "End what uses it, or start fewer ranks on a host.")
-    return ok(text, free=[own["free"] for own in found])
+    return _used_before(text, found, hosts) or ok(
+        text, free=[own["free"] for own in found]
+    )
+
+
+def _used_before(
+    text: str, found: Sequence[Mapping[str, Any]], hosts: Sequence[str]
+) -> Found | None:
+    """A warning where memory is used by what nvidia-smi does not show here."""
+    full = [r for r, own in enumerate(found) if own["used"] > _USED * own["total"]]
+    if not full:
+        return None
+    most = max(own["used"] for own in found)
+    return warning(
+        f"{text}; up to {size_in_words(most)} was used before the ranks began, on "
+        f"{named(full, hosts)}",
+        "nvidia-smi shows here no process that has it: look on the host, outside of "
+        "the container, or choose other GPUs: CUDA_VISIBLE_DEVICES.",
+    )
 
 
 def cores(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:

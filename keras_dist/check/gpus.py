@@ -1,6 +1,5 @@
 """The GPUs of this host, as nvidia-smi lists them, and which of them a rank uses."""
 
-import contextlib
 import ctypes
 import os
 import subprocess
@@ -10,9 +9,11 @@ from dataclasses import dataclass
 
 _SMI = "nvidia-smi"
 _SECONDS = 20.0
+_FORMAT = ("--format=csv,noheader,nounits",)
+_LONGEST = 200
 _FIELDS = (
     *("index", "uuid", "name", "memory.total", "memory.used", "driver_version"),
-    *("pcie.link.gen.max", "pcie.link.width.max"),
+    *("pcie.link.gen.max", "pcie.link.width.max", "pcie.link.width.current"),
 )
 _MIB = 2**20
 
@@ -31,7 +32,10 @@ class Gpu:
         total: Bytes of its memory.
         used: Bytes of it that are in use.
         driver: Version of the driver.
-        link: Bytes per second of its PCI Express link; 0 if it is not known.
+        link: Bytes per second of its PCI Express link with the lanes that it uses; 0 if
+            it is not known.
+        lanes: Lanes of that link; 0 if they are not known.
+        most_lanes: Lanes that the GPU and its host have.
     """
 
     index: int
@@ -41,11 +45,22 @@ class Gpu:
     used: int
     driver: str = ""
     link: float = 0.0
+    lanes: int = 0
+    most_lanes: int = 0
 
 
 def gpus() -> list[Gpu]:
     """All GPUs that nvidia-smi lists; none where there is no nvidia-smi."""
     return gpus_in(_asked(f"--query-gpu={','.join(_FIELDS)}"))
+
+
+def error() -> str:
+    """Why nvidia-smi lists no GPU, in its own words; empty where there is none."""
+    status, text = _run(f"--query-gpu={','.join(_FIELDS)}", *_FORMAT)
+    if status is None or gpus_in(text):
+        return ""
+    first = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return first[:_LONGEST] or f"exit code {status}, and no output"
 
 
 def gpus_in(listing: str) -> list[Gpu]:
@@ -61,10 +76,13 @@ def gpus_in(listing: str) -> list[Gpu]:
         words = [word.strip() for word in line.split(",")]
         if len(words) < 6 or not words[0].isdecimal():
             continue
-        lanes = _number(words, 7) * _LANE.get(_number(words, 6), 0.0)
+        most = _number(words, 7)
+        lanes = _number(words, 8) or most
+        link = lanes * _LANE.get(_number(words, 6), 0.0)
         total, used = _number(words, 3) * _MIB, _number(words, 4) * _MIB
-        own = Gpu(int(words[0]), words[1], words[2], total, used, words[5], lanes)
-        found.append(own)
+        index, driver = int(words[0]), words[5]
+        facts = (index, words[1], words[2], total, used, driver, link, lanes, most)
+        found.append(Gpu(*facts))
     return found
 
 
@@ -137,14 +155,32 @@ def visible(listed: Sequence[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
     return found
 
 
+def answer(*words: str) -> str:
+    """What nvidia-smi says; empty if there is none, or if it fails."""
+    status, text = _run(*words)
+    return text if status == 0 else ""
+
+
 def _asked(query: str) -> str:
-    words = [_SMI, query, "--format=csv,noheader,nounits"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
+    return answer(query, *_FORMAT)
+
+
+def _run(*words: str) -> tuple[int | None, str]:
+    """Exit code of nvidia-smi, `None` where there is none, and what it prints."""
+    try:
         done = subprocess.run(
-            words, capture_output=True, text=True, timeout=_SECONDS, check=False
+            [_SMI, *words],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+            check=False,
         )
-        return done.stdout if done.returncode == 0 else ""
-    return ""
+    except subprocess.TimeoutExpired:
+        return 1, f"no answer in {_SECONDS:.0f} s"
+    except OSError:
+        return None, ""
+    return done.returncode, done.stdout or done.stderr
 
 
 def _number(words: Sequence[str], index: int) -> int:
