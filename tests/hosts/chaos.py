@@ -4,10 +4,11 @@
 
 A third of the faults for each way to start a job: `meet` (the same command on each
 host, two to three of them), `ssh` (two to three hosts of `-H`) and `fixed` (three).
-Commands that end are started again, as systemd does it. No disk is shared. The job has
-to end with exit code 0, and with the weights of plain Keras that is given the batch of
-each step; where the number of ranks has never changed, with the bits of a training that
-nobody has disturbed.
+`meet+spare`, `meet+tls+spare`, `ssh+tls` and the like add options to them; with spare
+processes most faults happen when all hosts have one. Commands that end are started
+again, as systemd does it. No disk is shared. The job has to end with exit code 0, and
+with the weights of plain Keras that is given the batch of each step; where the number
+of ranks has never changed, with the bits of a training that nobody has disturbed.
 """
 
 import random
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import network
 import numpy as np
-from chaos_faults import FAULTS, LOSSES
+from chaos_faults import FAULTS, LOSSES, RANK_FAULTS, processes_of_ranks
 from chaos_steps import RANKS, SAVE_STEPS, steps_in
 
 SCRIPT = "tests/hosts/cnn.py"
@@ -46,9 +47,11 @@ class Job:
     """
 
     def __init__(self, net, folder, way, epochs):
-        self.net, self.folder, self.way, self.epochs = net, folder, way, epochs
+        self.net, self.folder, self.name, self.epochs = net, folder, way, epochs
+        self.way, *self.options = way.split("+")
+        self.hit, self.hit_spares = 0, 0  # ranks that got a signal
         self.log, self.pace = folder / "log", folder / "pace"
-        self.commands = "abc" if way == "meet" else "d"
+        self.commands = "abc" if self.way == "meet" else "d"
         self.running, self.over, self.files = {}, set(), []
         self.expected = set()  # exit codes of commands that the faults explain
         folder.mkdir()
@@ -63,6 +66,7 @@ class Job:
         }[self.way]
         if self.way == "meet" and host != "a":
             options = [*options, "--node-rank", "abc".index(host)]
+        options = [*options, *(f"--{option}" for option in self.options)]
         own = [self.folder / "w.npy", self.epochs, self.log, self.pace, "/tmp/resume"]
         return [*network.LAUNCH, *options, "--max-restarts", 1000, SCRIPT, *own]
 
@@ -85,7 +89,7 @@ class Job:
             self.over.add(host)
         elif code not in self.expected:
             raise RuntimeError(
-                f"{self.way}: {host}: an exit code that nothing explains"
+                f"{self.name}: {host}: an exit code that nothing explains"
             )
 
     def start(self, host):
@@ -112,7 +116,7 @@ class Job:
         while not condition():
             self.look()
             if time.monotonic() - begin > seconds:
-                raise TimeoutError(f"{self.way}: waited {seconds:g} s for {what}")
+                raise TimeoutError(f"{self.name}: waited {seconds:g} s for {what}")
             time.sleep(0.1)
 
     def pause(self, seconds):
@@ -130,7 +134,19 @@ class Job:
 
         self.wait(is_there, f"{count} new steps")
         if self.over:
-            raise RuntimeError(f"{self.way}: it was over before all faults were tried")
+            raise RuntimeError(f"{self.name}: it was over before all faults were tried")
+
+    def wait_for_spares(self):
+        """With `--spare`, until each host that has a rank has a spare process, too."""
+
+        def are_there():
+            found = [processes_of_ranks(self.net, host) for host in "abc"]
+            return any(ranks for ranks, _ in found) and all(
+                idle for ranks, idle in found if ranks
+            )
+
+        if "spare" in self.options:
+            self.wait(are_there, "spare processes")
 
     def finish(self):
         """Let it come to its end: all commands end with exit code 0."""
@@ -147,6 +163,7 @@ def disturb(job, count, generator):
         is_calm = {kind, last} & LOSSES or generator.random() < 0.7
         if is_calm:
             has_losses = kind in LOSSES or last in LOSSES
+            job.wait_for_spares()
             job.wait_for_steps(SAVE_STEPS + 2 if has_losses else 1)
             job.pause(generator.uniform(0, 2))
         else:
@@ -155,10 +172,15 @@ def disturb(job, count, generator):
         job.expected = fault.codes(job.way) | FAULTS[last].codes(job.way)
         step = job.steps()[-1][1] if job.steps() else 0
         moment = f"in step {step}" if is_calm else "at once"
-        say(f"{job.way} {number + 1}: {kind} {host}, {moment}")
+        say(f"{job.name} {number + 1}: {kind} {host}, {moment}")
+        before, (ranks, _) = job.hit, processes_of_ranks(job.net, host)
         fault.happen(job, host, generator)
+        if kind in RANK_FAULTS:
+            say(f"  {job.hit - before} ranks got the signal")
+            assert job.hit > before or not (ranks and is_calm)
         last = kind
     job.wait_for_steps(1)
+    say(f"{job.name}: {job.hit} ranks got a signal; {job.hit_spares} had been spares")
 
 
 def check_steps(job):
@@ -170,7 +192,7 @@ def check_steps(job):
         else:
             lost.append(step + 1 - following)
     starts = len({start for start, _, _ in steps})
-    say(f"{job.way}: {starts} starts; steps made again: {lost}")
+    say(f"{job.name}: {starts} starts; steps made again: {lost}")
     # A checkpoint may be on its way while the ranks are ended.
     assert max(lost, default=0) <= 2 * SAVE_STEPS, lost
 
@@ -201,18 +223,19 @@ def check_end(job):
     expected, _ = alone(job, job.log)
     difference = np.abs(found - expected).max()
     _, undisturbed = alone(job)
-    say(f"{job.way}: differs by {difference:.1e}; accuracy {accuracy}, {undisturbed}")
+    say(f"{job.name}: differs by {difference:.1e}; accuracy {accuracy}, {undisturbed}")
     assert difference < 1e-4
     assert abs(accuracy - undisturbed) <= 0.02
     if {size for _, _, size in job.steps()} == {RANKS}:
         for name in "abc":
             job.net.run(name, ["rm", "-rf", "/tmp/resume"])
         assert (undisturbed_bits(job) == found).all()
-        say(f"{job.way}: the bits of an undisturbed training")
+        say(f"{job.name}: the bits of an undisturbed training")
     for name in "abcd":
         left = job.net.run(name, ["ls", "/tmp"]).stdout
         assert "keras_dist." not in left, (name, left)
         assert not job.net.processes(name, SCRIPT)
+        assert not any(processes_of_ranks(job.net, name))
 
 
 def main(count, seed, *ways):
@@ -223,7 +246,9 @@ def main(count, seed, *ways):
     with network.hosts("abcd", shared=[folder]) as net:
         for number, way in enumerate(ways):
             share = (count + number) // len(ways)
-            job = Job(net, folder / way, way, epochs=2 * share + 3)
+            # A wait for spare processes takes some 80 steps.
+            per_fault = 10 if "spare" in way else 2
+            job = Job(net, folder / way, way, epochs=per_fault * share + 3)
             disturb(job, share, random.Random(f"{seed} {way}"))
             job.finish()
             check_end(job)

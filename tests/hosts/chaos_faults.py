@@ -1,13 +1,13 @@
 """The faults of `chaos.py`: what each one does to a job, and what it may end."""
 
 import contextlib
+import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
 
-SCRIPT = "tests/hosts/cnn.py"
 BY_SSH = ("ssh", "fixed")
 ALL = ("meet", *BY_SSH)
 
@@ -40,10 +40,29 @@ def _signal(process, number):
         process.send_signal(number)
 
 
+def processes_of_ranks(net, host):
+    """The ranks of a host, and its spare processes that wait to be one.
+
+    A rank that was a spare process keeps its command line and, in /proc/PID/environ,
+    its environment of before. But its order came by a pipe, which it has closed then.
+    """
+    ranks, idle = [], []
+    for process in net.processes(host, "monitor/rank_process.py"):
+        with contextlib.suppress(psutil.Error, OSError):
+            is_spare = process.cmdline()[-1] == "spare"
+            is_idle = os.readlink(f"/proc/{process.pid}/fd/0") != os.devnull
+            (idle if is_spare and is_idle else ranks).append(process)
+    return ranks, idle
+
+
 def _signal_rank(number):
     def happen(job, host, generator):
-        for rank in job.net.processes(host, "monitor/", SCRIPT):
-            _signal(rank, number)
+        ranks, _ = processes_of_ranks(job.net, host)
+        for rank in ranks:
+            with contextlib.suppress(psutil.Error):
+                is_spare = rank.cmdline()[-1] == "spare"
+                rank.send_signal(number)
+                job.hit, job.hit_spares = job.hit + 1, job.hit_spares + is_spare
 
     return happen
 
@@ -100,6 +119,8 @@ FAULTS = {
     "long cut": Fault(_cut(18, 35), ALL, _ENDS),
     "host lost": Fault(_power_cut, ALL, _ENDS),
 }
+
+RANK_FAULTS = {"rank killed", "rank asked to end"}
 
 # Those after which a host is behind the others, or has no checkpoint.
 LOSSES = {"long cut", "host lost"}
