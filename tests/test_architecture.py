@@ -123,6 +123,27 @@ def test_files_keep_their_size():
                 assert length <= 40, f"{path}: {node.name} has {length} lines"
 
 
+# All ways to start ranks, and the files that are theirs alone.
+WAYS = {
+    "a command on this host, or by ssh": "jobs remote_hosts remote_start reach agent",
+    "hosts by ssh that come and go": "elastic_jobs discovery",
+    "hosts that meet": "rdzv first_host meeting follower orders members",
+    "SLURM": "slurm_step slurm_task munge",
+    "a function": "function worker",
+    "Ray and Spark": "calls call_store call_agent call_errors ray_actors ray_workers",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_start_ranks_are_short(way):
+    """Each ends in `assignment`: which ranks, where the store is, who watches."""
+    for name in WAYS[way].split():
+        lines = (PACKAGE / "launch" / f"{name}.py").read_text().splitlines()
+        assert len(lines) <= 200, f"{name}.py has {len(lines)} lines"
+    for name in ("ray", "spark", "slurm", "launch/assignment"):
+        assert len((PACKAGE / f"{name}.py").read_text().splitlines()) <= 200, name
+
+
 def words_of(name):
     """The words of an identifier: `rows_of_all` and `RowsOfAll` have the same three."""
     return [w.lower() for w in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)]

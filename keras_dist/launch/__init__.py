@@ -17,15 +17,18 @@
 - `rendezvous`: the key-value store in which the ranks find each other
 - `guarded`: the requests that the store answers
 - `tls`, `relays`: connections from other hosts to the store that are encrypted
+- `reach`: how other hosts are reached by ssh
 - `remote_hosts`: start an agent on each host by ssh
+- `remote_start`: such agents from a start of all ranks to its end
 - `agent`: starts the ranks of its host, and reports their failures
 - `calls`: ranks that an actor of Ray or a task of Spark starts: the driver's side
+- `call_store`: the store of such a job, and what the agents need of it
 - `call_agent`: the side of the actor or task
 - `call_errors`: what the caller gets if one of them has failed
 - `heartbeat`: heartbeats of the agents, by which a lost host is noticed
 - `own_name`: check a host's own name where Horovod has not our patch
 - `signals`: signals that stop a job
-- `restarts`: how often a job is started again, and after how long
+- `restarts`: how a start has ended; how often a job is started again, and when
 - `elastic`: jobs whose hosts come and go: who is left out, what has changed at a start
 - `elastic_jobs`: such a job with ssh
 - `discovery`: with ssh, which hosts there are now: by a list, or by a script
@@ -34,10 +37,12 @@ Hosts that meet, without ssh:
 
 - `meeting`: where, and who this host is, as the user or SLURM has said; what the first
   host was asked for
-- `rdzv`: take part in such a job; the first host has the store
+- `rdzv`: take part in such a job
+- `first_host`: whether this host is the first one, which has the store
 - `gathering`, `coordinator`: in the process of the first host: who has come, and the
   start, watch and restart of all ranks
 - `follower`: on each host: do what the first one orders
+- `orders`: what it orders, and whether it is still there
 - `members`: numbers of the hosts that have come, and the slots of their ranks
 - `host_store`: signed values that these hosts write for each other
 - `gpus`: how many ranks a host starts by default

@@ -1,13 +1,11 @@
 """A function that ranks call which another system has started: Ray or Spark.
 
-Here is the driver's side: the store, which worker is which rank, who has failed, and
+Here is the driver's side: which worker is which rank, who has failed, and
 what the caller gets. `call_agent` is the side of the workers.
 """
 
 import json
 import pickle
-import secrets
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,11 +13,10 @@ from typing import Any
 from keras_dist.launch import agent
 from keras_dist.launch.call_agent import SAVE, STOP, host_name, left_name
 from keras_dist.launch.call_errors import LOST_AGENT, Ended
+from keras_dist.launch.call_store import CallStore
 from keras_dist.launch.function import pickled_call
 from keras_dist.launch.heartbeat import LOST_SECONDS, Presence
-from keras_dist.launch.rendezvous import Store, variables_of
 from keras_dist.launch.reports import Report, report_of
-from keras_dist.monitor.status_store import status_store_of
 
 # Seconds after the first failure in which others may fail and report, if its cause is
 # on another rank; and in which the agents must end all ranks and answer.
@@ -62,21 +59,9 @@ class Calls:
     ) -> None:
         self.call = pickled_call(function, args, kwargs)
         self._size, self._system = size, system
-        self._restart, self._environment = restart, dict(environment or {})
-        self._secret, self._job = secrets.token_hex(16), secrets.token_hex(8)
-        try:
-            address = self._address = socket.gethostbyname(address)
-            self._server = Store(address)
-        except OSError as error:
-            raise ValueError(
-                "The workers have to reach the store of the job on the driver's host. "
-                f"Received: the address {address}, where it cannot listen ({error})."
-            ) from error
-        self._server.open([], self._secret)
-        self._variables = variables_of(address, self._server.port, self._secret)
-        store = status_store_of(self._variables)
-        assert store is not None
-        self._store, self._presence = store, Presence[int](store)
+        self._server = CallStore(address, restart, environment or {})
+        self._store = self._server.store
+        self._presence = Presence[int](self._store)
         # By rank, as they come in.
         self._hosts: dict[int, str] = {}
         self._reports: dict[int, Report] = {}
@@ -96,14 +81,7 @@ class Calls:
 
         It contains the job's secret.
         """
-        return {
-            "store": self._variables,
-            "secret": self._secret,
-            "job": self._job,
-            "address": self._address,
-            "restart": self._restart,
-            "environment": self._environment,
-        }
+        return self._server.header()
 
     def look(self) -> None:
         """Read what the agents have written; ask all to stop if one has failed."""

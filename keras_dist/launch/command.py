@@ -13,7 +13,7 @@ from keras_dist.launch.call_agent import serve_call
 from keras_dist.launch.discovery import named_by
 from keras_dist.launch.elastic import RESTARTS
 from keras_dist.launch.elastic import VARIABLE as RANGE
-from keras_dist.launch.elastic_jobs import HostLimits, run_elastic
+from keras_dist.launch.elastic_jobs import run_elastic
 from keras_dist.launch.gpus import num_gpus
 from keras_dist.launch.hosts import address_towards, hosts_in, hosts_of, is_here, slots
 from keras_dist.launch.jobs import run_command
@@ -27,7 +27,7 @@ from keras_dist.launch.members import nnodes_text
 from keras_dist.launch.programs import command_of
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.rdzv import run_meeting
-from keras_dist.launch.remote_hosts import Reach
+from keras_dist.launch.reach import HostLimits, Reach
 from keras_dist.launch.signals import SAVED
 from keras_dist.launch.slurm_step import meeting_of, requeue, with_least
 from keras_dist.launch.spares import Spares

@@ -2,54 +2,24 @@
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 from keras_dist.launch import processes
 from keras_dist.launch.discovery import Discovery
 from keras_dist.launch.elastic import SETTLE_SECONDS, left_out_text, start_text
 from keras_dist.launch.failures import print_message
-from keras_dist.launch.hosts import LOOPBACK, address_towards, is_here, slots
-from keras_dist.launch.jobs import Outcome, run_once
+from keras_dist.launch.hosts import slots
+from keras_dist.launch.jobs import run_once
 from keras_dist.launch.members import nnodes_text
 from keras_dist.launch.ranks import Command
-from keras_dist.launch.remote_hosts import Reach
-from keras_dist.launch.restarts import Restarts
+from keras_dist.launch.reach import HostLimits
+from keras_dist.launch.restarts import Outcome, Restarts
 from keras_dist.launch.signals import stopped_by_signals, stopped_text
 
 _TICK = 0.1
 
 # Seconds between two lines about hosts that are missing.
 _SAY_SECONDS = 15.0
-
-
-@dataclass(frozen=True)
-class HostLimits:
-    """How many hosts a job has, and how they are reached.
-
-    Args:
-        least: How many hosts at least.
-        most: How many hosts at most.
-        ssh: The command and options of ssh.
-        address: Address of this host for the others; `None` to find it by routing.
-        timeout: Seconds to wait for enough hosts.
-        has_tls: As of `Reach`.
-    """
-
-    least: int
-    most: int
-    ssh: Sequence[str]
-    address: str | None
-    timeout: float
-    has_tls: bool = False
-
-    def reach(self, hosts: Sequence[str]) -> Reach:
-        """How these hosts are reached."""
-        others = [host for host in hosts if not is_here(host)]
-        address = self.address
-        if address is None:
-            address = address_towards(others[0]) if others else LOOPBACK
-        return Reach(self.ssh, address, has_tls=self.has_tls)
 
 
 def run_elastic(

@@ -11,10 +11,10 @@ from typing import Any
 from keras_dist.install import patch
 from keras_dist.launch.assignment import Assignment
 from keras_dist.launch.failures import print_message
-from keras_dist.launch.heartbeat import LOST_SECONDS, Heartbeat
-from keras_dist.launch.host_store import NONCE, HostStore, wait_for
+from keras_dist.launch.host_store import HostStore, wait_for
 from keras_dist.launch.hosts import Slot
 from keras_dist.launch.members import Member
+from keras_dist.launch.orders import Orders
 from keras_dist.launch.own_name import check_own_name
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.rendezvous import secret_of_start, variables_of
@@ -23,9 +23,6 @@ from keras_dist.launch.spares import Spares
 
 # Seconds between two looks at the orders, and between two lines while it waits.
 _LOOK_SECONDS, _SAY_SECONDS = 0.5, 15.0
-
-# How often what must arrive is sent until the store takes it.
-_ATTEMPTS = 5
 
 
 class Follower:
@@ -54,11 +51,10 @@ class Follower:
         spares: Spares | None = None,
     ) -> None:
         self.name = secrets.token_hex(8)
+        self._orders = Orders(store, self.name)
         self._store, self._secret, self._member = store, secret, member
         self._is_first, self._timeout, self._stopped = is_first, timeout, stopped
         self._spares = spares
-        self._is_lost = self._is_replaced = False
-        self._nonce = None
         # Addresses of this host, and of the first one as it is reached from here.
         self._address = self._reached = ""
 
@@ -77,10 +73,9 @@ class Follower:
         if found is None:
             return False
         self._address, self._reached = found
-        self._nonce = self._store.get(NONCE)
-        Heartbeat(self._store, self.name, self._lose).start()
+        self._orders.begin()
         member = dataclasses.replace(self._member, reached=self._reached)
-        self._put(f"join.{self.name}", dataclasses.asdict(member))
+        self._orders.answer("join", dataclasses.asdict(member))
         return True
 
     def follow(self, command: Command, job: str) -> int:
@@ -98,7 +93,7 @@ class Follower:
         """
         begin, last, said = time.monotonic(), -1, ""
         while True:
-            order = self._order()
+            order = self._orders.now()
             if order.get("do") == "exit":
                 if order["text"]:
                     print_message(order["text"])
@@ -113,41 +108,22 @@ class Follower:
                 # Another host may have failed before this one has seen the start.
                 is_run = order["do"] == "run"
                 report = self._run(order, command, job) if is_run else Report()
-                self._put(f"report.{last}.{self.name}", report.values())
-            self._check(is_waiting=last < 0, seconds=time.monotonic() - begin)
+                self._orders.answer(f"report.{last}", report.values())
+            self._orders.check()
+            if last < 0:
+                self._check_needed(time.monotonic() - begin)
             self._forward_stop()
             if self._stopped and last < 0 and not self._is_first:
                 self._store.put(f"left.{self.name}", True)
                 return 128 + self._stopped[0]  # nobody waits for this host
             time.sleep(_LOOK_SECONDS)
 
-    def _order(self) -> dict[str, Any]:
-        """What the first host orders now; empty for nothing."""
-        order = self._store.get(f"order.{self.name}")
-        if order is None:
-            nonce = self._store.get(NONCE)
-            self._is_replaced = nonce not in (None, self._nonce)
-        return order or {}
-
-    def _check(self, *, is_waiting: bool, seconds: float) -> None:
-        """Raise if there is nothing to wait for."""
-        meeting = f"{self._store.address}:{self._store.port}"
-        if self._is_lost:
-            raise ValueError(
-                "The first host was lost, and the job ends with it. Received: no "
-                f"answer from {meeting} since {LOST_SECONDS:g} s. Start the same "
-                "command on all hosts again; with `resume=` it goes on."
-            )
-        if self._is_replaced:
-            raise ValueError(
-                "The command of the first host was started again, and the job that it "
-                f"had before has ended. Received: another job at {meeting}. Start the "
-                "same command here again; with `resume=` it goes on."
-            )
+    def _check_needed(self, seconds: float) -> None:
+        """Raise if this host has waited for its first start in vain."""
         # The first host says who is missing, before. Where hosts come and go, one may
         # wait for as long as the job.
         is_late = seconds > self._timeout + _SAY_SECONDS
-        if is_waiting and is_late and not self._member.is_elastic:
+        if is_late and not self._member.is_elastic:
             raise ValueError(
                 "The job has all its hosts. Received: one more, "
                 f"{self._member.host}, which was not needed for {seconds:.0f} s."
@@ -190,23 +166,16 @@ class Follower:
     def _watch(self, stops: list[int], is_over: threading.Event) -> None:
         """Stop the ranks at an order, a signal, or when the first host is lost."""
         while not (stops or is_over.wait(_LOOK_SECONDS)):
-            order = self._order() or {"do": "run"}
+            order = self._orders.now() or {"do": "run"}
             self._forward_stop()
             if self._stopped:
                 stops.append(self._stopped[0])
             elif order["do"] == "save":
                 stops.append(signal.SIGTERM)
-            elif order["do"] != "run" or self._is_lost or self._is_replaced:
+            elif order["do"] != "run" or self._orders.is_over:
                 stops.append(signal.SIGHUP)
 
     def _forward_stop(self) -> None:
         """Let the first host know of a signal, which ends the job on all hosts."""
         if self._stopped:
             self._store.put(f"stopped.{self.name}", self._stopped[0])
-
-    def _put(self, name: str, value: Any) -> None:
-        """Write what the first host waits for: its store may be busy."""
-        any(self._store.put(name, value) for _ in range(_ATTEMPTS))
-
-    def _lose(self) -> None:
-        self._is_lost = True

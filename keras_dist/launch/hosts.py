@@ -187,7 +187,7 @@ def address_towards(host: str) -> str:
         try:
             probe.connect((host.rpartition("@")[2], 9))  # sends nothing
         except OSError as error:
-            version = "; it has IPv6 addresses alone" if _has_only_ipv6(host) else ""
+            version = "; it has IPv6 addresses alone" if has_only_ipv6(host) else ""
             raise ValueError(
                 f"A host cannot be reached. Received: {host} ({error}{version}). If "
                 "only ssh knows that name, pass the IPv4 address of this host, as the "
@@ -196,7 +196,8 @@ def address_towards(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def _has_only_ipv6(host: str) -> bool:
+def has_only_ipv6(host: str) -> bool:
+    """Whether a name is known here by IPv6 addresses alone, which Gloo cannot use."""
     try:
         found = socket.getaddrinfo(host.rpartition("@")[2], None)
     except OSError:

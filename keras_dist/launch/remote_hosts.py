@@ -2,22 +2,19 @@
 
 import os
 import re
-import shlex
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from keras_dist.launch.agent import SAVE, STOP, start_message
 from keras_dist.launch.assignment import Assignment
 from keras_dist.launch.failures import print_message
 from keras_dist.launch.heartbeat import Presence
-from keras_dist.launch.hosts import is_here
 from keras_dist.launch.output import Output
 from keras_dist.launch.ranks import Command
-from keras_dist.launch.startup_noise import VARIABLE
+from keras_dist.launch.reach import Reach
 from keras_dist.monitor.status_store import status_store_of
 
 _TICK = 0.1
@@ -31,21 +28,6 @@ _NOT_PASSED_ON = re.compile(
     r"BASH_FUNC_.*|DISPLAY|HOME|HOSTNAME|LOGNAME|MAIL|OLDPWD|PWD|SHELL|SHLVL|SSH_.*"
     r"|TMPDIR|USER|XDG_.*|_"
 )
-
-
-@dataclass(frozen=True)
-class Reach:
-    """How other hosts are reached.
-
-    Args:
-        ssh: The command and options of ssh; host and command line are added to it.
-        address: Address of this host, by which the other hosts reach it.
-        has_tls: Whether they reach the store by TLS.
-    """
-
-    ssh: Sequence[str]
-    address: str
-    has_tls: bool = False
 
 
 class RemoteHosts:
@@ -88,7 +70,7 @@ class RemoteHosts:
         """Start the agents, and send each one its start message."""
         for number, assignment in enumerate(self._planned):
             agent = subprocess.Popen(
-                self._words(self.hosts[number]),
+                self._reach.words(self.hosts[number]),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -190,15 +172,6 @@ class RemoteHosts:
 
     def _running(self) -> list[int]:
         return [n for n, agent in enumerate(self._agents) if agent.poll() is None]
-
-    def _words(self, host: str) -> list[str]:
-        agent = [sys.executable, "-m", "keras_dist", "host-agent"]
-        if is_here(host):
-            return agent
-        # Nothing secret: all users can read the command lines of processes.
-        found = [(name, os.environ.get(name)) for name in ("PYTHONPATH", VARIABLE)]
-        variables = [f"{name}={value}" for name, value in found if value]
-        return [*self._reach.ssh, host, shlex.join(["env", *variables, *agent])]
 
 
 def _write(

@@ -1,12 +1,34 @@
-"""How often a job is started again, and after how long."""
+"""How a start of a job has ended; how often it is started again, and after how long."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from keras_dist.launch.failures import print_message
 
 # Seconds before a start after a host was lost; twice as long each time, up to a minute.
 _WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 10.0, 60.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one start of a job has ended.
+
+    Args:
+        code: The exit code.
+        lost: Hosts that were lost, or could not be reached.
+        has_saved: Whether it was stopped, and all ranks have saved.
+        is_change: Whether nothing has failed, and the next start has other hosts.
+        failed: The host that has failed; empty if none has.
+        why: In a few words, what has happened.
+    """
+
+    code: int
+    lost: Sequence[str] = ()
+    has_saved: bool = False
+    is_change: bool = False
+    failed: str = ""
+    why: str = ""
 
 
 class Restarts:

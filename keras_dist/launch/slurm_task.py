@@ -10,11 +10,11 @@ import sys
 
 from keras_dist.install import patch
 from keras_dist.launch.assignment import SECRET, Assignment, patience
+from keras_dist.launch.first_host import secret_of, store_if_first
 from keras_dist.launch.host_store import HostStore, wait_for
 from keras_dist.launch.hosts import address_towards, slots
 from keras_dist.launch.meeting import TIMEOUT_SECONDS
 from keras_dist.launch.own_name import check_own_name
-from keras_dist.launch.rdzv import secret_of, store_if_first
 from keras_dist.launch.rendezvous import secret_of_start, variables_of
 from keras_dist.launch.slurm_step import address_of, meeting_of
 from keras_dist.slurm import task_of
