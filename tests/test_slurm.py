@@ -34,20 +34,34 @@ def there(folder, ranks=2, seconds=60):
         time.sleep(0.1)
 
 
+# Options of srun, the command of each of two tasks, and how many ranks it starts.
+WAYS = {
+    "keras-dist run": ([], RUN, 1),
+    "keras-dist run -np 2": ([], [*RUN, "-np", 2], 2),
+    "python": ([], [sys.executable], 1),
+    "python by PMIx": (["--mpi=pmix"], [sys.executable], 1),
+}
+
+
 @pytest.mark.parametrize(
-    "way", ["keras-dist run", pytest.param("python", marks=pytest.mark.long)]
+    "way",
+    [
+        way if way == "keras-dist run" else pytest.param(way, marks=pytest.mark.long)
+        for way in WAYS
+    ],
 )
 def test_srun_trains_as_one_process(cluster, tmp_path, way):
-    """One task a node with a rank of each; and two tasks that are ranks themselves."""
+    """One task a node with all its ranks; and two tasks that are ranks themselves."""
     alone, path = tmp_path / "alone.npy", tmp_path / "weights.npy"
-    words = RUN if way == "keras-dist run" else [sys.executable]
-    assert cluster.run(sys.executable, TRAIN, alone, 2).returncode == 0
-    done = cluster.run("srun", "-N2", "-n2", *words, TRAIN, path)
+    options, words, count = WAYS[way]
+    assert cluster.run(sys.executable, TRAIN, alone, 2 * count).returncode == 0
+    done = cluster.run("srun", "-N2", "-n2", *options, *words, TRAIN, path)
     assert done.returncode == 0, done.stderr
     found = [line for line in done.stdout.splitlines() if "found " in line]
     found = sorted(json.loads(line.partition("found ")[2]) for line in found)
-    assert [each[:3] for each in found] == [[0, 0, 1], [1, 0, 1]]
-    assert found[0][4] == found[1][4]
+    ranks = [[rank, rank % count, count] for rank in range(2 * count)]
+    assert [each[:3] for each in found] == ranks
+    assert len({each[4] for each in found}) == 1
     np.testing.assert_allclose(np.load(path), np.load(alone), rtol=1e-4, atol=1e-6)
 
 

@@ -1,12 +1,15 @@
 """`--tls`: what crosses the network to the job's store and back is encrypted."""
 
 import contextlib
+import random
 import socket
 import ssl
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from test_fuzz import mutated, request
 from test_launch import start as run
 from test_meeting import SECRET, ended, free_port, meet
 
@@ -123,6 +126,34 @@ def test_noise_does_not_end_the_entrance(store):
     assert digest_at(link, OWN) == store.digest
     for link in links:
         link.close()
+
+
+def test_random_messages_by_tls_change_nothing(store):
+    """Of one who has not the secret: whole requests with changes, and noise."""
+    generator = random.Random(22)
+    host = HostStore("127.0.0.1", store.port, OWN, has_tls=True)
+    host.knock()
+    assert host.put("beat.0", 1)
+    tokens, answers = ["", "0" * 32, token_of("another"), OWN], Counter()
+    before = {name: dict(scope) for name, scope in store._server.cache.items()}
+    for number in range(300):
+        method = generator.choice(["GET", "PUT", "DELETE", "HEAD", "POST"])
+        path = f"/{generator.choice(tokens)}/keras_dist_watch/beat.0"
+        message = mutated(generator, request(method, path, b"2"))
+        if number % 10 == 0:
+            message = generator.randbytes(generator.randint(0, 300))
+        near = socket.create_connection(("127.0.0.1", store.port))
+        if number % 4 == 0:  # not even a handshake
+            with near:
+                near.sendall(message)
+            continue
+        with contextlib.suppress(OSError), with_tls(near) as link:
+            link.settimeout(0.02)
+            link.sendall(message)
+            answers[link.recv(100).split(b"\r\n")[0].split(b" ")[1:2] == [b"200"]] += 1
+    assert set(answers) == {False}
+    assert {name: dict(scope) for name, scope in store._server.cache.items()} == before
+    assert host.get("beat.0") == 1 and host.put("beat.0", 2)
 
 
 def test_an_agent_reaches_the_store_by_the_certificate_that_ssh_has_brought():

@@ -24,9 +24,10 @@ def missing():
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"left out: no {missing()}")
 
 
-def start(net, *words, **env):
-    """A command of one rank on each of two hosts."""
-    mpirun = ["mpirun", "--allow-run-as-root", "-np", 2, "-H", "a:1,b:1"]
+def start(net, *words, hosts="a:1,b:1", **env):
+    """A command of one rank on each of two hosts, or of others."""
+    mpirun = ["mpirun", "--allow-run-as-root", "-H", hosts]
+    mpirun += ["-np", sum(int(host.split(":")[1]) for host in hosts.split(","))]
     for name in ("PATH", "PYTHONPATH", "KERAS_DIST_STALL_SECONDS"):
         mpirun += ["-x", name]
     env = {"KERAS_DIST_STALL_SECONDS": "120", **env}
@@ -50,6 +51,22 @@ def test_two_hosts_that_both_have_docker_train_as_one_process(
     assert found_of(done.stdout, 2) == [(0, 1, "a"), (0, 1, "b")]
     assert "2 on 2 hosts" in done.stdout
     assert_equal(path, alone(2))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hosts", ["a:2,b:2", "a:1,b:1,c:1"])
+def test_more_ranks_and_more_hosts_train_as_one_process(net, shared, alone, hosts):
+    """Two hosts with two ranks each, and three with one."""
+    counts = {host[0]: int(host[2:]) for host in hosts.split(",")}
+    size = sum(counts.values())
+    path = shared / f"mpirun.{size}.npy"
+    done = start(net, sys.executable, TRAIN, path, hosts=hosts)
+    assert done.returncode == 0, done.stderr
+    assert found_of(done.stdout, size) == [
+        (local, count, host) for host, count in counts.items() for local in range(count)
+    ]
+    assert f"{size} on {len(counts)} hosts" in done.stdout
+    assert_equal(path, alone(size))
 
 
 def test_a_network_that_leads_nowhere_ends_the_job(net, shared, docker):
