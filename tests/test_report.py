@@ -13,6 +13,7 @@ from keras_dist.report.accuracy import accuracy_in, reached
 from keras_dist.report.limits import limits_of
 from keras_dist.report.training import PHASES, phases_of
 from keras_dist.scale.page_command import page_of
+from keras_dist.scale.price import price_of
 from keras_dist.scale.results import results_of
 from keras_dist.scale.scale_page import scale_page
 
@@ -206,6 +207,32 @@ def test_the_numbers_of_a_study_are_those_of_its_json():
     for row in content["by_ranks"]:
         seconds = row["to_target"]["seconds"]["median"]
         assert f"0.75 after {seconds:.2f} s" in page
+
+
+def test_repeats_and_costs_of_a_page_are_those_of_its_json():
+    """Of two runs on each number of ranks, one of which has failed."""
+    runs = [run_of(1), run_of(2), run_of(1, 2, speed=0.5), run_of(2, 2)]
+    runs[3] |= {"state": "failed", "cause": "no disk", "training": None}
+    price = price_of("3.6/hour")
+    content = study_of(runs, target=0.75, price=price)
+    content |= {"price": vars(price) | {"text": str(price)}, "repeats": 2}
+    page = scale_page(content)
+    speeds, phases = cells_of(page, "Speed"), cells_of(page, "Where the time goes")
+    for row, of_speed, of_phases in zip(
+        content["by_ranks"], speeds[1:], phases[1:], strict=True
+    ):
+        rate, cost = row["rows_per_second"], row["cost"]
+        shown = [f"{rate[key]:.4g}" for key in ("median", "low", "high")]
+        assert of_speed[:6] == [f"{row['ranks']}", "1", f"{row['runs']}", *shown]
+        assert of_phases[-2:] == [f"{cost[key]:.3g}" for key in ("run", "to_target")]
+    assert [row[0] for row in speeds[1:]] == ["1", "2"]
+    assert [row[2] for row in speeds[1:]] == ["2", "1"]
+    bars = values(embedded(page)[1]["Cost of a run"])
+    costs = [row["cost"]["to_target"] for row in content["by_ranks"]]
+    assert [bar["value"] for bar in bars] == costs
+    for cells, run in zip(cells_of(page, "Runs")[1:], runs, strict=True):
+        assert cells[:3] == [str(run["ranks"]), str(run["repeat"]), run["state"]]
+        assert cells[-1] == run["cause"]
 
 
 def test_a_failed_run_is_in_the_report_with_its_cause():

@@ -248,6 +248,36 @@ def test_a_study_goes_on_and_its_page_has_the_numbers_of_its_json(script):
         assert row["cost"]["run"] == pytest.approx(spent)
 
 
+def test_a_study_with_repeats_compares_the_times_to_its_target(script):
+    """Each run ends at the target; the page has medians and costs of both."""
+    output = script.with_name("scale.html")
+    words = [*SCALE, "-np", "1", "--repeats", "2", "--target-accuracy", "0.1"]
+    words += ["--price", "$3.6/hour", "--output", str(output), str(script)]
+    done = launch(words, ranks=None, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(output.with_suffix(".json").read_text())
+    assert [(run["ranks"], run["repeat"]) for run in content["runs"]] == [
+        (1, 1),
+        (1, 2),
+    ]
+    assert (content["repeats"], content["planned"], content["target"]) == (2, 2, 0.1)
+    assert content["price"]["text"] == "$3.6/hour for each rank"
+    for run in content["runs"]:
+        epochs = run["training"]["epochs"]
+        assert run["training"]["state"] == "stopped"
+        assert len(epochs) < run["training"]["epochs_planned"] == 50
+        assert epochs[-1]["logs"][content["metric"]] >= 0.1
+    (row,) = content["by_ranks"]
+    assert (row["runs"], row["to_target"]["reached"]) == (2, 2)
+    assert row["cost"]["run"] == pytest.approx(row["seconds"]["median"] / 1000)
+    page = output.read_text()
+    assert embedded(page)[0] == content
+    assert cells_of(page, "Speed")[1][:3] == ["1", "1", "2"]
+    (cells,) = cells_of(page, "Where the time goes")[1:]
+    assert cells[-2] == f"{row['cost']['run']:.3g}"
+    assert "2 of 2 runs" in page and "$3.6/hour" in page
+
+
 @pytest.mark.long
 def test_ctrl_c_ends_the_ranks_and_the_next_start_goes_on(script):
     """What has finished is not run again."""

@@ -67,6 +67,8 @@ def number(name: str, title: str, *, form: str = "", zero: bool = False) -> Spec
         zero: Whether the axis begins at 0.
     """
     axis = {"format": form} if form else {}
+    if form.endswith("s"):  # d3 writes the zero with the others' prefix: 0k
+        axis["labelExpr"] = "datum.value ? datum.label : '0'"
     scale = {"zero": zero, "nice": True}
     channel = {"field": name, "type": "quantitative", "title": title}
     return channel | {"scale": scale} | ({"axis": axis} if axis else {})

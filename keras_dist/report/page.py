@@ -31,21 +31,24 @@ class Table:
         rows: Its cells, as text.
         is_long: Whether it is closed until the reader opens it.
         title: What is on it, where it is closed.
+        has_remarks: Whether its last column has sentences, which take several lines.
     """
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     is_long: bool = False
     title: str = ""
+    has_remarks: bool = False
 
     def __str__(self) -> str:
+        kind = ' class="remarks"' if self.has_remarks else ""
         head = "".join(f"<th>{_text(cell)}</th>" for cell in self.head)
         rows = "".join(
             "<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>\n"
             for row in self.rows
         )
         table = (
-            f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n'
+            f'<div class="wide"><table{kind}><thead><tr>{head}</tr></thead>\n'
             f"<tbody>{rows}</tbody></table></div>"
         )
         if not self.is_long:

@@ -51,9 +51,16 @@ th, td {
 }
 th { color: var(--dim); font-weight: 600; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
+.remarks th:last-child, .remarks td:last-child { text-align: left; }
+.remarks td { vertical-align: top; }
+.remarks td:last-child:not(:empty) {
+  min-width: 16rem; white-space: normal; overflow-wrap: anywhere;
+}
 summary { cursor: pointer; margin-top: .8rem; }
 ul { padding-left: 1.2rem; }
+p, li { overflow-wrap: anywhere; }
 pre { overflow-x: auto; background: var(--card); padding: .8rem; font-size: .8rem; }
+@media (max-width: 40rem) { pre { white-space: pre-wrap; overflow-wrap: anywhere; } }
 #vg-tooltip-element {
   background: var(--card); color: var(--ink); border: 1px solid var(--line);
 }

@@ -184,4 +184,4 @@ def _runs(content: Content) -> Table:
         cells = [str(run["ranks"]), str(run["repeat"]), run["state"]]
         cells += [rounded(median_rate(epochs)), str(len(epochs))]
         rows.append([*cells, seconds(run["seconds"]), run["cause"]])
-    return Table(head, rows)
+    return Table(head, rows, has_remarks=True)
