@@ -110,7 +110,7 @@ kills: setup
 hosts: setup
 	LONG_TESTS=1 $(BIN)/python -m pytest tests/hosts tests/hosts/faults.py
 
-# 50 faults take about half an hour. WAYS="meet ssh fixed" are the ways to start the job.
+# 50 faults take about half an hour. WAYS="meet ssh fixed" are the ways to start the job, meet+tls+spare another.
 SEED ?= $(shell date +%s)
 WAYS ?=
 chaos: COUNT = 50

@@ -287,6 +287,16 @@ def test_a_host_that_cannot_be_reached_is_named(tmp_path):
     assert left_behind(mark) == []
 
 
+@pytest.mark.parametrize("address", ["192.0.2.1", "fd77::1", "no.such.name"])
+def test_an_address_that_is_not_of_this_host_is_named(address):
+    """Of another host, of IPv6, or of none: before anything is started."""
+    for hosts in (["-H", "b:1"], ["-H", "b:1", "--nnodes", "1:2", "--ssh", "true"]):
+        done = start(*hosts, "--address", address, "-m", "this")
+        assert done.returncode == 1
+        assert f"has this address. Received: {address} (" in done.stderr, done.stderr
+        assert "Pass an IPv4 address of this host with `--address`." in done.stderr
+
+
 _STORE = """
 import sys, time
 sys.argv[0] = "keras-dist"

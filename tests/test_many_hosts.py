@@ -14,7 +14,7 @@ from test_launch import start
 from keras_dist.launch.failures import Failure, explain
 from keras_dist.launch.hosts import slots
 from keras_dist.launch.relays import Entrance
-from keras_dist.launch.rendezvous import Store, rendezvous
+from keras_dist.launch.rendezvous import rendezvous
 from keras_dist.monitor.other_ranks import OtherRanks
 from keras_dist.monitor.status_store import status_store_of
 
@@ -38,19 +38,12 @@ def test_a_host_that_answers_slowly_does_not_delay_the_others(tmp_path):
     assert time.monotonic() - begin < 8  # one after the other: 16 and more
 
 
-@pytest.mark.parametrize("kind", ["store", "entrance"])
-def test_ranks_that_connect_all_at_once_find_room(kind):
+def test_ranks_that_connect_by_tls_all_at_once_find_room():
     """Nobody takes their connections yet; one that finds no room waits for 1 s."""
-    if kind == "store":
-        server = Store()
-        server._server.shutdown()
-        close = server._server.server_close
-    else:
-        server = Entrance("127.0.0.1", 0)
-        close = server.close
+    server = Entrance("127.0.0.1", 0)
     most = int(Path("/proc/sys/net/core/somaxconn").read_text())
     with contextlib.ExitStack() as links:
-        links.callback(close)
+        links.callback(server.close)
         begin = time.monotonic()
         for _ in range(min(900, most - 10)):
             link = socket.create_connection(("127.0.0.1", server.port), timeout=10)

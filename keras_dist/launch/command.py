@@ -15,7 +15,7 @@ from keras_dist.launch.elastic import RESTARTS
 from keras_dist.launch.elastic import VARIABLE as RANGE
 from keras_dist.launch.elastic_jobs import run_elastic
 from keras_dist.launch.gpus import num_gpus
-from keras_dist.launch.hosts import address_towards, hosts_in, hosts_of, is_here, slots
+from keras_dist.launch.hosts import hosts_in, hosts_of, is_here, own_address, slots
 from keras_dist.launch.jobs import run_command
 from keras_dist.launch.meeting import (
     Meeting,
@@ -152,7 +152,7 @@ def _run_by_ssh(
     others = [host for host, _ in hosts if not is_here(host)]
     reach = None
     if others:
-        address = options.address or address_towards(others[0])
+        address = own_address(options.address, others[0])
         reach = Reach(shlex.split(options.ssh), address, has_tls=options.tls)
     else:
         hosts = [("localhost", sum(count for _, count in hosts))]

@@ -177,6 +177,30 @@ def is_here(host: str) -> bool:
     return host in (*_HERE, os.uname().nodename)
 
 
+def own_address(named: str | None, other: str) -> str:
+    """The address of this host by which other hosts reach it.
+
+    Args:
+        named: What the user has named, as by `--address`; `None` to find it by routing.
+        other: Name of another host.
+
+    Raises:
+        ValueError: If it is not one of this host, or of IPv6; or as `address_towards`.
+    """
+    if named is None:
+        return address_towards(other)
+    with socket.socket(socket.AF_INET) as probe:
+        try:
+            probe.bind((named, 0))
+        except OSError as error:
+            raise ValueError(
+                "No network interface of this host has this address. Received: "
+                f"{named} ({error}). Pass an IPv4 address of this host with "
+                "`--address`."
+            ) from error
+    return named
+
+
 def address_towards(host: str) -> str:
     """The address of this host on the network that leads to another host.
 

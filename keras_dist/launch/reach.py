@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from keras_dist.launch.hosts import LOOPBACK, address_towards, is_here
+from keras_dist.launch.hosts import LOOPBACK, is_here, own_address
 from keras_dist.launch.startup_noise import VARIABLE
 
 
@@ -62,7 +62,8 @@ class HostLimits:
     def reach(self, hosts: Sequence[str]) -> Reach:
         """How these hosts are reached."""
         others = [host for host in hosts if not is_here(host)]
-        address = self.address
-        if address is None:
-            address = address_towards(others[0]) if others else LOOPBACK
+        if others or self.address is not None:
+            address = own_address(self.address, [*others, *hosts][0])
+        else:
+            address = LOOPBACK
         return Reach(self.ssh, address, has_tls=self.has_tls)
