@@ -1,6 +1,7 @@
 # The verbs of this project.
 
 PYTHON ?= python3
+HOROVOD ?=
 BIN := .venv/bin
 READY := .venv/.ready
 DOCS := .venv/.docs
@@ -42,6 +43,7 @@ help:
 	@echo "make slow-network  write docs/slow_network.md: local SGD where the network is slow (root)"
 	@echo "make input   write docs/input.md: what decoding costs, late and early"
 	@echo "WHEEL_DIR=... a folder in which \`make setup\` keeps Horovod, and finds it the next time"
+	@echo "HOROVOD=...  more options of \`keras-dist install-horovod\`: HOROVOD=--no-mpi"
 	@echo "PYTHON=...   the Python of the environment (now: $(PYTHON))"
 
 setup: $(READY)
@@ -63,7 +65,7 @@ $(READY): pyproject.toml $(wildcard keras_dist/install/patches/*.patch)
 	    echo "As root, or after sudo: apt-get install$$packages"; exit 1; } >&2
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install -e '.[dev]'
-	$(BIN)/python -m keras_dist install-horovod --if-needed --no-mpi --no-nccl \
+	$(BIN)/python -m keras_dist install-horovod --if-needed --no-nccl $(HOROVOD) \
 	    $(if $(WHEEL_DIR),--wheel-dir '$(WHEEL_DIR)')
 	@touch $@
 

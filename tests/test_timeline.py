@@ -30,6 +30,7 @@ def test_a_timeline_shows_the_collectives(tmp_path):
     for number in range(2):
         events = json.loads((tmp_path / f"{number}.json").read_text())
         names = [event.get("name") for event in events]
-        assert names.count("GLOO_ALLREDUCE") >= 5, names
+        sums = [name for name in names if name in ("GLOO_ALLREDUCE", "MPI_ALLREDUCE")]
+        assert len(sums) >= 5, names
     raised = [line for line in done.stdout.splitlines() if "it raised" in line]
     assert len(raised) == 2 and all("where.json" in line for line in raised)
