@@ -32,8 +32,13 @@ LEVERS = {
     "all gradients in one buffer": {"BENCH_PACK": "1"},
     "averaged after the backward pass, not during it": {"BENCH_LATE": "1"},
     "each gradient weighed, not the loss": {"BENCH_WEIGH": "1"},
-    "Horovod's cycle of 1 ms": {"HOROVOD_CYCLE_TIME": "1"},
-    "Horovod's cycle of 5 ms": {"HOROVOD_CYCLE_TIME": "5"},
+    "Horovod's own cycle of 1 ms": {"HOROVOD_CYCLE_TIME": "1"},
+    "Horovod's own cycle of 2.5 ms": {"HOROVOD_CYCLE_TIME": "2.5"},
+    "Horovod's own cycle of 5 ms": {"HOROVOD_CYCLE_TIME": "5"},
+    "a cycle after 5 ms without a tensor, not 10": {"KERAS_DIST_LONGEST_CYCLE_MS": "5"},
+    "a cycle after 20 ms without a tensor, not 10": {
+        "KERAS_DIST_LONGEST_CYCLE_MS": "20"
+    },
     "Horovod's fusion on": {"HOROVOD_FUSION_THRESHOLD": str(128 * 2**20)},
     "Horovod's cache off": {"HOROVOD_CACHE_CAPACITY": "0"},
     "bf16 on the wire": {"BENCH_COMPRESSION": "bf16"},

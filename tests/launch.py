@@ -16,8 +16,8 @@ _HOROVOD = {
     # A rank that waits for another one fails after a minute.
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "10",
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60",
-    # Several ranks share a core here, and take it from each other as they look around.
-    "HOROVOD_CYCLE_TIME": "5",
+    # Several ranks share a core here; those that have no tensor leave it to others.
+    "KERAS_DIST_LONGEST_CYCLE_MS": "200",
     # A process that does not end says where it is, when it is asked by SIGABRT.
     "PYTHONFAULTHANDLER": "1",
 }

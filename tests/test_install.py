@@ -290,7 +290,7 @@ def test_the_last_lines_say_what_was_built():
     assert built == (
         "Horovod 0.28.1 is built for TensorFlow 2.21.0: Gloo yes, MPI no, NCCL no."
     )
-    assert patched.startswith("It has keras_dist's patch")
+    assert patched.startswith("It has keras_dist's patches")
     other = str(dataclasses.replace(BUILT, is_patched=False))
     assert "without keras_dist's patch" in other and "install-horovod" in other
 
@@ -335,7 +335,7 @@ void GlooContext::InitializeForProcessSet(const GlooContext& global_context,
 """
 
 
-GLOO, GPU = patch.patches()
+GLOO, GPU, CYCLES, *FOR_CYCLES = patch.patches()
 
 
 def test_the_patch_changes_process_sets_alone(tmp_path):
@@ -346,7 +346,7 @@ def test_the_patch_changes_process_sets_alone(tmp_path):
     before, after = _GLOO_CONTEXT.splitlines(), file.read_text().splitlines()
     added = [line for line in after if line not in before]
     assert added[0] == "  gloo_iface_ = global_context.gloo_iface_;"
-    assert patch.MARK in added[1] and len(added) == 2
+    assert patch.MARKS[0] in added[1] and len(added) == 2
     assert [line for line in after if line not in added] == before
     at = after.index(added[0])
     assert "InitializeForProcessSet" in "".join(after[:at])
@@ -372,7 +372,7 @@ def test_each_patch_is_one_that_other_programs_take_too():
         sides = change.before, change.after
         assert [int(n) for n in header] == [len(s.splitlines()) for s in sides]
         assert change.title.endswith(".") and f"+++ b/{change.file}\n" in text
-    assert patch.MARK in GLOO.after
+    assert patch.MARKS[0] in GLOO.after and patch.MARKS[1] in CYCLES.after
 
 
 def test_the_stream_of_a_gpu_is_read_from_a_header():
@@ -383,12 +383,12 @@ def test_the_stream_of_a_gpu_is_read_from_a_header():
 
 
 def test_a_library_says_whether_it_has_the_patch(tmp_path):
-    """By the text of a debug message, which only the changed source has."""
+    """By texts that only the changed source has; one with a part of it has not."""
     library = tmp_path / "mpi_lib.so"
-    library.write_bytes(b"\x7fELF\0process sets use\0")
-    assert not patch.is_patched(library)
-    library.write_bytes(b"\x7fELF\0" + patch.MARK.encode() + b"\0more")
-    assert patch.is_patched(library)
+    for number in range(len(patch.MARKS) + 1):
+        texts = ["\x7fELF", "process sets use", *patch.MARKS[:number], "more"]
+        library.write_bytes("\0".join(texts).encode())
+        assert patch.is_patched(library) == (number == len(patch.MARKS))
 
 
 def test_a_build_without_the_patch_is_no_success(monkeypatch):

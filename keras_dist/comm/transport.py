@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist import monitor
-from keras_dist.comm import open_mpi
+from keras_dist.comm import open_mpi, settings
 from keras_dist.comm.world import World, is_elastic
 
 _INSTALL = "keras-dist install-horovod"
@@ -20,21 +20,6 @@ _INSTALL = "keras-dist install-horovod"
 # With this value Horovod can start a timeline later than at its own start. It is not
 # the default because the thread that writes a timeline keeps a core busy.
 _TIMELINE, _DYNAMIC = "HOROVOD_TIMELINE", "DYNAMIC"
-
-# Where it is set, Horovod 0.28.1 crashes at a second start, as in its elastic mode.
-_FUSION = "HOROVOD_FUSION_THRESHOLD"
-
-# Settings of Horovod on a rank without a GPU, unless the user has set them.
-_ON_CPU = {
-    # Milliseconds between two cycles of Horovod's background thread. In each cycle the
-    # ranks exchange a message; at Horovod's default of 1 ms the thousand messages per
-    # second slow down a core that also computes.
-    "HOROVOD_CYCLE_TIME": "2.5",
-    # No fusion by Horovod. Small gradients are packed by us already; fusing large ones
-    # that are ready at the same time copies them twice more, into a buffer that stays
-    # allocated.
-    _FUSION: "0",
-}
 
 
 @dataclass(frozen=True)
@@ -64,9 +49,7 @@ def connect(launcher: str, expected: World, *, has_process_sets: bool = False) -
     """
     is_on_cpu = not tf.config.get_visible_devices("GPU")
     if is_on_cpu:
-        for name, value in _ON_CPU.items():
-            if name != _FUSION or not is_elastic():
-                os.environ.setdefault(name, value)
+        settings.set_for_cpu(is_elastic=is_elastic())
     if has_process_sets:
         os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
     starting = contextlib.ExitStack()

@@ -27,13 +27,15 @@ print(json.dumps({
 """
 
 _PATCHED = (
-    "It has keras_dist's patch: between hosts everything goes over the network that is "
-    "named, whatever a host's own name resolves to."
+    "It has keras_dist's patches: between hosts everything goes over the network that "
+    "is named, whatever a host's own name resolves to; and a collective begins as soon "
+    "as the ranks have its tensor."
 )
 _NOT_PATCHED = (
-    "It was built elsewhere, without keras_dist's patch: on several hosts each host's "
-    "own name has to resolve there to the address by which the others reach it. "
-    "`keras-dist install-horovod` builds it with the patch."
+    "It was built elsewhere, without keras_dist's patches: on several hosts each "
+    "host's own name has to resolve there to the address by which the others reach it, "
+    "and small collectives take longer. `keras-dist install-horovod` builds it with "
+    "them."
 )
 
 

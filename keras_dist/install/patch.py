@@ -14,9 +14,12 @@ from pathlib import Path
 
 from keras_dist.install.failures import InstallError
 
-# Stands in the library if it was compiled from the changed source, as the text of a
-# debug message of Horovod.
-MARK = "keras_dist: process sets use the network interface "
+# Stand in the library if it was compiled from the changed source: the text of a debug
+# message, and the name of a variable.
+MARKS = (
+    "keras_dist: process sets use the network interface ",
+    "KERAS_DIST_LONGEST_CYCLE_MS",
+)
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,8 @@ def apply(source: Path, change: Patch) -> None:
 
 def is_patched(library: Path) -> bool:
     """Whether a library of Horovod was compiled from the changed source."""
-    return MARK.encode() in library.read_bytes()
+    content = library.read_bytes()
+    return all(mark.encode() in content for mark in MARKS)
 
 
 def installed_library() -> Path | None:

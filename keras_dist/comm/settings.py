@@ -1,0 +1,35 @@
+"""Settings of Horovod on a rank without a GPU, by the variables that it reads."""
+
+import os
+
+# Where it is set, Horovod 0.28.1 crashes at a second start, as in its elastic mode.
+_FUSION = "HOROVOD_FUSION_THRESHOLD"
+
+# In each cycle of Horovod's thread the ranks exchange a message. By our change to its
+# source (install/patches/prompt_cycles.patch) a cycle begins as soon as there is a
+# tensor, and else after so many milliseconds. A Horovod without it takes the other one.
+_LONGEST_CYCLE, _CYCLE = "KERAS_DIST_LONGEST_CYCLE_MS", "HOROVOD_CYCLE_TIME"
+
+# Unless the user has set them.
+_ON_CPU = {
+    # At Horovod's default of 1 ms the thousand messages per second slow down a core
+    # that also computes.
+    _CYCLE: "2.5",
+    # No fusion by Horovod. Small gradients are packed by us already; fusing large ones
+    # that are ready at the same time copies them twice more, into a buffer that stays
+    # allocated.
+    _FUSION: "0",
+}
+
+
+def set_for_cpu(*, is_elastic: bool) -> None:
+    """Set what the user has not set, before Horovod starts.
+
+    Args:
+        is_elastic: Whether Horovod may start a second time in this process.
+    """
+    if _CYCLE not in os.environ:
+        os.environ.setdefault(_LONGEST_CYCLE, "10")
+    for name, value in _ON_CPU.items():
+        if name != _FUSION or not is_elastic:
+            os.environ.setdefault(name, value)
