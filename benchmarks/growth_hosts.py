@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 import psutil
-from growth_page import table, write_section
+from growth_page import spread, table, write_section
 
 from keras_dist.launch.assignment import assignments
 from keras_dist.launch.hosts import slots
@@ -41,8 +41,8 @@ Written by `make growth-hosts`. `keras-dist run -H` with eight ranks on each hos
 Launcher and store are the real ones, on {cores} cores. A program on the same machine
 stands in for ssh, the agents and the ranks: it speaks their protocol (a heartbeat of
 each host every second, of each rank every five), and starts no Python. So what a host
-itself needs to connect and to import is not in these numbers. Medians of {rounds}
-(smallest to largest), in seconds:
+itself needs to connect and to import is not in these numbers. In seconds (of {rounds}:
+median, smallest and largest):
 
 {seconds}
 
@@ -207,9 +207,7 @@ def write(found: dict, connected: dict, rounds: int) -> None:
     }
 
     def seconds(hosts: int, name: str) -> str:
-        values = [each[name] for each in found[hosts]]
-        middle = medians[hosts][name]
-        return f"{middle:.1f} ({min(values):.1f} to {max(values):.1f})"
+        return spread([each[name] for each in found[hosts]])
 
     head = ["hosts", "ranks", "start", "a rank fails: others asked to end", "ended"]
     head += ["a host falls silent: others asked to end", "ended", "end"]

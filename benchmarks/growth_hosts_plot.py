@@ -27,7 +27,7 @@ def plot(medians, path):
         axes[0].plot(hosts, values, marker="o", markersize=3, label=label)
     axes[0].set_ylabel("seconds")
     axes[0].set_ylim(0, 24)
-    axes[0].legend(fontsize=7, loc="center right")
+    axes[0].legend(fontsize=7, loc="upper right")
     for axis, name, label, unit in (
         (axes[1], "bytes", "kB/s through the first host, while all train", 1e3),
         (axes[2], "core", "cores that the launcher uses, while all train", 1),

@@ -1,6 +1,8 @@
 """The sections of docs/growth.md that have a command of their own."""
 
 import re
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 PAGE = Path(__file__).parents[1] / "docs" / "growth.md"
@@ -38,6 +40,14 @@ def _write(first: str, found: dict[str, str]) -> None:
         if heading in found:
             parts.append(f"## {heading}\n\n" + found[heading].strip("\n"))
     PAGE.write_text("\n\n".join(parts) + "\n")
+
+
+def spread(values: Sequence[float]) -> str:
+    """The median, and the smallest and largest of several values."""
+    middle = f"{statistics.median(values):.1f}"
+    if len(values) == 1:
+        return middle
+    return f"{middle} ({min(values):.1f} to {max(values):.1f})"
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

@@ -8,13 +8,12 @@ Writes the section "A lost rank, a lost host" of docs/growth.md. Three hosts of 
 
 import argparse
 import os
-import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from growth_page import table, write_section
+from growth_page import spread, table, write_section
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "hosts"))
@@ -32,8 +31,8 @@ _WORDS = """
 Written by `make restarts`. Three hosts on one machine of {cores} cores, a rank on each,
 `--nnodes 2:3`; the small CNN of `make chaos`, {pace} s a step. Seconds from the moment
 at which a rank is killed, or a host loses its power, until the first step that was not
-made before; {rounds} rounds, in turn (smallest to largest). The steps since the last
-checkpoint, at most three, are made again in them.
+made before (of {rounds} in turn: median, smallest and largest). The steps since the
+last checkpoint, at most three, are made again in them.
 
 {seconds}
 
@@ -120,13 +119,8 @@ def main() -> None:
 
 def write(found, rounds: int) -> None:
     """The section of the page."""
-
-    def cell(values):
-        middle = statistics.median(values)
-        return f"{middle:.1f} ({min(values):.1f} to {max(values):.1f})"
-
     rows = [
-        [way or "without `--spare`", *map(cell, zip(*values, strict=True))]
+        [way or "without `--spare`", *map(spread, zip(*values, strict=True))]
         for way, values in found.items()
     ]
     section = _WORDS.format(
