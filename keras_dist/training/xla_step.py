@@ -55,27 +55,34 @@ class XlaStep:
 
     def _try(self, specs: Any) -> str | None:
         try:
-            self._compute_gradients.get_concrete_function(specs)
+            counts = keras.tree.map_structure(_spec, _counts())
+            self._compute_gradients.get_concrete_function(specs, counts)
             if len(self._calls) != 1:
                 return f"its train step makes {len(self._calls)} updates, not one"
-            batch = keras.tree.map_structure(_two_rows, specs)
-            self._compute_gradients.experimental_get_compiler_ir(batch)(stage="hlo")
+            batch = keras.tree.map_structure(_two_rows, (specs, counts))
+            self._compute_gradients.experimental_get_compiler_ir(*batch)(stage="hlo")
         except Exception as error:  # after any error, the step runs without XLA
             return f"XLA cannot compile this model ({_first_line(error)})"
         return None
 
     def run(self, data: Any) -> Any:
         """Run one train step, and return the logs of the model's own step."""
-        logs, gradients = self._compute_gradients(data)
+        logs, gradients = self._compute_gradients(data, _counts())
         [call], [own] = self._calls, gradients
         averaged = average_gradients(call.optimizer, own, call.variables)
         make = functools.partial(self._apply_gradients, [averaged])
         guarded_update(call.optimizer, own, averaged, call.variables, make)
         return logs
 
-    def _record(self, data: Any) -> Any:
+    def _record(self, data: Any, counts: tuple[Any, Any]) -> Any:
         calls: list[Recorded] = []
-        context = dataclasses.replace(step_context.current(), recorded=calls)
+        rows, rows_of_all = counts
+        context = dataclasses.replace(
+            step_context.current(),
+            recorded=calls,
+            rows=rows,
+            rows_of_all=rows_of_all,
+        )
         with step_context.entered(context):
             logs = self._own_step(data)
         self._calls[:] = calls
@@ -95,13 +102,20 @@ def _without_shape(gradient: Any) -> Any:
     return None if gradient is None else tf.convert_to_tensor(gradient)
 
 
+def _counts() -> tuple[Any, Any]:
+    """Rows of this rank and of all; what XLA compiles must not read them elsewhere."""
+    context = step_context.current()
+    return context.rows, context.rows_of_all
+
+
 def _spec(leaf: Any) -> Any:
-    return None if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype)
+    is_tensor = tf.is_tensor(leaf)
+    return tf.TensorSpec(leaf.shape, leaf.dtype) if is_tensor else leaf
 
 
 def _two_rows(spec: Any) -> Any:
-    if spec is None:
-        return None
+    if not isinstance(spec, tf.TensorSpec):
+        return spec
     # A tensor, since TensorFlow accepts no structure of specs here.
     return tf.zeros([2 if n is None else n for n in spec.shape], spec.dtype)
 

@@ -225,11 +225,14 @@ def test_a_loss_equals_one_process_when_run_eagerly(world, name):
     assert_equal(models, logs)
 
 
-@pytest.mark.parametrize("name", shortened(["own_mixed", "own_vector"], {"own_mixed"}))
+@pytest.mark.parametrize(
+    "name", shortened(["own_mixed", "own_vector", "add_sum"], {"own_mixed"})
+)
 def test_a_loss_equals_one_process_with_xla(world, name):
     """The gradients are computed in a function of their own then."""
-    models, logs, _ = trained(name, world.size, jit_compile=True)
+    models, logs, messages = trained(name, world.size, jit_compile=True)
     assert_equal(models, logs)
+    assert not [m for m in messages if "Training without XLA" in m]
 
 
 @pytest.mark.parametrize(
