@@ -172,7 +172,7 @@ def test_the_pods_of_the_mpi_operator_train_as_one(net, names, key):
             until(lambda k=knock: not net.run("a", k).returncode, "sshd")
         done = net.run("a", command, env=env, timeout=180)
     for name in "bc":
-        for process in net.processes(name, "sshd_config"):
+        for process in net.processes(name, str(key / "sshd_config")):  # not the host's
             process.send_signal(signal.SIGKILL)
     assert done.returncode == 0, done.stderr
     assert "4 on 2 hosts" in done.stdout
