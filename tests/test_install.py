@@ -389,6 +389,7 @@ def test_a_library_says_whether_it_has_the_patch(tmp_path):
         texts = ["\x7fELF", "process sets use", *patch.MARKS[:number], "more"]
         library.write_bytes("\0".join(texts).encode())
         assert patch.is_patched(library) == (number == len(patch.MARKS))
+        assert patch.is_patched(library, [patch.NETWORK_MARK]) == (number > 0)
 
 
 def test_a_build_without_the_patch_is_no_success(monkeypatch):

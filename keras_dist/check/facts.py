@@ -72,7 +72,7 @@ def _loaded() -> dict[str, Any]:
         for name, key in (("CUDA", "cuda_version"), ("cuDNN", "cudnn_version"))
         if key in build
     }
-    found["is_patched"] = patch.is_installed()
+    found["is_patched"] = patch.uses_named_network()
     try:
         comm = importlib.import_module("keras_dist.comm")
         found["built"] = comm.built_transports()

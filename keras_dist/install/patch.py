@@ -16,10 +16,8 @@ from keras_dist.install.failures import InstallError
 
 # Stand in the library if it was compiled from the changed source: the text of a debug
 # message, and the name of a variable.
-MARKS = (
-    "keras_dist: process sets use the network interface ",
-    "KERAS_DIST_LONGEST_CYCLE_MS",
-)
+NETWORK_MARK = "keras_dist: process sets use the network interface "
+MARKS = (NETWORK_MARK, "KERAS_DIST_LONGEST_CYCLE_MS")
 
 
 @dataclass(frozen=True)
@@ -101,10 +99,15 @@ def apply(source: Path, change: Patch) -> None:
     path.write_text(text.replace(change.before, change.after))
 
 
-def is_patched(library: Path) -> bool:
-    """Whether a library of Horovod was compiled from the changed source."""
+def is_patched(library: Path, marks: Iterable[str] = MARKS) -> bool:
+    """Whether a library of Horovod was compiled from the changed source.
+
+    Args:
+        library: The library.
+        marks: Those of the changes that it has to have; by default all of them.
+    """
     content = library.read_bytes()
-    return all(mark.encode() in content for mark in MARKS)
+    return all(mark.encode() in content for mark in marks)
 
 
 def installed_library() -> Path | None:
@@ -117,9 +120,18 @@ def installed_library() -> Path | None:
 
 
 def is_installed() -> bool:
-    """Whether the Horovod of this environment has the change; `False` if none is."""
+    """Whether the Horovod of this environment has all changes; `False` if none is."""
     library = installed_library()
     return library is not None and is_patched(library)
+
+
+def uses_named_network() -> bool:
+    """Whether the Horovod of this environment needs no name of a host's own.
+
+    One that an earlier version of this package has built has this change, too.
+    """
+    library = installed_library()
+    return library is not None and is_patched(library, [NETWORK_MARK])
 
 
 def _files() -> list[Path]:

@@ -142,7 +142,7 @@ def _checked(message: Mapping[str, Any], assignment: Assignment) -> str:
         ) from error
     check_reach(message["towards"], _port(assignment))
     own = address_towards(message["towards"])
-    if not patch.is_installed():
+    if not patch.uses_named_network():
         check_own_name(own)
     return own
 

@@ -147,7 +147,7 @@ class Follower:
         watch = threading.Thread(target=self._watch, args=[stops, is_over], daemon=True)
         watch.start()
         try:
-            if not patch.is_installed():
+            if not patch.uses_named_network():
                 check_own_name(own)
             return run_ranks(
                 command,

@@ -53,7 +53,7 @@ def serve() -> int:
     own, reached = found
     if store is not None and own.startswith("127.") and len(task.nodes) > 1:
         own = address_towards(address_of(task.nodes[1]))
-    if not patch.is_installed():
+    if not patch.uses_named_network():
         check_own_name(own)
     known = variables_of(reached, meeting.port, secret)
     assignment = Assignment(slots=(), store=known, secret=secret)
