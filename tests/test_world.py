@@ -1,4 +1,4 @@
-"""Several tasks that do not know of each other are an error, and not two trainings."""
+"""Tasks that do not know of each other are an error; the user's settings come first."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 from launch import ROOT
 
-from keras_dist.comm import open_mpi
+from keras_dist.comm import open_mpi, settings
 from keras_dist.comm.world import check_not_elastic, check_not_stranded
 
 # Variables of two tasks, as each program sets them for the second one. srun's are those
@@ -132,3 +132,22 @@ def test_a_start_of_mpi_that_takes_too_long_ends_the_rank():
     assert "in time" in done.stdout
     assert "MPI has not connected the ranks for 0.2 s" in done.stderr
     assert "btl_tcp_if_include" in done.stderr
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "2.5", "fast", ""])
+def test_a_longest_cycle_that_is_no_number_is_an_error(monkeypatch, value):
+    """Horovod would take it for 0, and its thread would keep a core busy."""
+    monkeypatch.setattr(os, "environ", {"KERAS_DIST_LONGEST_CYCLE_MS": value})
+    with pytest.raises(ValueError, match=f"Received: .*={value!r}"):
+        settings.set_for_cpu(is_elastic=False)
+
+
+def test_the_cycles_of_horovod_are_the_users_first(monkeypatch):
+    """Who has set Horovod's own has these; else the longest is 10 ms."""
+    found = []
+    for environ in ({}, {"HOROVOD_CYCLE_TIME": "1"}):
+        monkeypatch.setattr(os, "environ", environ)
+        settings.set_for_cpu(is_elastic=False)
+        names = ("KERAS_DIST_LONGEST_CYCLE_MS", "HOROVOD_CYCLE_TIME")
+        found.append([environ.get(name) for name in names])
+    assert found == [["10", "2.5"], [None, "1"]]

@@ -10,6 +10,7 @@ from keras_dist.check.gpus import Gpu, answer
 # Of a row of `topo -m`, by which GPUs and network cards are named, maybe underlined.
 _COLUMN, _GPU, _UNDERLINED = r"(GPU|NIC)\d+|mlx\w+", r"GPU\d+", r"\x1b\[\d*m"
 _GPU_OF_LINKS = r"GPU \d+:.*\(UUID: ([^)]+)\)"
+_NVLINKS = r"NV\d+"
 _RATE_OF_LINK = r"\s*Link \d+: ([\d.]+) GB/s"
 
 # Paths of `topo -m` by which NVLink is not taken, from the nearest to the farthest.
@@ -44,7 +45,7 @@ def link_of(own: Sequence[Gpu]) -> Link:
         paths.get((f"GPU{one.index}", f"GPU{other.index}"), "")
         for one, other in itertools.permutations(own, 2)
     ]
-    if all(path.startswith("NV") for path in between):
+    if all(re.fullmatch(_NVLINKS, path) for path in between):
         found = _nvlink(own, between, rates_in(answer("nvlink", "-s")))
         if found.rate:
             return found

@@ -27,9 +27,19 @@ def set_for_cpu(*, is_elastic: bool) -> None:
 
     Args:
         is_elastic: Whether Horovod may start a second time in this process.
+
+    Raises:
+        ValueError: If a user's longest cycle is not a number of milliseconds, which
+            Horovod would take for 0.
     """
     if _CYCLE not in os.environ:
         os.environ.setdefault(_LONGEST_CYCLE, "10")
+    longest = os.environ.get(_LONGEST_CYCLE, "10")
+    if not longest.isdecimal() or int(longest) == 0:
+        raise ValueError(
+            "The longest cycle of Horovod must be a whole number of milliseconds, at "
+            f"least 1. Received: {_LONGEST_CYCLE}={longest!r}. Leave it out for 10."
+        )
     for name, value in _ON_CPU.items():
         if name != _FUSION or not is_elastic:
             os.environ.setdefault(name, value)

@@ -53,7 +53,9 @@ def debian_names(net):
         net.write_hosts(name, "".join(["127.0.0.1 localhost\n", *own, *others]))
 
 
-@pytest.mark.skipif(not patch.uses_named_network(), reason="left out: Horovod has no patch")
+@pytest.mark.skipif(
+    not patch.uses_named_network(), reason="left out: Horovod has no patch"
+)
 def test_four_ranks_on_two_hosts_use_the_network_that_is_named(net, shared, alone):
     """One and three, with Debian's own names, and gradients on the second network."""
     debian_names(net)
