@@ -315,9 +315,8 @@ def test_many_ranks_find_the_store_at_once():
     try:
         port = int(store.stdout.readline())
         store.send_signal(signal.SIGSTOP)
-        begin = time.monotonic()
-        ranks = [socket.create_connection(("127.0.0.1", port), 2) for _ in range(300)]
-        assert time.monotonic() - begin < 1
+        # Nobody takes them: one that finds no room is never connected.
+        ranks = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(300)]
         for rank in ranks:
             rank.close()
     finally:
