@@ -335,7 +335,7 @@ void GlooContext::InitializeForProcessSet(const GlooContext& global_context,
 """
 
 
-GLOO, GPU, CYCLES, *FOR_CYCLES = patch.patches()
+GLOO, GPU, CYCLES, _, _, _, COPY = patch.patches()
 
 
 def test_the_patch_changes_process_sets_alone(tmp_path):
@@ -372,7 +372,8 @@ def test_each_patch_is_one_that_other_programs_take_too():
         sides = change.before, change.after
         assert [int(n) for n in header] == [len(s.splitlines()) for s in sides]
         assert change.title.endswith(".") and f"+++ b/{change.file}\n" in text
-    assert patch.MARKS[0] in GLOO.after and patch.MARKS[1] in CYCLES.after
+    for mark, change in zip(patch.MARKS, (GLOO, CYCLES, COPY), strict=True):
+        assert mark in change.after
 
 
 def test_the_stream_of_a_gpu_is_read_from_a_header():

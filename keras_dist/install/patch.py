@@ -14,10 +14,14 @@ from pathlib import Path
 
 from keras_dist.install.failures import InstallError
 
-# Stand in the library if it was compiled from the changed source: the text of a debug
-# message, and the name of a variable.
+# Stand in the library if it was compiled from the changed source: the texts of two debug
+# messages, and the name of a variable.
 NETWORK_MARK = "keras_dist: process sets use the network interface "
-MARKS = (NETWORK_MARK, "KERAS_DIST_LONGEST_CYCLE_MS")
+MARKS = (
+    NETWORK_MARK,
+    "KERAS_DIST_LONGEST_CYCLE_MS",
+    "keras_dist: the sum is in place",
+)
 
 
 @dataclass(frozen=True)

@@ -143,6 +143,38 @@ def test_collectives_work_inside_a_graph(world):
     assert averaged.numpy().tolist() == [1.0, 1.0]
 
 
+@pytest.mark.several_ranks
+def test_a_tensor_that_nothing_else_needs_is_summed_in_place(world):
+    """The sum of one that is needed, or of a variable, has memory of its own."""
+
+    def address(tensor, *after):
+        with tf.control_dependencies(after):
+            return tf.numpy_function(lambda x: x.ctypes.data, [tensor], tf.int64)
+
+    @tf.function
+    def sums(x, kept):
+        own, other = x * 2, x * 3
+        before = address(own)
+        with tf.control_dependencies([before]):
+            summed, summed_other = keras_dist.sum(own), keras_dist.sum(other)
+            of_variable = keras_dist.sum(kept.read_value())
+        is_same = address(summed) == before
+        return is_same, summed, summed_other, other + 0, of_variable
+
+    kept, x = tf.Variable(tf.fill([1000], 5.0)), tf.fill([1000], 1.0 + world.rank)
+    total = sum(range(1, world.size + 1))
+    for _ in range(3):
+        is_same, *found = sums(x, kept)
+        expected = [2 * total, 3 * total, 3 * (1 + world.rank), 5 * world.size]
+        assert [set(each.numpy()) for each in found] == [{each} for each in expected]
+    assert is_same
+    assert set(kept.numpy()) == {5} and set(x.numpy()) == {1 + world.rank}
+    assert set(keras_dist.sum(x).numpy()) == {total}
+    assert set(x.numpy()) == {1 + world.rank}
+    assert set(keras_dist.sum(kept).numpy()) == {5 * world.size}
+    assert set(kept.numpy()) == {5}
+
+
 def test_objects_are_broadcast_and_gathered(world):
     """Any object, of another size on each rank."""
     mine = {"rank": world.rank, "text": "é" * world.rank}
