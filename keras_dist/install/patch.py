@@ -14,7 +14,7 @@ from pathlib import Path
 
 from keras_dist.install.failures import InstallError
 
-# Stand in the library if it was compiled from the changed source: the texts of two debug
+# Stand in the library if it was compiled from the changed source: texts of two debug
 # messages, and the name of a variable.
 NETWORK_MARK = "keras_dist: process sets use the network interface "
 MARKS = (
