@@ -44,13 +44,14 @@ class Host(threading.Thread):
         own = {"number": number, "num_hosts": 3, "min_hosts": 2} | member
         self.member = Member(name, ranks, version=__version__, **own)
         self.starts, self.slots, self.said = [], [], []
-        self.code, self.is_gone = None, False
+        self.code, self.is_gone, self.is_silent = None, False, False
+        self.is_start_near = False
 
     def run(self):
         """Until the job ends, or the host is gone."""
         beats, last, beaten = 0, None, 0.0
         while not self.is_gone and self.code is None:
-            if time.monotonic() - beaten > 0.5:
+            if time.monotonic() - beaten > 0.5 and not self.is_silent:
                 beats, beaten = beats + 1, time.monotonic()
                 self.store.put(f"beat.{self.id}", beats)
             if beats == 1:
@@ -69,6 +70,8 @@ class Host(threading.Thread):
             self.code = order["code"]
         elif order["do"] == "wait":
             self.said.append(order["text"])
+        elif order["do"] == "run" and order["start"] in self.starts:
+            self.is_start_near = order["is_start_near"]
         elif order["do"] == "run":
             self.starts.append(order["start"])
             self.slots.append([slot["rank"] for slot in order["slots"]])
@@ -189,6 +192,21 @@ def test_the_hosts_that_are_left_go_on(job):
     )
     assert job.end() == [3, 3, None, 3]  # the failure that was one too many
     assert any("rank 2 on c failed first" in line for line in job.lines())
+
+
+def test_a_start_is_prepared_while_a_host_is_silent(job):
+    """By the others; and no longer when it answers again."""
+    job = job(restarts=1)
+    b, c = job.add("b"), job.add("c")
+    job.wait_for("start 1: 3 ranks on 3 hosts")
+    for is_silent in (True, False):
+        c.is_silent = is_silent
+        wait_until(lambda now=is_silent: b.is_start_near == now, job)
+        assert job.hosts[0].is_start_near == is_silent
+    for host in job.hosts:
+        assert host.starts == [0]
+        host.report({"start": 0}, finished=True)
+    assert job.end() == [0, 0, 0]
 
 
 def test_a_host_that_fails_three_times_is_left_out(job):

@@ -3,12 +3,13 @@
 import json
 import os
 import secrets
+import signal
 from pathlib import Path
 
 import pytest
 from test_launch import start as run
 
-from keras_dist.launch import processes, ranks
+from keras_dist.launch import processes, spares
 from keras_dist.launch.assignment import assignments
 from keras_dist.launch.hosts import slots
 from keras_dist.launch.ranks import Command
@@ -29,12 +30,12 @@ raise KeyError("tea")
 
 def test_a_spare_process_becomes_a_rank_of_the_next_start(tmp_path, monkeypatch):
     """With its own arguments and environment, as one that has just been started."""
-    monkeypatch.setattr(ranks, "FILL_SECONDS", 0.0)
-    script, job, spares = tmp_path / "script.py", secrets.token_hex(8), Spares()
+    monkeypatch.setattr(spares, "FILL_SECONDS", 0.0)
+    script, job, own = tmp_path / "script.py", secrets.token_hex(8), Spares()
     script.write_text(_SCRIPT)
     found = []
     for restart in (0, 1):
-        waiting = list(spares.pids)
+        waiting = list(own.pids)
         (assignment,) = assignments(slots([("a", 1)]), {}, "s", restart=restart)
         environment = {} if restart else {"ONLY_AT_FIRST": "1"}
         path = tmp_path / f"found.{restart}"
@@ -45,7 +46,7 @@ def test_a_spare_process_becomes_a_rank_of_the_next_start(tmp_path, monkeypatch)
             job,
             address="127.0.0.1",
             stopped=[],
-            spares=spares,
+            spares=own,
         )
         (failure,) = report.failures
         assert failure.summary == "KeyError: 'tea'" and failure.code == 1
@@ -64,7 +65,7 @@ def test_a_spare_process_becomes_a_rank_of_the_next_start(tmp_path, monkeypatch)
     expected = [*first[1:-2], ["0", "1", None], first[-1]]
     expected[:2] = True, [str(tmp_path / "found.1"), "0.5"]
     assert second[1:] == expected
-    (left,) = spares.pids
+    (left,) = own.pids
     assert processes.members(job) == [left]
     processes.end(job, [])
     assert not Path(f"/proc/{left}").exists() or os.waitpid(left, 0)
@@ -72,12 +73,34 @@ def test_a_spare_process_becomes_a_rank_of_the_next_start(tmp_path, monkeypatch)
 
 def test_a_spare_process_that_has_ended_is_none():
     """The rank is started as without it."""
-    spares = Spares()
-    spares.fill(1, {"PATH": os.environ["PATH"]})
-    (process,) = spares._idle
+    own = Spares()
+    own.fill(1, {"PATH": os.environ["PATH"]})
+    (process,) = own._idle
     process.kill()
     process.wait()
-    assert spares.take("script", ["x.py"], {}) is None and not spares.pids
+    assert own.take("script", ["x.py"], {}) is None and not own.pids
+
+
+def test_without_the_option_they_are_there_while_a_start_is_near(monkeypatch):
+    """As far as there is memory for them; and they end when no start is near."""
+    own, own_ones = Spares(is_lasting=False), []
+    environment = {"PATH": os.environ["PATH"]}
+    try:
+        for is_near, room, count in [
+            (False, 1, 0),
+            (True, 1 << 60, 0),
+            (True, 1, 2),
+            (True, 1 << 60, 2),
+            (False, 1, 0),
+        ]:
+            monkeypatch.setattr(spares, "_ROOM", room)
+            own.is_start_near = is_near
+            own.keep(2, environment, 100.0)
+            own_ones += own._idle
+            assert len(own.pids) == count
+    finally:
+        own.end()
+    assert all(process.returncode == -signal.SIGKILL for process in own_ones)
 
 
 @pytest.mark.parametrize("words", [["-H", "a:1"], ["--hostfile", "x"]])

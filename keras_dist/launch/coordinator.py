@@ -167,6 +167,8 @@ class Coordinator(threading.Thread):
             time.sleep(TICK)
             reports |= self._new_reports(silent, start)
             has_looked = self._hosts.look()
+            if has_looked and ending is None:
+                self._hosts.prepare(names)
             lost |= self._hosts.lost(
                 [name for name in silent if name not in reports],
                 is_over=self._plan.is_elastic and any(r.code for r in reports.values()),

@@ -170,6 +170,8 @@ class Follower:
             self._forward_stop()
             if self._stopped:
                 stops.append(self._stopped[0])
+            elif order["do"] == "run" and self._spares is not None:
+                self._spares.is_start_near = order.get("is_start_near", False)
             elif order["do"] == "save":
                 stops.append(signal.SIGTERM)
             elif order["do"] != "run" or self._orders.is_over:

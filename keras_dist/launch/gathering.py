@@ -25,7 +25,8 @@ TICK = 0.1
 # hosts that are missing.
 _LOOK_SECONDS, _SAY_SECONDS = 0.5, 15.0
 
-# Seconds of silence after which a host is lost where all others have ended already.
+# Seconds of silence after which a host is lost where all others have ended already;
+# and after which the others prepare for a start without it.
 _SILENT_SECONDS = 5.0
 
 # Seconds for which the store stays until all hosts have seen the end.
@@ -106,6 +107,19 @@ class Gathering:
         found = self._presence.lost(names, seconds)
         self._lost |= set(found)
         return dict.fromkeys(found, seconds)
+
+    def prepare(self, names: Sequence[str]) -> None:
+        """While one of these hosts is silent, let them prepare for another start.
+
+        Args:
+            names: Ids of the hosts of a start, whose ranks run.
+        """
+        if not self._plan.is_elastic:
+            return
+        is_near = bool(self._presence.lost(names, _SILENT_SECONDS))
+        if self._order(names[0]).get("is_start_near", False) != is_near:
+            for name in names:
+                self.order(name, **self._order(name) | {"is_start_near": is_near})
 
     def leaving(self) -> str:
         """The hosts of the start that leave it, in words; empty if none does."""
@@ -247,6 +261,10 @@ class Gathering:
     def order(self, name: str, **values: Any) -> None:
         """Write what a host has to do now."""
         self.values.put(f"order.{name}", values)
+
+    def _order(self, name: str) -> dict[str, Any]:
+        """What a host has to do now."""
+        return self.values.get(f"order.{name}") or {}
 
     def send_end(self, code: int, text: str) -> None:
         """Let all hosts end, and wait until they have seen it.

@@ -11,9 +11,10 @@ from keras_dist.monitor.status_store import StatusStore
 # A host is known by its index, or by a name.
 _Host = TypeVar("_Host", int, str)
 
-# Seconds between two heartbeats, and from the last one until a host counts as lost. A
-# shorter outage does no harm: what Gloo has sent waits in the kernel.
-_BEAT_SECONDS = 1.0
+# Seconds between two heartbeats, between two looks at them, and from the last one until
+# a host counts as lost. A shorter outage does no harm: what Gloo has sent waits in the
+# kernel.
+_BEAT_SECONDS, _LOOK_SECONDS = 1.0, 0.5
 LOST_SECONDS = 15.0
 
 # Seconds in which an agent has to reach the store.
@@ -90,9 +91,9 @@ class Presence(Generic[_Host]):
         self._has_warned = False
 
     def look(self, running: Sequence[_Host]) -> None:
-        """Read the heartbeats of agents that run, once a second."""
+        """Read the heartbeats of agents that run, twice a second."""
         now = time.monotonic()
-        if now - self._looked < _BEAT_SECONDS:
+        if now - self._looked < _LOOK_SECONDS:
             return
         pause = now - self._looked
         if pause > _LONGEST_LOOK:

@@ -12,7 +12,7 @@ from keras_dist.launch import processes
 from keras_dist.launch.failures import Failure, failure_of, first_of
 from keras_dist.launch.hosts import Slot
 from keras_dist.launch.output import Output
-from keras_dist.launch.spares import FILL_SECONDS, Spares, popen
+from keras_dist.launch.spares import Spares, popen
 from keras_dist.monitor import rank_process, record, stacks
 
 # Seconds to wait after the first failure, in which other ranks may fail and report.
@@ -21,7 +21,7 @@ _GRACE = 3.0
 # Seconds between SIGTERM and SIGKILL: the first number after a failure or Ctrl-C; the
 # second if the launcher itself got SIGTERM, as from a scheduler, because the ranks then
 # save a checkpoint.
-_END_SECONDS, _SAVE_SECONDS = 2.0, 30.0
+_END_SECONDS, _SAVE_SECONDS = 1.0, 30.0
 _TICK = 0.1
 
 # Variables of libraries that by default use all cores in each rank.
@@ -56,8 +56,7 @@ class Ranks:
         command: The command that they run.
         slots: The slot of each rank.
         job: Id of the job, by which its processes are found.
-        spares: Processes that become ranks, and of which there will be others for the
-            next start; `None` for none.
+        spares: Processes that become ranks at a start; `None` for none.
         own: Variables that single ranks need in addition.
     """
 
@@ -105,9 +104,9 @@ class Ranks:
                 failed_at = now
             if failed_at is not None and now - failed_at > _GRACE:
                 break
-            if self._spares is not None and now - begin > FILL_SECONDS:
+            if self._spares is not None:
                 common = self._environment(self._slots[0])
-                self._spares.fill(len(self._slots), common)
+                self._spares.keep(len(self._slots), common, now - begin)
         return first_of(self._failures())
 
     def end(self, *, is_saving: bool = False) -> None:

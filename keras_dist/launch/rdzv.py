@@ -57,6 +57,13 @@ def run_meeting(command: Command, meeting: Meeting, restarts: int = 0) -> int:
                 store.close()
 
 
+def _spares(meeting: Meeting) -> Spares | None:
+    """Where hosts come and go, some are started while one of them is silent."""
+    if not (meeting.has_spares or meeting.is_elastic):
+        return None
+    return Spares(is_lasting=meeting.has_spares)
+
+
 def _take_part(
     command: Command,
     meeting: Meeting,
@@ -83,7 +90,7 @@ def _take_part(
         is_first=store is not None,
         timeout=meeting.timeout,
         stopped=stopped,
-        spares=Spares() if meeting.has_spares else None,
+        spares=_spares(meeting),
     )
     coordinator = None
     if store is not None:
