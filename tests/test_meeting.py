@@ -23,6 +23,8 @@ from keras_dist.launch.host_store import FirstHostStore, HostStore, wait_for
 from keras_dist.launch.members import Member, numbered, slots_of
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.rendezvous import Store
+from keras_dist.launch.reports import Report
+from keras_dist.launch.spares import Spares
 from keras_dist.slurm import counts_in, nodes_in, task_of
 
 SECRET = {"KERAS_DIST_SECRET": "a secret of these tests"}
@@ -270,6 +272,38 @@ def test_a_host_that_has_not_seen_the_start_reports_at_the_order_to_stop():
         assert follower.follow(Command("script", ["none.py"], {}), "none") == 3
         assert list(first.of_kind("report")) == [f"4.{follower.name}"]
         assert first.of_kind("left") == {follower.name: True}
+    finally:
+        store.close()
+
+
+def test_what_prepares_a_start_is_over_with_the_start(monkeypatch):
+    """Or the ranks would compete for the cores with processes of yet another start."""
+    store, spares, found = Store(), Spares(is_lasting=False), []
+    first = FirstHostStore(store, "a secret")
+    host = HostStore("127.0.0.1", store.port, "a secret")
+    member = Member("b", 1, 1, 2, "0", min_hosts=1)
+    options = {"is_first": False, "timeout": 60, "stopped": [], "spares": spares}
+    follower = Follower(host, "a secret", member, **options)
+    name = f"order.{follower.name}"
+    slots = [dataclasses.asdict(slot) for slot in slots_of([member])[0]]
+    run = {"do": "run", "nonce": "n", "number": 0, "reached": "", "slots": slots}
+
+    def run_ranks(command, assignment, job, **options):
+        start, near = assignment.restart, {"is_start_near": True}
+        found.append(spares.is_start_near)
+        first.put(name, {**run, "start": start, **near})
+        while not spares.is_start_near:
+            time.sleep(0.05)
+        exit_order = {"do": "exit", "code": 3, "text": ""}
+        first.put(name, exit_order if start else {**run, "start": 1})
+        return Report()
+
+    monkeypatch.setattr("keras_dist.launch.follower.run_ranks", run_ranks)
+    try:
+        follower.join()
+        first.put(name, {**run, "start": 0})
+        assert follower.follow(Command("script", ["none.py"], {}), "none") == 3
+        assert found == [False, False]
     finally:
         store.close()
 

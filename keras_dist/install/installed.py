@@ -28,13 +28,13 @@ print(json.dumps({
 
 _PATCHED = (
     "It has keras_dist's patches: between hosts everything goes over the network that "
-    "is named, whatever a host's own name resolves to; and a collective begins as soon "
-    "as the ranks have its tensor."
+    "is named, whatever a host's own name resolves to; a collective begins as soon as "
+    "the ranks have its tensor; and on CPUs its result takes the place of the tensor."
 )
 _NOT_PATCHED = (
     "It was built elsewhere, without keras_dist's patches: on several hosts each "
     "host's own name has to resolve there to the address by which the others reach it, "
-    "and small collectives take longer. `keras-dist install-horovod` builds it with "
+    "and collectives on CPUs take longer. `keras-dist install-horovod` builds it with "
     "them."
 )
 

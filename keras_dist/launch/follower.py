@@ -142,6 +142,8 @@ class Follower:
             number=order["number"],
             restart=order["start"],
         )
+        if self._spares is not None:
+            self._spares.is_start_near = False  # it is here
         stops: list[int] = []
         is_over = threading.Event()
         watch = threading.Thread(target=self._watch, args=[stops, is_over], daemon=True)
