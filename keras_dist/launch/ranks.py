@@ -12,6 +12,7 @@ from keras_dist.launch import processes
 from keras_dist.launch.failures import Failure, failure_of, first_of
 from keras_dist.launch.hosts import Slot
 from keras_dist.launch.output import Output
+from keras_dist.launch.signals import is_ordered, is_saving
 from keras_dist.launch.spares import Spares, popen
 from keras_dist.monitor import rank_process, record, stacks
 
@@ -19,9 +20,10 @@ from keras_dist.monitor import rank_process, record, stacks
 _GRACE = 3.0
 
 # Seconds between SIGTERM and SIGKILL: the first number after a failure or Ctrl-C; the
-# second if the launcher itself got SIGTERM, as from a scheduler, because the ranks then
-# save a checkpoint.
-_END_SECONDS, _SAVE_SECONDS = 1.0, 30.0
+# second where the first host orders the end, because another host has failed or was
+# lost, for which these ranks wait in a collective; the third if the launcher itself got
+# SIGTERM, as from a scheduler, because the ranks then save a checkpoint.
+_END_SECONDS, _ORDERED_SECONDS, _SAVE_SECONDS = 2.0, 1.0, 30.0
 _TICK = 0.1
 
 # Variables of libraries that by default use all cores in each rank.
@@ -109,13 +111,17 @@ class Ranks:
                 self._spares.keep(len(self._slots), common, now - begin)
         return first_of(self._failures())
 
-    def end(self, *, is_saving: bool = False) -> None:
+    def end(self, stopped: Sequence[int]) -> None:
         """End all processes of the job on this host, and remove its files.
 
         Args:
-            is_saving: Whether to give the ranks time to save a checkpoint.
+            stopped: Numbers of the signals that end the job; empty for none.
         """
-        seconds = _SAVE_SECONDS if is_saving else _END_SECONDS
+        seconds = _END_SECONDS
+        if is_saving(stopped):
+            seconds = _SAVE_SECONDS
+        elif is_ordered(stopped):
+            seconds = _ORDERED_SECONDS
         running = [p.pid for r, p in self._processes.items() if r not in self._ended]
         keep = [] if self._spares is None else self._spares.pids
         processes.end(self._job, running, seconds=seconds, keep=keep)

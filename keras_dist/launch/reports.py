@@ -10,7 +10,6 @@ from keras_dist.launch.assignment import Assignment
 from keras_dist.launch.failures import Failure, explain, explain_lost, first_of
 from keras_dist.launch.heartbeat import LOST_SECONDS
 from keras_dist.launch.ranks import Command, Ranks
-from keras_dist.launch.signals import is_saving
 from keras_dist.launch.spares import Spares
 from keras_dist.monitor.rank_ranges import ranges
 
@@ -182,5 +181,5 @@ def _run(ranks: Ranks, assignment: Assignment, stopped: Sequence[int]) -> Report
         if failures or assignment.number is not None:  # or another host has failures
             where = ranks.where()
     finally:
-        ranks.end(is_saving=is_saving(stopped))
+        ranks.end(stopped)
     return Report(failures, where, ranks.has_saved, finished=finished)

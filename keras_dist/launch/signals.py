@@ -40,6 +40,14 @@ def is_saving(stopped: Sequence[int]) -> bool:
     return bool(stopped) and stopped[0] in _SAVES
 
 
+def is_ordered(stopped: Sequence[int]) -> bool:
+    """Whether the end is by order of the first host of those that meet.
+
+    The order counts as SIGHUP, which a process gets whose terminal is gone.
+    """
+    return bool(stopped) and stopped[0] == signal.SIGHUP
+
+
 def stopped_text(number: int, *, has_saved: bool, host: str = "") -> str:
     """The line that says that a signal has ended the job.
 
