@@ -335,7 +335,7 @@ void GlooContext::InitializeForProcessSet(const GlooContext& global_context,
 """
 
 
-GLOO, GPU, CYCLES, _, _, _, COPY = patch.patches()
+GLOO, GPU, CYCLES, _, _, PIECES, _, COPY = patch.patches()
 
 
 def test_the_patch_changes_process_sets_alone(tmp_path):
@@ -372,7 +372,8 @@ def test_each_patch_is_one_that_other_programs_take_too():
         sides = change.before, change.after
         assert [int(n) for n in header] == [len(s.splitlines()) for s in sides]
         assert change.title.endswith(".") and f"+++ b/{change.file}\n" in text
-    for mark, change in zip(patch.MARKS, (GLOO, CYCLES, COPY), strict=True):
+    marks = *patch.MARKS, patch.MPI_MARK
+    for mark, change in zip(marks, (GLOO, CYCLES, COPY, PIECES), strict=True):
         assert mark in change.after
 
 
@@ -383,14 +384,17 @@ def test_the_stream_of_a_gpu_is_read_from_a_header():
     assert "static inline GpuStreamHandle AsGpuStreamValue" in GPU.after
 
 
-def test_a_library_says_whether_it_has_the_patch(tmp_path):
+def test_a_library_says_whether_it_has_the_patch(tmp_path, monkeypatch):
     """By texts that only the changed source has; one with a part of it has not."""
     library = tmp_path / "mpi_lib.so"
-    for number in range(len(patch.MARKS) + 1):
-        texts = ["\x7fELF", "process sets use", *patch.MARKS[:number], "more"]
-        library.write_bytes("\0".join(texts).encode())
-        assert patch.is_patched(library) == (number == len(patch.MARKS))
-        assert patch.is_patched(library, [patch.NETWORK_MARK]) == (number > 0)
+    monkeypatch.setattr(patch, "installed_library", lambda: library)
+    for of_mpi in ([], ["MPI_Allreduce failed, see", patch.MPI_MARK]):
+        marks = [*patch.MARKS, *of_mpi]
+        for number in range(len(marks) + 1):
+            texts = ["\x7fELF", *of_mpi[:1], "sets use", *marks[:number], "more"]
+            library.write_bytes("\0".join(texts).encode())
+            assert patch.is_installed() == (number == len(marks))
+            assert patch.uses_named_network() == (number > 0)
 
 
 def test_a_build_without_the_patch_is_no_success(monkeypatch):

@@ -90,18 +90,23 @@ _BRIDGES = ["lo", "eth0", "docker0"]
 @pytest.mark.parametrize(
     ("environ", "is_on_cpu", "expected"),
     [
-        ({}, True, ("1", "127.0.0.1/8,sppp,docker0", None)),
-        ({}, False, (None, "127.0.0.1/8,sppp,docker0", None)),
-        ({"yield": "0", "exclude": "lo"}, True, ("0", "lo", None)),
-        ({"include": "eth0"}, True, ("1", None, "eth0")),
+        ({}, True, ("1", "none", "127.0.0.1/8,sppp,docker0", None)),
+        ({}, False, (None, None, "127.0.0.1/8,sppp,docker0", None)),
+        (
+            {"yield": "0", "copy": "cma", "exclude": "lo"},
+            True,
+            ("0", "cma", "lo", None),
+        ),
+        ({"include": "eth0"}, True, ("1", "none", None, "eth0")),
     ],
 )
-def test_open_mpi_does_not_spin_on_cpus_nor_connect_by_bridges(
+def test_open_mpi_on_cpus_does_not_spin_and_does_not_connect_by_bridges(
     monkeypatch, environ, is_on_cpu, expected
 ):
     """What the user has set stays."""
     names = {
         "yield": "OMPI_MCA_mpi_yield_when_idle",
+        "copy": "OMPI_MCA_btl_vader_single_copy_mechanism",
         "exclude": "OMPI_MCA_btl_tcp_if_exclude",
         "include": "OMPI_MCA_btl_tcp_if_include",
     }
@@ -109,6 +114,7 @@ def test_open_mpi_does_not_spin_on_cpus_nor_connect_by_bridges(
     monkeypatch.setattr(os, "environ", own)
     cards = list(enumerate(_BRIDGES))
     monkeypatch.setattr(open_mpi.socket, "if_nameindex", lambda: cards)
+    monkeypatch.setattr(open_mpi, "_XPMEM", "/none")
     open_mpi.prepare(is_on_cpu=is_on_cpu)
     assert tuple(own.get(name) for name in names.values()) == expected
 

@@ -13,6 +13,10 @@ from keras_dist import monitor
 # thread for each core of the rank, from which a spinning thread takes the core.
 _YIELD = "OMPI_MCA_mpi_yield_when_idle"
 
+# How ranks of one host copy large messages. Out of the memory of the other process, its
+# default, takes longer than through shared memory. XPMEM has no copy at all.
+_COPY, _XPMEM = "OMPI_MCA_btl_vader_single_copy_mechanism", "/dev/xpmem"
+
 # Networks between the hosts for large messages: either may be set, not both.
 _INCLUDE, _EXCLUDE = "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_if_exclude"
 _DEFAULT_EXCLUDED = ("127.0.0.1/8", "sppp")  # Open MPI's own
@@ -43,6 +47,8 @@ def prepare(*, is_on_cpu: bool) -> None:
     """
     if is_on_cpu:
         os.environ.setdefault(_YIELD, "1")
+        if not os.path.exists(_XPMEM):
+            os.environ.setdefault(_COPY, "none")
     bridges = bridges_in([name for _, name in socket.if_nameindex()])
     if bridges and _INCLUDE not in os.environ:
         os.environ.setdefault(_EXCLUDE, ",".join([*_DEFAULT_EXCLUDED, *bridges]))

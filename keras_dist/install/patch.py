@@ -14,7 +14,7 @@ from pathlib import Path
 
 from keras_dist.install.failures import InstallError
 
-# Stand in the library if it was compiled from the changed source: texts of two debug
+# Stand in the library if it was compiled from the changed source: texts of debug
 # messages, and the name of a variable.
 NETWORK_MARK = "keras_dist: process sets use the network interface "
 MARKS = (
@@ -22,6 +22,9 @@ MARKS = (
     "KERAS_DIST_LONGEST_CYCLE_MS",
     "keras_dist: the sum is in place",
 )
+
+# In a library that was built with MPI: a text of Horovod's own, and the mark.
+_HAS_MPI, MPI_MARK = b"MPI_Allreduce failed", "keras_dist: the sum is in pieces of "
 
 
 @dataclass(frozen=True)
@@ -103,14 +106,10 @@ def apply(source: Path, change: Patch) -> None:
     path.write_text(text.replace(change.before, change.after))
 
 
-def is_patched(library: Path, marks: Iterable[str] = MARKS) -> bool:
-    """Whether a library of Horovod was compiled from the changed source.
-
-    Args:
-        library: The library.
-        marks: Those of the changes that it has to have; by default all of them.
-    """
+def is_patched(library: Path) -> bool:
+    """Whether a library of Horovod was compiled from the changed source."""
     content = library.read_bytes()
+    marks = (*MARKS, MPI_MARK) if _HAS_MPI in content else MARKS
     return all(mark.encode() in content for mark in marks)
 
 
@@ -135,7 +134,7 @@ def uses_named_network() -> bool:
     One that an earlier version of this package has built has this change, too.
     """
     library = installed_library()
-    return library is not None and is_patched(library, [NETWORK_MARK])
+    return library is not None and NETWORK_MARK.encode() in library.read_bytes()
 
 
 def _files() -> list[Path]:

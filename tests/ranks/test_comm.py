@@ -175,6 +175,20 @@ def test_a_tensor_that_nothing_else_needs_is_summed_in_place(world):
     assert set(kept.numpy()) == {5}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
+def test_large_tensors_are_summed_in_whole(world, dtype):
+    """Over MPI they are summed in pieces of 256 KiB a rank; from a variable, too."""
+    piece = world.size * 2**18 // np.dtype(dtype).itemsize
+    total = sum(range(1, world.size + 1))
+    for length in (piece - 1, piece, piece + 1, 3 * piece + 5):
+        counted = np.arange(length, dtype=dtype)
+        own = tf.constant(counted * (1 + world.rank))
+        assert (keras_dist.sum(own).numpy() == counted * total).all()
+        assert (keras_dist.sum(tf.Variable(own)).numpy() == counted * total).all()
+        in_place = tf.function(lambda: keras_dist.sum(own * 2))  # noqa: B023
+        assert (in_place().numpy() == counted * 2 * total).all()
+
+
 def test_objects_are_broadcast_and_gathered(world):
     """Any object, of another size on each rank."""
     mine = {"rank": world.rank, "text": "é" * world.rank}
