@@ -42,6 +42,9 @@ LEVERS = {
     "Horovod's fusion on": {"HOROVOD_FUSION_THRESHOLD": str(128 * 2**20)},
     "Horovod's cache off": {"HOROVOD_CACHE_CAPACITY": "0"},
     "bf16 on the wire": {"BENCH_COMPRESSION": "bf16"},
+    "through sockets, not out of the other rank's memory": {
+        "KERAS_DIST_READ_MEMORY": "0"
+    },
     "4 steps an execution": {"BENCH_STEPS": "4"},
 }
 

@@ -335,7 +335,7 @@ void GlooContext::InitializeForProcessSet(const GlooContext& global_context,
 """
 
 
-GLOO, GPU, CYCLES, _, _, PIECES, _, COPY = patch.patches()
+GLOO, GPU, CYCLES, _, _, READ, _, PIECES, _, COPY = patch.patches()
 
 
 def test_the_patch_changes_process_sets_alone(tmp_path):
@@ -373,7 +373,7 @@ def test_each_patch_is_one_that_other_programs_take_too():
         assert [int(n) for n in header] == [len(s.splitlines()) for s in sides]
         assert change.title.endswith(".") and f"+++ b/{change.file}\n" in text
     marks = *patch.MARKS, patch.MPI_MARK
-    for mark, change in zip(marks, (GLOO, CYCLES, COPY, PIECES), strict=True):
+    for mark, change in zip(marks, (GLOO, CYCLES, READ, COPY, PIECES), strict=True):
         assert mark in change.after
 
 

@@ -20,6 +20,7 @@ NETWORK_MARK = "keras_dist: process sets use the network interface "
 MARKS = (
     NETWORK_MARK,
     "KERAS_DIST_LONGEST_CYCLE_MS",
+    "KERAS_DIST_READ_MEMORY",
     "keras_dist: the sum is in place",
 )
 

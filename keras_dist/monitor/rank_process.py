@@ -34,6 +34,7 @@ _FROM_ANOTHER_RANK = (
     "Horovod has been shut down",
     "Connection closed by peer",
     "Connection reset by peer",
+    "cannot be read, for a sum: it has ended",
 )
 _PR_SET_PDEATHSIG = 1
 
