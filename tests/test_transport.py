@@ -25,6 +25,7 @@ def machine(monkeypatch, tmp_path):
             program(folder / "mpirun", f"echo '{mpirun}'; echo; echo Report bugs")
         monkeypatch.setattr(transports, "built", lambda: built)
         monkeypatch.setattr(transports, "num_gpus", lambda: gpus)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 5})
         monkeypatch.setenv("PATH", str(folder))
 
     for name in transports._OF_HOROVOD:
@@ -51,6 +52,9 @@ def test_by_itself_mpi_is_taken_between_the_ranks_of_one_machine(machine, monkey
     assert transport_of("auto") == transport_of("mpi") == "mpi"
     assert transport_of("auto", is_one_host=False) == "gloo"
     assert transport_of("auto", num_ranks=1) == "gloo"
+    assert transport_of("auto", num_ranks=3) == "mpi"
+    assert transport_of("auto", num_ranks=4) == "gloo"  # on three cores
+    assert transport_of("mpi", num_ranks=4) == "mpi"
     monkeypatch.setenv("HOROVOD_CPU_OPERATIONS", "gloo")
     assert transport_of("auto") == "gloo"
     monkeypatch.delenv("HOROVOD_CPU_OPERATIONS")
