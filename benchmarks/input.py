@@ -32,7 +32,8 @@ _WORDS = """# What decoding costs
 Written by `make input`; do not edit. {files:,} JPEG files of {side} × {side} pixels are
 read, decoded and resized to 64 × 64 in `map`, {batch} rows in a global batch, on
 {cores} cores. One process and the ranks were started in turn, {rounds} rounds; the ways
-were trained alternately in the same processes: medians (smallest to largest).
+were trained alternately in the same processes: medians (smallest to largest). Ranks
+communicate over Gloo: those of MPI spend processor time while they wait for others.
 
 - late: the data is sharded when its batches are made;
 - early: `.apply(keras_dist.shard(batch_size))` before the `map`.
@@ -136,6 +137,7 @@ def measure(folder, ranks):
     """One launch; what its first rank has measured."""
     worker_command = [sys.executable, __file__, "--worker", folder]
     start = [sys.executable, "-m", "keras_dist", "run", "-np", str(ranks)]
+    start += ["--transport", "gloo"]  # ranks of MPI spin while they wait for others
     command = worker_command if ranks == 1 else [*start, *worker_command]
     done = subprocess.run(
         command,
