@@ -31,7 +31,7 @@ for dtype in ("float32", "float64", "int64", "float16"):
 print("all sums are right", flush=True)
 """
 
-# The last rank runs where the kernel refuses one call, as in some containers.
+# The second rank runs where the kernel refuses one call, as in some containers.
 FORBIDDEN = """
 import ctypes, os, struct, sys
 load, equal, answer = (0x20, 0, 0, 0), (0x15, 0, 1, 310), (6, 0, 0)
@@ -49,7 +49,7 @@ READS = "keras_dist: ranks read each other's memory"
 
 
 def summed(ranks, *before, **variables):
-    """Run the script on so many ranks over Gloo; whether they read each other."""
+    """Run the script on so many ranks over Gloo; how often ranks agreed to read."""
     start = [sys.executable, "-m", "keras_dist", "run", "-np", str(ranks)]
     script = [sys.executable, "-c", SCRIPT.format(ranks=ranks)]
     done = launch(

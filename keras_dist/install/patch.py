@@ -15,7 +15,7 @@ from pathlib import Path
 from keras_dist.install.failures import InstallError
 
 # Stand in the library if it was compiled from the changed source: texts of debug
-# messages, and the name of a variable.
+# messages, and names of variables.
 NETWORK_MARK = "keras_dist: process sets use the network interface "
 MARKS = (
     NETWORK_MARK,

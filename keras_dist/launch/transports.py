@@ -34,10 +34,9 @@ def transport_of(requested: str, *, is_one_host: bool, num_ranks: int) -> str:
     """
     if requested == "auto":
         is_set = any(os.environ.get(name, "mpi") != "mpi" for name in _OF_HOROVOD)
-        # Its ranks spin while they wait, which takes time from others of their core.
-        has_cores = num_ranks <= len(os.sched_getaffinity(0))
-        has_others = is_one_host and num_ranks > 1 and has_cores
-        is_mpi = has_others and not (is_set or num_gpus() or _why_no_mpi())
+        # Ranks of MPI spin while they wait, which takes time from others of their core.
+        is_faster = is_one_host and 1 < num_ranks <= len(os.sched_getaffinity(0))
+        is_mpi = is_faster and not (is_set or num_gpus() or _why_no_mpi())
         return "mpi" if is_mpi else "gloo"
     if requested == "mpi":
         why = (

@@ -176,8 +176,8 @@ def test_a_tensor_that_nothing_else_needs_is_summed_in_place(world):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
-def test_large_tensors_are_summed_in_whole(world, dtype):
-    """Over MPI they are summed in pieces of 256 KiB a rank; from a variable, too."""
+def test_every_number_of_a_large_tensor_is_summed(world, dtype):
+    """Over MPI it is summed in pieces of 256 KiB a rank; a variable, too."""
     piece = world.size * 2**18 // np.dtype(dtype).itemsize
     total = sum(range(1, world.size + 1))
     for length in (piece - 1, piece, piece + 1, 3 * piece + 5):
