@@ -107,7 +107,8 @@ def add_transport(command: argparse.ArgumentParser) -> None:
         choices=TRANSPORTS,
         default="auto",
         help="what carries tensors (default: auto: NCCL between GPUs, and MPI between "
-        "ranks of one machine, where Horovod was built with them; else Gloo)",
+        "ranks of one machine with a core for each, where Horovod was built with them; "
+        "else Gloo)",
     )
 
 
