@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.horovod.ops import Adasum, Average, Compression, ReduceOp, chosen
+from keras_dist.horovod.ops import Adasum, Average, Compression, chosen
 from keras_dist.horovod.process_sets import (
     ProcessSet,
     among,
@@ -31,7 +31,7 @@ def allreduce(
     average: bool | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    op: ReduceOp | None = None,
+    op: int | None = None,
     compression: Any = Compression.none,
     *,
     device_dense: str = "",
@@ -49,7 +49,7 @@ def allreduce(
         average: `True` for `Average`, `False` for `Sum`; older than `op`.
         prescale_factor: Factor on the values.
         postscale_factor: Factor on the result.
-        op: By default `Average`.
+        op: By default `Average`; also Horovod's number of an operation.
         compression: `Compression.fp16` sends floats in two bytes.
         device_dense, device_sparse: Not needed.
         process_set: The ranks that take part.
@@ -64,15 +64,15 @@ def allreduce(
     """
     if isinstance(name, bool):  # the second argument of `horovod.tensorflow`
         name, average = None, name
-    kind = chosen(op, average).name
-    if op is Adasum:
+    kind = chosen(op, average)
+    if kind is Adasum:
         check_usable(Averaging("adasum"))
     wire, context = compression.compress(_tensor(value))
     with among(process_set):
-        _meet(f"allreduce of {_kind_of(wire)} by {kind}")
+        _meet(f"allreduce of {_kind_of(wire)} by {kind.name}")
         reduced = comm.reduce(
             wire,
-            kind,
+            kind.name,
             name=comm.name_of(_PURPOSE),
             before=prescale_factor,
             after=postscale_factor,
@@ -131,7 +131,7 @@ def broadcast(
 def reducescatter(
     value: Any,
     name: str | None = None,
-    op: ReduceOp = Average,
+    op: int = Average,
     *,
     device_dense: str = "",
     compression: Any = Compression.none,
@@ -150,10 +150,10 @@ def reducescatter(
         process_set: The ranks that take part.
         prescale_factor, postscale_factor: Factors on the values and on the result.
     """
-    wire, context = compression.compress(_tensor(value))
+    kind, (wire, context) = chosen(op).name, compression.compress(_tensor(value))
     with among(process_set):
-        _meet(f"reducescatter of {_kind_of(wire)} by {chosen(op).name}")
-        rows = comm.scatter(wire, chosen(op).name, name=comm.name_of(_PURPOSE))
+        _meet(f"reducescatter of {_kind_of(wire)} by {kind}")
+        rows = comm.scatter(wire, kind, name=comm.name_of(_PURPOSE))
     rows = compression.decompress(rows, context)
     factor = prescale_factor * postscale_factor
     return rows if factor == 1.0 else rows * tf.cast(factor, rows.dtype)

@@ -9,7 +9,7 @@ from keras_dist.horovod.collectives import (
     as_it_is,
     reducescatter,
 )
-from keras_dist.horovod.ops import Average, Compression, ReduceOp
+from keras_dist.horovod.ops import Average, Compression
 from keras_dist.horovod.process_sets import ProcessSet, global_process_set
 
 
@@ -20,7 +20,7 @@ def grouped_allreduce(
     device_dense: str = "",
     device_sparse: str = "",
     compression: Any = Compression.none,
-    op: ReduceOp | None = None,
+    op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -72,7 +72,7 @@ def grouped_reducescatter(
     tensors: Iterable[Any],
     device_dense: str = "",
     compression: Any = Compression.none,
-    op: ReduceOp = Average,
+    op: int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,

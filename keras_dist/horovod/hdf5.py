@@ -14,7 +14,7 @@ import numpy as np
 
 # Arguments of Keras 2's optimizers that Keras 3's do not take.
 _OF_KERAS_2 = ("decay", "is_legacy_optimizer", "jit_compile")
-_CUSTOM = "Custom>"
+CUSTOM = "Custom>"  # before the name of a class of the user's
 
 # What Keras 2 calls the variables of an optimizer, and what Keras 3 does.
 _SLOTS = {
@@ -39,7 +39,7 @@ def optimizer_config(
         config: The entry.
         objects: Classes of the user's, by name.
     """
-    name = config["class_name"].removeprefix(_CUSTOM)
+    name = config["class_name"].removeprefix(CUSTOM)
     if name in objects or hasattr(keras.optimizers, name):
         config = {**config, "class_name": name}
     options = {k: v for k, v in config["config"].items() if k not in _OF_KERAS_2}

@@ -1,56 +1,60 @@
 """Reduction operations and compression, by Horovod's names."""
 
+import enum
 from typing import Any
 
 import tensorflow as tf
 
 
-class ReduceOp:
-    """A way to combine the values of all ranks, such as `Average`.
+class ReduceOp(enum.IntEnum):
+    """A way to combine the values of all ranks, with Horovod's number of it."""
 
-    Args:
-        name: Its name in this package.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    average = 0
+    sum = 1
+    adasum = 2
+    min = 3
+    max = 4
+    product = 5
 
     def __repr__(self) -> str:
         return self.name.capitalize()
 
 
-Average = ReduceOp("average")
-Sum = ReduceOp("sum")
-Adasum = ReduceOp("adasum")
-Min = ReduceOp("min")
-Max = ReduceOp("max")
-Product = ReduceOp("product")
+Average = ReduceOp.average
+Sum = ReduceOp.sum
+Adasum = ReduceOp.adasum
+Min = ReduceOp.min
+Max = ReduceOp.max
+Product = ReduceOp.product
 
 
-def chosen(op: ReduceOp | None, average: bool | None = None) -> ReduceOp:
-    """The operation that two arguments of Horovod's functions ask for.
+def chosen(op: int | None, average: bool | None = None) -> ReduceOp:
+    """Return the operation that two arguments of Horovod's functions ask for.
 
     Args:
-        op: An operation, by default `Average`.
+        op: An operation or its number, by default `Average`.
         average: Older than `op`: `True` for `Average`, `False` for `Sum`.
 
     Raises:
         ValueError: If both are given, or `op` is no operation.
 
-    >>> chosen(None), chosen(None, False), chosen(Max)
-    (Average, Sum, Max)
+    >>> chosen(None), chosen(None, False), chosen(Max), chosen(3)
+    (Average, Sum, Max, Min)
     """
-    if op is not None and average is not None:
+    if op is None:
+        return Sum if average is False else Average
+    if average is not None:
         raise ValueError(
             "`op` replaces `average`: only one of them can be given. "
             f"Received: op={op!r} and average={average!r}. Leave out `average`."
         )
-    if op is not None and not isinstance(op, ReduceOp):
+    # True is 1, and would be Sum.
+    if isinstance(op, bool) or op not in list(ReduceOp):
         raise ValueError(
-            "`op` must be one of hvd.Average, Sum, Min, Max, Product and Adasum of "
-            f"keras_dist.horovod. Received: op={op!r}"
+            "`op` must be one of hvd.Average, Sum, Adasum, Min, Max and Product, or "
+            f"its number from 0 to 5. Received: op={op!r}"
         )
-    return op or (Sum if average is False else Average)
+    return ReduceOp(op)
 
 
 class NoneCompressor:

@@ -8,7 +8,7 @@ import keras
 from keras_dist import comm
 from keras_dist.horovod.averaging import average
 from keras_dist.horovod.gradients import Settings, check_groups
-from keras_dist.horovod.ops import Average, Compression, ReduceOp
+from keras_dist.horovod.ops import Average, Compression, chosen
 from keras_dist.horovod.process_sets import ProcessSet, global_process_set
 
 
@@ -20,7 +20,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
-    op: ReduceOp = Average,
+    op: int = Average,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
@@ -63,7 +63,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
     """
     check_groups(groups, num_groups)
     settings = Settings(
-        op,
+        chosen(op),
         compression,
         sparse_as_dense,
         process_set,
@@ -83,7 +83,7 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's own name
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
-    op: ReduceOp = Average,
+    op: int = Average,
     groups: Any = None,
     process_set: ProcessSet = global_process_set,
     local_layers: Any = None,
@@ -109,7 +109,7 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's own name
     """
     check_groups(groups)
     settings = Settings(
-        op, compression, sparse_as_dense, process_set, scale_local_gradients
+        chosen(op), compression, sparse_as_dense, process_set, scale_local_gradients
     )
     layers = layers_of(local_layers)
     comm.init()

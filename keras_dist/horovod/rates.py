@@ -1,5 +1,7 @@
 """Learning rates that change with the epoch, by Horovod's formulas."""
 
+import inspect
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -163,9 +165,15 @@ def _warn_of_old_signature(name: str) -> None:
     warnings.warn(
         f"{name} without `initial_lr`: as before Horovod 0.21, it is the optimizer's "
         "learning rate when the training begins, and a number as `multiplier` is a "
-        "plain factor. Pass `initial_lr`, as `keras-dist migrate` would.",
-        stacklevel=4,
+        "plain factor. Pass `initial_lr`.",
+        stacklevel=_frames_of_this_file() + 1,
     )
+
+
+def _frames_of_this_file() -> int:
+    """Return the number of callers in a row that are in this file: two `__init__`s."""
+    callers = (frame.filename for frame in inspect.stack(context=0)[1:])
+    return sum(1 for _ in itertools.takewhile(__file__.__eq__, callers))
 
 
 def _steps(callback: Any) -> int:

@@ -15,7 +15,7 @@ from keras_dist.horovod.gradients import (
     is_local,
     reduce_gradients,
 )
-from keras_dist.horovod.ops import Average, Compression, ReduceOp
+from keras_dist.horovod.ops import Average, Compression, chosen
 from keras_dist.horovod.optimizer import layers_of
 from keras_dist.horovod.process_sets import ProcessSet, global_process_set
 
@@ -26,7 +26,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's own name
     device_sparse: str = "",
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
-    op: ReduceOp = Average,
+    op: int = Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: Any = None,
@@ -55,14 +55,14 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's own name
     Raises:
         ValueError: If an option cannot be used.
     """
-    if gradient_predivide_factor != 1.0 and op is not Average:
+    if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError(
             "`gradient_predivide_factor` is for hvd.Average only. Received: "
             f"gradient_predivide_factor={gradient_predivide_factor} and op={op!r}"
         )
     check_groups(groups, num_groups)
     settings = Settings(
-        op, compression, sparse_as_dense, process_set, scale_local_gradients
+        chosen(op), compression, sparse_as_dense, process_set, scale_local_gradients
     )
     comm.init()
     gradtape._reduction = _Reduction(settings)
@@ -76,7 +76,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's own name
     device_sparse: str = "",
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
-    op: ReduceOp = Average,
+    op: int = Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: Any = None,

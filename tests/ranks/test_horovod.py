@@ -330,6 +330,33 @@ def test_collectives_take_numbers_lists_arrays_tensors_and_variables():
         hvd.allreduce(1.0, average=True, op=hvd.Sum)
 
 
+def test_horovods_numbers_of_operations_are_taken():
+    """Average is 0, Sum 1, Min 3, …, as in Horovod; by every function with `op`."""
+    rank, size = hvd.rank(), hvd.size()
+    names = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
+    assert [getattr(hvd, name) for name in names] == list(range(6))
+    expected = {0: (size - 1) / 2, 1: size * (size - 1) / 2, 3: 0.0, 4: size - 1.0}
+    for op, value in expected.items():
+        assert float(hvd.allreduce(float(rank), op=op)) == value
+        assert float(hvd.grouped_allreduce([float(rank)], op=op)[0]) == value
+    rows = np.ones(size, "float32")
+    assert hvd.reducescatter(rows, op=1).numpy().tolist() == [size]
+    assert hvd.grouped_reducescatter([rows], op=1)[0].numpy().tolist() == [size]
+    weight = tf.Variable(1.0)
+    for make_tape in (hvd.DistributedGradientTape, hvd.PartialDistributedGradientTape):
+        with make_tape(tf.GradientTape(), op=1) as tape:
+            loss = weight * 2.0
+        assert float(tape.gradient(loss, [weight])[0]) == 2.0 * size
+    for make_optimizer in (hvd.DistributedOptimizer, hvd.PartialDistributedOptimizer):
+        variable = keras.Variable(1.0)
+        optimizer = make_optimizer(keras.optimizers.SGD(1.0), op=1)
+        optimizer.apply([tf.constant(1.0)], [variable])
+        assert float(variable.numpy()) == 1.0 - size
+    for op in (6, -1, True, "sum"):
+        with pytest.raises(ValueError, match="`op` must be"):
+            hvd.allreduce(1.0, op=op)
+
+
 def test_collectives_work_in_a_graph():
     """And where the names of the layers differ."""
 

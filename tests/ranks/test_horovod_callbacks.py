@@ -210,7 +210,7 @@ def own_gradients(model, rank, rows):
 def test_signatures_from_before_horovod_0_21():
     """Without `initial_lr`: the optimizer's rate, and a factor; there is a warning."""
     rates = Rates()
-    with pytest.warns(UserWarning, match="without `initial_lr`"):
+    with pytest.warns(UserWarning, match="without `initial_lr`") as caught:
         callbacks = [
             hvd.callbacks.LearningRateWarmupCallback(warmup_epochs=1, verbose=0),
             hvd.callbacks.LearningRateScheduleCallback(
@@ -219,6 +219,8 @@ def test_signatures_from_before_horovod_0_21():
             hvd.callbacks.LearningRateScheduleCallback(lambda e: 0.01, start_epoch=2),
             rates,
         ]
+    assert {warning.filename for warning in caught} == {__file__}
+    assert not any("migrate" in str(warning.message) for warning in caught)
     optimizer = keras.optimizers.Adam(0.5)
     fit(make(), optimizer, epochs=3, callbacks=callbacks)
     expected = warmup(0.5, 1, steps=3, size=hvd.size()) + [0.05] * 3 + [0.005] * 3
@@ -231,6 +233,7 @@ def test_an_old_argument_of_compile_is_left_out_with_a_warning():
     with pytest.warns(UserWarning, match="experimental_run_tf_function") as caught:
         model.compile("sgd", "mse", experimental_run_tf_function=False)
     assert len(caught) == 1 and model.compiled
+    assert caught[0].filename == __file__
 
 
 def test_callback_lists_may_differ_and_one_rank_may_save_and_evaluate(tmp_path):
@@ -319,6 +322,39 @@ def test_a_custom_optimizer_is_loaded(tmp_path):
     assert isinstance(loaded.optimizer, Halved)
     loaded.run_eagerly = True
     loaded.fit(*rows_of(hvd.rank()), verbose=0)
+
+
+@pytest.mark.parametrize("suffix", ["h5", "keras"])
+def test_custom_objects_may_be_functions_that_make_the_object(suffix, tmp_path):
+    """As in Horovod's own tests, for an optimizer; for a layer, too."""
+
+    class Tuned(keras.optimizers.RMSprop):
+        """An optimizer of the user's."""
+
+    class Scaled(keras.layers.Dense):
+        """A layer of the user's."""
+
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((5,)), Scaled(2), keras.layers.Dense(1)])
+    optimizer = hvd.DistributedOptimizer(Tuned(0.01))
+    model.compile(optimizer, "mse", run_eagerly=True)
+    x, y = rows_of(hvd.rank())
+    model.fit(x, y, verbose=0)
+    file = str(tmp_path / f"model.{suffix}")
+    keras.saving.save_model(model, file)
+    objects = {
+        "Tuned": lambda **k: hvd.DistributedOptimizer(Tuned(**k), op=hvd.Sum),
+        "Scaled": lambda **k: Scaled(**k),
+    }
+    loaded = hvd.load_model(file, custom_objects=objects)
+    assert isinstance(loaded.optimizer, Tuned)
+    assert loaded.optimizer._settings.op == hvd.Sum  # as the function asks for
+    assert isinstance(loaded.layers[0], Scaled)
+    for own, other in zip(loaded.optimizer.variables, optimizer.variables, strict=True):
+        np.testing.assert_array_equal(own.numpy(), other.numpy())
+    loaded.run_eagerly = True
+    loaded.fit(x, y, verbose=0)
+    assert_equal_on_all(loaded)
 
 
 @pytest.mark.several_ranks
