@@ -338,7 +338,7 @@ def test_commands_come_and_leave(tmp_path, end):
 def test_hosts_are_looked_for_by_a_script(tmp_path, capsys):
     """Those named that answer take part; a script that fails changes nothing."""
     named, ssh = tmp_path / "named", tmp_path / "ssh"
-    ssh.write_text('#!/bin/sh\ntest "$1" != down\n')
+    ssh.write_text('#!/bin/sh\ntest "$1 $2" != "-- down"\n')
     ssh.chmod(0o755)
     discovery = Discovery(named_by(f"cat {named}", 4), [str(ssh)])
     named.write_text("a:2\nb\n\ndown:1\n")
@@ -367,7 +367,7 @@ def test_hosts_are_looked_for_by_a_script(tmp_path, capsys):
     assert "ended with exit code 1" in capsys.readouterr().err
 
 
-_ONLY_A = 'test "$0" = a'
+_ONLY_A = 'test "$0 $1" = "-- a"'
 
 
 def test_hosts_by_ssh_are_taken_back_where_they_can_be_reached(capsys):

@@ -14,6 +14,9 @@ import pytest
 from launch import ROOT, launch
 
 import keras_dist
+from keras_dist.launch.discovery import hosts_of_lines
+from keras_dist.launch.hosts import hosts_in, hosts_of
+from keras_dist.launch.meeting import meeting_point
 
 RUN = [sys.executable, "-m", "keras_dist", "run"]
 
@@ -260,7 +263,7 @@ def test_ranks_of_several_hosts_are_one_job(tmp_path):
     """Two names of this machine, and a stand-in for ssh that runs the command here."""
     script, ssh, mark = tmp_path / "script.py", tmp_path / "ssh", uuid.uuid4().hex
     script.write_text(_ON_HOSTS)
-    ssh.write_text('#!/bin/sh\necho "to $1" >&2\nexec sh -c "$2"\n')
+    ssh.write_text('#!/bin/sh\ntest "$1" = -- && echo "to $2" >&2\nexec sh -c "$3"\n')
     ssh.chmod(0o755)
     hosts = ["-H", "a:1,b:2", "--ssh", ssh, "--address", "127.0.0.1"]
     done = start(*hosts, script, mark=mark)
@@ -285,6 +288,40 @@ def test_a_host_that_cannot_be_reached_is_named(tmp_path):
     assert done.returncode == 1
     assert "keras-dist: no ranks could be run on b: exit code 1." in done.stderr
     assert left_behind(mark) == []
+
+
+_NO_HOSTS = ["-oProxyCommand=touch-it", "a@-oProxyCommand=it", "-a@b", "a;b", "$(a)"]
+_NO_HOSTS += ["a b", "a@b@c", "a/b", "\x1b[2J", "@a", "a'b"]
+
+
+def test_what_no_host_is_called_is_an_error_wherever_hosts_are_named(tmp_path):
+    """In `-H`, a hosts file, a discovery script and `--rdzv`: before ssh is called."""
+    ssh, called, file = tmp_path / "ssh", tmp_path / "called", tmp_path / "hosts"
+    ssh.write_text(f'#!/bin/sh\necho "$@" >> {called}\n')
+    ssh.chmod(0o755)
+    for name in _NO_HOSTS:
+        file.write_text(f"a:1\n{name}:1\n")
+        with pytest.raises(ValueError, match="The name of a host must be") as found:
+            hosts_of(f"a:1,{name}:1", None)
+        assert f"Received: {name!r} in -H a:1," in str(found.value)
+        with pytest.raises(ValueError, match="The name of a host must be"):
+            hosts_of_lines(file.read_text())
+        with pytest.raises(ValueError, match="The name of a host must be"):
+            meeting_point(f"{name}:29400")
+        if " " not in name:
+            file.write_text(f"a slots=1\n{name} slots=1\n")
+            with pytest.raises(ValueError, match=f"in line 2 of {file}"):
+                hosts_in(file)
+    named = "me.too@node-1.cluster:2,10.0.0.1:1,größe:1,DOMAIN\\me@fe80::1%eth0:1"
+    assert len(hosts_of(named, None)) == 4
+    file.write_text("-oProxyCommand=touch-it slots=1\n")
+    ways = [["-H", "-oProxyCommand=touch-it:1"], ["--hostfile", file]]
+    ways += [["--host-discovery-script", f"sed s/.slots=/:/ {file}", "--nnodes", "1:2"]]
+    for words in ways:
+        done = start(*words, "--ssh", ssh, "--rdzv-timeout", 1, "-m", "this")
+        assert done.returncode in (1, 2), done.stderr
+        assert "-oProxyCommand=touch-it" in done.stderr or words[0] == "-H"
+    assert not called.exists()
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1", "fd77::1", "no.such.name"])

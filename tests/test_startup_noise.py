@@ -234,11 +234,11 @@ def test_a_progress_bar_is_shown_as_it_grows(screens):
     output.close()
 
 
-class _Screen(io.StringIO):
+class _Screen(io.TextIOWrapper):
     """What the user sees, on a terminal or not."""
 
     def __init__(self, *, is_terminal):
-        super().__init__()
+        super().__init__(io.BytesIO(), write_through=True)
         self._is_terminal = is_terminal
 
     def isatty(self):
@@ -259,7 +259,8 @@ def test_a_line_of_another_rank_is_not_put_over_a_progress_bar(
     first.write(0, b"\n")
     between = "\n" if is_terminal else ""
     bar, end = "[0] a long bar\r" + between, "[0] a longer bar\n"
-    assert screen.getvalue() == bar + "[1] line\n[1] line\n" + end
+    shown = screen.buffer.getvalue().decode()
+    assert shown == bar + "[1] line\n[1] line\n" + end
     for rank in (first, second):
         rank.close()
     output.close()
@@ -319,7 +320,7 @@ def test_ranks_on_other_hosts_are_as_quiet(tmp_path, verbose):
     script, ssh = tmp_path / "script.py", tmp_path / "ssh"
     script.write_text(f"import os\nos.write(2, {KNOWN[0]!r} + b'\\nmine\\n')\n")
     say = f"printf '%s\\n' {shlex.quote(KNOWN[1].decode())} >&2"
-    ssh.write_text(f'#!/bin/sh\nunset {VARIABLE}\n{say}\nexec sh -c "$2"\n')
+    ssh.write_text(f'#!/bin/sh\nunset {VARIABLE}\n{say}\nexec sh -c "$3"\n')
     ssh.chmod(0o755)
     hosts = ["-H", "a:1", "--ssh", ssh, "--address", "127.0.0.1"]
     done = _run(*hosts, script, **{VARIABLE: verbose})

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from keras_dist.launch.elastic import LeftOut, taken_back_text
 from keras_dist.launch.failures import print_message
-from keras_dist.launch.hosts import is_here
+from keras_dist.launch.hosts import check_host, is_here
 
 # Seconds between two looks, and for a script or a connection to answer.
 _LOOK_SECONDS, _SCRIPT_SECONDS, _SSH_SECONDS = 5.0, 30.0, 15.0
@@ -63,7 +63,7 @@ def hosts_of_lines(text: str, slots: int | None = None) -> dict[str, int]:
     {'a': 2, 'b': 4}
 
     Raises:
-        ValueError: If a line has another form.
+        ValueError: If a line has another form, or a name that no host has.
     """
     hosts = {}
     for line in filter(None, map(str.strip, text.splitlines())):
@@ -75,6 +75,7 @@ def hosts_of_lines(text: str, slots: int | None = None) -> dict[str, int]:
                 "The host discovery script must print a line HOST:SLOTS for each host, "
                 f"or HOST alone with `-np`. Received: {line!r}"
             )
+        check_host(name, source="the output of the host discovery script")
         if int(count):
             hosts[name] = int(count)
     return hosts
@@ -178,7 +179,7 @@ class Discovery(threading.Thread):
             return True
         try:
             done = subprocess.run(
-                [*self._ssh, host, "true"],
+                [*self._ssh, "--", host, "true"],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

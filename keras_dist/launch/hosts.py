@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import socket
 import struct
 from collections import Counter
@@ -13,6 +14,10 @@ LOOPBACK = "127.0.0.1"
 _HERE = ("localhost", LOOPBACK)
 
 _SIOCGIFADDR = 0x8915
+
+# A host name or an address, maybe with a user before it. What begins with `-` would be
+# an option of ssh.
+_HOST = re.compile(r"(?:\w[\w.+\\-]*@)?[\w\[:][\w.:%\[\]-]*")
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,26 @@ def slots_of_workers(hosts: Sequence[str]) -> list[Slot]:
     return [found[host].pop(0) for host in hosts]
 
 
+def check_host(name: str, *, source: str) -> None:
+    """Check the name of a host before anything is done with it.
+
+    Args:
+        name: The name.
+        source: Where it comes from, in words.
+
+    >>> for name in ("a", "me@node-1.cluster", "10.0.0.1", "fe80::1%eth0"):
+    ...     check_host(name, source="-H")
+
+    Raises:
+        ValueError: If no host has such a name.
+    """
+    if not _HOST.fullmatch(name):
+        raise ValueError(
+            "The name of a host must be a host name or an address, or such a name "
+            f"behind `user@`. Received: {name!r} in {source}."
+        )
+
+
 def hosts_of(argument: str | None, num_ranks: int | None) -> list[tuple[str, int]]:
     """Name and number of ranks of each host; the first hosts are filled first.
 
@@ -109,7 +134,8 @@ def hosts_of(argument: str | None, num_ranks: int | None) -> list[tuple[str, int
     ([('localhost', 2)], [('a', 2), ('b', 1)], [('localhost', 4)])
 
     Raises:
-        ValueError: If `argument` has another form, or fewer slots than ranks.
+        ValueError: If `argument` has another form, a name that no host has, or fewer
+            slots than ranks.
     """
     if argument is None:
         if num_ranks is None:
@@ -127,6 +153,8 @@ def hosts_of(argument: str | None, num_ranks: int | None) -> list[tuple[str, int
             "Hosts must be names with numbers of slots, each name once, as in a:2,b:2. "
             f"Received: -H {argument}"
         )
+    for name in names:
+        check_host(name, source=f"-H {argument}")
     left = sum(int(count) for _, _, count in hosts) if num_ranks is None else num_ranks
     result = []
     for name, _, count in hosts:
@@ -154,7 +182,7 @@ def hosts_in(path: str | os.PathLike[str]) -> str:
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If a line has another form.
+        ValueError: If a line has another form, or a name that no host has.
     """
     hosts = []
     for number, line in enumerate(Path(path).read_text().splitlines(), 1):
@@ -168,6 +196,7 @@ def hosts_in(path: str | os.PathLike[str]) -> str:
                 "A line of a hosts file must be a name and its slots, as in "
                 f"`a slots=2`. Received: line {number} of {path}: {line.strip()}"
             )
+        check_host(name, source=f"line {number} of {path}")
         hosts.append(f"{name}:{count}")
     return ",".join(hosts)
 

@@ -9,6 +9,7 @@ from signal import Signals
 
 from keras_dist.launch.assignment import SECRET
 from keras_dist.launch.elastic import SETTLE_SECONDS
+from keras_dist.launch.hosts import check_host
 from keras_dist.launch.members import nnodes_text
 
 TIMEOUT_SECONDS = 300.0
@@ -162,6 +163,7 @@ def meeting_point(text: str) -> tuple[str, int]:
             "The hosts meet at the first one: its name or address, and a port. "
             f"Received: --rdzv {text}. For example: --rdzv a:29400"
         )
+    check_host(address, source=f"--rdzv {text}")
     return address, int(port or "29400")
 
 

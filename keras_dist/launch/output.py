@@ -5,6 +5,7 @@ import os
 import re
 import selectors
 import sys
+import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -12,17 +13,23 @@ from keras_dist.launch.startup_noise import is_startup_noise, is_verbose
 
 _CHUNK = 1 << 16
 
-# A line, or one state of a progress bar, which ends with a carriage return. The next
-# byte decides whether a carriage return is part of the end of a line.
-_LINE = re.compile(rb"[^\r\n]*(?:\r?\n|\r(?=[^\n]))")
+# The most bytes that wait for the end of their line. A longer line is passed on in
+# pieces, so that neither the memory nor the time for a chunk depends on its length.
+_LONGEST = 1 << 14
+
+# A line, or one state of a progress bar, which ends with a carriage return; or carriage
+# returns alone. It is applied to whole lines: with a beginning of a line at the end it
+# would look for the end from each of its bytes.
+_LINE = re.compile(rb"\r+(?!\n)|[^\r\n]*(?:\r?\n|\r)")
 
 
 class Output:
     """Passes on the output of the ranks.
 
     Several ranks write to one screen, so a line, or a state of a progress bar, is shown
-    when it is complete. TensorFlow's start-up lines on standard error are left out
-    unless `KERAS_DIST_VERBOSE=1` is set (see `startup_noise`); a file has all lines.
+    when it is complete, or long. Its bytes stay what they are. TensorFlow's start-up
+    lines on standard error are left out unless `KERAS_DIST_VERBOSE=1` is set (see
+    `startup_noise`); a file has all lines.
 
     Args:
         size: The number of ranks; if there are several, each line begins with `[rank]`.
@@ -42,8 +49,9 @@ class Output:
         # What is noise on one host may be an error on another one.
         self._shows_all = is_of_agents or is_verbose()
         self._selector = selectors.DefaultSelector()
-        # The rank whose progress bar is the last line of the terminal.
-        self._bar: _Lines | None = None
+        # Whose progress bar is the last line of the terminal, or whose line is shown in
+        # part.
+        self._unfinished: _Lines | None = None
         self._folder = None if folder is None else Path(folder)
         self._files: dict[int, IO[bytes]] = {}
         if self._folder is not None:
@@ -75,6 +83,12 @@ class Output:
                 self._finish(key)
         return is_any
 
+    def pass_on_for(self, seconds: float) -> None:
+        """Pass on output for so long, however much of it there is."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self.pass_on(left)
+
     def close(self) -> None:
         """Pass on the rest, also of the ranks' children, and close pipes and files."""
         while self.pass_on(0):
@@ -89,7 +103,7 @@ class Output:
         return b"" if self._size == 1 or self._folder else f"[{rank}] ".encode()
 
     def _finish(self, key: Any) -> None:
-        if key.data.rest:
+        if key.data.has_part:
             self._write(key.data, b"\n")
         self._selector.unregister(key.fileobj)
         key.fileobj.close()
@@ -105,11 +119,12 @@ class Output:
                 self._show(lines, shown)
 
     def _show(self, lines: "_Lines", shown: list[bytes]) -> None:
-        if self._bar and self._bar is not lines and shown[0].endswith(b"\n"):
-            self._bar.print(b"\n")  # or the end of a longer bar would stay visible
+        last = self._unfinished
+        if last and last.is_interrupted_by(lines, shown[0]):
+            last.interrupt()
         lines.print(b"".join(shown))
         is_bar = shown[-1].endswith(b"\r") and lines.screen.isatty()
-        self._bar = lines if is_bar else None
+        self._unfinished = lines if is_bar or lines.is_in_line else None
 
 
 class _Lines:
@@ -120,25 +135,69 @@ class _Lines:
     ) -> None:
         self.rank, self.screen, self._prefix = rank, screen, prefix
         self._is_filtered = is_filtered
-        self.rest = b""
+        self._rest = b""
+        # Whether a part of the current line is shown, and whether another rank has
+        # written since.
+        self.is_in_line, self._is_interrupted = False, False
+
+    @property
+    def has_part(self) -> bool:
+        """Whether a line has begun, and has no end yet."""
+        return bool(self._rest) or self.is_in_line
 
     def add(self, data: bytes) -> list[bytes]:
         """Add data; return the lines that are complete now, with their prefix."""
-        data = self.rest + data
-        lines = _LINE.findall(data)
-        self.rest = data[sum(map(len, lines)) :]
-        return [self._prefixed(line) for line in lines if self._is_shown(line)]
+        data = self._rest + data
+        # A carriage return at the end may be followed by a newline.
+        end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1
+        lines, self._rest = _LINE.findall(data[:end]), data[end:]
+        shown = []
+        if lines and self.is_in_line:
+            end_of_line = self._continued(lines.pop(0))
+            shown = [end_of_line] if end_of_line else []
+            self.is_in_line = False
+        shown += [self._prefixed(line) for line in lines if self._is_shown(line)]
+        if len(self._rest) > _LONGEST:
+            part = self._rest.removesuffix(b"\r")
+            shown.append(
+                self._continued(part) if self.is_in_line else self._prefix + part
+            )
+            self._rest, self.is_in_line = self._rest[len(part) :], True
+        return shown
 
     def print(self, data: bytes) -> None:
-        self.screen.write(data.decode(errors="replace"))
         self.screen.flush()
+        self.screen.buffer.write(data)  # not as text, which a part of one is not
+        self.screen.flush()
+
+    def is_interrupted_by(self, other: "_Lines", line: bytes) -> bool:
+        """Whether another rank's line would stand in or over the unfinished one."""
+        if other is self:
+            return False
+        if not self.is_in_line:  # the end of a longer bar would stay visible
+            return line.endswith(b"\n")
+        are_terminals = other.screen.isatty() and self.screen.isatty()
+        return other.screen is self.screen or are_terminals
+
+    def interrupt(self) -> None:
+        """End the line on the screen, for another rank's."""
+        self.print(b"\n")
+        self._is_interrupted = self.is_in_line
 
     def _is_shown(self, line: bytes) -> bool:
         return not (self._is_filtered and is_startup_noise(line.rstrip(b"\r\n")))
 
     def _prefixed(self, line: bytes) -> bytes:
         # A progress bar may begin with a carriage return, which is not a line.
-        return line if line == b"\r" else self._prefix + line
+        return self._prefix + line if line.strip(b"\r") else line
+
+    def _continued(self, part: bytes) -> bytes:
+        """The next part of a line that is shown in part."""
+        if not self._is_interrupted:
+            return part
+        self._is_interrupted = False
+        # Nothing is left of a line whose end has come already.
+        return self._prefix + part if part.strip(b"\r\n") else b""
 
 
 def _read(descriptor: int) -> bytes | None:

@@ -7,7 +7,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1
 
@@ -85,6 +85,7 @@ def end(
     is_urgent: bool = False,
     seconds: float = _TERM_SECONDS,
     keep: Collection[int] = (),
+    wait: Callable[[float], object] = time.sleep,
 ) -> None:
     """End all processes of a job, and wait until they have ended.
 
@@ -94,6 +95,8 @@ def end(
         is_urgent: Whether to send SIGKILL at once.
         seconds: Seconds between SIGTERM and SIGKILL.
         keep: Ids of processes of the job that stay.
+        wait: Waits for some seconds. Where their output goes to pipes of this process,
+            it has to read them: a rank that prints as it saves would wait for that.
     """
     if not is_urgent:
         for pid in ranks:
@@ -102,7 +105,7 @@ def end(
         while set(ranks) & set(members(job)):
             if time.monotonic() - begin > seconds:
                 break
-            time.sleep(0.05)
+            wait(0.05)
     begin = time.monotonic()
     # Repeatedly, since a process may start another one in the meantime.
     while left := set(members(job)) - set(keep):

@@ -1,5 +1,6 @@
 """The ranks of one host: start them, watch them, end them."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -124,7 +125,13 @@ class Ranks:
             seconds = _ORDERED_SECONDS
         running = [p.pid for r, p in self._processes.items() if r not in self._ended]
         keep = [] if self._spares is None else self._spares.pids
-        processes.end(self._job, running, seconds=seconds, keep=keep)
+        processes.end(
+            self._job,
+            running,
+            seconds=seconds,
+            keep=keep,
+            wait=self._pass_on_for,
+        )
         for process in self._processes.values():
             if process.returncode is None:
                 process.wait()
@@ -156,6 +163,11 @@ class Ranks:
             for rank, process in self._processes.items()
             if process.returncode != 0
         }
+
+    def _pass_on_for(self, seconds: float) -> None:
+        """Pass on output for so long, also where nobody reads the screen any more."""
+        with contextlib.suppress(OSError):
+            self._output.pass_on_for(seconds)
 
     def _started(self, slot: Slot) -> subprocess.Popen[bytes]:
         """Start the process of one rank."""

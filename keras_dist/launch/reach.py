@@ -15,7 +15,8 @@ class Reach:
     """How other hosts are reached.
 
     Args:
-        ssh: The command and options of ssh; host and command line are added to it.
+        ssh: The command and options of ssh; `--`, host and command line are
+            added to it.
         address: Address of this host, by which the other hosts reach it.
         has_tls: Whether they reach the store by TLS.
     """
@@ -36,7 +37,8 @@ class Reach:
         # Nothing secret: all users can read the command lines of processes.
         found = [(name, os.environ.get(name)) for name in ("PYTHONPATH", VARIABLE)]
         variables = [f"{name}={value}" for name, value in found if value]
-        return [*self.ssh, host, shlex.join(["env", *variables, *agent])]
+        # What stands behind `--` is no option, whatever a host is called.
+        return [*self.ssh, "--", host, shlex.join(["env", *variables, *agent])]
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class RemoteHosts:
             Why, or an empty text if it has ended otherwise.
         """
         while not stopped and (running := self._running()):
-            self._pass_on()
+            self._output.pass_on_for(_TICK)
             if any(agent.returncode for agent in self._agents):
                 break
             self._presence.look(running)
@@ -131,7 +131,7 @@ class RemoteHosts:
         begin = time.monotonic()
         seconds = _SAVE_SECONDS if is_saving else _STOP_SECONDS
         while self._running():
-            self._pass_on()
+            self._output.pass_on_for(_TICK)
             if time.monotonic() - begin > seconds:
                 break
         for agent in self._agents:
@@ -153,12 +153,6 @@ class RemoteHosts:
     def ranks_of(self, number: int) -> list[int]:
         """The ranks of a host, by its index."""
         return [slot.rank for slot in self._planned[number].slots]
-
-    def _pass_on(self) -> None:
-        """Pass on output for a tick, in which nothing else depends on its amount."""
-        end = time.monotonic() + _TICK
-        while (left := end - time.monotonic()) > 0:
-            self._output.pass_on(left)
 
     def _send(self, number: int, line: str) -> None:
         """Send a line to an agent, after those before, but wait for none of them.

@@ -1,0 +1,130 @@
+"""What ranks print reaches the screen whole, whatever it is, and holds up nothing."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from launch import ROOT
+
+RUN = [sys.executable, "-m", "keras_dist", "run"]
+
+_PRINTS = """
+import os, random, signal, sys, time
+case, rank = sys.argv[1], int(os.environ["HOROVOD_RANK"])
+stdout, stderr = sys.stdout.buffer, sys.stderr.buffer
+if case == "line":
+    sys.__dict__[sys.argv[2]].buffer.write(b"ab"[rank:rank + 1] * int(sys.argv[3]))
+if case == "returns":
+    stderr.write(b"\\r" * 20_000_000)
+if case == "rubbish":
+    stdout.write(random.Random(0).randbytes(20_000_000))
+if case == "words":
+    for _ in range(100):
+        stdout.write("größer ".encode() * 3001)
+    stdout.write(b"\\r\\nthe end\\r")
+if case == "save":
+    def save(*_):
+        stdout.write(b"x" * 1_000_000)
+        print("saved", flush=True)
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, save)
+    print("there", flush=True)
+    time.sleep(1000)
+if case == "endless":
+    while True:
+        stdout.write(b"y" * 300_000)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Prints what its first argument says."""
+    path = tmp_path / "script.py"
+    path.write_text(_PRINTS)
+    return str(path)
+
+
+def printed(*words):
+    """What the launcher prints, in bytes, and the seconds that it takes."""
+    begin = time.monotonic()
+    done = subprocess.run(
+        [*RUN, *words], cwd=ROOT, capture_output=True, timeout=60, check=True
+    )
+    return done.stdout, done.stderr, time.monotonic() - begin
+
+
+def by_ssh(tmp_path, *hosts):
+    """Options for hosts that are all this one."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nexec sh -c "$3"\n')
+    ssh.chmod(0o755)
+    return ["-H", ",".join(hosts), "--ssh", str(ssh), "--address", "127.0.0.1"]
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_line_of_100_mb_passes_in_5_seconds(script, stream):
+    """As the rank has printed it."""
+    count = 100_000_000
+    stdout, stderr, seconds = printed("-np", "1", script, "line", stream, str(count))
+    shown = {"stdout": stdout, "stderr": stderr}[stream]
+    assert shown.endswith(b"a" * count + b"\n")
+    assert seconds < 5
+
+
+@pytest.mark.parametrize("is_by_ssh", [False, True])
+def test_long_lines_of_several_ranks_come_in_pieces(script, tmp_path, is_by_ssh):
+    """A piece that does not follow the one before has its rank; no byte is lost."""
+    where = by_ssh(tmp_path, "a:1", "b:1") if is_by_ssh else ["-np", "2"]
+    stdout, _, _ = printed(*where, script, "line", "stdout", "10000000")
+    counts = {b"a": 0, b"b": 0}
+    for line in stdout.splitlines():
+        letter = line[-1:]
+        text = line.removeprefix(b"[0] " if letter == b"a" else b"[1] ")
+        assert text == letter * len(text), line[:50]
+        counts[letter] += len(text)
+    assert counts == {b"a": 10_000_000, b"b": 10_000_000}
+
+
+def test_any_bytes_pass_as_they_are(script):
+    """Carriage returns alone, random bytes, and letters of two bytes in a long line."""
+    rubbish = random.Random(0).randbytes(20_000_000)
+    _, stderr, seconds = printed("-np", "1", script, "returns")
+    assert stderr.endswith(b"\r" * 20_000_000 + b"\n")
+    stdout, _, more = printed("-np", "1", script, "rubbish")
+    assert stdout in (rubbish, rubbish + b"\n")
+    assert seconds + more < 10
+    stdout, _, _ = printed("-np", "1", script, "words")
+    assert stdout == "größer ".encode() * 300_100 + b"\r\nthe end\r\n"
+
+
+def test_sigterm_is_answered_while_a_rank_prints(script):
+    """Within a second, though its line has no end."""
+    process = subprocess.Popen(
+        [*RUN, "-np", "2", script, "endless"], cwd=ROOT, stdout=subprocess.PIPE
+    )
+    with process:
+        for _ in range(1000):
+            assert os.read(process.stdout.fileno(), 1 << 16)
+        begin = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        while os.read(process.stdout.fileno(), 1 << 16):
+            pass
+        assert process.wait(10) == 128 + signal.SIGTERM
+        assert time.monotonic() - begin < 1
+
+
+def test_a_rank_may_print_much_as_it_saves(script):
+    """After SIGTERM too, somebody reads what it prints."""
+    process = subprocess.Popen(
+        [*RUN, "-np", "1", script, "save"], cwd=ROOT, stdout=subprocess.PIPE
+    )
+    assert process.stdout.readline() == b"there\n"
+    begin = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    stdout, _ = process.communicate(timeout=60)
+    assert stdout == b"x" * 1_000_000 + b"saved\n"
+    assert time.monotonic() - begin < 10
