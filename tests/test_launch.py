@@ -290,6 +290,48 @@ def test_a_host_that_cannot_be_reached_is_named(tmp_path):
     assert left_behind(mark) == []
 
 
+_FORKS = """
+import os, sys, time
+import keras_dist
+from keras_dist.monitor import record
+
+def ended(end):
+    pid = os.fork()
+    if pid == 0:
+        record.here.enter("end", epoch=98)
+        end()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+def fail():
+    raise LookupError("of the child")
+
+keras_dist.init(process_sets=[[0, 1]])
+ends = fail, sys.exit, lambda: sys.exit(3)
+print("children", [ended(end) for end in ends], flush=True)
+time.sleep(4)
+print("sum", keras_dist.sum(1), flush=True)
+if keras_dist.rank() == 1:
+    raise KeyError("of the rank" + "!" * 10_000_000)
+"""
+
+
+def test_what_a_forked_process_does_is_not_the_ranks_doing(tmp_path):
+    """Its error, its exit and its place in a fit; each ends, as in plain Python."""
+    script = tmp_path / "script.py"
+    script.write_text(_FORKS)
+    done = start("-np", 2, script)
+    for rank in range(2):
+        assert f"[{rank}] children [1, 0, 3]\n" in done.stdout
+        assert f"[{rank}] sum 2\n" in done.stdout
+        assert f"[{rank}] LookupError: of the child\n" in done.stderr
+    assert "rank_process.py" not in done.stderr
+    report = done.stderr[done.stderr.index("keras-dist: rank") :]
+    assert done.returncode == 1
+    assert "rank 1 failed first, in user code, outside of a fit" in report
+    assert "KeyError: 'of the rank!!" in report
+    assert "characters left out" in report and len(report) < 300_000
+
+
 _NO_HOSTS = ["-oProxyCommand=touch-it", "a@-oProxyCommand=it", "-a@b", "a;b", "$(a)"]
 _NO_HOSTS += ["a b", "a@b@c", "a/b", "\x1b[2J", "@a", "a'b"]
 

@@ -144,7 +144,8 @@ def _wait_for_all() -> None:
     """
     # After an error, other ranks of the set may wait in a collective for this rank.
     # Only a shutdown of Horovod ends that, so this rank must not wait for them.
-    if getattr(sys, "last_value", None) is None and runtime.is_started():
+    has_failed = getattr(sys, "last_value", None) is not None
+    if runtime.is_started() and not (has_failed or runtime.is_child_of_rank()):
         gather("the end")
 
 

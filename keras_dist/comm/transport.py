@@ -1,6 +1,8 @@
 """The only file that imports Horovod: start it, and one function per collective."""
 
+import atexit
 import contextlib
+import ctypes
 import functools
 import importlib
 import os
@@ -70,6 +72,8 @@ def connect(launcher: str, expected: World, *, has_process_sets: bool = False) -
             f"Run `{_INSTALL}` in this environment, or start the script with plain "
             "`python` to train on one process."
         ) from error
+    leave = functools.partial(_leave_horovod, horovod.shutdown)
+    os.register_at_fork(after_in_child=leave)
     if horovod.size() != expected.size and not is_elastic():
         raise RuntimeError(
             f"{launcher} started {expected.size} processes, but Horovod connects "
@@ -77,6 +81,18 @@ def connect(launcher: str, expected: World, *, has_process_sets: bool = False) -
             f"launcher. Run `{_INSTALL} --mpi`, or start with `horovodrun --gloo`."
         )
     return Link(horovod, horovod.global_process_set)
+
+
+def _leave_horovod(shutdown: Callable[[], None]) -> None:
+    """In a forked process, which has none of Horovod's threads: never wait for them.
+
+    Both Horovod's handler at exit and the destructor of its library do.
+    """
+    atexit.unregister(shutdown)
+    libc = ctypes.CDLL(None)
+    # The last one is called first, and before all destructors; each with the exit code.
+    for function in (libc._exit, libc.fcloseall):
+        libc.on_exit(function, None)
 
 
 @contextlib.contextmanager

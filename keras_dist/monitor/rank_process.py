@@ -38,6 +38,9 @@ _FROM_ANOTHER_RANK = (
 )
 _PR_SET_PDEATHSIG = 1
 
+# The most characters of a message, or of a traceback, that the launcher prints.
+_LONGEST = 100_000
+
 # The kind of command of a process that gets its command later, by a line of JSON on its
 # standard input; and what it imports meanwhile. None of it looks at the environment of
 # a rank, or at GPUs.
@@ -65,12 +68,21 @@ def write_report(
     path = os.environ.get(REPORT_VARIABLE)
     if not path:
         return
-    report = {"time": time.time(), "kind": kind, "message": message, "text": text}
-    report["code"] = code
+    report = {"time": time.time(), "kind": kind, "code": code}
+    report |= {"message": _shortened(message), "text": _shortened(text)}
     draft = Path(f"{path}.{os.getpid()}.draft")
     with contextlib.suppress(OSError):  # there is a report, or the launcher has ended
         draft.write_text(json.dumps(report | {"is_secondary": is_secondary}))
         os.link(draft, f"{path}.json")  # atomic, and fails if there is a report
+
+
+def _shortened(text: str) -> str:
+    """The text without its middle, if the launcher should not read all of it."""
+    left_out = len(text) - _LONGEST
+    if left_out <= 0:
+        return text
+    half = _LONGEST // 2
+    return f"{text[:half]} … ({left_out} characters left out) … {text[-half:]}"
 
 
 def report_error(error: BaseException) -> None:
@@ -101,9 +113,11 @@ def _own(trace: types.TracebackType | None) -> types.TracebackType | None:
 
 
 def _print(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    has_report = Path(f"{os.environ.get(REPORT_VARIABLE)}.json").exists()
+    path = os.environ.get(REPORT_VARIABLE)
+    has_report = path is not None and Path(f"{path}.json").exists()
     if not (has_report and os.environ.get(QUIET)):
-        sys.__excepthook__(kind, error, _own(trace))
+        error.__traceback__ = _own(trace)  # which the hook prints, not its argument
+        sys.__excepthook__(kind, error, error.__traceback__)
 
 
 def end_with(parent: int) -> None:
@@ -125,6 +139,13 @@ def _enable_dumps() -> None:
         faulthandler.enable(open(f"{path}.crash", "w"))  # noqa: SIM115
         stacks = open(f"{path}.stacks", "w")  # noqa: SIM115
         faulthandler.register(DUMP_SIGNAL, stacks, all_threads=True)
+
+
+def _leave_rank() -> None:
+    """In a process that the rank has forked: what happens here is not its failure."""
+    os.environ.pop(REPORT_VARIABLE, None)
+    faulthandler.unregister(DUMP_SIGNAL)
+    faulthandler.disable()
 
 
 def _run_script(path: str) -> None:
@@ -168,6 +189,7 @@ def main(arguments: list[str]) -> None:
         os.execvp(command[0], command)
     _enable_dumps()
     sys.excepthook = _print
+    os.register_at_fork(after_in_child=_leave_rank)
     sys.argv = command
     try:
         if kind == "module":

@@ -108,6 +108,10 @@ class Record:
         finally:
             self._write(before.phase, before.epoch, before.step, "")
 
+    def detach(self) -> None:
+        """Write from now on to memory of this process alone."""
+        self._buffer = bytearray(self._buffer)
+
     def _write(self, phase: str, epoch: int, step: int, collective: str) -> None:
         changes, now = self._position.changes + 1, time.time()
         self._position = RankPosition(changes, epoch, step, now, phase, collective)
@@ -150,4 +154,6 @@ def make(path: str | os.PathLike[str]) -> None:
     Path(path).write_bytes(bytes(_LAYOUT.size))
 
 
-here = Record(os.environ.get(VARIABLE))
+# Of this process alone: those that it starts or forks are elsewhere.
+here = Record(os.environ.pop(VARIABLE, None))
+os.register_at_fork(after_in_child=here.detach)

@@ -46,6 +46,9 @@ def install() -> None:
         return
     _logs.append(SaveLog.of(world))
     atexit.register(_logs[0].end)
+    # A process that this one forks would say at its own end that this rank has ended.
+    unregister = functools.partial(atexit.unregister, _logs[0].end)
+    os.register_at_fork(after_in_child=unregister)
     archives = type(keras.export.ExportArchive())  # one for each of Keras's backends
     archive = next(c for c in archives.__mro__ if "write_out" in vars(c))
     for owner, name in (*_METHODS, (archive, "write_out")):
