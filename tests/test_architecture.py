@@ -112,17 +112,6 @@ def test_no_private_module_is_imported():
             assert not name.startswith(("keras.src", "tensorflow.python")), path
 
 
-def test_files_keep_their_size():
-    """A file over 300 lines, or a function over 40, has two reasons to change."""
-    for path in FILES:
-        assert len(path.read_text().splitlines()) <= 300, path
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef):
-                body = node.body[1:] if ast.get_docstring(node) else node.body
-                length = body[-1].end_lineno - body[0].lineno + 1 if body else 0
-                assert length <= 40, f"{path}: {node.name} has {length} lines"
-
-
 # All ways to start ranks, and the files that are theirs alone.
 WAYS = {
     "a command on this host, or by ssh": "jobs remote_hosts remote_start reach agent",
