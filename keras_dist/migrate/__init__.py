@@ -15,6 +15,9 @@ All but `command` and `report` needs libcst, which `keras-dist[migrate]` install
 - `rate`: the learning rate of an optimizer, read and set
 - `weight_files`: names of files of weights
 - `moved`: modules of Keras 2 whose classes are elsewhere in Keras 3
+- `keras_3`: the public names of the installed Keras 3
+- `gone`: names, members and arguments that it does not have
+- `symbolic`: functions of TensorFlow on symbolic tensors
 - `sessions`: sessions of TensorFlow 1
 - `fit`: with `--to dist_fit`, Horovod's callbacks and scaling become one call
 - `plan`: which lines that call can replace, and its options

@@ -1,5 +1,7 @@
 """Arguments and methods that Keras 3 no longer takes."""
 
+from collections.abc import Sequence
+
 import libcst as cst
 
 from keras_dist.migrate.arguments import (
@@ -26,6 +28,18 @@ _METHODS = {
 _LOADERS = {"workers": 1, "use_multiprocessing": False, "max_queue_size": 10}
 _READING = ("fit", "evaluate", "predict", *_METHODS)
 _FLAG = "experimental_run_tf_function"
+# Positions of the arguments of Keras 2.
+_COMPILE = (
+    *("optimizer", "loss", "metrics", "loss_weights", "weighted_metrics"),
+    *("run_eagerly", "steps_per_execution", "jit_compile"),
+)
+_WEIGHT = ("name", "shape", "dtype", "initializer", "regularizer", "trainable")
+_METRICS = ("keras.metrics.", "keras.losses.")
+_FORMATTED = cst.FormattedString
+_EQUAL = cst.AssignEqual(
+    whitespace_before=cst.SimpleWhitespace(""),
+    whitespace_after=cst.SimpleWhitespace(""),
+)
 
 
 def change_compile(
@@ -37,7 +51,74 @@ def change_compile(
     updated = renamed(
         updated, "experimental_steps_per_execution", "steps_per_execution"
     )
-    return without(updated, [_FLAG])
+    mode = keyword(updated, "sample_weight_mode")
+    if mode is not None and literal(mode.value) is None:
+        updated = without(updated, ["sample_weight_mode"])
+    updated = without(updated, [_FLAG])
+    if script.names.of(original.func) is not None or len(original.args) < 3:
+        return updated
+    third = original.args[2]
+    if third.keyword is not None or any(arg.star for arg in original.args):
+        return updated
+    if _is_of_numbers(third.value, script):
+        return updated  # as in Keras 3
+    if not _are_metrics(third.value, script):
+        if not script.is_model(original.func.value):  # type: ignore[attr-defined]
+            return updated
+        reason = "the third argument of compile was metrics, and is loss_weights now"
+        script.left(original, reason, "Pass metrics= by its name")
+        return updated
+    return _named(updated, _COMPILE)
+
+
+def _is_of_numbers(node: cst.BaseExpression, script: Script) -> bool:
+    """Whether these are `loss_weights`."""
+    inner = _elements(node, script)
+    return bool(inner) and all(isinstance(literal(one), (int, float)) for one in inner)
+
+
+def _are_metrics(node: cst.BaseExpression, script: Script) -> bool:
+    """Whether these are metrics: texts, or what `keras.metrics` and the file have."""
+    inner = _elements(node, script)
+    return bool(inner) and all(
+        isinstance(one, cst.SimpleString)
+        or (dotted(one) or "") in script.functions
+        or (script.names.of(getattr(one, "func", one)) or "").startswith(_METRICS)
+        for one in inner
+    )
+
+
+def _elements(node: cst.BaseExpression, script: Script) -> list[cst.BaseExpression]:
+    """What is in a list or a dict, or in that which a name is."""
+    name = dotted(node)
+    if name is not None and len(values := script.values_at(name, node)) == 1:
+        node = values[0] or node
+    if isinstance(node, (cst.List, cst.Tuple, cst.Dict)):
+        inner = [getattr(one, "value", node) for one in node.elements]
+        return [x for one in inner for x in (_elements(one, script) or [one])]
+    return []
+
+
+def _named(call: cst.Call, names: Sequence[str], first: int = 2) -> cst.Call:
+    """The call with its arguments passed by name, from the third one on."""
+    args = list(call.args)
+    for index, arg in enumerate(args[: len(names)]):
+        if arg.keyword is None and index >= first:
+            args[index] = arg.with_changes(keyword=cst.Name(names[index]), equal=_EQUAL)
+    return call.with_changes(args=args)
+
+
+def change_weight(
+    original: cst.Call, updated: cst.Call, script: Script
+) -> cst.BaseExpression:
+    """`self.add_weight("kernel", (3, 4))`, where Keras 3 wants the shape first."""
+    first = original.args[0] if original.args else None
+    is_name = first is not None and first.keyword is None and not first.star
+    if _method(original) != "add_weight" or not is_name:
+        return updated
+    if first is None or not isinstance(first.value, (cst.SimpleString, _FORMATTED)):
+        return updated
+    return _named(updated, _WEIGHT, first=0)
 
 
 def change_flag(
@@ -67,16 +148,9 @@ def change_generator(
             f"Use {method.removesuffix('_generator')}, with arguments by their names",
         )
         return updated
-    args = list(updated.args)
-    equal = cst.AssignEqual(
-        whitespace_before=cst.SimpleWhitespace(""),
-        whitespace_after=cst.SimpleWhitespace(""),
-    )
-    for index, arg in enumerate(args):
-        if arg.keyword is None and index > 0:
-            args[index] = arg.with_changes(keyword=cst.Name(names[index]), equal=equal)
     func = updated.func.with_changes(attr=cst.Name(method.removesuffix("_generator")))
-    updated = renamed(updated.with_changes(args=args, func=func), "generator", "x")
+    updated = _named(updated.with_changes(func=func), names, first=1)
+    updated = renamed(updated, "generator", "x")
     if method != "fit_generator" and keyword(updated, "verbose") is None:
         updated = appended(updated, "verbose", cst.Integer("0"))  # their default
     return updated

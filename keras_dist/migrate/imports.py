@@ -2,7 +2,7 @@
 
 import libcst as cst
 
-from keras_dist.migrate.names import dotted
+from keras_dist.migrate.names import dotted, walk
 from keras_dist.migrate.script import Script
 
 _LAYERS = ("horovod.tensorflow.keras", "horovod.keras")
@@ -55,7 +55,7 @@ def change_import(
     original: cst.Import, updated: cst.Import, script: Script
 ) -> cst.Import:
     """`import horovod.keras as hvd`."""
-    aliases = []
+    aliases: list[cst.ImportAlias] = []
     for alias in original.names:
         name = dotted(alias.name) or ""
         new = new_module(name)
@@ -63,11 +63,38 @@ def change_import(
             local = dotted(alias.asname.name) if alias.asname is not None else name
             new = _NEW if _has_all(script, local or "") else None
         if new is not None:
+            if alias.asname is None and _uses_horovod_itself(script):
+                names = [dotted(one.name) for one in (*original.names, *aliases)]
+                if "horovod" not in names:
+                    aliases.append(_with_comma(cst.ImportAlias(cst.Name("horovod"))))
             alias = alias.with_changes(name=_dotted_node(new))
         else:
             _list_other(original, name, script)
         aliases.append(alias)
     return updated.with_changes(names=aliases)
+
+
+def _with_comma(alias: cst.ImportAlias) -> cst.ImportAlias:
+    space = cst.SimpleWhitespace(" ")
+    return alias.with_changes(comma=cst.Comma(whitespace_after=space))
+
+
+def _uses_horovod_itself(script: Script) -> bool:
+    """Whether the file uses more of Horovod than what is changed, by its own name."""
+    changed = {
+        inner
+        for node in script.nodes
+        if isinstance(node, cst.Attribute)
+        and (new_module(dotted(node) or "") or dotted(node) == _PLAIN)
+        for inner in walk(node)
+    }
+    return any(
+        isinstance(node, cst.Attribute)
+        and dotted(node.value) == "horovod"
+        and node not in changed
+        and node not in script.in_imports
+        for node in script.nodes
+    )
 
 
 def change_from(
@@ -123,11 +150,28 @@ def change_name(
     name = dotted(original) or ""
     if script.names.local.get("horovod") == "horovod":
         is_plain = name == _PLAIN and _has_all(script, _PLAIN)
-        if name in _LAYERS or is_plain:
-            return _dotted_node(_NEW)
+        if original not in script.in_imports and (name in _LAYERS or is_plain):
+            return _dotted_node(_own_name(script))
     if script.names.of(original) == "hvd.elastic.TensorFlowKerasState":
         return updated.with_changes(attr=cst.Name("KerasState"))
     return updated
+
+
+def _own_name(script: Script) -> str:
+    """The name by which the changed file has `keras_dist.horovod`."""
+    modules = (*_LAYERS, _PLAIN)
+    imports = [node for node in script.nodes if isinstance(node, cst.Import)]
+    aliases = [alias for node in imports for alias in node.names]
+    is_whole = any(
+        alias.asname is None and dotted(alias.name) in modules for alias in aliases
+    )
+    if is_whole:
+        return _NEW
+    for local, name in script.names.local.items():
+        if name in modules:
+            return local
+    script.new_imports.append(("", _NEW))
+    return _NEW
 
 
 def change_text(
@@ -223,7 +267,10 @@ def _dotted_node(name: str) -> cst.Attribute | cst.Name:
 
 def added(module: cst.Module, script: Script) -> cst.Module:
     """The file with the new imports that rules asked for, behind its last import."""
-    lines = [f"from {name} import {what}" for name, what in script.new_imports]
+    lines = [
+        f"from {name} import {what}" if name else f"import {what}"
+        for name, what in script.new_imports
+    ]
     if not lines:
         return module
     body = list(module.body)

@@ -20,6 +20,8 @@ _UTILS = {
 _IMAGES = "keras.preprocessing.image"
 _GENERATORS = {"ImageDataGenerator", "DirectoryIterator", "NumpyArrayIterator"}
 
+_PUBLIC = "Look for them in keras.layers, keras.utils and keras.ops"
+
 
 def change_import(
     original: cst.ImportFrom, updated: cst.ImportFrom, script: Script
@@ -30,21 +32,72 @@ def change_import(
     if updated.relative or isinstance(updated.names, cst.ImportStar):
         return updated
     names = {dotted(one.name) or "" for one in updated.names}
-    if isinstance(module, cst.Attribute) and _is_private(canonical(text)):
+    if len(names) == 1 and is_private(f"{text}.{min(names)}"):
+        return _package(original, updated, script)
+    if isinstance(module, cst.Attribute) and is_private(text):
         if _are_public(canonical(text), names):
             return updated.with_changes(module=module.value)
-        advice = "Look for them in keras.layers, keras.utils and keras.ops"
-        script.left(original, f"{text} is private in Keras 2, and gone", advice)
+        script.left(original, f"{text} is private in Keras 2, and gone", _PUBLIC)
     is_image = text == _IMAGES and names & _GENERATORS
     if is_image or (text == "keras.preprocessing" and _uses_generators(script)):
         return updated.with_changes(module=_in_tensorflow(text))
     return updated
 
 
-def _is_private(name: str) -> bool:
-    package, _, module = name.rpartition(".")
+def is_private(name: str) -> bool:
+    """Whether a name is one of Keras 2's private modules, of which classes are public.
+
+    >>> is_private("tensorflow.python.keras.utils.np_utils")
+    True
+    """
+    package, _, module = canonical(name).rpartition(".")
     private = {"keras.layers": _LAYERS, "keras.utils": set(_UTILS)}
     return module in private.get(package, ())
+
+
+def keras_name(name: str) -> tuple[str, bool]:
+    """A name as one of `keras`, and whether the script has it from `tf.keras`.
+
+    >>> keras_name("tensorflow.keras.layers")
+    ('keras.layers', True)
+    """
+    return canonical(name), name.startswith("tensorflow.")
+
+
+def changes(name: str, script: Script) -> bool:
+    """Whether a name is one that `change_import` imports from elsewhere."""
+    package, _, last = name.rpartition(".")
+    is_generator = package == _IMAGES and last in _GENERATORS
+    by_name = {script.names.local.get(last), script.names.local.get("image")}
+    return is_private(name) or is_generator and not by_name.isdisjoint({name, _IMAGES})
+
+
+def _package(
+    original: cst.ImportFrom, updated: cst.ImportFrom, script: Script
+) -> cst.ImportFrom:
+    """`from keras.utils import np_utils` becomes `from keras import utils as np_utils`.
+
+    If all that the file uses of it is public.
+    """
+    assert not isinstance(updated.names, cst.ImportStar)
+    alias, package = updated.names[0], cst.ensure_type(updated.module, cst.Attribute)
+    name = cst.ensure_type(alias.name, cst.Name)
+    local = dotted(alias.asname.name) if alias.asname else name.value
+    used = {
+        node.attr.value
+        for node in script.nodes
+        if isinstance(node, cst.Attribute) and dotted(node.value) == local
+    }
+    text = f"{dotted(package)}.{name.value}"
+    if not _are_public(canonical(text), used):
+        script.left(original, f"{text} is private in Keras 2, and gone", _PUBLIC)
+        return updated
+    asname = alias.asname or cst.AsName(name=name)
+    alias = alias.with_changes(name=package.attr, asname=asname)
+    root: cst.BaseExpression = package.value
+    if (dotted(root) or "").startswith("tensorflow"):
+        root = cst.parse_expression("tensorflow.keras")
+    return updated.with_changes(module=root, names=[alias])
 
 
 def _are_public(name: str, names: set[str]) -> bool:
@@ -53,17 +106,6 @@ def _are_public(name: str, names: set[str]) -> bool:
     if module in _UTILS:
         return names <= _UTILS[module]
     return all(one[:1].isupper() for one in names)  # classes of layers
-
-
-def list_name(
-    original: cst.Attribute, updated: cst.Attribute, script: Script
-) -> cst.BaseExpression:
-    """`keras.preprocessing.image.ImageDataGenerator`."""
-    text = dotted(original) or ""
-    name = text.removeprefix(f"{_IMAGES}.")
-    if name in _GENERATORS and script.names.local.get("keras") == "keras":
-        script.left(original, f"Keras 3 has no {text}", f"Use tf.{text}")
-    return updated
 
 
 def _uses_generators(script: Script) -> bool:

@@ -171,19 +171,22 @@ class Names:
 
     def _add_alias(self, node: cst.Assign) -> None:
         """`K = tf.keras.backend` is as good as an import."""
-        found = self.of(node.value)
+        found = self.raw(node.value) or self.of(node.value)
         target = dotted(node.targets[0].target)
         if found and target and "." not in target and len(node.targets) == 1:
             self.local.setdefault(target, found)
 
+    def raw(self, node: cst.CSTNode | None) -> str | None:
+        """The full name of a node, if it begins with a module of the file."""
+        first, dot, rest = (dotted(node) or "").partition(".")
+        return self.local[first] + dot + rest if first in self.local else None
+
     def of(self, node: cst.CSTNode | None) -> str | None:
         """The canonical name of a node, if it begins with a module of the file."""
-        text = dotted(node)
-        if text is None:
-            return None
-        first, dot, rest = text.partition(".")
-        if first in self.local:
-            return canonical(self.local[first] + dot + rest)
+        raw = self.raw(node)
+        if raw is not None:
+            return canonical(raw)
+        first, dot, _ = (dotted(node) or "").partition(".")
         if not dot and first[:1].isupper():
             for module in self.stars:
                 if module.startswith("keras."):

@@ -1,5 +1,7 @@
 """Arguments of optimizers, and the optimizers of `keras.optimizers.legacy`."""
 
+import re
+
 import libcst as cst
 
 from keras_dist.migrate.arguments import (
@@ -21,7 +23,10 @@ def change_optimizer(
 ) -> cst.BaseExpression:
     """`SGD(lr=0.1, decay=1e-6)`."""
     if script.optimizer_class(original) is None:
-        return updated
+        is_class = script.is_optimizer_class(original.func)
+        if not is_class:
+            _list_rate(original, script)
+            return updated
     if keyword(updated, "learning_rate") is None:
         updated = renamed(updated, "lr", "learning_rate")
     epsilon = keyword(updated, "epsilon")
@@ -109,6 +114,20 @@ def _schedules_module(script: Script) -> str:
     return ("tensorflow." if is_tf else "") + "keras.optimizers.schedules"
 
 
+def _list_rate(call: cst.Call, script: Script) -> None:
+    """`opt_type(lr=0.1)`, where the file does not say which class it is."""
+    name = dotted(call.func) or ""
+    is_known = script.names.of(call.func) is not None or name in script.functions
+    is_class = re.search(r"(^|_)opt(imizer)?_?(type|cls|class|fn)$", _snake(name))
+    if is_class and not is_known and keyword(call, "lr") is not None:
+        reason = f"{name} may be a class of keras.optimizers, which takes no lr="
+        script.left(call, reason, "Pass learning_rate=")
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().replace(".", "_")
+
+
 def change_variables(
     original: cst.Call, updated: cst.Call, script: Script
 ) -> cst.BaseExpression:
@@ -119,6 +138,10 @@ def change_variables(
     before = cst.ensure_type(original.func, cst.Attribute)
     if before.attr.value == "variables" and script.is_optimizer(before.value):
         return func
+    is_known = script.names.of(before) is not None or "variables" in script.functions
+    if before.attr.value == "variables" and not is_known:
+        reason = "variables of Keras 3's optimizers is no method"
+        script.left(original, reason, "Leave out the parentheses, if it is Keras's")
     return updated
 
 

@@ -2,6 +2,7 @@
 
 import libcst as cst
 
+from keras_dist.migrate import keras_3, moved
 from keras_dist.migrate.names import dotted
 from keras_dist.migrate.script import Script
 
@@ -105,8 +106,9 @@ def _rate(node: cst.BaseExpression) -> cst.BaseExpression:
 
 
 def _leave(node: cst.Call, name: str, script: Script) -> None:
-    if name == "keras.backend.eval":
+    full, is_tf = moved.keras_name(script.names.raw(node.func) or name)
+    if name == "keras.backend.eval" and keras_3.missing(full, is_tf=is_tf) is None:
         return
     short = name.rpartition(".")[2]
-    instead = "variable.numpy()" if short == "get_value" else "variable.assign(value)"
+    instead = "variable.assign(value)" if name == _SETS else "variable.numpy()"
     script.left(node, f"keras.backend of Keras 3 has no {short}", f"Use {instead}")

@@ -30,8 +30,30 @@ class Script:
         self.findings: list[Finding] = []
         self.new_imports: list[tuple[str, str]] = []
         self.handled: set[cst.CSTNode] = set()
+        self.functions = {
+            node.name.value for node in self.nodes if isinstance(node, cst.FunctionDef)
+        }
+        self.guarded = {
+            inner
+            for node in self.nodes
+            if isinstance(node, cst.Try) and any(map(_is_of_names, node.handlers))
+            for inner in walk(node.body)
+        }
+        self.in_imports = {
+            inner
+            for node in self.nodes
+            if isinstance(node, (cst.Import, cst.ImportFrom))
+            for inner in walk(node)
+        }
+        # Of a name with dots, all but the longest.
+        self.shorter = {
+            node.value for node in self.nodes if isinstance(node, cst.Attribute)
+        }
+        self.called = {node.func for node in self.nodes if isinstance(node, cst.Call)}
         self._positions = positions
-        self._bound = _Bound(self.names, self.nodes)
+        # An import gives a name no value that a rule could follow.
+        nodes = [node for node in self.nodes if node not in self.in_imports]
+        self._bound = _Bound(self.names, nodes)
         self._scopes = Scopes(module, self._bound.bindings)
 
     def left(self, node: cst.CSTNode, reason: str, advice: str) -> None:
@@ -47,9 +69,19 @@ class Script:
         found = self._positions.get(node)
         return found.start.line if found is not None else 1  # type: ignore[attr-defined]
 
+    def is_shadowed(self, node: cst.CSTNode) -> bool:
+        """Whether the file assigns the name of a module itself, such as a parameter."""
+        first = (dotted(node) or "").partition(".")[0]
+        return any(
+            value is None or self.names.of(value) is None
+            for value in self.values(first)
+        )
+
     def is_optimizer(self, node: cst.BaseExpression) -> bool:
         """Whether an expression is an optimizer: by its name, or by what made it."""
         name = dotted(node)
+        if isinstance(node, cst.Subscript):
+            return self._bound.made.get(dotted(node.value) or "") == {"optimizers"}
         if name is None:
             return isinstance(node, cst.Attribute) and node.attr.value == "optimizer"
         if name.rpartition(".")[2] in ("optimizer", "_optimizer"):
@@ -68,6 +100,35 @@ class Script:
         module, _, name = (self.names.of(call.func) or "").rpartition(".")
         known = ("keras.optimizers", "keras.optimizers.legacy")
         return name if module in known and name in OPTIMIZERS else None
+
+    def is_optimizer_class(self, node: cst.BaseExpression) -> bool:
+        """Whether an expression gives one of several classes of optimizers.
+
+        As `getattr(keras.optimizers, name)`, `{"sgd": SGD, "adam": Adam}[name]`.
+        """
+        name = dotted(node)
+        if name is not None and self.names.of(node) is None:
+            values = self.values_at(name, node)
+            return bool(values) and all(
+                value is not None and self._mentions_optimizers(value)
+                for value in values
+            )
+        if isinstance(node, cst.Subscript):
+            base = dotted(node.value)
+            values = self.values_at(base, node.value) if base else [node.value]
+            return bool(values) and all(
+                isinstance(value, cst.Dict) and self._mentions_optimizers(value)
+                for value in values
+            )
+        return isinstance(node, cst.Call) and self._mentions_optimizers(node)
+
+    def _mentions_optimizers(self, node: cst.CSTNode) -> bool:
+        """Whether there is a class of `keras.optimizers` in it, and none is called."""
+        names = [self.names.of(one) or "" for one in walk(node)]
+        calls = [one for one in walk(node) if isinstance(one, cst.Call)]
+        is_made = any(self.optimizer_class(one) is not None for one in calls)
+        is_there = any(f"{name}.".startswith("keras.optimizers.") for name in names)
+        return is_there and not is_made and not any("schedules" in n for n in names)
 
     def is_known_before(self, value: cst.BaseExpression, node: cst.CSTNode) -> bool:
         """Whether a value can be computed at a node: of numbers and names set once."""
@@ -130,6 +191,9 @@ class _Bound:
             self.made.setdefault(name, set()).add(self._kind(value))
 
     def _kind(self, value: cst.BaseExpression | None) -> str:
+        if isinstance(value, (cst.Dict, cst.List, cst.Tuple)):
+            kinds = {self._kind(getattr(one, "value", None)) for one in value.elements}
+            return "optimizers" if kinds == {"optimizer"} else "other"
         if not isinstance(value, cst.Call):
             return "other"
         name = self._names.of(value.func) or ""
@@ -141,3 +205,10 @@ class _Bound:
         if is_model or name.startswith("keras.applications."):
             return "model"
         return "other"
+
+
+def _is_of_names(handler: cst.ExceptHandler) -> bool:
+    """Whether an `except` is for a name that is not there."""
+    known = {"ImportError", "ModuleNotFoundError", "AttributeError", "Exception"}
+    names = [dotted(one) for one in walk(handler.type)] if handler.type else [*known]
+    return not known.isdisjoint(names)

@@ -9,7 +9,16 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
-from keras_dist.migrate import calls, imports, moved, optimizers, rate, sessions
+from keras_dist.migrate import (
+    calls,
+    gone,
+    imports,
+    moved,
+    optimizers,
+    rate,
+    sessions,
+    symbolic,
+)
 from keras_dist.migrate.report import Finding, Migrated
 from keras_dist.migrate.script import Script
 from keras_dist.migrate.weight_files import WeightFiles, with_text
@@ -17,8 +26,9 @@ from keras_dist.migrate.weight_files import WeightFiles, with_text
 # For each kind of node, what is tried on it, in this order. A rule gets the node as it
 # was, the node with what has changed inside of it, and the script.
 _RULES: dict[type, tuple[Callable[..., Any], ...]] = {
-    cst.Import: (imports.change_import,),
+    cst.Import: (gone.list_import, imports.change_import),
     cst.ImportFrom: (
+        gone.list_import,
         optimizers.change_legacy_import,
         moved.change_import,
         imports.change_from,
@@ -28,16 +38,21 @@ _RULES: dict[type, tuple[Callable[..., Any], ...]] = {
         optimizers.change_legacy_name,
         rate.change_attribute,
         sessions.change_name,
-        moved.list_name,
+        gone.list_name,
+        gone.list_member,
     ),
+    cst.ClassDef: (gone.list_method,),
     cst.Call: (
         imports.change_text,
         optimizers.change_optimizer,
         optimizers.change_variables,
+        gone.list_arguments,
+        symbolic.list_operation,
         calls.change_compile,
         calls.change_generator,
         calls.change_loaders,
         calls.change_embedding,
+        calls.change_weight,
         calls.change_checkpoint,
         rate.change_text,
         rate.change_call,

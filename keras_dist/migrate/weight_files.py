@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
 import libcst as cst
@@ -18,6 +18,10 @@ _OLD = re.compile(r"(\.weights)?\.(h5|hdf5|hd5|ckpt|tf|keras|weights)$")
 # What ModelCheckpoint takes for whole models, and what it took for the same format.
 _WHOLE = (".keras", ".h5")
 _HDF5 = re.compile(r"\.(hdf5|hd5)$")
+# What Keras 3 reads weights from.
+_READ = (".h5", ".hdf5", ".keras", ".weights.json")
+# The fields of a name such as "{epoch:02d}" or "%d", and what they may become.
+_FIELD = re.compile(r"\\\{.*?\\\}|%[0-9.]*[a-z]")
 
 _OF_MODELS = {
     f"{module}.{name}"
@@ -50,6 +54,9 @@ class WeightFiles:
         self._models: list[Text] = []
         self._checkpoints: list[Text] = []
         self._loads: list[tuple[cst.Call, list[Text] | None]] = []
+        self._loaded_models: list[Text] = []
+        # Texts before which there is more of a name, and what is before them.
+        self._before: dict[Text, str] = {}
         self._defaults = _Defaults(script)
         for node in script.nodes:
             if isinstance(node, cst.Call):
@@ -85,7 +92,23 @@ class WeightFiles:
         for index, arg in enumerate(node.args):
             is_path = arg.keyword is None and index < 2
             if is_path or (arg.keyword and arg.keyword.value == "filepath"):
-                self._models += self._ends(arg.value) or ()
+                found = self._ends(arg.value) or []
+                self._models += found
+                if (dotted(node.func) or "").endswith("load_model"):
+                    self._loaded_models += found
+                elif isinstance(node.func, cst.Attribute):
+                    self._list_folder(node, found)
+
+    def _list_folder(self, node: cst.Call, found: list[Text]) -> None:
+        """`model.save("folder")`."""
+        func = cst.ensure_type(node.func, cst.Attribute)
+        if not self._script.is_model(func.value) or func.attr.value != "save":
+            return
+        for text in found:
+            if not _value(text).endswith((*_WHOLE, ".hdf5")):
+                reason = f"save of Keras 3 writes no folder, as {_value(text)!r} is"
+                advice = "End the name in .keras, or use model.export"
+                self._script.left(node, reason, advice)
 
     def changes(self) -> tuple[dict[Text, str], dict[str, str]]:
         """New texts: for some nodes, and for each string that equals one of them."""
@@ -106,13 +129,15 @@ class WeightFiles:
                 nodes[text] = new_name(old)
                 if isinstance(text, cst.SimpleString) and not old.startswith("."):
                     names[old] = new_name(old)
-        self._change_checkpoints(nodes, names)
         self._check_loads(nodes, names)
-        return nodes, names
+        checkpoints = self._change_checkpoints(names)
+        for text in self._loaded_models:
+            if self._is_one_of(text, checkpoints):
+                nodes[text] = _HDF5.sub(".h5", _value(text))
+        return nodes | checkpoints, names
 
-    def _change_checkpoints(
-        self, nodes: dict[Text, str], names: dict[str, str]
-    ) -> None:
+    def _change_checkpoints(self, names: dict[str, str]) -> dict[Text, str]:
+        nodes: dict[Text, str] = {}
         for text in self._checkpoints:
             old = _value(text)
             if _HDF5.search(old):
@@ -125,11 +150,13 @@ class WeightFiles:
                     f"ModelCheckpoint of Keras 3 writes no folder, as {old!r} is",
                     "End the name in .keras, also where it is loaded",
                 )
+        return nodes
 
     def _check_loads(self, nodes: dict[Text, str], names: dict[str, str]) -> None:
+        saved = dict(nodes)
         for call, texts in self._loads:
             if texts is None and nodes:
-                self._script.note(
+                self._script.left(
                     call,
                     "the name of the file to load is not in this file, and names of "
                     "files of weights are changed",
@@ -137,13 +164,39 @@ class WeightFiles:
                 )
             for text in texts or ():
                 old = _value(text)
-                known = text in nodes or old in names or "." in old.rpartition("/")[2]
-                if not known:
+                if text not in nodes and self._is_one_of(text, saved):
+                    nodes[text] = new_name(old)
+                if text not in nodes and old not in names and not old.endswith(_READ):
                     self._script.left(
                         text,
                         f"Keras 3 reads no checkpoint of TensorFlow, as {old!r} is",
                         "Load it with Keras 2, and save it to a file .weights.h5",
                     )
+
+    def _is_one_of(self, text: Text, saved: Iterable[Text]) -> bool:
+        """Whether a file that is loaded is one that is saved, in whatever folder.
+
+        Its name may have numbers where the other one has `{epoch}`. Where only the end
+        of a name is known, this has to be more than ".h5".
+        """
+        own, is_own_partial = self._last_word(text)
+        for other in saved:
+            name, is_partial = self._last_word(other)
+            if not _OLD.sub("", name) or not _OLD.sub("", own):
+                if (own, self._before.get(text)) == (name, self._before.get(other)):
+                    return True
+                continue
+            pattern = _FIELD.sub(".*", re.escape(name))
+            if re.fullmatch(".*" * is_partial + pattern, own):
+                return True
+            if is_own_partial and name.endswith(own):
+                return True
+        return False
+
+    def _last_word(self, text: Text) -> tuple[str, bool]:
+        """What is behind the last slash, and whether a part of this is not known."""
+        _, slash, name = _value(text).rpartition("/")
+        return name, not slash and text in self._before
 
     def _add_weights(self, call: cst.Call) -> None:
         name = passed(call, "filepath", 0)
@@ -165,12 +218,24 @@ class WeightFiles:
         if isinstance(node, cst.SimpleString):
             return [node] if not node.prefix.lower().startswith("b") else None
         if isinstance(node, cst.FormattedString):
-            last = inside(node)[-1] if inside(node) else None
-            return [last] if isinstance(last, cst.FormattedStringText) else None
+            *before, last = [node, *inside(node)]
+            if not isinstance(last, cst.FormattedStringText):
+                return None
+            if len(before) > 1:
+                self._before[last] = self._code(*before[1:])
+            return [last]
         if isinstance(node, (cst.Name, cst.Attribute)):
             return self._ends_of_name(node, depth)
         inner = self._last(node)
-        return self._ends(inner, depth + 1) if inner is not None else None
+        found = self._ends(inner, depth + 1) if inner is not None else None
+        if isinstance(node, (cst.BinaryOperation, cst.ConcatenatedString)):
+            for text in found or ():
+                if inner is not node.left:
+                    self._before.setdefault(text, self._code(node.left))
+        return found
+
+    def _code(self, *nodes: cst.CSTNode) -> str:
+        return "".join(map(self._script.module.code_for_node, nodes))
 
     def _last(self, node: cst.BaseExpression) -> cst.BaseExpression | None:
         """The operand with which a text that is put together ends."""
