@@ -1,12 +1,17 @@
 """`keras_dist.horovod.elastic` where ranks come and go: tests/hosts has more hosts."""
 
 import os
+import pickle
+import shutil
 import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from launch import launch
+
+from keras_dist.horovod import commits
 
 _SCRIPT = """
 import os, sys, time
@@ -105,3 +110,52 @@ def test_ranks_that_are_started_anew_go_on_from_the_last_commit(tmp_path, ranks)
     found = [int(epoch) for epoch in epochs if epoch.isdecimal()]
     assert found in (list(range(20)), [0, 1, 2, *range(2, 20)])
     assert list(Path(env["TMPDIR"]).iterdir()) == []
+
+
+class _Forged:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, path):
+        self._path = path
+
+    def __reduce__(self):
+        return Path.write_text, (self._path, "was here")
+
+
+def test_commits_are_neither_read_from_nor_written_to_what_others_have_made(
+    tmp_path, monkeypatch
+):
+    """A folder of the job's name: a link, open to others, or another user's."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name, value in (("JOB_ab12", "1"), ("JOB_ab12_0", "1"), ("RESTART", "1")):
+        monkeypatch.setenv(f"KERAS_DIST_{name}", value)
+    secret, read, traps = tmp_path / "secret", tmp_path / "read", []
+    secret.write_text("mine")
+    secret.chmod(0o600)
+    for name in ("commits", "kept.0", "kept.1"):
+        traps.append(tmp_path / f"keras_dist.ab12.{name}")
+        traps[-1].mkdir()
+        for file in ("0", "0.new"):
+            (traps[-1] / file).symlink_to(secret)
+    traps[1].chmod(0o777)
+    if os.getuid() == 0:
+        os.chown(traps[2], 12345, 12345)
+        traps[2].chmod(0o700)
+    (tmp_path / "keras_dist.ab12.kept.2").symlink_to(traps[0])
+    commits.save(commits.Commit(1, [np.arange(3)], {"epoch": 2}), 0)
+    assert secret.read_text() == "mine"
+    found = commits.saved(0)
+    assert found.number == 1 and found.values == {"epoch": 2}
+    (own,) = set(tmp_path.glob("keras_dist.ab12.kept.*")) - {
+        *traps,
+        tmp_path / "keras_dist.ab12.kept.2",
+    }
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert [(f.name, f.stat().st_mode & 0o777) for f in own.iterdir()] == [("0", 0o600)]
+    commits.save(commits.Commit(2, [], {"epoch": 3}), 0)
+    assert commits.saved(0).number == 2
+    shutil.rmtree(own)
+    for trap in traps:
+        (trap / "0").unlink()
+        (trap / "0").write_bytes(pickle.dumps(_Forged(read)))
+    assert commits.saved(0) is None and not read.exists()

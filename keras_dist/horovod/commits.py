@@ -8,7 +8,6 @@ keeps it in the memory of processes that go on.
 import os
 import pickle
 import tempfile
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +32,7 @@ class Commit(NamedTuple):
 
 def are_saved() -> bool:
     """Whether the launcher is one that may start the ranks anew."""
-    return _folder() is not None
+    return _job() is not None
 
 
 def save(commit: Commit, state: int) -> None:
@@ -46,12 +45,13 @@ def save(commit: Commit, state: int) -> None:
     Raises:
         OSError: If the folder for temporary files cannot be written.
     """
-    folder = _folder()
-    if folder is None or comm.local_rank() != 0:
+    job = _job()
+    if job is None or comm.local_rank() != 0:
         return
-    folder.mkdir(mode=0o700, exist_ok=True)
-    new = folder / f"{state}.new"
-    new.write_bytes(pickle.dumps(tuple(commit)))
+    folder = processes.make_kept_folder(job)
+    descriptor, new = tempfile.mkstemp(dir=folder)  # a new file, and no link
+    with open(descriptor, "wb") as file:
+        pickle.dump(tuple(commit), file)
     os.replace(new, folder / str(state))
 
 
@@ -61,21 +61,21 @@ def saved(state: int) -> Commit | None:
     Args:
         state: Number of the state.
     """
-    folder = _folder()
-    if folder is None or assignment.RESTART not in os.environ:
+    job = _job()
+    if job is None or assignment.RESTART not in os.environ:
         return None
-    path = folder / str(state)
-    is_own = path.is_file() and folder.stat().st_uid == os.getuid()
-    return Commit(*pickle.loads(path.read_bytes())) if is_own else None
+    folder = processes.kept_folder(job)
+    if folder is None or not (folder / str(state)).is_file():
+        return None
+    return Commit(*pickle.loads((folder / str(state)).read_bytes()))
 
 
-def _folder() -> Path | None:
-    """The folder of this job on this host; `None` under other launchers."""
+def _job() -> str | None:
+    """The id of this job; `None` under other launchers."""
     prefix = processes.mark("")
     jobs = [name.removeprefix(prefix) for name in os.environ if name.startswith(prefix)]
     if not jobs:
         return None
     # Of jobs inside of each other the last. What is behind its id is the number of the
-    # host's agent. The launcher removes what begins so.
-    job = jobs[-1].partition("_")[0]
-    return Path(tempfile.gettempdir()) / f"keras_dist.{job}.commits"
+    # host's agent, of which each start has another one.
+    return jobs[-1].partition("_")[0]

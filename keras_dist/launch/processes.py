@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import signal
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -46,6 +47,43 @@ def make_folder(job: str, parent: Path | None = None) -> Path:
             `SHARED_MEMORY` for files that only memory holds.
     """
     return Path(tempfile.mkdtemp(prefix=_prefix(job), dir=parent))
+
+
+def kept_folder(job: str) -> Path | None:
+    """The folder for files of a job that outlive a start of its ranks on this host.
+
+    `make_kept_folder` makes it. Other users can read the id of the job in the names of
+    its folders, and make one of that name, so only one that is of this user and closed
+    to others is taken.
+
+    Args:
+        job: Id of the job.
+
+    Returns:
+        `None` if there is none yet.
+    """
+    prefix = _prefix(_kept(job))
+    found = sorted(Path(tempfile.gettempdir()).glob(f"{prefix}*"))
+    return next(filter(_is_private, found), None)
+
+
+def make_kept_folder(job: str) -> Path:
+    """The folder of `kept_folder`, made if there is none yet."""
+    return kept_folder(job) or make_folder(_kept(job))
+
+
+def _kept(job: str) -> str:
+    return f"{job}.kept"
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether this is a folder, and no link to one, that only this user can use."""
+    try:
+        found = folder.lstat()
+    except OSError:  # it has just been removed
+        return False
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    return is_own and not found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
 
 
 def allow_files(count: int) -> None:
