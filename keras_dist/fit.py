@@ -192,25 +192,37 @@ def _train(
     with comm.within(options.process_set):
         given = comm.run_on_all(lambda: _opened(model, given, options))
         seed = comm.broadcast(_seed_of_order(model))
-        resumed = checkpoint.opened(options, given.callbacks, seed)
-        spec = same_batches.shard_spec_of(
-            {"training": given.x, "validation": given.validation_data},
-            options.shard,
-            process_set=options.process_set,
-            seed=seed,
-        )
-        spec = spec if resumed is None else resumed.placed(spec)
-        setup = comm.run_on_all(lambda: _prepared(model, given, options, spec, resumed))
-        comm.agree(setup.facts(), advice=_ADVICE)
-        if comm.rank() == 0 and given.verbose != 0:
-            _print(str(setup.plan))
-        with comm.explained(), distributed(model, setup), sharding.reading(setup.feeds):
-            scope = session_of(model).metrics
-            opening = raising_on_all(scope.data.own_error, scope.is_opening)
-            saving = checkpoint.saving(resumed, setup)
-            timeline, once = comm.timeline(options.timeline), autologged_once()
-            with timeline, opening, saving as arguments, once, marked_as_of_one_rank():
-                return model.fit(**arguments)
+        with checkpoint.opened(options, given.callbacks, seed) as resumed:
+            spec = same_batches.shard_spec_of(
+                {"training": given.x, "validation": given.validation_data},
+                options.shard,
+                process_set=options.process_set,
+                seed=seed,
+            )
+            spec = spec if resumed is None else resumed.placed(spec)
+            setup = comm.run_on_all(
+                lambda: _prepared(model, given, options, spec, resumed)
+            )
+            comm.agree(setup.facts(), advice=_ADVICE)
+            if comm.rank() == 0 and given.verbose != 0:
+                _print(str(setup.plan))
+            with (
+                comm.explained(),
+                distributed(model, setup),
+                sharding.reading(setup.feeds),
+            ):
+                scope = session_of(model).metrics
+                opening = raising_on_all(scope.data.own_error, scope.is_opening)
+                saving = checkpoint.saving(resumed, setup)
+                timeline, once = comm.timeline(options.timeline), autologged_once()
+                with (
+                    timeline,
+                    opening,
+                    saving as arguments,
+                    once,
+                    marked_as_of_one_rank(),
+                ):
+                    return model.fit(**arguments)
 
 
 def _opened(model: Any, given: KerasArguments, options: Options) -> KerasArguments:

@@ -1,11 +1,13 @@
 """A checkpoint is complete or absent, whatever happens while it is written."""
 
+import errno
 import hashlib
 import json
 import os
 import pickle
 import re
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,10 @@ import pytest
 
 import keras_dist
 from keras_dist.checkpoint import files
+from keras_dist.checkpoint.lock import FolderLock
+from keras_dist.checkpoint.newest import _look as newest_of
 from keras_dist.checkpoint.trees import decoded, encoded
+from keras_dist.training import atomic_save
 
 FILES = Path(keras_dist.__file__).parent / "checkpoint" / "files.py"
 
@@ -130,15 +135,103 @@ def test_a_forged_checkpoint_runs_no_code(folder, tmp_path):
         ({"bytes": 12, "arrays": []}, b'{"array": 5}'),
         ({"bytes": 12, "arrays": []}, b"{}          "),
         ({"arrays": []}, b""),
+        ({"bytes": 900_000, "arrays": []}, b'{"list":[' * 100_000),
+        ({"bytes": 5500, "arrays": []}, b'{"list":[' * 500 + b"]}" * 500),
         ([], b""),
     ):
         body = json.dumps(head).encode() + b"\n" + text + payload
         digest = hashlib.sha256(body).hexdigest().encode()
         newest.write_bytes(b"keras_dist checkpoint 1\n" + digest + b"\n" + body)
         assert counted(folder) == (1, 1), head
+        if b"[" in text:
+            found, _ = newest_of(files.Folder(folder.path))
+            assert found.number == folder.number - 1
     newest.write_bytes(payload)
     assert counted(folder) == (1, 1)
     assert not (tmp_path / "sprung").exists()
+
+
+def test_no_link_is_followed(folder, tmp_path):
+    """Which another account has put where a part, a lock or a draft is written."""
+    secret = tmp_path / "secret"
+    secret.write_text("mine")
+    part, lock = Path(folder.part), FolderLock(folder.path)
+    model = tmp_path / "model.keras"
+    draft = tmp_path / ".keras_dist.0.model.keras"
+    for write in (
+        folder.prepare,
+        lambda: folder.reserve(1000),
+        lambda: folder.write({"count": 3, "array": np.full(1000, 3)}),
+        lambda: atomic_save.replace(model, lambda at: Path(at).write_text("model")),
+        lambda: atomic_save.replace(
+            model, lambda at: Path(at).write_text("model"), num_bytes=1000
+        ),
+    ):
+        for path in (part, draft):
+            path.unlink(missing_ok=True)
+            path.symlink_to(secret)
+        write()
+        assert secret.read_text() == "mine"
+    part.unlink()
+    assert counted(folder) == (3, 0) and model.read_text() == "model"
+    Path(lock.path).symlink_to(secret)
+    with pytest.raises(OSError, match="symbolic link"):
+        lock.take()
+    assert secret.read_text() == "mine"
+
+
+_HOLDS = """
+import os, sys, time
+from keras_dist.checkpoint.lock import FolderLock
+lock = FolderLock(sys.argv[1])
+lock.take()
+if os.fork() == 0:  # as a process that loads data, which may live longer
+    time.sleep(60)
+    os._exit(0)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_one_training_at_a_time_has_a_folder(folder, monkeypatch):
+    """Until it ends, however it does; where there are no locks, too."""
+    own = FolderLock(folder.path)
+    for has_locks in (True, False):
+        with subprocess.Popen(
+            [sys.executable, "-c", _HOLDS, folder.path],
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as holder:
+            try:
+                assert holder.stdout.readline() == "held\n"
+                if not has_locks:  # as on some network file systems
+
+                    def refuse(*_):
+                        raise OSError(errno.ENOLCK, "No locks available")
+
+                    monkeypatch.setattr("fcntl.flock", refuse)
+                named = f"process {holder.pid} on host {os.uname().nodename}, since 2"
+                with pytest.raises(RuntimeError, match=named) as found:
+                    own.take()
+                assert f"remove {own.path}" in str(found.value)
+                holder.kill()
+                holder.wait()
+                own.take()
+            finally:
+                os.killpg(holder.pid, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match=f"process {os.getpid()} on host"):
+            FolderLock(folder.path).take()
+        own.release()
+        assert not os.path.exists(own.path)
+    # A process of another host, of which nothing can be known from here.
+    held = {"host": "b", "pid": 1, "begin": "then"}
+    Path(own.path).write_text(json.dumps(held))
+    with pytest.raises(RuntimeError, match="process 1 on host b, since then"):
+        own.take()
+    Path(own.path).write_text("rubbish")
+    own.take()
+    own.release()
 
 
 def test_a_folder_with_damaged_checkpoints_only_is_an_error(folder):

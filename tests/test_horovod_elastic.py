@@ -132,7 +132,7 @@ def test_commits_are_neither_read_from_nor_written_to_what_others_have_made(
     secret, read, traps = tmp_path / "secret", tmp_path / "read", []
     secret.write_text("mine")
     secret.chmod(0o600)
-    for name in ("commits", "kept.0", "kept.1"):
+    for name in ("commits", "lasting.0", "lasting.1"):
         traps.append(tmp_path / f"keras_dist.ab12.{name}")
         traps[-1].mkdir()
         for file in ("0", "0.new"):
@@ -141,14 +141,14 @@ def test_commits_are_neither_read_from_nor_written_to_what_others_have_made(
     if os.getuid() == 0:
         os.chown(traps[2], 12345, 12345)
         traps[2].chmod(0o700)
-    (tmp_path / "keras_dist.ab12.kept.2").symlink_to(traps[0])
+    (tmp_path / "keras_dist.ab12.lasting.2").symlink_to(traps[0])
     commits.save(commits.Commit(1, [np.arange(3)], {"epoch": 2}), 0)
     assert secret.read_text() == "mine"
     found = commits.saved(0)
     assert found.number == 1 and found.values == {"epoch": 2}
-    (own,) = set(tmp_path.glob("keras_dist.ab12.kept.*")) - {
+    (own,) = set(tmp_path.glob("keras_dist.ab12.lasting.*")) - {
         *traps,
-        tmp_path / "keras_dist.ab12.kept.2",
+        tmp_path / "keras_dist.ab12.lasting.2",
     }
     assert own.stat().st_mode & 0o777 == 0o700
     assert [(f.name, f.stat().st_mode & 0o777) for f in own.iterdir()] == [("0", 0o600)]

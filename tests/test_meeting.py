@@ -162,6 +162,19 @@ def test_what_cannot_meet_is_named(words, message):
     assert message in done.stderr and "Received" in done.stderr
 
 
+def test_a_secret_that_others_may_read_is_a_warning(tmp_path):
+    """With what to do; the job is started all the same."""
+    file = tmp_path / "secret"
+    file.write_text("a secret of these tests\n")
+    meeting = ["--nnodes", 1, "--rdzv", f"127.0.0.1:{free_port()}", "--secret-file"]
+    for mode, is_open in ((0o600, False), (0o640, True), (0o604, True)):
+        file.chmod(mode)
+        done = run(*meeting, file, "-np", 1, "true")
+        assert done.returncode == 0, done.stderr
+        assert ("other users of this machine may" in done.stderr) == is_open
+        assert (f"with mode {mode:o}. Call: chmod 600 {file}" in done.stderr) == is_open
+
+
 def test_who_is_missing_is_said(tmp_path):
     """When the time is over, by the number of the host."""
     port = free_port()

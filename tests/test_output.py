@@ -117,6 +117,27 @@ def test_sigterm_is_answered_while_a_rank_prints(script):
         assert time.monotonic() - begin < 1
 
 
+def test_a_log_is_neither_a_link_nor_a_pipe(script, tmp_path):
+    """Which another account may have made in a folder that it can write to."""
+    secret, log = tmp_path / "secret", tmp_path / "logs" / "rank.1.log"
+    secret.write_text("mine")
+    log.parent.mkdir()
+    log.symlink_to(secret)
+    options = ["-np", "2", "--log-dir", str(log.parent), script, "line", "stdout", "9"]
+    for make in (lambda: None, lambda: os.mkfifo(log), lambda: log.write_text("+")):
+        make()
+        done = subprocess.run(
+            [*RUN, *options], cwd=ROOT, capture_output=True, text=True
+        )
+        if log.is_file() and not log.is_symlink():
+            break
+        assert done.returncode == 1
+        assert f"Received: {log}, which is a link or no file." in done.stderr
+        log.unlink()
+    assert done.returncode == 0 and log.read_text() == "+" + "b" * 9
+    assert secret.read_text() == "mine"
+
+
 def test_a_rank_may_print_much_as_it_saves(script):
     """After SIGTERM too, somebody reads what it prints."""
     process = subprocess.Popen(

@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shutil
+import subprocess
 import sys
 from collections import defaultdict
 
@@ -127,6 +128,52 @@ def test_another_number_of_ranks_resumes_the_same_training(tmp_path):
     }
     assert rows_of_all["cut"] == rows_of_all["whole"]
     assert [len(rows_of(tmp_path, "cut")[n]) for n in (0, 8, 20)] == [2, 3, 1]
+
+
+_TRAINS = """
+import sys, time
+import keras, keras_dist, numpy as np
+
+class Waits(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        print("trains", flush=True)
+        time.sleep(60 * ("waits" in sys.argv))
+
+model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+for resume in sys.argv[1:2] * 2:
+    try:
+        keras_dist.dist_fit(model, np.ones((8, 1)), np.ones(8), epochs=3, verbose=0,
+                            resume=resume, callbacks=[Waits()])
+    except RuntimeError as error:
+        print("refused", keras_dist.rank(), error, flush=True)
+        raise
+print("trained", flush=True)
+"""
+
+
+def test_a_second_job_with_the_same_folder_ends_at_once(tmp_path):
+    """All of its ranks name the first one; when that was killed, it trains."""
+    script, folder = tmp_path / "script.py", tmp_path / "folder"
+    script.write_text(_TRAINS)
+    command = [sys.executable, str(script), str(folder)]
+    with subprocess.Popen([*command, "waits"], stdout=subprocess.PIPE) as first:
+        try:
+            assert first.stdout.readline() == b"trains\n"
+            done = launch(command, ranks=2, timeout=120)
+            assert done.returncode == 1
+            for rank in range(2):
+                why = ("On rank 0: " * rank) + "Another training writes to the folder"
+                assert f"refused {rank} {why}" in done.stdout, done.stdout + done.stderr
+            named = f"process {first.pid} on host {os.uname().nodename}, since "
+            assert done.stdout.count(named) == 2
+            assert "trains" not in done.stdout
+        finally:
+            first.kill()
+    done = launch(command, ranks=2, timeout=120)
+    assert done.returncode == 0 and "trained" in done.stdout, done.stderr
+    left = [name for name in os.listdir(folder) if not name.startswith("checkpoint-")]
+    assert left == []
 
 
 def test_the_exit_code_is_documented():

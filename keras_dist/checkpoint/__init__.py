@@ -9,6 +9,7 @@ to the callback that saves:
 - `callback_states`: attributes of callbacks that change during a training
 - `random_states`: states of the global random generators
 - `copies`: one folder for all hosts or one on each; which ranks write
+- `lock`: one training at a time writes to a folder
 - `newest`: the newest checkpoint of all folders, sent to those that lack it
 - `saved`: the content of a checkpoint; the newest one as the start of a fit
 - `scale`: what changed where a training is resumed on another number of ranks

@@ -57,7 +57,7 @@ class Copies:
 
 
 def find_copies(folder: Folder) -> Copies:
-    """Find out who writes, and make each folder; all ranks call this.
+    """Find out who writes to which folder; all ranks call this.
 
     Args:
         folder: The folder of this rank, which may be that of other ranks, too.
@@ -70,11 +70,7 @@ def find_copies(folder: Folder) -> Copies:
     for rank, (view, _) in enumerate(views):
         first_of.setdefault(view, rank)
     ranks = _chosen_ranks(folder, sorted(first_of.values()))
-    copies = Copies(tuple(ranks), tuple(views[rank][1] for rank in ranks))
-    comm.run_on_all(
-        lambda: explained(folder.path, folder.prepare) if copies.is_writer else None
-    )
-    return copies
+    return Copies(tuple(ranks), tuple(views[rank][1] for rank in ranks))
 
 
 def _chosen_ranks(folder: Folder, candidates: Sequence[int]) -> list[int]:

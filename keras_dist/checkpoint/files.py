@@ -1,7 +1,7 @@
 """A folder of checkpoint files, each with a checksum and replaced atomically.
 
 A checkpoint is a tree of JSON whose leaves may be arrays. Nothing in it is executed
-when it is read. This module needs NumPy alone.
+when it is read.
 """
 
 import contextlib
@@ -11,17 +11,31 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+from keras_dist.report import new_file
 
 _FIRST_LINE = b"keras_dist checkpoint 1\n"
 _START_BYTES = len(_FIRST_LINE) + 65  # with the checksum and its line feed
 _NAME = re.compile(r"checkpoint-(\d{8,})\.keras_dist")
 _PART = ".checkpoint.part"  # the file that is being written
 FULL = (errno.ENOSPC, errno.EDQUOT)
+
+# What reading a file raises that was made on purpose: with a valid checksum and any
+# content, also lists in lists in lists.
+FORGED = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 class DamagedError(ValueError):
@@ -62,7 +76,7 @@ class Folder:
             OSError: If there is too little space.
         """
         missing = max(1, self.keep - len(self.numbers()))
-        with _removed_after_error(self.part), open(self.part, "wb") as file:
+        with _removed_after_error(self.part), new_file(self.part) as file:
             try:
                 # Allocate one checkpoint, and compare the rest with the free space: one
                 # file of the size of all might exceed the largest file size allowed.
@@ -204,8 +218,7 @@ def read(path: str) -> Any:
         content = file.read()
     try:
         return _unpacked(content)
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        # A file made on purpose can have a valid checksum and any content.
+    except FORGED as error:
         raise DamagedError(f"it is not a checkpoint ({error})") from None
 
 
@@ -241,7 +254,7 @@ def _unpacked(content: bytes) -> Any:
         array = np.frombuffer(content, dtype, count, offset).reshape(kind["shape"])
         arrays.append(array.copy())  # aligned and writable
         offset += count * dtype.itemsize
-    return _filled(tree, arrays)
+    return filled(tree, arrays)
 
 
 def _plain(tree: Any, arrays: list[np.ndarray]) -> Any:
@@ -256,15 +269,20 @@ def _plain(tree: Any, arrays: list[np.ndarray]) -> Any:
     return tree
 
 
-def _filled(tree: Any, arrays: list[np.ndarray]) -> Any:
+def filled(tree: Any, arrays: Sequence[Any]) -> Any:
+    """The tree of some JSON, with the arrays in place of their numbers.
+
+    Raises:
+        One of `FORGED`: If it is not the JSON of a tree.
+    """
     if not isinstance(tree, dict):
         return tree
     ((kind, value),) = tree.items()
     if kind == "array":
         return arrays[value]
     if kind == "list":
-        return [_filled(part, arrays) for part in value]
-    return {key: _filled(part, arrays) for key, part in value.items()}
+        return [filled(part, arrays) for part in value]
+    return {key: filled(part, arrays) for key, part in value.items()}
 
 
 def _bytes_of(array: np.ndarray) -> Any:
@@ -272,7 +290,7 @@ def _bytes_of(array: np.ndarray) -> Any:
 
 
 def _write(path: str, content: list[Any]) -> None:
-    with _removed_after_error(path), open(path, "wb") as file:
+    with _removed_after_error(path), new_file(path) as file:
         for part in content:
             file.write(part)
         file.flush()

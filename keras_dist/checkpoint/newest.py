@@ -14,6 +14,7 @@ import numpy as np
 from keras_dist import comm
 from keras_dist.checkpoint import files
 from keras_dist.checkpoint.copies import Copies, explained
+from keras_dist.report import new_file
 
 # A checkpoint is sent in messages of so many bytes.
 _PIECE_BYTES = 16 * 2**20
@@ -140,8 +141,9 @@ def _described(path: str) -> tuple[float, str, int]:
         try:
             header = json.loads(file.readline())
             tree = json.loads(file.read(header["bytes"]))
+            files.filled(tree, [None] * len(header["arrays"]))
             begun = float(tree["dict"].get("begun", 0))
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
+        except files.FORGED as error:
             raise files.DamagedError(f"it is not a checkpoint ({error})") from None
         return begun, digest, os.fstat(file.fileno()).st_size
 
@@ -210,7 +212,7 @@ def _write(piece: np.ndarray, file: Any) -> None:
 
 def _new_part(folder: files.Folder, num_bytes: int) -> Any:
     """The file for a checkpoint that is received, with room for it."""
-    file = open(folder.part, "wb")  # noqa: SIM115
+    file = new_file(folder.part)
     while True:
         try:
             os.posix_fallocate(file.fileno(), 0, num_bytes)

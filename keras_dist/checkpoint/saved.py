@@ -1,16 +1,18 @@
 """The content of a checkpoint, and how all ranks get it when a training begins."""
 
+import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import keras
 
 from keras_dist import comm, sharding
-from keras_dist.checkpoint.copies import Copies, find_copies
+from keras_dist.checkpoint.copies import Copies, explained, find_copies
 from keras_dist.checkpoint.files import Folder
+from keras_dist.checkpoint.lock import locked
 from keras_dist.checkpoint.newest import read_newest
 from keras_dist.checkpoint.scale import changes, scale_of
 from keras_dist.setup.fit_setup import FitSetup
@@ -109,31 +111,44 @@ class Resume:
         return replace(setup, plan=replace(setup.plan, changes=found))
 
 
-def opened(options: Options, callbacks: Any, seed: int) -> Resume | None:
+@contextlib.contextmanager
+def opened(options: Options, callbacks: Any, seed: int) -> Iterator[Resume | None]:
     """Read the newest checkpoint, and broadcast it from the first rank.
+
+    Inside the block, no other training writes to the folder.
 
     Args:
         options: Options of the fit.
         callbacks: The user's callbacks.
         seed: Seed of the order of the rows in a new training.
 
-    Returns:
+    Yields:
         `None` if the option `resume` is not given.
 
     Raises:
         ValueError: On all ranks, if an argument is invalid or differs between the
             ranks, or if all checkpoints are damaged.
-        RuntimeError: On all ranks, if a folder cannot be written to.
+        RuntimeError: On all ranks, if a folder cannot be written to, or if another
+            training does so.
     """
     names = ("resume", "save_steps", "save_seconds")
     given = {f"`{name}`": getattr(options, name) for name in names}
     comm.agree({name: str(value) for name, value in given.items()}, advice=_ADVICE)
     if options.resume is None:
-        return None
+        yield None
+        return
     path = os.path.abspath(os.path.expanduser(os.fspath(options.resume)))
     folder = Folder(path)
     comm.run_on_all(lambda: _check(options, callbacks))
     copies = find_copies(folder)
+    with locked(folder, copies):
+        comm.run_on_all(
+            lambda: explained(path, folder.prepare) if copies.is_writer else None
+        )
+        yield _read(options, folder, copies, seed)
+
+
+def _read(options: Options, folder: Folder, copies: Copies, seed: int) -> Resume:
     tree, source = read_newest(folder, copies)
     # Without the weights, which are broadcast when the model is built.
     small = None if tree is None else {**tree, "arrays": []}

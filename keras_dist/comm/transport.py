@@ -19,6 +19,8 @@ from keras_dist.comm.world import World, is_elastic
 
 _INSTALL = "keras-dist install-horovod"
 
+_MOST_ELEMENTS = 2**31 - 1
+
 # With this value Horovod can start a timeline later than at its own start. It is not
 # the default because the thread that writes a timeline keeps a core busy.
 _TIMELINE, _DYNAMIC = "HOROVOD_TIMELINE", "DYNAMIC"
@@ -240,10 +242,26 @@ def collective(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def recorded(*args: Any, name: str, **kwargs: Any) -> Any:
+        link, tensor, *_ = args
+        _check_size(link, tensor)
         with explained(), monitor.here.waiting(name):
             return function(*args, name=name, **kwargs)
 
     return recorded
+
+
+def _check_size(link: Link, tensor: Any) -> None:
+    """Raise if Horovod, which counts elements in 32 bits, would take another number.
+
+    NCCL counts in 64 bits.
+    """
+    count = tensor.shape.num_elements()
+    if count is not None and count > _MOST_ELEMENTS and "NCCL" not in describe(link):
+        raise ValueError(
+            f"Horovod sends at most {_MOST_ELEMENTS:,} elements at once. Received: a "
+            f"tensor of the shape {tuple(tensor.shape)}, with {count:,} elements. "
+            "Divide it into smaller ones."
+        )
 
 
 def common(link: Link, name: str) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def save(commit: Commit, state: int) -> None:
     job = _job()
     if job is None or comm.local_rank() != 0:
         return
-    folder = processes.make_kept_folder(job)
+    folder = processes.make_lasting_folder(job)
     descriptor, new = tempfile.mkstemp(dir=folder)  # a new file, and no link
     with open(descriptor, "wb") as file:
         pickle.dump(tuple(commit), file)
@@ -64,7 +64,7 @@ def saved(state: int) -> Commit | None:
     job = _job()
     if job is None or assignment.RESTART not in os.environ:
         return None
-    folder = processes.kept_folder(job)
+    folder = processes.lasting_folder(job)
     if folder is None or not (folder / str(state)).is_file():
         return None
     return Commit(*pickle.loads((folder / str(state)).read_bytes()))

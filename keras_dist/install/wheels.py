@@ -11,6 +11,7 @@ in each wheel's name:
 import ctypes
 import os
 import re
+import secrets
 import shutil
 import sysconfig
 import zipfile
@@ -115,7 +116,7 @@ def keep(built: Path, facts: Facts, choice: Choice, folder: Path) -> Path:
     )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / wheel.name
-    draft = folder / f".{wheel.name}.{os.getpid()}"
+    draft = folder / f".{wheel.name}.{secrets.token_hex(4)}"
     shutil.copyfile(built, draft)
     os.replace(draft, path)
     return path

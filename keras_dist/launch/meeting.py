@@ -2,13 +2,14 @@
 
 import os
 import socket
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from signal import Signals
 
 from keras_dist.launch.assignment import SECRET
 from keras_dist.launch.elastic import SETTLE_SECONDS
+from keras_dist.launch.failures import print_message
 from keras_dist.launch.hosts import check_host
 from keras_dist.launch.members import nnodes_text
 
@@ -144,7 +145,15 @@ def secret_in(path: str | None, environ: Mapping[str, str] | None = None) -> str
         OSError: If the file cannot be read.
     """
     if path is not None:
-        return Path(path).read_text().strip()
+        with open(path) as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if mode & (stat.S_IRGRP | stat.S_IROTH):
+                print_message(
+                    "keras-dist: other users of this machine may read the job's "
+                    f"secret. Received: --secret-file {path} with mode "
+                    f"{stat.S_IMODE(mode):o}. Call: chmod 600 {path}"
+                )
+            return file.read().strip()
     return (os.environ if environ is None else environ).get(SECRET, "")
 
 

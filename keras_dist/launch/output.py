@@ -1,9 +1,11 @@
 """Pass on the output of the ranks: to the screen, or to one file for each rank."""
 
 import contextlib
+import errno
 import os
 import re
 import selectors
+import stat
 import sys
 import time
 from pathlib import Path
@@ -60,9 +62,7 @@ class Output:
     def add(self, rank: int, stdout: Any, stderr: Any) -> None:
         """Read from the pipes of a rank."""
         if self._folder is not None:
-            # Append, so that the file has all runs of a job that is restarted.
-            path = self._folder / f"rank.{rank}.log"
-            self._files[rank] = open(path, "ab", buffering=0)  # noqa: SIM115
+            self._files[rank] = _log(self._folder / f"rank.{rank}.log")
         for pipe, screen in ((stdout, sys.stdout), (stderr, sys.stderr)):
             os.set_blocking(pipe.fileno(), False)
             is_filtered = pipe is stderr and not self._shows_all
@@ -198,6 +198,32 @@ class _Lines:
         self._is_interrupted = False
         # Nothing is left of a line whose end has come already.
         return self._prefix + part if part.strip(b"\r\n") else b""
+
+
+def _log(path: Path) -> IO[bytes]:
+    """The log file of a rank, to which each run of a job that is restarted appends.
+
+    Raises:
+        OSError: If it cannot be opened.
+        ValueError: If it is a link, or no file.
+    """
+    try:
+        # Another account may have put a link there, to a file of this user.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
+            raise
+        is_file = False
+    else:
+        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        if is_file:
+            return open(descriptor, "ab", buffering=0)
+        os.close(descriptor)
+    raise ValueError(
+        "The log of a rank must be a file of its own. Received: "
+        f"{path}, which is a link or no file. Remove it, or pass another `--log-dir`."
+    )
 
 
 def _read(descriptor: int) -> bytes | None:

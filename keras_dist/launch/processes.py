@@ -49,10 +49,10 @@ def make_folder(job: str, parent: Path | None = None) -> Path:
     return Path(tempfile.mkdtemp(prefix=_prefix(job), dir=parent))
 
 
-def kept_folder(job: str) -> Path | None:
+def lasting_folder(job: str) -> Path | None:
     """The folder for files of a job that outlive a start of its ranks on this host.
 
-    `make_kept_folder` makes it. Other users can read the id of the job in the names of
+    `make_lasting_folder` makes it. Other users can read the id of the job in the names of
     its folders, and make one of that name, so only one that is of this user and closed
     to others is taken.
 
@@ -62,18 +62,18 @@ def kept_folder(job: str) -> Path | None:
     Returns:
         `None` if there is none yet.
     """
-    prefix = _prefix(_kept(job))
+    prefix = _prefix(_lasting(job))
     found = sorted(Path(tempfile.gettempdir()).glob(f"{prefix}*"))
     return next(filter(_is_private, found), None)
 
 
-def make_kept_folder(job: str) -> Path:
-    """The folder of `kept_folder`, made if there is none yet."""
-    return kept_folder(job) or make_folder(_kept(job))
+def make_lasting_folder(job: str) -> Path:
+    """The folder of `lasting_folder`, made if there is none yet."""
+    return lasting_folder(job) or make_folder(_lasting(job))
 
 
-def _kept(job: str) -> str:
-    return f"{job}.kept"
+def _lasting(job: str) -> str:
+    return f"{job}.lasting"
 
 
 def _is_private(folder: Path) -> bool:

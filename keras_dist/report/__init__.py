@@ -11,7 +11,7 @@
 """
 
 from keras_dist.report.accuracy import accuracy_in
-from keras_dist.report.files import json_text, write_whole
+from keras_dist.report.files import json_text, new_file, write_whole
 from keras_dist.report.javascript import check_installed, javascript
 from keras_dist.report.training import Epoch, OfRank, Training
 from keras_dist.report.training_page import training_page
@@ -24,6 +24,7 @@ __all__ = [
     "check_installed",
     "javascript",
     "json_text",
+    "new_file",
     "training_page",
     "write_whole",
 ]

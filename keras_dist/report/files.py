@@ -5,7 +5,7 @@ import json
 import os
 import secrets
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> None:
@@ -30,6 +30,22 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
         with contextlib.suppress(OSError):
             draft.unlink()
         raise
+
+
+def new_file(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a file for writing that is made anew, in the place of what is there.
+
+    A link that somebody else has put there is removed, and never followed.
+
+    Args:
+        path: Path of a local file, in a folder that exists.
+
+    Raises:
+        OSError: If it cannot be made.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(path)
+    return open(path, "xb")
 
 
 def json_text(content: Any) -> str:

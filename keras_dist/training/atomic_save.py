@@ -13,6 +13,7 @@ from typing import Any
 import h5py
 
 from keras_dist import comm
+from keras_dist.report import new_file
 
 # The attribute of a file of weights that holds the epoch and batch of the training.
 _STAMP = "keras_dist_training"
@@ -41,6 +42,7 @@ def replace(path: Any, write: Callable[[str], Any], *, num_bytes: int = 0) -> An
     rank = comm.world_of_job().rank
     part = os.path.join(folder, f".keras_dist.{rank}.{name[-200:]}")
     try:
+        new_file(part).close()  # what `write` would follow may be a link
         if num_bytes:
             _reserve(part, max(num_bytes, _size(target)))
         result = write(part)
@@ -189,7 +191,7 @@ def _size(path: str) -> int:
 
 def _reserve(path: str, num_bytes: int) -> None:
     """Raise if there is no room: HDF5 ends the process when a write fails."""
-    with open(path, "wb") as file:
+    with open(path, "rb+") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, num_bytes)
         except OSError as error:

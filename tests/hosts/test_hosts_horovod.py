@@ -84,5 +84,5 @@ def test_keras_dist_run_gains_a_host_and_loses_another(net, shared):
     assert "host c has come" in errors and "host b" in errors
     assert all(len(sizes) <= 2 for sizes in training.sizes())
     # What a commit has left behind goes with the launcher, at least on its host.
-    done = net.run("a", ["sh", "-c", "ls -d /tmp/keras_dist.*.kept.*"])
+    done = net.run("a", ["sh", "-c", "ls -d /tmp/keras_dist.*.lasting.*"])
     assert done.stdout == ""

@@ -262,3 +262,15 @@ def test_a_sum_and_a_mean_in_one_loss_is_said_when_run_eagerly(world, name):
     found = [m for m in messages if "the step runs eagerly, and the loss has both" in m]
     assert bool(found) == (world.rank == 0), messages
     assert not [m for m in messages if "Error" in m]
+
+
+def test_more_elements_than_horovod_counts_are_an_error_on_all_ranks():
+    """It counts in 32 bits: the number became another one, or negative."""
+    for count in (2**31, 2**32 + 5):
+        for collective in (keras_dist.sum, keras_dist.average, keras_dist.broadcast):
+            traced = tf.function(
+                lambda c=collective, n=count: c(tf.zeros((n,), "int64"))
+            )
+            with pytest.raises(ValueError, match=f"with {count:,} elements. Divide it"):
+                traced.get_concrete_function()
+    assert keras_dist.sum(1) == keras_dist.size()
