@@ -52,9 +52,9 @@ def make_folder(job: str, parent: Path | None = None) -> Path:
 def lasting_folder(job: str) -> Path | None:
     """The folder for files of a job that outlive a start of its ranks on this host.
 
-    `make_lasting_folder` makes it. Other users can read the id of the job in the names of
-    its folders, and make one of that name, so only one that is of this user and closed
-    to others is taken.
+    `make_lasting_folder` makes it. Other users can read the id of the job in the names
+    of its folders, and make one of that name, so only one that is of this user and
+    closed to others is taken.
 
     Args:
         job: Id of the job.
