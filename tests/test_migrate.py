@@ -467,8 +467,6 @@ callbacks = [
     hvd.callbacks.MetricAverageCallback(),
     # As before
     tf.keras.callbacks.TerminateOnNaN(),  # first
-    # Slowly
-    hvd.callbacks.LearningRateWarmupCallback(initial_lr=rate, warmup_epochs=3),
     # At the end
     tf.keras.callbacks.EarlyStopping(),
 ]
@@ -506,12 +504,12 @@ callbacks.append(tf.keras.callbacks.ModelCheckpoint("a.keras"))
 keras_dist.dist_fit(
     model,
     data,
-    steps_per_epoch=500,
+    steps_per_epoch=500 // keras_dist.size(),
     callbacks=callbacks,
     epochs=24,
     verbose=1,
+    steps_scaling="none",
     compression="fp16",
-    warmup_epochs=3,
 )
 if keras_dist.rank() == 0:
     model.save("b.keras")
@@ -520,7 +518,6 @@ if keras_dist.rank() == 0:
 # Changes of that script with which one cannot be sure, and a word of the reason.
 NOT_PLAIN = {
     ("epochs=24", "epochs=24 // hvd.size()"): "one too many",
-    ("epochs=24", "epochs=24, validation_steps=9 * hvd.size()"): "one too many",
     ("rate = 0.001", "rate = 0.5 + 0.001"): "hvd.size",
     ("compression=hvd.Compression.fp16", "op=hvd.Adasum"): "only op=",
     ("compression=", "backward_passes_per_step=2, compression="): "only op=",
@@ -528,9 +525,6 @@ NOT_PLAIN = {
     ("CALL(0)", "CALL(1)"): "BroadcastGlobalVariablesCallback",
     ("model.save", "model.fit(data)\n    model.save"): "there are 2",
     ("model.save", "hvd.allreduce(1)\n    model.save"): "those of all ranks",
-    ("rate = 0.001 * hvd.size()", "rate = 0.001"): "warms up to the optimizer's rate",
-    ("initial_lr=rate", "initial_lr=0.5"): "warms up to the optimizer's rate",
-    ("=rate, warmup_epochs=3", "=rate, steps_per_epoch=9"): "counts the steps itself",
     ("model.save", "seed = 7 if hvd.rank() == 0 else 0\n    model.save"): "none of the",
     ("as hvd", "as hvd\nfrom horovod.keras.callbacks import M"): "single names",
     ('model.save("b.keras")', "K = tf.keras.backend; K.get_value(x)"): "variable.numpy",
@@ -538,12 +532,7 @@ NOT_PLAIN = {
 
 # Options that a script needs where it does not scale by itself.
 UNSCALED = {
-    (
-        "hvd.callbacks.LearningRateWarmupCallback(initial_lr=rate, warmup_epochs=3),",
-        "",
-        "0.001 * hvd.size()",
-        "0.001",
-    ): 'lr_scaling="none"',
+    ("0.001 * hvd.size()", "0.001"): 'lr_scaling="none"',
     ("500 // hvd.size()", "500"): 'steps_scaling="none"',
     (
         "data = make_data().shard(hvd.size(), hvd.rank()).batch(64)",
@@ -717,10 +706,257 @@ def test_a_script_that_is_not_plain_is_refused_with_the_reason(change):
     assert any(NOT_PLAIN[change] in one.text("train.py") for one in done.findings)
 
 
+# A script with arrays, and changes after which `dist_fit` would do something else.
+ARRAYS = """\
+import horovod.tensorflow.keras as hvd
+from tensorflow import keras
+
+hvd.init()
+x, y, x_val, y_val = load()
+x, y = x[hvd.rank() :: hvd.size()], y[hvd.rank() :: hvd.size()]
+rate = 0.1 * hvd.size()
+model = keras.Sequential([keras.layers.Dense(1)])
+opt = keras.optimizers.SGD(rate)
+opt = hvd.DistributedOptimizer(opt)
+verbose = 1 if hvd.rank() == 0 else 0
+model.compile(opt, "mse", metrics=["mae"])
+callbacks = [
+    hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+    hvd.callbacks.MetricAverageCallback(),
+]
+model.fit(x, y, epochs=2, callbacks=callbacks, verbose=verbose)
+"""
+X, Y = "x[hvd.rank() :: hvd.size()]", "y[hvd.rank() :: hvd.size()]"
+SHARDS = f"x, y = {X}, {Y}\n"
+COMPILE = 'model.compile(opt, "mse", metrics=["mae"])'
+FIT = "model.fit(x, y, epochs=2, callbacks=callbacks, verbose=verbose)"
+MEANT = {
+    # Another model
+    "a helper model is fitted": (
+        COMPILE,
+        "net = build(model)\nmodel.compile('adam', 'mse')\nnet.compile(opt, 'mse')",
+        "compiles 2 models",
+    ),
+    "two models are fitted": (FIT, f"{FIT}\nhelper.fit(x)", "there are 2"),
+    "it is compiled with another optimizer": (
+        COMPILE,
+        "model.compile('adam', 'mse')",
+        "not the one that is compiled with hvd.DistributedOptimizer",
+    ),
+    "it is compiled elsewhere": (COMPILE, "", "compiles 0 models"),
+    "it is loaded": (
+        "keras.Sequential([keras.layers.Dense(1)])",
+        "keras.models.load_model('a.keras')",
+        "not the one that is compiled",
+    ),
+    # A loop of its own
+    "train_on_batch": (FIT, f"{FIT}\nmodel.train_on_batch(x_val, y_val)", "beside"),
+    "a tape": (FIT, f"{FIT}\nwith tf.GradientTape() as tape: pass", "GradientTape"),
+    "a train step": (
+        "hvd.init()",
+        "class A(keras.Model):\n    def train_step(self, data): pass\n\nhvd.init()",
+        "may train otherwise",
+    ),
+    "a fit in a loop": (FIT, f"for _ in range(2):\n    {FIT}", "in a loop"),
+    "arguments that are not known": (FIT, "model.fit(x, **options)", "not known here"),
+    # Data
+    "steps of a rank's rows": (
+        FIT,
+        f"steps = len({X}) // 32\n{FIT}",
+        "used for something else than fit",
+    ),
+    "steps of a sharded name": (
+        FIT,
+        f"steps = len(x) // 32\n{FIT}",
+        "x is a rank's part here, and all of it with dist_fit",
+    ),
+    "only validation is sharded": (
+        SHARDS + "rate",
+        f"val = x_val{X[1:]}, y_val{Y[1:]}\nrate",
+        "used for something else than fit",
+    ),
+    "only validation is sharded, in the fit": (
+        f"{SHARDS}rate",
+        f"x_val, y_val = x_val{X[1:]}, y_val{Y[1:]}\nrate",
+        "only validation data is sharded",
+        "verbose=verbose)",
+        "verbose=verbose, validation_data=(x_val, y_val))",
+    ),
+    "only x is sharded": (SHARDS, f"x = {X}\n", "only a part of x and y"),
+    "predict of a rank's rows": (FIT, f"{FIT}\nmodel.predict(x)", "x is a rank's part"),
+    "evaluate of a rank's rows": (FIT, f"{FIT}\nmodel.evaluate(x, y)", "x is a rank's"),
+    "rows made of a rank's rows": (FIT, f"z = x / 255\n{FIT}", "x is a rank's part"),
+    "rows that are changed later": (SHARDS, f"{SHARDS}x = x / 255\n", "not understood"),
+    "a split": (
+        "verbose=verbose)",
+        "verbose=verbose, validation_split=0.2)",
+        "validation_split takes the end",
+    ),
+    "a part of each shard": (
+        SHARDS,
+        "x = data(x, y).shard(hvd.size(), hvd.rank()).take(9).batch(3)\ny = None\n",
+        "not understood",
+    ),
+    "shards that are repeated": (
+        SHARDS,
+        "x = data(x, y).shard(hvd.size(), hvd.rank()).repeat().batch(3)\ny = None\n",
+        "not understood",
+    ),
+    "the same validation steps on all ranks": (
+        "verbose=verbose)",
+        "verbose=verbose, validation_data=x_val, validation_steps=9)",
+        "the same validation_steps",
+    ),
+    "weights of rows": ("verbose=verbose)", "verbose=verbose, sample_weight=w)", "row"),
+    # Rate
+    "the rate is an L2 factor": (
+        "keras.layers.Dense(1)",
+        "keras.layers.Dense(1, kernel_regularizer=keras.regularizers.L2(rate))",
+        "rate is read here, too",
+    ),
+    "the rate is printed": (
+        FIT,
+        f"{FIT}\nprint(f'rate {{rate}}')",
+        "rate is read here",
+    ),
+    "the rate is an attribute": (
+        "rate = 0.1 * hvd.size()\n",
+        "args.rate = 0.1 * hvd.size()\n",
+        "args.rate, which other code may read, too",
+        "SGD(rate)",
+        "SGD(args.rate)",
+    ),
+    "one of two optimizers is scaled": (
+        "opt = hvd",
+        "other = keras.optimizers.Adam(0.1)\nopt = hvd",
+        "there are 2 optimizers",
+    ),
+    "absolute rates": (
+        "callbacks = [",
+        "callbacks = [\n    keras.callbacks.LearningRateScheduler(lambda e: 0.1),",
+        "LearningRateScheduler",
+    ),
+    "a rate that is lowered": (
+        "callbacks = [",
+        "callbacks = [\n    keras.callbacks.ReduceLROnPlateau(min_lr=0.01),",
+        "ReduceLROnPlateau",
+    ),
+    "a schedule of a rank's steps": (
+        "SGD(rate)",
+        "SGD(keras.optimizers.schedules.CosineDecay(0.1, 100 // 2))",
+        "counts a rank's steps",
+    ),
+    "decay, which becomes a schedule": (
+        "SGD(rate)",
+        "SGD(lr=0.1, decay=1e-3)",
+        "counts a rank's steps",
+    ),
+    "a rate that is read from the model": (
+        FIT,
+        f"{FIT}\nprint(model.optimizer.learning_rate)",
+        ".optimizer is used here",
+    ),
+    "the optimizer is read": (FIT, f"{FIT}\nprint(opt.iterations)", "opt is the opt"),
+    "warm-up": (
+        "callbacks = [",
+        "callbacks = [\n    hvd.callbacks.LearningRateWarmupCallback(rate, 3),",
+        "one step behind Horovod's, and does not correct the momentum",
+    ),
+    "an optimizer's own accumulation": (
+        "SGD(rate)",
+        "SGD(rate, gradient_accumulation_steps=2)",
+        "gradient_accumulation_steps",
+    ),
+    # Ranks
+    "verbose is the test for the first rank": (
+        FIT,
+        f"{FIT}\nif verbose:\n    model.save('a.keras')",
+        "verbose is read here, too",
+    ),
+    "a callback of its own": (
+        "hvd.init()",
+        "class A(keras.callbacks.Callback):\n    pass\n\nhvd.init()",
+        "callback of the script's own",
+    ),
+    "a callback that reads the rank": (
+        "callbacks = [",
+        "callbacks = [\n    keras.callbacks.LambdaCallback(lambda e, l: hvd.rank()),",
+        "what this callback does",
+    ),
+    "a callback of the first rank": (
+        FIT,
+        "if hvd.rank() == 0:\n    callbacks.append(keras.callbacks.EarlyStopping())\n"
+        + FIT,
+        "only the first rank has this callback",
+    ),
+    "callbacks from elsewhere": (
+        "callbacks = [",
+        "callbacks = make() + [",
+        "callbacks",
+    ),
+    "metrics of a rank": (
+        "    hvd.callbacks.MetricAverageCallback(),\n",
+        "",
+        "there is no MetricAverageCallback",
+    ),
+    "a callback that reads metrics of a rank": (
+        "callbacks = [",
+        "callbacks = [\n    keras.callbacks.EarlyStopping(),",
+        "before MetricAverageCallback",
+    ),
+    "the module as a value": (FIT, f"{FIT}\nfinish(hvd)", "hvd is used here"),
+    "rows with masks": ("keras.layers.Dense(1)", "keras.layers.Masking()", "each row"),
+    "a loss that is a sum": (
+        '"mse", m',
+        "keras.losses.MeanSquaredError(reduction='sum'), m",
+        "reduction= is passed",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", MEANT)
+def test_dist_fit_never_changes_what_a_script_means(change):
+    """It gives Horovod's numbers (`tests/ranks/test_migrate.py`), or is refused."""
+    assert fit.migrate(ARRAYS.encode()).is_whole
+    old, new, reason, *more = MEANT[change]
+    source = ARRAYS.replace(old, new)
+    if more:
+        source = source.replace(*more)
+    assert source != ARRAYS
+    done = fit.migrate(source.encode())
+    assert done.source == source.encode() and not done.is_whole
+    found = [one.text("train.py") for one in done.findings]
+    assert any(reason in text for text in found), found
+
+
+def test_dist_fit_begins_with_what_plain_migrate_makes():
+    """Lines are those of the file: a session, a generator, a model by another name."""
+    config = """\
+config = tf.compat.v1.ConfigProto()
+config.gpu_options.allow_growth = True
+config.gpu_options.visible_device_list = str(hvd.local_rank())
+tf.compat.v1.keras.backend.set_session(tf.compat.v1.Session(config=config))
+"""
+    source = ARRAYS.replace("hvd.init()\n", f"import tensorflow as tf\n{config}")
+    source = source.replace("model", "net").replace("SGD(rate)", "SGD(lr=rate)")
+    source = source.replace(SHARDS, "").replace("net.fit(x, y,", "net.fit_generator(x,")
+    done = fit.migrate(source.encode())
+    assert done.findings == ()
+    after = done.source.decode()
+    assert "keras_dist.dist_fit(net, x, epochs=2," in after and "hvd" not in after
+    assert "set_memory_growth" in after and "set_visible_devices" not in after
+    assert "SGD(learning_rate=rate)" in after and "rate = 0.1\n" in after
+    source = source.replace("net.fit", "other = net\nnet = other\nnet.fit")
+    assert fit.migrate(source.encode()).is_whole
+    source += "print(rate)\n"
+    (found,) = fit.migrate(source.encode()).findings
+    assert found.line == len(source.splitlines()) and "rate is read" in found.reason
+
+
 def test_data_that_is_not_sharded_stays_so():
-    """Each rank reads all of it then, unless the steps are fewer."""
+    """Each rank reads all of it then, also if it makes fewer steps."""
     plain = PLAIN.replace(".shard(hvd.size(), hvd.rank())", "")
-    assert b"shard" not in fit.migrate(plain.encode()).source
+    assert b'    shard="none",\n' in fit.migrate(plain.encode()).source
     plain = plain.replace("    steps_per_epoch=500 // hvd.size(),\n", "")
     assert b'    shard="none",\n' in fit.migrate(plain.encode()).source
 

@@ -36,11 +36,12 @@ callbacks.append(tf.keras.callbacks.ModelCheckpoint("checkpoint-{epoch}.h5"))
 keras_dist.dist_fit(
     model,
     dataset,
-    steps_per_epoch=48,
+    steps_per_epoch=48 // keras_dist.size(),
     epochs=2,
     callbacks=callbacks,
     verbose=2,
-    warmup_epochs=1,
+    steps_scaling="none",
+    shard="none",
 )
 if keras_dist.rank() == 0:
     model.save_weights("last.weights.h5")

@@ -36,7 +36,6 @@ model.compile(
 callbacks = [
     hvd.callbacks.BroadcastGlobalVariablesCallback(0),
     hvd.callbacks.MetricAverageCallback(),
-    hvd.callbacks.LearningRateWarmupCallback(initial_lr=scaled_lr, warmup_epochs=1),
     tf.keras.callbacks.EarlyStopping("loss", patience=3),
 ]
 # Checkpoints are written by the first rank only

@@ -20,5 +20,6 @@ All but `command` and `report` needs libcst, which `keras-dist[migrate]` install
 - `symbolic`: functions of TensorFlow on symbolic tensors
 - `sessions`: sessions of TensorFlow 1
 - `fit`: with `--to dist_fit`, Horovod's callbacks and scaling become one call
-- `plan`: which lines that call can replace, and its options
+- `plan`: which lines that call can replace, and its options; or why it cannot
+- `data`: which data a script divides among the ranks
 """

@@ -1,6 +1,8 @@
 """With `--to dist_fit`: one call instead of Horovod's optimizer and callbacks."""
 
-from collections.abc import Sequence
+import dataclasses
+import difflib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import libcst as cst
@@ -15,11 +17,9 @@ from keras_dist.migrate.arguments import (
     without_elements,
 )
 from keras_dist.migrate.names import count_uses, dotted
-from keras_dist.migrate.plan import AVERAGE, BROADCAST, OPTIMIZER, WARMUP, Plan
+from keras_dist.migrate.plan import ADDS, AVERAGE, BROADCAST, OPTIMIZER, Plan
 from keras_dist.migrate.report import Migrated
 from keras_dist.migrate.script import Script
-
-_ADDS = m.Call(func=m.Attribute(attr=m.Name("append") | m.Name("extend")))
 
 
 def migrate(source: bytes) -> Migrated:
@@ -34,15 +34,30 @@ def migrate(source: bytes) -> Migrated:
     first = keras_3.migrate(source)
     if not first.is_whole:
         return Migrated(source, first.findings)
-    module = cst.parse_module(source)
+    module = cst.parse_module(first.source)
     positions = MetadataWrapper(module, unsafe_skip_copy=True).resolve(PositionProvider)
     script = Script(module, positions)
     if not script.names.uses("hvd") or not script.names.uses_keras():
         return first
     plan = Plan(script)
     changed = module.visit(_Rewrite(script, plan))
-    findings = tuple(sorted({*plan.refusals(), *script.findings}))
-    return Migrated(source, findings) if findings else keras_3.migrate(changed.bytes)
+    new = {*plan.finish_refusals(), *script.findings}
+    lines = _lines_before(source, first.source)
+    moved = {dataclasses.replace(one, line=lines(one.line)) for one in new}
+    findings = tuple(sorted({*first.findings, *moved}))
+    is_sure = not any(finding.is_left for finding in findings)
+    return Migrated(changed.bytes if is_sure else source, findings)
+
+
+def _lines_before(old: bytes, new: bytes) -> Callable[[int], int]:
+    """Which line of a file has become a line of it on Keras 3."""
+    before, after = old.splitlines(), new.splitlines()
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+    lines: dict[int, int] = {}
+    for _, start, end, first, last in matcher.get_opcodes():
+        for index in range(first, last):
+            lines[index + 1] = min(start + index - first, max(start, end - 1)) + 1
+    return lambda line: lines.get(line, line)
 
 
 # What stands for a line that is removed, until its block is left.
@@ -51,7 +66,7 @@ _MARK = cst.Comment("# keras-dist: removed")
 
 def _added(line: cst.CSTNode) -> Sequence[cst.Arg]:
     """What a line such as `callbacks.append(…)` adds to a list, if it does."""
-    if not m.matches(line, m.SimpleStatementLine([m.Expr(_ADDS)])):
+    if not m.matches(line, m.SimpleStatementLine([m.Expr(ADDS)])):
         return ()
     statement = cst.ensure_type(line, cst.SimpleStatementLine).body[0]
     call = cst.ensure_type(statement, cst.Expr).value
@@ -144,8 +159,9 @@ class _Rewrite(cst.CSTTransformer):
         old, new = original_node.body[0], updated_node.body[0]
         if isinstance(old, cst.Assign) and isinstance(new, cst.Assign):
             target = dotted(old.targets[0].target)
-            is_plain = target is not None and target == dotted(new.value)
-            if is_plain and dotted(old.value) != target:
+            code = cst.Module([]).code_for_node
+            is_plain = code(new.targets[0].target) == code(new.value)
+            if is_plain and code(old.value) != code(new.value):
                 return _removed(original_node)
             if target is not None and self._is_for_pinning(target, old.value):
                 return _removed(original_node)
@@ -154,7 +170,7 @@ class _Rewrite(cst.CSTTransformer):
         if self._plan.is_call(old.value, "hvd.init"):
             self._plan.finish(old)
             return _removed(original_node)
-        is_added = m.matches(old.value, _ADDS) and len(old.value.args) == 1
+        is_added = m.matches(old.value, ADDS) and len(old.value.args) == 1
         if is_added and self._is_removed(old.value.args[0].value):
             return _removed(original_node)
         return updated_node
@@ -167,13 +183,12 @@ class _Rewrite(cst.CSTTransformer):
     def leave_BinaryOperation(
         self, original_node: cst.BinaryOperation, updated_node: cst.BinaryOperation
     ) -> cst.BaseExpression:
-        """`0.001 * hvd.size()` of a rate, `500 // hvd.size()` of steps."""
+        """`0.001 * hvd.size()` of a rate."""
         plan, operator = self._plan, original_node.operator
         right = plan.is_call(original_node.right, "hvd.size")
         left = plan.is_call(original_node.left, "hvd.size")
         is_rate = isinstance(operator, cst.Multiply) and original_node in plan.rates
-        is_steps = isinstance(operator, cst.FloorDivide) and original_node in plan.steps
-        if right and (is_rate or is_steps):
+        if right and is_rate:
             plan.finish(original_node.right)
             return updated_node.left
         if left and is_rate:
@@ -201,6 +216,11 @@ class _Rewrite(cst.CSTTransformer):
             return updated_node
         self._plan.finish(original_node.test)
         added = [_added(line) for line in original_node.body.body]
+        if any(one and not self._plan.writes(one) for one in added):
+            reason = (
+                "only the first rank has this callback, and dist_fit runs it on all"
+            )
+            self._plan.refuse(original_node, reason)
         if original_node.orelse is None and all(
             self._plan.writes(one) for one in added
         ):
@@ -215,20 +235,20 @@ class _Rewrite(cst.CSTTransformer):
         self, original_node: cst.Subscript, updated_node: cst.Subscript
     ) -> cst.BaseExpression:
         """`x[hvd.rank() :: hvd.size()]`."""
-        if not self._plan.is_shard(original_node):
-            return updated_node
-        self._plan.finish(original_node.slice[0])
-        return updated_node.value
+        is_shard = original_node in self._plan.data.shards
+        return updated_node.value if is_shard else updated_node
 
     def leave_Call(
         self, original_node: cst.Call, updated_node: cst.Call
     ) -> cst.BaseExpression:
         """`dataset.shard(…)`, `hvd.DistributedOptimizer(…)`, `model.fit(…)`."""
         func = original_node.func
-        if self._plan.is_shard(original_node):
-            for arg in original_node.args:
-                self._plan.finish(arg)
+        if original_node in self._plan.data.shards:
             return cst.ensure_type(updated_node.func, cst.Attribute).value
+        is_size = self._plan.is_call(original_node, "hvd.size")
+        if is_size and original_node in self._plan.steps:
+            self._plan.finish(original_node)
+            return cst.parse_expression("keras_dist.size()")
         is_optimizer = self._script.names.of(func) == OPTIMIZER
         if is_optimizer and func in self._plan.done:
             return passed(updated_node, "optimizer", 0) or updated_node
@@ -266,7 +286,6 @@ class _Rewrite(cst.CSTTransformer):
         root = passed(node, "root_rank", 0)
         found = name == BROADCAST and len(node.args) == 1 and literal(root) == 0
         found |= name == AVERAGE and not node.args
-        found |= name == WARMUP and self._plan.can_warm_up(node)
         if found:
             self._plan.finish(node)
         return found

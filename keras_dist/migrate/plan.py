@@ -1,16 +1,20 @@
-"""What a script says about its training, and which lines `dist_fit` can replace."""
+"""What a script says about its training, and whether one `dist_fit` does the same.
 
-from collections.abc import Sequence
+Whatever is not understood is a reason to leave the script as it is.
+"""
+
+from collections.abc import Iterator, Sequence
 
 import libcst as cst
 from libcst import matchers as m
 
 from keras_dist.migrate.arguments import keyword, literal, passed
+from keras_dist.migrate.data import Data
 from keras_dist.migrate.names import dotted, walk
 from keras_dist.migrate.report import Finding
 from keras_dist.migrate.script import Script
 
-_BY_HAND = "Change it by hand, or migrate without --to"
+BY_HAND = "Change it by hand, or migrate without --to"
 
 # What `dist_fit` does otherwise than a name of Horovod's, where a script is refused.
 _INSTEAD = {
@@ -20,15 +24,21 @@ _INSTEAD = {
     "hvd.callbacks.LearningRateScheduleCallback": "keras.callbacks."
     "LearningRateScheduler would take the rates of one process",
     "hvd.DistributedOptimizer": "dist_fit takes only op= and compression= of it",
-    "hvd.callbacks.LearningRateWarmupCallback": "dist_fit warms up to the optimizer's "
-    "rate, scaled by the ranks, and counts the steps itself",
-    "hvd.size": "dist_fit scales rate and steps itself, so this may be one too many",
+    "hvd.callbacks.LearningRateWarmupCallback": "the warm-up of dist_fit is one step "
+    "behind Horovod's, and does not correct the momentum",
+    "hvd.size": "dist_fit scales the rate itself, so this may be one too many",
 }
+_WARM_UP = (
+    "Remove it, convert the script, and pass warmup_epochs= to dist_fit, if that is "
+    "near enough"
+)
 _UNKNOWN = "it is none of the idioms that dist_fit replaces"
+
+# What adds callbacks to a list.
+ADDS = m.Call(func=m.Attribute(attr=m.Name("append") | m.Name("extend")))
 
 BROADCAST = "hvd.callbacks.BroadcastGlobalVariablesCallback"
 AVERAGE = "hvd.callbacks.MetricAverageCallback"
-WARMUP = "hvd.callbacks.LearningRateWarmupCallback"
 OPTIMIZER = "hvd.DistributedOptimizer"
 _STEPS = {
     "steps_per_epoch": "steps_scaling",
@@ -38,6 +48,13 @@ _WRITING = {
     f"keras.callbacks.{name}"
     for name in ("BackupAndRestore", "CSVLogger", "ModelCheckpoint", "TensorBoard")
 }
+# Callbacks that read metrics, so that it matters whether these are averaged before.
+_READING = _WRITING | {"keras.callbacks.EarlyStopping"}
+_CALLBACKS = {
+    *_READING,
+    *(f"keras.callbacks.{name}" for name in ("History", "TerminateOnNaN")),
+    *(AVERAGE, BROADCAST),
+}
 # Values of arguments of the optimizer, as options of `dist_fit`.
 _OPTIONS = {
     "hvd.Compression.fp16": ("compression", '"fp16"'),
@@ -45,13 +62,54 @@ _OPTIONS = {
     "hvd.Sum": ("op", '"sum"'),
     "hvd.Average": None,
 }
+# Arguments of a Keras optimizer that mean the same to Horovod and to `dist_fit`.
+_OF_OPTIMIZER = {
+    *("learning_rate", "momentum", "nesterov", "rho", "beta_1", "beta_2", "epsilon"),
+    *("amsgrad", "centered", "initial_accumulator_value", "weight_decay", "clipnorm"),
+    *("clipvalue", "global_clipnorm", "name"),
+}
+
+# Calls, by their last word, and names that a script with one `dist_fit` cannot have.
+_LOOP = "it trains beside dist_fit, where no gradient is averaged"
+_CALLS = {
+    "train_on_batch": _LOOP,
+    "apply_gradients": _LOOP,
+    "GradientTape": _LOOP,
+    "minimize": _LOOP,
+    "set_weights": "it changes weights, and dist_fit does so, too",
+    **dict.fromkeys(
+        ("locals", "globals", "vars", "exec", "eval"), "it may read any other name"
+    ),
+}
+_SCHEDULE = "it sets or reads the rate, which dist_fit scales"
+_ROWS = "Horovod counts each rank the same, and dist_fit each row"
+_NAMES = {
+    "keras.callbacks.LearningRateScheduler": _SCHEDULE,
+    "keras.callbacks.ReduceLROnPlateau": _SCHEDULE,
+    "keras.optimizers.schedules": "a schedule counts a rank's steps, and dist_fit "
+    "those of one process",
+    "keras.layers.Masking": _ROWS,
+}
+_ATTRIBUTES = {
+    "optimizer": "the optimizer of a model is dist_fit's while it trains, and has the "
+    "rate of one process",
+    "learning_rate": _SCHEDULE,
+}
+_KEYWORDS = {
+    "mask_zero": _ROWS,
+    "synchronized": "dist_fit normalizes by the rows of all ranks",
+    "reduction": "dist_fit applies it to the rows of all ranks",
+    "weighted_metrics": _ROWS,
+    "sample_weight": _ROWS,
+}
+_METHODS = ("train_step", "compute_loss", "apply_gradients")
 
 
 class Plan:
-    """Where rates and steps of a script are, and what `dist_fit` has to be passed.
+    """Which lines of a script `dist_fit` replaces, and its options; or why it cannot.
 
     Args:
-        script: The file.
+        script: The file, on Keras 3 and `keras_dist.horovod`.
     """
 
     def __init__(self, script: Script):
@@ -61,119 +119,238 @@ class Plan:
         self.steps: set[cst.CSTNode] = set()
         self.verbose: set[cst.CSTNode] = set()
         self.done: set[cst.CSTNode] = set()
+        self.refusals: list[Finding] = []
         self._script = script
-        self._divides = False
-        self._uses: list[cst.Attribute] = []
+        self._compiled: cst.BaseExpression | None = None  # its optimizer
+        self.data = Data(script, self.is_call)
+        self._calls = [one for one in script.nodes if isinstance(one, cst.Call)]
+        self._refuse_what_differs()
+        self.fits = [one for one in self._calls if self._is_fit(one)]
+        if len(self.fits) != 1:
+            reason = f"dist_fit replaces one model.fit, and there are {len(self.fits)}"
+            self.refuse(self.fits[1] if self.fits else script.module, reason)
+            return
+        self._look_at_fit(self.fits[0])
+        self._look_at_optimizer()
+        self._look_at_callbacks()
+        self._look_at_data(self.fits[0])
 
-        self._rates_of_optimizers: set[str] = set()
-
-        self._look_at_uses()
-        for node in script.nodes:
-            if isinstance(node, cst.Call):
-                self._look(node)
-        self._is_rate_scaled = any(self._is_scaled(node) for node in self.rates)
-        if not self._is_rate_scaled:
-            self.options["lr_scaling"] = '"none"'
-        if not any(self.is_shard(node) for node in script.nodes) and not self._divides:
-            self.options["shard"] = '"none"'  # each rank reads all of it, as before
-
-    def _look_at_uses(self) -> None:
-        """Each use of Horovod, by its longest name."""
-        shorter: set[cst.CSTNode] = set()
-        for node in self._script.nodes:
-            if not isinstance(node, cst.Attribute) or node in shorter:
-                continue
-            if (self._script.names.of(node) or "").startswith("hvd."):
-                self._uses.append(node)
-                shorter |= set(walk(node))
-
-    def _look(self, node: cst.Call) -> None:
-        """Where rates and steps are passed, and options."""
-        name = self._script.names.of(node.func)
-        if self._script.optimizer_class(node) is not None:
-            rate = passed(node, "learning_rate", 0) or passed(node, "lr", 0)
-            self._rates_of_optimizers.add(self._text(self._add(rate, self.rates)))
-        elif name == WARMUP:
-            self._add(passed(node, "initial_lr", 0), self.rates)
-            epochs = passed(node, "warmup_epochs", 1)
-            code = self._script.module.code_for_node(epochs) if epochs else "5"
-            self.options["warmup_epochs"] = code
-        elif name == OPTIMIZER:
-            self._look_at_optimizer(node)
-        is_fit = m.matches(node.func, m.Attribute(attr=m.Name("fit")))
-        if is_fit and self._script.is_model(node.func.value):  # type: ignore[attr-defined]
-            self._look_at_fit(node)
-
-    def can_warm_up(self, node: cst.Call) -> bool:
-        """Whether `dist_fit` warms up as this callback does: to the optimizer's rate.
-
-        The optimizer's is the rate of all ranks, so there is something to warm up to.
-        """
-        rate = passed(node, "initial_lr", 0)
-        is_known = passed(node, "steps_per_epoch", 3) is None and rate is not None
-        text = self._text(self._add(rate, set()))
-        return is_known and self._is_rate_scaled and {text} == self._rates_of_optimizers
-
-    def writes(self, args: Sequence[cst.Arg]) -> bool:
-        """Whether callbacks that are added to a list are those of Keras that write.
-
-        `dist_fit` runs them on the first rank by itself, and others on all ranks.
-        """
-        found: list[cst.BaseExpression] = []
-        for arg in args:
-            is_several = isinstance(arg.value, (cst.List, cst.Tuple))
-            inner = arg.value.elements if is_several else [arg]  # type: ignore[attr-defined]
-            found += [(self._add(one.value, set()) or [one.value])[-1] for one in inner]
-        names = [
-            self._script.names.of(one.func) if isinstance(one, cst.Call) else None
-            for one in found
-        ]
-        return bool(names) and all(name in _WRITING for name in names)
-
-    def _text(self, values: list[cst.BaseExpression]) -> str:
-        """The text of a value; or of what its name is assigned, where that is once."""
-        node = values[1] if len(values) == 2 else values[0] if values else None
-        return "" if node is None else self._script.module.code_for_node(node)
-
-    def is_call(self, node: cst.CSTNode | None, name: str) -> bool:
-        """Whether a node is `hvd.size()`, for example."""
-        if not isinstance(node, cst.Call) or node.args:
-            return False
-        return self._script.names.of(node.func) == name
-
-    def is_shard(self, node: cst.CSTNode) -> bool:
-        """Whether this is the part of some data that a rank reads."""
-        if isinstance(node, cst.Call):
-            values: list[cst.CSTNode | None] = [arg.value for arg in node.args]
-            is_method = m.matches(node.func, m.Attribute(attr=m.Name("shard")))
-        elif isinstance(node, cst.Subscript) and len(node.slice) == 1:
-            index = node.slice[0].slice
-            is_method = isinstance(index, cst.Slice) and index.upper is None
-            values = [index.step, index.lower] if isinstance(index, cst.Slice) else []
-        else:
-            return False
-        names = ["hvd.size", "hvd.rank"]
-        return is_method and len(values) == 2 and all(map(self.is_call, values, names))
-
-    def finish(self, node: cst.CSTNode) -> None:
-        """Note that all uses of Horovod in a node are replaced."""
-        self.done |= set(m.findall(node, m.Attribute()))
-
-    def refusals(self) -> list[Finding]:
-        """Why one cannot be sure of this script; empty if one can."""
-        found = []
-        for node in self._uses:
+    def finish_refusals(self) -> list[Finding]:
+        """Return why one cannot be sure of this script; empty if one can."""
+        found = list(self.refusals)
+        for node in self._uses():
             if node not in self.done:
                 name = self._script.names.of(node) or ""
                 known = [text for key, text in _INSTEAD.items() if name.startswith(key)]
                 reason = f"{name} is used here, and {[*known, _UNKNOWN][0]}"
-                found.append(Finding(self._script.line(node), reason, _BY_HAND))
-        if len(self.fits) != 1:
-            reason = f"dist_fit replaces one model.fit, and there are {len(self.fits)}"
-            found.append(Finding(1, reason, _BY_HAND))
+                advice = _WARM_UP if name.endswith("WarmupCallback") else BY_HAND
+                found.append(Finding(self._script.line(node), reason, advice))
         return found
 
-    def _look_at_optimizer(self, node: cst.Call) -> None:
+    def refuse(self, node: cst.CSTNode, reason: str, advice: str = BY_HAND) -> None:
+        """Note why one cannot be sure of the script."""
+        self.refusals.append(Finding(self._script.line(node), reason, advice))
+
+    def _uses(self) -> Iterator[cst.CSTNode]:
+        """Each use of Horovod, by its longest name; also the module as a value."""
+        script = self._script
+        for node in script.nodes:
+            if node not in script.shorter and script.is_read(node):
+                name = script.names.of(node) or ""
+                if name == "hvd" or name.startswith("hvd."):
+                    yield node
+
+    def _refuse_what_differs(self) -> None:
+        """What means something else beside `dist_fit`, wherever it is."""
+        script = self._script
+        for call in self._calls:
+            word = (dotted(call.func) or "").rpartition(".")[2]
+            if isinstance(call.func, cst.Attribute):
+                word = call.func.attr.value
+            if word in _CALLS:
+                self.refuse(call, f"{word} is called here: {_CALLS[word]}")
+            for arg in call.args:
+                name = arg.keyword.value if arg.keyword is not None else ""
+                is_default = literal(arg.value) in (None, False, "sum_over_batch_size")
+                if name in _KEYWORDS and not is_default:
+                    self.refuse(call, f"{name}= is passed here: {_KEYWORDS[name]}")
+        for node in script.nodes:
+            if isinstance(node, (cst.Attribute, cst.Name)) and script.is_read(node):
+                self._refuse_name(node)
+            elif isinstance(node, cst.ClassDef):
+                self._refuse_class(node)
+
+    def _refuse_name(self, node: cst.Attribute | cst.Name) -> None:
+        name = self._script.names.of(node) or ""
+        is_whole = node not in self._script.shorter
+        for known, reason in _NAMES.items():
+            if is_whole and f"{name}.".startswith(f"{known}."):
+                self.refuse(node, f"{name} is used here: {reason}")
+        word = node.attr.value if isinstance(node, cst.Attribute) else ""
+        if name or word not in _ATTRIBUTES:
+            return
+        owner = cst.ensure_type(node, cst.Attribute).value
+        makers = [one for one in self._values(owner) if isinstance(one, cst.Call)]
+        is_option = any("parse" in (dotted(one.func) or "") for one in makers)
+        if not is_option:
+            self.refuse(node, f".{word} is used here: {_ATTRIBUTES[word]}")
+
+    def _refuse_class(self, node: cst.ClassDef) -> None:
+        bases = [self._script.names.of(base.value) or "" for base in node.bases]
+        if any(name.startswith("keras.callbacks.") for name in bases):
+            reason = (
+                "what a callback of the script's own does on each rank is not known"
+            )
+            self.refuse(node.name, reason)
+        for one in walk(node):
+            if isinstance(one, cst.FunctionDef) and one.name.value in _METHODS:
+                reason = (
+                    f"{one.name.value} is the script's own, and may train otherwise"
+                )
+                self.refuse(one.name, reason)
+
+    def _is_fit(self, node: cst.Call) -> bool:
+        """Whether this is `fit` of a model, or of what may be one."""
+        if not m.matches(node.func, m.Attribute(attr=m.Name("fit"))):
+            return False
+        owner = cst.ensure_type(node.func, cst.Attribute).value
+        values = self._script.values(dotted(owner) or "")
+        names = [self._maker(value) for value in values]
+        # Made by another library, as a `StandardScaler()`.
+        is_other = bool(names) and all(
+            name is not None and not name.startswith(("keras", "tf")) for name in names
+        )
+        return not is_other and self._script.names.of(owner) is None
+
+    def _maker(self, value: cst.BaseExpression | None) -> str | None:
+        return (
+            self._script.names.of(value.func) if isinstance(value, cst.Call) else None
+        )
+
+    def _look_at_fit(self, fit: cst.Call) -> None:
+        if any(arg.star for arg in fit.args):
+            self.refuse(fit, "the arguments of fit are not known here")
+        if self._script.is_in_loop(fit):
+            self.refuse(
+                fit, "fit is called in a loop, and dist_fit begins anew each time"
+            )
+        verbose = keyword(fit, "verbose")
+        if verbose is not None:
+            self._add_verbose(verbose.value)
+        for name, option in _STEPS.items():
+            arg = keyword(fit, name)
+            if arg is None or literal(arg.value) is None:
+                continue
+            # They stay those of a rank: dist_fit rounds up what a script rounds down.
+            self.options[option] = '"none"'
+            for value in self._values(arg.value):
+                self.steps |= {one for one in walk(value) if isinstance(one, cst.Call)}
+        self._look_at_model(fit)
+
+    def _add_verbose(self, value: cst.BaseExpression) -> None:
+        values = self._values(value)
+        self.verbose |= set(values)
+        if any(isinstance(one, cst.IfExp) for one in values[1:]):
+            self._refuse_other_reads(value, "is 1 on all ranks then")
+
+    def _values(self, value: cst.BaseExpression) -> list[cst.BaseExpression]:
+        """A value, and all that the file assigns to it if it is a name."""
+        name = dotted(value)
+        named = self._script.values(name) if name else []
+        return [value, *(one for one in named if one is not None)]
+
+    def _refuse_other_reads(self, read: cst.CSTNode, reason: str) -> None:
+        """Refuse a script that reads a name which is assigned another value then."""
+        name = dotted(read) or ""
+        if "." in name:
+            self.refuse(read, f"{name}, which other code may read, too, {reason}")
+            return
+        if len(self._script.values(name)) > 1:
+            self.refuse(read, f"{name} is assigned more than once, and {reason}")
+        for other in self._script.reads(name):
+            if other is not read:
+                self.refuse(other, f"{name} is read here, too, and {reason}")
+
+    def _look_at_model(self, fit: cst.Call) -> None:
+        """Whether the model that is fitted is the one compiled for Horovod."""
+        script = self._script
+        compiles = [
+            one
+            for one in self._calls
+            if m.matches(one.func, m.Attribute(attr=m.Name("compile")))
+            and script.names.of(one.func) is None
+        ]
+        if len(compiles) != 1:
+            reason = (
+                f"the file compiles {len(compiles)} models, and dist_fit trains one"
+            )
+            self.refuse(compiles[1] if compiles else fit, reason)
+            return
+        owner = cst.ensure_type(fit.func, cst.Attribute).value
+        made = {str(self._maker(one)).rpartition(".")[2] for one in self._values(owner)}
+        compiled = passed(compiles[0], "optimizer", 0)
+        by_name = self._reaching(compiled)
+        is_ours = any(self._maker(one) == OPTIMIZER for one in by_name)
+        if not is_ours or not made.isdisjoint({"load_model", "clone_model"}):
+            reason = "the model that is fitted is not the one that is compiled with "
+            self.refuse(compiles[0], f"{reason}hvd.DistributedOptimizer here")
+        self._compiled = compiled
+
+    def _reaching(
+        self, node: cst.BaseExpression | None
+    ) -> Sequence[cst.BaseExpression | None]:
+        """The values that an expression may have, where it is a name."""
+        name = dotted(node)
+        if node is None or name is None:
+            return [node]
+        return self._script.values_at(name, node)
+
+    def _look_at_optimizer(self) -> None:
+        """The one optimizer, its rate, and how it averages."""
+        script = self._script
+        ours = [one for one in self._calls if script.names.of(one.func) == OPTIMIZER]
+        made = [one for one in self._calls if script.optimizer_class(one) is not None]
+        if len(ours) != 1 or len(made) != 1:
+            reason = (
+                f"there are {len(made)} optimizers, and {len(ours)} of them averages"
+            )
+            self.refuse([script.module, *made, *ours][-1], reason)
+            return
+        inner = passed(ours[0], "optimizer", 0)
+        values = [one for one in self._reaching(inner) if one is not ours[0]]
+        if values != made:
+            self.refuse(ours[0], "which optimizer this is is not known here")
+        for name in {dotted(inner), dotted(self._target_of(ours[0]))} - {None}:
+            for read in script.reads(str(name)):
+                if read is not inner and read is not self._compiled:
+                    reason = "it is read here, too, and does not average then"
+                    self.refuse(read, f"{name} is the optimizer: {reason}")
+        self._look_at_options(ours[0])
+        for arg in made[0].args[1:] if not _is_named(made[0]) else made[0].args:
+            name = arg.keyword.value if arg.keyword is not None else ""
+            if name not in _OF_OPTIMIZER:
+                self.refuse(
+                    arg.value, f"argument {name or 'without a name'} of an optimizer"
+                )
+        self._look_at_rate(passed(made[0], "learning_rate", 0))
+
+    def _target_of(self, value: cst.CSTNode) -> cst.CSTNode | None:
+        for node in self._script.nodes:
+            if isinstance(node, cst.Assign) and node.value is value:
+                return node.targets[0].target
+        return None
+
+    def _look_at_rate(self, rate: cst.BaseExpression | None) -> None:
+        values = self._values(rate) if rate is not None else []
+        scaled = [one for one in values if self._is_scaled(one)]
+        if not scaled:
+            self.options["lr_scaling"] = '"none"'
+            return
+        self.rates |= set(scaled)
+        if rate is not None and rate not in scaled:
+            self._refuse_other_reads(rate, "is not multiplied by the ranks then")
+
+    def _look_at_options(self, node: cst.Call) -> None:
         plain = {
             "name": (),
             "compression": ("hvd.Compression.fp16", "hvd.Compression.none"),
@@ -195,31 +372,91 @@ class Plan:
         self.options |= dict(one for one in options if one is not None)
         self.finish(node.func)
 
-    def _look_at_fit(self, node: cst.Call) -> None:
-        self.fits.append(node)
-        verbose = keyword(node, "verbose")
-        self._add(verbose.value if verbose is not None else None, self.verbose)
-        for name, option in _STEPS.items():
-            arg = keyword(node, name)
-            if arg is None or literal(arg.value) is None:
+    def _look_at_callbacks(self) -> None:
+        """Those of Horovod and Keras that are known; others may do anything."""
+        fit, script = self.fits[0], self._script
+        given = passed(fit, "callbacks", 5)
+        lists = self._values(given) if given is not None else []
+        lists = lists[1:] or lists  # what the name is, or the list itself
+        elements: list[cst.BaseExpression] = []
+        for one in lists:
+            if not isinstance(one, (cst.List, cst.Tuple)):
+                self.refuse(one, "which callbacks these are is not known here")
+                return
+            elements += [element.value for element in one.elements]
+        order = [self._kind(element) for element in elements]
+        known = {id(given)}
+        for call in self._calls:
+            owner = call.func.value if isinstance(call.func, cst.Attribute) else None
+            if owner is None or given is None or dotted(owner) != dotted(given):
                 continue
-            values = self._add(arg.value, self.steps)
-            is_divided = any(self._is_divided(value) for value in values)
-            self._divides |= is_divided and name == "steps_per_epoch"
-            if not is_divided:
-                self.options[option] = '"none"'
+            if m.matches(call, ADDS) and call.args:
+                known.add(id(owner))
+                elements += _elements(call.args)
+        for read in script.reads(dotted(given) or ""):
+            if id(read) not in known:
+                reason = "which callbacks these are is not known, as they are used here"
+                self.refuse(read, reason)
+        kinds = [self._kind(element) for element in elements]
+        for node, kind in zip(elements, kinds, strict=True):
+            if kind not in _CALLBACKS and not str(kind).startswith("hvd."):
+                self.refuse(node, "what this callback does on each rank is not known")
+        for needed in (BROADCAST, AVERAGE):
+            if needed not in kinds:
+                short = needed.removeprefix("hvd.callbacks.")
+                reason = f"there is no {short}, so that each rank has values of its own"
+                self.refuse(fit, reason, "Add it, and convert the script then")
+        if AVERAGE in order and any(
+            kind in _READING for kind in order[: order.index(AVERAGE)]
+        ):
+            reason = (
+                "a callback before MetricAverageCallback reads a rank's own metrics"
+            )
+            self.refuse(fit, reason, "Put it behind")
+        if "keras.layers.BatchNormalization" in map(script.names.of, script.nodes):
+            self._note_statistics()
 
-    def _add(
-        self, value: cst.BaseExpression | None, to: set[cst.CSTNode]
-    ) -> list[cst.BaseExpression]:
-        """Note a value, or those of the name that it is."""
-        if value is None:
-            return []
-        name = dotted(value)
-        named = self._script.values(name) if name else []
-        values = [value, *(one for one in named if one is not None)]
-        to |= set(values)
-        return values
+    def _note_statistics(self) -> None:
+        self._script.note(
+            self.fits[0],
+            "the moving statistics of BatchNormalization are those of all ranks then, "
+            "and Horovod has those of one rank",
+            "Results of an evaluation may differ by that",
+        )
+
+    def _kind(self, node: cst.BaseExpression) -> str | None:
+        """The class of a callback, which may have a name."""
+        kinds = {self._maker(one) for one in self._reaching(node)}
+        return kinds.pop() if len(kinds) == 1 else None
+
+    def _look_at_data(self, fit: cst.Call) -> None:
+        found = self.data.look(fit)
+        for node, reason in self.data.reasons:
+            self.refuse(node, reason)
+        for node in self.data.shards:
+            inner = node.args if isinstance(node, cst.Call) else node.slice  # type: ignore[attr-defined]
+            for part in inner:
+                self.finish(part)
+        if not found:
+            self.options["shard"] = '"none"'  # each rank reads all of it, as before
+
+    def writes(self, args: Sequence[cst.Arg]) -> bool:
+        """Whether callbacks that are added to a list are those of Keras that write.
+
+        `dist_fit` runs them on the first rank by itself, and others on all ranks.
+        """
+        found = _elements(args)
+        return bool(found) and all(self._kind(one) in _WRITING for one in found)
+
+    def is_call(self, node: cst.CSTNode | None, name: str) -> bool:
+        """Whether a node is `hvd.size()`, for example."""
+        if not isinstance(node, cst.Call) or node.args:
+            return False
+        return self._script.names.of(node.func) == name
+
+    def finish(self, node: cst.CSTNode) -> None:
+        """Note that all uses of Horovod in a node are replaced."""
+        self.done |= set(m.findall(node, m.Attribute()))
 
     def _is_scaled(self, node: cst.CSTNode) -> bool:
         if not m.matches(node, m.BinaryOperation(operator=m.Multiply())):
@@ -228,9 +465,18 @@ class Plan:
         sides = (operation.left, operation.right)
         return any(self.is_call(side, "hvd.size") for side in sides)
 
-    def _is_divided(self, node: cst.CSTNode) -> bool:
-        if not m.matches(node, m.BinaryOperation(operator=m.FloorDivide())):
-            return False
-        return self.is_call(
-            cst.ensure_type(node, cst.BinaryOperation).right, "hvd.size"
-        )
+
+def _elements(args: Sequence[cst.Arg]) -> list[cst.BaseExpression]:
+    """What is added to a list by `append` or `extend`."""
+    found: list[cst.BaseExpression] = []
+    for arg in args:
+        if isinstance(arg.value, (cst.List, cst.Tuple)):
+            found += [one.value for one in arg.value.elements]
+        else:
+            found.append(arg.value)
+    return found
+
+
+def _is_named(call: cst.Call) -> bool:
+    """Whether the first argument is passed by name, or there is none."""
+    return not call.args or call.args[0].keyword is not None

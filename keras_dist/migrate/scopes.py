@@ -64,6 +64,10 @@ class Scopes:
             scope = module if binding.name in shared else functions[-1]
             self._bindings.setdefault((binding.name, scope), []).append(binding)
 
+    def is_in_loop(self, node: cst.CSTNode) -> bool:
+        """Whether a node is in a loop of the function in which it is."""
+        return bool(self._positions[node].loops)
+
     def values_at(self, name: str, node: cst.CSTNode) -> Values:
         """The values that a name may have at a node, in the order of the text."""
         here = self._positions[node]

@@ -1,5 +1,6 @@
 """What the rules share about one file."""
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import libcst as cst
@@ -50,6 +51,7 @@ class Script:
             node.value for node in self.nodes if isinstance(node, cst.Attribute)
         }
         self.called = {node.func for node in self.nodes if isinstance(node, cst.Call)}
+        self._reads: dict[str, list[cst.CSTNode]] = {}
         self._positions = positions
         # An import gives a name no value that a rule could follow.
         nodes = [node for node in self.nodes if node not in self.in_imports]
@@ -152,6 +154,46 @@ class Script:
         """All that the file assigns to a name; `None` for what is not one value."""
         return self._bound.values.get(name, [])
 
+    def assigned(self) -> list[str]:
+        """All names to which the file assigns something."""
+        return list(self._bound.values)
+
+    def reads(self, name: str) -> list[cst.CSTNode]:
+        """All nodes that read a name, which may have dots."""
+        if not self._reads:
+            for node in self.nodes:
+                read = dotted(node) if node not in self._not_read else None
+                if read is not None:
+                    self._reads.setdefault(read, []).append(node)
+        return self._reads.get(name, [])
+
+    def is_read(self, node: cst.CSTNode) -> bool:
+        """Whether a node is a name that is read: not assigned, and no keyword."""
+        return isinstance(node, (cst.Name, cst.Attribute)) and (
+            node not in self._not_read
+        )
+
+    @functools.cached_property
+    def _not_read(self) -> set[cst.CSTNode]:
+        """Names that are assigned, defined, imported, or words of other nodes."""
+        found = set(self.in_imports)
+        for node in self.nodes:
+            if isinstance(node, cst.Attribute):
+                found.add(node.attr)
+            elif isinstance(node, (cst.FunctionDef, cst.ClassDef, cst.Param)):
+                found.add(node.name)
+            elif isinstance(node, cst.Arg) and node.keyword is not None:
+                found.add(node.keyword)
+            elif isinstance(node, cst.NameItem):
+                found.add(node.name)
+            elif isinstance(node, (cst.AssignTarget, cst.AnnAssign, cst.For)):
+                found |= _targets(node.target)
+        return found
+
+    def is_in_loop(self, node: cst.CSTNode) -> bool:
+        """Whether a node is in a loop of the function in which it is."""
+        return self._scopes.is_in_loop(node)
+
     def values_at(
         self, name: str, node: cst.CSTNode
     ) -> list[cst.BaseExpression | None]:
@@ -182,8 +224,12 @@ class _Bound:
 
     def _bind(self, target: cst.CSTNode, value: cst.BaseExpression | None) -> None:
         if isinstance(target, (cst.Tuple, cst.List)):
-            for element in target.elements:
-                self._bind(element.value, None)
+            is_pair = isinstance(value, (cst.Tuple, cst.List))
+            values = [one.value for one in value.elements] if is_pair else []  # type: ignore[union-attr]
+            if len(values) != len(target.elements):
+                values = [None] * len(target.elements)
+            for element, own in zip(target.elements, values, strict=True):
+                self._bind(element.value, own)
         name = dotted(target)
         if name is not None:
             self.values.setdefault(name, []).append(value)
@@ -205,6 +251,13 @@ class _Bound:
         if is_model or name.startswith("keras.applications."):
             return "model"
         return "other"
+
+
+def _targets(node: cst.CSTNode) -> set[cst.CSTNode]:
+    """The names that an assignment to a node assigns."""
+    if isinstance(node, (cst.Tuple, cst.List)):
+        return {name for one in node.elements for name in _targets(one.value)}
+    return {node}
 
 
 def _is_of_names(handler: cst.ExceptHandler) -> bool:
