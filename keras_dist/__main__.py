@@ -20,7 +20,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments after the command's name; by default the process's own.
     """
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:  # with the usage of the command, which has other options
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return options.run(options)
     except (ImportError, InstallError, OSError, RuntimeError, ValueError) as error:
@@ -46,6 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_install_horovod(commands)
     _add_bench_collectives(commands)
     add_migrate(commands)
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)
     return parser
 
 

@@ -21,20 +21,21 @@ class Throughput(keras.callbacks.Callback):
     """Puts rows per second over all ranks into the logs of each epoch.
 
     `logs["rows_per_second"]` is the number of rows that all ranks trained on, divided
-    by the seconds of the slowest rank; validation is not included. The first rank
-    prints it in one line an epoch, unless `fit` was called with `verbose=0`.
+    by the seconds of the slowest rank; validation is not included. Keras prints it
+    with the other logs.
 
     Position in the list: before callbacks that read `logs`.
 
     Args:
-        breakdown: Whether to measure where the time is spent, too. It is printed in the
-            same line, and logged as `logs["computing"]`, `["averaging"]`, `["waiting"]`
-            (for the slowest rank) and `["input"]`: fractions of the total time of all
-            ranks, which add up to 1. They cover at most the first 262,144 steps of an
-            epoch. If the input is more than 10 %, and every rank makes the batches of
-            all ranks, a line says how to divide that work: `keras_dist.shard`.
-            In the first epoch, tracing counts as computing. On a GPU, where
-            work is queued, they may measure the queue: use `timeline` there.
+        breakdown: Whether to measure where the time is spent, too. The first rank
+            prints it in a line an epoch, unless `fit` was called with `verbose=0`, and
+            it is logged as `logs["computing"]`, `["averaging"]`, `["waiting"]` (for the
+            slowest rank) and `["input"]`: fractions of the total time of all ranks,
+            which add up to 1. They cover at most the first 262,144 steps of an epoch.
+            If the input is more than 10 %, and every rank makes the batches of all
+            ranks, a line says how to divide that work: `keras_dist.shard`. In the first
+            epoch, tracing counts as computing. On a GPU, where work is queued, they may
+            measure the queue: use `timeline` there.
 
     Attributes:
         by_rank: What each rank measured in the last epoch, in rank order.
@@ -95,12 +96,11 @@ class Throughput(keras.callbacks.Callback):
         rate = rows / max(measured.seconds for measured in self.by_rank)
         if logs is not None:
             logs["rows_per_second"] = rate
-        ranks = f"{len(self.by_rank)} rank{'s' if len(self.by_rank) > 1 else ''}"
-        self._line = f"epoch {epoch + 1}: {rate:,.0f} rows/s on {ranks}"
         divided = [measured.times for measured in self.by_rank if measured.times]
         if self.breakdown and len(divided) == len(self.by_rank):
             fractions = breakdown(divided)
-            self._line += f"; {fractions}{self._advice(fractions.input)}"
+            advice = self._advice(fractions.input)
+            self._line = f"epoch {epoch + 1}: {fractions}{advice}"
             if logs is not None:
                 for name in ("computing", "averaging", "waiting", "input"):
                     logs[name] = getattr(fractions, name)

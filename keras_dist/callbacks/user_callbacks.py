@@ -153,9 +153,15 @@ def is_calling_callbacks() -> bool:
 @contextlib.contextmanager
 def _calling() -> Iterator[None]:
     token = _is_calling.set(True)
+    # On the other ranks Keras's callbacks, which run there, too, do not print.
+    is_quiet = comm.rank() != 0 and keras.config.is_interactive_logging_enabled()
+    if is_quiet:
+        keras.config.disable_interactive_logging()
     try:
         yield
     finally:
+        if is_quiet:
+            keras.config.enable_interactive_logging()
         _is_calling.reset(token)
 
 

@@ -51,9 +51,7 @@ def add_check(commands: argparse._SubParsersAction) -> None:
     add_where(env)
     _add_output(env)
     env.set_defaults(run=_env)
-    rank = commands.add_parser(
-        "check-rank", help="what `check` starts as a rank; not to be called by you"
-    )
+    rank = commands.add_parser("check-rank")  # what `check` starts; hidden
     add_inner(rank)
     rank.set_defaults(run=_rank)
 

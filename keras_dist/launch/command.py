@@ -14,6 +14,7 @@ from keras_dist.launch.discovery import named_by
 from keras_dist.launch.elastic import RESTARTS
 from keras_dist.launch.elastic import VARIABLE as RANGE
 from keras_dist.launch.elastic_jobs import run_elastic
+from keras_dist.launch.failures import print_message
 from keras_dist.launch.gpus import num_gpus
 from keras_dist.launch.hosts import hosts_in, hosts_of, is_here, own_address, slots
 from keras_dist.launch.jobs import run_command
@@ -28,6 +29,7 @@ from keras_dist.launch.programs import command_of
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.rdzv import run_meeting
 from keras_dist.launch.reach import HostLimits, Reach
+from keras_dist.launch.restarts import begin_text
 from keras_dist.launch.signals import SAVED
 from keras_dist.launch.slurm_step import meeting_of, requeue, with_least
 from keras_dist.launch.spares import Spares
@@ -45,11 +47,12 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         help="start a script on many ranks",
         description=(
             "Start a script on many ranks, and show their output. If one fails, all "
-            "ranks are ended, and its error is printed last."
+            "ranks are ended, and a report stands at the end of the output: the "
+            "traceback of the rank that failed first, then a line for each rank."
         ),
         epilog=(
-            "TensorFlow's start-up lines about oneDNN, CUDA and the CPU are not shown. "
-            f"Set {VERBOSE}=1 to see them."
+            "Known lines of TensorFlow that are no news, as about oneDNN and the CPU, "
+            f"are not shown. Set {VERBOSE}=1 to see them."
         ),
         usage="%(prog)s -np N [options] (script.py | -m module | program) [arguments]",
     )
@@ -72,21 +75,13 @@ def add_run(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_inner(commands: argparse._SubParsersAction) -> None:
-    """Add the commands that only keras_dist calls."""
-    agent = commands.add_parser(
-        "host-agent", help="what `run` starts on other hosts; not to be called by you"
-    )
+    """Add the commands that only keras_dist calls; without a help they are hidden."""
+    agent = commands.add_parser("host-agent")  # what `run` starts on other hosts
     agent.set_defaults(run=lambda options: serve())
-    agent = commands.add_parser(
-        "call-agent",
-        help="what `keras_dist.ray` and `keras_dist.spark` start; not to be called "
-        "by you",
-    )
+    agent = commands.add_parser("call-agent")  # what `keras_dist.ray` and `spark` start
     agent.add_argument("descriptor", type=int, help=argparse.SUPPRESS)
     agent.set_defaults(run=lambda options: serve_call(options.descriptor))
-    task = commands.add_parser(
-        "slurm-task", help="what tasks of `srun` start; not to be called by you"
-    )
+    task = commands.add_parser("slurm-task")  # what tasks of `srun` start
     task.set_defaults(run=lambda options: slurm_task.serve())
 
 
@@ -156,6 +151,9 @@ def _run_by_ssh(
         reach = Reach(shlex.split(options.ssh), address, has_tls=options.tls)
     else:
         hosts = [("localhost", sum(count for _, count in hosts))]
+    if options.with_parent is None:
+        imports = command.kind != "program"
+        print_message(begin_text(dict(hosts), is_importing=imports))
     return run_command(
         command,
         slots(hosts),

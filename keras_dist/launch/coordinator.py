@@ -21,7 +21,7 @@ from keras_dist.launch.reports import (
     verdict,
 )
 from keras_dist.launch.reports import ranks_in_words as in_words
-from keras_dist.launch.restarts import Restarts
+from keras_dist.launch.restarts import Restarts, begin_text
 from keras_dist.launch.signals import SAVED, is_saving, stopped_text
 
 # Seconds in which a host has to end its ranks and report; the second number if they
@@ -115,6 +115,8 @@ class Coordinator(threading.Thread):
             limits = self._plan.least, self._plan.num_hosts
             text = start_text(again.number, again.text, end.why, hosts, before, limits)
             print_message(text)
+        elif not again.number:
+            print_message(begin_text(hosts))
 
     def _has_another(self, end: _End, again: Restarts) -> bool:
         """Whether there is another start; hosts that have failed may be left out."""

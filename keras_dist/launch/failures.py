@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keras_dist.launch.messages import telling_line
 from keras_dist.monitor.rank_ranges import ranges
 
 _KIB_PER_MIB = 1024
@@ -70,12 +71,11 @@ def failure_of(
     # A rank that has written its report may still run, or be ended before its exit.
     code = report.get("code", code)
     if report:
-        lines = report["message"].strip().splitlines()
         return Failure(
             rank=rank,
             time=report["time"],
             code=code,
-            summary=": ".join([report["kind"], *lines[:1]]),
+            summary=telling_line(report["kind"], report["message"]),
             text=report["text"],
             is_secondary=report["is_secondary"],
             is_saved=report["kind"] == _SAVED,

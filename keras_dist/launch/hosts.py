@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from keras_dist.launch.gpus import num_gpus
+
 LOOPBACK = "127.0.0.1"
 _HERE = ("localhost", LOOPBACK)
 
@@ -128,7 +130,8 @@ def hosts_of(argument: str | None, num_ranks: int | None) -> list[tuple[str, int
 
     Args:
         argument: Hosts and their slots, as in `-H a:2,b:2`; `None` for this host alone.
-        num_ranks: Number of ranks; `None` for as many as there are slots.
+        num_ranks: Number of ranks; `None` for as many as there are slots or, on this
+            host alone, GPUs.
 
     >>> hosts_of("localhost:2", None), hosts_of("a:2,b:2", 3), hosts_of(None, 4)
     ([('localhost', 2)], [('a', 2), ('b', 1)], [('localhost', 4)])
@@ -138,10 +141,10 @@ def hosts_of(argument: str | None, num_ranks: int | None) -> list[tuple[str, int
             slots than ranks.
     """
     if argument is None:
-        if num_ranks is None:
+        if num_ranks is None and not (num_ranks := num_gpus()):
             raise ValueError(
-                "The number of ranks is needed. Received: neither -np nor -H. "
-                "For example: keras-dist run -np 2 script.py"
+                "The number of ranks is needed, since this host has no GPU. Received: "
+                "neither -np N nor -H. For example: keras-dist run -np 2 script.py"
             )
         return [("localhost", num_ranks)]
     hosts = [host.strip().rpartition(":") for host in argument.split(",")]

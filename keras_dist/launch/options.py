@@ -13,7 +13,13 @@ _SSH = "ssh -o BatchMode=yes -o StrictHostKeyChecking=yes -o ConnectTimeout=10"
 
 def add_where(command: argparse.ArgumentParser) -> None:
     """Options that say how many ranks to start, and on which hosts."""
-    command.add_argument("-np", type=int, metavar="N", help="how many ranks to start")
+    command.add_argument(
+        "-np",
+        type=int,
+        metavar="N",
+        help="how many ranks to start (default: one for each GPU of this host; with "
+        "`-H` one for each slot)",
+    )
     add_hosts(command)
     add_meeting(command)
     command.add_argument(

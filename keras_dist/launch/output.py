@@ -29,8 +29,8 @@ class Output:
     """Passes on the output of the ranks.
 
     Several ranks write to one screen, so a line, or a state of a progress bar, is shown
-    when it is complete, or long. Its bytes stay what they are. TensorFlow's start-up
-    lines on standard error are left out unless `KERAS_DIST_VERBOSE=1` is set (see
+    when it is complete, or long. Its bytes stay what they are. TensorFlow's known noise
+    on standard error is left out unless `KERAS_DIST_VERBOSE=1` is set (see
     `startup_noise`); a file has all lines.
 
     Args:
@@ -188,8 +188,9 @@ class _Lines:
         return not (self._is_filtered and is_startup_noise(line.rstrip(b"\r\n")))
 
     def _prefixed(self, line: bytes) -> bytes:
-        # A progress bar may begin with a carriage return, which is not a line.
-        return self._prefix + line if line.strip(b"\r") else line
+        # A progress bar begins with a carriage return, and what it takes back, which is
+        # no line.
+        return self._prefix + line if line.strip(b"\b\r") else line
 
     def _continued(self, part: bytes) -> bytes:
         """The next part of a line that is shown in part."""

@@ -1,13 +1,21 @@
 """How the ranks of each host have ended, as the hosts report it to who watches them."""
 
 import dataclasses
+import os
 import signal
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from keras_dist.launch import mpi
 from keras_dist.launch.assignment import Assignment
-from keras_dist.launch.failures import Failure, explain, explain_lost, first_of
+from keras_dist.launch.failures import (
+    Failure,
+    explain,
+    explain_lost,
+    first_of,
+    print_message,
+)
+from keras_dist.launch.gpus import num_gpus
 from keras_dist.launch.heartbeat import LOST_SECONDS
 from keras_dist.launch.ranks import Command, Ranks
 from keras_dist.launch.spares import Spares
@@ -162,6 +170,13 @@ def run_ranks(
         spares: As of `Ranks`.
     """
     environment = {**command.environment, **assignment.variables(address)}
+    gpus, ranks = num_gpus({**os.environ, **environment}), len(assignment.slots)
+    if 0 < gpus < ranks and not assignment.restart:
+        print_message(
+            f"keras-dist: {ranks} ranks share {gpus} GPU{'s' * (gpus > 1)} of this "
+            "host, and the memory there, which NCCL refuses. Start one for each GPU: "
+            f"-np {gpus}"
+        )
     full = dataclasses.replace(command, environment=environment)
     with mpi.variables(full, job, len(assignment.slots)) as own:
         return _run(

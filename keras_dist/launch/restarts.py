@@ -1,7 +1,7 @@
 """How a start of a job has ended; how often it is started again, and after how long."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from keras_dist.launch.failures import print_message
@@ -29,6 +29,23 @@ class Outcome:
     is_change: bool = False
     failed: str = ""
     why: str = ""
+
+
+def begin_text(hosts: Mapping[str, int], *, is_importing: bool = True) -> str:
+    """The line that says at once what is started: nothing else does, for some seconds.
+
+    Args:
+        hosts: Number of ranks of each host.
+        is_importing: Whether the ranks will import TensorFlow, as far as is known.
+
+    >>> print(begin_text({"localhost": 2}))
+    keras-dist: 2 ranks on this host, importing TensorFlow
+    """
+    count = sum(hosts.values())
+    where = f"{len(hosts)} hosts" if len(hosts) > 1 else next(iter(hosts))
+    where = "this host" if where == "localhost" else where
+    text = f"keras-dist: {count} rank{'s' * (count != 1)} on {where}"
+    return f"{text}, importing TensorFlow" if is_importing else text
 
 
 class Restarts:

@@ -1,10 +1,11 @@
-"""Lines that TensorFlow prints at its start and that are no news, each known in full.
+"""Lines that TensorFlow prints and that are no news, each known in full.
 
 A line is noise only if all of it fits one entry of the table: its level, the C++ file
 that logs it and its text. So a line that TensorFlow adds or changes is shown, and so
 is every error but four. Three say that CUDA's libraries are linked twice. The fourth
 says that CUDA's driver library cannot be loaded; it is noise only on a host that has
-neither a driver nor a device of NVIDIA's.
+neither a driver nor a device of NVIDIA's. And what a rank logs of a sum that the end of
+another rank has ended is left out: the rank raises it as an error, too.
 
 The texts are those of TensorFlow 2.18 to 2.21.
 """
@@ -101,10 +102,40 @@ _LOGGED = (
     ),
     (
         "I",
+        "generator_dataset_op.cc",
+        r"Memory patch applied: M_TRIM_THRESHOLD=\d+ kb was set\.",
+    ),
+    (
+        "W",
+        "dataset.cc",
+        r"Input of [\w:]+ will not be optimized because the dataset does not implement "
+        r"the AsGraphDefInternal\(\) method needed to apply optimizations\.",
+    ),
+    (
+        "I",
         "dump_mlir_util.cc",
         r"disabling MLIR crash reproducer, set env var "
         r"`MLIR_CRASH_REPRODUCER_DIRECTORY` to enable\.",
     ),
+)
+
+# Of what a rank logs when another one has ended, and raises as well.
+_ENDED = (
+    r"Horovod has been shut down\. This was caused by an exception on one of the "
+    r"ranks or an attempt to allreduce, allgather or broadcast a tensor after one of "
+    r"the ranks finished execution\. If the shutdown was caused by an exception, you "
+    r"should see the exception in the log before the first shutdown message\.",
+    r"\[\S+/pair\.cc:\d+\] Connection closed by peer \[[\w.:]+\]:\d+",
+    r"\[\S+/pair\.cc:\d+\] (?:Read|Write) error \[[\w.:]+\]:\d+: Connection reset "
+    r"by peer",
+)
+_OF_OTHERS = tuple(
+    ("W", file, f"{text}: UNKNOWN: {why}")
+    for why in _ENDED
+    for file, text in (
+        ("op_kernel.cc", r"OP_REQUIRES failed at mpi_ops\.cc:\d+ "),
+        ("local_rendezvous.cc", "Local rendezvous is aborting with status"),
+    )
 )
 
 # 303 is CUDA_ERROR_SHARED_OBJECT_INIT_FAILED. TensorFlow logs it once a process, when
@@ -145,7 +176,9 @@ def _pattern(level: str, file: str, text: str) -> str:
 
 
 _NOISE = re.compile(
-    "|".join([*(_pattern(*entry) for entry in _LOGGED), *_BARE]).encode()
+    "|".join(
+        [*(_pattern(*entry) for entry in (*_LOGGED, *_OF_OTHERS)), *_BARE]
+    ).encode()
 )
 _NOISE_WITHOUT_NVIDIA = re.compile(
     "|".join(_pattern(*entry) for entry in _NO_DRIVER).encode()
@@ -153,7 +186,7 @@ _NOISE_WITHOUT_NVIDIA = re.compile(
 
 
 def is_startup_noise(line: bytes, *, root: str = "/") -> bool:
-    r"""Whether a line of standard error is known start-up noise, and nothing else.
+    r"""Whether a line of standard error is known noise, and nothing else.
 
     Args:
         line: Without the newline.

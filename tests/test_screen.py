@@ -1,0 +1,238 @@
+"""What a user sees of a training on two ranks, from the first line to the last."""
+
+import re
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from launch import ROOT, launch
+from test_launch import start
+
+from keras_dist.launch.messages import telling_line
+
+_SCRIPT = """
+import sys
+import keras, numpy as np, tensorflow as tf
+import keras_dist
+from keras import callbacks
+
+class Decides(callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.optimizer.learning_rate.assign(0.25)
+
+for window in tf.data.Dataset.range(6).window(3):
+    list(window)
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+x, y = np.ones((400, 3)), np.ones(400)
+x[0, 0] = np.inf if "inf" in sys.argv else 1
+printing = [
+    callbacks.ReduceLROnPlateau(monitor="loss", patience=1, min_delta=10, verbose=1),
+    callbacks.EarlyStopping(monitor="loss", patience=2, min_delta=10, verbose=1),
+    callbacks.LearningRateScheduler(lambda epoch, rate: rate, verbose=1),
+    callbacks.ModelCheckpoint(sys.argv[1], verbose=1),
+    callbacks.TerminateOnNaN(),
+    Decides(),
+]
+history = keras_dist.dist_fit(model, x, y, batch_size=32, epochs=9, callbacks=printing)
+rates = keras_dist.gather(float(model.optimizer.learning_rate.numpy()))
+print("after", len(history.epoch), "epochs:", rates, flush=True)
+assert keras.config.is_interactive_logging_enabled()
+if keras_dist.rank() == 1:
+    model(np.ones((2, 5)))
+keras_dist.dist_fit(model, x, y, verbose=0)
+"""
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """Standard output and standard error of a training that fails at its end."""
+    folder = tmp_path_factory.mktemp("screen")
+    script = folder / "script.py"
+    script.write_text(_SCRIPT)
+    # Not as text: Python would make a line of each state of a progress bar.
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "keras_dist",
+            "run",
+            "-np",
+            "2",
+            script,
+            folder / "m.keras",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=200,
+    )
+    assert done.returncode == 1, done.stderr
+    return done.stdout.decode(), done.stderr.decode()
+
+
+def test_the_first_line_is_there_at_once(seen):
+    """It says what is started, since importing TensorFlow takes seconds."""
+    _, stderr = seen
+    first = "keras-dist: 2 ranks on this host, importing TensorFlow\n"
+    assert stderr.startswith(first) and stderr.count("importing") == 1
+
+
+def test_callbacks_that_print_do_so_on_the_first_rank(seen):
+    """And run on all: what they decide is the same there."""
+    stdout, _ = seen
+    for text in (
+        "Epoch 1: LearningRateScheduler setting learning rate",
+        "Epoch 2: ReduceLROnPlateau reducing learning rate",
+        "Epoch 3: early stopping",
+        "Epoch 1: finished saving model",
+    ):
+        assert stdout.count(text) == 1, text
+    own = [line for line in stdout.split("\n") if line.startswith("[1]")]
+    assert own == ["[1] after 3 epochs: [0.25, 0.25]"]
+
+
+def test_the_speed_stands_in_the_progress_bar_alone(seen):
+    """Not in a line of its own, too."""
+    stdout, _ = seen
+    assert "rows_per_second: " in stdout and "rows/s" not in stdout
+
+
+def test_no_line_has_its_rank_twice(seen):
+    """Where the control characters of a progress bar do nothing, as in a log."""
+    stdout, _ = seen
+    assert "\b\r" in stdout
+    assert not re.search(r"\[0\] [\b\r]*\[0\]", stdout)
+
+
+def test_known_noise_is_not_shown(seen):
+    """Of a data set in windows, and of a sum that the other rank has ended."""
+    _, stderr = seen
+    for text in ("will not be optimized", "OP_REQUIRES", "Local rendezvous", "Memory"):
+        assert text not in stderr
+
+
+def test_the_report_stands_at_the_end(seen):
+    """The traceback of the first failure, then a line for each rank that helps."""
+    _, stderr = seen
+    lines = stderr[stderr.index("keras-dist: rank 1 failed first, ") :].splitlines()
+    assert lines[1] == "Traceback (most recent call last):"
+    assert lines[-2].startswith("Rank 1: ValueError: Input 0 ")
+    assert "but received input with shape (2, 5)" in lines[-2]
+    assert lines[-1].startswith("Rank 0 was in ")
+    says = "the traceback of the rank that failed first, then a line for each rank"
+    done = start("--help", COLUMNS="500")
+    page = (ROOT / "docs" / "how_to" / "launching.md").read_text()
+    for text in (done.stdout, page, (ROOT / "README.md").read_text()):
+        assert says in " ".join(text.split())
+
+
+class Reshapes(keras.layers.Layer):
+    """In a graph, to seven numbers; in Python, an error."""
+
+    def __init__(self, is_in_python):
+        super().__init__()
+        self.is_in_python = is_in_python
+
+    def call(self, x):
+        """A vector."""
+        if self.is_in_python:
+            raise LookupError("no tea")
+        return tf.reshape(x, tf.cast(tf.reduce_sum(x) * 0 + 7, tf.int32)[None])
+
+    def compute_output_shape(self, shape):
+        """Unknown."""
+        return (None,)
+
+
+def _generated():
+    yield np.ones((2, 4)), np.ones(2)
+    raise KeyError("tea")
+
+
+def _rows():
+    yield np.ones((2, 3)), np.ones((2, 3))
+
+
+def _fit(layer, generate, width):
+    rows = tf.TensorSpec((None, width))
+    signature = (rows, rows if width == 3 else tf.TensorSpec((None,)))
+    data = tf.data.Dataset.from_generator(generate, output_signature=signature)
+    model = keras.Sequential([keras.Input((width,)), layer])
+    model.compile("sgd", "mse")
+    model.fit(data, verbose=0)
+
+
+@tf.function
+def _graph():
+    raise ValueError("plain")
+
+
+@pytest.mark.parametrize(
+    ("fail", "line"),
+    [
+        (lambda: keras.layers.Dense(1)("x"), "ValueError: "),
+        (
+            lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])(
+                np.ones((2, 3))
+            ),
+            "ValueError: Input 0 with name 'None' of layer",
+        ),
+        (lambda: Reshapes(True)(np.ones((2, 3))), "LookupError: no tea"),
+        (
+            lambda: keras.Sequential([Reshapes(False)])(np.ones((2, 3))),
+            "InvalidArgumentError: Input to reshape is a tensor with 6 values, but the "
+            "requested shape has 7",
+        ),
+        (
+            lambda: _fit(Reshapes(False), _rows, 3),
+            "InvalidArgumentError: Input to reshape is a tensor with 6 values, but the "
+            "requested shape has 7",
+        ),
+        (
+            lambda: _fit(keras.layers.Dense(1), _generated, 4),
+            "UnknownError: KeyError: 'tea'",
+        ),
+        (_graph, "ValueError: plain"),
+        (lambda: {}["tea"], "KeyError: 'tea'"),
+        (lambda: (_ for _ in ()).throw(KeyError()), "KeyError"),
+    ],
+)
+def test_the_line_of_an_error_is_its_innermost_message(fail, line):
+    """Not where Keras, AutoGraph and TensorFlow were."""
+    with pytest.raises(Exception) as error:  # noqa: PT011
+        fail()
+    found = telling_line(type(error.value).__name__, str(error.value))
+    assert found.startswith(line)
+    assert "Exception encountered" not in found and "\n" not in found
+    other = telling_line("RuntimeError", f"On rank 1: {error.value}")
+    assert "Exception encountered" not in other
+
+
+def test_without_np_there_is_a_rank_for_each_gpu():
+    """Of one machine; without one it is an error, and more ranks are a warning."""
+    show = ["sh", "-c", "echo rank $HOROVOD_RANK of $HOROVOD_SIZE"]
+    done = start(*show, CUDA_VISIBLE_DEVICES="0,1")
+    ranks = ["[0] rank 0 of 2", "[1] rank 1 of 2"]
+    assert sorted(done.stdout.splitlines()) == ranks, done.stderr
+    assert done.stderr == "keras-dist: 2 ranks on this host\n"
+    done = start("-np", 4, *show, CUDA_VISIBLE_DEVICES="0,1")
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 4
+    assert "keras-dist: 4 ranks share 2 GPUs of this host" in done.stderr
+    done = start(*show, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1 and "Received: neither -np N nor -H." in done.stderr
+
+
+def test_a_wrong_option_shows_the_usage_of_its_command():
+    """And the list of commands has those for users alone."""
+    done = start("--np", 2, "script.py")
+    assert done.returncode == 2
+    assert "usage: keras-dist run -np N [options]" in done.stderr
+    assert "unrecognized arguments: --np" in done.stderr
+    command = [sys.executable, "-m", "keras_dist", "--help"]
+    listed = launch(command, ranks=None, timeout=60).stdout
+    assert "check " in listed and "not to be called" not in listed
+    for name in ("host-agent", "call-agent", "slurm-task", "check-rank"):
+        assert name not in listed
