@@ -744,6 +744,16 @@ MEANT = {
         "not the one that is compiled with hvd.DistributedOptimizer",
     ),
     "it is compiled elsewhere": (COMPILE, "", "compiles 0 models"),
+    "a helper model of another file is fitted": (
+        FIT,
+        FIT.replace("model", "helper"),
+        "not the one that is compiled",
+    ),
+    "it averages only on request": (
+        "opt = hvd",
+        "if args.distributed:\n    opt = hvd",
+        "not the one that is compiled",
+    ),
     "it is loaded": (
         "keras.Sequential([keras.layers.Dense(1)])",
         "keras.models.load_model('a.keras')",
@@ -759,6 +769,11 @@ MEANT = {
     ),
     "a fit in a loop": (FIT, f"for _ in range(2):\n    {FIT}", "in a loop"),
     "arguments that are not known": (FIT, "model.fit(x, **options)", "not known here"),
+    "arguments without a name": (
+        FIT,
+        "model.fit(x, y, 8, 2, 0, callbacks, 0.0, None, False, None, None, 0, 9)",
+        "not known here",
+    ),
     # Data
     "steps of a rank's rows": (
         FIT,
@@ -889,6 +904,12 @@ MEANT = {
         + FIT,
         "only the first rank has this callback",
     ),
+    "other callbacks of the other ranks": (
+        FIT,
+        "if hvd.rank() == 0:\n    callbacks.append(keras.callbacks.CSVLogger('a'))\n"
+        f"else:\n    callbacks.append(keras.callbacks.CSVLogger('b'))\n{FIT}",
+        "only the first rank has this callback",
+    ),
     "callbacks from elsewhere": (
         "callbacks = [",
         "callbacks = make() + [",
@@ -916,7 +937,7 @@ MEANT = {
 
 @pytest.mark.parametrize("change", MEANT)
 def test_dist_fit_never_changes_what_a_script_means(change):
-    """It gives Horovod's numbers (`tests/ranks/test_migrate.py`), or is refused."""
+    """It gives Horovod's numbers (`tests/ranks/test_migrated.py`), or is refused."""
     assert fit.migrate(ARRAYS.encode()).is_whole
     old, new, reason, *more = MEANT[change]
     source = ARRAYS.replace(old, new)
@@ -946,11 +967,47 @@ tf.compat.v1.keras.backend.set_session(tf.compat.v1.Session(config=config))
     assert "keras_dist.dist_fit(net, x, epochs=2," in after and "hvd" not in after
     assert "set_memory_growth" in after and "set_visible_devices" not in after
     assert "SGD(learning_rate=rate)" in after and "rate = 0.1\n" in after
-    source = source.replace("net.fit", "other = net\nnet = other\nnet.fit")
+    source = source.replace("net.fit", "model = net\nmodel.fit")
     assert fit.migrate(source.encode()).is_whole
     source += "print(rate)\n"
     (found,) = fit.migrate(source.encode()).findings
     assert found.line == len(source.splitlines()) and "rate is read" in found.reason
+
+
+# As ARRAYS, in functions.
+IN_FUNCTIONS = """\
+import horovod.tensorflow.keras as hvd
+from tensorflow import keras
+
+def build(lr):
+    net = keras.Sequential([keras.layers.Dense(1)])
+    rate = lr * hvd.size()
+    opt = hvd.DistributedOptimizer(keras.optimizers.SGD(rate))
+    net.compile(opt, "mse")
+    return net
+
+def train(model, x):
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    callbacks.append(hvd.callbacks.MetricAverageCallback())
+    model.fit(x[hvd.rank() :: hvd.size()], callbacks=callbacks)
+
+hvd.init()
+net = build(0.1)
+train(net, load())
+"""
+
+
+def test_dist_fit_knows_the_model_through_functions():
+    """What a function of the file returns, or is given; not another model."""
+    done = fit.migrate(IN_FUNCTIONS.encode())
+    assert done.findings == () and b"dist_fit(model, x, callbacks" in done.source
+    assert b"rate = lr\n" in done.source
+    for old, new in (
+        ("train(net", "train(other"),
+        ("    return net", "    return keras.Sequential()"),
+    ):
+        source = IN_FUNCTIONS.replace(old, new).encode()
+        assert fit.migrate(source).source == source
 
 
 def test_data_that_is_not_sharded_stays_so():

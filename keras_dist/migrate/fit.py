@@ -216,7 +216,8 @@ class _Rewrite(cst.CSTTransformer):
             return updated_node
         self._plan.finish(original_node.test)
         added = [_added(line) for line in original_node.body.body]
-        if any(one and not self._plan.writes(one) for one in added):
+        is_other = original_node.orelse is not None and any(added)
+        if is_other or any(one and not self._plan.writes(one) for one in added):
             reason = (
                 "only the first rank has this callback, and dist_fit runs it on all"
             )

@@ -55,6 +55,11 @@ _CALLBACKS = {
     *(f"keras.callbacks.{name}" for name in ("History", "TerminateOnNaN")),
     *(AVERAGE, BROADCAST),
 }
+# What gives a model that is compiled already, or is another one.
+_LOADED = {
+    f"keras.{name}"
+    for name in ("models.load_model", "saving.load_model", "models.clone_model")
+}
 # Values of arguments of the optimizer, as options of `dist_fit`.
 _OPTIONS = {
     "hvd.Compression.fp16": ("compression", '"fp16"'),
@@ -228,7 +233,8 @@ class Plan:
         )
 
     def _look_at_fit(self, fit: cst.Call) -> None:
-        if any(arg.star for arg in fit.args):
+        unnamed = [arg for arg in fit.args if arg.keyword is None]
+        if any(arg.star for arg in fit.args) or len(unnamed) > 4:
             self.refuse(fit, "the arguments of fit are not known here")
         if self._script.is_in_loop(fit):
             self.refuse(
@@ -286,15 +292,73 @@ class Plan:
             )
             self.refuse(compiles[1] if compiles else fit, reason)
             return
-        owner = cst.ensure_type(fit.func, cst.Attribute).value
-        made = {str(self._maker(one)).rpartition(".")[2] for one in self._values(owner)}
         compiled = passed(compiles[0], "optimizer", 0)
         by_name = self._reaching(compiled)
-        is_ours = any(self._maker(one) == OPTIMIZER for one in by_name)
-        if not is_ours or not made.isdisjoint({"load_model", "clone_model"}):
+        is_ours = all(self._maker(one) == OPTIMIZER for one in by_name)
+        fitted, made = (
+            cst.ensure_type(one.func, cst.Attribute).value for one in (fit, compiles[0])
+        )
+        if not is_ours or not self._is_same(fitted, made):
             reason = "the model that is fitted is not the one that is compiled with "
             self.refuse(compiles[0], f"{reason}hvd.DistributedOptimizer here")
         self._compiled = compiled
+
+    def _is_same(
+        self, node: cst.BaseExpression, model: cst.BaseExpression, depth: int = 0
+    ) -> bool:
+        """Whether two expressions are the same model, also through functions."""
+        script = self._script
+        name, values = dotted(node), self._reaching(node)
+        own = script.values_at(dotted(model) or "", model)
+        loaded = [one for one in values if self._maker(one) in _LOADED]
+        if isinstance(node, cst.Call):
+            return self._is_made(node, node, model, depth)
+        if depth > 8 or name is None or loaded:
+            return False
+        is_here = script.function_of(node) is script.function_of(model)
+        if name == dotted(model) and values == own and (is_here or None not in own):
+            return True
+        return bool(values) and all(
+            self._is_made(value, node, model, depth)
+            or (value is not None and value in own)
+            for value in values
+        )
+
+    def _is_made(
+        self,
+        value: cst.BaseExpression | None,
+        node: cst.BaseExpression,
+        model: cst.BaseExpression,
+        depth: int,
+    ) -> bool:
+        """Whether a value of a name is the model: another name, or by a function."""
+        script = self._script
+        if value is None:  # a parameter, perhaps
+            function = script.function_of(node)
+            found = [
+                passed(call, dotted(node) or "", index)
+                for call in self._calls
+                if isinstance(function, cst.FunctionDef)
+                and dotted(call.func) == function.name.value
+                for index, param in enumerate(function.params.params)
+                if param.name.value == dotted(node)
+            ]
+            return bool(found) and all(
+                one is not None and self._is_same(one, model, depth + 1)
+                for one in found
+            )
+        if isinstance(value, cst.Call):
+            inside = script.function_of(model)
+            return (
+                isinstance(inside, cst.FunctionDef)
+                and dotted(value.func) == inside.name.value
+                and all(
+                    dotted(one.value) == dotted(model)
+                    for one in walk(inside.body)
+                    if isinstance(one, cst.Return)
+                )
+            )
+        return self._is_same(value, model, depth + 1)
 
     def _reaching(
         self, node: cst.BaseExpression | None

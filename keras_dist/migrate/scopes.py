@@ -68,6 +68,10 @@ class Scopes:
         """Whether a node is in a loop of the function in which it is."""
         return bool(self._positions[node].loops)
 
+    def function_of(self, node: cst.CSTNode) -> cst.CSTNode:
+        """The innermost function around a node, or the file."""
+        return self._positions[node].functions[-1]
+
     def values_at(self, name: str, node: cst.CSTNode) -> Values:
         """The values that a name may have at a node, in the order of the text."""
         here = self._positions[node]

@@ -194,6 +194,10 @@ class Script:
         """Whether a node is in a loop of the function in which it is."""
         return self._scopes.is_in_loop(node)
 
+    def function_of(self, node: cst.CSTNode) -> cst.CSTNode:
+        """The innermost function around a node, or the file."""
+        return self._scopes.function_of(node)
+
     def values_at(
         self, name: str, node: cst.CSTNode
     ) -> list[cst.BaseExpression | None]:

@@ -59,6 +59,26 @@ history = net.fit_generator(
     data, steps, 2, validation_data=(x_val, y_val), callbacks=callbacks, verbose=0
 )
 """,
+    "a scaled rate and a sum of gradients, in functions": """
+def build(rate):
+    opt = keras.optimizers.Adagrad(learning_rate=rate * hvd.size())
+    opt = hvd.DistributedOptimizer(opt, op=hvd.Sum)
+    net.compile(opt, "mse", metrics=["mae"], run_eagerly=True)
+    return net
+
+def train(model, data):
+    verbose = 0
+    if hvd.rank() == 0:
+        verbose = 2
+        callbacks.append(keras.callbacks.CSVLogger("/dev/null"))
+    return model.fit(
+        data.shard(hvd.size(), hvd.rank()), epochs=2, validation_data=(x_val, y_val), callbacks=callbacks,
+        verbose=verbose, class_weight=None,
+    )
+
+data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+history = train(build(0.01), data)
+""",
     "all rows on all ranks, odd steps, half precision": """
 opt = keras.optimizers.RMSprop(0.01)
 opt = hvd.DistributedOptimizer(opt, compression=hvd.Compression.fp16)
