@@ -32,6 +32,7 @@ class Data:
         self._is_read = script.is_read
         self._is_call = is_call
         self._all = [one for one in script.nodes if self.is_shard(one)]
+        self._fit: cst.CSTNode = script.module
         self._read: set[cst.CSTNode] = set()
 
     def look(self, fit: cst.Call) -> bool:
@@ -42,6 +43,7 @@ class Data:
         """
         if not self._all:
             return False
+        self._fit = fit
         training = self._are_sharded(
             [passed(fit, "x", 0), passed(fit, "y", 1)], "of x and y"
         )
@@ -97,8 +99,14 @@ class Data:
     def _depends(
         self, node: cst.CSTNode, seen: frozenset[cst.CSTNode] = frozenset()
     ) -> bool:
-        """Whether a rank's part of the data is in an expression, in whatever way."""
+        """Whether a rank's part of the data is in an expression, in whatever way.
+
+        What `fit` returns is of all ranks, by the `MetricAverageCallback`.
+        """
+        inside_fit = set(walk(self._fit)) if self._fit in walk(node) else set()
         for one in walk(node):
+            if one in inside_fit:
+                continue
             if one in self._all:
                 return True
             if one not in seen and isinstance(one, cst.Name) and self._is_read(one):

@@ -375,9 +375,8 @@ class Plan:
         ours = [one for one in self._calls if script.names.of(one.func) == OPTIMIZER]
         made = [one for one in self._calls if script.optimizer_class(one) is not None]
         if len(ours) != 1 or len(made) != 1:
-            reason = (
-                f"there are {len(made)} optimizers, and {len(ours)} of them averages"
-            )
+            reason = "dist_fit needs one optimizer and one hvd.DistributedOptimizer of "
+            reason += f"it, and there are {len(made)} and {len(ours)}"
             self.refuse([script.module, *made, *ours][-1], reason)
             return
         inner = passed(ours[0], "optimizer", 0)

@@ -72,8 +72,8 @@ def train(model, data):
         verbose = 2
         callbacks.append(keras.callbacks.CSVLogger("/dev/null"))
     return model.fit(
-        data.shard(hvd.size(), hvd.rank()), epochs=2, validation_data=(x_val, y_val), callbacks=callbacks,
-        verbose=verbose, class_weight=None,
+        data.shard(hvd.size(), hvd.rank()), epochs=2, callbacks=callbacks,
+        validation_data=(x_val, y_val), verbose=verbose, class_weight=None,
     )
 
 data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
