@@ -346,7 +346,7 @@ def test_what_no_host_is_called_is_an_error_wherever_hosts_are_named(tmp_path):
         with pytest.raises(ValueError, match="The name of a host must be") as found:
             hosts_of(f"a:1,{name}:1", None)
         assert f"Received: {name!r} in -H a:1," in str(found.value)
-        with pytest.raises(ValueError, match="The name of a host must be"):
+        with pytest.raises(ValueError, match="The name of a host must be|must print a"):
             hosts_of_lines(file.read_text())
         with pytest.raises(ValueError, match="The name of a host must be"):
             meeting_point(f"{name}:29400")
