@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from network import LAUNCH, until
+from network import LAUNCH, own_lines, until
 from test_rdzv import meet, outputs
 from test_training import TRAIN, alone, assert_equal, found_of
 
@@ -99,8 +99,7 @@ class Training:
     def end(self, seconds=120):
         """Wait for the end: exit code, output, and the launcher's last lines."""
         stdout, stderr = self.process.communicate(timeout=seconds)
-        begin = stderr.find("keras-dist: ")
-        return self.process.returncode, stdout, stderr[begin:].splitlines()
+        return self.process.returncode, stdout, own_lines(stderr)
 
     def resumed(self):
         """What both ranks print when the same command is started again."""

@@ -12,6 +12,7 @@ of it has a name in the file system but one folder in /run.
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -396,3 +397,9 @@ def until(condition, what: str, seconds: float = _SECONDS) -> None:
         if time.monotonic() - begin > seconds:
             raise TimeoutError(f"waited for {what}")
         time.sleep(0.02)
+
+
+def own_lines(stderr: str) -> list[str]:
+    """From the launcher's first line on, but the one that says what it starts."""
+    stderr = re.sub(r"keras-dist: \d+ ranks? on [^\n]*\n", "", stderr)
+    return stderr[max(0, stderr.find("keras-dist: ")) :].splitlines()

@@ -125,6 +125,7 @@ def test_a_host_that_is_lost_is_named_and_may_come_back(net, shared):
     net.signal_command(killed, signal.SIGKILL)
     net.power_off("b")
     cut = time.monotonic()
+    assert first.stderr.readline().startswith("keras-dist: 3 ranks on 3 hosts, ")
     line = first.stderr.readline()
     assert time.monotonic() - cut < 20
     assert line.startswith("keras-dist: host b does not answer since 15 s (rank "), line
