@@ -23,6 +23,7 @@ import keras_dist
 from keras_dist.checkpoint import files, newest
 from keras_dist.checkpoint.copies import Copies, find_copies
 from keras_dist.checkpoint.files import Folder
+from keras_dist.checkpoint.lock import FolderLock
 from keras_dist.checkpoint.newest import read_newest
 from keras_dist.checkpoint.saved import Saved
 
@@ -207,6 +208,23 @@ def test_one_rank_writes_to_each_folder(top, groups):
     assert len(copies.hosts) == len(copies.ranks)
     keras_dist.gather("found")
     assert list(own.iterdir()) == []
+
+
+def test_a_folder_that_another_job_uses_on_one_host_is_an_error_on_all(top):
+    """It names that process; the folders of the others are given back."""
+    last = keras_dist.size() - 1
+    os.makedirs(KEPT)
+    lock = FolderLock(os.path.abspath(KEPT))
+    if keras_dist.rank() == last:
+        lock.take()
+    pid = keras_dist.gather(os.getpid())[last]
+    keras_dist.gather("locked")
+    with pytest.raises(RuntimeError, match=f"Another training .* by process {pid} on"):
+        small()
+    assert ranks_that(os.path.exists(lock.path)) == [last]
+    lock.release()
+    keras_dist.gather("free")
+    small()
 
 
 def test_a_host_that_cannot_write_is_an_error_on_all_ranks(top):
