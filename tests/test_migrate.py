@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -383,6 +384,8 @@ LEFT = {
     "import keras\nkeras.losses.MSE(a, b)": "Use tf.keras.losses.MSE",
     "from keras.layers import CuDNNLSTM": "uses cuDNN by itself",
     "import keras.engine.topology": "no keras.engine",
+    "from keras.layers import *\nCuDNNLSTM(8)": "uses cuDNN by itself",
+    "import keras\nkeras.utils.np_utils.to_categorical(y)": "Look for them in keras",
     "from keras.engine import Layer": "Use keras.Layer",
     "from keras import objectives": "no keras.objectives",
     "from tensorflow.keras.wrappers.scikit_learn import KerasClassifier": "SKLearn",
@@ -393,7 +396,7 @@ LEFT = {
     "tf.keras.experimental.CosineDecay(0.1, 9)": (
         "Use tf.keras.optimizers.schedules.CosineDecay"
     ),
-    "from keras import backend\nbackend.mean(x)": "Use tf.keras.backend.mean",
+    "from keras import backend\nbackend.mean(x)": "Use keras.ops.mean",
     "K.learning_phase()": "Pass training=",
     "from keras.utils import np_utils\nnp_utils.convert_kernel(y)": "is private",
     # Members and arguments
@@ -435,6 +438,10 @@ UNTOUCHED = [
     KERAS + "keras.optimizers.SGD(learning_rate=0.1)\nmodel.optimizer.learning_rate",
     KERAS + "Embedding(10, 4, input_length=3)  # not Keras's, as far as is known",
     KERAS + "model.compile(opt, 'mse', [0.5, 1.0])  # Keras 3's loss_weights",
+    "from keras.layers import *\nfrom keras.models import Model\nclass A(Model): pass\n"
+    "x = Dense(8)(Input((2,)))\nfor y in range(len(x)):\n    print(A, concatenate, y)",
+    "from keras.layers import *\nfrom mine import *\nCuDNNLSTM(8)",
+    KERAS + "found = [found]\nkeras.Model().compile(opt, 'mse', *found)",
     KERAS + "import re\nre.compile(a, b, ['x'])\nrnn.reset_state()",
     KERAS + "import torch\ntorch.reset_states()\nf(lr=1)",
     KERAS + "def f(keras):\n    return keras.layers.experimental",
@@ -685,6 +692,19 @@ def test_what_cannot_be_read_is_left_with_the_reason(source):
         line, reason = UNREADABLE[source]
         assert done.source == source and not done.is_whole
         assert line in (None, found.line) and reason in found.text("train.py")
+
+
+def test_values_that_depend_on_each_other_in_a_loop_take_no_time():
+    """Each is looked at once: `x, y = f(x, y)` has very many paths."""
+    lines = [f"    x{i} = f(x{i}, x{(i + 1) % 12}, x{(i + 5) % 12})" for i in range(12)]
+    lines += ["    tf.reduce_mean(x0)", "y = x0[hvd.rank() :: hvd.size()]", "print(y)"]
+    names = " = ".join(f"x{i}" for i in range(12))
+    head = f"{KERAS}import tensorflow as tf\nimport horovod.keras as hvd\n{names} = 1\n"
+    source = head + "for _ in range(3):\n" + "\n".join(lines) + "\nmodel.fit(x1, y)\n"
+    start = time.monotonic()
+    assert migrate(source.encode()).is_whole
+    assert not fit.migrate(source.encode()).is_whole
+    assert time.monotonic() - start < 10
 
 
 def test_a_plain_script_becomes_one_call_of_dist_fit():

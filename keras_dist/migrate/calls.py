@@ -88,15 +88,17 @@ def _are_metrics(node: cst.BaseExpression, script: Script) -> bool:
     )
 
 
-def _elements(node: cst.BaseExpression, script: Script) -> list[cst.BaseExpression]:
+def _elements(
+    node: cst.BaseExpression, script: Script, depth: int = 0
+) -> list[cst.BaseExpression]:
     """What is in a list or a dict, or in that which a name is."""
     name = dotted(node)
     if name is not None and len(values := script.values_at(name, node)) == 1:
         node = values[0] or node
-    if isinstance(node, (cst.List, cst.Tuple, cst.Dict)):
-        inner = [getattr(one, "value", node) for one in node.elements]
-        return [x for one in inner for x in (_elements(one, script) or [one])]
-    return []
+    if not isinstance(node, (cst.List, cst.Tuple, cst.Dict)) or depth > 4:
+        return []
+    inner = [getattr(one, "value", node) for one in node.elements]
+    return [x for one in inner for x in (_elements(one, script, depth + 1) or [one])]
 
 
 def _named(call: cst.Call, names: Sequence[str], first: int = 2) -> cst.Call:

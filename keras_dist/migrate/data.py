@@ -6,7 +6,7 @@ import libcst as cst
 from libcst import matchers as m
 
 from keras_dist.migrate.arguments import keyword, literal, passed
-from keras_dist.migrate.names import walk
+from keras_dist.migrate.names import inside
 from keras_dist.migrate.script import Script
 
 # Methods of a `tf.data.Dataset` that give the same global batches, whether they are
@@ -29,9 +29,9 @@ class Data:
         self.shards: set[cst.CSTNode] = set()
         self.reasons: list[tuple[cst.CSTNode, str]] = []
         self._script = script
-        self._is_read = script.is_read
         self._is_call = is_call
-        self._all = [one for one in script.nodes if self.is_shard(one)]
+        self._all = {one for one in script.nodes if self.is_shard(one)}
+        self._known: dict[cst.CSTNode, bool] = {}
         self._fit: cst.CSTNode = script.module
         self._read: set[cst.CSTNode] = set()
 
@@ -96,24 +96,29 @@ class Data:
         is_ours = len(values) == 2 and all(map(self._is_call, values, names))
         return is_method and is_ours
 
-    def _depends(
-        self, node: cst.CSTNode, seen: frozenset[cst.CSTNode] = frozenset()
-    ) -> bool:
+    def _depends(self, node: cst.CSTNode) -> bool:
         """Whether a rank's part of the data is in an expression, in whatever way.
 
         What `fit` returns is of all ranks, by the `MetricAverageCallback`.
         """
-        inside_fit = set(walk(self._fit)) if self._fit in walk(node) else set()
-        for one in walk(node):
-            if one in inside_fit:
+        if node not in self._known:
+            self._known[node] = self._reaches_shard(node)
+        return self._known[node]
+
+    def _reaches_shard(self, node: cst.CSTNode) -> bool:
+        stack, seen = [node], set()
+        while stack:
+            found = stack.pop()
+            is_new = found not in seen and found is not self._fit
+            seen.add(found)
+            if not is_new:
                 continue
-            if one in self._all:
+            if found in self._all:
                 return True
-            if one not in seen and isinstance(one, cst.Name) and self._is_read(one):
-                values = self._script.values_at(one.value, one)
-                inner = seen | {one}
-                if any(v is not None and self._depends(v, inner) for v in values):
-                    return True
+            stack += inside(found)
+            if isinstance(found, cst.Name) and self._script.is_read(found):
+                values = self._script.values_at(found.value, found)
+                stack += [value for value in values if value is not None]
         return False
 
     def _are_sharded(

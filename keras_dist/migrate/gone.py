@@ -1,5 +1,7 @@
 """What Keras 2 has and Keras 3 has not: names, members of classes, arguments."""
 
+import builtins
+
 import libcst as cst
 
 from keras_dist.migrate import keras_3, moved
@@ -157,12 +159,29 @@ def _list(node: cst.CSTNode, raw: str, script: Script) -> None:
     while prefixes[-1] != gone:
         prefixes.append(prefixes[-1].rpartition(".")[0])
     found = [keras_3.instead(one, is_tf=is_tf) for one in prefixes]
-    instead = next(filter(None, found), "what the documentation of Keras 3 shows")
-    advice = next(
-        (_ADVICE[one] for one in prefixes if one in _ADVICE), f"Use {instead}"
-    )
+    advice = [_ADVICE[one] for one in prefixes if one in _ADVICE]
+    advice += [moved.PUBLIC] if moved.is_private(gone) else []
+    advice += [f"Use {one}" for one in found if one is not None]
+    advice.append("Look for it in the documentation of Keras 3")
     prefix = "tf." if is_tf else ""
-    script.left(node, f"Keras 3 has no {prefix}{gone}", advice)
+    script.left(node, f"Keras 3 has no {prefix}{gone}", advice[0])
+
+
+def list_star_name(
+    original: cst.Name, updated: cst.Name, script: Script
+) -> cst.BaseExpression:
+    """`CuDNNLSTM(8)`, after `from keras.layers import *`."""
+    name, stars = original.value, script.names.raw_stars
+    is_keras = [canonical(module).startswith("keras.") for module in stars]
+    if not all(is_keras) or not stars or not script.is_read(original):
+        return updated
+    is_own = name in script.functions or name in script.names.local
+    if is_own or script.values(name) or hasattr(builtins, name):
+        return updated
+    full = [moved.keras_name(f"{module}.{name}") for module in stars]
+    if all(keras_3.missing(one, is_tf=is_tf) is not None for one, is_tf in full):
+        _list(original, f"{stars[0]}.{name}", script)
+    return updated
 
 
 def list_member(

@@ -83,17 +83,16 @@ def instead(name: str, *, is_tf: bool) -> str | None:
 
     >>> instead("keras.layers.experimental.preprocessing.Rescaling", is_tf=True)
     'tf.keras.layers.Rescaling'
+    >>> instead("keras.backend.mean", is_tf=False)
+    'keras.ops.mean'
     """
+    *_, package, last = name.split(".")
+    if package == "backend" and last in _api(is_tf=False).get("keras.ops", ()):
+        return f"keras.ops.{last}"
     if missing(name, is_tf=not is_tf) is None and _api(is_tf=not is_tf):
         return name if is_tf else f"tf.{name}"
-    *_, package, last = name.split(".")
     prefix = "tf." if is_tf else ""
     modules = [module for module, names in _api(is_tf=is_tf).items() if last in names]
     modules.sort(key=lambda module: (package not in module, len(module), module))
-    # A function of `keras.backend` is one of `keras.ops`; other words that are written
-    # in small letters may mean something else in another module.
-    if last[:1].isupper() and modules:
-        return f"{prefix}{modules[0]}.{last}"
-    if "keras.backend." in name and "keras.ops" in modules:
-        return f"{prefix}keras.ops.{last}"
-    return None
+    # Words in small letters may mean something else in another module.
+    return f"{prefix}{modules[0]}.{last}" if last[:1].isupper() and modules else None

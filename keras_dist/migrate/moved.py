@@ -20,7 +20,8 @@ _UTILS = {
 _IMAGES = "keras.preprocessing.image"
 _GENERATORS = {"ImageDataGenerator", "DirectoryIterator", "NumpyArrayIterator"}
 
-_PUBLIC = "Look for them in keras.layers, keras.utils and keras.ops"
+# Advice for what is private.
+PUBLIC = "Look for them in keras.layers, keras.utils and keras.ops"
 
 
 def change_import(
@@ -37,7 +38,7 @@ def change_import(
     if isinstance(module, cst.Attribute) and is_private(text):
         if _are_public(canonical(text), names):
             return updated.with_changes(module=module.value)
-        script.left(original, f"{text} is private in Keras 2, and gone", _PUBLIC)
+        script.left(original, f"{text} is private in Keras 2, and gone", PUBLIC)
     is_image = text == _IMAGES and names & _GENERATORS
     if is_image or (text == "keras.preprocessing" and _uses_generators(script)):
         return updated.with_changes(module=_in_tensorflow(text))
@@ -90,7 +91,7 @@ def _package(
     }
     text = f"{dotted(package)}.{name.value}"
     if not _are_public(canonical(text), used):
-        script.left(original, f"{text} is private in Keras 2, and gone", _PUBLIC)
+        script.left(original, f"{text} is private in Keras 2, and gone", PUBLIC)
         return updated
     asname = alias.asname or cst.AsName(name=name)
     alias = alias.with_changes(name=package.attr, asname=asname)

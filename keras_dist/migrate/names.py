@@ -142,6 +142,7 @@ class Names:
         self.local: dict[str, str] = {}
         self.modules: set[str] = set()
         self.stars: list[str] = []
+        self.raw_stars: list[str] = []
         for node in nodes:
             if isinstance(node, cst.Import):
                 self.modules |= {dotted(alias.name) or "" for alias in node.names}
@@ -164,6 +165,7 @@ class Names:
             return
         if isinstance(node.names, cst.ImportStar):
             self.stars.append(canonical(module))
+            self.raw_stars.append(module)
             self.modules.add(module)
         else:
             self.modules |= {f"{module}.{dotted(one.name)}" for one in node.names}

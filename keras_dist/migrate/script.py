@@ -32,7 +32,9 @@ class Script:
         self.new_imports: list[tuple[str, str]] = []
         self.handled: set[cst.CSTNode] = set()
         self.functions = {
-            node.name.value for node in self.nodes if isinstance(node, cst.FunctionDef)
+            node.name.value
+            for node in self.nodes
+            if isinstance(node, (cst.FunctionDef, cst.ClassDef))
         }
         self.guarded = {
             inner

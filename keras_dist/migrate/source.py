@@ -41,6 +41,7 @@ _RULES: dict[type, tuple[Callable[..., Any], ...]] = {
         gone.list_name,
         gone.list_member,
     ),
+    cst.Name: (gone.list_star_name,),
     cst.ClassDef: (gone.list_method,),
     cst.Call: (
         imports.change_text,

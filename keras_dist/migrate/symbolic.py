@@ -18,7 +18,6 @@ _RENAMED = {
     "nn.l2_normalize": "normalize",
 }
 _TENSORS = ("output", "input", "outputs", "inputs")
-_DEPTH = 20
 
 
 def list_operation(
@@ -42,14 +41,21 @@ def list_operation(
     return updated
 
 
-def _is_symbolic(node: cst.CSTNode, script: Script, depth: int = 0) -> bool:
-    """Whether an expression is a symbolic tensor, or a list with one."""
+def _is_symbolic(
+    node: cst.CSTNode, script: Script, seen: set[cst.CSTNode] | None = None
+) -> bool:
+    """Whether an expression is a symbolic tensor, or a list with one.
+
+    Args:
+        node: The expression.
+        script: The file.
+        seen: Names that have been looked at; in a loop, values depend on each other.
+    """
+    known_names = set() if seen is None else seen
 
     def has_one(*nodes: cst.CSTNode) -> bool:
-        return any(_is_symbolic(one, script, depth + 1) for one in nodes)
+        return any(_is_symbolic(one, script, known_names) for one in nodes)
 
-    if depth > _DEPTH:
-        return False
     if isinstance(node, cst.Call):
         return _gives_symbolic(node, script, has_one(*(arg.value for arg in node.args)))
     if isinstance(node, (cst.List, cst.Tuple)):
@@ -62,7 +68,8 @@ def _is_symbolic(node: cst.CSTNode, script: Script, depth: int = 0) -> bool:
         return has_one(node.value)
     if isinstance(node, cst.Attribute) and node.attr.value in _TENSORS:
         return script.is_model(node.value)
-    if isinstance(node, cst.Name):
+    if isinstance(node, cst.Name) and node not in known_names:
+        known_names.add(node)
         values = [v for v in script.values_at(node.value, node) if v is not node]
         known = [value for value in values if value is not None]
         return len(known) == len(values) > 0 and has_one(*known)
