@@ -842,6 +842,31 @@ MEANT = {
         "verbose=verbose, validation_data=x_val, validation_steps=9)",
         "the same validation_steps",
     ),
+    "a seed for the order of rows": (
+        "hvd.init()",
+        "hvd.init()\nkeras.utils.set_random_seed(1)",
+        "fixes the order",
+    ),
+    "a seed for the order of a data set": (
+        SHARDS,
+        "x = data(x, y).shuffle(9, seed=1).shard(hvd.size(), hvd.rank()).batch(3)\n"
+        "y = None\n",
+        "fixes the order",
+    ),
+    "a seed for what a layer draws": (
+        "hvd.init()",
+        "hvd.init()\ntf.random.set_seed(1)\nlayer = keras.layers.Dropout(0.5)",
+        "what a layer draws",
+        "epochs=2",
+        "epochs=2, shuffle=False",
+    ),
+    "a seed of a layer": (
+        "keras.layers.Dense(1)",
+        "keras.layers.LSTM(1, dropout=0.5, seed=1)",
+        "what a layer draws",
+        "epochs=2",
+        "epochs=2, shuffle=False",
+    ),
     "weights of rows": ("verbose=verbose)", "verbose=verbose, sample_weight=w)", "row"),
     # Rate
     "the rate is an L2 factor": (
@@ -968,6 +993,13 @@ def test_dist_fit_never_changes_what_a_script_means(change):
     assert done.source == source.encode() and not done.is_whole
     found = [one.text("train.py") for one in done.findings]
     assert any(reason in text for text in found), found
+
+
+def test_a_seed_is_no_reason_without_an_order_of_rows():
+    """`shuffle=False`, or all rows on all ranks, which shuffle as before."""
+    seeded = ARRAYS.replace("hvd.init()", "hvd.init()\ntf.random.set_seed(1)")
+    for old, new in (("epochs=2", "epochs=2, shuffle=False"), (SHARDS, "")):
+        assert fit.migrate(seeded.replace(old, new).encode()).is_whole
 
 
 def test_dist_fit_begins_with_what_plain_migrate_makes():

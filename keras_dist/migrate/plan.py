@@ -107,6 +107,8 @@ _KEYWORDS = {
     "weighted_metrics": _ROWS,
     "sample_weight": _ROWS,
 }
+_DRAWING = ("Dropout", "Noise", "Random")
+_SEEDS = ("seed", "set_seed", "set_random_seed")
 _METHODS = ("train_step", "compute_loss", "apply_gradients")
 
 
@@ -169,9 +171,7 @@ class Plan:
         """What means something else beside `dist_fit`, wherever it is."""
         script = self._script
         for call in self._calls:
-            word = (dotted(call.func) or "").rpartition(".")[2]
-            if isinstance(call.func, cst.Attribute):
-                word = call.func.attr.value
+            word = _last_word(call)
             if word in _CALLS:
                 self.refuse(call, f"{word} is called here: {_CALLS[word]}")
             for arg in call.args:
@@ -502,6 +502,33 @@ class Plan:
                 self.finish(part)
         if not found:
             self.options["shard"] = '"none"'  # each rank reads all of it, as before
+        self._refuse_seeds(fit, is_sharded=found)
+
+    def _refuse_seeds(self, fit: cst.Call, *, is_sharded: bool) -> None:
+        """Refuse what a seed fixes: `dist_fit` has another order, and draws others."""
+        shuffle = passed(fit, "shuffle", 8)
+        are_arrays = any(isinstance(one, cst.Subscript) for one in self.data.shards)
+        is_shuffled = are_arrays and (shuffle is None or literal(shuffle) is not False)
+        draws, seeds = False, []
+        for call in self._calls:
+            word = _last_word(call)
+            is_shuffled |= word == "shuffle"
+            layer = self._script.names.of(call.func) or ""
+            draws |= layer.startswith("keras.layers.") and (
+                any(kind in word for kind in _DRAWING)
+                or keyword(call, "dropout") is not None
+            )
+            if word in _SEEDS or keyword(call, "seed") is not None:
+                seeds.append(call)
+        if draws and seeds:
+            reason = "this fixes what a layer draws, and dist_fit draws other numbers"
+            self.refuse(seeds[0], reason, "Remove the seed")
+        is_shuffled &= is_sharded
+        if is_shuffled and seeds:
+            reason = (
+                "this fixes the order of each rank's rows, and dist_fit has another"
+            )
+            self.refuse(seeds[0], reason, "Remove the seed, or pass shuffle=False")
 
     def writes(self, args: Sequence[cst.Arg]) -> bool:
         """Whether callbacks that are added to a list are those of Keras that write.
@@ -538,6 +565,13 @@ def _elements(args: Sequence[cst.Arg]) -> list[cst.BaseExpression]:
         else:
             found.append(arg.value)
     return found
+
+
+def _last_word(call: cst.Call) -> str:
+    """The name of the function that is called, without what is before its last dot."""
+    if isinstance(call.func, cst.Attribute):
+        return call.func.attr.value
+    return dotted(call.func) or ""
 
 
 def _is_named(call: cst.Call) -> bool:
