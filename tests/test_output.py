@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from launch import ROOT
 
@@ -102,13 +103,14 @@ def test_any_bytes_pass_as_they_are(script):
 
 
 def test_sigterm_is_answered_while_a_rank_prints(script):
-    """Within a second, though its line has no end."""
+    """Within a second, though its line has no end, which takes no memory either."""
     process = subprocess.Popen(
         [*RUN, "-np", "2", script, "endless"], cwd=ROOT, stdout=subprocess.PIPE
     )
     with process:
         for _ in range(1000):
             assert os.read(process.stdout.fileno(), 1 << 16)
+        assert psutil.Process(process.pid).memory_info().rss < 80 * 2**20
         begin = time.monotonic()
         process.send_signal(signal.SIGTERM)
         while os.read(process.stdout.fileno(), 1 << 16):
