@@ -210,8 +210,8 @@ def _evaluating(model: Any, feed: sharding.Feed) -> Iterator[None]:
         feed: This rank's shard of the data.
     """
     is_training = mixin.has(model, step.DistributedStep)
-    scope = step.install(model).metrics
     try:
+        scope = step.install(model).metrics
         with scope.collective_evaluation(EvaluatedData(feed.has_rows, (feed,))):
             yield
     finally:

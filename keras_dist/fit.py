@@ -265,9 +265,9 @@ def distributed(model: Any, setup: FitSetup) -> Iterator[None]:
     """Inside the block, `model` trains on all ranks; then it is a plain model again."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(untuned(model))
+        stack.callback(step.uninstall, model, is_end=True)
         session = step.install(model)
         session.holder.hold()
-        stack.callback(step.uninstall, model, is_end=True)
         has_rows = setup.validation is None or setup.validation.has_rows
         session.metrics.use(EvaluatedData(has_rows, tuple(setup.feeds)))
         session.training_data.use(setup.training)

@@ -7,12 +7,11 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, optimizer
-
-_NAME = "effective_learning_rate"
+from keras_dist.training.session import session_of
 
 
 class EffectiveRate(keras.callbacks.Callback):
-    """Puts the rate that the last update used into `logs["effective_learning_rate"]`.
+    """Puts the rate of the epoch's last update into `logs["effective_learning_rate"]`.
 
     The `learning_rate` that `TensorBoard` and trackers write is the rate for one
     process, because the scaling factor is applied only inside the update. With several
@@ -52,28 +51,9 @@ class EffectiveRate(keras.callbacks.Callback):
         # batch as those of the epoch. `TensorBoard` has made its writer the default.
         self._batch += 1
         if any(self._batch % every == 0 for every in self._every):
-            for name, rate in effective_rates(self.model).items():
+            for name, rate in optimizer.effective_rates(self.model).items():
                 tf.summary.scalar(f"batch_{name}", rate, step=self._batch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._is_wanted and logs is not None:
-            logs.update(effective_rates(self.model))
-
-
-def effective_rates(model: Any) -> dict[str, float]:
-    """The rate that the last update of each optimizer used, by a name for the logs.
-
-    Args:
-        model: A compiled model.
-    """
-    leaves = [
-        leaf
-        for found in optimizer.optimizers_of(model)
-        for leaf in optimizer.leaves(found)
-    ]
-    return {
-        f"{_NAME}_{leaf.name}" if len(leaves) > 1 else _NAME: (
-            optimizer.effective_rate(leaf)
-        )
-        for leaf in leaves
-    }
+            logs.update(session_of(self.model).rates.of_epoch)

@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from keras_dist import comm
 from keras_dist.callbacks.breakdown import Measured, times_by_rank
-from keras_dist.callbacks.effective_rate import effective_rates
 from keras_dist.plan import Plan
 from keras_dist.report.training import Epoch, OfRank, Training, plain_logs
 from keras_dist.training.session import session_of
@@ -184,6 +183,6 @@ def epoch_of(
         rows_per_second=rows / slowest,
         steady_rows_per_second=steady or rows / slowest,
         logs=plain_logs(logs),
-        rates=plain_logs(effective_rates(model)),
+        rates=plain_logs(session_of(model).rates.of_epoch),
         ranks=ranks,
     )

@@ -54,6 +54,7 @@ from keras_dist.optimizer.nested import (
 from keras_dist.optimizer.options import Averaging, check_usable, every_of
 from keras_dist.optimizer.rate import (
     effective_rate,
+    effective_rates,
     rate_progress,
     restore_rate_progress,
     scale_rate,
@@ -81,6 +82,7 @@ __all__ = [
     "check_usable",
     "divide_accumulated",
     "effective_rate",
+    "effective_rates",
     "every_of",
     "restore_rate_progress",
     "uses_local_sgd",

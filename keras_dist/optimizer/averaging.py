@@ -188,14 +188,16 @@ def averaging(optimizer: Any, options: Averaging) -> Iterator[None]:
     """
     hoist(optimizer)
     was_plain = not mixin.has(optimizer, AveragesGradients)
-    state: State = _averages(optimizer, options)._averaging
-    before = state.options
-    if options != Averaging():
-        state.options, state.is_merged = options, None
     try:
-        yield
+        state: State = _averages(optimizer, options)._averaging
+        before = state.options
+        if options != Averaging():
+            state.options, state.is_merged = options, None
+        try:
+            yield
+        finally:
+            state.options, state.progress, state.is_merged = before, None, None
     finally:
-        state.options, state.progress, state.is_merged = before, None, None
         if was_plain:
             mixin.remove(optimizer, AveragesGradients)
 

@@ -7,7 +7,9 @@ from typing import Any
 import keras
 
 from keras_dist import mixin
-from keras_dist.optimizer.nested import leaves
+from keras_dist.optimizer.nested import leaves, optimizers_of
+
+_LOGGED = "effective_learning_rate"
 
 
 @dataclass
@@ -114,6 +116,20 @@ def effective_rate(leaf: Any) -> float:
     before = max(updates - 1, 0) * batches + state.ahead
     factor = 1.0 if state.factor is None else state.factor(before)
     return float(keras.ops.convert_to_numpy(rate)) * float(factor)
+
+
+def effective_rates(model: Any) -> dict[str, float]:
+    """Return the rate that the last update of each optimizer used, by a name for logs.
+
+    Args:
+        model: A compiled model. With several optimizers in it, the name of each one is
+            appended to the key, as in Keras.
+    """
+    found = [leaf for one in optimizers_of(model) for leaf in leaves(one)]
+    return {
+        f"{_LOGGED}_{leaf.name}" if len(found) > 1 else _LOGGED: effective_rate(leaf)
+        for leaf in found
+    }
 
 
 def schedule_of(leaf: Any) -> Any:

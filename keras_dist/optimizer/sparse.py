@@ -105,9 +105,9 @@ def added_in_order(optimizer: Any, gradients: Sequence[Any]) -> Iterator[None]:
     has_rows = any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
     changed = leaves(optimizer) if has_rows and comm.size() > 1 else []
     changed = [leaf for leaf in changed if not mixin.has(leaf, AddsInOrder)]
-    for leaf in changed:
-        mixin.add(leaf, AddsInOrder)
     try:
+        for leaf in changed:
+            mixin.add(leaf, AddsInOrder)
         yield
     finally:
         for leaf in changed:

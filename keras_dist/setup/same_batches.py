@@ -1,5 +1,6 @@
 """Find out whether all ranks have the same batches."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from keras_dist.setup.arguments import KerasArguments
 # In the plan, behind how the data is sharded.
 _BY_INDEX = "; they differ from rank to rank: each rank takes its index"
 _MAY_BE_SHUFFLED = (
-    ". If they are shuffled without a seed, rows are left out or come twice: pass "
+    "If they are shuffled without a seed, rows are left out or come twice: pass "
     '`seed` to `shuffle`; or shard="none" if each rank has its own part'
 )
 
@@ -135,7 +136,13 @@ def _note_on_random(name: str, stream: sharding.Stream, before: str) -> str | No
     if any(len(set(same)) == 1 and same[0] for same in zip(*everyone, strict=False)):
         return _BY_INDEX
     if name == "training":
-        return _BY_INDEX + _MAY_BE_SHUFFLED
+        if comm.rank() == 0:
+            warnings.warn(
+                "The ranks' training batches differ, and change when they are read "
+                f"again. Received: x of type {stream.kind}. {_MAY_BE_SHUFFLED}.",
+                stacklevel=2,
+            )
+        return f"{_BY_INDEX}. {_MAY_BE_SHUFFLED}"
     raise ValueError(
         f"The ranks' {name} batches differ, and change when they are read again, as if "
         f"data were shuffled without a seed. Received: x of type {stream.kind}. "

@@ -57,7 +57,8 @@ class Arrays:
         weights are dropped.
         """
         weight = self.sample_weight
-        if keras.tree.is_nested(self.y) and not keras.tree.is_nested(weight):
+        is_one = weight is not None and not keras.tree.is_nested(weight)
+        if is_one and keras.tree.is_nested(self.y):
             # Keras applies a single array of weights to all outputs.
             weight = keras.tree.map_structure(lambda _: self.sample_weight, self.y)
         return keras.utils.pack_x_y_sample_weight(self.x, self.y, weight)

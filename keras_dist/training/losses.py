@@ -38,24 +38,30 @@ def of_all_rows(model: Any, log: TermsLog) -> Iterator["RowLosses"]:
         log: What was read in the graph of the step, for one that runs eagerly.
     """
     losses = RowLosses(model, log)
-    patched = [
-        (keras.losses.Loss, "__call__", losses.call),
-        (tf.GradientTape, "gradient", losses.gradient),
-        (keras.metrics.Mean, "update_state", losses.update_state),
-        (keras.Model, "_aggregate_additional_loss", losses.additional),
-    ]
-    before = [vars(cls).get(name) for cls, name, _ in patched]
-    for cls, name, ours in patched:
-        changed = functools.partialmethod(_swapped, ours, getattr(cls, name))
-        setattr(cls, name, changed)
-    try:
+    with contextlib.ExitStack() as replaced:
+        for cls, name, ours in (
+            (keras.losses.Loss, "__call__", losses.call),
+            (tf.GradientTape, "gradient", losses.gradient),
+            (keras.metrics.Mean, "update_state", losses.update_state),
+            (keras.Model, "_aggregate_additional_loss", losses.additional),
+        ):
+            replaced.enter_context(_replaced(cls, name, ours))
         yield losses
+
+
+@contextlib.contextmanager
+def _replaced(cls: Any, name: str, ours: Any) -> Iterator[None]:
+    """Inside the block, `ours` is called in place of a method of a class."""
+    before = vars(cls).get(name)
+    changed = functools.partialmethod(_swapped, ours, getattr(cls, name))
+    setattr(cls, name, changed)
+    try:
+        yield
     finally:
-        for (cls, name, _), method in zip(patched, before, strict=True):
-            if method is None:  # it is inherited
-                delattr(cls, name)
-            else:
-                setattr(cls, name, method)
+        if before is None:  # it is inherited
+            delattr(cls, name)
+        else:
+            setattr(cls, name, before)
 
 
 def _swapped(self: Any, ours: Any, plain: Any, *args: Any, **kwargs: Any) -> Any:

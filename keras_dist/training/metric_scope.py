@@ -78,6 +78,11 @@ class MetricScope:
             return False
         return self._evaluation is None or self._evaluation.is_of_all
 
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether an evaluation is running."""
+        return self._evaluation is not None
+
     def is_waited_for(self) -> bool:
         """Whether the other ranks wait for the result of this evaluation."""
         return self.is_of_all() and not self._has_result

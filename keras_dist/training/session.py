@@ -47,6 +47,21 @@ class XlaChoice:
         self._is_split = False
 
 
+class EpochRates:
+    """The learning rates of an epoch's last updates.
+
+    They are read before callbacks such as `ReduceLROnPlateau` set those of the next
+    epoch.
+    """
+
+    def __init__(self) -> None:
+        self.of_epoch: dict[str, float] = {}
+
+    def read(self, model: Any) -> None:
+        """Read the rates of the epoch that has just been trained."""
+        self.of_epoch = optimizer.effective_rates(model)
+
+
 class SaveStamp:
     """Epoch and batch of the training, which are written into files of weights."""
 
@@ -104,6 +119,7 @@ class Session:
         instruments: The stopwatch and the NaN guard of each step.
         xla: Whether steps run in two functions compiled by XLA.
         terms_log: Which losses of a step that runs eagerly are sums over rows.
+        rates: The learning rates of the epoch.
         stamp: Epoch and batch for files of weights.
         holder: Whether `dist_fit` ends the session.
     """
@@ -118,6 +134,7 @@ class Session:
     instruments: Instruments
     xla: XlaChoice
     terms_log: TermsLog
+    rates: EpochRates
     stamp: SaveStamp
     holder: Holder
 
@@ -148,6 +165,7 @@ def begin(model: Any, last: Session | None) -> Session:
         instruments=Instruments(),
         xla=XlaChoice(),
         terms_log=TermsLog(),
+        rates=EpochRates(),
         stamp=SaveStamp(),
         holder=Holder(),
     )

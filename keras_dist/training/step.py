@@ -135,7 +135,10 @@ class DistributedStep(atomic_save.SavesWhole):
 
     def _get_metrics_result_or_logs(self: Any, logs: Any) -> Any:
         # Keras's loops log this: the results, or values that the last step returned.
-        is_of_all = self._distributed_session.metrics.is_of_all()
+        session = self._distributed_session
+        if not session.metrics.is_evaluating:
+            session.rates.read(self)
+        is_of_all = session.metrics.is_of_all()
         if comm.size() == 1 or not is_of_all:
             return super()._get_metrics_result_or_logs(logs)  # type: ignore[misc]
         return _results(self, super().get_metrics_result, logs)  # type: ignore[misc]
