@@ -18,6 +18,7 @@ from keras_dist.training.autotune import untuned
 from keras_dist.training.metric_scope import EvaluatedData
 from keras_dist.training.predict import predict_sharded, rows_to_predict
 from keras_dist.training.predict_divided import is_divided_by_row, predict_divided
+from keras_dist.training.same_values import agree_on_arrays
 
 _ADVICE = "Start every rank with the same script, arguments and data."
 
@@ -85,6 +86,9 @@ class DistributedModel:
                 lambda: self._feed(pieces, batch_size, steps, options, spec)
             )
             comm.agree(feed.facts, advice=_ADVICE)
+            if options.shard != "none":
+                names = ("x", "y", "sample_weight")
+                agree_on_arrays(dict(zip(names, pieces, strict=True)))
             is_of_all = _evaluating(self.model, feed)
             reading = sharding.reading([feed])
             with comm.explained(), untuned(self.model), is_of_all, reading:

@@ -12,6 +12,7 @@ import keras
 from keras_dist import checkpoint, comm, optimizer, scaling, sharding
 from keras_dist.callbacks.autologging import autologged_once
 from keras_dist.callbacks.learning_rate_warmup import rate_factor_of_step
+from keras_dist.monitor import seeds
 from keras_dist.setup import same_batches
 from keras_dist.setup.arguments import KerasArguments
 from keras_dist.setup.checks import check_model
@@ -22,6 +23,7 @@ from keras_dist.training import step
 from keras_dist.training.autotune import untuned
 from keras_dist.training.errors import marked_as_of_one_rank
 from keras_dist.training.metric_scope import EvaluatedData, raising_on_all
+from keras_dist.training.same_values import agree_on_arrays
 from keras_dist.training.session import session_of
 
 _ADVICE = "Start every rank with the same script, arguments and data."
@@ -204,6 +206,8 @@ def _train(
                 lambda: _prepared(model, given, options, spec, resumed)
             )
             comm.agree(setup.facts(), advice=_ADVICE)
+            if options.shard != "none":
+                agree_on_arrays(given.data())
             if comm.rank() == 0 and given.verbose != 0:
                 _print(str(setup.plan))
             with (
@@ -215,9 +219,11 @@ def _train(
                 opening = raising_on_all(scope.data.own_error, scope.is_opening)
                 saving = checkpoint.saving(resumed, setup)
                 timeline, once = comm.timeline(options.timeline), autologged_once()
+                alone = seeds.drawing_alone(comm.rank())
                 with (
                     timeline,
                     opening,
+                    alone if comm.size() > 1 else contextlib.nullcontext(),
                     saving as arguments,
                     once,
                     marked_as_of_one_rank(),

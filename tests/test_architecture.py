@@ -1,11 +1,9 @@
-"""Imports only go down, two files import Horovod, and names are the field's words."""
+"""Imports only go down, two files import Horovod, and state has one owner."""
 
 import ast
 import doctest
 import importlib
 import os
-import re
-import tokenize
 from pathlib import Path
 
 import pytest
@@ -110,103 +108,6 @@ def test_no_private_module_is_imported():
     for path in FILES:
         for name in imports_of(path):
             assert not name.startswith(("keras.src", "tensorflow.python")), path
-
-
-# All ways to start ranks, and the files that are theirs alone.
-WAYS = {
-    "a command on this host, or by ssh": "jobs remote_hosts remote_start reach agent",
-    "hosts by ssh that come and go": "elastic_jobs discovery",
-    "hosts that meet": "rdzv first_host meeting follower orders members",
-    "SLURM": "slurm_step slurm_task munge",
-    "a function": "function worker",
-    "Ray and Spark": "calls call_store call_agent call_errors ray_actors ray_workers",
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_ways_to_start_ranks_are_short(way):
-    """Each ends in `assignment`: which ranks, where the store is, who watches."""
-    for name in WAYS[way].split():
-        lines = (PACKAGE / "launch" / f"{name}.py").read_text().splitlines()
-        assert len(lines) <= 200, f"{name}.py has {len(lines)} lines"
-    for name in ("ray", "spark", "slurm", "launch/assignment"):
-        assert len((PACKAGE / f"{name}.py").read_text().splitlines()) <= 200, name
-
-
-def words_of(name):
-    """The words of an identifier: `rows_of_all` and `RowsOfAll` have the same three."""
-    return [w.lower() for w in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)]
-
-
-# Words of our own that a reader who knows Horovod, PyTorch DDP and Keras had to learn.
-# `docs/concepts/glossary.md` has those that took their place.
-PRIVATE_WORDS = {
-    word
-    for line in (
-        "wish wishes wants granted heard hear carrying told tell talk talks",
-        "deal deals dealt dealing course place places way halves alone unite",
-        "united stretch led kept keeping survey whereabouts arrange writers",
-        "parts rounds fleet board boards sealed seal warden share shares",
-        "together",
-    )
-    for word in line.split()
-}
-
-# Names that users know, and what is named after them.
-KNOWN_NAMES = {"StopTogether", "stop_together", "TensorBoard", "round"}
-
-
-def test_identifiers_are_the_fields_words():
-    """No identifier contains a private word."""
-    found = []
-    for path in FILES:
-        with path.open("rb") as file:
-            tokens = list(tokenize.tokenize(file.readline))
-        names = [(t.string, t.start[0]) for t in tokens if t.type == tokenize.NAME]
-        for name, line in [*names, (path.stem, 0)]:
-            if name not in KNOWN_NAMES and PRIVATE_WORDS & set(words_of(name)):
-                found.append(f"{path.relative_to(PACKAGE)}:{line}: {name}")
-    assert not found, found
-
-
-# Those of them that have no other meaning in plain English.
-PRIVATE_PROSE = {
-    *("wish", "wishes", "dealt", "dealing", "heard", "told", "halves", "whereabouts"),
-    *("warden", "fleet", "unite", "united"),
-}
-
-# Names in files of earlier versions, which must stay readable.
-FORMAT_NAMES = {"is_united"}
-
-
-def prose_of(path):
-    """The docstrings, comments and string constants of a file, each with its line."""
-    kinds = {tokenize.COMMENT, tokenize.STRING}
-    kinds.add(getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))  # from 3.12 on
-    with path.open("rb") as file:
-        tokens = list(tokenize.tokenize(file.readline))
-    return [(token.string, token.start[0]) for token in tokens if token.type in kinds]
-
-
-def private_prose(text):
-    """The private words of a text, as words or in names."""
-    names = [name for name in re.findall(r"\w+", text) if name not in FORMAT_NAMES]
-    found = {word for name in names for word in words_of(name)} & PRIVATE_PROSE
-    return found | ({"goes alone"} if re.search(r"\bgoes\s+alone\b", text) else set())
-
-
-def test_prose_is_in_the_fields_words():
-    """Docstrings, comments, messages and keys have no private words either."""
-    assert private_prose('"""Wishes are told: is_united, who goes\n    alone."""') == {
-        *("wishes", "told", "goes alone")
-    }
-    found = [
-        f"{path.relative_to(PACKAGE)}:{line}: {sorted(words)}"
-        for path in FILES
-        for text, line in prose_of(path)
-        if (words := private_prose(text))
-    ]
-    assert not found, found
 
 
 def mutable_fields(node):

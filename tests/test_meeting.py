@@ -300,7 +300,14 @@ def test_what_prepares_a_start_is_over_with_the_start(monkeypatch):
     follower = Follower(host, "a secret", member, **options)
     name = f"order.{follower.name}"
     slots = [dataclasses.asdict(slot) for slot in slots_of([member])[0]]
-    run = {"do": "run", "nonce": "n", "number": 0, "reached": "", "slots": slots}
+    run = {
+        "do": "run",
+        "nonce": "n",
+        "seed": "1",
+        "number": 0,
+        "reached": "",
+        "slots": slots,
+    }
 
     def run_ranks(command, assignment, job, **options):
         start, near = assignment.restart, {"is_start_near": True}
@@ -339,7 +346,14 @@ def test_a_host_ends_where_the_first_one_has_begun_a_new_job(tmp_path):
     )
     assert follower.join()
     slots = [dataclasses.asdict(slot) for slot in slots_of([member])[0]]
-    order = {"do": "run", "start": 0, "nonce": "n", "number": 0, "reached": ""}
+    order = {
+        "do": "run",
+        "start": 0,
+        "nonce": "n",
+        "seed": "1",
+        "number": 0,
+        "reached": "",
+    }
     first.put(f"order.{follower.name}", {**order, "slots": slots})
 
     def begin_again():

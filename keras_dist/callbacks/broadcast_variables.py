@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_dist import comm, optimizer
 from keras_dist.training import step
+from keras_dist.training.same_values import agree_on_constants
 from keras_dist.training.session import session_of
 
 # In MiB: a model that has a progress bar, and what is sent from one update to the next.
@@ -90,6 +91,7 @@ class BroadcastVariables(keras.callbacks.Callback):
             _facts(variables, seeds),
             advice="Create the same model and the same optimizer on every rank.",
         )
+        agree_on_constants(self.model, local=optimizer.local_ids(self.model))
         self._send(variables)
         states = [keras.ops.convert_to_numpy(seed) for seed in seeds]
         received = comm.broadcast_arrays(states, self.root_rank)

@@ -26,6 +26,7 @@ from keras_dist.comm.collectives import (
     broadcast_arrays,
     broadcast_variables,
     gather,
+    gather_unless_equal,
     sum,
 )
 from keras_dist.comm.compressed import sum_compressed
@@ -97,6 +98,7 @@ __all__ = [
     "first_rank",
     "forget_process_sets",
     "gather",
+    "gather_unless_equal",
     "gather_or_raise",
     "gather_rows",
     "has_mpi",

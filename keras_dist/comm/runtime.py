@@ -17,6 +17,7 @@ from keras_dist.comm.world import (
     is_elastic,
     launched,
 )
+from keras_dist.monitor import seeds
 
 # Holds the process id of a rank. The processes that a rank starts inherit it, and so
 # they know that they are not ranks, although they inherit its HOROVOD_RANK as well.
@@ -66,6 +67,7 @@ def prepare() -> None:
         return
     launcher, world = from_launcher
     _mark_process()
+    seeds.seed_generators(is_before_script=False)
     # mpirun binds ranks to cores itself, except under horovodrun, which turns it off.
     is_binding = launcher == "horovodrun" or is_unbound()
     _runtime.device = choose_device(world, is_binding=is_binding)

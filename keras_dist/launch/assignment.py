@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_dist.launch.hosts import Slot
-from keras_dist.launch.rendezvous import interface
+from keras_dist.launch.rendezvous import derived, interface
+from keras_dist.monitor import seeds
 
 # The variable with the secret by which the ranks sign objects that they send.
 SECRET = "KERAS_DIST_SECRET"
@@ -35,6 +36,7 @@ class Assignment:
         restart: Number of the restart; 0 in the first run.
         tls: Where the store is reached by TLS, `port` and `digest`, as of `Exit`; then
             `store` is for its own host. `None` without TLS.
+        seed: The seed of what the scripts of all ranks draw, as of `seed_of`.
     """
 
     slots: Sequence[Slot]
@@ -43,6 +45,7 @@ class Assignment:
     number: int | None = None
     restart: int = 0
     tls: Mapping[str, Any] | None = None
+    seed: str = ""
 
     def variables(self, address: str) -> dict[str, str]:
         """The environment variables that all ranks of the host have in common.
@@ -51,6 +54,8 @@ class Assignment:
             address: Address of the host, by which the others reach it.
         """
         own = {**self.store, SECRET: self.secret, **interface(address)}
+        if self.seed:
+            own[seeds.VARIABLE] = self.seed
         return {**own, RESTART: str(self.restart)} if self.restart else own
 
     def environment(self, slot: Slot, address: str) -> dict[str, str]:
@@ -72,6 +77,7 @@ def assignments(
     *,
     restart: int = 0,
     tls: Mapping[str, Any] | None = None,
+    seed: str = "",
 ) -> list[Assignment]:
     """One assignment for each host, in the order of the slots.
 
@@ -81,12 +87,23 @@ def assignments(
         secret: As of `Assignment`.
         restart: Number of the restart; 0 in the first run.
         tls: As of `Assignment`.
+        seed: As of `Assignment`.
     """
     hosts = itertools.groupby(slots, key=lambda slot: slot.host)
     return [
-        Assignment(list(own), store, secret, number, restart, tls)
+        Assignment(list(own), store, secret, number, restart, tls, seed)
         for number, (_, own) in enumerate(hosts)
     ]
+
+
+def seed_of(job: str) -> str:
+    """Return the seed that the scripts of all ranks start from, also after a restart.
+
+    Args:
+        job: A text that is another one for each job.
+    """
+    given = os.environ.get(seeds.VARIABLE)
+    return given or str(int(derived(job, "seed")[:8], 16))
 
 
 def patience() -> dict[str, str]:

@@ -104,7 +104,12 @@ def serve_call(descriptor: int) -> int:
     call = sys.stdin.buffer.read(header["bytes"])
     slot = slots_of_workers(header["hosts"])[header["worker"]]
     assignment = Assignment(
-        [slot], header["store"], header["secret"], slot.rank, header["restart"]
+        [slot],
+        header["store"],
+        header["secret"],
+        slot.rank,
+        header["restart"],
+        seed=header["seed"],
     )
     job = f"{header['job']}_{slot.rank}"
     store = status_store_of(assignment.store)

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+from keras_dist.launch.assignment import seed_of
 from keras_dist.launch.rendezvous import Store, variables_of
 from keras_dist.monitor.status_store import status_store_of
 
@@ -46,6 +47,7 @@ class CallStore:
             "store": self._variables,
             "secret": self._secret,
             "job": self._job,
+            "seed": seed_of(self._job),
             "address": self._address,
             "restart": self._restart,
             "environment": self._environment,

@@ -4,6 +4,7 @@ import dataclasses
 import threading
 import time
 
+from keras_dist.launch.assignment import seed_of
 from keras_dist.launch.elastic import left_out_text, start_text
 from keras_dist.launch.failures import print_message
 from keras_dist.launch.gathering import TICK, Gathering
@@ -144,6 +145,7 @@ class Coordinator(threading.Thread):
                 do="run",
                 start=start,
                 nonce=self._nonce,
+                seed=seed_of(self._nonce),
                 number=number,
                 slots=[dataclasses.asdict(slot) for slot in slots[number]],
                 reached=reached[0] if name == self._first and reached else "",

@@ -141,6 +141,7 @@ class Follower:
             secret=secret,
             number=order["number"],
             restart=order["start"],
+            seed=order["seed"],
         )
         if self._spares is not None:
             self._spares.is_start_near = False  # it is here

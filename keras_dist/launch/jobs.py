@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from keras_dist.launch import processes
-from keras_dist.launch.assignment import Assignment, assignments
+from keras_dist.launch.assignment import Assignment, assignments, seed_of
 from keras_dist.launch.failures import explain, print_message
 from keras_dist.launch.hosts import LOOPBACK, Slot
 from keras_dist.launch.ranks import Command
@@ -115,7 +115,9 @@ def run_once(
         found, tls = store.variables(secret), None
         if isinstance(store, TlsStore):
             tls = store.tls
-        planned = assignments(slots, found, secret, restart=restart, tls=tls)
+        planned = assignments(
+            slots, found, secret, restart=restart, tls=tls, seed=seed_of(job)
+        )
         if reach is not None:
             remote = RemoteHosts(command, planned, job, reach)
             return run_on_hosts(remote, stopped, change)

@@ -9,7 +9,7 @@ import signal
 import sys
 
 from keras_dist.install import patch
-from keras_dist.launch.assignment import SECRET, Assignment, patience
+from keras_dist.launch.assignment import SECRET, Assignment, patience, seed_of
 from keras_dist.launch.first_host import secret_of, store_if_first
 from keras_dist.launch.host_store import HostStore, wait_for
 from keras_dist.launch.hosts import address_towards, slots
@@ -56,7 +56,8 @@ def serve() -> int:
     if not patch.uses_named_network():
         check_own_name(own)
     known = variables_of(reached, meeting.port, secret)
-    assignment = Assignment(slots=(), store=known, secret=secret)
+    seed = seed_of(f"{task.job}.{task.step}")
+    assignment = Assignment(slots=(), store=known, secret=secret, seed=seed)
     print(json.dumps({**patience(), **assignment.variables(own)}), flush=True)
     if store is not None:
         sys.stdin.read()

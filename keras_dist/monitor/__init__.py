@@ -8,6 +8,7 @@
 - `other_ranks`: what a rank knows of the others by their heartbeats
 - `rank_ranges`: many ranks in few words
 - `watchdog`: a thread that ends the job if no rank makes progress
+- `seeds`: one seed for what the scripts of all ranks draw
 - `rank_process`: the process of a rank under `keras-dist run`, which runs the user's
   script; and the report that it writes for the launcher if it fails
 """

@@ -47,6 +47,9 @@ _LONGEST = 100_000
 SPARE = "spare"
 _IMPORTS = ("tensorflow", "keras", "horovod.tensorflow")
 
+# Seeds what all ranks draw; run by its path, since the package is not imported here.
+_SEEDS = str(Path(__file__).with_name("seeds.py"))
+
 # At this signal a rank writes its stacks. It is one that no scheduler sends.
 DUMP_SIGNAL = signal.SIGRTMIN + 7
 
@@ -192,6 +195,7 @@ def main(arguments: list[str]) -> None:
     os.register_at_fork(after_in_child=_leave_rank)
     sys.argv = command
     try:
+        runpy.run_path(_SEEDS)["seed_generators"]()
         if kind == "module":
             sys.path[0] = os.getcwd()
             runpy.run_module(command[0], run_name="__main__", alter_sys=True)

@@ -32,6 +32,11 @@ class KerasArguments:
         """The arguments as a dict for `keras.Model.fit`; the data is not copied."""
         return dict(vars(self))
 
+    def data(self) -> dict[str, Any]:
+        """What is trained on and evaluated, by the names of the arguments."""
+        names = ("x", "y", "sample_weight", "validation_data")
+        return {name: getattr(self, name) for name in names}
+
     @property
     def has_validation(self) -> bool:
         """Whether there is validation data."""

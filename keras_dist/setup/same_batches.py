@@ -105,15 +105,20 @@ def _compared(
     known = {n: s for n, s in known.items() if n not in same and s.division is None}
     if shard == "none" or not known:
         return same, notes
-    own = comm.run_on_all(lambda: {n: s.fingerprint(size) for n, s in known.items()})
+    own = comm.run_on_all(
+        lambda: {n: (s.fingerprint(size), s.seeds) for n, s in known.items()}
+    )
     everyone = comm.gather(own)
     for name, stream in known.items():
-        if len({other[name] for other in everyone}) == 1:
-            same[name] = True
-        else:
-            note = _note_on_random(name, stream, own[name])
+        fingerprints = {other[name][0] for other in everyone}
+        if len(fingerprints) > 1:
+            note = _note_on_random(name, stream, own[name][0])
             same[name] = note is not None
             notes[name] = note or ""
+        elif all(other[name] == own[name] for other in everyone):
+            same[name] = True
+        else:  # the same rows, shuffled by other seeds
+            same[name], notes[name] = True, _note_on_shuffles(name, stream)
     return same, notes
 
 
@@ -135,6 +140,17 @@ def _note_on_random(name: str, stream: sharding.Stream, before: str) -> str | No
     everyone = [one for both in comm.gather(readings) for one in both]
     if any(len(set(same)) == 1 and same[0] for same in zip(*everyone, strict=False)):
         return _BY_INDEX
+    return _note_on_shuffles(name, stream)
+
+
+def _note_on_shuffles(name: str, stream: sharding.Stream) -> str:
+    """What the plan says of data that each rank reads in another order.
+
+    The first rank warns, too.
+
+    Raises:
+        ValueError: If it is validation data, whose metrics would be of other rows.
+    """
     if name == "training":
         if comm.rank() == 0:
             warnings.warn(

@@ -23,6 +23,7 @@ Data that `keras_dist.shard` divides before its rows are decoded:
 Data that comes in batches, sharded by batch:
 
 - `batches`: `rank_batches`, which chooses among the files below
+- `pipeline`: what a `tf.data.Dataset` was made of: inputs, shuffles, caches
 - `batches_stream`: `Stream`, one view of data sets, sequences, generators, loaders
 - `batches_known_length`: shard a `tf.data.Dataset` of known or infinite length
 - `batches_sequence`: shard a `keras.utils.PyDataset`, by index
@@ -57,10 +58,10 @@ from keras_dist.sharding.division import (
     divided,
     division_of,
     length_before_repeat,
-    seeds_of,
     sources_of,
 )
 from keras_dist.sharding.feed import Channel, Feed, ShardSpec
+from keras_dist.sharding.pipeline import seeds_of
 from keras_dist.sharding.training import training_feed
 from keras_dist.sharding.validation import hold_out, validation_feed
 

@@ -27,6 +27,7 @@ from keras_dist.sharding.batches_sequence import ShardedSequence
 from keras_dist.sharding.batches_stream import Stream, finite_or_none
 from keras_dist.sharding.batches_unknown_length import UnknownLengthReader
 from keras_dist.sharding.feed import Feed, RankBatches, ShardSpec
+from keras_dist.sharding.pipeline import ending_like_known, is_reshuffled
 
 # Stands in TensorFlow's error, and in ours, where a pass has another number of batches
 # than the data set's cardinality says.
@@ -199,6 +200,8 @@ def _round_robin_dataset(
 
     steps = steps_after(0)
     if steps is None:
+        if stream.has_seeded_passes:
+            dataset = ending_like_known(dataset, data)
         return RankBatches(without_auto_shard(dataset), None)
     dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
     if not keeps_position:
@@ -227,6 +230,8 @@ def _has_fixed_order(stream: Stream) -> bool:
         return True
     is_known = stream.length is not None and stream.length != math.inf
     if not (isinstance(stream.data, tf.data.Dataset) and is_known):
+        return False
+    if is_reshuffled(stream.data):
         return False
     return stream.fingerprint(1) == stream.fingerprint(1)
 

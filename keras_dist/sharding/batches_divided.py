@@ -17,10 +17,10 @@ from keras_dist.sharding.batches_unknown_length import UnknownLengthReader
 from keras_dist.sharding.division import (
     Division,
     first_steps,
-    is_reshuffled,
     sources_of,
 )
 from keras_dist.sharding.feed import RankBatches, ShardSpec
+from keras_dist.sharding.pipeline import is_reshuffled
 
 
 def divided_batches(

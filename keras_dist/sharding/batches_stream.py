@@ -10,6 +10,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_dist.sharding.pipeline import (
+    before_shuffles,
+    has_cache_in_memory,
+    has_seeded_passes,
+    seeds_of,
+)
+
 # The number of batches that are compared to see whether ranks read the same data.
 _LOOKS = 2
 
@@ -41,6 +48,10 @@ class Stream:
         self._is_iterator = isinstance(data, Iterator)
         self._buffered: list[Any] = []
         self._held: list[Any] = []
+        is_dataset = isinstance(data, tf.data.Dataset)
+        self.has_seeded_passes = is_dataset and has_seeded_passes(data)
+        # Of data whose passes differ by their number, the first pass that was begun.
+        self._begun: Iterator[Any] | None = None
 
     @classmethod
     def of(cls, data: Any) -> "Stream":
@@ -62,23 +73,31 @@ class Stream:
             more = itertools.islice(self.data, max(count - len(self._buffered), 0))
             self._buffered += more
             return self._buffered[:count]
+        if self.has_seeded_passes and self.length is None:
+            self._begun = self._begun or iter(self.data)
+            more = itertools.islice(self._begun, max(count - len(self._buffered), 0))
+            self._buffered += more
+            return self._buffered[:count]
         if isinstance(self.data, tf.data.Dataset):
             return first_batches(self.data, count, self._held)
         return list(itertools.islice(self, count))
 
     def __iter__(self) -> Iterator[Any]:
         if self._is_iterator:
-            return self._rest()
+            return self._rest(self.data)
+        if self._begun is not None:
+            begun, self._begun = self._begun, None
+            return self._rest(begun)
         if isinstance(self.data, keras.utils.PyDataset):
             is_endless = self.data.num_batches is None
             indices = itertools.count() if is_endless else range(self.data.num_batches)
             return (self.data[index] for index in indices)
         return iter(self.data)
 
-    def _rest(self) -> Iterator[Any]:
+    def _rest(self, batches: Iterable[Any]) -> Iterator[Any]:
         while self._buffered:
             yield self._buffered.pop(0)
-        yield from self.data
+        yield from batches
 
     def as_read(self, batch: Any) -> Any:
         """A batch as Keras hands it to a step; those of a data set as they are."""
@@ -86,8 +105,20 @@ class Stream:
         return batch if is_dataset else standardized(batch)
 
     def fingerprint(self, size: int) -> str:
-        """A digest of the first batches: equal if the ranks read the same data."""
+        """A digest of the first batches: equal if the ranks read the same data.
+
+        Of data whose passes differ by their number it is one of the first elements
+        before the shuffle, and `seeds` decide the rest: no pass is begun.
+        """
+        if self.has_seeded_passes:
+            first = self.fingerprint_of_sources(before_shuffles(self.data))
+            return f"{first} {self.data.element_spec}"
         return fingerprint_of(self._first_looks(size))
+
+    @property
+    def seeds(self) -> list[tuple[int, int]]:
+        """Seeds of the shuffles, if they and the number of a pass decide the order."""
+        return seeds_of(self.data) if self.has_seeded_passes else []
 
     def fingerprint_of_sources(self, sources: Sequence[tf.data.Dataset]) -> str:
         """A digest of the first elements of what `data` is made of."""
@@ -131,19 +162,6 @@ def first_batches(dataset: tf.data.Dataset, count: int, held: list[Any]) -> list
         return list(dataset.take(count))
     held.append(iter(dataset))
     return list(itertools.islice(held[-1], count))
-
-
-def has_cache_in_memory(dataset: tf.data.Dataset) -> bool:
-    """Whether a data set, or one that it was made of, keeps its elements in memory."""
-    if tf.get_static_value(getattr(dataset, "_filename", None)) == b"":
-        return True
-    return any(map(has_cache_in_memory, inputs_of(dataset)))
-
-
-def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
-    """The data sets that `dataset` was made of (docs/decisions.md)."""
-    # `apply` of a function that returns its argument makes some their own input.
-    return [one for one in dataset._inputs() if one is not dataset]
 
 
 def is_stream(data: Any) -> bool:

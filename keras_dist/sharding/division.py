@@ -6,18 +6,19 @@ What `keras_dist.shard` has divided is known by the data set that it returned. A
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
 from keras_dist.sharding.batches_known_length import checked_length, known_tail_rows
-from keras_dist.sharding.batches_stream import (
-    finite_or_none,
+from keras_dist.sharding.batches_stream import finite_or_none, length_of
+from keras_dist.sharding.pipeline import (
+    before_shuffles,
     has_cache_in_memory,
     inputs_of,
-    length_of,
+    nodes,
 )
 
 # Rows of a rank in a window of rows that come from a cache.
@@ -147,45 +148,11 @@ def division_of(data: Any) -> Division | None:
     return found[0] if found else None
 
 
-def seeds_of(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
-    """Seeds of each shuffle and each random source; (0, 0) is a new one each time.
-
-    >>> tf.random.set_seed(1)
-    >>> seeds_of(tf.data.Dataset.range(9).shuffle(9, seed=2).batch(2))
-    [(1, 2)]
-    """
-    return [
-        (int(node._seed), int(node._seed2))
-        for node in _nodes(dataset)
-        if _has_seed(node)
-    ]
-
-
-def is_reshuffled(dataset: tf.data.Dataset) -> bool:
-    """Whether each pass has another order, as after `shuffle`."""
-    names = ("_reshuffle_each_iteration", "_rerandomize_each_iteration")
-    return any(
-        any(getattr(node, name, False) is not False for name in names)
-        for node in _nodes(dataset)
-        if _has_seed(node)
-    )
-
-
 def sources_of(division: Division) -> list[tf.data.Dataset]:
     """What is compared over the ranks: cheap to read, and not random."""
     if division.by != "source":
         return before_shuffles(division.source)
-    return [node for node in _nodes(division.source) if not inputs_of(node)]
-
-
-def before_shuffles(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
-    """What a data set is made of, before the first shuffle.
-
-    Reading it changes no order: the next pass of a shuffle has another one.
-    """
-    if not any(map(_has_seed, _nodes(dataset))):
-        return [dataset]
-    return [found for one in inputs_of(dataset) for found in before_shuffles(one)]
+    return [node for node in nodes(division.source) if not inputs_of(node)]
 
 
 def length_before_repeat(dataset: tf.data.Dataset) -> float | None:
@@ -230,16 +197,6 @@ def _known_length(division: Division) -> int | None:
         return own
     tail = known_tail_rows(division.source, length=length, size=division.size)
     return None if tail is None else own + (tail > division.rank)
-
-
-def _nodes(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    yield dataset
-    for one in inputs_of(dataset):
-        yield from _nodes(one)
-
-
-def _has_seed(dataset: tf.data.Dataset) -> bool:
-    return hasattr(dataset, "_seed") and hasattr(dataset, "_seed2")
 
 
 def _every(source: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:

@@ -37,6 +37,7 @@ from keras_dist.sharding.batches import (
 from keras_dist.sharding.batches_indices import batch_indices
 from keras_dist.sharding.batches_stream import Stream
 from keras_dist.sharding.feed import KERAS_BATCH_SIZE, Feed, ShardSpec
+from keras_dist.sharding.pipeline import skip_epochs
 
 
 def training_feed(
@@ -172,6 +173,8 @@ def _stream_feed(
     _check_stream(stream, arguments, steps, spec)
     is_sharded = spec.same.get("training", spec.size == 1 and spec.keeps_position)
     shuffle = bool(arguments["shuffle"])
+    if stream.has_seeded_passes and steps is None and spec.position is not None:
+        skip_epochs(stream.data, spec.position.epoch)
     own = rank_batches(
         stream, spec, is_sharded=is_sharded, is_training=True, shuffle=shuffle
     )

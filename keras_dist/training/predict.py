@@ -10,6 +10,7 @@ import numpy as np
 
 from keras_dist import comm
 from keras_dist.sharding.arrays import Arrays, as_arrays, shard_validation
+from keras_dist.training.same_values import agree_on_arrays
 
 _ADVICE = "Give every rank the same model, weights, data and arguments."
 
@@ -70,6 +71,7 @@ def predict_sharded(
         },
         advice=_ADVICE,
     )
+    agree_on_arrays({"x": arrays.x})
     own = shard_validation(arrays, rank=rank, size=size)
     # A rank without a row predicts one of another rank, to know the shape of outputs.
     has_rows = rank < arrays.num_rows

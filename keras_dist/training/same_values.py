@@ -1,0 +1,190 @@
+"""Compare what all ranks must have alike: arrays, and constants of layers."""
+
+import contextlib
+import hashlib
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dist import comm
+from keras_dist.sharding import is_arrays
+
+# Of each array so many rows are compared, spread over all of it, and of each row so
+# many bytes, from its middle: no pass over a file that is larger than memory.
+_ROWS, _ROW_BYTES = 256, 4096
+
+# Results of the same computation may differ in their last digits from host to host.
+_ROUNDING = 1e-4
+
+_ADVICE = (
+    "Seed what splits or shuffles them (`random_state=` of `train_test_split`, "
+    'keras.utils.set_random_seed), or pass shard="none" if each rank has its own rows.'
+)
+
+
+def agree_on_arrays(data: Mapping[str, Any]) -> None:
+    """Raise an error on all ranks if arrays differ between the ranks. A collective.
+
+    Only counts and shapes were compared otherwise: after an unseeded split, the ranks
+    would train on rows that others validate.
+
+    Args:
+        data: Arrays, or structures of them, by the name of their argument; anything
+            else is left out.
+
+    Raises:
+        ValueError: If some of a few hundred rows of an array differ.
+    """
+    if comm.size() == 1:
+        return
+    samples = comm.run_on_all(
+        lambda: {
+            name: [
+                _sample(leaf) for leaf in keras.tree.flatten(given) if _is_some(leaf)
+            ]
+            for name, given in data.items()
+            if is_arrays(given)
+        }
+    )
+    if differing := first_difference(samples):
+        name, rank = differing
+        raise ValueError(
+            f"The ranks have different rows in `{name}`. Received: rows on rank {rank} "
+            f"that differ from those of rank 0, in arrays of the same shape. {_ADVICE}"
+        )
+
+
+def agree_on_constants(model: Any, *, local: Collection[int] = ()) -> None:
+    """Compare what layers hold beside their weights. A collective.
+
+    The words of a `StringLookup` and the mean of a `Normalization` come from data, the
+    mask of a layer perhaps from a random generator: with others on each rank, the ranks
+    would average the gradients of different functions.
+
+    Args:
+        model: A model that is built.
+        local: Identities of the weights that each rank has for itself; a layer that has
+            no others is left out.
+
+    Raises:
+        ValueError: On all ranks, if a layer of Keras differs. For a layer of the user's
+            the first rank warns: it may hold what it has computed last.
+    """
+    layers = [
+        layer
+        for layer in model._flatten_layers()
+        if not layer.weights or any(id(each) not in local for each in layer.weights)
+    ]
+    constants = comm.run_on_all(
+        lambda: {str(n): _constants(layer) for n, layer in enumerate(layers)}
+    )
+    differing = first_difference(constants)
+    if differing is None:
+        return
+    layer = layers[int(differing[0])]
+    text = (
+        f"The layer {layer.name!r} ({type(layer).__name__}) differs between the ranks: "
+        "they would train different functions. Received: constants or a vocabulary on "
+        f"rank {differing[1]} that are not those of rank 0. Adapt it to the same rows "
+        "on all ranks, and seed what is drawn (keras.utils.set_random_seed)."
+    )
+    if type(layer).__module__.startswith("keras."):
+        raise ValueError(text)
+    if comm.rank() == 0:
+        warnings.warn(text, stacklevel=2)
+
+
+def first_difference(
+    values: Mapping[str, Sequence[np.ndarray]],
+) -> tuple[str, int] | None:
+    """Return the first name whose arrays differ, and a rank; `None` if all are equal.
+
+    It is a collective of a few bytes, unless something differs. Floating-point values
+    that differ in their last digits are taken for equal.
+
+    Args:
+        values: Small arrays of this rank, by name.
+    """
+    digests = {name: _digest(arrays) for name, arrays in values.items()}
+    everyone = comm.gather_unless_equal(digests)
+    if everyone is None:
+        return None
+    names = dict.fromkeys(name for own in everyone for name in own)
+    for name in names:
+        if len({own.get(name) for own in everyone}) == 1:
+            continue
+        arrays = comm.gather(values.get(name))
+        for rank, other in enumerate(arrays):
+            if not _are_close(arrays[0], other):
+                return name, rank
+    return None
+
+
+def _constants(layer: Any) -> list[np.ndarray]:
+    """Arrays that a layer holds which are no weights, and its vocabulary."""
+    found = []
+    if hasattr(layer, "get_vocabulary"):
+        with contextlib.suppress(Exception):  # it has none yet
+            found.append(np.array(layer.get_vocabulary()))
+    for name, value in sorted(vars(layer).items()):
+        is_tensor = isinstance(value, tf.Tensor) and not tf.is_symbolic_tensor(value)
+        if isinstance(value, np.ndarray) or (is_tensor and value.dtype != tf.resource):
+            found.append(np.asarray(value))
+        elif name == "bin_boundaries":
+            found.append(np.asarray(value, dtype="float64"))
+    return found
+
+
+def _is_some(leaf: Any) -> bool:
+    return leaf is not None and len(leaf.shape) > 0
+
+
+def _sample(leaf: Any) -> np.ndarray:
+    """A few hundred rows spread over an array, and of long rows the middle."""
+    if not (tf.is_tensor(leaf) or isinstance(leaf, np.ndarray)):
+        leaf = np.asarray(leaf)
+    indices = np.unique(np.linspace(0, max(len(leaf) - 1, 0), _ROWS).astype(int))
+    if tf.is_tensor(leaf):
+        rows = list(tf.gather(leaf, indices[: len(leaf)]).numpy())
+    else:
+        rows = [leaf[index] for index in indices[: len(leaf)]]
+    return np.array([_middle(np.asarray(row)) for row in rows])
+
+
+def _middle(row: np.ndarray) -> np.ndarray:
+    most = max(1, _ROW_BYTES // max(row.itemsize, 1))
+    begin = max(0, (row.size - most) // 2)
+    return row.reshape(-1)[begin : begin + most]
+
+
+def _digest(arrays: Sequence[np.ndarray]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        digest.update(f"{array.shape} {array.dtype}".encode())
+        is_plain = array.dtype.kind != "O"
+        digest.update(array.tobytes() if is_plain else repr(array.tolist()).encode())
+    return digest.hexdigest()
+
+
+def _are_close(
+    arrays: Sequence[np.ndarray] | None, others: Sequence[np.ndarray] | None
+) -> bool:
+    if arrays is None or others is None or len(arrays) != len(others):
+        return False
+    return all(map(_is_close, arrays, others))
+
+
+def _is_close(array: np.ndarray, other: np.ndarray) -> bool:
+    if array.shape != other.shape or array.dtype != other.dtype:
+        return False
+    if array.dtype.kind not in "fc" and array.dtype.name != "bfloat16":
+        return bool(np.array_equal(array, other))
+    one, two = array.astype("complex128"), other.astype("complex128")
+    largest = np.abs(one[np.isfinite(one)]).max(initial=0.0)
+    return bool(
+        np.allclose(one, two, rtol=_ROUNDING, atol=_ROUNDING * largest, equal_nan=True)
+    )

@@ -1,0 +1,112 @@
+"""A script without a seed draws the same on all ranks, and its own while it trains."""
+
+import re
+import sys
+
+import numpy as np
+import pytest
+from launch import launch
+from sklearn.model_selection import train_test_split
+
+# No package of ours: seeded before the script's first line.
+DRAWS = """
+import random, sys
+import numpy as np
+if "seeds" in sys.argv:
+    random.seed(3); np.random.seed(4)
+print("drawn", random.random(), np.random.rand(), np.random.randn())
+"""
+
+# The import of the package is the first chance of a script under another launcher.
+TRAINS = """
+import random
+import numpy as np
+BEFORE
+import keras
+from sklearn.model_selection import train_test_split
+import keras_dist
+
+x = np.arange(200.0).reshape(100, 2)
+parts = train_test_split(x, x[:, :1])
+print("split", parts[0][:3].tolist())
+
+
+class Draws(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        self.drawn = random.random(), np.random.rand()
+
+
+for _ in range(2):
+    draws = Draws()
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x, x_val, y, y_val = parts
+    keras_dist.dist_fit(
+        model, x, y, validation_data=(x_val, y_val), verbose=0, callbacks=[draws]
+    )
+    print("within", *draws.drawn)
+    print("after", random.random(), np.random.rand())
+"""
+
+
+def printed(tmp_path, script, word, *arguments, launcher="keras-dist", **env):
+    """What two ranks print behind a word: a list of each rank."""
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    command = [sys.executable, str(path), *arguments]
+    done = launch(command, ranks=2, timeout=120, env=env, launcher=launcher)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [
+        re.findall(rf"^\[{rank}\](?:<stdout>:| ){word} (.*)", done.stdout, re.M)
+        for rank in range(2)
+    ]
+
+
+def test_the_first_draws_of_a_script(tmp_path):
+    """The same on all ranks, others at each start; one that sets a seed has its own."""
+    one, other = (printed(tmp_path, DRAWS, "drawn") for _ in range(2))
+    assert one[0] == one[1] and other[0] == other[1] and one[0] and one != other
+    fixed = [printed(tmp_path, DRAWS, "drawn", KERAS_DIST_SEED=seed) for seed in "778"]
+    assert fixed[0] == fixed[1] != fixed[2] and fixed[0][0] == fixed[0][1]
+    seeded = printed(tmp_path, DRAWS, "drawn", "seeds", KERAS_DIST_SEED="7")
+    assert seeded[0] == seeded[1] == printed(tmp_path, DRAWS, "drawn", "seeds")[0]
+    assert seeded[0][0].startswith("0.23796462709189137 ")  # random.seed(3)
+    path = tmp_path / "script.py"
+    done = launch(
+        [sys.executable, str(path)],
+        ranks=2,
+        timeout=120,
+        env={"KERAS_DIST_SEED": "tea"},
+    )
+    assert done.returncode == 1
+    assert "must be a whole number" in done.stderr and "=tea" in done.stderr
+
+
+@pytest.mark.parametrize("launcher", ["keras-dist", "horovodrun"])
+def test_a_split_without_a_seed(tmp_path, launcher):
+    """Equal before and after each fit; within it, noise is each rank's own."""
+    script = TRAINS.replace("BEFORE", "")
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    done = launch([sys.executable, str(path)], ranks=2, timeout=120, launcher=launcher)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {
+        word: [
+            re.findall(rf"^\[{rank}\](?:<stdout>:| ){word} (.*)", done.stdout, re.M)
+            for rank in range(2)
+        ]
+        for word in ("split", "within", "after")
+    }
+    for word in ("split", "after"):
+        assert found[word][0] == found[word][1] != [], found
+    within = [text for own in found["within"] for text in own]
+    assert len(set(within)) == 4, found
+
+
+def test_a_script_that_seeds_before_the_import_is_left_alone(tmp_path):
+    """Under a launcher that is not ours, which cannot seed before it."""
+    script = TRAINS.replace("BEFORE", "np.random.seed(5)")
+    splits = printed(tmp_path, script, "split", launcher="horovodrun")
+    x = np.arange(200.0).reshape(100, 2)
+    expected = train_test_split(x, x[:, :1], random_state=np.random.RandomState(5))
+    assert splits == [[str(expected[0][:3].tolist())]] * 2
