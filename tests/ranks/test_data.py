@@ -164,7 +164,9 @@ def test_evaluate_is_exact_for_any_number_of_rows(world, rows, make_model):
         assert given == pytest.approx(expected, abs=1e-6), num_rows
         as_list = many.evaluate(*data, verbose=0)
         assert as_list == pytest.approx(model.evaluate(*data, verbose=0), abs=1e-6)
-    assert (many.predict(x, verbose=0) == model.predict(x, verbose=0)).all()
+    # Not to the bit: on some processors a row's digits depend on its batch.
+    expected = model.predict(x, verbose=0)
+    assert many.predict(x, verbose=0) == pytest.approx(expected, abs=1e-6)
     if world.size > 1:
         nothing = x[:0], y[:0]
         for message in raises_everywhere(ValueError, lambda: many.evaluate(*nothing)):
