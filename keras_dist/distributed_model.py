@@ -33,7 +33,7 @@ class DistributedModel:
         model: A `keras.Model`.
         **options: Defaults for the arguments that `dist_fit` has and `Model.fit` does
             not: `lr_scaling`, `warmup_epochs`, `steps_scaling`,
-            `validation_steps_scaling`, `shard`, `target_accuracy`, `op`,
+            `validation_steps_scaling`, `shard`, `leftover`, `target_accuracy`, `op`,
             `compression`, `local_layers`, `process_set`, `sparse`, `resume`,
             `save_steps`, `save_seconds`, `report`.
 
@@ -80,7 +80,7 @@ class DistributedModel:
                 given = x, y, batch_size, verbose, sample_weight, steps, callbacks
                 return self.model.evaluate(*given, return_dict=return_dict)
             x = comm.run_on_all(lambda: same_batches.opened(x, options.shard))
-            spec = same_batches.shard_spec_of({"validation": x}, options.shard)
+            spec = same_batches.shard_spec_of({"validation": x}, options)
             pieces = x, y, sample_weight
             feed = comm.run_on_all(
                 lambda: self._feed(pieces, batch_size, steps, options, spec)

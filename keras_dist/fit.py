@@ -53,6 +53,7 @@ def dist_fit(
     steps_scaling: scaling.StepsRule = "divide",
     validation_steps_scaling: scaling.StepsRule = "divide",
     shard: str = "auto",
+    leftover: str = "auto",
     target_accuracy: float | None = None,
     op: str = "average",
     compression: str | None = None,
@@ -96,6 +97,11 @@ def dist_fit(
             divides the files that a `tf.data.Dataset` reads, so that no rank reads
             those of another one; the global batches are not those of one process. Where
             it finds no files, as `"auto"`. `"none"`: you have split all data.
+        leftover: What becomes of the last batches of a pass, if fewer are left than
+            there are ranks. `"cut"`: their rows are divided. `"whole"`: some ranks have
+            one, the others make the step without rows. `"drop"`: they are left out.
+            `"auto"`: whole where a batch has a constant number of rows or tensors of
+            different lengths, else cut.
         target_accuracy: Stop when `val_accuracy` has reached it: adds
             `StopAtAccuracy(target_accuracy)`.
         op, compression, local_layers, process_set: How gradients are averaged, as in
@@ -170,6 +176,7 @@ def dist_fit(
         steps_scaling=steps_scaling,
         validation_steps_scaling=validation_steps_scaling,
         shard=shard,
+        leftover=leftover,
         target_accuracy=target_accuracy,
         op=op,
         compression=compression,
@@ -197,9 +204,9 @@ def _train(
         with checkpoint.opened(options, given.callbacks, seed) as resumed:
             spec = same_batches.shard_spec_of(
                 {"training": given.x, "validation": given.validation_data},
-                options.shard,
-                process_set=options.process_set,
+                options,
                 seed=seed,
+                has_class_weight=given.class_weight is not None,
             )
             spec = spec if resumed is None else resumed.placed(spec)
             setup = comm.run_on_all(

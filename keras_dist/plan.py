@@ -17,6 +17,7 @@ class Rows:
             if unknown.
         of_rank: Rows of the first rank; `None` unless the data is sharded by row.
         left_out: Rows of an epoch that no rank reads.
+        leftover: What becomes of batches that are left over, in words.
         steps_before: Steps of an epoch on one process; `None` if unknown.
         steps: Steps of an epoch on each rank; `None` if unknown.
         rule: The rule by which `steps` was computed from a number that the user gave,
@@ -28,6 +29,7 @@ class Rows:
     total: int | None = None
     of_rank: int | None = None
     left_out: int = 0
+    leftover: str = ""
     steps_before: int | None = None
     steps: int | None = None
     rule: str = ""
@@ -108,6 +110,8 @@ class Plan:
         lines.append(("data", self.training.kind))
         lines += _rows_lines("rows", self.training, self.size)
         lines += _steps_lines("steps", self.training, self.size)
+        if self.training.leftover and self.size > 1:
+            lines.append(("left over", self.training.leftover))
         if self.validation is not None:
             lines += _validation_lines(self.validation, self.size)
         lines += [

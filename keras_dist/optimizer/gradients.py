@@ -170,7 +170,7 @@ def _averaged(
     prepare = state.lookups.unmarked
     if options.sparse == "repeated":
         prepare = state.lookups.before_gather
-    own = [prepare(*pair) for pair in zip(shared, counted, strict=True)]
+    own = [_counted(prepare(*pair)) for pair in zip(shared, counted, strict=True)]
     result, total = exchange(own, weight, options, name=name)
     if options.sparse == "repeated":
         lengths = [_num_slices(gradient) for gradient in own]
@@ -186,6 +186,19 @@ def _averaged(
         else _applied(tf.cast(next(everyone), gradient.dtype), is_scaled)
         for gradient, counts in zip(gradients, is_shared, strict=True)
     ]
+
+
+def _counted(gradient: Any) -> Any:
+    """A gradient without slices, if this rank's batch is a copy of another rank's.
+
+    A slice of zeros is not nothing: some optimizers decay the row that it is of.
+    """
+    has_rows = step_context.current().has_rows
+    if has_rows is None or not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    count = tf.shape(gradient.indices)[0] * tf.cast(has_rows, tf.int32)
+    values, indices = gradient.values[:count], gradient.indices[:count]
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
 def _num_slices(gradient: Any) -> Any:

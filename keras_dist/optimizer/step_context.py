@@ -28,6 +28,9 @@ class StepContext:
     Args:
         rows: Rows of this rank's batch, over which its loss is a mean; a number or a
             scalar tensor. `None` if unknown.
+        length: The number of rows with which the graph is traced; `None` if it is open.
+        has_rows: Whether the batch is this rank's own; a boolean scalar, if it may be a
+            copy of another rank's, whose rows count as 0. `None`: it is.
         rows_of_all: Rows of the batches of all ranks, if known without a collective.
         is_keras_path: Whether Keras's own code alone computes the update from the loss:
             all gradients come from the loss that was given to `scale_loss`.
@@ -41,6 +44,8 @@ class StepContext:
     """
 
     rows: Any = None
+    length: int | None = None
+    has_rows: Any = None
     rows_of_all: Any = None
     is_keras_path: bool = False
     stop_request: "StopRequest | None" = None
@@ -63,6 +68,12 @@ class StepContext:
             total = comm.total(rows, purpose="rows")
         fraction = tf.cast(rows / tf.cast(total, tf.float64), dtype)
         return make_known(fraction, "constant")
+
+    def counted(self, value: Any) -> Any:
+        """A number of this rank's rows; 0 if its batch is a copy of another rank's."""
+        if self.has_rows is None:
+            return value
+        return value * tf.cast(self.has_rows, value.dtype)
 
     def weight_loss(self, loss: Any, state: Any) -> Any:
         """The loss × this rank's fraction of the rows, if that is known.

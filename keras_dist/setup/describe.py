@@ -22,6 +22,7 @@ def rows_of(feed: sharding.Feed, rule: Any) -> plan.Rows:
         total=feed.num_rows,
         of_rank=feed.rank_rows,
         left_out=feed.left_out,
+        leftover=feed.leftover,
         steps_before=feed.steps_before,
         steps=feed.steps,
         rule=f"steps scaled: {rule_name}" if feed.is_scaled else "",

@@ -17,6 +17,7 @@ class Options:
     steps_scaling: scaling.StepsRule = "divide"
     validation_steps_scaling: scaling.StepsRule = "divide"
     shard: str = "auto"
+    leftover: str = "auto"
     target_accuracy: float | None = None
     op: str = "average"
     compression: str | None = None

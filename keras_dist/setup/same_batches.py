@@ -8,9 +8,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import comm, sharding
+from keras_dist import comm, optimizer, sharding
 from keras_dist.setup import divided_data
 from keras_dist.setup.arguments import KerasArguments
+from keras_dist.setup.options import Options
 
 # In the plan, behind how the data is sharded.
 _BY_INDEX = "; they differ from rank to rank: each rank takes its index"
@@ -22,31 +23,47 @@ _MAY_BE_SHUFFLED = (
 
 def shard_spec_of(
     streams: dict[str, Any],
-    shard: str,
+    options: Options,
     *,
-    process_set: Sequence[int] | None = None,
     seed: int = 0,
+    has_class_weight: bool = False,
 ) -> sharding.ShardSpec:
     """How the data is divided among the ranks. A collective: all ranks call it.
 
     Args:
         streams: Data by name; the batches of each `Stream` in it are compared.
-        shard: As in `dist_fit`.
-        process_set: The ranks that take part, `None` for all.
+        options: The options of `dist_fit`.
         seed: Seed of the order of the rows, the same on all ranks.
+        has_class_weight: Whether Keras multiplies each batch by weights of classes.
 
     Raises:
-        ValueError: On all ranks, if `shard` is unknown, the ranks have data of
-            different kinds, or validation data shuffles differently on each of them.
+        ValueError: On all ranks, if `shard` or `leftover` is unknown, the ranks have
+            data of different kinds, or validation data shuffles differently on each.
     """
-    channel = _channel(process_set)
+    channel, shard = _channel(options.process_set), options.shard
+    # Keras would take a mark for the targets; without an exchange in each step, a copy
+    # of a batch would be trained on.
+    can_mark = not has_class_weight and optimizer.every_of(options.sync) == 1
     spec = comm.run_on_all(
-        lambda: sharding.ShardSpec(comm.rank(), comm.size(), shard, seed, channel)
+        lambda: sharding.ShardSpec(
+            comm.rank(),
+            comm.size(),
+            shard,
+            seed,
+            channel,
+            leftover=options.leftover,
+            can_mark=can_mark,
+        )
     )
-    same, notes = _compared(streams, shard)
+    same, notes, unordered = _compared(streams, shard)
     divided = divided_data.examined(streams)
     return replace(
-        spec, same=same, notes=notes, lengths=divided.lengths, rows=divided.rows
+        spec,
+        same=same,
+        notes=notes,
+        unordered=unordered,
+        lengths=divided.lengths,
+        rows=divided.rows,
     )
 
 
@@ -86,8 +103,8 @@ def opened(data: Any, shard: str) -> Any:
 
 def _compared(
     streams: dict[str, Any], shard: str
-) -> tuple[dict[str, bool], dict[str, str]]:
-    """`same` and `notes` of a `ShardSpec`, from the first batches of all ranks.
+) -> tuple[dict[str, bool], dict[str, str], list[str]]:
+    """`same`, `notes`, `unordered` of a `ShardSpec`, from all ranks' first batches.
 
     If they differ, they are read a second time: if no rank's batches have changed, each
     rank has data of its own.
@@ -97,14 +114,14 @@ def _compared(
     same: dict[str, bool] = {}
     notes: dict[str, str] = {}
     if size == 1:
-        return same, notes
+        return same, notes, []
     kinds = {f"the kind of the {n} data": s.kind for n, s in known.items()}
     facts = {"`shard`": shard} | kinds | divided_data.facts(known)
     comm.agree(facts, advice="Give every rank the same kind of data.")
     same = {n: True for n, s in known.items() if s.is_declared}
     known = {n: s for n, s in known.items() if n not in same and s.division is None}
     if shard == "none" or not known:
-        return same, notes
+        return same, notes, []
     own = comm.run_on_all(
         lambda: {n: (s.fingerprint(size), s.seeds) for n, s in known.items()}
     )
@@ -119,7 +136,8 @@ def _compared(
             same[name] = True
         else:  # the same rows, shuffled by other seeds
             same[name], notes[name] = True, _note_on_shuffles(name, stream)
-    return same, notes
+    unordered = [name for name, note in notes.items() if _MAY_BE_SHUFFLED in note]
+    return same, notes, unordered
 
 
 def _note_on_random(name: str, stream: sharding.Stream, before: str) -> str | None:

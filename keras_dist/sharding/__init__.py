@@ -27,6 +27,7 @@ Data that comes in batches, sharded by batch:
 - `batches_stream`: `Stream`, one view of data sets, sequences, generators, loaders
 - `batches_known_length`: shard a `tf.data.Dataset` of known or infinite length
 - `batches_sequence`: shard a `keras.utils.PyDataset`, by index
+- `leftover`: what becomes of the last batches, if fewer are left than ranks
 - `batches_divided`: read a data set that was divided before its rows were decoded
 - `batches_indices`: which of the user's batches a rank reads at a step
 - `batches_schedule`: which batches come in which epoch, also after a resume

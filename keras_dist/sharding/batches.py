@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_dist.sharding import leftover
 from keras_dist.sharding.batches_divided import divided_batches
 from keras_dist.sharding.batches_known_length import (
     checked_length,
@@ -62,32 +63,50 @@ def rank_batches(
     keeps_position = is_training and spec.keeps_position and _has_fixed_order(stream)
     if spec.size == 1 and not keeps_position:
         return RankBatches(data, stream.length)
+    name = "training" if is_training else "validation"
+    rule = leftover.rule_of(stream, spec, name) if is_sharded else "cut"
     if is_sharded:
-        rows = None  # all rows of the data, counted only if batches may be too few
+        # All rows of the data, or batches, counted only if these may be too few.
+        rows = None
         if stream.is_short(spec.size):
             rows = stream.num_first_rows(spec.size)
-        if rows is not None and rows < spec.size and is_training:
-            raise _too_few_rows(stream, rows, spec)
+            if rule in ("whole", "drop"):
+                rows = len(stream.first(spec.size))
+        needed = 1 if rule == "whole" else spec.size
+        if rows is not None and rows < needed and is_training:
+            unit = "batches" if rule == "drop" else "rows"
+            raise _too_few_rows(stream, f"{rows} {unit}", spec)
         if rows == 0:
             raise ValueError(
                 f"There is nothing to validate on. Received: a {stream.kind} without "
                 "rows. Pass at least one row, or no `validation_data`."
             )
         if rows is not None and rows <= spec.rank:
-            return RankBatches(_one_row(stream), 1, has_rows=False)
+            return RankBatches(_one_row(stream, rule), 1, has_rows=False)
         if isinstance(data, keras.utils.PyDataset):
-            sharded = ShardedSequence(stream, spec, is_training, shuffle)
+            sharded = ShardedSequence(stream, spec, is_training, shuffle, rule)
             return RankBatches(
-                sharded, sharded.length, epoch=sharded, schedule=sharded.schedule
+                sharded,
+                sharded.length,
+                epoch=sharded,
+                schedule=sharded.schedule,
+                is_marked=sharded.is_marked,
+                leftover=sharded.leftover,
             )
         if isinstance(data, tf.data.Dataset) and stream.length is not None:
-            return _round_robin_dataset(stream, spec, is_training, keeps_position)
+            return _round_robin_dataset(stream, spec, is_training, keeps_position, rule)
     elif stream.length is not None:
         return RankBatches(_checked(data, stream.length), stream.length)
     reader = UnknownLengthReader(
-        stream, spec, is_sharded=is_sharded, is_training=is_training
+        stream, spec, is_sharded=is_sharded, is_training=is_training, rule=rule
     )
-    return RankBatches(reader.dataset(), None, reader=reader)
+    return RankBatches(
+        reader.dataset(),
+        None,
+        reader=reader,
+        is_marked=reader.is_marked,
+        leftover=leftover.in_words(rule, None) if is_sharded else "",
+    )
 
 
 @contextlib.contextmanager
@@ -178,12 +197,30 @@ def makes_all_batches(stream: Stream, spec: ShardSpec, *, is_sharded: bool) -> b
 
 
 def _round_robin_dataset(
-    stream: Stream, spec: ShardSpec, is_training: bool, keeps_position: bool
+    stream: Stream,
+    spec: ShardSpec,
+    is_training: bool,
+    keeps_position: bool,
+    rule: str,
 ) -> RankBatches:
     """This rank's batches of a `tf.data.Dataset` of known or infinite length."""
     data, length = stream.data, stream.length or 0
+    tail = 0 if length == math.inf else int(length) % spec.size
+    is_marked = (
+        is_training
+        and rule in ("whole", "either")
+        and (tail > 0 or (spec.position is not None and length != math.inf))
+    )
     shard = functools.partial(
-        shard_dataset, rank=spec.rank, size=spec.size, is_training=is_training
+        shard_dataset,
+        rank=spec.rank,
+        size=spec.size,
+        is_training=is_training,
+        rule=rule,
+        is_marked=is_marked,
+    )
+    ranked = functools.partial(
+        RankBatches, is_marked=is_marked, leftover=leftover.in_words(rule, tail)
     )
     dataset = shard(data, length=length)
     if length == math.inf:
@@ -191,6 +228,9 @@ def _round_robin_dataset(
 
     def steps_after(skipped: int) -> int | None:
         left = int(length) - skipped
+        if rule in ("whole", "drop"):
+            has_tail = left % spec.size > (0 if is_training else spec.rank)
+            return left // spec.size + (has_tail and rule == "whole")
         tail_rows = known_tail_rows(data, length=left, size=spec.size)
         # The last batch may be smaller, and the tail then have no row for some rank.
         rows_needed = spec.size if is_training else spec.rank + 1
@@ -201,19 +241,21 @@ def _round_robin_dataset(
     steps = steps_after(0)
     if steps is None:
         if stream.has_seeded_passes:
-            dataset = ending_like_known(dataset, data)
-        return RankBatches(without_auto_shard(dataset), None)
+            made = functools.partial(leftover.marked, has_rows=True)
+            as_made = {"as_made": made} if is_marked else {}
+            dataset = ending_like_known(dataset, data, **as_made)
+        return ranked(without_auto_shard(dataset), None)
     dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
     if not keeps_position:
-        return RankBatches(without_auto_shard(dataset), steps)
+        return ranked(without_auto_shard(dataset), steps)
     lengths = {"length": int(length), "size": spec.size}
     schedule = batch_schedule_of(spec.position, steps_after=steps_after, **lengths)
     if schedule is None or not schedule.is_within_epoch:
-        return RankBatches(without_auto_shard(dataset), steps, schedule=schedule)
+        return ranked(without_auto_shard(dataset), steps, schedule=schedule)
     rest = shard(data.skip(schedule.skipped), length=length - schedule.skipped)
     epoch = tf.Variable(schedule.epoch, dtype=tf.int64, trainable=False)
     dataset = rest_and_whole(rest, dataset, epoch=epoch, schedule=schedule)
-    return RankBatches(dataset, steps, epoch=epoch, schedule=schedule)
+    return ranked(dataset, steps, epoch=epoch, schedule=schedule)
 
 
 def _checked(data: Any, length: float) -> Any:
@@ -236,15 +278,17 @@ def _has_fixed_order(stream: Stream) -> bool:
     return stream.fingerprint(1) == stream.fingerprint(1)
 
 
-def _one_row(stream: Stream) -> tf.data.Dataset:
-    first = stream.as_read(stream.first(1)[0])
-    row = rows_of_batches([first], rank=0, size=2**30)
+def _one_row(stream: Stream, rule: str) -> tf.data.Dataset:
+    """A row of another rank, or a batch where it cannot be cut."""
+    row = stream.as_read(stream.first(1)[0])
+    if rule not in ("whole", "drop"):
+        row = rows_of_batches([row], rank=0, size=2**30)
     return tf.data.Dataset.from_tensors(row)
 
 
-def _too_few_rows(stream: Stream, rows: int, spec: ShardSpec) -> ValueError:
+def _too_few_rows(stream: Stream, found: str, spec: ShardSpec) -> ValueError:
     return ValueError(
-        f"Each rank needs at least one row. Received: {rows} rows in a "
+        f"Each rank needs at least one row. Received: {found} in a "
         f"{stream.kind} for {spec.size} ranks. Pass more data, or start fewer "
         "processes."
     )

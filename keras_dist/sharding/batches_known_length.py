@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_dist.sharding import leftover
 from keras_dist.sharding.batches_stream import num_rows
 
 # Stands in the error of a pass whose last round has too few batches.
@@ -25,11 +26,13 @@ def shard_dataset(
     rank: int,
     size: int,
     is_training: bool,
+    rule: str = "cut",
+    is_marked: bool = False,
 ) -> tf.data.Dataset:
     """This rank's batches of a data set of known or infinite length.
 
-    In training, all ranks make the same number of steps. So the tail is left out if it
-    has fewer rows than there are ranks.
+    In training, all ranks make the same number of steps. So a tail whose rows are
+    divided is left out if it has fewer rows than there are ranks.
 
     Each rank reads all batches of a step, to the end of the data: a rank that stopped
     before it would cut a cache in `dataset` short (see `first_batches`).
@@ -40,6 +43,8 @@ def shard_dataset(
         rank: This rank.
         size: Number of ranks.
         is_training: Whether all ranks have to make the same number of steps.
+        rule: What becomes of the tail, as `leftover.rule_of` returns it.
+        is_marked: Whether each element is a batch and a mark (`leftover.marked`).
     """
     if length == float("inf"):
         return dataset.shard(size, rank)
@@ -51,6 +56,26 @@ def shard_dataset(
     is_tuple = type(dataset.element_spec) is tuple
     everything, nothing = tf.constant(size, tf.int64), tf.constant(0, tf.int64)
 
+    def with_mark(batches: tf.data.Dataset, has_rows: Any) -> tf.data.Dataset:
+        @tf.autograph.experimental.do_not_convert
+        def mark(*batch: Any) -> Any:
+            return leftover.marked(batch if is_tuple else batch[0], has_rows)
+
+        return batches.map(mark) if is_marked else batches
+
+    def cut(tail: tf.data.Dataset, is_tail: tf.Tensor) -> tf.data.Dataset:
+        lengths = tail.map(lambda *batch: tf.cast(_row_count(batch), tf.int64))
+        is_used = is_tail & (lengths.reduce(nothing, tf.add) >= needed)
+        rows = tail.take(tf.where(is_used, everything, nothing)).unbatch()
+        return with_mark(rows.shard(size, rank).batch(2**30), tf.constant(True))
+
+    def whole(tail: tf.data.Dataset, is_tail: tf.Tensor) -> tf.data.Dataset:
+        tail = tail.take(tf.where(is_tail, everything, nothing))
+        if not is_training:
+            return tail.shard(size, rank)
+        one = tail.skip(leftover.own_index(rank, max(int(length % size), 1))).take(1)
+        return with_mark(one, tf.constant(rank < length % size))
+
     @tf.autograph.experimental.do_not_convert
     def shard_round(*components: Any) -> tf.data.Dataset:
         batches = tf.data.Dataset.zip(components if is_tuple else components[0])
@@ -60,11 +85,16 @@ def shard_dataset(
         check = tf.debugging.Assert(is_full | (count == in_tail), [_TAIL, count])
         with tf.control_dependencies([check]):
             own = batches.take(tf.where(is_full, everything, nothing))
-        lengths = batches.map(lambda *batch: tf.cast(_row_count(batch), tf.int64))
-        has_tail = ~is_full & (lengths.reduce(nothing, tf.add) >= needed)
-        tail = batches.take(tf.where(has_tail, everything, nothing)).unbatch()
-        own = own.shard(size, rank)
-        return own.concatenate(tail.shard(size, rank).batch(2**30))
+        own = with_mark(own.shard(size, rank), tf.constant(True))
+        if rule == "cut":
+            return own.concatenate(cut(batches, ~is_full))
+        if rule == "whole":
+            return own.concatenate(whole(batches, ~is_full))
+        if rule == "either":
+            is_even = leftover.are_even(batches)
+            own = own.concatenate(cut(batches, ~is_full & is_even))
+            return own.concatenate(whole(batches, ~is_full & ~is_even))
+        return own
 
     windows = dataset.window(size)
     return checked_length(windows, math.ceil(length / size)).flat_map(shard_round)

@@ -6,9 +6,15 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_dist.sharding import leftover
 from keras_dist.sharding.batches_known_length import rows_of_batches
 from keras_dist.sharding.batches_schedule import BatchSchedule, batch_schedule_of
-from keras_dist.sharding.batches_stream import Stream, fingerprint_of, num_rows
+from keras_dist.sharding.batches_stream import (
+    Stream,
+    fingerprint_of,
+    num_rows,
+    standardized,
+)
 from keras_dist.sharding.feed import ShardSpec
 
 
@@ -28,10 +34,20 @@ class ShardedSequence(keras.utils.PyDataset):
         spec: How data is divided among the ranks.
         is_training: Whether all ranks have to make the same number of steps.
         shuffle: Whether the order of the batches changes from epoch to epoch.
+        rule: What becomes of the tail, as `leftover.rule_of` returns it.
+
+    Attributes:
+        is_marked: Whether each batch comes with a mark (`leftover.marked`).
+        leftover: What the plan says of the tail.
     """
 
     def __init__(
-        self, stream: Stream, spec: ShardSpec, is_training: bool, shuffle: bool
+        self,
+        stream: Stream,
+        spec: ShardSpec,
+        is_training: bool,
+        shuffle: bool,
+        rule: str = "cut",
     ) -> None:
         data = stream.data
         super().__init__(
@@ -41,6 +57,15 @@ class ShardedSequence(keras.utils.PyDataset):
         )
         self.data = data
         self._rank, self._size = spec.rank, spec.size
+        self._rule, self._is_training = rule, is_training
+        tail = int(data.num_batches or 0) % spec.size
+        self.is_marked = (
+            is_training
+            and rule == "whole"
+            and data.num_batches is not None
+            and (tail > 0 or spec.position is not None)
+        )
+        self.leftover = leftover.in_words(rule, tail)
         self._shuffle, self._seed = shuffle, spec.seed
         self._skipped = 0
         hook = type(data).on_epoch_end
@@ -49,7 +74,7 @@ class ShardedSequence(keras.utils.PyDataset):
         self._rows_needed = spec.size if is_training else spec.rank + 1
         self._rows: dict[int, int] = {}  # of the batches whose rows were counted
         self._order = self._order_of(spec.position.epoch if spec.position else 0)
-        self._has_tail = self._count_tail_rows() >= self._rows_needed
+        self._has_tail = self._finds_tail()
         self.schedule = self._schedule_of(spec) if is_training else None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -62,7 +87,7 @@ class ShardedSequence(keras.utils.PyDataset):
         if self.schedule is not None:
             self._skipped = self.schedule.skipped_in(int(epoch))
         # Other batches are the last ones now, and may have fewer rows.
-        self._has_tail = self._count_tail_rows() >= self._rows_needed
+        self._has_tail = self._finds_tail()
 
     def batches_at(self, epoch: int, step: int) -> list[int]:
         """Indices of the user's batches that this rank reads at a step of an epoch."""
@@ -91,7 +116,17 @@ class ShardedSequence(keras.utils.PyDataset):
         begin = index * self._size + self._skipped
         total = self.data.num_batches
         if total is None or begin + self._size <= total:
-            return self.data[self._batch_index(begin + self._rank)]
+            batch = self.data[self._batch_index(begin + self._rank)]
+            if not self.is_marked:
+                return batch
+            return leftover.marked(standardized(batch), True)
+        if self._rule == "whole":
+            count = total - begin
+            own = begin + leftover.own_index(self._rank, count)
+            batch = self.data[self._batch_index(own)]
+            if not self.is_marked:
+                return batch
+            return leftover.marked(standardized(batch), self._rank < count)
         tail = [self.data[self._batch_index(index)] for index in range(begin, total)]
         return rows_of_batches(tail, rank=self._rank, size=self._size)
 
@@ -125,7 +160,7 @@ class ShardedSequence(keras.utils.PyDataset):
 
         def steps_after(skipped: int) -> int:
             self._skipped = skipped
-            self._has_tail = self._count_tail_rows() >= self._rows_needed
+            self._has_tail = self._finds_tail()
             return self.num_batches or 0
 
         sizes = {"length": int(total), "size": self._size}
@@ -142,6 +177,14 @@ class ShardedSequence(keras.utils.PyDataset):
             return None
         generator = np.random.default_rng([self._seed, int(epoch)])
         return generator.permutation(total - 1)
+
+    def _finds_tail(self) -> bool:
+        """Whether this rank has a batch of what is left over."""
+        if self._rule in ("whole", "drop"):
+            total = int(self.data.num_batches or 0) - self._skipped
+            has_batch = total % self._size > (0 if self._is_training else self._rank)
+            return has_batch and self._rule == "whole"
+        return self._count_tail_rows() >= self._rows_needed
 
     def _count_tail_rows(self) -> int:
         total = self.data.num_batches

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_dist.sharding import leftover
 from keras_dist.sharding.batches_known_length import rows_of_batches
 from keras_dist.sharding.batches_stream import Stream, num_rows
 from keras_dist.sharding.feed import ShardSpec
@@ -29,21 +30,32 @@ class UnknownLengthReader:
             round robin.
         is_training: Whether all ranks have to make the same number of steps. If not,
             each rank reads to the end of its own batches, without a collective.
+        rule: What becomes of batches that are left over, as `leftover.rule_of` returns
+            it.
 
     Attributes:
+        is_marked: Whether each batch comes with a mark (`leftover.marked`).
         failure: The error that the user's data raised, if any.
         total: Batches of all ranks in this pass, once its last round was read; only of
             data that is sharded.
     """
 
     def __init__(
-        self, stream: Stream, spec: ShardSpec, *, is_sharded: bool, is_training: bool
+        self,
+        stream: Stream,
+        spec: ShardSpec,
+        *,
+        is_sharded: bool,
+        is_training: bool,
+        rule: str = "cut",
     ) -> None:
         self.failure: Exception | None = None
         self.total: int | None = None
         self._stream = stream
         self._rank, self._size = spec.rank, spec.size
         self._is_sharded, self._is_training = is_sharded, is_training
+        self._rule = rule
+        self.is_marked = is_sharded and is_training and rule in ("whole", "either")
         # Fewer rows than ranks are left out at the end of a pass over any data.
         self._has_tail = stream.division is not None and not stream.division.is_by_file
         self._channel = spec.channel if is_training else None
@@ -61,7 +73,7 @@ class UnknownLengthReader:
         ).with_options(options)
 
     def _batches(self) -> Iterator[Any]:
-        own = self._round_robin() if self._is_sharded else iter(self._stream)
+        own = self._round_robin() if self._is_sharded else self._unsharded()
         for step in itertools.count():
             batch, state, message = None, _MORE, None
             try:
@@ -72,7 +84,7 @@ class UnknownLengthReader:
                 state, message = _ERROR, f"{type(error).__name__}: {error}"
             if not self._goes_on(step, state, message, batch):
                 return
-            yield self._stream.as_read(batch)
+            yield batch
 
     def _goes_on(self, step: int, state: int, message: str | None, batch: Any) -> bool:
         total = state if self._channel is None else self._channel.sum(state)
@@ -97,19 +109,36 @@ class UnknownLengthReader:
         while round_of_batches := list(itertools.islice(batches, self._size)):
             if len(round_of_batches) == self._size:
                 num_read += self._size
-                yield round_of_batches[self._rank]
+                yield self._marked(self._stream.as_read(round_of_batches[self._rank]))
                 continue
             self.total = num_read + len(round_of_batches)
-            if sum(map(num_rows, round_of_batches)) >= needed:
-                yield rows_of_batches(
-                    [self._stream.as_read(batch) for batch in round_of_batches],
-                    rank=self._rank,
-                    size=self._size,
+            left = [self._stream.as_read(batch) for batch in round_of_batches]
+            is_whole = self._rule == "whole"
+            if self._rule == "either":
+                is_whole = not all(map(leftover.is_even, left))
+            if is_whole:
+                yield from leftover.whole_batches(
+                    left, self._rank, is_training=self._is_training
                 )
+            elif self._rule != "drop" and sum(map(num_rows, left)) >= needed:
+                own = rows_of_batches(left, rank=self._rank, size=self._size)
+                yield self._marked(own)
+
+    def _unsharded(self) -> Iterator[Any]:
+        return map(self._stream.as_read, self._stream)
+
+    def _marked(self, batch: Any) -> Any:
+        return leftover.marked(batch, True) if self.is_marked else batch
 
     def _signature(self) -> Any:
+        signature = self._signature_of_batch()
+        return (signature, tf.TensorSpec([1], "int32")) if self.is_marked else signature
+
+    def _signature_of_batch(self) -> Any:
         data = self._stream.data
         if isinstance(data, tf.data.Dataset):
+            if self._is_sharded and self._rule == "whole":
+                return data.element_spec  # no batch is cut
             return keras.tree.map_structure(_any_rows, data.element_spec)
         looks = [self._stream.as_read(batch) for batch in self._stream.first(2)]
         if not looks:

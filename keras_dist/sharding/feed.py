@@ -1,6 +1,6 @@
 """What one rank passes to Keras instead of the user's data."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,10 @@ class Feed:
         is_scaled: Whether `steps` was computed from a number that the user gave.
         has_rows: `False` if this rank has no rows of its own and evaluates a copy of
             another rank's row, which its metrics must not count.
+        is_marked: Whether each element is a pair of a batch and a mark, as `marked`
+            makes it.
+        leftover: How the batches that are left over at the end of a pass are divided,
+            in the words of the plan; "" if there are none.
         epoch: Has a method `assign(epoch)`, to be called before each epoch is read;
             `None` if the data is the same in every epoch.
         schedule: Which rows or batches come in which epoch; `None` if the data cannot
@@ -57,6 +61,8 @@ class Feed:
     is_exact: bool = True
     is_scaled: bool = False
     has_rows: bool = True
+    is_marked: bool = False
+    leftover: str = ""
     epoch: Any = None
     schedule: EpochSchedule | BatchSchedule | None = None
     rows_of_all: Callable[[Any], Any] | None = None
@@ -84,6 +90,8 @@ class RankBatches:
             were decoded and they are known.
         has_rows: `False` if this rank has no rows of its own and evaluates a copy of
             another rank's row, which its metrics must not count.
+        is_marked: As of `Feed`.
+        leftover: As of `Feed`.
     """
 
     data: Any
@@ -93,6 +101,8 @@ class RankBatches:
     reader: Any = None
     total: int | None = None
     has_rows: bool = True
+    is_marked: bool = False
+    leftover: str = ""
 
 
 @dataclass(frozen=True)
@@ -125,9 +135,15 @@ class ShardSpec:
         same: For the "training" and the "validation" data that comes in batches:
             whether batch i is the same on all ranks, or may be taken for it.
         notes: What the plan says of such data, beside how it is sharded.
+        unordered: Names of such data that the ranks read in different orders.
         lengths: For data that was divided before its rows were decoded: the batches in
             a pass of each rank, `math.inf`, or `None` if unknown.
         rows: For such data of which this rank has nothing: a row of another rank.
+        leftover: What becomes of the last batches, if fewer are left than there are
+            ranks: `"cut"`: their rows are divided; `"whole"`: some ranks have one, and
+            the others take part in the step without rows; `"drop"`: they are left out;
+            `"auto"`: they are cut where that can be.
+        can_mark: Whether a step may be told that its batch has no rows.
     """
 
     rank: int
@@ -139,12 +155,28 @@ class ShardSpec:
     position: DataPosition | None = None
     same: Mapping[str, bool] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
+    unordered: Collection[str] = ()
     lengths: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     rows: Mapping[str, Any] = field(default_factory=dict)
+    leftover: str = "auto"
+    can_mark: bool = True
 
     def __post_init__(self) -> None:
         if self.shard not in ("auto", "source", "none"):
             raise ValueError(
                 '`shard` must be "auto", "source" or "none" (the data is already '
                 f"split). Received: shard={self.shard!r}"
+            )
+        if self.leftover not in ("auto", "cut", "whole", "drop"):
+            raise ValueError(
+                "`leftover`, what becomes of the last batches of a pass if they are "
+                'fewer than the ranks, must be "auto", "cut", "whole" or "drop". '
+                f"Received: leftover={self.leftover!r}"
+            )
+        if self.leftover == "whole" and not self.can_mark:
+            raise ValueError(
+                'With leftover="whole" some ranks make a step without rows, which is '
+                "not possible with `class_weight` for batches, nor with local SGD "
+                '(`sync`). Received: leftover="whole". Pass sample weights with the '
+                'batches instead of `class_weight`, or leftover="drop".'
             )

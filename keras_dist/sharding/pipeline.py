@@ -1,6 +1,6 @@
 """Read what a `tf.data.Dataset` was made of: its inputs, shuffles and caches."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -73,7 +73,9 @@ def skip_epochs(dataset: tf.data.Dataset, count: int) -> None:
 
 
 def ending_like_known(
-    batches: tf.data.Dataset, dataset: tf.data.Dataset
+    batches: tf.data.Dataset,
+    dataset: tf.data.Dataset,
+    as_made: Callable[[Any], Any] = lambda batch: batch,
 ) -> tf.data.Dataset:
     """Return the same batches; at their end, a pass more over `dataset` begins.
 
@@ -82,12 +84,13 @@ def ending_like_known(
     Args:
         batches: Batches of unknown number, made of `dataset`.
         dataset: A data set for which `has_seeded_passes` is true.
+        as_made: What was made of a batch of `dataset`, in structure.
     """
     nothing = tf.data.Dataset.zip(tf.data.Dataset.range(0), dataset)
 
     @tf.autograph.experimental.do_not_convert
     def batch_of(_: tf.Tensor, batch: Any) -> Any:
-        return batch
+        return as_made(batch)
 
     return batches.concatenate(nothing.map(batch_of))
 

@@ -198,6 +198,8 @@ def _stream_feed(
         and not (schedule is not None and schedule.is_within_epoch),
         # With `steps_per_epoch` Keras may read ahead, into batches of the next epoch.
         epoch=own.epoch if steps is None else None,
+        is_marked=own.is_marked,
+        leftover=own.leftover,
         schedule=schedule,
         reader=own.reader,
         stream=stream,

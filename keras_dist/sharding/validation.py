@@ -150,6 +150,7 @@ def _stream_feed(
         # With `steps`, a rank that has fewer rows left makes fewer of them.
         is_exact=own.length is not None and stream.division is None or spec.size == 1,
         has_rows=own.has_rows,
+        leftover=own.leftover,
         reader=own.reader,
         stream=stream,
     )

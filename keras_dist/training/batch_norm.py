@@ -32,6 +32,7 @@ class GlobalMoments:
         if comm.size() == 1:
             return super()._moments(inputs, mask)  # type: ignore[misc]
         count, mean, squares = _own_moments(inputs, mask, self._reduction_axes)
+        count, squares = map(step_context.current().counted, (count, squares))
         shape = tf.shape(mean)
         own = tf.concat(
             [tf.reshape(count, [1]), tf.reshape(mean, [-1]), tf.reshape(squares, [-1])],
@@ -92,6 +93,6 @@ def _gathered(own: Any) -> Any:
         is_done = context.rows is None or context.is_loss_weighted()
         weight = tf.cast(1 if is_done else context.rows, upstream.dtype)
         total = comm.total(upstream * weight, purpose="moments_gradient")
-        return total[comm.rank()] / weight
+        return tf.math.divide_no_nan(total[comm.rank()], weight)
 
     return everyone, gradient

@@ -98,6 +98,13 @@ class TrainingData:
         """Set the training data."""
         self.feed = feed
 
+    def without_mark(self, data: Any) -> tuple[Any, Any]:
+        """The batch, and whether it is one of this rank's; `None` if it surely is."""
+        if self.feed is None or not self.feed.is_marked:
+            return data, None
+        batch, mark = data
+        return batch, tf.cast(tf.reshape(mark, []), tf.bool)
+
     def begin_epoch(self, epoch: int, steps: int | None) -> None:
         """Set the next step to the first one of `epoch`; an epoch has `steps` steps."""
         self._step.assign(epoch * (steps or 0))

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_dist import comm
 from keras_dist.optimizer import step_context
 from keras_dist.training.keras_own import is_mean_of_keras
-from keras_dist.training.row_graph import RowGraph
+from keras_dist.training.row_graph import RowGraph, rows_fixed_in
 from keras_dist.training.row_probe import Kind, Probe
 from keras_dist.training.row_terms import Term, Undecided, terms_of
 from keras_dist.training.terms_log import TermsLog
@@ -218,7 +218,8 @@ class RowLosses:
         """The gradient of a sum over this rank's rows, as one of a mean over them."""
         if gradient is None:
             return None
-        factor = tf.cast(1 / self._fraction(), gradient.dtype)
+        factor = tf.math.divide_no_nan(tf.ones((), tf.float64), self._fraction())
+        factor = tf.cast(factor, gradient.dtype)
         if isinstance(gradient, tf.IndexedSlices):
             values, indices = gradient.values * factor, gradient.indices
             return tf.IndexedSlices(values, indices, gradient.dense_shape)
@@ -251,8 +252,8 @@ class RowLosses:
 
     def _probe(self, graph: Any) -> Probe:
         if graph not in self._probes:
-            rows = step_context.current().rows
-            self._probes[graph] = Probe(RowGraph(rows))
+            length = step_context.current().length or rows_fixed_in(graph)
+            self._probes[graph] = Probe(RowGraph(length))
         return self._probes[graph]
 
     def _sum(self, terms: list[Term], value: Any) -> Any:

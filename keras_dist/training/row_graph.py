@@ -8,28 +8,54 @@ import tensorflow as tf
 
 from keras_dist.optimizer import step_context
 
+# Operations of two tensors whose axes have the same lengths, or one of them is 1.
+_BROADCASTING = {"Add", "AddV2", "Sub", "Mul", "RealDiv", "SquaredDifference"}
+_BROADCASTING |= {"Maximum", "Minimum", "SelectV2", "DivNoNan"}
+
 # Where a graph begins: values that are known when it runs.
 _INPUTS = {"Placeholder", "PlaceholderWithDefault", "IteratorGetNext", "_Arg"}
 
 
 def num_rows(data: Any) -> Any:
-    """Rows in a batch: the length of the first axis of its first tensor."""
-    for leaf in keras.tree.flatten(data):
+    """Rows in a batch: the length of the first axis of its targets, or of its inputs.
+
+    Inputs may be longer, as the atoms of a batch of molecules that is one graph.
+    """
+    x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+    for leaf in (*keras.tree.flatten(y), *keras.tree.flatten(x)):
         if leaf is not None and len(leaf.shape):
             return tf.shape(leaf)[0] if leaf.shape[0] is None else leaf.shape[0]
     return 1
+
+
+def rows_fixed_in(graph: Any) -> int | None:
+    """The number of rows that a graph is bound to where the batch's shape is open.
+
+    A step may add an array of a constant number of rows to its batch, such as noise;
+    the sum has as many.
+
+    Args:
+        graph: A graph in which a train step is traced.
+    """
+    for op in graph.get_operations():
+        if op.type in _BROADCASTING and op.outputs[0].shape.rank:
+            rows, rank = op.outputs[0].shape[0], op.outputs[0].shape.rank
+            shapes = [t.shape for t in op.inputs if t.shape.rank == rank]
+            if rows is not None and any(shape[0] is None for shape in shapes):
+                return rows
+    return None
 
 
 class RowGraph:
     """Reads one graph.
 
     Args:
-        rows: The number of rows of the batch, if the graph is traced with it; a tensor
-            or `None` if shapes leave it open.
+        rows: The number of rows of the batch, if the graph is traced with it; `None` if
+            shapes leave it open.
     """
 
-    def __init__(self, rows: Any = None) -> None:
-        self.rows = rows if isinstance(rows, int) and rows > 1 else None
+    def __init__(self, rows: int | None = None) -> None:
+        self.rows = rows if rows is not None and rows > 1 else None
         self._memory: dict[Any, bool] = {}
 
     def has_rows(self, tensor: Any) -> bool:

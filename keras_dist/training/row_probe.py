@@ -7,6 +7,7 @@ the model itself is run, and no variable is read.
 """
 
 import enum
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -241,7 +242,7 @@ def _function(scalar: Any, leaves: dict[int, _Leaf], inner: list[Any]) -> Any:
                 function = function or tf.compat.v1.wrap_function(compute, specs)
                 return float(function(*values))
         except (tf.errors.OpError, ValueError) as error:
-            raise Undecided(f"because of a {type(error).__name__}") from error
+            raise Undecided(_cause(error)) from error
 
     return run
 
@@ -254,6 +255,16 @@ def _kind(values: list[float], *, half: bool) -> Kind:
     if is_mean == is_sum or not np.isfinite(values).all():
         return Kind.MEAN if is_mean and not any(values) else Kind.OTHER
     return Kind.MEAN if is_mean else Kind.SUM
+
+
+def _cause(error: Exception) -> str:
+    """Why a scalar cannot be tried: the operation that fails for other rows."""
+    if found := re.search(r"\{\{node (?:import/)?([\w/]+)\}\}", str(error)):
+        return (
+            f"because its operation {found[1]!r} does not work on another number of "
+            "rows (a constant in it, such as the batch size?)"
+        )
+    return f"because of a {type(error).__name__}"
 
 
 def _check_copied(op: Any) -> None:

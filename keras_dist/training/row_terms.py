@@ -46,12 +46,15 @@ class Term:
             fraction: This rank's fraction of the rows; a scalar tensor.
         """
         part = 1.0 if self.divisor is None else _part_of_all(self.divisor)
-        factor = part / tf.cast(fraction, tf.float64) - 1
+        factor = tf.math.divide_no_nan(
+            tf.cast(part, tf.float64), tf.cast(fraction, tf.float64)
+        )
+        factor -= 1
         return tf.cast(self.coefficient, tf.float64) * factor
 
 
 def _part_of_all(divisor: Any) -> Any:
-    own = tf.cast(divisor, tf.float64)
+    own = step_context.current().counted(tf.cast(divisor, tf.float64))
     return tf.math.divide_no_nan(own, comm.total(own, purpose="losses"))
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -74,9 +74,12 @@ class DistributedStep(atomic_save.SavesWhole):
     def train_step(self: Any, data: Any) -> Any:
         session = self._distributed_session
         own_step = super().train_step  # type: ignore[misc]
+        data, has_rows = session.training_data.without_mark(data)
         if not session.first_step.has_started:
             session.first_step.start(self, data, own_step, is_plain=session.is_plain)
-        rows = num_rows(data)
+        length = rows = num_rows(data)
+        if has_rows is not None:
+            rows = tf.where(has_rows, length, 0)
         session.rows_trained.add(rows)
         if session.instruments.stopwatch is not None:
             data = session.instruments.stopwatch.begin_step(data)
@@ -86,7 +89,7 @@ class DistributedStep(atomic_save.SavesWhole):
                 return own_step(data)
         data = _after_updates(self, data)
         session.rows_seen.add(rows)
-        context = _context(self, rows)
+        context = _context(self, rows, length, has_rows)
         guard = session.instruments.guard
         end = guard.begin_step(self, data) if guard is not None else lambda: None
         is_exact = comm.size() > 1 and averages_by_rows(self)
@@ -97,6 +100,7 @@ class DistributedStep(atomic_save.SavesWhole):
             if comm.size() > 1:
                 stack.enter_context(only_averaging())
             stack.enter_context(_not_before(session, data))
+            stack.enter_context(_without_counting(self, has_rows))
             logs = _run(session, own_step, data)
         end()
         return logs
@@ -160,18 +164,50 @@ class DistributedStep(atomic_save.SavesWhole):
             self.__dict__["stop_training"] = bool(value)
 
 
-def _context(model: Any, rows: Any) -> step_context.StepContext:
+def _context(
+    model: Any, rows: Any, length: Any, has_rows: Any
+) -> step_context.StepContext:
     """The context that this train step passes to the optimizer."""
     session = session_of(model)
     is_keras_path = keras_own.is_keras_path_to_update(model, DistributedStep)
     return step_context.StepContext(
         rows=rows,
+        length=length if isinstance(length, int) else None,
+        has_rows=has_rows,
         rows_of_all=session.training_data.next_rows_of_all(),
         is_keras_path=is_keras_path and not session.xla.is_split,
         stop_request=session.stop_request,
         stopwatch=session.instruments.stopwatch,
         guard=session.instruments.guard,
     )
+
+
+@contextlib.contextmanager
+def _without_counting(model: Any, has_rows: Any) -> Iterator[None]:
+    """Inside the block, metrics and counters do not change if the batch is a copy.
+
+    Other state does: the statistics of the copy are those of the last global batch.
+
+    Args:
+        model: The model.
+        has_rows: As of `StepContext`.
+    """
+    if has_rows is None:
+        yield
+        return
+    counters = [
+        variable
+        for variable in model.non_trainable_weights
+        if getattr(variable, "aggregation", None) == "sum"
+    ]
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.Model):
+            counters += layer.metrics_variables
+    counters = list({id(variable): variable for variable in counters}.values())
+    before = [tf.convert_to_tensor(variable.value) for variable in counters]
+    yield
+    for variable, value in zip(counters, before, strict=True):
+        variable.assign(tf.where(has_rows, variable.value, value))
 
 
 def _of_all_rows(

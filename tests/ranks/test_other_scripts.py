@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import largest_difference, raises_everywhere
+from claims import assert_equal_to_the_bit, largest_difference, raises_everywhere
 from test_patches import make as make_patched
 from test_patches import patched
 
@@ -389,3 +389,253 @@ def test_other_seeds_on_each_rank_warn(world, rows, make_model):
 
     for message in raises_everywhere(ValueError, validate):
         assert "validation batches differ" in message
+
+
+class Noisy(keras.Model):
+    """Adds to its batch an array of as many rows, as generative models do.
+
+    Args:
+        batch_size: Rows of the array; `None` for as many as the batch has, of which
+            each `period` repeat themselves.
+    """
+
+    def __init__(self, batch_size, kind, period):
+        super().__init__()
+        self.kind, self.batch_size, self.period = kind, batch_size, period
+        if kind == "embedding":
+            self.hidden = keras.layers.Embedding(7, 4)
+        else:
+            self.hidden = keras.layers.Dense(4, use_bias=kind != "norm")
+        self.norm = keras.layers.BatchNormalization(synchronized=True)
+        self.out = keras.layers.Dense(1)
+        self.tracker = keras.metrics.Mean(name="tracked")
+
+    def call(self, x, training=None):
+        """One number for each row."""
+        if self.kind == "embedding":
+            x = self.hidden(tf.cast(x[:, :3] > 0, tf.int32) * 2)
+            x = tf.reduce_mean(x, axis=1)
+        else:
+            x = self.hidden(x)
+        if self.kind == "norm":
+            x = self.norm(x, training=training)
+        return self.out(x)
+
+    def train_step(self, data):
+        """The loss of what is a mean, a sum, or divided by another number."""
+        x, y = data
+        rows = self.batch_size or tf.shape(x)[0]
+        noise = tf.cast(tf.range(rows) % self.period, x.dtype)[:, None] / 10
+        weight = tf.cast(x[:, :1] > -1, x.dtype)
+        with tf.GradientTape() as tape:
+            error = tf.square(self(x + noise, training=True) - y[:, None])
+            if self.kind == "sum":
+                loss = tf.reduce_sum(error)
+            elif self.kind == "masked":
+                loss = tf.reduce_sum(error * weight) / tf.reduce_sum(weight)
+            else:
+                loss = tf.reduce_mean(error)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply(gradients, self.trainable_weights)
+        self.tracker.update_state(loss)
+        return {"tracked": self.tracker.result()}
+
+
+def in_batches(rows, batch_size, source, *, drop=True):
+    """50 rows in batches: of 10 rows, they are 5, and one is left over."""
+    x, y = rows[0][:50], rows[1][:50]
+    if source in ("dataset", "resumed"):
+        data = tf.data.Dataset.from_tensor_slices((x, y))
+        return data.batch(batch_size, drop_remainder=drop).prefetch(1)
+    if source == "unknown length":
+        data = in_batches(rows, batch_size, "dataset", drop=drop)
+        return data.filter(lambda x, y: True)
+    if source == "generator":
+        count = -(-50 // batch_size)
+        spans = [slice(n * batch_size, (n + 1) * batch_size) for n in range(count)]
+        return ((x[span], y[span]) for span in spans * 2)
+    return Batches(x, y, batch_size)
+
+
+class Batches(keras.utils.PyDataset):
+    """Batches by index."""
+
+    def __init__(self, x, y, batch_size):
+        super().__init__()
+        self.x, self.y, self.batch_size = x, y, batch_size
+
+    def __len__(self):
+        return -(-len(self.x) // self.batch_size)
+
+    def __getitem__(self, index):
+        span = slice(index * self.batch_size, (index + 1) * self.batch_size)
+        return self.x[span], self.y[span]
+
+
+@pytest.mark.several_ranks
+@pytest.mark.three_ranks
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("mean", "dataset"),
+        ("mean", "sequence"),
+        ("mean", "unknown length"),
+        ("sum", "dataset"),
+        ("masked", "dataset"),
+        ("embedding", "dataset"),
+        ("norm", "dataset"),
+    ],
+)
+def test_batches_that_cannot_be_cut_go_whole_to_one_rank(world, rows, kind, source):
+    """Noise of a constant shape fits them, and no row is left out or counted twice."""
+    trained = []
+    for batch_size in (10, None):
+        keras.utils.set_random_seed(3)
+        model = Noisy(batch_size, kind, 10)
+        model.compile(keras.optimizers.Adam(0.01))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if batch_size is None:
+                size = 10 * world.size
+                oracle_source = source if source == "unknown length" else "dataset"
+                data = in_batches(rows, size, oracle_source, drop=False)
+                history = model.fit(data, epochs=2, shuffle=False, verbose=0)
+            else:
+                history = keras_dist.dist_fit(
+                    model,
+                    in_batches(rows, batch_size, source),
+                    epochs=2,
+                    shuffle=False,
+                    verbose=0,
+                    lr_scaling="none",
+                    leftover="auto" if source != "sequence" else "whole",
+                )
+        texts = [str(each.message) for each in caught]
+        assert not [text for text in texts if "cannot be seen from the graph" in text]
+        trained.append((model, history.history["tracked"]))
+    (model, logged), (oracle, expected) = trained
+    assert int(model.optimizer.iterations) == int(oracle.optimizer.iterations)
+    assert largest_difference(model, oracle) < 2e-5
+    assert logged == pytest.approx(expected, rel=1e-5)
+    assert_equal_to_the_bit(model)
+
+
+class OfMolecules(keras.Model):
+    """A number for each molecule of a batch that is one graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.atoms, self.out = keras.layers.Dense(4), keras.layers.Dense(1)
+
+    def call(self, x):
+        """Sums over the atoms of each molecule."""
+        atoms, owner = x
+        return self.out(tf.math.segment_sum(self.atoms(atoms), owner))
+
+
+def merged(batch_size, *, is_shuffled, makes_sequence=False):
+    """Batches of molecules of 1 to 5 atoms; their tensors differ in length."""
+    random = np.random.default_rng(1)
+    counts = np.arange(22) % 5 + 1
+    atoms = random.normal(size=(counts.sum(), 3)).astype("float32")
+    y = random.normal(size=(len(counts), 1)).astype("float32")
+    ragged = tf.RaggedTensor.from_row_lengths(atoms, counts)
+
+    def merge(x, y):
+        return (x.merge_dims(0, 1), x.value_rowids()), y
+
+    keras.utils.set_random_seed(5)
+    data = tf.data.Dataset.from_tensor_slices((ragged, y))
+    data = data.shuffle(30, seed=2) if is_shuffled else data
+    data = data.batch(batch_size).map(merge)
+    return list(data.as_numpy_iterator()) if makes_sequence else data
+
+
+class Listed(keras.utils.PyDataset):
+    """Batches of a list."""
+
+    def __init__(self, batches):
+        super().__init__()
+        self.batches = batches
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, index):
+        return self.batches[index]
+
+
+@pytest.mark.several_ranks
+@pytest.mark.three_ranks
+@pytest.mark.parametrize("source", ["dataset", "shuffled", "sequence", "generator"])
+def test_batches_whose_tensors_differ_in_length(world, source):
+    """They are whole, in training and in validation, and weigh by their targets."""
+    trained = []
+    for size in (1, world.size):
+        is_shuffled = source == "shuffled"
+        data = merged(2 * size, is_shuffled=is_shuffled)
+        validation = merged(3 * size, is_shuffled=False)
+        # Of data of unknown length, Keras counts a step too many on one process, too.
+        if source == "generator" or (source == "sequence" and not trained):
+            batches = merged(2 * size, is_shuffled=False, makes_sequence=True)
+            data = Listed(batches) if source == "sequence" else (b for b in batches)
+        keras.utils.set_random_seed(3)
+        model = OfMolecules()
+        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+        fit = keras.Model.fit if trained else keras_dist.dist_fit
+        options = {} if trained else {"lr_scaling": "none"}
+        history = fit(
+            model,
+            data,
+            validation_data=validation,
+            epochs=1 if source == "generator" else 2,
+            shuffle=False,
+            verbose=0,
+            **options,
+        )
+        trained.append((model, history.history))
+    (model, logged), (oracle, expected) = trained
+    assert largest_difference(model, oracle) < 2e-5
+    # Not the losses: Keras weighs those of batches by their atoms.
+    for name in ("mae", "val_mae"):
+        assert logged[name] == pytest.approx(expected[name], rel=1e-5), name
+    assert_equal_to_the_bit(model)
+
+
+@pytest.mark.several_ranks
+def test_what_becomes_of_left_over_batches_is_an_option(
+    world, rows, make_model, capsys
+):
+    """Cut and whole train the same, `"drop"` on fewer rows; the plan says which."""
+    found, plans = {}, {}
+    for leftover in ("auto", "cut", "whole", "drop"):
+        model = make_model()
+        data = in_batches(rows, 50 // (world.size * 2 + 1), "dataset", drop=False)
+        data = data.take(world.size * 2 + 1)
+        keras_dist.dist_fit(model, data, leftover=leftover, verbose=2)
+        found[leftover] = int(model.optimizer.iterations), model
+        plans[leftover] = capsys.readouterr().out
+    assert found["cut"][0] == found["whole"][0] == found["drop"][0] + 1 == 3
+    assert largest_difference(found["cut"][1], found["whole"][1]) < 1e-5
+    assert largest_difference(found["cut"][1], found["auto"][1]) == 0
+    if world.is_first:
+        for leftover, text in (("cut", "cut by rows"), ("drop", "left out")):
+            assert f"1 batch: {text}" in plans[leftover]
+        assert "whole to some ranks" in plans["whole"]
+    bad = {
+        "must be": {"leftover": "keep"},
+        "`class_weight`": {"leftover": "whole", "class_weight": {0: 1.0, 1: 2.0}},
+        "local SGD": {"leftover": "whole", "sync": "every:2"},
+    }
+    for text, options in bad.items():
+        for message in raises_everywhere(
+            ValueError,
+            lambda options=options: keras_dist.dist_fit(
+                make_model(), in_batches(rows, 10, "dataset"), verbose=0, **options
+            ),
+        ):
+            assert text in message and "Received: leftover=" in message
+    weights = {"class_weight": {0: 1.0, 1: 2.0}}  # with these, static batches are cut
+    keras_dist.dist_fit(
+        make_model(), in_batches(rows, 10, "dataset"), verbose=0, **weights
+    )
