@@ -8,6 +8,9 @@ import tensorflow as tf
 from keras_dist import comm, optimizer
 from keras_dist.training import step
 from keras_dist.training.session import session_of
+from keras_dist.training.stray_variables import StrayVariable
+
+_ADVICE = "Change the same variables in the train step of every rank."
 
 
 class AverageStatistics(keras.callbacks.Callback):
@@ -81,10 +84,20 @@ class AverageStatistics(keras.callbacks.Callback):
         optimizer.synchronize_replicas(self.model)
         for found in _between_updates(self.model):
             optimizer.sum_accumulated(found)
-        by_rule = variables_by_rule(self.model)
-        _average(by_rule["mean"], session_of(self.model).rows_trained.as_tensor())
+        by_rule, session = variables_by_rule(self.model), session_of(self.model)
+        comm.agree(session.stray.facts(), advice=_ADVICE)
+        _average(
+            [*by_rule["mean"], *session.stray.floating],
+            session.rows_trained.as_tensor(),
+        )
         _add_up(by_rule["sum"], self._before)
         comm.broadcast_variables(by_rule["first"], 0)
+        for variable, value in zip(
+            session.stray.others,
+            comm.broadcast([each.read().numpy() for each in session.stray.others]),
+            strict=True,
+        ):
+            variable.assign(value)
         self._remember()
 
     def _remember(self) -> None:
@@ -140,7 +153,7 @@ def _average(variables: list[Any], rows: Any) -> None:
     means = iter([summed / total for summed in sums])
     for variable, of_variable in zip(variables, terms, strict=True):
         mean = sum(next(means) for _ in of_variable)
-        variable.assign(keras.ops.cast(mean, variable.dtype))
+        variable.assign(tf.cast(mean, variable.dtype))
 
 
 def _exact_terms(variable: Any) -> list[Any]:
@@ -150,7 +163,10 @@ def _exact_terms(variable: Any) -> list[Any]:
     many digits for that: its first 24 binary digits are averaged by themselves, and the
     other ones, too.
     """
-    value = tf.convert_to_tensor(keras.ops.convert_to_tensor(variable))
+    if isinstance(variable, StrayVariable):
+        value = variable.read()
+    else:
+        value = tf.convert_to_tensor(keras.ops.convert_to_tensor(variable))
     if value.dtype != tf.float64:
         return [tf.cast(value, tf.float64)]
     digits = tf.bitcast(value, tf.int64)

@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras_dist import comm
 from keras_dist.optimizer import step_context
 from keras_dist.optimizer.nested import leaves, optimizers_of
+from keras_dist.optimizer.step_context import own_variable
 
 
 @dataclass
@@ -149,4 +150,4 @@ def _weights(optimizer: Any) -> list[Any]:
 
 
 def _variable(value: Any) -> Any:
-    return tf.Variable(value, trainable=False)
+    return own_variable(value)

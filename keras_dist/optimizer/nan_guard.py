@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.optimizer.nested import nested_optimizers
+from keras_dist.optimizer.step_context import own_variable
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class Guard:
         self.hits: list[Hit] = []
         self._batch: list[Any] = []
         with tf.init_scope(), tf.device("CPU:0"):
-            self._step = tf.Variable(-1, dtype=tf.int64, trainable=False)
-            self._is_left_out = tf.Variable(False, trainable=False)
+            self._step = own_variable(-1, dtype=tf.int64)
+            self._is_left_out = own_variable(False)
 
     def begin_epoch(self) -> None:
         """Count the steps of the epoch from 0 again."""

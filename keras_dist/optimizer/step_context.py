@@ -103,10 +103,22 @@ def make_known(tensor: Any, kind: str) -> Any:
         tensor: A tensor that is computed from a rank's batch.
         kind: `"mean"`: a mean over the rows of the batch, or a number whose mean over
             the ranks, weighted by rows, is that of the global batch; `"constant"`: a
-            factor that is not to be looked into.
+            factor that is not to be looked into; `"ours"`: a variable of this package.
     """
     tensor._keras_dist_known_as = kind
     return tensor
+
+
+def own_variable(value: Any, **options: Any) -> tf.Variable:
+    """Make a variable of this package, which is no state of the model.
+
+    Args:
+        value: Its first value.
+        **options: As of `tf.Variable`.
+    """
+    variable = tf.Variable(value, trainable=False, **options)
+    make_known(variable.handle, "ours")
+    return variable
 
 
 def known_as(tensor: Any) -> str | None:

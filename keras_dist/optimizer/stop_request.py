@@ -4,6 +4,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist.optimizer.step_context import own_variable
+
 
 class StopRequest:
     """The stop request of one rank, until all ranks act on it after the same step.
@@ -20,8 +22,8 @@ class StopRequest:
     def __init__(self) -> None:
         # On the CPU, since it is read after each batch. Keras does not save it.
         with tf.init_scope(), tf.device("CPU:0"):
-            self._own = tf.Variable(0.0, trainable=False)
-            self._agreed = tf.Variable(0.0, trainable=False)
+            self._own = own_variable(0.0)
+            self._agreed = own_variable(0.0)
         self._is_asked = False
         self._is_collective = False
 

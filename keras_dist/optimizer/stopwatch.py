@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_dist.optimizer.step_context import own_variable
+
 _CAPACITY = 2**18  # steps of an epoch that are recorded; later ones are not
 
 
@@ -19,7 +21,7 @@ class Stopwatch:
         self.has_traced = False
         with tf.init_scope(), tf.device("CPU:0"):
             self._steps, self._arrivals, self._seconds = (
-                tf.Variable(tf.zeros(shape, dtype), trainable=False)
+                own_variable(tf.zeros(shape, dtype))
                 for shape, dtype in (
                     ([], tf.int64),
                     ([_CAPACITY], tf.float64),

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.sharding.pipeline import (
+    batch_size_of,
     before_shuffles,
     has_cache_in_memory,
     has_seeded_passes,
@@ -48,6 +49,7 @@ class Stream:
         self._is_iterator = isinstance(data, Iterator)
         self._buffered: list[Any] = []
         self._held: list[Any] = []
+        self._rows_of_first: int | None = None
         is_dataset = isinstance(data, tf.data.Dataset)
         self.has_seeded_passes = is_dataset and has_seeded_passes(data)
         # Of data whose passes differ by their number, the first pass that was begun.
@@ -140,7 +142,17 @@ class Stream:
         ]
 
     def _first_looks(self, size: int) -> list[Any]:
-        return self.first(max(_LOOKS, size) if self.is_short(size) else _LOOKS)
+        count = max(_LOOKS, size) if self.is_short(size) else _LOOKS
+        first = self.first(count)
+        self._rows_of_first = num_rows(first[0]) if first else None
+        return first
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows in a batch but for the last one; `None` if unknown so far."""
+        if isinstance(self.data, tf.data.Dataset):
+            return batch_size_of(self.data)
+        return self._rows_of_first
 
     def num_first_rows(self, size: int) -> int:
         """Rows in the first `size` batches."""

@@ -19,6 +19,20 @@ def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
     return [one for one in dataset._inputs() if one is not dataset]
 
 
+def batch_size_of(dataset: tf.data.Dataset) -> int | None:
+    """Rows in each batch but for the last one, `None` if unknown.
+
+    >>> data = tf.data.Dataset.range(9).batch(4).map(lambda number: number * 2)
+    >>> batch_size_of(data.prefetch(2))
+    4
+    """
+    for node in nodes(dataset):
+        if hasattr(node, "_batch_size"):
+            found = tf.get_static_value(node._batch_size)
+            return None if found is None else int(found)
+    return None
+
+
 def seeds_of(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
     """Seeds of each shuffle and each random source; (0, 0) is a new one each time.
 

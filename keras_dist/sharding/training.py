@@ -190,7 +190,7 @@ def _stream_feed(
         | {"x": own.data, "batch_size": batch_size, "steps_per_epoch": steps}
         | {"shuffle": is_shuffled_by_keras},
         kind=kind_of(stream, spec, "training", is_sharded=is_sharded),
-        batch_size=batch_size,
+        batch_size=batch_size or stream.batch_size,
         is_scaled=steps_before is not None,
         steps_before=steps_before or _steps_of_one_process(own, stream, spec),
         steps=min(filter(None, (steps, steps_of_pass)), default=None),

@@ -5,6 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.metrics import Seen
+from keras_dist.optimizer.step_context import own_variable
 
 
 class RowsTrained:
@@ -124,4 +125,4 @@ class TrainingData:
 def _counter(value: Any) -> tf.Variable:
     # Made outside of any graph. Keras does not track it, or it would be saved.
     with tf.init_scope():
-        return tf.Variable(value, dtype=tf.int64, trainable=False)
+        return own_variable(value, dtype=tf.int64)

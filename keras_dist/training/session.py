@@ -7,6 +7,7 @@ from keras_dist import comm, optimizer
 from keras_dist.training.counts import RowsSeen, RowsTrained, TrainingData
 from keras_dist.training.first_step import FirstStep
 from keras_dist.training.metric_scope import MetricScope
+from keras_dist.training.stray_variables import StrayVariables
 from keras_dist.training.terms_log import TermsLog
 from keras_dist.training.traced import TracedFunctions
 
@@ -119,6 +120,7 @@ class Session:
         instruments: The stopwatch and the NaN guard of each step.
         xla: Whether steps run in two functions compiled by XLA.
         terms_log: Which losses of a step that runs eagerly are sums over rows.
+        stray: Variables that a step changes and the model does not keep.
         rates: The learning rates of the epoch.
         stamp: Epoch and batch for files of weights.
         holder: Whether `dist_fit` ends the session.
@@ -134,6 +136,7 @@ class Session:
     instruments: Instruments
     xla: XlaChoice
     terms_log: TermsLog
+    stray: StrayVariables
     rates: EpochRates
     stamp: SaveStamp
     holder: Holder
@@ -165,6 +168,7 @@ def begin(model: Any, last: Session | None) -> Session:
         instruments=Instruments(),
         xla=XlaChoice(),
         terms_log=TermsLog(),
+        stray=StrayVariables(),
         rates=EpochRates(),
         stamp=SaveStamp(),
         holder=Holder(),

@@ -226,13 +226,16 @@ def _of_all_rows(
     """
     log = session_of(model).terms_log
     row_losses = stack.enter_context(losses.of_all_rows(model, log))
-    if keras_own.definer(model, "train_step", DistributedStep).startswith("keras."):
-        step = own_step
-    else:
+    is_of_keras = keras_own.definer(model, "train_step", DistributedStep).startswith(
+        "keras."
+    )
 
-        def step(data: Any) -> Any:
-            logs = own_step(data)
-            return keras.tree.map_structure(row_losses.of_all_logged, logs)
+    def step(data: Any) -> Any:
+        logs = own_step(data)
+        session_of(model).stray.find(model)
+        if is_of_keras:
+            return logs
+        return keras.tree.map_structure(row_losses.of_all_logged, logs)
 
     if tf.executing_eagerly():
         if not log.is_read:

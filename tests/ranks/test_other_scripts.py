@@ -639,3 +639,71 @@ def test_what_becomes_of_left_over_batches_is_an_option(
     keras_dist.dist_fit(
         make_model(), in_batches(rows, 10, "dataset"), verbose=0, **weights
     )
+
+
+class Augments(keras.Model):
+    """Changes raw variables of TensorFlow in its step, by what it sees in the batch."""
+
+    def __init__(self, *, is_weight=False):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        if is_weight:
+            self.p = self.add_weight(shape=(), initializer="zeros", trainable=False)
+        else:
+            self.p = tf.Variable(0.0, trainable=False)
+        self.state = {"steps": tf.Variable(0, trainable=False)}
+
+    def call(self, x):
+        """One number for each row."""
+        return self.dense(x)
+
+    def train_step(self, data):
+        """Keras's own step, and what an augmentation learns of its batch."""
+        logs = super().train_step(data)
+        step = tf.reduce_mean(tf.sign(data[0][:, 0])) / 50
+        self.p.assign(tf.clip_by_value(self.p + step, -1.0, 1.0))
+        self.state["steps"].assign_add(1)
+        return logs
+
+
+@pytest.mark.several_ranks
+@pytest.mark.three_ranks
+@pytest.mark.parametrize("way", ["graph", "eager", "XLA", "branch"])
+def test_a_raw_variable_is_that_of_one_process(world, rows, way):
+    """Averaged as a weight without a gradient is; a counter is the first rank's."""
+    x, y = rows[0][:96], rows[1][:96]
+    found = []
+    for is_weight in (False, True):
+        keras.utils.set_random_seed(3)
+        model = Augments(is_weight=is_weight)
+        if way == "branch" and not is_weight:
+            plain = model.p.assign
+
+            def assign(value, plain=plain):
+                return tf.cond(value > -5, lambda: plain(value), lambda: plain(0.0))
+
+            model.p.assign = assign
+        options = {"run_eagerly": way == "eager", "jit_compile": way == "XLA"}
+        model.compile(keras.optimizers.SGD(0.01), "mse", **options)
+        if is_weight:
+            model.fit(x, y, batch_size=12 * world.size, shuffle=False, verbose=0)
+        else:
+            keras_dist.dist_fit(model, x, y, batch_size=12, shuffle=False, verbose=0)
+        found.append(float(tf.convert_to_tensor(model.p)))
+        assert int(model.state["steps"]) == 96 // (12 * world.size) or world.size == 3
+    assert found[0] == pytest.approx(found[1], abs=1e-6)
+    assert len(set(keras_dist.gather(found[0]))) == 1
+
+
+@pytest.mark.several_ranks
+def test_the_plan_says_how_many_rows_a_batch_has(world, rows, make_model, capsys):
+    """Of batched data too, where that is known."""
+    for data in (
+        in_batches(rows, 10, "dataset", drop=False),
+        in_batches(rows, 10, "sequence"),
+        in_batches(rows, 10, "generator"),
+    ):
+        keras_dist.dist_fit(make_model(), data, verbose=2)
+        printed = capsys.readouterr().out
+        if world.is_first:
+            assert f"10 rows per rank, {10 * world.size} global" in printed
