@@ -17,11 +17,11 @@ class Rows:
             if unknown.
         of_rank: Rows of the first rank; `None` unless the data is sharded by row.
         left_out: Rows of an epoch that no rank reads.
-        leftover: What becomes of batches that are left over, in words.
         steps_before: Steps of an epoch on one process; `None` if unknown.
         steps: Steps of an epoch on each rank; `None` if unknown.
         rule: The rule by which `steps` was computed from a number that the user gave,
             or "".
+        leftover: What becomes of batches that are left over, in words, or "".
     """
 
     kind: str
@@ -29,10 +29,10 @@ class Rows:
     total: int | None = None
     of_rank: int | None = None
     left_out: int = 0
-    leftover: str = ""
     steps_before: int | None = None
     steps: int | None = None
     rule: str = ""
+    leftover: str = ""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class Stream:
         self._is_iterator = isinstance(data, Iterator)
         self._buffered: list[Any] = []
         self._held: list[Any] = []
-        self._rows_of_first: int | None = None
+        self._shapes_of_first: list[tuple[int, ...]] | None = None
         is_dataset = isinstance(data, tf.data.Dataset)
         self.has_seeded_passes = is_dataset and has_seeded_passes(data)
         # Of data whose passes differ by their number, the first pass that was begun.
@@ -143,16 +143,27 @@ class Stream:
 
     def _first_looks(self, size: int) -> list[Any]:
         count = max(_LOOKS, size) if self.is_short(size) else _LOOKS
-        first = self.first(count)
-        self._rows_of_first = num_rows(first[0]) if first else None
-        return first
+        return self._look(self.first(count))
 
     @property
     def batch_size(self) -> int | None:
         """Rows in a batch but for the last one; `None` if unknown so far."""
         if isinstance(self.data, tf.data.Dataset):
             return batch_size_of(self.data)
-        return self._rows_of_first
+        shapes = self._shapes_of_first
+        return shapes[0][0] if shapes and shapes[0] else None
+
+    def shapes_of_first(self) -> list[tuple[int, ...]]:
+        """Shapes of the tensors of the first batch, which is read if it was not yet."""
+        if self._shapes_of_first is None:
+            self._look(self.first(1))
+        return self._shapes_of_first or []
+
+    def _look(self, batches: list[Any]) -> list[Any]:
+        leaves = keras.tree.flatten([self.as_read(batch) for batch in batches[:1]])
+        shapes = [tuple(leaf.shape) for leaf in leaves if leaf is not None]
+        self._shapes_of_first = shapes
+        return batches
 
     def num_first_rows(self, size: int) -> int:
         """Rows in the first `size` batches."""

@@ -51,8 +51,8 @@ def rule_of(stream: Stream, spec: "ShardSpec", name: str) -> str:
             return "cut"
         if stream.has_seeded_passes:  # nothing of it was read
             return "either" if spec.can_mark else "cut"
-    first = [stream.as_read(batch) for batch in stream.first(1)]
-    if all(map(is_even, first)):
+    has_none = bool(stream.length) and (stream.length or 0) % spec.size == 0
+    if has_none and spec.position is None or _are_even(stream.shapes_of_first()):
         return "cut"
     return "whole" if spec.can_mark else "drop"
 
@@ -90,10 +90,11 @@ def is_even(batch: Any) -> bool:
     (True, False)
     """
     leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
-    shapes = [leaf.shape for leaf in leaves]
-    return len({shape[0] if len(shape) else None for shape in shapes}) <= 1 and all(
-        map(len, shapes)
-    )
+    return _are_even([leaf.shape for leaf in leaves])
+
+
+def _are_even(shapes: Sequence[Sequence[Any]]) -> bool:
+    return all(map(len, shapes)) and len({shape[0] for shape in shapes}) <= 1
 
 
 def are_even(batches: tf.data.Dataset) -> tf.Tensor:
