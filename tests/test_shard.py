@@ -420,3 +420,24 @@ def test_on_one_process_nothing_is_changed():
     for wrong in (np.zeros(3), "text", {"x": 1}, object()):
         with pytest.raises(TypeError, match="`shard` takes"):
             keras_dist.shard(wrong)
+
+
+def test_batches_that_cannot_be_cut_stay_whole():
+    """A constant number of rows, and tensors of different lengths."""
+    rows = tf.data.Dataset.range(14)
+    fixed = rows.batch(2, drop_remainder=True)  # 7 batches
+    uneven = rows.batch(2).map(lambda ids: (ids, tf.concat([ids, ids], axis=0)))
+    even = rows.batch(2).map(lambda ids: (ids, -ids))
+    for source, last in ((fixed, [12, 13]), (uneven, [12, 13]), (even, [12])):
+        ranks = [
+            divided(source, by="batches", batch_size=None, rank=rank, size=2)
+            for rank in range(2)
+        ]
+        found = [
+            [tf.nest.flatten(batch)[0].numpy().tolist() for batch in data]
+            for data in ranks
+        ]
+        assert found[0] == [[0, 1], [4, 5], [8, 9], last]
+        assert found[1] == [[2, 3], [6, 7], [10, 11], *([[13]] * (source is even))]
+        if source is fixed:
+            assert [int(data.cardinality()) for data in ranks] == [4, 3]

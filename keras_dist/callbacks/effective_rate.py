@@ -44,6 +44,8 @@ class EffectiveRate(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._is_wanted = any(comm.gather(self._is_asked))
+        if self._is_wanted:
+            session_of(self.model).rates.keep()
         self._batch = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

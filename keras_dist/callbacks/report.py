@@ -22,6 +22,7 @@ from keras_dist.callbacks.report_facts import (
 )
 from keras_dist.callbacks.throughput import Throughput
 from keras_dist.plan import Plan
+from keras_dist.training.session import session_of
 
 
 class Report(keras.callbacks.Callback):
@@ -100,6 +101,7 @@ class Report(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._clock = Clock()
+        session_of(self.model).rates.keep()
         devices = comm.gather(str(comm.device()))
         self._training = begun(
             self.model, devices, self._plan, self.title, self.params["epochs"]

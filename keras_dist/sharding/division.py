@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist.sharding import leftover
 from keras_dist.sharding.batches_known_length import checked_length, known_tail_rows
 from keras_dist.sharding.batches_stream import finite_or_none, length_of
 from keras_dist.sharding.pipeline import (
@@ -195,6 +196,8 @@ def _known_length(division: Division) -> int | None:
     own = division.rows_of(division.rank, length)
     if not division.has_batches:
         return own
+    if _has_fixed_rows(division.source):
+        return own + (length % division.size > division.rank)
     tail = known_tail_rows(division.source, length=length, size=division.size)
     return None if tail is None else own + (tail > division.rank)
 
@@ -223,13 +226,22 @@ def _by_batch(
 
 
 def _of_batches(source: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
-    """The batches `rank`, `rank` + `size`, …; those left over are divided by row."""
+    """The batches `rank`, `rank` + `size`, …; those left over are divided by row.
+
+    Where they cannot be (`leftover.rule_of`), the first ranks have one batch more.
+    """
+    is_fixed = _has_fixed_rows(source)
 
     def own(batches: tf.data.Dataset, count: tf.Tensor) -> tf.data.Dataset:
         is_full = count == tf.constant(size, tf.int64)
         of_round = batches.take(_if(is_full, -1, 0)).shard(size, rank)
-        tail = batches.take(_if(is_full, 0, -1)).unbatch().shard(size, rank)
-        return of_round.concatenate(tail.batch(2**30))
+        tail = batches.take(_if(is_full, 0, -1))
+        if is_fixed:
+            return of_round.concatenate(tail.shard(size, rank))
+        is_even = leftover.are_even(batches)
+        whole = tail.take(_if(is_even, 0, -1)).shard(size, rank)
+        cut = tail.take(_if(is_even, -1, 0)).unbatch().shard(size, rank)
+        return of_round.concatenate(cut.batch(2**30)).concatenate(whole)
 
     return _by_window(source, size, own)
 
@@ -251,6 +263,11 @@ def _by_window(
     if length is not None:
         windows = checked_length(windows, math.ceil(length / count))
     return windows.flat_map(of_window)
+
+
+def _has_fixed_rows(batches: tf.data.Dataset) -> bool:
+    lengths = leftover.lengths_of_spec(batches.element_spec)
+    return any(length is not None for length in lengths)
 
 
 def _if(condition: tf.Tensor, yes: int, no: int) -> tf.Tensor:

@@ -26,9 +26,10 @@ def rule_of(stream: Stream, spec: "ShardSpec", name: str) -> str:
 
     A batch can be cut where all its tensors have one length, which is open. Where it is
     a constant, a train step may use it (noise of shape `(batch_size, …)`); where
-    tensors have different lengths, as in a batch that is one graph, rows are not what
-    the first axis counts. And where each rank has another batch left over, one might
-    have rows for all ranks, and another one too few: they would make different steps.
+    tensors have different lengths, as in a batch that is one graph, the first axis does
+    not count rows, and it may not in a single array of a sequence. And where each rank
+    has another batch left over, one might have rows for all ranks, and another one too
+    few: they would make different steps.
 
     Args:
         stream: The data.
@@ -51,10 +52,14 @@ def rule_of(stream: Stream, spec: "ShardSpec", name: str) -> str:
             return "cut"
         if stream.has_seeded_passes:  # nothing of it was read
             return "either" if spec.can_mark else "cut"
-    has_none = bool(stream.length) and (stream.length or 0) % spec.size == 0
-    if has_none and spec.position is None or _are_even(stream.shapes_of_first()):
-        return "cut"
-    return "whole" if spec.can_mark else "drop"
+    if stream.length and stream.length % spec.size == 0 and spec.position is None:
+        return "cut"  # none are left over
+    shapes = stream.shapes_of_first()
+    if not _are_even(shapes):
+        return "whole" if spec.can_mark else "drop"
+    # Of arrays without targets, nothing says that their first axis is one of rows.
+    is_alone = len(shapes) == 1 and not isinstance(stream.data, tf.data.Dataset)
+    return "whole" if is_alone and spec.can_mark else "cut"
 
 
 def in_words(rule: str, count: int | None) -> str:

@@ -17,6 +17,9 @@ from keras_dist.sharding import is_arrays
 # many bytes, from its middle: no pass over a file that is larger than memory.
 _ROWS, _ROW_BYTES = 256, 4096
 
+# Up to this size, a constant of a layer is compared whole.
+_WHOLE_BYTES = 2**20
+
 # Results of the same computation may differ in their last digits from host to host.
 _ROUNDING = 1e-4
 
@@ -133,7 +136,8 @@ def _constants(layer: Any) -> list[np.ndarray]:
     for name, value in sorted(vars(layer).items()):
         is_tensor = isinstance(value, tf.Tensor) and not tf.is_symbolic_tensor(value)
         if isinstance(value, np.ndarray) or (is_tensor and value.dtype != tf.resource):
-            found.append(np.asarray(value))
+            array = np.asarray(value)
+            found.append(array if array.nbytes <= _WHOLE_BYTES else _sample(array))
         elif name == "bin_boundaries":
             found.append(np.asarray(value, dtype="float64"))
     return found

@@ -56,11 +56,21 @@ class EpochRates:
     """
 
     def __init__(self) -> None:
-        self.of_epoch: dict[str, float] = {}
+        self._of_epoch: dict[str, float] | None = None
 
-    def read(self, model: Any) -> None:
-        """Read the rates of the epoch that has just been trained."""
-        self.of_epoch = optimizer.effective_rates(model)
+    @property
+    def of_epoch(self) -> dict[str, float]:
+        """The rates by a name for the logs; empty before the first epoch's end."""
+        return self._of_epoch or {}
+
+    def keep(self) -> None:
+        """Read the rates at the end of each epoch from now on."""
+        self._of_epoch = self.of_epoch
+
+    def end_epoch(self, model: Any) -> None:
+        """Read the rates of the epoch that has just been trained, if they are kept."""
+        if self._of_epoch is not None:
+            self._of_epoch = optimizer.effective_rates(model)
 
 
 class SaveStamp:

@@ -141,7 +141,7 @@ class DistributedStep(atomic_save.SavesWhole):
         # Keras's loops log this: the results, or values that the last step returned.
         session = self._distributed_session
         if not session.metrics.is_evaluating:
-            session.rates.read(self)
+            session.rates.end_epoch(self)
         is_of_all = session.metrics.is_of_all()
         if comm.size() == 1 or not is_of_all:
             return super()._get_metrics_result_or_logs(logs)  # type: ignore[misc]

@@ -707,3 +707,53 @@ def test_the_plan_says_how_many_rows_a_batch_has(world, rows, make_model, capsys
         printed = capsys.readouterr().out
         if world.is_first:
             assert f"10 rows per rank, {10 * world.size} global" in printed
+
+
+class OfPairs(keras.Model):
+    """Metric learning: an anchor and a positive example of each class, in one array."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(4)
+        self.tracker = keras.metrics.Mean(name="tracked")
+
+    def train_step(self, data):
+        """Keras's example has one pair of arrays; the oracle has several of them."""
+        x = data[0] if isinstance(data, tuple) else data
+        pairs = x if x.shape.rank == 4 else x[tf.newaxis]
+        labels = tf.range(3)
+        with tf.GradientTape() as tape:
+            anchors, positives = self.dense(pairs[:, 0]), self.dense(pairs[:, 1])
+            alike = tf.matmul(anchors, positives, transpose_b=True)
+            error = tf.nn.sparse_softmax_cross_entropy_with_logits(
+                tf.broadcast_to(labels, tf.shape(alike)[:2]), alike
+            )
+            loss = tf.reduce_mean(error)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply(gradients, self.trainable_weights)
+        self.tracker.update_state(loss)
+        return {"tracked": self.tracker.result()}
+
+
+@pytest.mark.several_ranks
+@pytest.mark.three_ranks
+def test_a_single_array_is_not_cut(world):
+    """Its first axis is two examples of each class, which have to stay together."""
+    pairs = np.random.default_rng(3).normal(size=(world.size + 1, 2, 3, 5))
+    pairs = pairs.astype("float32")
+    trained = []
+    for is_plain in (False, True):
+        keras.utils.set_random_seed(3)
+        model = OfPairs()
+        model.compile(keras.optimizers.SGD(0.1), run_eagerly=is_plain)
+        if is_plain:
+            batches = [pairs[: world.size], pairs[world.size :]]
+            model.fit(Listed(batches), shuffle=False, epochs=2, verbose=0)
+        else:
+            data = Listed(list(pairs))
+            keras_dist.dist_fit(
+                model, data, shuffle=False, epochs=2, lr_scaling="none", verbose=0
+            )
+        trained.append(model)
+    assert largest_difference(*trained) < 2e-5
+    assert_equal_to_the_bit(trained[0])
