@@ -85,6 +85,8 @@ def stream_of(data, size):
 def read(feed: Any, batch_size: int) -> list[list[int]]:
     """The rows that Keras reads in an epoch, batch by batch."""
     x, y = feed.arguments["x"], feed.arguments["y"]
+    if feed.is_marked:  # each with a number that says whether its rows count
+        x = [batch for batch, mark in x if int(mark[0])]
     if y is None:
         return ids_of_batches(x)
     ids = np.asarray(y).astype(int).tolist()

@@ -26,6 +26,7 @@ PAGES = {
     "steps_scaling": "../concepts/scaling.md",
     "validation_steps_scaling": "../concepts/scaling.md",
     "shard": "../concepts/scaling.md",
+    "leftover": "../concepts/scaling.md",
     "target_accuracy": "../concepts/scaling.md",
     "op": "../concepts/averaging.md",
     "compression": "../concepts/averaging.md",

@@ -323,9 +323,16 @@ def shuffled(rows, batch_size, kind):
     return data.cache().prefetch(2) if kind == "cache" else data.prefetch(2)
 
 
-@pytest.mark.three_ranks
+@pytest.mark.several_ranks
 @pytest.mark.parametrize(
-    "kind", ["known", "unknown length", "left over", "two shuffles", "cache"]
+    "kind",
+    [
+        "known",
+        "unknown length",
+        pytest.param("left over", marks=pytest.mark.three_ranks),
+        "two shuffles",
+        "cache",
+    ],
 )
 def test_a_seeded_shuffle_has_the_order_of_one_process(world, rows, make_model, kind):
     """From the first epoch on, in a second fit, and in an evaluation before it."""
@@ -473,17 +480,16 @@ class Batches(keras.utils.PyDataset):
 
 
 @pytest.mark.several_ranks
-@pytest.mark.three_ranks
 @pytest.mark.parametrize(
     ("kind", "source"),
     [
-        ("mean", "dataset"),
+        pytest.param("mean", "dataset", marks=pytest.mark.three_ranks),
         ("mean", "sequence"),
         ("mean", "unknown length"),
         ("sum", "dataset"),
         ("masked", "dataset"),
         ("embedding", "dataset"),
-        ("norm", "dataset"),
+        pytest.param("norm", "dataset", marks=pytest.mark.three_ranks),
     ],
 )
 def test_batches_that_cannot_be_cut_go_whole_to_one_rank(world, rows, kind, source):
@@ -541,13 +547,13 @@ def merged(batch_size, *, is_shuffled, makes_sequence=False):
     y = random.normal(size=(len(counts), 1)).astype("float32")
     ragged = tf.RaggedTensor.from_row_lengths(atoms, counts)
 
-    def merge(x, y):
+    def as_one_graph(x, y):
         return (x.merge_dims(0, 1), x.value_rowids()), y
 
     keras.utils.set_random_seed(5)
     data = tf.data.Dataset.from_tensor_slices((ragged, y))
     data = data.shuffle(30, seed=2) if is_shuffled else data
-    data = data.batch(batch_size).map(merge)
+    data = data.batch(batch_size).map(as_one_graph)
     return list(data.as_numpy_iterator()) if makes_sequence else data
 
 
@@ -566,8 +572,15 @@ class Listed(keras.utils.PyDataset):
 
 
 @pytest.mark.several_ranks
-@pytest.mark.three_ranks
-@pytest.mark.parametrize("source", ["dataset", "shuffled", "sequence", "generator"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param("dataset", marks=pytest.mark.three_ranks),
+        "shuffled",
+        "sequence",
+        "generator",
+    ],
+)
 def test_batches_whose_tensors_differ_in_length(world, source):
     """They are whole, in training and in validation, and weigh by their targets."""
     trained = []
@@ -667,7 +680,6 @@ class Augments(keras.Model):
 
 
 @pytest.mark.several_ranks
-@pytest.mark.three_ranks
 @pytest.mark.parametrize("way", ["graph", "eager", "XLA", "branch"])
 def test_a_raw_variable_is_that_of_one_process(world, rows, way):
     """Averaged as a weight without a gradient is; a counter is the first rank's."""
