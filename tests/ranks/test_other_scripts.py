@@ -337,11 +337,11 @@ def shuffled(rows, batch_size, kind):
 def test_a_seeded_shuffle_has_the_order_of_one_process(world, rows, make_model, kind):
     """From the first epoch on, in a second fit, and in an evaluation before it."""
     losses = []
-    for batch_size in (4, 4 * world.size):
+    for batch_size in (8, 8 * world.size):
         data = shuffled(rows, batch_size, kind)
         validation = shuffled((rows[0][::-1], rows[1][::-1]), batch_size, kind)
         model = make_model()
-        is_plain = batch_size == 4 * world.size and losses
+        is_plain = batch_size == 8 * world.size and losses
         many = model if is_plain else keras_dist.DistributedModel(model)
         options = {} if is_plain else {"lr_scaling": "none"}
         found = [many.evaluate(data, verbose=0)[0]]
@@ -363,7 +363,7 @@ def test_a_seeded_shuffle_goes_on_after_a_resume(world, rows, make_model, tmp_pa
         for epochs in parts:
             history = keras_dist.dist_fit(
                 make_model(),
-                shuffled(rows, 4, "known"),
+                shuffled(rows, 8, "known"),
                 epochs=epochs,
                 verbose=0,
                 resume=f"{folder}/{len(parts)}",
