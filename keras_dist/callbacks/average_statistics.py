@@ -92,12 +92,10 @@ class AverageStatistics(keras.callbacks.Callback):
         )
         _add_up(by_rule["sum"], self._before)
         comm.broadcast_variables(by_rule["first"], 0)
-        for variable, value in zip(
-            session.stray.others,
-            comm.broadcast([each.read().numpy() for each in session.stray.others]),
-            strict=True,
-        ):
-            variable.assign(value)
+        if others := session.stray.others:  # the same on all ranks, which have agreed
+            values = comm.broadcast([each.read().numpy() for each in others])
+            for variable, value in zip(others, values, strict=True):
+                variable.assign(value)
         self._remember()
 
     def _remember(self) -> None:

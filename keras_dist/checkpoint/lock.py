@@ -150,7 +150,7 @@ def _own() -> dict[str, Any]:
 
 
 def _is_alive(holder: dict[str, Any]) -> bool:
-    """Whether the process of this system that stands in a file runs still."""
+    """Check whether a recorded process of this system is still running."""
     start = _start_of(holder.get("pid"))
     return bool(start) and start == holder.get("start")
 
@@ -180,7 +180,7 @@ def _holder(descriptor: int) -> dict[str, Any]:
 
 
 def _is_at(path: str, descriptor: int) -> bool:
-    """Whether an open file is the one at a path."""
+    """Check whether an open file is still the one at a path."""
     try:
         return os.path.samestat(os.lstat(path), os.fstat(descriptor))
     except FileNotFoundError:

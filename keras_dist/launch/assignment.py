@@ -87,7 +87,7 @@ def assignments(
         secret: As of `Assignment`.
         restart: Number of the restart; 0 in the first run.
         tls: As of `Assignment`.
-        seed: As of `Assignment`.
+        seed: See `Assignment`.
     """
     hosts = itertools.groupby(slots, key=lambda slot: slot.host)
     return [
