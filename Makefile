@@ -49,7 +49,7 @@ help:
 setup: $(READY)
 
 # The stamp is newer than these where nothing is left to do.
-$(READY): pyproject.toml $(wildcard keras_dist/install/patches/*.patch)
+$(READY): pyproject.toml $(wildcard keras_dist/tools/install/patches/*.patch)
 	@command -v $(PYTHON) >/dev/null || { \
 	    echo "$(PYTHON) was not found."; \
 	    echo "On Debian or Ubuntu: apt-get install python3 python3-venv"; \

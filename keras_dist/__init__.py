@@ -90,8 +90,7 @@ if not _missing and not _is_command:
         size,
         sum,
     )
-    from keras_dist.distributed_model import DistributedModel
-    from keras_dist.fit import dist_fit
+    from keras_dist.fit import DistributedModel, dist_fit
     from keras_dist.launch import run
     from keras_dist.optimizer import DistributedOptimizer
     from keras_dist.setup.shard import shard

@@ -5,12 +5,12 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from keras_dist.check.command import add_check
-from keras_dist.install import InstallError, install_horovod
 from keras_dist.launch.command import add_run
-from keras_dist.migrate.command import add_migrate
-from keras_dist.scale.command import add_scale
-from keras_dist.scale.page_command import add_page
+from keras_dist.tools.check.command import add_check
+from keras_dist.tools.install import InstallError, install_horovod
+from keras_dist.tools.migrate.command import add_migrate
+from keras_dist.tools.scale.command import add_scale
+from keras_dist.tools.scale.page_command import add_page
 from keras_dist.version import __version__
 
 
@@ -113,7 +113,7 @@ def _add_bench_collectives(commands: argparse._SubParsersAction) -> None:
 
 def _bench_collectives(options: argparse.Namespace) -> int:
     # Imports TensorFlow, which takes seconds and which no other command needs.
-    bench = importlib.import_module("keras_dist.tools.bench_collectives")
+    bench = importlib.import_module("keras_dist.tools.bench")
     return bench.run(options.np, options.repetitions)
 
 

@@ -7,7 +7,7 @@ import pytest
 from launch import launch
 
 from keras_dist import __main__ as command
-from keras_dist.tools import bench_collectives
+from keras_dist.tools import bench
 
 _LINE = re.compile(r"(\d+) (B|KiB|MiB) +([\d.]+) ms +([\d.]+) GB/s")
 
@@ -20,7 +20,7 @@ def test_each_size_has_a_line(ranks):
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert re.search("2 ranks, (Gloo|MPI), sums of float32", done.stdout)
     found = _LINE.findall(done.stdout)
-    assert len(found) == len(bench_collectives.SIZES)
+    assert len(found) == len(bench.SIZES)
     assert float(found[-1][2]) > float(found[0][2])
 
 

@@ -9,12 +9,19 @@ import pytest
 from launch import ROOT, launch
 
 from keras_dist import __main__ as command
-from keras_dist.check import environment, gpus, network
-from keras_dist.check.collectives import between_hosts
-from keras_dist.check.launches import reason_in
-from keras_dist.check.result import FAILED, OK, UNTRIED, WARNING, Result, result_in
-from keras_dist.check.screen import Screen, lines_of
-from keras_dist.check.stages import STAGES
+from keras_dist.tools.check import environment, gpus, network
+from keras_dist.tools.check.collectives import between_hosts
+from keras_dist.tools.check.launches import reason_in
+from keras_dist.tools.check.result import (
+    FAILED,
+    OK,
+    UNTRIED,
+    WARNING,
+    Result,
+    result_in,
+)
+from keras_dist.tools.check.screen import Screen, lines_of
+from keras_dist.tools.check.stages import STAGES
 
 CHECK = [sys.executable, "-m", "keras_dist", "check"]
 ENV = [sys.executable, "-m", "keras_dist", "env"]

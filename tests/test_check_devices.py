@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from keras_dist.check import devices, gpu_links, gpus
-from keras_dist.check.collectives import between_gpus
-from keras_dist.check.result import FAILED, OK, UNTRIED, WARNING
+from keras_dist.tools.check import devices, gpu_links, gpus
+from keras_dist.tools.check.collectives import between_gpus
+from keras_dist.tools.check.result import FAILED, OK, UNTRIED, WARNING
 
 # Index, UUID, name, memory in MiB and how much of it is used, driver; generation,
 # lanes at most and lanes in use of PCI Express.

@@ -15,9 +15,9 @@ from launch import launch
 from pages import DOCS, ROOT, blocks, named, pages
 
 import keras_dist
-from keras_dist.migrate import fit, source
 from keras_dist.setup.arguments import KerasArguments
 from keras_dist.setup.options import Options
+from keras_dist.tools.migrate import fit, source
 
 sys.path.append(str(DOCS / "_ext"))
 import generated  # noqa: E402 - lies beside the pages that it fills

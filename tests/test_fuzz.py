@@ -13,10 +13,10 @@ from keras_dist.launch.assignment import assignments
 from keras_dist.launch.failures import Failure
 from keras_dist.launch.heartbeat import Presence
 from keras_dist.launch.hosts import slots
+from keras_dist.launch.monitor.status_store import StatusStore, status_store_of
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.rendezvous import Store, token_of, variables_of
 from keras_dist.launch.reports import Report, verdict
-from keras_dist.monitor.status_store import StatusStore, status_store_of
 
 MESSAGES = 10_000
 SECRET = "the secret of the job"

@@ -11,7 +11,7 @@ import pytest
 from horovod.common.basics import HorovodBasics
 
 import keras_dist.horovod as hvd
-from keras_dist.migrate.imports import MISSING
+from keras_dist.tools.migrate.imports import MISSING
 
 KERAS = horovod.tensorflow.keras
 OF_KERAS = [

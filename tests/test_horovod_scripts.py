@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from launch import launch
 
-from keras_dist.migrate.source import migrate
+from keras_dist.tools.migrate.source import migrate
 
 FOLDER = Path(__file__).parent / "horovod_scripts"
 RECORDED = json.loads((FOLDER / "recorded.json").read_text())

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from keras_dist import __main__ as command
-from keras_dist.install import (
+from keras_dist.launch import horovod_library
+from keras_dist.tools.install import (
     InstallError,
     facts,
     failures,
@@ -24,7 +25,7 @@ from keras_dist.install import (
     recipe,
     requirements,
 )
-from keras_dist.install.progress import Progress, percent_of
+from keras_dist.tools.install.progress import Progress, percent_of
 
 NCCL = facts.Nccl(Path("/opt/n c/include"), Path("/opt/n c/lib/libnccl.so.2"))
 COMPLETE = facts.Facts(
@@ -346,7 +347,7 @@ def test_the_patch_changes_process_sets_alone(tmp_path):
     before, after = _GLOO_CONTEXT.splitlines(), file.read_text().splitlines()
     added = [line for line in after if line not in before]
     assert added[0] == "  gloo_iface_ = global_context.gloo_iface_;"
-    assert patch.MARKS[0] in added[1] and len(added) == 2
+    assert horovod_library.MARKS[0] in added[1] and len(added) == 2
     assert [line for line in after if line not in added] == before
     at = after.index(added[0])
     assert "InitializeForProcessSet" in "".join(after[:at])
@@ -372,7 +373,7 @@ def test_each_patch_is_one_that_other_programs_take_too():
         sides = change.before, change.after
         assert [int(n) for n in header] == [len(s.splitlines()) for s in sides]
         assert change.title.endswith(".") and f"+++ b/{change.file}\n" in text
-    marks = *patch.MARKS, patch.MPI_MARK
+    marks = *horovod_library.MARKS, horovod_library.MPI_MARK
     for mark, change in zip(marks, (GLOO, CYCLES, READ, COPY, PIECES), strict=True):
         assert mark in change.after
 
@@ -387,14 +388,14 @@ def test_the_stream_of_a_gpu_is_read_from_a_header():
 def test_a_library_says_whether_it_has_the_patch(tmp_path, monkeypatch):
     """By texts that only the changed source has; one with a part of it has not."""
     library = tmp_path / "mpi_lib.so"
-    monkeypatch.setattr(patch, "installed_library", lambda: library)
-    for of_mpi in ([], ["MPI_Allreduce failed, see", patch.MPI_MARK]):
-        marks = [*patch.MARKS, *of_mpi]
+    monkeypatch.setattr(horovod_library, "installed_library", lambda: library)
+    for of_mpi in ([], ["MPI_Allreduce failed, see", horovod_library.MPI_MARK]):
+        marks = [*horovod_library.MARKS, *of_mpi]
         for number in range(len(marks) + 1):
             texts = ["\x7fELF", *of_mpi[:1], "sets use", *marks[:number], "more"]
             library.write_bytes("\0".join(texts).encode())
-            assert patch.is_installed() == (number == len(marks))
-            assert patch.uses_named_network() == (number > 0)
+            assert horovod_library.is_installed() == (number == len(marks))
+            assert horovod_library.uses_named_network() == (number > 0)
 
 
 def test_a_build_without_the_patch_is_no_success(monkeypatch):

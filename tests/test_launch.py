@@ -293,7 +293,7 @@ def test_a_host_that_cannot_be_reached_is_named(tmp_path):
 _FORKS = """
 import os, sys, time
 import keras_dist
-from keras_dist.monitor import record
+from keras_dist.launch.monitor import record
 
 def ended(end):
     pid = os.fork()

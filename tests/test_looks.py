@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.sharding import ShardSpec, Stream, own_error
-from keras_dist.sharding.batches import rank_batches
+from keras_dist.data import ShardSpec, Stream, own_error
+from keras_dist.data.batches import rank_batches
 
 ROWS, BATCH, BATCHES = 36, 4, 9
 

@@ -13,10 +13,10 @@ from test_launch import start
 
 from keras_dist.launch.failures import Failure, explain
 from keras_dist.launch.hosts import slots
+from keras_dist.launch.monitor.other_ranks import OtherRanks
+from keras_dist.launch.monitor.status_store import status_store_of
 from keras_dist.launch.relays import Entrance
 from keras_dist.launch.rendezvous import rendezvous
-from keras_dist.monitor.other_ranks import OtherRanks
-from keras_dist.monitor.status_store import status_store_of
 
 _SSH = """#!/bin/sh
 sleep 1

@@ -24,8 +24,8 @@ from keras_dist.launch.members import Member, numbered, slots_of
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.rendezvous import Store
 from keras_dist.launch.reports import Report
+from keras_dist.launch.slurm import counts_in, nodes_in, task_of
 from keras_dist.launch.spares import Spares
-from keras_dist.slurm import counts_in, nodes_in, task_of
 
 SECRET = {"KERAS_DIST_SECRET": "a secret of these tests"}
 

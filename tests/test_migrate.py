@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import keras_dist.horovod
-from keras_dist.migrate import fit
-from keras_dist.migrate.command import difference
-from keras_dist.migrate.imports import MISSING
-from keras_dist.migrate.source import migrate
+from keras_dist.tools.migrate import fit
+from keras_dist.tools.migrate.command import difference
+from keras_dist.tools.migrate.imports import MISSING
+from keras_dist.tools.migrate.source import migrate
 
 ROOT = Path(__file__).parents[1]
 KERAS_2_NAMES = Path(__file__).with_name("keras_2_names.txt")

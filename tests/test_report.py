@@ -12,10 +12,10 @@ from keras_dist.report import training_page, write_whole
 from keras_dist.report.accuracy import accuracy_in, reached
 from keras_dist.report.limits import limits_of
 from keras_dist.report.training import PHASES, phases_of
-from keras_dist.scale.page_command import page_of
-from keras_dist.scale.price import price_of
-from keras_dist.scale.results import results_of
-from keras_dist.scale.scale_page import scale_page
+from keras_dist.tools.scale.page_command import page_of
+from keras_dist.tools.scale.price import price_of
+from keras_dist.tools.scale.results import results_of
+from keras_dist.tools.scale.scale_page import scale_page
 
 REPORTS = sorted((Path(__file__).parents[1] / "docs" / "reports").glob("*.json"))
 

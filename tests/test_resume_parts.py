@@ -6,8 +6,8 @@ import pytest
 
 from keras_dist import optimizer
 from keras_dist.checkpoint.callback_states import CallbackStates
-from keras_dist.sharding import DataPosition
-from keras_dist.sharding.batches_schedule import batch_schedule_of
+from keras_dist.data import DataPosition
+from keras_dist.data.batches_schedule import batch_schedule_of
 
 
 def leaf_at(updates, factor, step_multiplier):

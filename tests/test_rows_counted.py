@@ -21,7 +21,7 @@ from data_kinds import (
     ids_of_batches,
 )
 
-from keras_dist.sharding import ShardSpec, Stream, training_feed, validation_feed
+from keras_dist.data import ShardSpec, Stream, training_feed, validation_feed
 
 FIRST = int(os.environ.get("ROWS_FIRST", "0"))
 COUNT = int(os.environ.get("ROWS_COUNT", "20"))

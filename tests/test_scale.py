@@ -13,11 +13,11 @@ from test_report import cells_of, embedded, run_of, training_of
 
 from keras_dist import __main__ as command
 from keras_dist.report.study import VARIABLE
-from keras_dist.scale.command import with_words
-from keras_dist.scale.folder import Folder, facts_of
-from keras_dist.scale.prediction import Step, fitted, predicted
-from keras_dist.scale.price import price_of
-from keras_dist.scale.results import results_of
+from keras_dist.tools.scale.command import with_words
+from keras_dist.tools.scale.folder import Folder, facts_of
+from keras_dist.tools.scale.prediction import Step, fitted, predicted
+from keras_dist.tools.scale.price import price_of
+from keras_dist.tools.scale.results import results_of
 
 SCALE = [sys.executable, "-m", "keras_dist", "scale"]
 

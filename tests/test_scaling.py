@@ -4,26 +4,27 @@ import math
 
 import pytest
 
-from keras_dist import scaling
+from keras_dist.data.steps import scaled_steps, step_multiplier_of
+from keras_dist.optimizer.rate_rules import rate_factor, warmup_factor
 
 
 def test_named_rules_are_their_formulas():
     """Linear, square root and none, for every size up to 64."""
     for size in range(1, 65):
-        assert scaling.rate_factor("linear", size=size) == size
-        assert scaling.rate_factor("sqrt", size=size) ** 2 == pytest.approx(size)
-        assert scaling.rate_factor("none", size=size) == 1.0
-        assert scaling.rate_factor(0.5, size=size) == 0.5
-        assert scaling.rate_factor(lambda n: n + 1, size=size) == size + 1
+        assert rate_factor("linear", size=size) == size
+        assert rate_factor("sqrt", size=size) ** 2 == pytest.approx(size)
+        assert rate_factor("none", size=size) == 1.0
+        assert rate_factor(0.5, size=size) == 0.5
+        assert rate_factor(lambda n: n + 1, size=size) == size + 1
 
 
 def test_unusable_factors_are_refused():
     """Not positive, not finite, not a number, not a rule."""
     for rule in (0, -1, math.nan, math.inf, True, None, [2], "double"):
         with pytest.raises(ValueError, match="Received: "):
-            scaling.rate_factor(rule, size=2)
+            rate_factor(rule, size=2)
     with pytest.raises(ValueError, match="gave 'much' for 2"):
-        scaling.rate_factor(lambda size: "much", size=2)
+        rate_factor(lambda size: "much", size=2)
 
 
 def test_warmup_is_a_straight_line_from_one():
@@ -31,7 +32,7 @@ def test_warmup_is_a_straight_line_from_one():
     for full in (0.5, 1.0, 2.0, 7.0):
         for steps in range(1, 12):
             line = [
-                scaling.warmup_factor(step, warmup_steps=steps, full=full)
+                warmup_factor(step, warmup_steps=steps, full=full)
                 for step in range(steps + 3)
             ]
             assert line[0] == 1.0
@@ -44,36 +45,34 @@ def test_divided_steps_are_rounded_up():
     """The ranks together read every row of one process, and make no step more."""
     for size in range(1, 9):
         for steps in range(1, 100):
-            own = scaling.scaled_steps("divide", steps, size=size)
+            own = scaled_steps("divide", steps, size=size)
             assert (own - 1) * size < steps <= own * size
-            assert scaling.scaled_steps("none", steps, size=size) == steps
-            assert scaling.scaled_steps(lambda s, n: s + n, steps, size=size) == (
-                steps + size
-            )
-            oversampled = scaling.scaled_steps(3, steps, size=size, multiples=True)
+            assert scaled_steps("none", steps, size=size) == steps
+            assert scaled_steps(lambda s, n: s + n, steps, size=size) == (steps + size)
+            oversampled = scaled_steps(3, steps, size=size, multiples=True)
             assert oversampled == math.ceil(3 * steps / size)
-    assert scaling.scaled_steps(0.1, 30, size=1, multiples=True) == 3
-    assert scaling.scaled_steps("divide", None, size=2) is None
+    assert scaled_steps(0.1, 30, size=1, multiples=True) == 3
+    assert scaled_steps("divide", None, size=2) is None
 
 
 def test_unusable_steps_are_refused():
     """By name, with what was received; a factor only where one is meant."""
     for rule in ("half", 2, None, 0.5):
         with pytest.raises(ValueError, match="`steps_scaling` must be"):
-            scaling.scaled_steps(rule, 10, size=2)
+            scaled_steps(rule, 10, size=2)
     for rule in (0, -1, math.inf, "half"):
         with pytest.raises(ValueError, match="a positive number, or a function"):
-            scaling.scaled_steps(rule, 10, size=2, multiples=True)
+            scaled_steps(rule, 10, size=2, multiples=True)
     for steps in (0, -1, 2.5, True):
         with pytest.raises(ValueError, match="at least 1"):
-            scaling.scaled_steps("divide", steps, size=2)
+            scaled_steps("divide", steps, size=2)
     for result in (0, 1.5, None):
         with pytest.raises(ValueError, match="must give a whole number"):
-            scaling.scaled_steps(lambda s, n, result=result: result, 10, size=2)
+            scaled_steps(lambda s, n, result=result: result, 10, size=2)
 
 
 def test_the_step_multiplier_is_the_size_only_if_steps_are_divided():
     """With the other rules an epoch keeps its number of steps."""
-    assert scaling.step_multiplier("divide", size=4) == 4
-    assert scaling.step_multiplier("none", size=4) == 1
-    assert scaling.step_multiplier(lambda steps, size: steps, size=4) == 1
+    assert step_multiplier_of("divide", size=4) == 4
+    assert step_multiplier_of("none", size=4) == 1
+    assert step_multiplier_of(lambda steps, size: steps, size=4) == 1

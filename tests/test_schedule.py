@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.sharding import arrays, arrays_rows, either
-from keras_dist.sharding.arrays_order import Order
-from keras_dist.sharding.arrays_schedule import epoch_schedule_of
+from keras_dist.data import arrays, arrays_rows, either
+from keras_dist.data.arrays_order import Order
+from keras_dist.data.arrays_schedule import epoch_schedule_of
 
 NUM_ROWS = 23
 SIZES = ((1, 6), (2, 3), (3, 2), (2, 5))

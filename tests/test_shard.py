@@ -14,7 +14,7 @@ import tensorflow as tf
 from data_kinds import ids_of_batches
 
 import keras_dist
-from keras_dist.sharding import (
+from keras_dist.data import (
     DataPosition,
     DeclaredIterable,
     DeclaredSequence,

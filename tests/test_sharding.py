@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.sharding import arrays, arrays_rows, arrays_schedule
-from keras_dist.sharding.arrays_order import Order
+from keras_dist.data import arrays, arrays_rows, arrays_schedule
+from keras_dist.data.arrays_order import Order
 
 CASES = list(itertools.product(range(1, 5), range(1, 6), range(1, 40)))
 

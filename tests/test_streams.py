@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.sharding import Channel, ShardSpec, Stream, training_feed
-from keras_dist.sharding.batches import rank_batches
-from keras_dist.sharding.batches_stream import length_of
+from keras_dist.data import Channel, ShardSpec, Stream, training_feed
+from keras_dist.data.batches import rank_batches
+from keras_dist.data.batches_stream import length_of
 
 # Ranks, batches, and rows of the last one; the others have three.
 CASES = [(2, 1, 1), (2, 3, 1), (2, 4, 2), (3, 1, 2), (3, 4, 2), (3, 5, 1), (3, 6, 3)]

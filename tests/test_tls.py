@@ -17,10 +17,10 @@ from keras_dist.launch.agent import _by_tls
 from keras_dist.launch.assignment import assignments
 from keras_dist.launch.host_store import FirstHostStore, HostStore
 from keras_dist.launch.hosts import slots
+from keras_dist.launch.monitor.status_store import status_store_of
 from keras_dist.launch.relays import Exit, with_tls
 from keras_dist.launch.rendezvous import Store, token_of
 from keras_dist.launch.tls import TlsStore, digest_at
-from keras_dist.monitor.status_store import status_store_of
 
 OWN = SECRET["KERAS_DIST_SECRET"]
 
@@ -179,7 +179,7 @@ def test_an_agent_reaches_the_store_by_the_certificate_that_ssh_has_brought():
 
 _SCRIPT = """
 import os, time
-from keras_dist.monitor.status_store import status_store_of
+from keras_dist.launch.monitor.status_store import status_store_of
 store, rank = status_store_of(), int(os.environ["HOROVOD_RANK"])
 assert os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"].startswith("127.0.0.1:")
 assert store.put(f"there.{rank}", rank)

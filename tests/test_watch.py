@@ -7,9 +7,9 @@ import pytest
 from launch import ROOT, launch
 
 from keras_dist.launch.hosts import slots
+from keras_dist.launch.monitor.status_store import StatusStore, status_store_of
+from keras_dist.launch.monitor.watchdog import EXIT_CODE
 from keras_dist.launch.rendezvous import rendezvous
-from keras_dist.monitor.status_store import StatusStore, status_store_of
-from keras_dist.monitor.watchdog import EXIT_CODE
 
 _STALLS = """
 import sys, time

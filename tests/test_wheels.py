@@ -14,7 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from keras_dist.install import InstallError, facts, flags, installed, recipe, wheels
+from keras_dist.tools.install import (
+    InstallError,
+    facts,
+    flags,
+    installed,
+    recipe,
+    wheels,
+)
 
 FACTS = facts.Facts(tensorflow="2.21.0", python=sys.version_info[:2], glibc=(2, 36))
 TAG = f"cp{sys.version_info[0]}{sys.version_info[1]}"

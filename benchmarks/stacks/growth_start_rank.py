@@ -12,8 +12,9 @@ import keras
 import numpy as np
 
 import keras_dist
-from keras_dist import comm, fit, metrics
+from keras_dist import comm, fit
 from keras_dist.comm import transport
+from keras_dist.training import metrics
 
 begin = float(sys.argv[1])
 times = {"import": time.time() - begin}

@@ -5,7 +5,8 @@ from typing import Any
 
 import keras
 
-from keras_dist import comm, optimizer, scaling
+from keras_dist import comm, optimizer
+from keras_dist.optimizer.rate_rules import LearningRateRule, rate_factor
 from keras_dist.training import step
 
 
@@ -40,7 +41,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
         self,
         warmup_epochs: float,
         *,
-        lr_scaling: scaling.LearningRateRule = "linear",
+        lr_scaling: LearningRateRule = "linear",
         steps_per_epoch: int | None = None,
     ) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
                 "warm-up is not known, either. Received: data of unknown length. Pass "
                 "`steps_per_epoch` to LearningRateWarmup or to fit."
             )
-        full = scaling.rate_factor(self.lr_scaling, size=comm.size())
+        full = rate_factor(self.lr_scaling, size=comm.size())
         optimizer.scale_rate(
             self.model.optimizer,
             rate_factor_of_step(
@@ -93,6 +94,6 @@ def rate_factor_of_step(*, full: float, warmup_steps: int) -> Any:
 
 
 def _warmup(step: Any, *, full: float, warmup_steps: int) -> Any:
-    # As `scaling.warmup_factor`, but for a tensor inside the compiled update.
+    # As `rate_rules.warmup_factor`, but for a tensor inside the compiled update.
     progress = keras.ops.cast(step, "float32") / warmup_steps
     return 1.0 + (full - 1.0) * keras.ops.minimum(progress, 1.0)

@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from keras_dist import monitor
+from keras_dist.launch import monitor
 
 
 class ProgressRecord(keras.callbacks.Callback):

@@ -21,7 +21,7 @@ from keras_dist.callbacks.report_facts import (
     gradient_facts,
 )
 from keras_dist.callbacks.throughput import Throughput
-from keras_dist.plan import Plan
+from keras_dist.report.plan import Plan
 from keras_dist.training.session import session_of
 
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from keras_dist import comm
 from keras_dist.callbacks.breakdown import Measured, times_by_rank
-from keras_dist.plan import Plan
+from keras_dist.report.plan import Plan
 from keras_dist.report.training import Epoch, OfRank, Training, plain_logs
 from keras_dist.training.session import session_of
 from keras_dist.version import __version__

@@ -18,9 +18,9 @@ import tensorflow as tf
 from keras_dist import comm, optimizer
 from keras_dist.callbacks.average_statistics import variables_by_rule
 from keras_dist.checkpoint.trees import digest_of
-from keras_dist.metrics import states
-from keras_dist.metrics.rank_report import Seen
-from keras_dist.metrics.stateful import merges, rule_of, stateful_metrics
+from keras_dist.training.metrics import states
+from keras_dist.training.metrics.rank_report import Seen
+from keras_dist.training.metrics.stateful import merges, rule_of, stateful_metrics
 from keras_dist.training.session import session_of
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import keras
 
-from keras_dist import comm, sharding
+from keras_dist import comm
 from keras_dist.checkpoint.copies import Copies, explained, find_copies
 from keras_dist.checkpoint.files import Folder
 from keras_dist.checkpoint.lock import locked
 from keras_dist.checkpoint.newest import read_newest
 from keras_dist.checkpoint.scale import changes, scale_of
+from keras_dist.data import DataPosition, ShardSpec
 from keras_dist.setup.fit_setup import FitSetup
 from keras_dist.setup.options import Options
 from keras_dist.version import __version__
@@ -40,7 +41,7 @@ class Saved:
         scale: Ranks, global batch and learning rates; `None` in files of before.
     """
 
-    position: sharding.DataPosition
+    position: DataPosition
     seed: int
     is_finished: bool
     rates: list[dict[str, float]]
@@ -65,7 +66,7 @@ class Saved:
         own = {
             n: value for n, value in tree.items() if n not in ("keras_dist", "place")
         }
-        return cls(position=sharding.DataPosition(**tree["place"]), **own)
+        return cls(position=DataPosition(**tree["place"]), **own)
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,11 @@ class Resume:
     source: str = ""
 
     @property
-    def position(self) -> sharding.DataPosition | None:
+    def position(self) -> DataPosition | None:
         """Epoch and row to resume from; `None` for a new training."""
         return self.saved.position if self.saved is not None else None
 
-    def placed(self, spec: sharding.ShardSpec) -> sharding.ShardSpec:
+    def placed(self, spec: ShardSpec) -> ShardSpec:
         """`spec` with the seed and position to resume from."""
         return replace(
             spec, seed=self.seed, keeps_position=True, position=self.position

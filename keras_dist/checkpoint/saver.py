@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 import keras
 
-from keras_dist import comm, optimizer, sharding
+from keras_dist import comm, optimizer
 from keras_dist.callbacks import BroadcastVariables
 from keras_dist.checkpoint import model_states, random_states
 from keras_dist.checkpoint.callback_states import CallbackStates
@@ -15,6 +15,7 @@ from keras_dist.checkpoint.saved import Resume, Saved
 from keras_dist.checkpoint.scale import scale_of
 from keras_dist.checkpoint.trees import decoded
 from keras_dist.checkpoint.writer import Writer, warn_of
+from keras_dist.data import DataPosition, Stream, either
 from keras_dist.setup.fit_setup import FitSetup
 from keras_dist.training import step
 from keras_dist.training.session import session_of
@@ -105,7 +106,7 @@ class Saver(keras.callbacks.Callback):
         before, self._done = self._done, batch + 1
         schedule = self._feed.schedule
         if schedule is not None and self._done >= schedule.steps_of_epoch(
-            self._epoch, sharding.either
+            self._epoch, either
         ):
             return  # the end of the epoch saves
         agreed = self._requests.agreed(self.model)
@@ -125,21 +126,17 @@ class Saver(keras.callbacks.Callback):
         if self._requests.settled(self.model).end and not is_last:
             self._exit()
 
-    def _position(self, epoch: int, done: int) -> sharding.DataPosition:
+    def _position(self, epoch: int, done: int) -> DataPosition:
         """The position after `done` steps of an epoch."""
         if self._feed.schedule is None:
-            return sharding.DataPosition(epoch, 0, 1, 0, 0, 0)
+            return DataPosition(epoch, 0, 1, 0, 0, 0)
         if done:
             return self._feed.schedule.position(epoch, done)
-        before = self._feed.schedule.steps_of_epoch(epoch - 1, sharding.either)
+        before = self._feed.schedule.steps_of_epoch(epoch - 1, either)
         end = self._feed.schedule.position(epoch - 1, before)
-        return sharding.DataPosition(
-            epoch, 0, end.steps, end.number, end.row, end.num_rows
-        )
+        return DataPosition(epoch, 0, end.steps, end.number, end.row, end.num_rows)
 
-    def _save(
-        self, position: sharding.DataPosition, *, is_finished: bool = False
-    ) -> None:
+    def _save(self, position: DataPosition, *, is_finished: bool = False) -> None:
         """Gather the state of all ranks, and let some of them write a checkpoint."""
         copies = self._resume.copies
         found = gathered(
@@ -276,7 +273,7 @@ class Saver(keras.callbacks.Callback):
                     "from before it is restored. Received: a model that is not built. "
                     "Build it before, for example with an `Input` as its first layer."
                 )
-            [first] = sharding.Stream(self._feed.arguments["x"]).first(1)
+            [first] = Stream(self._feed.arguments["x"]).first(1)
             step.build_now(self.model, first)
         for each in optimizer.optimizers_of(self.model):
             if not each.built:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from keras_dist.plan import Plan
+from keras_dist.report.plan import Plan
 
 
 def scale_of(plan: Plan) -> dict[str, Any]:

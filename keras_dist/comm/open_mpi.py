@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 
-from keras_dist import monitor
+from keras_dist.launch import monitor
 
 # Open MPI spins while it waits. On a rank that computes on the CPU, TensorFlow has a
 # thread for each core of the rank, from which a spinning thread takes the core.

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from keras_dist import monitor
 from keras_dist.comm import runtime, transport
 from keras_dist.comm.agreement import agree
 from keras_dist.comm.collectives import gather
 from keras_dist.comm.world import World, launched
+from keras_dist.launch import monitor
 
 # The link of each process set, by its sorted ranks.
 _sets: dict[tuple[int, ...], transport.Link] = {}

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from keras_dist import monitor
 from keras_dist.comm import srun, transport
 from keras_dist.comm.devices import Device, choose_device, is_unbound
 from keras_dist.comm.world import (
@@ -17,7 +16,8 @@ from keras_dist.comm.world import (
     is_elastic,
     launched,
 )
-from keras_dist.monitor import seeds
+from keras_dist.launch import monitor
+from keras_dist.launch.monitor import seeds
 
 # Holds the process id of a rank. The processes that a rank starts inherit it, and so
 # they know that they are not ranks, although they inherit its HOROVOD_RANK as well.

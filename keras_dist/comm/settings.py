@@ -6,8 +6,8 @@ import os
 _FUSION = "HOROVOD_FUSION_THRESHOLD"
 
 # In each cycle of Horovod's thread the ranks exchange a message. By our change to its
-# source (install/patches/prompt_cycles.patch) a cycle begins as soon as there is a
-# tensor, and else after so many milliseconds. A Horovod without it takes the other one.
+# source (tools/install/patches/prompt_cycles.patch) a cycle begins as soon as there is
+# a tensor, and else after so many milliseconds. A Horovod without it takes the other.
 _LONGEST_CYCLE, _CYCLE = "KERAS_DIST_LONGEST_CYCLE_MS", "HOROVOD_CYCLE_TIME"
 
 # Unless the user has set them.
@@ -19,8 +19,8 @@ _ON_CPU = {
     # that are ready at the same time copies them twice more, into a buffer that stays
     # allocated.
     _FUSION: "0",
-    # By our change to its source (install/patches/read_memory.patch) ranks of one host
-    # sum large tensors over Gloo by reading each other's memory, where they may.
+    # By our change to its source (tools/install/patches/read_memory.patch) ranks of one
+    # host sum large tensors over Gloo by reading each other's memory, where they may.
     "KERAS_DIST_READ_MEMORY": "1",
 }
 

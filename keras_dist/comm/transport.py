@@ -13,9 +13,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist import monitor
 from keras_dist.comm import open_mpi, settings
 from keras_dist.comm.world import World, is_elastic
+from keras_dist.launch import monitor
 
 _INSTALL = "keras-dist install-horovod"
 

@@ -1,7 +1,6 @@
 """Start the ranks of a job, end all that they have started, and show the first failure.
 
 - `function`: `keras_dist.run`, which calls a function on many ranks
-- `worker`: the module that each rank of `keras_dist.run` runs
 - `command`: the command `keras-dist run`
 - `options`: its options
 - `assignment`: which ranks a host runs, where the store is, who watches: all that a way
@@ -46,9 +45,13 @@ Hosts that meet, without ssh:
 - `members`: numbers of the hosts that have come, and the slots of their ranks
 - `host_store`: signed values that these hosts write for each other
 - `gpus`: how many ranks a host starts by default
+- `slurm`: the variables of SLURM
 - `slurm_step`: what a step of SLURM knows of all this
 - `slurm_task`: how tasks of SLURM meet that are ranks themselves
 - `munge`: pass the secret of a job to other tasks of this user
+
+Beside these: `horovod_library` (which of our changes the installed Horovod has) and
+`monitor/` (where each rank is, and whether the job still makes progress).
 """
 
 from keras_dist.launch.function import run

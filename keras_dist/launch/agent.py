@@ -11,18 +11,17 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from keras_dist.install import patch
-from keras_dist.launch import processes
+from keras_dist.launch import horovod_library, processes
 from keras_dist.launch.assignment import Assignment, assignment_of
 from keras_dist.launch.heartbeat import Heartbeat, check_reach
 from keras_dist.launch.hosts import LOOPBACK, address_towards
+from keras_dist.launch.monitor.status_store import StatusStore, status_store_of
 from keras_dist.launch.own_name import check_own_name
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.relays import Exit
 from keras_dist.launch.rendezvous import variables_of
 from keras_dist.launch.reports import Report, report_of, run_ranks
 from keras_dist.launch.signals import stopped_by_signals
-from keras_dist.monitor.status_store import StatusStore, status_store_of
 
 # The launcher sends one of these lines when the ranks have to end: at once, or when
 # they have saved. The end of the connection means the first.
@@ -142,7 +141,7 @@ def _checked(message: Mapping[str, Any], assignment: Assignment) -> str:
         ) from error
     check_reach(message["towards"], _port(assignment))
     own = address_towards(message["towards"])
-    if not patch.uses_named_network():
+    if not horovod_library.uses_named_network():
         check_own_name(own)
     return own
 

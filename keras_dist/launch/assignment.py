@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_dist.launch.hosts import Slot
+from keras_dist.launch.monitor import seeds
 from keras_dist.launch.rendezvous import derived, interface
-from keras_dist.monitor import seeds
 
 # The variable with the secret by which the ranks sign objects that they send.
 SECRET = "KERAS_DIST_SECRET"

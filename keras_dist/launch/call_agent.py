@@ -19,18 +19,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from keras_dist.install import patch
-from keras_dist.launch import agent, processes
+from keras_dist.launch import agent, horovod_library, processes
 from keras_dist.launch.assignment import Assignment
 from keras_dist.launch.call_errors import LOST_AGENT, NO_PACKAGE
 from keras_dist.launch.function import CALL, outcome_in
 from keras_dist.launch.heartbeat import Heartbeat, check_reach
 from keras_dist.launch.hosts import address_towards, slots_of_workers
+from keras_dist.launch.monitor.status_store import StatusStore, status_store_of
 from keras_dist.launch.own_name import check_own_name
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.reports import Report, run_ranks
 from keras_dist.launch.signals import stopped_by_signals
-from keras_dist.monitor.status_store import StatusStore, status_store_of
 
 # The name in the store under which the driver asks all agents to end their ranks; and
 # what it writes there if these have time to save.
@@ -142,7 +141,7 @@ def _checked(towards: str, assignment: Assignment) -> str:
     """Check that this rank could take part; return the address of its host."""
     check_reach(towards, int(assignment.store["HOROVOD_GLOO_RENDEZVOUS_PORT"]))
     own = address_towards(towards)
-    if not patch.uses_named_network():
+    if not horovod_library.uses_named_network():
         check_own_name(own)
     return own
 
@@ -153,7 +152,7 @@ def _command(folder: Path, variables: Mapping[str, str]) -> Command:
         environment[_CONNECT] = _CONNECT_SECONDS
     if _CORES in os.environ and _THREADS not in os.environ:
         environment[_THREADS] = os.environ[_CORES]
-    return Command("module", ["keras_dist.launch.worker", str(folder)], environment)
+    return Command("module", ["keras_dist.comm.worker", str(folder)], environment)
 
 
 def _watch(

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_dist.launch.assignment import seed_of
+from keras_dist.launch.monitor.status_store import status_store_of
 from keras_dist.launch.rendezvous import Store, variables_of
-from keras_dist.monitor.status_store import status_store_of
 
 
 class CallStore:

@@ -25,19 +25,19 @@ from keras_dist.launch.meeting import (
     secret_in,
 )
 from keras_dist.launch.members import nnodes_text
+from keras_dist.launch.monitor.rank_process import end_with
+from keras_dist.launch.monitor.watchdog import VARIABLE, limit_of
 from keras_dist.launch.programs import command_of
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.rdzv import run_meeting
 from keras_dist.launch.reach import HostLimits, Reach
 from keras_dist.launch.restarts import begin_text
 from keras_dist.launch.signals import SAVED
+from keras_dist.launch.slurm import Task, task_of
 from keras_dist.launch.slurm_step import meeting_of, requeue, with_least
 from keras_dist.launch.spares import Spares
 from keras_dist.launch.startup_noise import VARIABLE as VERBOSE
 from keras_dist.launch.transports import transport_of
-from keras_dist.monitor.rank_process import end_with
-from keras_dist.monitor.watchdog import VARIABLE, limit_of
-from keras_dist.slurm import Task, task_of
 
 
 def add_run(commands: argparse._SubParsersAction) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_dist.launch.messages import telling_line
-from keras_dist.monitor.rank_ranges import ranges
+from keras_dist.launch.monitor.rank_ranges import ranges
 
 _KIB_PER_MIB = 1024
 

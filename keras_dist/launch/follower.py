@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from keras_dist.install import patch
+from keras_dist.launch import horovod_library
 from keras_dist.launch.assignment import Assignment
 from keras_dist.launch.failures import print_message
 from keras_dist.launch.host_store import HostStore, wait_for
@@ -150,7 +150,7 @@ class Follower:
         watch = threading.Thread(target=self._watch, args=[stops, is_over], daemon=True)
         watch.start()
         try:
-            if not patch.uses_named_network():
+            if not horovod_library.uses_named_network():
                 check_own_name(own)
             return run_ranks(
                 command,

@@ -70,7 +70,7 @@ def run(
             command += ["--stall-limit", str(stall_limit)]
         if log_dir is not None:
             command += ["--log-dir", os.fspath(log_dir)]
-        command += ["-m", "keras_dist.launch.worker", folder]
+        command += ["-m", "keras_dist.comm.worker", folder]
         _wait(command)
         return [_result(folder, rank) for rank in range(np)]
 

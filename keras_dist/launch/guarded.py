@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from keras_dist.monitor.status_store import ALL
+from keras_dist.launch.monitor.status_store import ALL
 
 _OK, _BAD_REQUEST, _FORBIDDEN, _TIMEOUT = 200, 400, 403, 408
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from keras_dist.monitor.status_store import StatusStore
+from keras_dist.launch.monitor.status_store import StatusStore
 
 # A host is known by its index, or by a name.
 _Host = TypeVar("_Host", int, str)

@@ -13,10 +13,10 @@ from typing import Any
 
 from keras_dist.launch.failures import print_message
 from keras_dist.launch.hosts import LOOPBACK
+from keras_dist.launch.monitor.status_store import SCOPE, StatusStore
 from keras_dist.launch.relays import Exit
 from keras_dist.launch.rendezvous import Store, derived, token_of
 from keras_dist.launch.tls import digest_at
-from keras_dist.monitor.status_store import SCOPE, StatusStore
 
 _OK, _NOT_FOUND = 200, 404
 _SECONDS = 5.0

@@ -12,10 +12,10 @@ from pathlib import Path
 from keras_dist.launch import processes
 from keras_dist.launch.failures import Failure, failure_of, first_of
 from keras_dist.launch.hosts import Slot
+from keras_dist.launch.monitor import rank_process, record, stacks
 from keras_dist.launch.output import Output
 from keras_dist.launch.signals import is_ordered, is_saving
 from keras_dist.launch.spares import Spares, popen
-from keras_dist.monitor import rank_process, record, stacks
 
 # Seconds to wait after the first failure, in which other ranks may fail and report.
 _GRACE = 3.0

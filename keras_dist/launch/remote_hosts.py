@@ -12,10 +12,10 @@ from keras_dist.launch.agent import SAVE, STOP, start_message
 from keras_dist.launch.assignment import Assignment
 from keras_dist.launch.failures import print_message
 from keras_dist.launch.heartbeat import Presence
+from keras_dist.launch.monitor.status_store import status_store_of
 from keras_dist.launch.output import Output
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.reach import Reach
-from keras_dist.monitor.status_store import status_store_of
 
 _TICK = 0.1
 

@@ -17,9 +17,9 @@ from keras_dist.launch.failures import (
 )
 from keras_dist.launch.gpus import num_gpus
 from keras_dist.launch.heartbeat import LOST_SECONDS
+from keras_dist.launch.monitor.rank_ranges import ranges
 from keras_dist.launch.ranks import Command, Ranks
 from keras_dist.launch.spares import Spares
-from keras_dist.monitor.rank_ranges import ranges
 
 # Exit code of a rank that has not begun to handle SIGTERM.
 _BY_SIGTERM = 128 + signal.SIGTERM

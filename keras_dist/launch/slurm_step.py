@@ -10,7 +10,7 @@ from keras_dist.launch.failures import print_message
 from keras_dist.launch.gpus import num_gpus
 from keras_dist.launch.meeting import Meeting
 from keras_dist.launch.signals import SAVED
-from keras_dist.slurm import Task
+from keras_dist.launch.slurm import Task
 
 _SECONDS = 30.0
 

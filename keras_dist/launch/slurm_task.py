@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-from keras_dist.install import patch
+from keras_dist.launch import horovod_library
 from keras_dist.launch.assignment import SECRET, Assignment, patience, seed_of
 from keras_dist.launch.first_host import secret_of, store_if_first
 from keras_dist.launch.host_store import HostStore, wait_for
@@ -16,8 +16,8 @@ from keras_dist.launch.hosts import address_towards, slots
 from keras_dist.launch.meeting import TIMEOUT_SECONDS
 from keras_dist.launch.own_name import check_own_name
 from keras_dist.launch.rendezvous import secret_of_start, variables_of
+from keras_dist.launch.slurm import task_of
 from keras_dist.launch.slurm_step import address_of, meeting_of
-from keras_dist.slurm import task_of
 
 # SLURM signals all processes, and the ranks are to save.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -53,7 +53,7 @@ def serve() -> int:
     own, reached = found
     if store is not None and own.startswith("127.") and len(task.nodes) > 1:
         own = address_towards(address_of(task.nodes[1]))
-    if not patch.uses_named_network():
+    if not horovod_library.uses_named_network():
         check_own_name(own)
     known = variables_of(reached, meeting.port, secret)
     seed = seed_of(f"{task.job}.{task.step}")

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from keras_dist.monitor import rank_process
+from keras_dist.launch.monitor import rank_process
 
 # Seconds after the start of the ranks: until then they need the cores themselves.
 FILL_SECONDS = 20.0

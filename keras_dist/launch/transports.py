@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 
-from keras_dist.install import patch
+from keras_dist.launch import horovod_library
 from keras_dist.launch.gpus import num_gpus
 
 TRANSPORTS = ("auto", "gloo", "mpi", "nccl")
@@ -59,7 +59,7 @@ def transport_of(requested: str, *, is_one_host: bool, num_ranks: int) -> str:
 
 def built() -> list[str]:
     """The transports that Horovod was built with, without importing it."""
-    library = patch.installed_library()
+    library = horovod_library.installed_library()
     content = b"" if library is None else library.read_bytes()
     return ["gloo", *(name for name, text in _LIBRARIES.items() if text in content)]
 

@@ -13,7 +13,7 @@
 - `step_context`: the context that a train step passes to `apply`
 - `nan_guard`: leave out updates whose gradients are not finite
 - `stopwatch`: times of each step, measured inside the graph
-- `rate`: the scaled learning rate
+- `rate`: the scaled learning rate; `rate_rules`: the factor, and its warm-up
 - `nested`: the optimizers of a model, and those inside an optimizer
 """
 

@@ -4,11 +4,13 @@ from typing import Any
 
 import keras
 
-from keras_dist import optimizer, plan, sharding
+from keras_dist import optimizer
+from keras_dist.data import Feed
+from keras_dist.report import plan
 from keras_dist.setup.options import Options
 
 
-def rows_of(feed: sharding.Feed, rule: Any) -> plan.Rows:
+def rows_of(feed: Feed, rule: Any) -> plan.Rows:
     """The plan's lines about the rows and steps of a feed.
 
     Args:

@@ -9,7 +9,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dist import comm, sharding
+from keras_dist import comm
+from keras_dist.data import Stream, length_before_repeat, seeds_of, sources_of
 
 _ADVICE = (
     "`shard` takes from the same data another part on each rank: make it alike on all "
@@ -25,7 +26,7 @@ class DividedData:
     rows: dict[str, Any] = field(default_factory=dict)
 
 
-def facts(streams: Mapping[str, sharding.Stream]) -> dict[str, Any]:
+def facts(streams: Mapping[str, Stream]) -> dict[str, Any]:
     """What has to be equal on all ranks before anything else is compared."""
     found: dict[str, Any] = {}
     for name, stream in streams.items():
@@ -51,7 +52,7 @@ def examined(streams: Mapping[str, Any]) -> DividedData:
     """
     found = DividedData()
     for name, stream in streams.items():
-        if not isinstance(stream, sharding.Stream) or stream.division is None:
+        if not isinstance(stream, Stream) or stream.division is None:
             continue
         _compare(name, stream)
         lengths = tuple(
@@ -67,7 +68,7 @@ def examined(streams: Mapping[str, Any]) -> DividedData:
     return found
 
 
-def _compare(name: str, stream: sharding.Stream) -> None:
+def _compare(name: str, stream: Stream) -> None:
     division = stream.division
 
     def seen() -> dict[str, Any]:
@@ -79,8 +80,8 @@ def _compare(name: str, stream: sharding.Stream) -> None:
                 "`shard` as to this call."
             )
         is_by_rank = division.by != "source"  # else TensorFlow sees to the shuffles
-        seeds = sharding.seeds_of(division.source) if is_by_rank else []
-        first = stream.fingerprint_of_sources(sharding.sources_of(division))
+        seeds = seeds_of(division.source) if is_by_rank else []
+        first = stream.fingerprint_of_sources(sources_of(division))
         return {
             f"the seeds of shuffles before `shard` in the {name} data": seeds,
             f"the first elements before `shard` in the {name} data": first,
@@ -89,7 +90,7 @@ def _compare(name: str, stream: sharding.Stream) -> None:
     comm.agree(comm.run_on_all(seen), advice=_ADVICE)
 
 
-def _length_of(name: str, stream: sharding.Stream) -> float | None:
+def _length_of(name: str, stream: Stream) -> float | None:
     """Batches of this rank; 0 for validation data of which it has none."""
     is_unknown = name == "validation" and stream.length is None
     if is_unknown and stream.division.by != "source" and not stream.first(1):
@@ -97,8 +98,8 @@ def _length_of(name: str, stream: sharding.Stream) -> float | None:
     return stream.length
 
 
-def _check_passes(name: str, stream: sharding.Stream) -> None:
-    lengths = comm.gather(sharding.length_before_repeat(stream.data))
+def _check_passes(name: str, stream: Stream) -> None:
+    lengths = comm.gather(length_before_repeat(stream.data))
     if len(set(lengths)) > 1:
         raise ValueError(
             f"The {name} data is repeated after it was divided, and the ranks' passes "
@@ -107,7 +108,7 @@ def _check_passes(name: str, stream: sharding.Stream) -> None:
         )
 
 
-def _row_of_another(stream: sharding.Stream, lengths: tuple[float | None, ...]) -> Any:
+def _row_of_another(stream: Stream, lengths: tuple[float | None, ...]) -> Any:
     """A row of the first rank that has one: Keras cannot evaluate empty data."""
     root = next((rank for rank, length in enumerate(lengths) if length != 0), None)
     if root is None:

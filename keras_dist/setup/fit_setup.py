@@ -6,11 +6,16 @@ from typing import Any
 import keras
 
 from keras_dist import callbacks as ours
-from keras_dist import comm, metrics, optimizer, plan, scaling, sharding
+from keras_dist import comm, optimizer
+from keras_dist.data import Feed, ShardSpec, hold_out, training_feed, validation_feed
+from keras_dist.data.steps import scaled_steps, step_multiplier_of
+from keras_dist.optimizer.rate_rules import rate_factor
+from keras_dist.report import plan
 from keras_dist.setup import describe
 from keras_dist.setup.arguments import KerasArguments
 from keras_dist.setup.checks import check_local_layers
 from keras_dist.setup.options import Options
+from keras_dist.training import metrics
 from keras_dist.version import __version__
 
 
@@ -33,8 +38,8 @@ class FitSetup:
 
     arguments: dict[str, Any]
     callbacks: list[Any]
-    training: sharding.Feed
-    validation: sharding.Feed | None
+    training: Feed
+    validation: Feed | None
     averaging: optimizer.Averaging
     factor: float
     step_multiplier: int
@@ -42,7 +47,7 @@ class FitSetup:
     plan: plan.Plan
 
     @property
-    def feeds(self) -> list[sharding.Feed]:
+    def feeds(self) -> list[Feed]:
         """The training data and, if there is any, the validation data."""
         return [feed for feed in (self.training, self.validation) if feed is not None]
 
@@ -78,7 +83,7 @@ def prepare(
     model: Any,
     fit: KerasArguments,
     options: Options,
-    spec: sharding.ShardSpec,
+    spec: ShardSpec,
 ) -> FitSetup:
     """Decide everything for this rank, without any collective.
 
@@ -96,8 +101,8 @@ def prepare(
     check_local_layers(model, averaging)
     world = comm.init()
     callbacks, options = _take_over_warmup(fit.callbacks, options)
-    factor = scaling.rate_factor(options.lr_scaling, size=world.size)
-    step_multiplier = scaling.step_multiplier(options.steps_scaling, size=world.size)
+    factor = rate_factor(options.lr_scaling, size=world.size)
+    step_multiplier = step_multiplier_of(options.steps_scaling, size=world.size)
     training, validation = _feeds(fit, options, spec)
     if options.target_accuracy is not None and not fit.has_validation:
         raise ValueError(
@@ -152,8 +157,8 @@ def _take_over_warmup(given: Any, options: Options) -> tuple[list[Any], Options]
 
 def _arguments(
     fit: KerasArguments,
-    training: sharding.Feed,
-    validation: sharding.Feed | None,
+    training: Feed,
+    validation: Feed | None,
     callbacks: list[Any],
 ) -> dict[str, Any]:
     """This rank's arguments for `Model.fit`: its data, its callbacks, its steps."""
@@ -193,13 +198,11 @@ def _progress_bar(callbacks: list[Any]) -> list[Any]:
 
 
 def _feeds(
-    fit: KerasArguments, options: Options, spec: sharding.ShardSpec
-) -> tuple[sharding.Feed, sharding.Feed | None]:
+    fit: KerasArguments, options: Options, spec: ShardSpec
+) -> tuple[Feed, Feed | None]:
     # An unusable rule is an error even if there are no steps to apply it to.
-    steps = scaling.scaled_steps(
-        options.steps_scaling, fit.steps_per_epoch, size=spec.size
-    )
-    scaling.scaled_steps(
+    steps = scaled_steps(options.steps_scaling, fit.steps_per_epoch, size=spec.size)
+    scaled_steps(
         options.validation_steps_scaling,
         fit.validation_steps,
         size=spec.size,
@@ -213,19 +216,17 @@ def _feeds(
             raise
         # One process: Keras raises its own error, if it rejects the data, too.
         kind = type(fit.x).__name__.lstrip("_")
-        return sharding.Feed({"steps_per_epoch": steps}, kind=kind), None
+        return Feed({"steps_per_epoch": steps}, kind=kind), None
 
 
 def _sharded_feeds(
-    fit: KerasArguments, options: Options, spec: sharding.ShardSpec
-) -> tuple[sharding.Feed, sharding.Feed | None]:
+    fit: KerasArguments, options: Options, spec: ShardSpec
+) -> tuple[Feed, Feed | None]:
     training_data = fit.x, fit.y, fit.sample_weight
     validation_data = fit.validation_data
     if fit.validation_split and validation_data is None:
-        training_data, validation_data = sharding.hold_out(
-            *training_data, fit.validation_split
-        )
-    training = sharding.training_feed(
+        training_data, validation_data = hold_out(*training_data, fit.validation_split)
+    training = training_feed(
         *training_data,
         class_weight=fit.class_weight,
         batch_size=fit.batch_size,
@@ -236,7 +237,7 @@ def _sharded_feeds(
     )
     if validation_data is None:
         return training, None
-    validation = sharding.validation_feed(
+    validation = validation_feed(
         validation_data,
         batch_size=fit.validation_batch_size or fit.batch_size,
         steps=fit.validation_steps,

@@ -5,17 +5,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keras_dist import optimizer, scaling
+from keras_dist import optimizer
+from keras_dist.data.steps import StepsRule
+from keras_dist.optimizer.rate_rules import LearningRateRule
 
 
 @dataclass(frozen=True)
 class Options:
     """Every keyword of `dist_fit` beside those of `Model.fit`, with its default."""
 
-    lr_scaling: scaling.LearningRateRule = "linear"
+    lr_scaling: LearningRateRule = "linear"
     warmup_epochs: float = 0
-    steps_scaling: scaling.StepsRule = "divide"
-    validation_steps_scaling: scaling.StepsRule = "divide"
+    steps_scaling: StepsRule = "divide"
+    validation_steps_scaling: StepsRule = "divide"
     shard: str = "auto"
     leftover: str = "auto"
     target_accuracy: float | None = None

@@ -8,7 +8,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import comm, optimizer, sharding
+from keras_dist import comm, optimizer
+from keras_dist.data import (
+    Channel,
+    ShardSpec,
+    Stream,
+    divided_at_source,
+    is_arrays,
+    is_stream,
+    stream_of,
+)
 from keras_dist.setup import divided_data
 from keras_dist.setup.arguments import KerasArguments
 from keras_dist.setup.options import Options
@@ -27,7 +36,7 @@ def shard_spec_of(
     *,
     seed: int = 0,
     has_class_weight: bool = False,
-) -> sharding.ShardSpec:
+) -> ShardSpec:
     """How the data is divided among the ranks. A collective: all ranks call it.
 
     Args:
@@ -45,7 +54,7 @@ def shard_spec_of(
     # of a batch would be trained on.
     can_mark = not has_class_weight and optimizer.every_of(options.sync) == 1
     spec = comm.run_on_all(
-        lambda: sharding.ShardSpec(
+        lambda: ShardSpec(
             comm.rank(),
             comm.size(),
             shard,
@@ -67,7 +76,7 @@ def shard_spec_of(
     )
 
 
-def _channel(process_set: Sequence[int] | None) -> sharding.Channel:
+def _channel(process_set: Sequence[int] | None) -> Channel:
     """Collectives for threads that read data, which do not inherit the process set."""
 
     def within(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -77,7 +86,7 @@ def _channel(process_set: Sequence[int] | None) -> sharding.Channel:
 
         return call
 
-    return sharding.Channel(sum=within(comm.sum), gather=within(comm.gather))
+    return Channel(sum=within(comm.sum), gather=within(comm.gather))
 
 
 def with_streams(given: KerasArguments, shard: str) -> KerasArguments:
@@ -88,16 +97,16 @@ def with_streams(given: KerasArguments, shard: str) -> KerasArguments:
 
 def opened(data: Any, shard: str) -> Any:
     """`data`, as a `Stream` if it comes in batches and there are several ranks."""
-    if comm.size() == 1 or isinstance(data, sharding.Stream):
+    if comm.size() == 1 or isinstance(data, Stream):
         return data
     x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-    is_single = y is None and not sharding.is_arrays(x) and sharding.is_stream(x)
+    is_single = y is None and not is_arrays(x) and is_stream(x)
     if not is_single:
         return data
-    stream = sharding.stream_of(x)
+    stream = stream_of(x)
     if shard == "source" and isinstance(x, tf.data.Dataset) and not stream.division:
-        own = sharding.divided_at_source(x, rank=comm.rank(), size=comm.size())
-        return stream if own is None else sharding.stream_of(own)
+        own = divided_at_source(x, rank=comm.rank(), size=comm.size())
+        return stream if own is None else stream_of(own)
     return stream
 
 
@@ -110,7 +119,7 @@ def _compared(
     rank has data of its own.
     """
     size = comm.size()
-    known = {n: s for n, s in streams.items() if isinstance(s, sharding.Stream)}
+    known = {n: s for n, s in streams.items() if isinstance(s, Stream)}
     same: dict[str, bool] = {}
     notes: dict[str, str] = {}
     if size == 1:
@@ -140,7 +149,7 @@ def _compared(
     return same, notes, unordered
 
 
-def _note_on_random(name: str, stream: sharding.Stream, before: str) -> str | None:
+def _note_on_random(name: str, stream: Stream, before: str) -> str | None:
     """What the plan says of random batches; `None` if each rank has its own data.
 
     A collective. Batches that are random are sharded by index: batch i of each rank is
@@ -161,7 +170,7 @@ def _note_on_random(name: str, stream: sharding.Stream, before: str) -> str | No
     return _note_on_shuffles(name, stream)
 
 
-def _note_on_shuffles(name: str, stream: sharding.Stream) -> str:
+def _note_on_shuffles(name: str, stream: Stream) -> str:
     """What the plan says of data that each rank reads in another order.
 
     The first rank warns, too.

@@ -8,7 +8,15 @@ from typing import Any, overload
 import keras
 import tensorflow as tf
 
-from keras_dist import comm, sharding
+from keras_dist import comm
+from keras_dist.data import (
+    DeclaredIterable,
+    DeclaredSequence,
+    Stream,
+    divided,
+    division_of,
+    seeds_of,
+)
 
 _WAYS = ("rows", "batches", "files")
 
@@ -115,10 +123,10 @@ def _of_rank(data: Any, by: str, rank: int, size: int) -> Any:
     if size == 1 or (by == "files" and _are_too_few(data, size)):
         return data
     if is_sequence:
-        return sharding.DeclaredSequence(data, rank=rank, size=size)
+        return DeclaredSequence(data, rank=rank, size=size)
     if isinstance(data, (list, tuple)):
         return data[rank::size]
-    return sharding.DeclaredIterable(data, rank=rank, size=size)
+    return DeclaredIterable(data, rank=rank, size=size)
 
 
 def _divided(
@@ -129,26 +137,26 @@ def _divided(
             "What `shard(…)` returns is for `tf.data.Dataset.apply`. "
             f"Received: data of type {type(dataset).__name__}"
         )
-    if sharding.division_of(dataset) is not None:
+    if division_of(dataset) is not None:
         raise ValueError(
             "The data was already divided by `keras_dist.shard`. "
             f"Received: a {type(dataset).__name__}. Apply it once."
         )
     if size == 1 or (by == "files" and _are_too_few(dataset, size)):
         return dataset
-    if (0, 0) in sharding.seeds_of(dataset):
+    if (0, 0) in seeds_of(dataset):
         raise ValueError(
             "The data is shuffled without a seed before `shard`: each rank would take "
             f"its part of another order. Received: a {type(dataset).__name__}. Pass "
             "`seed` to `shuffle` (and to `list_files`), or call "
             "keras.utils.set_random_seed with the same number on every rank before."
         )
-    return sharding.divided(dataset, by=by, batch_size=batch_size, rank=rank, size=size)
+    return divided(dataset, by=by, batch_size=batch_size, rank=rank, size=size)
 
 
 def _are_too_few(data: Any, size: int) -> bool:
     """Whether there are fewer files than ranks; then the first rank warns."""
-    count = sharding.Stream(data).length
+    count = Stream(data).length
     if count is None or count >= size:
         return False
     if comm.rank() == 0:

@@ -4,8 +4,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.metrics import Seen
 from keras_dist.optimizer.step_context import own_variable
+from keras_dist.training.metrics import Seen
 
 
 class RowsTrained:
@@ -88,7 +88,7 @@ class TrainingData:
     """The training data, and the number of the next step.
 
     Args of `use`:
-        feed: A `sharding.Feed`: this rank's training data.
+        feed: A `Feed`: this rank's training data.
     """
 
     def __init__(self) -> None:

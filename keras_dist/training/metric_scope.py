@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from keras_dist import comm, sharding
+from keras_dist import comm
+from keras_dist.data import Feed, own_error
 from keras_dist.optimizer import step_context
 
 
@@ -31,11 +32,11 @@ class EvaluatedData:
     """
 
     has_rows: bool = True
-    feeds: tuple[sharding.Feed, ...] = ()
+    feeds: tuple[Feed, ...] = ()
 
     def own_error(self, error: Exception) -> Exception:
         """The user's own error, if `error` is what TensorFlow raised because of it."""
-        return sharding.own_error(self.feeds, error)
+        return own_error(self.feeds, error)
 
 
 class MetricScope:

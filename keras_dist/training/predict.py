@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from keras_dist import comm
-from keras_dist.sharding.arrays import Arrays, as_arrays, shard_validation
+from keras_dist.data.arrays import Arrays, as_arrays, shard_validation
 from keras_dist.training.same_values import agree_on_arrays
 
 _ADVICE = "Give every rank the same model, weights, data and arguments."

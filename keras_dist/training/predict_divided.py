@@ -6,13 +6,14 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dist import comm, sharding
+from keras_dist import comm
+from keras_dist.data import division_of, stream_of
 from keras_dist.training.predict import agree_on_outputs, gathered_outputs
 
 
 def is_divided_by_row(data: Any) -> bool:
     """Whether the predictions of all ranks together are those of all rows."""
-    division = sharding.division_of(data)
+    division = division_of(data)
     return division is not None and not division.is_by_file
 
 
@@ -30,7 +31,7 @@ def predict_divided(
     Raises:
         ValueError: On all ranks, if it is not known which row a prediction is of.
     """
-    stream = comm.run_on_all(lambda: sharding.stream_of(dataset))
+    stream = comm.run_on_all(lambda: stream_of(dataset))
     division = stream.division
     size = division.size
 

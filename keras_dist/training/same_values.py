@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.sharding import is_arrays
+from keras_dist.data import is_arrays
 
 # Of each array so many rows are compared, spread over all of it, and of each row so
 # many bytes, from its middle: no pass over a file that is larger than memory.

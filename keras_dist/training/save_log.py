@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from keras_dist import monitor
 from keras_dist.comm import World
+from keras_dist.launch import monitor
 
 # The name of the log in the store, and how many saves it keeps.
 _NAME, _SAVES = "saves", 64

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import comm, metrics, mixin
+from keras_dist import comm, mixin
 from keras_dist.optimizer import averages_by_rows, only_averaging, step_context
 from keras_dist.training import (
     atomic_save,
@@ -16,6 +16,7 @@ from keras_dist.training import (
     build,
     keras_own,
     losses,
+    metrics,
     saving,
 )
 from keras_dist.training.metric_scope import raising_on_all

@@ -10,7 +10,7 @@ import pytest
 from claims import raises_everywhere
 
 import keras_dist
-from keras_dist.metrics import Seen, global_result
+from keras_dist.training.metrics import Seen, global_result
 
 NUM_ROWS, NUM_CLASSES = 61, 3
 

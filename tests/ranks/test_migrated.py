@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_dist.migrate import fit, source
+from keras_dist.tools.migrate import fit, source
 
 HEAD = """\
 import keras

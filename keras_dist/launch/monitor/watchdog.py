@@ -1,0 +1,216 @@
+"""A thread in each rank that ends the job if no rank makes progress, and says why."""
+
+import atexit
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Collection
+from typing import Any
+
+from keras_dist.launch.monitor import rank_process, record, stacks
+from keras_dist.launch.monitor.other_ranks import OtherRanks
+from keras_dist.launch.monitor.progress import Progress
+from keras_dist.launch.monitor.status_store import StatusStore, status_store_of
+
+VARIABLE = "KERAS_DIST_STALL_SECONDS"
+DEFAULT_LIMIT = 120.0
+
+# The exit code of a rank that ends the job: EX_SOFTWARE of sysexits.h. (75 is the exit
+# code of a rank that was asked to end and has saved a checkpoint.)
+EXIT_CODE = 70
+
+# A line of `OtherRanks.announce`.
+_MISSING = re.compile(r"Ranks? [\d, to]+ (is|are) missing")
+
+
+class Watchdog(threading.Thread):
+    """A thread that checks this rank, and all other ranks while this one is idle.
+
+    Args:
+        rank: Rank of this process.
+        size: Number of ranks.
+        limit: The job ends if no rank makes progress for this many seconds.
+        ignored_threads: Ids of Horovod's threads, which poll all the time.
+        store: The store in which the ranks keep their heartbeats; with `None` each
+            rank knows only about itself.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        size: int,
+        limit: float,
+        ignored_threads: Collection[int],
+        store: StatusStore | None,
+    ) -> None:
+        super().__init__(name="keras_dist.monitor", daemon=True)
+        self._rank, self._limit = rank, limit
+        self._ignored_threads = set(ignored_threads)
+        self._tick = min(max(limit / 12, 0.2), 5.0)
+        self._stop_event = threading.Event()
+        self._beats = 0
+        self._others: OtherRanks | None = None
+        if store is not None:
+            self._others = OtherRanks(store, rank=rank, size=size, limit=limit)
+
+    def stop(self) -> None:
+        """Stop watching, because this process is about to exit."""
+        self._stop_event.set()
+
+    def run(self) -> None:
+        self._ignored_threads.add(threading.get_native_id())
+        before = time.monotonic()
+        progress = Progress(self._ignored_threads, before)
+        while not self._stop_event.wait(self._tick):
+            now = time.monotonic()
+            # The process or the whole machine was suspended in the meantime.
+            if now - before > 4 * self._tick + 2:
+                progress.skip(now - before)
+            before = now
+            idle = progress.idle(now)
+            self.publish(idle)
+            if idle > self._limit / 2 and self._is_stalled(idle, now):
+                self._end(idle)
+
+    def publish(self, idle: float) -> None:
+        """Write a heartbeat to the store.
+
+        Args:
+            idle: Seconds without progress of this rank.
+        """
+        self._beats += 1
+        if self._others is not None:
+            self._others.publish(self._status(idle))
+
+    def _status(self, idle: float) -> dict[str, Any]:
+        position = record.here.position
+        # Reading the stacks takes time, so only if this rank may be the cause.
+        may_be_cause = idle > self._limit / 2 and not position.collective
+        code = stacks.own_code(exclude=self) if may_be_cause else None
+        return {
+            "beat": self._beats,
+            "idle": idle,
+            "is_with_others": position.is_with_others,
+            "collective": position.collective,
+            "position": str(position),
+            "code": code,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "without": sorted(self._ignored_threads),
+        }
+
+    def _is_stalled(self, idle: float, now: float) -> bool:
+        """Whether no rank makes progress while a rank is in a fit or a collective."""
+        if self._others is None:
+            # A rank that waits in a collective cannot know whether the others work. So
+            # only a rank that is idle in the user's code, in a fit, ends the job.
+            status = self._status(idle)
+            return idle > self._limit and bool(
+                status["is_with_others"] and status["code"]
+            )
+        if self._others.announced() is not None:
+            return True
+        if not self._others.observes(now):
+            return False
+        are_idle, is_any_with_others = self._others.are_idle(now)
+        own = self._status(idle)
+        is_any_with_others |= own["is_with_others"]
+        return are_idle and idle > self._limit and is_any_with_others
+
+    def _end(self, idle: float) -> None:
+        """Print where every rank is and the stacks of this one, and exit."""
+        own = self._status(idle)
+        rank_lines: list[str] = []
+        if self._others is not None:
+            announced = self._others.announced()
+            now = time.monotonic()
+            rank_lines = announced or self._others.announce(own, now)
+        message = f"no rank has made progress for {self._limit:g} s"
+        code = own["code"] or "it waits there"
+        lines = [
+            f"keras_dist: {message}, and the job ends. "
+            f"Rank {self._rank} is {own['position']}: {code}.",
+            *rank_lines,
+            stacks.text(exclude=self),
+            "If the ranks were working, raise the limit: "
+            f"{VARIABLE}=600, or 0 for no limit.",
+        ]
+        text = "\n".join(lines) + "\n"
+        os.write(2, text.encode(errors="replace"))
+        # A rank that is in the user's code while others wait for it is the cause.
+        is_secondary = not own["code"] and any(
+            _MISSING.match(line) for line in rank_lines
+        )
+        rank_process.write_report(
+            "Stalled", message, text, is_secondary=is_secondary, code=EXIT_CODE
+        )
+        sys.stdout.flush()
+        time.sleep(2 * self._tick + 1)  # until the other ranks have printed, too
+        os._exit(EXIT_CODE)
+
+
+_watchdog: list[Watchdog] = []
+_limit: list[float] = []
+
+
+def limit_of(argument: float | None = None) -> float:
+    """Seconds without progress after which the job ends; 0 for no limit.
+
+    Args:
+        argument: The limit that the user passed; by default that of the environment
+            variable `KERAS_DIST_STALL_SECONDS`, else 120.
+
+    Raises:
+        ValueError: If the limit is not a number, or negative.
+    """
+    value = os.environ.get(VARIABLE) if argument is None else argument
+    try:
+        limit = DEFAULT_LIMIT if value is None else float(value)
+    except (TypeError, ValueError):
+        limit = -1.0
+    if not limit >= 0:
+        raise ValueError(
+            "The limit for ranks without progress must be a number of seconds, or 0 "
+            f"for none. Received: {value!r}. Set it with {VARIABLE} or `stall_limit`."
+        )
+    return limit
+
+
+def set_limit(argument: float | None) -> None:
+    """Set the limit to what the user passed, before `start`; `None` changes nothing."""
+    if argument is not None:
+        _limit[:] = [limit_of(argument)]
+
+
+def current_limit() -> float:
+    """The limit that `set_limit` has set, else that of the environment."""
+    return _limit[0] if _limit else limit_of()
+
+
+def start(*, rank: int, size: int, ignored_threads: Collection[int]) -> None:
+    """Start the watchdog of this rank; on one rank, which never waits, do nothing.
+
+    Args:
+        rank: Rank of this process.
+        size: Number of ranks.
+        ignored_threads: Ids of Horovod's threads.
+    """
+    limit = current_limit()
+    if size > 1 and limit and not _watchdog:
+        watchdog = Watchdog(
+            rank=rank,
+            size=size,
+            limit=limit,
+            ignored_threads=ignored_threads,
+            store=status_store_of(),
+        )
+        _watchdog.append(watchdog)
+        # At once, before anything can happen to this rank: the others do not count a
+        # rank as idle before its first heartbeat.
+        watchdog.publish(0.0)
+        watchdog.start()
+        atexit.register(watchdog.stop)

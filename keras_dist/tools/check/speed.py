@@ -1,0 +1,121 @@
+"""The last stage: rows per second on 1, 2, 4 … ranks, with synthetic data.
+
+All numbers of ranks are measured by one launch, with a process set for each: ranks that
+do not train wait. Each rank has the same cores, or GPU, at each number of ranks.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_dist import comm
+from keras_dist.fit import dist_fit
+from keras_dist.tools.check.models import VOCABULARY, resnet, transformer
+from keras_dist.tools.check.reporting import Found, Reporting, ok, warning
+
+# Steps that do not count, and that do: on a CPU, and on a GPU.
+_WARM_UP, _STEPS, _STEPS_GPU = 2, 4, 30
+
+# Less of the ideal speed than this is to be looked at.
+_LOW = 0.5
+
+
+def run(options: argparse.Namespace) -> None:
+    """Try the checks of this stage; all ranks call it."""
+    counts = counts_of(comm.world_of_job().size)
+    comm.init(process_sets=[range(count) for count in counts])
+    has_gpu = comm.device().kind == "GPU"
+    report = Reporting("speed", options.checks)
+    pixels, batch = (224, 64) if has_gpu else (64, 8)
+    report.check(
+        "ResNet-50",
+        measured,
+        lambda: resnet(pixels=pixels),
+        lambda rows: (
+            np.zeros((rows, pixels, pixels, 3), "float32"),
+            np.zeros(rows, "int32"),
+        ),
+        batch,
+        f"{pixels}×{pixels} pixels, {batch} rows a rank",
+    )
+    length, width, layers = (256, 512, 6) if has_gpu else (64, 128, 2)
+    report.check(
+        "transformer",
+        measured,
+        lambda: transformer(length=length, width=width, layers=layers),
+        lambda rows: (np.ones((rows, length), "int32"),) * 2,
+        batch,
+        f"{layers} layers of {width}, {length} words, vocabulary {VOCABULARY}, "
+        f"{batch} rows a rank",
+    )
+
+
+def counts_of(size: int) -> list[int]:
+    """Numbers of ranks to measure.
+
+    >>> counts_of(1), counts_of(3), counts_of(8)
+    ([1], [1, 2, 3], [1, 2, 4, 8])
+    """
+    powers = [2**power for power in range(size.bit_length())]
+    return list(dict.fromkeys([*powers, size]))
+
+
+def measured(
+    make: Callable[[], Any], rows: Callable[[int], Any], batch: int, what: str
+) -> Found:
+    """How many rows a second do 1, 2, 4 … ranks train?"""
+    rates = {}
+    for count in counts_of(comm.size()):
+        own = 0.0
+        if comm.rank() < count:
+            own = _rate(make(), rows, batch, count)
+        rates[count] = min(filter(None, comm.gather(own)))
+        keras.utils.clear_session(free_memory=True)
+    efficiency = {count: rate / count / rates[1] for count, rate in rates.items()}
+    texts = [
+        f"{count}: {rate:,.3g} rows/s" + (f" ({efficiency[count]:.0%})" * (count > 1))
+        for count, rate in rates.items()
+    ]
+    seen = f"ranks {', '.join(texts)}; {what}"
+    data = {"rows_per_second": rates, "efficiency": efficiency}
+    if min(efficiency.values()) < _LOW:
+        return warning(
+            seen,
+            "More ranks help little here: see `bandwidth`, docs/levers.md, and "
+            '`sync="every:8"` for a slow network. On a busy machine, measure again.',
+            **data,
+        )
+    return ok(seen, **data)
+
+
+class _Clock(keras.callbacks.Callback):
+    """When each batch has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.ends.append(time.perf_counter())
+
+
+def _rate(model: Any, rows: Callable[[int], Any], batch: int, count: int) -> float:
+    """Rows per second of all ranks that train."""
+    steps = _STEPS_GPU if comm.device().kind == "GPU" else _STEPS
+    x, y = rows(batch * count * (_WARM_UP + steps))
+    clock = _Clock()
+    dist_fit(
+        model,
+        x,
+        y,
+        batch_size=batch,
+        verbose=0,
+        callbacks=[clock],
+        process_set=list(range(count)),
+    )
+    seconds = clock.ends[-1] - clock.ends[_WARM_UP - 1]
+    return batch * count * steps / seconds

@@ -1,0 +1,144 @@
+"""The fourth stage: is the model of all ranks that of plain Keras on one process?"""
+
+import argparse
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dist import comm
+from keras_dist.fit import dist_fit
+from keras_dist.tools.check.models import BATCH, SUBJECTS, Subject, cnn, pictures
+from keras_dist.tools.check.reporting import (
+    Found,
+    Reporting,
+    failed,
+    named,
+    ok,
+    own_host,
+    untried,
+)
+
+_RATE, _EPOCHS, _SEED = 0.01, 2, 5
+
+# A last batch that is not full, on any number of ranks.
+_BATCHES, _MORE_ROWS = 3, 5
+
+_TOLERANCE = 1e-5
+
+# Below this, the largest number of a tensor is no scale.
+_LEAST = 1e-3
+
+
+def run(options: argparse.Namespace) -> None:
+    """Try the checks of this stage; all ranks call it."""
+    comm.init()
+    if comm.device().kind == "GPU":
+        # TF32 rounds to ten bits, which no tolerance here expects.
+        tf.config.experimental.enable_tensor_float_32_execution(False)
+    report = Reporting("truth", options.checks)
+    report.check("gradient", gradient)
+    for name, subject in SUBJECTS.items():
+        report.check(name, trained, subject)
+
+
+def gradient() -> Found:
+    """Has each rank the first one's gradient, for the same weights and rows?"""
+    keras.utils.set_random_seed(_SEED)
+    model = cnn(_RATE)
+    x, y = pictures(4 * BATCH)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model.loss(y, model(x, training=True)))
+    found = tape.gradient(loss, [each.value for each in model.trainable_variables])
+    own = [each.numpy() for each in found]
+    of_all = comm.gather(own)
+    gaps = [_difference(each, of_all[0]) for each in of_all]
+    if comm.size() == 1:
+        return untried("one rank has nobody to compare with")
+    wrong = [rank for rank, gap in enumerate(gaps) if not gap <= _TOLERANCE]
+    if wrong:
+        hosts = comm.gather(own_host())
+        return failed(
+            f"for the same weights and rows, {named(wrong, hosts)} and rank 0 have "
+            f"gradients that differ by {max(gaps):.1e}",
+            "One of these devices, or the code of that host, computes wrongly: compare "
+            "the lines `versions`, `code` and `matmul`, and try each host by itself.",
+            differences=gaps,
+        )
+    return ok(f"the same on all ranks, within {max(gaps):.1e}", differences=gaps)
+
+
+def trained(subject: Subject) -> Found:
+    """Is what all ranks train what one process trains?"""
+    rows = _BATCHES * BATCH * comm.size() + _MORE_ROWS
+    x, y = subject.rows(rows)
+    fits: dict[str, Any] = {"shuffle": False, "epochs": _EPOCHS, "verbose": 0}
+    keras.utils.set_random_seed(_SEED)
+    model = subject.make(_RATE)
+    dist_fit(model, x, y, batch_size=BATCH, **fits)
+    own = state_of(model)
+    expected = None
+    if comm.rank() == 0:
+        keras.utils.set_random_seed(_SEED)
+        oracle = subject.make(_RATE * comm.size())  # as `dist_fit` scales it
+        oracle.fit(x, y, batch_size=BATCH * comm.size(), **fits)
+        oracle.optimizer.learning_rate = _RATE  # `dist_fit` leaves it as it was
+        expected = state_of(oracle)
+    expected = comm.broadcast(expected)
+    gaps = comm.gather(_difference(own, expected))
+    digests = comm.gather(digest_of(own))
+    return _verdict(gaps, digests, subject.tolerance)
+
+
+def _verdict(gaps: Sequence[float], digests: Sequence[str], tolerance: float) -> Found:
+    gap, hosts = max(gaps), comm.gather(own_host())
+    data = {"difference": gap, "tolerance": tolerance}
+    other = [rank for rank, text in enumerate(digests) if text != digests[0]]
+    if other:
+        return failed(
+            f"{named(other, hosts)} and rank 0 hold different bits",
+            "The ranks computed different updates from the same average: a fault of "
+            "memory or device, or hosts with different processors. "
+            'ReplicaCheck(action="resync") keeps them equal.',
+            **data,
+        )
+    if not gap <= tolerance:
+        return failed(
+            f"differs from plain Keras on one process by {gap:.1e}; at most "
+            f"{tolerance:.0e} is rounding",
+            "Do not trust a training here. See the lines above that failed first; if "
+            "there are none, report it with the file of `--json`.",
+            **data,
+        )
+    several = "all ranks equal to the bit; " if len(digests) > 1 else ""
+    return ok(
+        f"{several}{gap:.1e} from plain Keras (at most {tolerance:.0e})",
+        **data,
+    )
+
+
+def state_of(model: Any) -> list[Any]:
+    """All weights and the optimizer's state, as arrays."""
+    variables = [*model.weights, *model.optimizer.variables]
+    return [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
+
+
+def digest_of(arrays: Sequence[Any]) -> str:
+    """A hash of the bits of all arrays."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def _difference(own: Sequence[Any], expected: Sequence[Any]) -> float:
+    """Largest difference, relative to the largest number of its array."""
+    gaps = [0.0]
+    for array, other in zip(own, expected, strict=True):
+        scale = max(_LEAST, float(np.abs(other).max(initial=0.0)))
+        gap = np.abs(array.astype("float64") - other.astype("float64"))
+        gaps.append(float(gap.max(initial=0.0)) / scale)
+    return float(np.max(gaps))  # a NaN is the largest

@@ -1,0 +1,185 @@
+"""Install Horovod: one that was kept, or one that is built now; and see it work."""
+
+import contextlib
+import importlib.metadata
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from keras_dist.launch import horovod_library
+from keras_dist.tools.install import wheels
+from keras_dist.tools.install.build import build_wheel
+from keras_dist.tools.install.facts import Facts, detect
+from keras_dist.tools.install.failures import InstallError, remedy_for
+from keras_dist.tools.install.flags import HOROVOD, Choice, choose, runtime_requirements
+from keras_dist.tools.install.installed import Built, is_enough, probe
+from keras_dist.tools.install.requirements import (
+    OPEN_MPI,
+    Missing,
+    explain,
+    find_missing,
+    missing_python,
+)
+from keras_dist.tools.install.steps import PIP, Steps
+
+_REPLACE = (*PIP, "install", "--force-reinstall", "--no-deps")
+_REQUIREMENTS = "Installing what Horovod imports"
+
+
+def install_horovod(
+    *,
+    mpi: bool | None = None,
+    nccl: bool | None = None,
+    only_if_needed: bool = False,
+    wheel_dir: str | os.PathLike[str] | None = None,
+) -> None:
+    """Install Horovod for the TensorFlow of this environment.
+
+    It is built here, or taken from `wheel_dir` without a compiler and a network.
+
+    Args:
+        mpi: Whether to build with MPI; `None`: if Open MPI is found.
+        nccl: Whether to build with NCCL; `None`: if NCCL and nvcc are found.
+        only_if_needed: Whether to do nothing if the installed Horovod was built for
+            exactly this TensorFlow with our patch, and has MPI and NCCL if they are
+            requested.
+        wheel_dir: Folder of wheels. One that fits is installed. If there is none,
+            Horovod is built, and its wheel kept there, with those that it imports; by
+            default nothing is kept.
+
+    Raises:
+        InstallError: If something is missing, or a step of the build fails.
+    """
+    if only_if_needed:
+        installed, _ = probe()
+        if installed is not None and is_enough(installed, mpi=mpi, nccl=nccl):
+            print(installed)
+            return
+    facts = detect()
+    stored, refused = None, dict[str, str]()
+    if wheel_dir is not None:
+        stored, refused = wheels.find(Path(wheel_dir), facts, mpi=mpi, nccl=nccl)
+        for name, reason in refused.items():
+            print(f"Not taken: {name}\n    {reason}")
+    if stored is not None:
+        _require(missing_python(facts))
+        take(stored, facts)
+        how = f"taken from {stored}"
+    else:
+        missing = find_missing(facts, mpi=bool(mpi), nccl=bool(nccl))
+        _require(missing, wheel_dir, list(refused))
+        choice = choose(facts, mpi=mpi, nccl=nccl)
+        if nccl is None and facts.cuda_home and facts.nccl and not choice.nccl:
+            print(
+                "NCCL was found, but is not used: it needs the distribution "
+                f"`tensorflow`. Received: {facts.distribution}."
+            )
+        build_and_install(facts, choice, wheel_dir)
+        how = "built"
+    installed = _checked(how)
+    print(installed)
+    if mpi is None and not installed.mpi:
+        print(_what_mpi_brings(facts))
+
+
+def _require(
+    missing: Sequence[Missing], folder: object = None, refused: Sequence[str] = ()
+) -> None:
+    """Raise if something is missing, and say what of a folder of wheels was refused."""
+    if not missing:
+        return
+    lines = []
+    if folder is not None:
+        count = f", of {len(refused)}," if refused else ""
+        lines = [f"No wheel of Horovod{count} in {folder} fits this environment."]
+    raise InstallError("\n".join([*lines, explain(missing)]))
+
+
+def _what_mpi_brings(facts: Facts) -> str:
+    packages = "" if facts.has_open_mpi else f"{OPEN_MPI} && "
+    return (
+        "With MPI, ranks of one machine would share memory, which is faster for large "
+        f"gradients: {packages}keras-dist install-horovod --mpi"
+    )
+
+
+def _checked(how: str) -> Built:
+    """The Horovod that was just installed, imported in a new interpreter.
+
+    Args:
+        how: How it came here.
+
+    Raises:
+        InstallError: If it cannot be imported, or has no patch.
+    """
+    installed, error = probe()
+    if installed is None:
+        raise InstallError(
+            f"Horovod {HOROVOD} was {how} and installed, but cannot be imported:\n"
+            f"{error}\n{remedy_for(error)}".rstrip()
+        )
+    if not installed.is_patched:
+        raise InstallError(
+            f"Horovod {HOROVOD} was {how} and installed, but keras_dist's patch is not "
+            f"in it. Received: {horovod_library.installed_library()}. Perhaps another "
+            "Horovod comes first in Python's search path."
+        )
+    return installed
+
+
+def build_and_install(
+    facts: Facts,
+    choice: Choice,
+    wheel_dir: str | os.PathLike[str] | None = None,
+) -> None:
+    """Build a wheel in a temporary folder, install it, and keep it.
+
+    Args:
+        facts: What this environment has.
+        choice: What Horovod is built with.
+        wheel_dir: As of `install_horovod`.
+    """
+    with (
+        _steps() as steps,
+        tempfile.TemporaryDirectory(prefix="keras-dist-") as folder,
+    ):
+        print(f"Building Horovod {HOROVOD} for TensorFlow {facts.tensorflow}.")
+        print(f"The whole output goes to {steps.log}", flush=True)
+        wheel = build_wheel(facts, choice, Path(folder), steps)
+        requirements = runtime_requirements(facts.python)
+        steps.run(_REQUIREMENTS, [*PIP, "install", *requirements])
+        steps.run("Installing Horovod", [*_REPLACE, str(wheel)])
+        if wheel_dir is not None:
+            copy = wheels.keep(wheel, facts, choice, Path(wheel_dir))
+            print(f"The wheel is kept: {copy}")
+            # The versions of this environment: one of each, which fit each other.
+            fetch = [*PIP, "download", "--no-deps", "-d", str(wheel_dir)]
+            exact = [_exact(requirement) for requirement in requirements]
+            steps.run("Keeping what Horovod imports", [*fetch, *exact])
+
+
+def take(wheel: Path, facts: Facts) -> None:
+    """Install a wheel that was kept, without a network if its folder has the rest."""
+    with _steps() as steps:
+        print(f"Horovod {HOROVOD} is taken, and not built: {wheel}", flush=True)
+        install = [*PIP, "install"]
+        requirements = runtime_requirements(facts.python)
+        offline = ["--no-index", "--find-links", str(wheel.parent)]
+        if not steps.try_to_run(_REQUIREMENTS, [*install, *offline, *requirements]):
+            steps.run(f"{_REQUIREMENTS}, from the index", [*install, *requirements])
+        steps.run("Installing Horovod", [*_REPLACE, str(wheel)])
+
+
+@contextlib.contextmanager
+def _steps() -> Iterator[Steps]:
+    log_number, log_name = tempfile.mkstemp(prefix="horovod-build-", suffix=".log")
+    with open(log_number, "w") as log_file:
+        yield Steps(log_file, Path(log_name))
+
+
+def _exact(requirement: str) -> str:
+    """The installed version of a required package, as a requirement."""
+    name = re.split(r"\W", requirement)[0]
+    return f"{name}=={importlib.metadata.version(name)}"

@@ -1,0 +1,286 @@
+"""Horovod's imports, in all their spellings, become those of `keras_dist.horovod`."""
+
+import libcst as cst
+
+from keras_dist.tools.migrate.names import dotted, walk
+from keras_dist.tools.migrate.script import Script
+
+_LAYERS = ("horovod.tensorflow.keras", "horovod.keras")
+_PLAIN = "horovod.tensorflow"
+_NEW = "keras_dist.horovod"
+
+# Of `horovod.tensorflow`, what Keras scripts use and `keras_dist.horovod` has not.
+MISSING = {
+    "alltoall": "Use horovod.tensorflow beside it, on tensors",
+    "join": "Give all ranks as many steps, or use keras_dist.dist_fit",
+    "broadcast_": "Use hvd.broadcast_variables",
+    "broadcast_object_fn": "Use hvd.broadcast_object",
+    "size_op": "Use hvd.size()",
+    "rank_op": "Use hvd.rank()",
+    "local_size_op": "Use hvd.local_size()",
+    "local_rank_op": "Use hvd.local_rank()",
+    "process_set_included_op": "Use process_set.included()",
+    "BroadcastGlobalVariablesHook": "Use "
+    "hvd.callbacks.BroadcastGlobalVariablesCallback in Model.fit",
+    "DistributedAdasumOptimizer": "Use "
+    'keras_dist.DistributedOptimizer(…, op="adasum"), over MPI',
+    "gpu_available": 'Use tf.config.list_physical_devices("GPU")',
+    "check_num_rank_power_of_2": "Use hvd.size()",
+    "handle_average_backwards_compatibility": "Pass op=hvd.Average or op=hvd.Sum",
+    "LocalGradientAggregationHelper": "Use backward_passes_per_step= of "
+    "hvd.DistributedOptimizer",
+    "elastic.TensorFlowState": "Use hvd.elastic.KerasState",
+}
+_OTHERS = {
+    "horovod.spark": "Start the ranks with keras_dist.spark.run",
+    "horovod.ray": "Start the ranks with keras_dist.ray.run",
+    "horovod.run": "Use keras_dist.run",
+    "tf_keras": "Import keras, which is Keras 3",
+}
+
+
+def new_module(name: str) -> str | None:
+    """Where a module of Horovod's is in keras_dist; `None` if nowhere.
+
+    >>> new_module("horovod.keras.callbacks")
+    'keras_dist.horovod.callbacks'
+    """
+    for layer in _LAYERS:
+        if name == layer or name.startswith(f"{layer}."):
+            return _NEW + name[len(layer) :]
+    return None
+
+
+def change_import(
+    original: cst.Import, updated: cst.Import, script: Script
+) -> cst.Import:
+    """`import horovod.keras as hvd`."""
+    aliases: list[cst.ImportAlias] = []
+    for alias in original.names:
+        name = dotted(alias.name) or ""
+        new = new_module(name)
+        if name == _PLAIN:
+            local = dotted(alias.asname.name) if alias.asname is not None else name
+            new = _NEW if _has_all(script, local or "") else None
+        if new is not None:
+            if alias.asname is None and _uses_horovod_itself(script):
+                names = [dotted(one.name) for one in (*original.names, *aliases)]
+                if "horovod" not in names:
+                    aliases.append(_with_comma(cst.ImportAlias(cst.Name("horovod"))))
+            alias = alias.with_changes(name=_dotted_node(new))
+        else:
+            _list_other(original, name, script)
+        aliases.append(alias)
+    return updated.with_changes(names=aliases)
+
+
+def _with_comma(alias: cst.ImportAlias) -> cst.ImportAlias:
+    space = cst.SimpleWhitespace(" ")
+    return alias.with_changes(comma=cst.Comma(whitespace_after=space))
+
+
+def _uses_horovod_itself(script: Script) -> bool:
+    """Whether the file uses more of Horovod than what is changed, by its own name."""
+    changed = {
+        inner
+        for node in script.nodes
+        if isinstance(node, cst.Attribute)
+        and (new_module(dotted(node) or "") or dotted(node) == _PLAIN)
+        for inner in walk(node)
+    }
+    return any(
+        isinstance(node, cst.Attribute)
+        and dotted(node.value) == "horovod"
+        and node not in changed
+        and node not in script.in_imports
+        for node in script.nodes
+    )
+
+
+def change_from(
+    original: cst.ImportFrom, updated: cst.ImportFrom, script: Script
+) -> cst.ImportFrom | cst.FlattenSentinel[cst.BaseSmallStatement]:
+    """`from horovod import keras as hvd`, `from horovod.keras import size`."""
+    module = dotted(original.module) or ""
+    if updated.relative or not (module + ".").startswith("horovod."):
+        if not updated.relative:
+            _list_other(original, module, script)
+        return updated
+    updated = original
+    new = new_module(module)
+    if module == "horovod.tensorflow.compression":
+        new = _NEW
+    if new is not None:
+        return updated.with_changes(module=_dotted_node(new))
+    if isinstance(updated.names, cst.ImportStar):
+        if module == _PLAIN:
+            reason = f"all names of {module}, of which {_NEW} has not all"
+            script.left(original, reason, f"Import {_NEW} as hvd, and use its names")
+        _list_other(original, module, script)
+        return updated
+    layers = [one for one in updated.names if _is_layer(module, one, script)]
+    if len(layers) == len(updated.names) == 1:
+        return _whole_layer(updated, layers[0])
+    others = [one for one in updated.names if one not in layers]
+    names = {dotted(one.name) or "" for one in others}
+    rest = updated.with_changes(names=others)
+    if module == "horovod.tensorflow" and not names & set(MISSING):
+        rest = rest.with_changes(module=_dotted_node(_NEW))
+    elif module == "horovod.tensorflow":
+        for name in sorted(names & set(MISSING)):
+            script.left(original, f"keras_dist.horovod has no {name}", MISSING[name])
+    for name in sorted(names):
+        _list_other(original, f"{module}.{name}", script)
+    return _split(rest, layers) if layers else rest
+
+
+def _is_layer(module: str, alias: cst.ImportAlias, script: Script) -> bool:
+    """Whether `from module import alias` imports what is `keras_dist.horovod` here."""
+    name = f"{module}.{dotted(alias.name)}"
+    if name == _PLAIN:  # `from horovod import tensorflow as hvd`
+        local = dotted((alias.asname or alias).name) or ""
+        return _has_all(script, local)
+    return new_module(name) is not None
+
+
+def change_name(
+    original: cst.Attribute, updated: cst.Attribute, script: Script
+) -> cst.BaseExpression:
+    """`horovod.keras.init()`, after `import horovod.keras`."""
+    name = dotted(original) or ""
+    if script.names.local.get("horovod") == "horovod":
+        is_plain = name == _PLAIN and _has_all(script, _PLAIN)
+        if original not in script.in_imports and (name in _LAYERS or is_plain):
+            return _dotted_node(_own_name(script))
+    if script.names.of(original) == "hvd.elastic.TensorFlowKerasState":
+        return updated.with_changes(attr=cst.Name("KerasState"))
+    return updated
+
+
+def _own_name(script: Script) -> str:
+    """The name by which the changed file has `keras_dist.horovod`."""
+    modules = (*_LAYERS, _PLAIN)
+    imports = [node for node in script.nodes if isinstance(node, cst.Import)]
+    aliases = [alias for node in imports for alias in node.names]
+    is_whole = any(
+        alias.asname is None and dotted(alias.name) in modules for alias in aliases
+    )
+    if is_whole:
+        return _NEW
+    for local, name in script.names.local.items():
+        if name in modules:
+            return local
+    script.new_imports.append(("", _NEW))
+    return _NEW
+
+
+def change_text(
+    original: cst.Call, updated: cst.Call, script: Script
+) -> cst.BaseExpression:
+    """`importlib.import_module("horovod.keras")`."""
+    if (dotted(original.func) or "").rpartition(".")[2] not in (
+        "import_module",
+        "__import__",
+    ):
+        return updated
+    if not updated.args or not isinstance(updated.args[0].value, cst.SimpleString):
+        return updated
+    text = updated.args[0].value
+    new = new_module(str(text.evaluated_value))
+    if new is None or dotted(original.func) == "__import__":
+        _list_text(original, str(text.evaluated_value), script)
+        return updated
+    changed = text.with_changes(
+        value=text.value.replace(str(text.evaluated_value), new)
+    )
+    first = updated.args[0].with_changes(value=changed)
+    return updated.with_changes(args=[first, *updated.args[1:]])
+
+
+def note_plain(script: Script) -> None:
+    """Say of a file without Keras why its `horovod.tensorflow` stays."""
+    if any(module.startswith("horovod.tensorflow") for module in script.names.modules):
+        script.note(
+            script.module,
+            "the file uses no Keras, and is left as it is",
+            "Horovod's own operations on tensors work with TensorFlow 2.21",
+        )
+
+
+def _has_all(script: Script, local: str) -> bool:
+    """Whether keras_dist has all that a Keras script uses of `horovod.tensorflow`."""
+    uses = [(_used(node, local), node) for node in script.nodes]
+    missing = [(name, node) for name, node in uses if name in MISSING]
+    for name, node in missing:  # once, although asked for at each use
+        script.left(node, f"keras_dist.horovod has no {name}", MISSING[str(name)])
+    return not missing
+
+
+def _used(node: cst.CSTNode, local: str) -> str | None:
+    """`join` for `hvd.join`."""
+    name = dotted(node) if isinstance(node, cst.Attribute) else None
+    return name.removeprefix(f"{local}.") if name else None
+
+
+def _whole_layer(node: cst.ImportFrom, layer: cst.ImportAlias) -> cst.ImportFrom:
+    """`from horovod import keras` becomes `from keras_dist import horovod as keras`."""
+    asname = layer.asname or cst.AsName(name=cst.ensure_type(layer.name, cst.Name))
+    alias = layer.with_changes(name=cst.Name("horovod"), asname=asname)
+    return node.with_changes(module=cst.Name("keras_dist"), names=[alias])
+
+
+def _split(
+    rest: cst.ImportFrom, layers: list[cst.ImportAlias]
+) -> cst.FlattenSentinel[cst.BaseSmallStatement]:
+    """The layer from keras_dist, and what else the line imports from Horovod."""
+    assert not isinstance(rest.names, cst.ImportStar)
+    nothing = cst.MaybeSentinel.DEFAULT
+    names = [*rest.names[:-1], rest.names[-1].with_changes(comma=nothing)]
+    new = _whole_layer(
+        rest.with_changes(lpar=None, rpar=None), layers[0].with_changes(comma=nothing)
+    )
+    return cst.FlattenSentinel([new, rest.with_changes(names=names)])
+
+
+def _list_other(node: cst.CSTNode, name: str, script: Script) -> None:
+    for module, advice in _OTHERS.items():
+        if name == module or name.startswith(f"{module}."):
+            script.left(node, f"{module} is left as it is", advice)
+            return
+
+
+def _list_text(node: cst.CSTNode, name: str, script: Script) -> None:
+    """A module that is imported by its name in a string."""
+    if name == _PLAIN or new_module(name) is not None:
+        script.left(node, f"{name} is imported by its text", f"Import {_NEW}")
+    else:
+        _list_other(node, name, script)
+
+
+def _dotted_node(name: str) -> cst.Attribute | cst.Name:
+    first, *rest = name.split(".")
+    node: cst.Attribute | cst.Name = cst.Name(first)
+    for word in rest:
+        node = cst.Attribute(value=node, attr=cst.Name(word))
+    return node
+
+
+def added(module: cst.Module, script: Script) -> cst.Module:
+    """The file with the new imports that rules asked for, behind its last import."""
+    lines = [
+        f"from {name} import {what}" if name else f"import {what}"
+        for name, what in script.new_imports
+    ]
+    if not lines:
+        return module
+    body = list(module.body)
+    first = 0 if module.get_docstring() is not None else -1
+    last = max((i for i, line in enumerate(body) if _is_import(line)), default=first)
+    new = [cst.parse_statement(line) for line in dict.fromkeys(lines)]
+    return module.with_changes(body=[*body[: last + 1], *new, *body[last + 1 :]])
+
+
+def _is_import(line: cst.CSTNode) -> bool:
+    if not isinstance(line, cst.SimpleStatementLine):
+        return False
+    return any(isinstance(one, (cst.Import, cst.ImportFrom)) for one in line.body)
