@@ -10,7 +10,6 @@ from keras_dist.tools.check.command import add_check
 from keras_dist.tools.install import InstallError, install_horovod
 from keras_dist.tools.migrate.command import add_migrate
 from keras_dist.tools.scale.command import add_scale
-from keras_dist.tools.scale.page_command import add_page
 from keras_dist.version import __version__
 
 
@@ -45,7 +44,6 @@ def _parser() -> argparse.ArgumentParser:
     add_run(commands)
     add_check(commands)
     add_scale(commands)
-    add_page(commands)
     _add_install_horovod(commands)
     _add_bench_collectives(commands)
     add_migrate(commands)

@@ -9,12 +9,15 @@ import pytest
 import vl_convert
 
 from keras_dist.report import training_page, write_whole
-from keras_dist.report.accuracy import accuracy_in, reached
-from keras_dist.report.limits import limits_of
-from keras_dist.report.training import PHASES, phases_of
-from keras_dist.tools.scale.page_command import page_of
-from keras_dist.tools.scale.price import price_of
-from keras_dist.tools.scale.results import results_of
+from keras_dist.report.training import (
+    PHASES,
+    accuracy_in,
+    limits_of,
+    phases_of,
+    reached,
+)
+from keras_dist.tools.scale.command import page_of
+from keras_dist.tools.scale.results import price_of, results_of
 from keras_dist.tools.scale.scale_page import scale_page
 
 REPORTS = sorted((Path(__file__).parents[1] / "docs" / "reports").glob("*.json"))

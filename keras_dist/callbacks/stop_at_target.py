@@ -4,8 +4,7 @@ from typing import Any
 
 import keras
 
-from keras_dist.report.accuracy import accuracy_in, reached
-from keras_dist.report.training import plain_logs
+from keras_dist.report.training import accuracy_in, plain_logs, reached
 
 
 class StopAtTarget(keras.callbacks.Callback):

@@ -1,19 +1,15 @@
-"""Pages that show a training, or a study of several. Needs no TensorFlow.
+"""The printed plan, and pages that show a training or several. Needs no TensorFlow.
 
-- `files`: write a file whole or not at all
-- `training`: the content of a training's JSON, and what follows from it
-- `accuracy`: which of the logs is the accuracy, and when it was reached
-- `limits`: what takes the time, in words
-- `charts`: specifications of charts, for Vega-Lite
-- `page`: a page of HTML from sections, charts and tables
+- `plan`: every decision about a fit, as a box
+- `training`: the JSON of one training, and what follows from it, as numbers and words
+- `page`, `page.html`: a page from sections, charts and tables
 - `training_page`: the page of one training
-- `javascript`: Vega-Lite itself, which a page contains
+- `files`: write a file atomically
 """
 
-from keras_dist.report.accuracy import accuracy_in
 from keras_dist.report.files import json_text, new_file, write_whole
-from keras_dist.report.javascript import check_installed, javascript
-from keras_dist.report.training import Epoch, OfRank, Training
+from keras_dist.report.page import check_installed
+from keras_dist.report.training import Epoch, OfRank, Training, accuracy_in
 from keras_dist.report.training_page import training_page
 
 __all__ = [
@@ -22,7 +18,6 @@ __all__ = [
     "Training",
     "accuracy_in",
     "check_installed",
-    "javascript",
     "json_text",
     "new_file",
     "training_page",

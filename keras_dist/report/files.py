@@ -1,4 +1,4 @@
-"""Write a file whole or not at all."""
+"""Write a file atomically."""
 
 import contextlib
 import json
@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Replace the file at `path` by one with `text`: a reader sees the old or the new.
+    """Write `text` to the file at `path` atomically: a reader sees the old or the new.
 
     Args:
         path: Path of a local file, in a folder that exists.
@@ -33,7 +33,7 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
 
 
 def new_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a file for writing that is made anew, in the place of what is there.
+    """Open a new file for writing, in the place of what is there.
 
     A link that somebody else has put there is removed, and never followed.
 
@@ -49,5 +49,5 @@ def new_file(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def json_text(content: Any) -> str:
-    """The content as JSON. A number that is not finite, which JSON has not, is text."""
+    """Write content as JSON."""
     return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"

@@ -1,25 +1,79 @@
-"""A page of HTML, in one file: sections of words, numbers, charts and tables."""
+"""Pages of HTML in one file: sections of text, charts for Vega-Lite, and tables.
 
+`page.html` is the template. Colors in charts are variables of its style sheet, so that
+one chart is right in the light and in the dark color scheme, and changes with it.
+"""
+
+import functools
 import hashlib
-import html
+import importlib
+import importlib.util
 import json
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from keras_dist.report.charts import Spec
-from keras_dist.report.javascript import javascript
-from keras_dist.report.style import STYLE
+from keras_dist.report.training import PHASES
 
-_SCRIPT = """
-for (const figure of document.querySelectorAll("figure[data-chart]")) {
-  const spec = JSON.parse(document.getElementById(figure.dataset.chart).textContent);
-  const options = {renderer: "svg", actions: false};
-  vegaEmbed(figure.querySelector("div"), spec, options).catch((error) => {
-    figure.querySelector("div").textContent = String(error);
-  });
+Spec = dict[str, Any]
+Values = Sequence[Mapping[str, Any]]
+
+# Packages of the extra `report`, by the names of their modules.
+_PACKAGES = {"vl_convert": "vl-convert-python", "jinja2": "jinja2"}
+
+# A process of its own, since the module brings V8, which needs 160 MB. It makes one
+# file of Vega, Vega-Lite and vega-embed, in 3 s.
+_BUNDLE = "import sys, vl_convert; sys.stdout.write(vl_convert.javascript_bundle())"
+_BUNDLE_SECONDS = 120
+
+# Eight colors for categories, of the style sheet.
+COLORS = [f"var(--c{number})" for number in range(1, 9)]
+
+_LAYOUT: Spec = {
+    "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
+    "width": "container",
+    "height": 220,
+    "autosize": {"type": "fit-x", "contains": "padding"},
+    "config": {
+        "background": None,
+        "font": "system-ui, sans-serif",
+        "view": {"stroke": None},
+        "axis": {
+            "domainColor": "var(--line)",
+            "gridColor": "var(--grid)",
+            "tickColor": "var(--line)",
+            "labelColor": "var(--dim)",
+            "titleColor": "var(--dim)",
+            "labelFontSize": 12,
+            "titleFontSize": 12,
+            "titleFontWeight": "normal",
+            "labelOverlap": True,
+            "tickCount": 5,
+        },
+        "legend": {
+            "orient": "top",
+            "direction": "horizontal",
+            "labelColor": "var(--ink)",
+            "titleColor": "var(--dim)",
+            "labelFontSize": 11.5,
+            "labelOffset": 3,
+            "titleFontSize": 12,
+            "titleFontWeight": "normal",
+            "symbolStrokeWidth": 3,
+            "columns": 4,
+            "columnPadding": 7,
+            "symbolSize": 70,
+        },
+        "point": {"size": 36, "filled": True},
+        "line": {"strokeWidth": 2},
+        "rule": {"stroke": "var(--dim)"},
+        "text": {"fill": "var(--ink)", "fontSize": 12},
+        "range": {"category": COLORS},
+    },
 }
-"""
 
 
 @dataclass(frozen=True)
@@ -27,11 +81,11 @@ class Table:
     """A table.
 
     Args:
-        head: The titles of its columns.
-        rows: Its cells, as text.
+        head: Titles of the columns.
+        rows: Cells, as text.
         is_long: Whether it is closed until the reader opens it.
-        title: What is on it, where it is closed.
-        has_remarks: Whether its last column has sentences, which take several lines.
+        title: Title of a closed table.
+        has_remarks: Whether the last column has sentences, which take several lines.
     """
 
     head: Sequence[str]
@@ -40,46 +94,26 @@ class Table:
     title: str = ""
     has_remarks: bool = False
 
-    def __str__(self) -> str:
-        kind = ' class="remarks"' if self.has_remarks else ""
-        head = "".join(f"<th>{_text(cell)}</th>" for cell in self.head)
-        rows = "".join(
-            "<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>\n"
-            for row in self.rows
-        )
-        table = (
-            f'<div class="wide"><table{kind}><thead><tr>{head}</tr></thead>\n'
-            f"<tbody>{rows}</tbody></table></div>"
-        )
-        if not self.is_long:
-            return table
-        return f"<details><summary>{_text(self.title)}</summary>{table}</details>"
-
 
 @dataclass(frozen=True)
 class Chart:
     """A chart with its title.
 
     Args:
-        title: What it shows.
-        spec: Its specification.
-        note: A sentence below it.
+        title: Title of the chart.
+        spec: Specification, for Vega-Lite.
+        note: A sentence below the title.
     """
 
     title: str
     spec: Spec
     note: str = ""
 
-    def __str__(self) -> str:
-        content = _json(self.spec)
-        number = f"chart-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
-        note = f"<small>{_text(self.note)}</small>" if self.note else ""
-        return (
-            f'<figure data-chart="{number}"><figcaption>{_text(self.title)}{note}'
-            "</figcaption><div></div>"
-            f'<script type="application/json" id="{number}">{content}</script>'
-            "</figure>"
-        )
+    @property
+    def id(self) -> str:
+        """The name of the element that holds the specification."""
+        digest = hashlib.sha256(_script_json(self.spec).encode()).hexdigest()
+        return f"chart-{digest[:12]}"
 
 
 @dataclass(frozen=True)
@@ -87,8 +121,8 @@ class Section:
     """A section of a page.
 
     Args:
-        title: Its title; "" for none.
-        words: Paragraphs; those of a list begin with "- ".
+        title: Title; "" for none.
+        words: Paragraphs; items of a list begin with "- ".
         charts: Charts, beside each other where the window is wide enough.
         tables: Tables.
         code: Text in which each character has the same width.
@@ -100,17 +134,6 @@ class Section:
     tables: Sequence[Table] = ()
     code: str = ""
 
-    def __str__(self) -> str:
-        pieces = [f"<h2>{_text(self.title)}</h2>"] if self.title else []
-        pieces += _paragraphs(self.words)
-        if self.charts:
-            shown = "\n".join(map(str, self.charts))
-            pieces.append(f'<div class="charts">{shown}</div>')
-        pieces += [str(table) for table in self.tables]
-        if self.code:
-            pieces.append(f"<pre>{_text(self.code)}</pre>")
-        return "<section>" + "\n".join(pieces) + "</section>"
-
 
 def page(
     title: str,
@@ -119,59 +142,206 @@ def page(
     sections: Sequence[Section],
     data: Mapping[str, Any],
 ) -> str:
-    """A page as HTML.
+    """Return a page as HTML.
 
     Args:
-        title: Its title.
-        subtitle: The line below it.
-        tiles: The numbers to see first, each with what it is.
-        sections: What else is on it.
+        title: Title of the page.
+        subtitle: The line below the title.
+        tiles: The numbers to see first, each with its name.
+        sections: The sections below them.
         data: All numbers, which the page contains as JSON.
+
+    Raises:
+        ImportError: If a package of the extra `report` is not installed.
+        RuntimeError: If the package cannot be used.
     """
-    shown = "".join(
-        f"<div><b>{_text(value)}</b><span>{_text(name)}</span></div>"
-        for name, value in tiles
+    check_installed()
+    return _template().render(
+        title=title,
+        subtitle=subtitle,
+        tiles=tiles,
+        sections=sections,
+        data=data,
+        javascript=javascript(),
     )
-    body = "\n".join(map(str, sections))
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{_text(title)}</title>
-<style>{STYLE}</style>
-</head>
-<body>
-<header><h1>{_text(title)}</h1><p>{_text(subtitle)}</p></header>
-<main>
-<div class="tiles">{shown}</div>
-{body}
-</main>
-<script type="application/json" id="data">{_json(data)}</script>
-<script type="module">{javascript()}{_SCRIPT}</script>
-</body>
-</html>
-"""
 
 
-def _paragraphs(words: Sequence[str]) -> list[str]:
-    found: list[str] = []
-    for text in words:
-        if not text.startswith("- "):
-            found.append(f"<p>{_text(text)}</p>")
-        elif found and found[-1].startswith("<ul>"):
-            found[-1] = f"{found[-1][:-5]}<li>{_text(text[2:])}</li></ul>"
-        else:
-            found.append(f"<ul><li>{_text(text[2:])}</li></ul>")
+@functools.cache
+def _template() -> Any:
+    jinja2 = importlib.import_module("jinja2")  # an extra, which few ranks need
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, trim_blocks=True, keep_trailing_newline=True
+    )
+    markup = importlib.import_module("markupsafe").Markup
+    environment.filters["script_json"] = lambda content: markup(_script_json(content))
+    return environment.get_template("page.html")
+
+
+def _script_json(content: Any) -> str:
+    """Return JSON for a `script` element, whose end it must not contain."""
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False)
+    return text.replace("</", "<\\/").replace("<!--", "<\\u0021--")
+
+
+def check_installed() -> None:
+    """Raise if a page cannot be made here.
+
+    Raises:
+        ImportError: If a package of the extra `report` is not installed.
+    """
+    missing = [
+        package
+        for module, package in _PACKAGES.items()
+        if importlib.util.find_spec(module) is None
+    ]
+    if missing:
+        raise ImportError(
+            "A page with charts needs jinja2 and vl-convert-python. Received: an "
+            f"environment without {' and '.join(missing)}. Run: pip install "
+            "'keras-dist[report]'; or name a file that ends with .json, for the "
+            "numbers without a page."
+        )
+
+
+@functools.cache
+def javascript() -> str:
+    """Return Vega-Lite, which draws the charts in the browser, for a `script` element.
+
+    Raises:
+        RuntimeError: If vl-convert-python cannot be used.
+    """
+    done = subprocess.run(
+        [sys.executable, "-X", "utf8", "-c", _BUNDLE],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=_BUNDLE_SECONDS,
+        text=True,
+        encoding="utf-8",
+    )
+    if done.returncode or not done.stdout:
+        raise RuntimeError(
+            "vl-convert-python gives no JavaScript for a page with charts. Received: "
+            f"exit code {done.returncode}: {done.stderr.strip()[-500:]} "
+            "Run: pip install --force-reinstall 'keras-dist[report]'"
+        )
+    # The text of a `script` element must not contain its end.
+    return done.stdout.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def number(name: str, title: str, *, form: str = "", zero: bool = False) -> Spec:
+    """Return an axis of numbers.
+
+    Args:
+        name: The field of the values.
+        title: Title of the axis, with the unit.
+        form: Format of the numbers, in d3's notation.
+        zero: Whether the axis begins at 0.
+    """
+    axis = {"format": form} if form else {}
+    if form.endswith("s"):  # d3 writes the zero with the others' prefix: 0k
+        axis["labelExpr"] = "datum.value ? datum.label : '0'"
+    scale = {"zero": zero, "nice": True}
+    channel = {"field": name, "type": "quantitative", "title": title}
+    return channel | {"scale": scale} | ({"axis": axis} if axis else {})
+
+
+def whole(name: str) -> Spec:
+    """Return an axis of whole numbers, as of epochs."""
+    return number(name, name) | {"axis": {"format": "d", "tickMinStep": 1}}
+
+
+def category(name: str) -> Spec:
+    """Return an axis of categories, in their own order."""
+    channel: Spec = {"field": name, "type": "ordinal", "title": name}
+    return channel | {"axis": {"labelAngle": 0}, "sort": None}
+
+
+def color(
+    name: str, title: str | None = None, colors: Mapping[Any, str] | None = None
+) -> Spec:
+    """Return colors by a field, with a legend.
+
+    Args:
+        name: The field of the values.
+        title: Title of the legend.
+        colors: The color of each value; by default in their order.
+    """
+    channel: Spec = {"field": name, "type": "nominal", "title": title, "sort": None}
+    if colors:
+        channel["scale"] = {"domain": list(colors), "range": list(colors.values())}
+    return channel
+
+
+def phases_color() -> Spec:
+    """Return the colors of the phases of a step, the same in all charts."""
+    return color("phase", None, dict(zip(PHASES, COLORS, strict=False)))
+
+
+def tips(**lines: str | tuple[str, str]) -> list[Spec]:
+    """Return the lines of a tooltip.
+
+    Args:
+        **lines: For each field its title, with a format where it is a number.
+    """
+    found: list[Spec] = []
+    for name, line in lines.items():
+        title, form = (line, "") if isinstance(line, str) else line
+        kind = {"type": "quantitative", "format": form} if form else {"type": "nominal"}
+        found.append({"field": name, "title": title, **kind})
     return found
 
 
-def _text(text: str) -> str:
-    return html.escape(text)
+def lines(
+    values: Values,
+    x: Spec,
+    y: Spec,
+    *,
+    by: Spec | None = None,
+    detail: str = "",
+    tooltip: Sequence[Spec] = (),
+) -> Spec:
+    """Return a chart of lines with points.
+
+    Args:
+        values: The numbers.
+        x, y: The axes.
+        by: Colors, a line for each.
+        detail: A field with a line for each value, of the same color.
+        tooltip: Lines of the tooltip.
+    """
+    encoding = {"x": x, "y": y, "tooltip": list(tooltip)}
+    if by is not None:
+        encoding["color"] = by
+    if detail:
+        encoding["detail"] = {"field": detail, "type": "nominal"}
+    fixed = {} if by is not None else {"color": COLORS[0]}
+    # A single epoch has no line, and many epochs need no points.
+    point = {"size": 30 if len(values) < 200 else 0, **fixed}
+    mark = {"type": "line", "point": point, **fixed}
+    return layered([{"mark": mark, "encoding": encoding}], values)
 
 
-def _json(content: Any) -> str:
-    """JSON within a `script` element, whose end it must not contain."""
-    text = json.dumps(content, ensure_ascii=False, allow_nan=False)
-    return text.replace("</", "<\\/").replace("<!--", "<\\u0021--")
+def bars(
+    values: Values,
+    x: Spec,
+    y: Spec,
+    *,
+    by: Spec | None = None,
+    tooltip: Sequence[Spec] = (),
+) -> Spec:
+    """Return a chart of bars; with colors, each is a stack of the categories."""
+    encoding = {"x": x, "y": y, "tooltip": list(tooltip)}
+    if by is not None:
+        encoding["color"] = by
+        encoding["order"] = {"field": "order", "type": "quantitative"}
+    fixed = {} if by is not None else {"color": COLORS[0]}
+    mark = {"type": "bar", "width": {"band": 0.7}, **fixed}
+    return layered([{"mark": mark, "encoding": encoding}], values)
+
+
+def layered(layers: Sequence[Spec], values: Values | None = None) -> Spec:
+    """Return a chart of several layers, one over the other."""
+    data = {} if values is None else {"data": {"values": list(values)}}
+    content = dict(layers[0]) if len(layers) == 1 else {"layer": list(layers)}
+    return {**_LAYOUT, **data, **content}

@@ -1,7 +1,14 @@
 """The plan: every decision about a fit as one frozen value, printed as a box."""
 
+import io
 import math
 from dataclasses import dataclass
+
+from rich.box import ROUNDED
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Column, Table
+from rich.text import Text
 
 _WIDTH = 76
 
@@ -21,7 +28,7 @@ class Rows:
         steps: Steps of an epoch on each rank; `None` if unknown.
         rule: The rule by which `steps` was computed from a number that the user gave,
             or "".
-        leftover: What becomes of batches that are left over, in words, or "".
+        leftover: What happens to leftover batches, in words, or "".
     """
 
     kind: str
@@ -77,7 +84,7 @@ class Plan:
         outputs: Name and destination of each callback that writes files.
         metrics: Name and rule of each metric whose state is not summed.
         every: Steps from one averaging to the next: 1, or more with local SGD.
-        changes: What is another than in the checkpoint that is resumed, in words.
+        changes: Differences from the checkpoint that is resumed, in words.
     """
 
     version: str
@@ -95,7 +102,7 @@ class Plan:
     changes: str = ""
 
     def lines(self) -> list[tuple[str, str]]:
-        """The lines of the box, as pairs of a label and a text."""
+        """Return the lines of the box, as pairs of a label and a text."""
         lines = [("ranks", self._ranks())]
         if self.size > 1:
             lines.append(("transport", self.transport))
@@ -132,18 +139,14 @@ class Plan:
         return lines
 
     def __str__(self) -> str:
-        title = f"─ keras_dist {self.version} "
-        label_width = max(len(label) for label, _ in self.lines())
-        body = []
+        table = Table.grid(Column(no_wrap=True), Column(), padding=(0, 2, 0, 0))
         for label, text in self.lines():
-            for number, line in enumerate(_wrap(text, _WIDTH - label_width - 6)):
-                left = label if number == 0 else ""
-                body.append(f"{left:<{label_width}}  {line}")
-        return "\n".join(
-            ["╭" + title + "─" * (_WIDTH - len(title) - 2) + "╮"]
-            + [f"│ {line:<{_WIDTH - 4}} │" for line in body]
-            + ["╰" + "─" * (_WIDTH - 2) + "╯"]
-        )
+            table.add_row(Text(label), Text(text, overflow="fold"))
+        title = Text(f"keras_dist {self.version}")
+        box = Panel(table, title=title, title_align="left", box=ROUNDED)
+        out = io.StringIO()
+        Console(file=out, width=_WIDTH, force_terminal=False).print(box)
+        return out.getvalue().rstrip("\n")
 
     def _ranks(self) -> str:
         if self.size == 1:
@@ -153,7 +156,7 @@ class Plan:
 
 
 def format_number(value: float) -> str:
-    """A number with at most six significant digits, without trailing zeros.
+    """Write a number with at most six significant digits, without trailing zeros.
 
     >>> [format_number(value) for value in (0.1, 2.0, 1e-05, 0.30000000000000004)]
     ['0.1', '2', '1e-05', '0.3']
@@ -206,19 +209,3 @@ def _rate_texts(rate: Rate) -> list[str]:
     if rate.is_schedule and rate.step_multiplier > 1:
         return [change, f"schedule read at step × {rate.step_multiplier}"]
     return [change]
-
-
-def _wrap(text: str, width: int) -> list[str]:
-    """Lines of at most `width` characters, broken at spaces and inside long words."""
-    lines = [""]
-    for word in text.split(" "):
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
-            lines.append(word)
-        else:
-            lines[-1] = f"{lines[-1]} {word}".strip()
-    # A path may be longer than the box.
-    return [
-        line[start : start + width]
-        for line in lines
-        for start in range(0, max(len(line), 1), width)
-    ]

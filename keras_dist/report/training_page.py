@@ -3,45 +3,67 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keras_dist.report import charts
-from keras_dist.report.accuracy import is_better_low, metric_in
-from keras_dist.report.limits import last_fractions, limits_of
-from keras_dist.report.numbers import counted, percent, rounded, seconds, size
-from keras_dist.report.page import Chart, Section, Table, page
-from keras_dist.report.training import PHASES, median_rate, numbers_in, phases_of
+from keras_dist.report.page import (
+    Chart,
+    Section,
+    Spec,
+    Table,
+    bars,
+    category,
+    color,
+    lines,
+    number,
+    page,
+    phases_color,
+    tips,
+    whole,
+)
+from keras_dist.report.training import (
+    PHASES,
+    counted,
+    is_better_low,
+    last_fractions,
+    limits_of,
+    median_rate,
+    metric_in,
+    numbers_in,
+    percent,
+    phases_of,
+    rounded,
+    seconds,
+    size,
+)
 
 Content = Mapping[str, Any]
 
 # Logs that have charts of their own.
 _OTHERS = {"rows_per_second", "training_seconds", *PHASES}
 
-# More ranks than this are not shown one by one: those that are last most often are.
+# Of more ranks than this, only those that are last most often are shown one by one.
 _MOST_RANKS = 64
 
 
 def training_page(content: Content) -> str:
-    """The page as HTML.
+    """Return the page as HTML.
 
     Args:
-        content: The JSON of a training, as `Training.as_json` gives it.
+        content: The JSON of a training, from `Training.as_json`.
+
+    Raises:
+        ImportError: If a package of the extra `report` is not installed.
     """
-    done = len(content["epochs"])
     ranks = f"{counted(content['size'], 'rank')} on {counted(content['hosts'], 'host')}"
     return page(
         title=content["title"],
         subtitle=(
             f"{content['model']}, {content['parameters']:,} parameters; {ranks}, "
-            f"{_devices(content['devices'])}; began {content['began']}; "
-            f"{_state(content)}; keras_dist {content['version']}"
+            f"{', '.join(dict.fromkeys(content['devices']))}; began "
+            f"{content['began']}; {_state(content)}; keras_dist {content['version']}"
         ),
         tiles=_tiles(content),
-        sections=_sections(content) if done else [_nothing()],
+        sections=_sections(content),
         data=content,
     )
-
-
-def _nothing() -> Section:
-    return Section("", ["The first epoch has not ended yet."])
 
 
 def _state(content: Content) -> str:
@@ -54,17 +76,13 @@ def _state(content: Content) -> str:
     return states.get(content["state"], f"not ended: written after {of}")
 
 
-def _devices(devices: Sequence[str]) -> str:
-    return ", ".join(dict.fromkeys(devices))
-
-
 def _tiles(content: Content) -> list[tuple[str, str]]:
     epochs = content["epochs"]
+    tiles = [("ranks", str(content["size"]))]
     if not epochs:
-        return [("ranks", str(content["size"]))]
+        return tiles
     last = epochs[-1]
-    tiles = [
-        ("ranks", str(content["size"])),
+    tiles += [
         ("rows/s of all ranks", rounded(median_rate(epochs))),
         (f"epochs of {content['epochs_planned']}", str(len(epochs))),
         ("since the first step", seconds(last["seconds"])),
@@ -79,19 +97,22 @@ def _tiles(content: Content) -> list[tuple[str, str]]:
 
 
 def _sections(content: Content) -> list[Section]:
+    epochs = content["epochs"]
+    if not epochs:
+        return [Section("", ["The first epoch has not ended yet."])]
+    events = _events(content)
     return [
-        _limits(content),
-        Section("Learning", charts=_learning(content)),
-        Section("Speed", charts=_speed(content)),
-        Section("Ranks", charts=_ranks(content)),
-        *_events(content),
-        Section("Epochs", tables=[_table(content)]),
+        Section("What takes the time", _limits(epochs)),
+        Section("Learning", charts=_learning(epochs)),
+        Section("Speed", charts=_speed(epochs)),
+        Section("Ranks", charts=_ranks(epochs)),
+        *([Section("Events", events)] if events else []),
+        Section("Epochs", tables=[_table(epochs)]),
         Section("Plan", code="\n".join(f"{n:<14} {t}" for n, t in content["plan"])),
     ]
 
 
-def _limits(content: Content) -> Section:
-    epochs = content["epochs"]
+def _limits(epochs: Sequence[Content]) -> list[str]:
     phases = phases_of(epochs)
     found = limits_of(phases, last_fractions(epochs))
     fractions = ", ".join(f"{percent(phases[phase])} {phase}" for phase in PHASES)
@@ -110,18 +131,16 @@ def _limits(content: Content) -> Section:
         words.append(
             f"The first step, with tracing, took {seconds(first)}, which is left out."
         )
-    return Section("What takes the time", words)
+    return words
 
 
-def _learning(content: Content) -> list[Chart]:
-    epochs = content["epochs"]
-    names = list(dict.fromkeys(name for epoch in epochs for name in epoch["logs"]))
-    plain = [
-        name
+def _learning(epochs: Sequence[Content]) -> list[Chart]:
+    names = dict.fromkeys(name for epoch in epochs for name in epoch["logs"])
+    bases = dict.fromkeys(
+        name.removeprefix("val_")
         for name in names
         if name not in _OTHERS and not name.startswith("effective_learning_rate")
-    ]
-    bases = list(dict.fromkeys(name.removeprefix("val_") for name in plain))
+    )
     found = [_curve(epochs, base) for base in bases if base != "learning_rate"]
     return [*found, _rates(epochs)]
 
@@ -134,16 +153,12 @@ def _curve(epochs: Sequence[Content], base: str) -> Chart:
         for epoch, value in zip(epochs, numbers_in(epochs, name), strict=True)
         if name in epoch["logs"]
     ]
-    spec = charts.lines(
+    spec = lines(
         values,
-        charts.whole("epoch", "epoch"),
-        charts.number("value", base),
-        by=charts.color("data"),
-        tips=[
-            charts.tip("data", "data"),
-            charts.tip("epoch", "epoch"),
-            charts.tip("value", base, ".5g"),
-        ],
+        whole("epoch"),
+        number("value", base),
+        by=color("data"),
+        tooltip=tips(data="data", epoch="epoch", value=(base, ".5g")),
     )
     return Chart(base, spec)
 
@@ -154,90 +169,81 @@ def _rates(epochs: Sequence[Content]) -> Chart:
         for epoch in epochs
         for name, rate in epoch["rates"].items()
     ]
-    tips = [charts.tip("epoch", "epoch"), charts.tip("value", "rate", ".4g")]
-    spec = charts.lines(
+    spec = lines(
         values,
-        charts.whole("epoch", "epoch"),
-        charts.number("value", "learning rate", zero=True),
-        by=charts.color("name") if len({v["name"] for v in values}) > 1 else None,
-        tips=tips,
+        whole("epoch"),
+        number("value", "learning rate", zero=True),
+        by=color("name") if len({v["name"] for v in values}) > 1 else None,
+        tooltip=tips(epoch="epoch", value=("rate", ".4g")),
     )
     return Chart("Effective learning rate", spec, "that the last update used")
 
 
-def _speed(content: Content) -> list[Chart]:
-    epochs = content["epochs"]
-    speed = [
-        {"epoch": epoch["epoch"], "rows": epoch["steady_rows_per_second"]}
-        for epoch in epochs
-    ]
-    tips = [charts.tip("epoch", "epoch"), charts.tip("rows", "rows/s", ",.0f")]
-    rows = charts.lines(
-        speed,
-        charts.whole("epoch", "epoch"),
-        charts.number("rows", "rows/s", zero=True, form="~s"),
-        tips=tips,
+def _speed(epochs: Sequence[Content]) -> list[Chart]:
+    rows = lines(
+        [
+            {"epoch": epoch["epoch"], "rows": epoch["steady_rows_per_second"]}
+            for epoch in epochs
+        ],
+        whole("epoch"),
+        number("rows", "rows/s", zero=True, form="~s"),
+        tooltip=tips(epoch="epoch", rows=("rows/s", ",.0f")),
+    )
+    phases = bars(
+        [
+            {
+                "epoch": epoch["epoch"],
+                "phase": phase,
+                "order": order,
+                "fraction": fraction,
+            }
+            for epoch in epochs[:: -(-len(epochs) // 100)]
+            for order, (phase, fraction) in enumerate(phases_of([epoch]).items())
+        ],
+        category("epoch"),
+        number("fraction", "of the time", form=".0%", zero=True),
+        by=phases_color(),
+        tooltip=tips(epoch="epoch", phase="phase", fraction=("of the time", ".1%")),
     )
     return [
         Chart("Rows per second of all ranks", rows, "without a step of tracing"),
+        Chart("Where the time goes", phases, "of all ranks, by epoch"),
+    ]
+
+
+def _ranks(epochs: Sequence[Content]) -> list[Chart]:
+    last = last_fractions(epochs)
+    shown = sorted(sorted(range(len(last)), key=lambda r: -last[r])[:_MOST_RANKS])
+    note = "" if len(shown) == len(last) else f"the {len(shown)} that are last most"
+    times = [
+        {"rank": rank, "phase": phase, "order": order, "last": last[rank]}
+        | {"seconds": sum(e["ranks"][rank][phase] for e in epochs)}
+        for rank in shown
+        for order, phase in enumerate(PHASES)
+    ]
+    stack = bars(
+        times,
+        category("rank"),
+        number("seconds", "seconds", zero=True),
+        by=phases_color(),
+        tooltip=tips(
+            rank="rank",
+            phase="phase",
+            seconds=("seconds", ",.2f"),
+            last=("last to arrive, of the steps", ".0%"),
+        ),
+    )
+    return [
+        Chart("Seconds of each rank", stack, note or "stragglers wait least"),
         Chart(
-            "Where the time goes", _phases_by_epoch(epochs), "of all ranks, by epoch"
+            "Memory of each rank",
+            _memory(epochs[-1]["ranks"], shown),
+            "the most so far",
         ),
     ]
 
 
-def _phases_by_epoch(epochs: Sequence[Content]) -> charts.Spec:
-    shown = epochs[:: -(-len(epochs) // 100)]
-    values = [
-        {"epoch": epoch["epoch"], "phase": phase, "order": order, "fraction": fraction}
-        for epoch in shown
-        for order, (phase, fraction) in enumerate(phases_of([epoch]).items())
-    ]
-    return charts.bars(
-        values,
-        charts.category("epoch", "epoch"),
-        charts.number("fraction", "of the time", form=".0%", zero=True),
-        by=charts.phases_color(),
-        tips=[
-            charts.tip("epoch", "epoch"),
-            charts.tip("phase", "phase"),
-            charts.tip("fraction", "of the time", ".1%"),
-        ],
-    )
-
-
-def _ranks(content: Content) -> list[Chart]:
-    last = last_fractions(content["epochs"])
-    most = sorted(range(len(last)), key=lambda rank: -last[rank])[:_MOST_RANKS]
-    shown = sorted(most)
-    note = "" if len(shown) == len(last) else f"the {len(shown)} that are last most"
-    times = [
-        {"rank": rank, "phase": phase, "order": order, "last": last[rank]}
-        | {"seconds": sum(e["ranks"][rank][phase] for e in content["epochs"])}
-        for rank in shown
-        for order, phase in enumerate(PHASES)
-    ]
-    tips = [
-        charts.tip("rank", "rank"),
-        charts.tip("phase", "phase"),
-        charts.tip("seconds", "seconds", ",.2f"),
-        charts.tip("last", "last to arrive, of the steps", ".0%"),
-    ]
-    stack = charts.bars(
-        times,
-        charts.category("rank", "rank"),
-        charts.number("seconds", "seconds", zero=True),
-        by=charts.phases_color(),
-        tips=tips,
-    )
-    return [
-        Chart("Seconds of each rank", stack, note or "stragglers wait least"),
-        Chart("Memory of each rank", _memory(content, shown), "the most so far"),
-    ]
-
-
-def _memory(content: Content, ranks: Sequence[int]) -> charts.Spec:
-    of = content["epochs"][-1]["ranks"]
+def _memory(of: Sequence[Content], ranks: Sequence[int]) -> Spec:
     kinds = {"process": "memory", "GPU": "gpu_memory"}
     values = [
         {"rank": rank, "kind": kind, "order": 0, "gigabytes": of[rank][name] / 1e9}
@@ -245,30 +251,28 @@ def _memory(content: Content, ranks: Sequence[int]) -> charts.Spec:
         for kind, name in kinds.items()
         if of[rank][name] is not None
     ]
-    spec = charts.bars(
+    spec = bars(
         values,
-        charts.category("rank", "rank"),
-        charts.number("gigabytes", "GB", zero=True),
-        by=charts.color("kind"),
-        tips=[charts.tip("rank", "rank"), charts.tip("gigabytes", "GB", ".2f")],
+        category("rank"),
+        number("gigabytes", "GB", zero=True),
+        by=color("kind"),
+        tooltip=tips(rank="rank", gigabytes=("GB", ".2f")),
     )
     spec["encoding"]["xOffset"] = {"field": "kind"}
     spec["mark"].pop("width")
     return spec
 
 
-def _events(content: Content) -> list[Section]:
-    words = [
+def _events(content: Content) -> list[str]:
+    resumes = [
         f"- Resumed in epoch {resume['epoch']} on {counted(resume['size'], 'rank')}, "
         f"after {seconds(resume['seconds'])} of training."
         for resume in content["resumes"]
     ]
-    words += [f"- {text}" for text in content["nan_reports"]]
-    return [Section("Events", words)] if words else []
+    return [*resumes, *(f"- {text}" for text in content["nan_reports"])]
 
 
-def _table(content: Content) -> Table:
-    epochs = content["epochs"]
+def _table(epochs: Sequence[Content]) -> Table:
     names = [name for name in epochs[-1]["logs"] if name not in _OTHERS]
     head = ["epoch", *names, "rows/s", *PHASES, "seconds", "rows", "memory"]
     rows = []

@@ -7,7 +7,7 @@ from dataclasses import replace
 import keras
 
 from keras_dist import callbacks as ours
-from keras_dist.report.study import path_of_fit, study_of
+from keras_dist.report.training import path_of_fit, study_of
 from keras_dist.setup.arguments import KerasArguments
 from keras_dist.setup.fit_setup import FitSetup
 from keras_dist.setup.options import Options

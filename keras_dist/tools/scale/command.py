@@ -1,28 +1,49 @@
-"""The command `keras-dist scale`."""
+"""The commands `keras-dist scale` and `keras-dist page`."""
 
 import argparse
 import datetime
+import importlib
+import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keras_dist.launch.options import add_hosts, add_limits
-from keras_dist.report import check_installed, json_text, write_whole
-from keras_dist.report.study import Study
-from keras_dist.report.training import FORMAT
-from keras_dist.tools.scale.folder import Folder, facts_of, forget
-from keras_dist.tools.scale.price import Price, price_of
-from keras_dist.tools.scale.results import results_of
-from keras_dist.tools.scale.runs import Launch
+from keras_dist.report import (
+    check_installed,
+    json_text,
+    training_page,
+    write_whole,
+)
+from keras_dist.report.training import (
+    FORMAT,
+    Study,
+    counted,
+    median_rate,
+    metric_in,
+    percent,
+    rounded,
+    seconds,
+)
+from keras_dist.tools.launcher import given_words
+from keras_dist.tools.scale.results import Price, price_of, results_of
+from keras_dist.tools.scale.runs import Folder, Launch, Show, facts_of, forget
 from keras_dist.tools.scale.scale_page import scale_page
-from keras_dist.tools.scale.screen import Screen
 from keras_dist.version import __version__
+
+if TYPE_CHECKING:
+    from keras_dist.tools.screen import Screen
+
+_PAGES: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "training": training_page,
+    "scale": scale_page,
+}
 
 
 def add_scale(commands: argparse._SubParsersAction) -> None:
-    """Add the command `scale` to those of `keras-dist`."""
+    """Add the commands `scale` and `page` to those of `keras-dist`."""
     command = commands.add_parser(
         "scale",
         help="run a script on 1, 2, 4 … ranks, and show how far it scales",
@@ -38,6 +59,16 @@ def add_scale(commands: argparse._SubParsersAction) -> None:
     _add_options(command)
     command.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     command.set_defaults(run=_scale)
+    page = commands.add_parser(
+        "page",
+        help="make a page from the JSON of a report or a study",
+        description=(
+            "Make the page of a training (`report=`) or of a study (`keras-dist "
+            "scale`) from its JSON, which may come from a machine that cannot."
+        ),
+    )
+    page.add_argument("file", type=Path, nargs="+", help="JSON files")
+    page.set_defaults(run=_page)
 
 
 def _add_options(command: argparse.ArgumentParser) -> None:
@@ -103,7 +134,7 @@ def _positive(text: str) -> int:
 
 
 def with_words(options: argparse.Namespace) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the script with its arguments, in both orders of the usage.
+    """Parse options and script with its arguments, in both orders of the usage.
 
     Args:
         options: Parsed up to the script.
@@ -140,7 +171,7 @@ def _scale(options: argparse.Namespace) -> int:
     price = None if options.price is None else price_of(options.price)
     if options.output.suffix == ".html":
         check_installed()
-    where = where_words(options)
+    where = given_words(options, add_hosts, add_limits)
     settings = {
         "epochs": options.epochs,
         "target": options.target_accuracy,
@@ -155,39 +186,100 @@ def _scale(options: argparse.Namespace) -> int:
     folder = Folder(path, facts)
     study = Study("", options.epochs, options.target_accuracy, options.metric)
     launch = Launch(words, where, study)
-    screen = Screen()
-    screen.title(shlex.join(["keras-dist", *sys.argv[1:]]))
     runs: list[dict[str, Any]] = []
     planned = [(n, k + 1) for k in range(options.repeats) for n in options.np]
-    for ranks, repeat in planned:
-        name = screen.name(ranks, repeat, options.repeats)
-        known = folder.outcome(ranks, repeat)
-        if known is not None and known["state"] == "finished":
-            screen.done(name, known)
-        else:
-            show = screen.progress(name, len(runs), len(planned))
-            known = launch.run(folder, ranks, repeat, show)
-            screen.done(name, known, log=folder.log_path(ranks, repeat))
-        runs.append(known)
-        content = _content(options, words, price, runs, len(planned))
-        _write(options.output, content)
-    screen.summary(content, options.output)
+    module = importlib.import_module("keras_dist.tools.screen")  # needs `rich`
+    with module.Screen() as screen:
+        screen.line(shlex.join(["keras-dist", *sys.argv[1:]]))
+        for ranks, repeat in planned:
+            of = f", run {repeat} of {options.repeats}" if options.repeats > 1 else ""
+            name = f"{counted(ranks, 'rank')}{of}:"
+            run = folder.outcome(ranks, repeat)
+            if run is not None and run["state"] == "finished":
+                screen.line(_outcome(name, run, None))
+            else:
+                count = f"({len(runs) + 1} of {len(planned)})"
+                show = _progress(screen, name, count)
+                run = launch.run(folder, ranks, repeat, show)
+                screen.line(_outcome(name, run, folder.log_path(ranks, repeat)))
+            runs.append(run)
+            content = _content(options, words, price, runs, len(planned))
+            _write(options.output, content)
+        _show_summary(screen, content, options.output)
     return 0 if all(run["state"] == "finished" for run in runs) else 1
 
 
-def where_words(options: argparse.Namespace) -> list[str]:
-    """The options of `keras-dist run` that were given, but for `-np`."""
-    known = argparse.ArgumentParser(add_help=False)
-    add_hosts(known)
-    add_limits(known)
-    given, words = vars(options), []
-    for action in known._actions:
-        value = given[action.dest]
-        if value == action.default:
-            continue
-        words.append(action.option_strings[0])
-        words += [] if action.nargs == 0 else [str(value)]
-    return words
+def _progress(screen: "Screen", name: str, count: str) -> Show:
+    """Return a function that shows how far a run is.
+
+    Args:
+        screen: Where to show it: on a terminal always, else when an epoch has ended.
+        name: The run.
+        count: Its number, and the number of all.
+    """
+    before = -1
+
+    def show(training: Mapping[str, Any] | None, so_far: float) -> None:
+        nonlocal before
+        done = len(training["epochs"]) if training is not None else 0
+        text = f"{name} {state_of(training)}, {seconds(so_far)}"
+        if screen.is_terminal:
+            screen.running(f"{text} {count}")
+        elif done != before:
+            screen.line(f"  {text}")
+        before = done
+
+    return show
+
+
+def _outcome(name: str, run: Mapping[str, Any], log: Path | None) -> str:
+    """Return the line of a run that has ended.
+
+    Args:
+        name: The run.
+        run: Its outcome.
+        log: The file of its output; `None` for a run of an earlier start.
+    """
+    if run["state"] == "finished":
+        text = f"✔ {name} {state_of(run['training'])}, {seconds(run['seconds'])}"
+        text += f"; {run['cause']}" * bool(run["cause"])
+    else:
+        text = f"✘ {name} {run['cause']}; what it printed is in {log}"
+    return f"  {text}" + " (of an earlier start)" * (log is None)
+
+
+def state_of(training: Mapping[str, Any] | None) -> str:
+    """Say how far a training is.
+
+    >>> state_of(None), state_of({"epochs": []})
+    ('starting', 'in the first epoch')
+    """
+    if training is None:
+        return "starting"
+    epochs = training["epochs"]
+    if not epochs:
+        return "in the first epoch"
+    texts = [f"{rounded(median_rate(epochs))} rows/s"]
+    name = metric_in(list(epochs[-1]["logs"]))
+    if name is not None:
+        texts.append(f"{name} {rounded(epochs[-1]['logs'][name])}")
+    done = f"{len(epochs)} of {counted(training['epochs_planned'], 'epoch')}"
+    return f"{done}, {', '.join(texts)}"
+
+
+def _show_summary(screen: "Screen", content: Mapping[str, Any], output: Path) -> None:
+    """Show the speed by the number of ranks, what limits, and where the page is."""
+    screen.line("")
+    for row in content["by_ranks"]:
+        screen.line(
+            f"  {counted(row['ranks'], 'rank'):>9}: "
+            f"{rounded(row['rows_per_second']['median'])} rows/s, efficiency "
+            f"{percent(row['efficiency']['median'])}"
+        )
+    for text in content["limits"]:
+        screen.line(f"  {text}")
+    files = [output, output.with_suffix(".json")]
+    screen.line(f"\n  {', '.join(dict.fromkeys(map(str, files)))}")
 
 
 def _content(
@@ -222,3 +314,29 @@ def _write(output: Path, content: dict[str, Any]) -> None:
     write_whole(output.with_suffix(".json"), json_text(content))
     if output.suffix == ".html":
         write_whole(output, scale_page(content))
+
+
+def _page(options: argparse.Namespace) -> int:
+    check_installed()
+    for path in options.file:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        output = path.with_suffix(".html")
+        write_whole(output, page_of(content))
+        print(output)
+    return 0
+
+
+def page_of(content: Any) -> str:
+    """Return the page of a JSON, as HTML.
+
+    Raises:
+        ValueError: If the JSON is not from a training or a study, or from another
+            version.
+    """
+    is_ours = isinstance(content, dict) and content.get("kind") in _PAGES
+    if not is_ours or content.get("format") != FORMAT:
+        raise ValueError(
+            "A page is made from the JSON of a training or of a study, as this version "
+            f"of keras_dist writes it. Received: {str(content)[:80]}"
+        )
+    return _PAGES[content["kind"]](content)

@@ -1,25 +1,93 @@
-"""From the runs of a study to numbers by the number of ranks."""
+"""From the runs of a study to numbers by the number of ranks, and what limits them."""
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from keras_dist.report.accuracy import is_better_low, metric_in, reached
 from keras_dist.report.training import (
+    LARGE,
+    counted,
+    is_better_low,
+    limits_of,
+    metric_in,
     numbers_in,
+    percent,
     phases_of,
     rates_of_epochs,
+    reached,
+    rounded,
+    seconds,
     seconds_of_phases,
     steps_of_phases,
 )
-from keras_dist.tools.scale.limits import study_limits
 from keras_dist.tools.scale.prediction import Step, predicted
-from keras_dist.tools.scale.price import Price
 
 Run = Mapping[str, Any]
+Row = Mapping[str, Any]
 
 # How many accuracies the table of times has.
 _NUM_LEVELS = 6
+
+# A number has grown from this factor on.
+_GROWN = 1.15
+
+# Steps that compute less than so many seconds are short.
+_SHORT = 0.025
+
+# An accuracy is lower from this difference on.
+_LESS = 0.02
+
+# From this efficiency on, no reason is needed.
+_GOOD = 0.9
+
+_FORM = re.compile(
+    r"(?P<before>[^\d.\s]*)\s*(?P<amount>\d*\.?\d+)\s*(?P<after>[^\d./\s]*)"
+    r"/\s*(?:hour|h)(?:/(?P<unit>rank|gpu|host))?"
+)
+
+
+@dataclass(frozen=True)
+class Price:
+    """A price by time.
+
+    Args:
+        amount: Price of an hour.
+        currency: The currency as given: "$", "EUR", or "".
+        is_of_host: Whether this is the price of a host, not of a rank.
+    """
+
+    amount: float
+    currency: str = ""
+    is_of_host: bool = False
+
+    def of(self, seconds: float, *, ranks: int, hosts: int) -> float:
+        """Return the cost of so many seconds on all ranks."""
+        return self.amount * (hosts if self.is_of_host else ranks) * seconds / 3600
+
+    def __str__(self) -> str:
+        unit = "host" if self.is_of_host else "rank"
+        return f"{self.currency}{self.amount:g}/hour for each {unit}"
+
+
+def price_of(text: str) -> Price:
+    """Parse a price from the command line.
+
+    >>> str(price_of("2.5/hour")), str(price_of("$10/hour/host"))
+    ('2.5/hour for each rank', '$10/hour for each host')
+
+    Raises:
+        ValueError: If it has another form.
+    """
+    found = _FORM.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(
+            "A price is that of an hour of a rank, as in 2.5/hour or $2.5/hour, or of "
+            f"a host, as in 10/hour/host. Received: --price {text}"
+        )
+    currency = found["before"] or found["after"]
+    return Price(float(found["amount"]), currency, found["unit"] == "host")
 
 
 def results_of(
@@ -29,13 +97,13 @@ def results_of(
     metric: str | None = None,
     price: Price | None = None,
 ) -> dict[str, Any]:
-    """All that follows from the runs.
+    """Compute everything that follows from the runs.
 
     Args:
-        runs: The runs of the study, also those that failed.
-        target: The value of the metric whose time is asked for.
+        runs: The runs of the study, including failed ones.
+        target: The value of the metric whose time is compared.
         metric: The metric in the logs; `None` for the accuracy, or else the loss.
-        price: What an hour costs.
+        price: Price of an hour.
     """
     usable = [run for run in runs if run["training"] and run["training"]["epochs"]]
     finished = [run for run in usable if run["state"] == "finished"]
@@ -57,7 +125,7 @@ def results_of(
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Median, lowest and highest of some numbers; `None` of none.
+    """Return median, lowest and highest of some numbers; `None` of none.
 
     >>> spread([3.0, 1.0, 2.0])
     {'median': 2.0, 'low': 1.0, 'high': 3.0}
@@ -69,7 +137,7 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def efficiencies(rates: Sequence[float], ranks: int, base: float) -> list[float]:
-    """Rows per second of one rank, as fractions of those of a rank of the fewest.
+    """Return rows per second of a rank, relative to a rank of the fewest ranks.
 
     >>> efficiencies([150.0, 180.0], 2, 100.0)
     [0.75, 0.9]
@@ -78,7 +146,7 @@ def efficiencies(rates: Sequence[float], ranks: int, base: float) -> list[float]
 
 
 def _rates(group: Sequence[Run]) -> list[float]:
-    """Rows per second of each epoch of each run."""
+    """Return rows per second of each epoch of each run."""
     return [r for run in group for r in rates_of_epochs(run["training"]["epochs"])]
 
 
@@ -93,7 +161,7 @@ def _of_ranks(
     metric: str | None,
     price: Price | None,
 ) -> dict[str, Any]:
-    """The numbers of one number of ranks."""
+    """Return the row of one number of ranks."""
     ranks, rates = group[0]["ranks"], _rates(group)
     epochs = [epoch for run in group for epoch in run["training"]["epochs"]]
     trainings = [run["training"] for run in group]
@@ -121,19 +189,19 @@ def _of_ranks(
 
 
 def _step(epochs: Sequence[Any], ranks: int) -> dict[str, float] | None:
-    """The arguments of a `Step`; `None` if no step was timed."""
+    """Return the arguments of a `Step`; `None` if no step was timed."""
     steps = steps_of_phases(epochs)
     if not steps:
         return None
-    seconds = seconds_of_phases(epochs)
+    by_phase = seconds_of_phases(epochs)
     rows = sum(rank["rows"] for epoch in epochs for rank in epoch["ranks"])
     all_steps = sum(epoch["steps"] * len(epoch["ranks"]) for epoch in epochs)
-    averaging = seconds.pop("averaging") / steps
+    averaging = by_phase.pop("averaging") / steps
     return {
         "ranks": ranks,
         "rows": ranks * rows / all_steps,
         "averaging": averaging,
-        "others": sum(seconds.values()) / steps,
+        "others": sum(by_phase.values()) / steps,
     }
 
 
@@ -143,7 +211,7 @@ def _of_step(epochs: Sequence[Any], phase: str) -> float | None:
 
 
 def _outside(epochs: Sequence[Any]) -> float:
-    """The fraction of the epochs that is validation and callbacks."""
+    """Return the fraction of the epochs spent on validation and callbacks."""
     total = sum(epoch["epoch_seconds"] for epoch in epochs)
     return 1 - sum(epoch["training_seconds"] for epoch in epochs) / total
 
@@ -166,7 +234,7 @@ def _best(trainings: Sequence[Any], metric: str | None) -> dict[str, float] | No
 def _to_target(
     trainings: Sequence[Any], metric: str | None, target: float | None
 ) -> dict[str, Any] | None:
-    """Seconds, rows and epochs until the target, of the runs that have reached it."""
+    """Return seconds, rows and epochs to the target, of the runs that reached it."""
     if metric is None or target is None:
         return None
     found = [reached(training["epochs"], metric, target) for training in trainings]
@@ -182,7 +250,7 @@ def _to_target(
 def _cost(
     group: Sequence[Run], row: Mapping[str, Any], price: Price | None
 ) -> dict[str, float | None] | None:
-    """Of a whole run with its start, and of one that ends at the target."""
+    """Return the cost of a run with its start, and of one that ends at the target."""
     if price is None:
         return None
     numbers = {"ranks": row["ranks"], "hosts": row["hosts"]}
@@ -197,7 +265,7 @@ def _cost(
 
 
 def _times_to(groups: Sequence[Sequence[Run]], metric: str | None) -> list[Any]:
-    """For some values of the metric, seconds and rows until each number of ranks."""
+    """Return seconds and rows to some values of the metric, by number of ranks."""
     if metric is None or not groups:
         return []
     bests = [_best([run["training"] for run in group], metric) for group in groups]
@@ -214,11 +282,11 @@ def _times_to(groups: Sequence[Sequence[Run]], metric: str | None) -> list[Any]:
 
 
 def levels(bests: Sequence[float], *, is_low: bool) -> list[float]:
-    """Values of a metric whose times are compared, up to the best one of all.
+    """Choose values of a metric whose times are compared, up to the best one.
 
     Args:
         bests: The best value on each number of ranks.
-        is_low: Whether a low value is a good one.
+        is_low: Whether a low value is good.
 
     >>> levels([0.93, 0.91], is_low=False)
     [0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.91, 0.93]
@@ -232,3 +300,120 @@ def levels(bests: Sequence[float], *, is_low: bool) -> list[float]:
         fixed = [0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 0.995]
         usable = [value for value in fixed if value < min(bests)]
     return [*usable[-_NUM_LEVELS:], *sorted(set(bests), reverse=is_low)]
+
+
+def study_limits(
+    rows: Sequence[Row], *, metric: str | None, target: float | None
+) -> list[str]:
+    """Return sentences on what limits the speed, by number of ranks.
+
+    Args:
+        rows: The numbers of each number of ranks, the smallest first.
+        metric: The metric of the target.
+        target: The target, if one was given.
+    """
+    if not rows:
+        return ["No run has finished, so there is nothing to say of the speed."]
+    base, words = rows[0], []
+    for row in rows:
+        words += _limits_of_row(row, base)
+    if target is None:
+        return words + _learning_less(rows, metric)
+    return words + _learning_slower(rows, metric or "the metric", target)
+
+
+def _limits_of_row(row: Row, base: Row) -> list[str]:
+    ranks, efficiency = counted(row["ranks"], "rank"), row["efficiency"]["median"]
+    found = []
+    if row is not base:
+        factor = efficiency * row["ranks"] / base["ranks"]
+        found.append(
+            f"On {ranks}: {factor:.2f} times the rows per second of "
+            f"{counted(base['ranks'], 'rank')}, an efficiency of {percent(efficiency)}."
+        )
+    reasons = [*_computing(row, base), *limits_of(row["phases"])]
+    if row["outside"] >= LARGE:
+        reasons.append(
+            f"validation and callbacks: {percent(row['outside'])} of the epochs, which "
+            "is not in the rows per second."
+        )
+    start = row["seconds"]["median"] - row["training_seconds"]["median"]
+    if start > row["training_seconds"]["median"]:
+        reasons.append(
+            f"start: imports, data and connecting take {seconds(start)} of each run of "
+            f"{seconds(row['seconds']['median'])}; longer trainings hide it."
+        )
+    if not reasons and row is not base and efficiency >= _GOOD:
+        reasons.append("nothing: no phase takes more than a tenth of the time.")
+    begin = "" if found else f"On {ranks}: "
+    return [*found, *(f"- {begin}{reason}" for reason in reasons)]
+
+
+def _computing(row: Row, base: Row) -> list[str]:
+    """Tell whether computing a step takes longer than on the fewest ranks, and why."""
+    now, before = row["computing_of_step"], base["computing_of_step"]
+    if row is base or not now or not before or now < _GROWN * before:
+        return []
+    text = (
+        f"computing: {now / before:.2f} times as long for a step as on "
+        f"{counted(base['ranks'], 'rank')}. The ranks of a host have its cores and "
+        "the bandwidth of its memory in common."
+    )
+    if before < _SHORT:
+        text += (
+            f" A step computes {1000 * before:.1f} ms there, so short that what many "
+            "ranks add to each step counts: larger batches make it less."
+        )
+    devices = [", ".join(each["devices"]) for each in (base, row)]
+    if devices[0] != devices[1]:
+        text += (
+            f" A rank was on “{devices[0]}”, and is now on “{devices[1]}”: to compare "
+            "ranks with the same cores, set TF_NUM_INTRAOP_THREADS for all runs."
+        )
+    return [text]
+
+
+def _learning_less(rows: Sequence[Row], metric: str | None) -> list[str]:
+    """Tell whether more ranks learn less in the same epochs."""
+    if metric is None or rows[0]["best"] is None:
+        return []
+    base, words = rows[0]["best"]["median"], []
+    for row in rows[1:]:
+        found = row["best"]["median"] if row["best"] is not None else None
+        if found is None:
+            continue
+        is_low = is_better_low(metric)
+        is_worse = found > _GROWN * base if is_low else found < base - _LESS
+        if is_worse:
+            words.append(
+                f"On {counted(row['ranks'], 'rank')} {metric} comes to "
+                f"{rounded(found)}, and on {counted(rows[0]['ranks'], 'rank')} to "
+                f"{rounded(base)} in the same epochs: the recipe loses with the larger "
+                "global batch. See docs/how_to/learning_rate.md."
+            )
+    return words
+
+
+def _learning_slower(rows: Sequence[Row], metric: str, target: float) -> list[str]:
+    """Tell whether more ranks need more rows for the same target."""
+    base = (rows[0]["to_target"] or {}).get("rows")
+    words = []
+    for row in rows[1:]:
+        found = (row["to_target"] or {}).get("rows")
+        ranks = counted(row["ranks"], "rank")
+        if base is None:
+            return []
+        if found is None:
+            words.append(
+                f"On {ranks} {metric} has not reached {target:g}: the recipe breaks "
+                "with the larger global batch. See docs/how_to/learning_rate.md."
+            )
+        elif found["median"] >= _GROWN * base["median"]:
+            words.append(
+                f"On {ranks} {metric} reaches {target:g} after "
+                f"{found['median'] / base['median']:.2f} times as many rows as on "
+                f"{counted(rows[0]['ranks'], 'rank')}: the larger global batch costs "
+                "that much. A warm-up, or another rate, may help: see "
+                "docs/how_to/learning_rate.md."
+            )
+    return words
