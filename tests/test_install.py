@@ -15,17 +15,8 @@ import pytest
 
 from keras_dist import __main__ as command
 from keras_dist.launch import horovod_library
-from keras_dist.tools.install import (
-    InstallError,
-    facts,
-    failures,
-    flags,
-    installed,
-    patch,
-    recipe,
-    requirements,
-)
-from keras_dist.tools.install.progress import Progress, percent_of
+from keras_dist.tools.install import InstallError, build, facts, recipe, steps, wheels
+from keras_dist.tools.screen import Screen
 
 NCCL = facts.Nccl(Path("/opt/n c/include"), Path("/opt/n c/lib/libnccl.so.2"))
 COMPLETE = facts.Facts(
@@ -43,12 +34,12 @@ BARE = facts.Facts(
     has_make=False,
     is_managed=True,
 )
-CHOICES = [flags.Choice(*pair) for pair in itertools.product((False, True), repeat=2)]
+CHOICES = [facts.Choice(*pair) for pair in itertools.product((False, True), repeat=2)]
 
 
 def environment(choice=CHOICES[0], environ=None, found=NCCL):
     """The environment of a build in /t."""
-    return flags.build_environment(
+    return build.build_environment(
         environ or {},
         facts=dataclasses.replace(COMPLETE, nccl=found),
         choice=choice,
@@ -107,23 +98,23 @@ def test_exactly_the_tensorflow_versions_from_2_18_to_2_21_are_supported():
     supported = {(2, 18), (2, 19), (2, 20), (2, 21)}
     for major, minor, rest in itertools.product(range(4), range(30), (".0", ".1rc2")):
         version = f"{major}.{minor}{rest}"
-        assert requirements.is_supported(version) == ((major, minor) in supported)
-    assert not requirements.is_supported("unknown")
+        assert facts.is_supported(version) == ((major, minor) in supported)
+    assert not facts.is_supported("unknown")
 
 
 def test_only_requested_parts_can_be_missing():
     """Without MPI and NCCL, Horovod is built with Gloo alone."""
     plain = dataclasses.replace(COMPLETE, has_open_mpi=False, cuda_home=None, nccl=None)
     for mpi, nccl in itertools.product((False, True), repeat=2):
-        assert requirements.find_missing(COMPLETE, mpi=mpi, nccl=nccl) == []
-        missing = requirements.find_missing(plain, mpi=mpi, nccl=nccl)
+        assert facts.find_missing(COMPLETE, mpi=mpi, nccl=nccl) == []
+        missing = facts.find_missing(plain, mpi=mpi, nccl=nccl)
         assert len(missing) == mpi + 2 * nccl
 
 
 def test_all_missing_packages_are_in_one_message():
     """One message, with one command for all the Debian packages, each named once."""
-    missing = requirements.find_missing(BARE, mpi=True, nccl=True)
-    text = requirements.explain(missing)
+    missing = facts.find_missing(BARE, mpi=True, nccl=True)
+    text = facts.explain(missing)
     assert "TensorFlow, 2.18 to 2.21. Received: none for Python 3.12." in text
     assert "apt-get install python3-venv g++ make libopenmpi-dev openmpi-bin\n" in text
     assert "python -m ensurepip" in text
@@ -134,7 +125,7 @@ def test_all_missing_packages_are_in_one_message():
 def test_nccl_with_tensorflow_cpu_says_which_distribution_is_needed():
     """Its library lacks a symbol that Horovod's GPU code needs."""
     cpu = dataclasses.replace(COMPLETE, distribution="tensorflow-cpu")
-    text = requirements.explain(requirements.find_missing(cpu, mpi=False, nccl=True))
+    text = facts.explain(facts.find_missing(cpu, mpi=False, nccl=True))
     assert "`tensorflow`. Received: `tensorflow-cpu`." in text
     assert "pip install tensorflow==2.20.0" in text
 
@@ -143,8 +134,8 @@ def test_nccl_with_tensorflow_cpu_says_which_distribution_is_needed():
 def test_nccl_can_be_built_for_every_tensorflow_of_the_range(version):
     """For 2.21, too, whose library lacks a function that the patch replaces."""
     found = dataclasses.replace(COMPLETE, tensorflow=version)
-    assert requirements.find_missing(found, mpi=False, nccl=True) == []
-    assert flags.choose(found, mpi=False, nccl=None) == flags.Choice(False, True)
+    assert facts.find_missing(found, mpi=False, nccl=True) == []
+    assert facts.choose(found, mpi=False, nccl=None) == facts.Choice(False, True)
 
 
 def test_parts_that_are_not_requested_are_built_if_they_are_found():
@@ -152,11 +143,11 @@ def test_parts_that_are_not_requested_are_built_if_they_are_found():
     plain = facts.Facts(tensorflow="2.20.0")
     for mpi, nccl in itertools.product((False, True), repeat=2):
         for found in (plain, COMPLETE):
-            assert flags.choose(found, mpi=mpi, nccl=nccl) == flags.Choice(mpi, nccl)
-    assert flags.choose(plain, mpi=None, nccl=None) == flags.Choice(False, False)
-    assert flags.choose(COMPLETE, mpi=None, nccl=None) == flags.Choice(True, True)
+            assert facts.choose(found, mpi=mpi, nccl=nccl) == facts.Choice(mpi, nccl)
+    assert facts.choose(plain, mpi=None, nccl=None) == facts.Choice(False, False)
+    assert facts.choose(COMPLETE, mpi=None, nccl=None) == facts.Choice(True, True)
     cpu = dataclasses.replace(COMPLETE, distribution="tensorflow-cpu")
-    assert flags.choose(cpu, mpi=None, nccl=None) == flags.Choice(True, False)
+    assert facts.choose(cpu, mpi=None, nccl=None) == facts.Choice(True, False)
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
@@ -188,7 +179,7 @@ def test_the_users_settings_are_used_unless_they_contradict_the_choice():
 
 def test_nccl_is_found_at_run_time_in_its_own_folder():
     """The linker gets the folder, also with a space in it, and no temporary one."""
-    env = environment(flags.Choice(nccl=True))
+    env = environment(facts.Choice(nccl=True))
     assert shlex.split(env["LDFLAGS"]) == ["-Wl,-s", "-Wl,-rpath,/opt/n c/lib"]
     assert env["HOROVOD_NCCL_HOME"] == "/t/nccl"
     assert env["PATH"].split(":")[:2] == ["/t/tools/bin", "/usr/local/cuda/bin"]
@@ -199,7 +190,7 @@ def test_a_wheel_finds_nccls_wheel_wherever_both_are_installed():
     """Not where it was at the build: its place is named as seen from the library."""
     packages = Path(sysconfig.get_path("platlib"))
     wheel = facts.Nccl(packages, packages / "nvidia/nccl/lib/libnccl.so.2")
-    env = environment(flags.Choice(nccl=True), found=wheel)
+    env = environment(facts.Choice(nccl=True), found=wheel)
     run_path = shlex.split(env["LDFLAGS"])[-1].removeprefix("-Wl,-rpath,")
     library = packages / "horovod" / "tensorflow"
     assert str(packages) not in run_path
@@ -212,7 +203,7 @@ def test_the_linker_gets_nccl_under_a_name_that_it_knows(tmp_path):
     """A script that names the library, and the headers beside it."""
     wheel = make_files(tmp_path / "w", "include/nccl.h", "lib/libnccl.so.2")
     found = dataclasses.replace(COMPLETE, nccl=facts.find_nccl([wheel]))
-    flags.link_nccl(found, tmp_path / "home")
+    build.link_nccl(found, tmp_path / "home")
     script = (tmp_path / "home/lib/libnccl.a").read_text()
     assert script == f'INPUT("{wheel}/lib/libnccl.so.2")\n'
     assert (tmp_path / "home/include/nccl.h").samefile(wheel / "include/nccl.h")
@@ -221,15 +212,15 @@ def test_the_linker_gets_nccl_under_a_name_that_it_knows(tmp_path):
 def test_percent_is_read_from_the_lines_of_make():
     """pip indents them; other lines with a percent sign are ignored."""
     for percent in range(101):
-        assert percent_of(f"  [{percent:3d}%] Building CXX") == percent
+        assert steps.percent_of(f"  [{percent:3d}%] Building CXX") == percent
     for line in ("", "Downloading 37%", "[1/4]", "-- [x]"):
-        assert percent_of(line) is None
+        assert steps.percent_of(line) is None
 
 
 def test_a_log_gets_a_line_each_ten_percent():
     """At most eleven lines, however much the build prints."""
     stream, clock = io.StringIO(), itertools.count()
-    shown = Progress("Building", stream, is_terminal=False, clock=lambda: next(clock))
+    shown = steps.Progress("Building", Screen(stream), clock=lambda: next(clock))
     for percent in range(101):
         shown.read(f"[{percent:3d}%] Building")
         shown.read("cc1plus: warning")
@@ -238,14 +229,29 @@ def test_a_log_gets_a_line_each_ten_percent():
     assert [line.split()[1] for line in lines] == [str(n) for n in range(0, 101, 10)]
 
 
-def test_a_terminal_gets_one_line_that_never_goes_back():
+class Terminal(io.StringIO):
+    """A terminal that keeps what it was sent."""
+
+    def isatty(self):
+        """It is one."""
+        return True
+
+
+def test_a_terminal_gets_one_line_that_never_goes_back(monkeypatch):
     """It ends once, at the end; lower percents of a second target are left out."""
-    stream = io.StringIO()
-    shown = Progress("Building", stream, is_terminal=True, clock=lambda: 7.0)
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    screen = Screen(stream, 80)
+    shown = steps.Progress("Building", screen, clock=lambda: 7.0)
     for line in ("[ 50%] a", "no percent", "[ 20%] b", "[ 60%] c"):
         shown.read(line)
     shown.finish()
-    assert stream.getvalue() == "\rBuilding: 50 %, 0 s\rBuilding: 60 %, 0 s\n"
+    sent = stream.getvalue()
+    percents = [int(n) for n in re.findall(r"Building: (\d+) %", sent)]
+    assert percents == sorted(percents) and set(percents) == {50, 60}
+    # rich goes to the next line, and up again, before it clears a line.
+    assert sent.count("\n") - sent.count("\x1b[1A") == 1
+    assert sent.endswith("\x1b[2KBuilding: 60 %, 0 s\n")
 
 
 KNOWN = [
@@ -262,8 +268,8 @@ def test_a_known_failure_says_what_helps(line, remedy):
     """The package to install, or the setting to change."""
     # CMake continues without an optional library: no failure.
     harmless = "-- Could NOT find MPI\n-- Could NOT find CUDAToolkit\n"
-    assert failures.remedy_for(harmless) == ""
-    assert remedy in failures.remedy_for(f"{harmless}{line}\nlast line\n")
+    assert steps.remedy_for(harmless) == ""
+    assert remedy in steps.remedy_for(f"{harmless}{line}\nlast line\n")
 
 
 def test_a_failure_shows_the_end_and_names_the_log():
@@ -272,7 +278,7 @@ def test_a_failure_shows_the_end_and_names_the_log():
     output[3] = "a.cc:1:2: error: first\n"
     noise = ["Traceback (most recent call last):\n", "CalledProcessError\n", "ERROR\n"]
     for whole in (output, output + noise):
-        text = failures.describe_failure("It", code=2, output=whole, log=Path("/x.log"))
+        text = steps.describe_failure("It", code=2, output=whole, log=Path("/x.log"))
         lines = [line.strip() for line in text.splitlines()]
         assert lines[0].startswith("It failed with exit code 2.")
         assert lines[1] == "a.cc:1:2: error: first"
@@ -280,7 +286,7 @@ def test_a_failure_shows_the_end_and_names_the_log():
         assert lines[-1] == "The whole output is in /x.log"
 
 
-BUILT = installed.Built(
+BUILT = wheels.Built(
     "0.28.1", "2.21.0", "2.21.0", gloo=True, mpi=False, nccl=False, is_patched=True
 )
 
@@ -298,17 +304,17 @@ def test_the_last_lines_say_what_was_built():
 
 def test_a_horovod_is_enough_if_it_fits_tensorflow_and_has_the_requested_parts():
     """Additional parts are fine; another TensorFlow or Horovod is not."""
-    assert installed.is_enough(BUILT, mpi=None, nccl=None)
-    assert installed.is_enough(BUILT, mpi=False, nccl=False)
-    assert not installed.is_enough(BUILT, mpi=True, nccl=None)
-    assert not installed.is_enough(BUILT, mpi=None, nccl=True)
+    assert wheels.is_enough(BUILT, mpi=None, nccl=None)
+    assert wheels.is_enough(BUILT, mpi=False, nccl=False)
+    assert not wheels.is_enough(BUILT, mpi=True, nccl=None)
+    assert not wheels.is_enough(BUILT, mpi=None, nccl=True)
     more = dataclasses.replace(BUILT, mpi=True, nccl=True)
-    assert installed.is_enough(more, mpi=True, nccl=False)
+    assert wheels.is_enough(more, mpi=True, nccl=False)
     without = dataclasses.replace(BUILT, is_patched=False)
-    assert not installed.is_enough(without, mpi=None, nccl=None)
+    assert not wheels.is_enough(without, mpi=None, nccl=None)
     for field in ("tensorflow", "built_for", "horovod"):
         other = dataclasses.replace(BUILT, **{field: "2.20.0"})
-        assert not installed.is_enough(other, mpi=None, nccl=None)
+        assert not wheels.is_enough(other, mpi=None, nccl=None)
 
 
 # What stands around the line in question in Horovod 0.28.1.
@@ -336,14 +342,14 @@ void GlooContext::InitializeForProcessSet(const GlooContext& global_context,
 """
 
 
-GLOO, GPU, CYCLES, _, _, READ, _, PIECES, _, COPY = patch.patches()
+GLOO, GPU, CYCLES, _, _, READ, _, PIECES, _, COPY = build.patches()
 
 
 def test_the_patch_changes_process_sets_alone(tmp_path):
     """They take the interface of the global context before they make a device."""
     file = make_files(tmp_path, GLOO.file) / GLOO.file
     file.write_text(_GLOO_CONTEXT)
-    patch.apply(tmp_path, GLOO)
+    build.apply(tmp_path, GLOO)
     before, after = _GLOO_CONTEXT.splitlines(), file.read_text().splitlines()
     added = [line for line in after if line not in before]
     assert added[0] == "  gloo_iface_ = global_context.gloo_iface_;"
@@ -361,14 +367,14 @@ def test_another_source_is_not_patched(tmp_path, text):
         (make_files(tmp_path, GLOO.file) / GLOO.file).write_text(text)
     count = 2 if text else 0
     with pytest.raises(InstallError, match=f"Received: {count} places to change"):
-        patch.apply(tmp_path, GLOO)
+        build.apply(tmp_path, GLOO)
 
 
 def test_each_patch_is_one_that_other_programs_take_too():
     """The numbers of lines in its header are right, and its reason stands first."""
-    for path in sorted(Path(patch.__file__).with_name("patches").glob("*.patch")):
+    for path in sorted(Path(build.__file__).with_name("patches").glob("*.patch")):
         text = path.read_text()
-        change = patch.read(text)
+        change = build.read(text)
         (header,) = re.findall(r"^@@ -\d+,(\d+) \+\d+,(\d+) @@$", text, re.MULTILINE)
         sides = change.before, change.after
         assert [int(n) for n in header] == [len(s.splitlines()) for s in sides]

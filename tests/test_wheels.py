@@ -14,18 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from keras_dist.tools.install import (
-    InstallError,
-    facts,
-    flags,
-    installed,
-    recipe,
-    wheels,
-)
+from keras_dist.tools.install import InstallError, facts, recipe, wheels
 
 FACTS = facts.Facts(tensorflow="2.21.0", python=sys.version_info[:2], glibc=(2, 36))
 TAG = f"cp{sys.version_info[0]}{sys.version_info[1]}"
-CHOICES = [flags.Choice(*pair) for pair in itertools.product((False, True), repeat=2)]
+CHOICES = [facts.Choice(*pair) for pair in itertools.product((False, True), repeat=2)]
 LIBRARY = f"horovod/tensorflow/mpi_lib.{sysconfig.get_config_var('SOABI')}.so"
 
 
@@ -152,8 +145,8 @@ def test_a_wheel_whose_libraries_are_missing_is_refused(tmp_path):
     """Of MPI and NCCL; the one over Gloo alone is taken."""
     plain = kept(tmp_path)
     needs = ["libmpi_none.so.40", "libnccl_none.so.2"]
-    mpi = kept(tmp_path, flags.Choice(mpi=True), needs=needs[:1])
-    both = kept(tmp_path, flags.Choice(True, True), needs=needs)
+    mpi = kept(tmp_path, facts.Choice(mpi=True), needs=needs[:1])
+    both = kept(tmp_path, facts.Choice(True, True), needs=needs)
     assert wheels.needed_libraries(both) == needs
     found, refused = find(tmp_path)
     assert found == plain
@@ -164,7 +157,7 @@ def test_a_wheel_whose_libraries_are_missing_is_refused(tmp_path):
     assert wheels.is_loadable("libc.so.6")
 
 
-BUILT = installed.Built(
+BUILT = wheels.Built(
     "0.28.1", "2.21.0", "2.21.0", gloo=True, mpi=False, nccl=False, is_patched=True
 )
 

@@ -67,7 +67,7 @@ class Screen:
         """Show on a terminal what is running now."""
         if self.is_terminal:
             self._live.start()
-            shown = Text(self._encodable(f"  … {text}")[: self.width - 1], no_wrap=True)
+            shown = Text(self._encodable(text)[: self.width - 1], no_wrap=True)
             self._live.update(shown, refresh=True)
 
     def _encodable(self, text: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import keras_dist
 from keras_dist.launch import horovod_library
 from keras_dist.tools.check.gpus import gpus
-from keras_dist.tools.install.requirements import is_supported
+from keras_dist.tools.install.facts import is_supported
 from keras_dist.version import __version__
 
 _PACKAGES = {

@@ -1,19 +1,13 @@
 """Build Horovod for the installed TensorFlow: `keras-dist install-horovod`.
 
-- `facts`: what this environment has: TensorFlow, compilers, MPI, CUDA, NCCL
-- `requirements`: what is missing for a build, in one message
-- `flags`: flags and environment variables of the build
-- `patch`: our changes to Horovod's source (`patches/`), and whether a library has them
-- `recipe`: take a wheel that was kept, or build one; install it, and see it work
-- `build`: build a wheel
-- `wheels`: wheels that are kept: their names, and whether one fits
-- `installed`: the Horovod that is installed
-- `steps`: the commands that are run, and their log
-- `progress`: the line that shows how far the build is
-- `failures`: the message about a step that failed, with a remedy if it is known
+- `recipe`: take a wheel that was kept, or build one; install it, and verify it
+- `facts`: what this environment has, what is missing for a build, what to choose
+- `build`: build a wheel: the source, our changes (`patches/`), flags and variables
+- `wheels`: wheels that are kept, and the installed Horovod: do they fit?
+- `steps`: run commands with a log, show their progress, explain their errors
 """
 
-from keras_dist.tools.install.failures import InstallError
 from keras_dist.tools.install.recipe import install_horovod
+from keras_dist.tools.install.steps import InstallError
 
 __all__ = ["InstallError", "install_horovod"]

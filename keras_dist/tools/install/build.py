@@ -1,18 +1,49 @@
-"""Build a wheel of Horovod in a temporary folder."""
+"""Build a wheel of Horovod: its source, our changes, and the flags.
 
+Our changes to Horovod's source are files in `patches/`, each with its reason, which
+`patch -p1` takes, too. They are applied here, since a host may lack that program: the
+lines that a file removes, with the lines around them, have to occur in the source
+exactly once.
+"""
+
+import hashlib
 import os
+import shlex
+import shutil
+import sysconfig
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from keras_dist.tools.install import patch
-from keras_dist.tools.install.facts import Facts
-from keras_dist.tools.install.flags import (
-    HOROVOD,
-    TOOLS,
-    Choice,
-    build_environment,
-    link_nccl,
+from keras_dist.tools.install.facts import Choice, Facts
+from keras_dist.tools.install.steps import PIP, InstallError, Steps
+
+HOROVOD = "0.28.1"
+
+# Build tools, installed in a temporary folder. Horovod's setup needs the distutils of
+# an older setuptools, and its CMake files need a CMake before 4. The rest is imported
+# during the build.
+TOOLS = (
+    "setuptools<80",
+    "cmake>=3.18,<4",
+    "wheel",
+    "packaging",
+    "cloudpickle",
+    "psutil",
+    "pyyaml",
 )
-from keras_dist.tools.install.steps import PIP, Steps
+
+# `xla_mpi_ops.cc` does not compile with TensorFlow 2.19 and later. All of its code is
+# inside an `#if` on this macro, in line 23. A value that is 0 in line 23 excludes that
+# code, and changes no other file. Valid for exactly Horovod 0.28.1.
+CXX_FLAG = "'-DTENSORFLOW_VERSION=(__LINE__==23?0:2018000000)'"
+
+# Strip debug symbols: 1.6 MB instead of 51 MB.
+_LINKER_FLAG = "-Wl,-s"
+
+# Only these of the user's HOROVOD_… variables are passed to the build. Others may
+# contradict ours, or each other, and cause errors of CMake.
+_PASSED_PREFIX = "HOROVOD_BUILD_"
 
 
 def build_wheel(facts: Facts, choice: Choice, folder: Path, steps: Steps) -> Path:
@@ -20,7 +51,7 @@ def build_wheel(facts: Facts, choice: Choice, folder: Path, steps: Steps) -> Pat
 
     Args:
         facts: What this environment has.
-        choice: What Horovod is built with.
+        choice: Transports to build with.
         folder: An empty folder.
         steps: Runs the commands.
 
@@ -43,9 +74,10 @@ def build_wheel(facts: Facts, choice: Choice, folder: Path, steps: Steps) -> Pat
     steps.run(
         "Fetching the source of Horovod", [*fetch, f"horovod=={HOROVOD}"], env=env
     )
-    source = patch.unpack(next(folder.glob("horovod-*.tar.gz")), folder / "source")
-    for change in patch.patches():
-        patch.apply(source, change)
+    shutil.unpack_archive(next(folder.glob("horovod-*.tar.gz")), folder / "source")
+    source = next((folder / "source").glob("horovod-*"))
+    for change in patches():
+        apply(source, change)
         print(f"Patched {change.file}: {change.title}")
     steps.run(
         "Building Horovod",
@@ -54,3 +86,203 @@ def build_wheel(facts: Facts, choice: Choice, folder: Path, steps: Steps) -> Pat
         has_percent=True,
     )
     return next(wheels.glob("horovod-*.whl"))
+
+
+def runtime_requirements(python: tuple[int, int]) -> list[str]:
+    """Return the packages that Horovod imports at run time, for a version of Python.
+
+    Python 3.12 and later have no distutils; setuptools has one.
+
+    >>> [runtime_requirements((3, minor))[-1] for minor in (11, 12, 13)]
+    ['packaging', 'setuptools<81', 'setuptools<81']
+    """
+    packages = ["cloudpickle", "psutil", "pyyaml", "packaging"]
+    return [*packages, "setuptools<81"] if python >= (3, 12) else packages
+
+
+def build_environment(
+    environ: Mapping[str, str],
+    *,
+    facts: Facts,
+    choice: Choice,
+    tools: Path,
+    nccl_home: Path,
+) -> dict[str, str]:
+    """Return the environment variables of the build.
+
+    Args:
+        environ: The user's environment variables. All are kept except `HOROVOD_…`,
+            of which only `HOROVOD_BUILD_…` are; the user's compiler and linker flags
+            are extended.
+        facts: What this environment has.
+        choice: Transports to build with.
+        tools: Folder with the build tools.
+        nccl_home: Folder with `include` and `lib` of NCCL; only used with NCCL.
+    """
+    env = {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith("HOROVOD_") or name.startswith(_PASSED_PREFIX)
+    }
+    folders = [tools / "bin"]
+    linker_flags = [environ.get("LDFLAGS", ""), _LINKER_FLAG]
+    if choice.nccl and facts.cuda_home and facts.nccl:
+        folders.append(facts.cuda_home / "bin")
+        site_packages = Path(sysconfig.get_path("platlib"))
+        folder = run_path(facts.nccl.library.parent, site_packages)
+        linker_flags.append(rpath_flag(folder))
+        env |= _nccl_settings(facts.cuda_home, nccl_home)
+    return env | {
+        "CMAKE_GENERATOR": "Unix Makefiles",  # `Progress` reads its percentages
+        "CXXFLAGS": _joined(" ", [environ.get("CXXFLAGS", ""), CXX_FLAG]),
+        "HOROVOD_WITH_GLOO": "1",
+        "HOROVOD_WITH_MPI" if choice.mpi else "HOROVOD_WITHOUT_MPI": "1",
+        "HOROVOD_WITH_TENSORFLOW": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+        "HOROVOD_WITHOUT_PYTORCH": "1",
+        "LDFLAGS": _joined(" ", linker_flags),
+        "MAKEFLAGS": environ.get("MAKEFLAGS") or f"-j{facts.cores}",
+        "PATH": _joined(os.pathsep, [*map(str, folders), environ.get("PATH", "")]),
+        "PYTHONPATH": _joined(os.pathsep, [str(tools), environ.get("PYTHONPATH", "")]),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def run_path(folder: Path, site_packages: Path) -> str:
+    """Name a folder as seen from Horovod's library, so that its wheel can be moved.
+
+    Args:
+        folder: Folder of a library.
+        site_packages: Where packages are installed. A folder in it is named as seen
+            from Horovod's library.
+
+    >>> run_path(Path("/e/nvidia/nccl/lib"), Path("/e"))
+    '$ORIGIN/../../nvidia/nccl/lib'
+    """
+    if not folder.is_relative_to(site_packages):
+        return str(folder)
+    return f"$ORIGIN/../../{folder.relative_to(site_packages)}"
+
+
+def rpath_flag(folder: str) -> str:
+    """Return the linker flag by which a library loads another one from `folder`.
+
+    >>> rpath_flag("/opt/nccl/lib")
+    '-Wl,-rpath,/opt/nccl/lib'
+    """
+    return shlex.quote(f"-Wl,-rpath,{folder}")
+
+
+def link_nccl(facts: Facts, home: Path) -> None:
+    """Make a folder in which Horovod's CMake files find NCCL.
+
+    The wheel on PyPI has no `libnccl.so`, only `libnccl.so.2`. A symbolic link would be
+    enough for the linker. But CMake would add the folder of the link, which is a
+    temporary one, to the library's run path; later any user of the machine could put
+    another `libnccl.so` there. So the link is a linker script instead, with the name of
+    a static library, for which CMake adds no run path.
+
+    Args:
+        facts: What this environment has.
+        home: The folder to make.
+    """
+    if facts.nccl is None:
+        return
+    (home / "include").mkdir(parents=True)
+    (home / "lib").mkdir()
+    for header in facts.nccl.include.glob("nccl*"):
+        (home / "include" / header.name).symlink_to(header)
+    script = f'INPUT("{facts.nccl.library}")\n'
+    (home / "lib" / "libnccl.a").write_text(script)
+
+
+def _nccl_settings(cuda_home: Path, nccl_home: Path) -> dict[str, str]:
+    return {
+        "HOROVOD_CUDA_HOME": str(cuda_home),
+        "HOROVOD_GPU_OPERATIONS": "NCCL",
+        "HOROVOD_NCCL_HOME": str(nccl_home),
+        "HOROVOD_NCCL_INCLUDE": str(nccl_home / "include"),
+        "HOROVOD_NCCL_LIB": str(nccl_home / "lib"),
+        "HOROVOD_NCCL_LINK": "SHARED",
+    }
+
+
+def _joined(separator: str, pieces: list[str]) -> str:
+    return separator.join(part for part in pieces if part)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change to Horovod's source.
+
+    Args:
+        title: Its effect, in words.
+        file: The changed file, relative to the folder of `setup.py`.
+        before: The lines that are replaced.
+        after: The lines that replace them.
+    """
+
+    title: str
+    file: str
+    before: str
+    after: str
+
+
+def patches() -> list[Patch]:
+    """Return all changes, in the order of their files' names."""
+    return [read(path.read_text()) for path in _files()]
+
+
+def fingerprint() -> str:
+    """Return eight digits for our changes, and for the source that is not compiled."""
+    digest = hashlib.sha256(CXX_FLAG.encode())
+    for path in _files():
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def read(text: str) -> Patch:
+    """Parse a patch file with one hunk.
+
+    >>> read("Why.\\n--- a/x.cc\\n+++ b/x.cc\\n@@ -1,2 +1,2 @@\\n a\\n-b\\n+c\\n")
+    Patch(title='Why.', file='x.cc', before='a\\nb\\n', after='a\\nc\\n')
+    """
+    reason, _, diff = text.partition("--- a/")
+    file, _, hunk = diff.partition("\n@@ ")
+    lines = hunk.splitlines()[1:]
+    return Patch(
+        title=reason.splitlines()[0],
+        file=file.splitlines()[0],
+        before=_lines(line[1:] for line in lines if line[:1] != "+"),
+        after=_lines(line[1:] for line in lines if line[:1] != "-"),
+    )
+
+
+def apply(source: Path, change: Patch) -> None:
+    """Apply a change to the source of Horovod.
+
+    Args:
+        source: The folder with its `setup.py`.
+        change: The change.
+
+    Raises:
+        InstallError: If the lines to change are not there exactly once.
+    """
+    path = source / change.file
+    text = path.read_text() if path.is_file() else ""
+    count = text.count(change.before)
+    if count != 1:
+        raise InstallError(
+            "The source of Horovod is not the one that keras_dist's patch was made "
+            f"for. Received: {count} places to change in {path}, instead of 1. "
+            "Check which index or mirror pip uses with `pip config list`."
+        )
+    path.write_text(text.replace(change.before, change.after))
+
+
+def _files() -> list[Path]:
+    return sorted((Path(__file__).parent / "patches").glob("*.patch"))
+
+
+def _lines(lines: Iterable[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)

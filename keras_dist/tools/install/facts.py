@@ -1,4 +1,4 @@
-"""What this environment has to build Horovod with: compilers, MPI, CUDA, NCCL."""
+"""What this environment has to build Horovod with, what is missing, what to choose."""
 
 import importlib.metadata
 import importlib.util
@@ -9,9 +9,18 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+# Horovod 0.28.1 was built and tested with each TensorFlow of this range.
+FIRST_TENSORFLOW = (2, 18)
+LAST_TENSORFLOW = (2, 21)
+
+_PIP_TENSORFLOW = "pip install 'tensorflow>=2.18,<2.22'"
+
+# The command that installs Open MPI on Debian and Ubuntu.
+OPEN_MPI = "apt-get install libopenmpi-dev openmpi-bin"
 
 # Folders that are searched after those in the user's environment variables.
 _SYSTEM_HOMES = (Path("/usr"), Path("/usr/local/cuda"))
@@ -91,7 +100,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Facts:
 
 
 def installed_tensorflow() -> tuple[str, str | None]:
-    """Name and version of the distribution that TensorFlow is installed from."""
+    """Return name and version of the installed distribution of TensorFlow."""
     for name in ("tensorflow", "tensorflow-cpu"):
         try:
             return name, importlib.metadata.version(name)
@@ -101,7 +110,7 @@ def installed_tensorflow() -> tuple[str, str | None]:
 
 
 def compilers(environ: Mapping[str, str]) -> list[str]:
-    """Commands that CMake tries as C++ compiler: that in `CXX`, or the usual ones.
+    """Return the commands that CMake tries as C++ compiler: `CXX`, or the usual ones.
 
     >>> compilers({"CXX": "ccache clang++"})
     ['ccache']
@@ -111,14 +120,14 @@ def compilers(environ: Mapping[str, str]) -> list[str]:
 
 
 def nccl_homes(environ: Mapping[str, str], site_packages: Iterable[Path]) -> list[Path]:
-    """Folders that may have NCCL's `include` and `lib`; first those in variables."""
+    """Return folders that may have NCCL; first the ones that variables name."""
     chosen = _named(environ, ("HOROVOD_NCCL_HOME", "NCCL_HOME"))
     wheels = [folder / "nvidia" / "nccl" for folder in site_packages]
     return [*chosen, *_SYSTEM_HOMES, *wheels]
 
 
 def find_nccl(homes: Iterable[Path]) -> Nccl | None:
-    """NCCL in the first of these folders that has its header and shared library."""
+    """Find NCCL in the first of these folders that has its header and its library."""
     multiarch = sysconfig.get_config_var("MULTIARCH") or ""
     for home in homes:
         if not (home / "include" / "nccl.h").is_file():
@@ -132,7 +141,7 @@ def find_nccl(homes: Iterable[Path]) -> Nccl | None:
 
 
 def cuda_homes(environ: Mapping[str, str], site_packages: Iterable[Path]) -> list[Path]:
-    """Folders that may have a CUDA toolkit; first those in variables."""
+    """Return folders that may have CUDA; first the ones that variables name."""
     chosen = _named(environ, ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"))
     nvcc = shutil.which("nvcc", path=environ.get("PATH"))
     on_path = [Path(nvcc).resolve().parent.parent] if nvcc else []
@@ -141,7 +150,7 @@ def cuda_homes(environ: Mapping[str, str], site_packages: Iterable[Path]) -> lis
 
 
 def find_cuda(homes: Iterable[Path]) -> Path | None:
-    """The first of these folders with nvcc and the headers of the CUDA runtime.
+    """Find the first of these folders with nvcc and the headers of the CUDA runtime.
 
     A folder with nvcc alone may have only a wrapper script or a part of the toolkit. An
     example is the wheel `nvidia-cuda-nvcc-cu12`, which only has the assembler.
@@ -167,7 +176,7 @@ def _glibc() -> tuple[int, int]:
 
 
 def _is_managed(environ: Mapping[str, str]) -> bool:
-    """Whether pip may not install here, because the system manages it (PEP 668)."""
+    """Tell whether the system manages this Python, so that pip refuses (PEP 668)."""
     if sys.prefix != sys.base_prefix or "PIP_BREAK_SYSTEM_PACKAGES" in environ:
         return False
     return Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED").is_file()
@@ -187,7 +196,7 @@ def _is_on_path(command: str, environ: Mapping[str, str]) -> bool:
 
 
 def _output_of(*command: str) -> str:
-    """Output of a command; empty if it cannot be run."""
+    """Return the output of a command; empty if it cannot be run."""
     try:
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=30, check=False
@@ -195,3 +204,162 @@ def _output_of(*command: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return result.stdout
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Transports with which Horovod is built in addition to Gloo.
+
+    Args:
+        mpi: Whether to build with MPI.
+        nccl: Whether to build with NCCL.
+    """
+
+    mpi: bool = False
+    nccl: bool = False
+
+
+def choose(facts: Facts, *, mpi: bool | None, nccl: bool | None) -> Choice:
+    """Choose MPI and NCCL as the user requests, and by default if they are possible.
+
+    Args:
+        facts: What this environment has.
+        mpi: Whether to build with MPI; `None`: if Open MPI is found.
+        nccl: Whether to build with NCCL; `None`: if it can be built.
+    """
+    has_nccl = (
+        facts.cuda_home is not None
+        and facts.nccl is not None
+        and facts.distribution == "tensorflow"
+    )
+    return Choice(
+        mpi=facts.has_open_mpi if mpi is None else mpi,
+        nccl=has_nccl if nccl is None else nccl,
+    )
+
+
+@dataclass(frozen=True)
+class Missing:
+    """One missing requirement of a build.
+
+    Args:
+        what: What is missing, and what was found instead.
+        advice: What to do if no Debian package has it.
+        debian: The Debian and Ubuntu packages that have it.
+    """
+
+    what: str
+    advice: str = ""
+    debian: tuple[str, ...] = ()
+
+
+def is_supported(version: str) -> bool:
+    """Tell whether Horovod 0.28.1 compiles with this version of TensorFlow.
+
+    >>> [is_supported(version) for version in ("2.17.1", "2.18.0", "2.21.1", "2.22.0")]
+    [False, True, True, False]
+    """
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None:
+        return False
+    return FIRST_TENSORFLOW <= (int(match[1]), int(match[2])) <= LAST_TENSORFLOW
+
+
+def find_missing(facts: Facts, *, mpi: bool, nccl: bool) -> list[Missing]:
+    """List everything that is missing for a build.
+
+    Args:
+        facts: What this environment has.
+        mpi: Whether the user requests MPI.
+        nccl: Whether the user requests NCCL.
+    """
+    missing = missing_python(facts)
+    if not facts.has_compiler:
+        missing.append(Missing("a C++ compiler (g++)", debian=("g++",)))
+    if not facts.has_make:
+        missing.append(Missing("make", debian=("make",)))
+    if mpi and not facts.has_open_mpi:
+        missing.append(
+            Missing(
+                "Open MPI (mpicxx and mpirun on the PATH)",
+                debian=("libopenmpi-dev", "openmpi-bin"),
+            )
+        )
+    return [*missing, *_missing_nccl(facts)] if nccl else missing
+
+
+def explain(missing: Sequence[Missing]) -> str:
+    """Write the message about everything that is missing, and how to install it."""
+    lines = ["Horovod cannot be built here. Missing:"]
+    for item in missing:
+        lines.append(f"  - {item.what}")
+        if item.advice:
+            lines.append(f"    {item.advice}")
+    packages = dict.fromkeys(name for item in missing for name in item.debian)
+    if packages:
+        lines.append("On Debian or Ubuntu:")
+        lines.append(f"    apt-get install {' '.join(packages)}")
+        lines.append("(as root or with `sudo`; other systems have similar packages)")
+    return "\n".join(lines)
+
+
+def missing_python(facts: Facts) -> list[Missing]:
+    """List Python packages that are missing, or have the wrong version.
+
+    Args:
+        facts: What this environment has.
+    """
+    missing = []
+    if not is_supported(facts.tensorflow or ""):
+        python = ".".join(map(str, facts.python))
+        found = facts.tensorflow or f"none for Python {python}"
+        what = f"TensorFlow, 2.18 to 2.21. Received: {found}."
+        missing.append(Missing(what, _PIP_TENSORFLOW))
+    if not facts.has_pip:
+        missing.append(
+            Missing(
+                "pip in this Python",
+                "Run `python -m ensurepip`, or make a new virtual environment.",
+                debian=("python3-venv",),
+            )
+        )
+    if facts.is_managed:
+        missing.append(
+            Missing(
+                "a virtual environment: this Python belongs to the system, and pip "
+                "must not install into it",
+                "python3 -m venv .venv && . .venv/bin/activate",
+                debian=("python3-venv",),
+            )
+        )
+    return missing
+
+
+def _missing_nccl(facts: Facts) -> list[Missing]:
+    missing = []
+    if facts.distribution != "tensorflow":
+        missing.append(
+            Missing(
+                "for NCCL, TensorFlow with GPU support: the distribution `tensorflow`. "
+                f"Received: `{facts.distribution}`.",
+                f"pip uninstall -y {facts.distribution} && "
+                f"pip install tensorflow=={facts.tensorflow}",
+            )
+        )
+    if facts.cuda_home is None:
+        missing.append(
+            Missing(
+                "for NCCL, a CUDA toolkit with nvcc and the runtime's headers",
+                "Install NVIDIA's CUDA toolkit, and set CUDA_HOME to its folder if it "
+                "is not /usr/local/cuda.",
+            )
+        )
+    if facts.nccl is None:
+        missing.append(
+            Missing(
+                "NCCL: nccl.h and libnccl.so",
+                "pip install nvidia-nccl-cu12, or set NCCL_HOME to the folder with its "
+                "include and lib.",
+            )
+        )
+    return missing

@@ -1,6 +1,7 @@
-"""Install Horovod: one that was kept, or one that is built now; and see it work."""
+"""Install Horovod: a wheel that was kept, or one that is built now; and verify it."""
 
 import contextlib
+import importlib
 import importlib.metadata
 import os
 import re
@@ -10,19 +11,20 @@ from pathlib import Path
 
 from keras_dist.launch import horovod_library
 from keras_dist.tools.install import wheels
-from keras_dist.tools.install.build import build_wheel
-from keras_dist.tools.install.facts import Facts, detect
-from keras_dist.tools.install.failures import InstallError, remedy_for
-from keras_dist.tools.install.flags import HOROVOD, Choice, choose, runtime_requirements
-from keras_dist.tools.install.installed import Built, is_enough, probe
-from keras_dist.tools.install.requirements import (
+from keras_dist.tools.install.build import HOROVOD, build_wheel, runtime_requirements
+from keras_dist.tools.install.facts import (
     OPEN_MPI,
+    Choice,
+    Facts,
     Missing,
+    choose,
+    detect,
     explain,
     find_missing,
     missing_python,
 )
-from keras_dist.tools.install.steps import PIP, Steps
+from keras_dist.tools.install.steps import PIP, InstallError, Steps, remedy_for
+from keras_dist.tools.install.wheels import Built, is_enough, probe
 
 _REPLACE = (*PIP, "install", "--force-reinstall", "--no-deps")
 _REQUIREMENTS = "Installing what Horovod imports"
@@ -87,7 +89,7 @@ def install_horovod(
 def _require(
     missing: Sequence[Missing], folder: object = None, refused: Sequence[str] = ()
 ) -> None:
-    """Raise if something is missing, and say what of a folder of wheels was refused."""
+    """Raise if something is missing, with what was refused of a folder of wheels."""
     if not missing:
         return
     lines = []
@@ -106,10 +108,10 @@ def _what_mpi_brings(facts: Facts) -> str:
 
 
 def _checked(how: str) -> Built:
-    """The Horovod that was just installed, imported in a new interpreter.
+    """Import the new Horovod in a new interpreter, and return what it is.
 
     Args:
-        how: How it came here.
+        how: How it was made available: "built" or "taken from …".
 
     Raises:
         InstallError: If it cannot be imported, or has no patch.
@@ -138,8 +140,8 @@ def build_and_install(
 
     Args:
         facts: What this environment has.
-        choice: What Horovod is built with.
-        wheel_dir: As of `install_horovod`.
+        choice: Transports to build with.
+        wheel_dir: See `install_horovod`.
     """
     with (
         _steps() as steps,
@@ -175,11 +177,12 @@ def take(wheel: Path, facts: Facts) -> None:
 @contextlib.contextmanager
 def _steps() -> Iterator[Steps]:
     log_number, log_name = tempfile.mkstemp(prefix="horovod-build-", suffix=".log")
-    with open(log_number, "w") as log_file:
-        yield Steps(log_file, Path(log_name))
+    module = importlib.import_module("keras_dist.tools.screen")  # needs `rich`
+    with open(log_number, "w") as log_file, module.Screen() as screen:
+        yield Steps(log_file, Path(log_name), screen)
 
 
 def _exact(requirement: str) -> str:
-    """The installed version of a required package, as a requirement."""
+    """Return a requirement of exactly the installed version of a package."""
     name = re.split(r"\W", requirement)[0]
     return f"{name}=={importlib.metadata.version(name)}"

@@ -1,28 +1,59 @@
-"""Wheels of Horovod that were built once, and are taken on other hosts and in images.
+"""The installed Horovod, and wheels that were built once for several hosts and images.
 
-The name of such a wheel says for what it was built, in what the format of wheels calls
-the build number: the version of TensorFlow, the transports, the oldest C library that
-it runs with, and eight digits for our patches. Python, its ABI and the processor stand
-in each wheel's name:
+The build number in the name of such a wheel says for what it was built: the version of
+TensorFlow, the transports, the oldest C library that it runs with, and eight digits for
+our patches. Python, its ABI and the processor are in each wheel's name:
 
     horovod-0.28.1-1_tf2.21.0_gloo_mpi_glibc2.34_5f0c2a91-cp311-cp311-linux_x86_64.whl
 """
 
 import ctypes
+import json
 import os
 import re
 import secrets
 import shutil
+import subprocess
 import sysconfig
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from keras_dist.tools.install import patch
-from keras_dist.tools.install.facts import Facts
-from keras_dist.tools.install.flags import CXX_FLAG, HOROVOD, Choice
-from keras_dist.tools.install.requirements import OPEN_MPI
+from keras_dist.launch import horovod_library
+from keras_dist.tools.install.build import HOROVOD, fingerprint
+from keras_dist.tools.install.facts import OPEN_MPI, Choice, Facts
+from keras_dist.tools.install.steps import PYTHON
+
+# Run in a new interpreter. Its last line of output describes the installed Horovod.
+_PROBE = """
+import json, pathlib
+import horovod, tensorflow
+import horovod.tensorflow as hvd
+metadata = pathlib.Path(horovod.__file__).with_name("metadata.json")
+print()
+print(json.dumps({
+    "horovod": horovod.__version__,
+    "built_for": json.loads(metadata.read_text()).get("tensorflow"),
+    "tensorflow": tensorflow.__version__,
+    "gloo": bool(hvd.gloo_built()),
+    "mpi": bool(hvd.mpi_built()),
+    "nccl": bool(hvd.nccl_built()),
+}))
+"""
+
+_PATCHED = (
+    "It has keras_dist's patches: between hosts everything goes over the network that "
+    "is named, whatever a host's own name resolves to; a collective begins as soon as "
+    "the ranks have its tensor; and on CPUs its result takes the place of the tensor, "
+    "and ranks of one host sum large tensors without sockets."
+)
+_NOT_PATCHED = (
+    "It was built elsewhere, without keras_dist's patches: on several hosts each "
+    "host's own name has to resolve there to the address by which the others reach it, "
+    "and collectives on CPUs take longer. `keras-dist install-horovod` builds it with "
+    "them."
+)
 
 _NAME = re.compile(
     r"horovod-(?P<horovod>[^-]+)-1_tf(?P<tensorflow>[^_-]+)_(?P<transports>gloo\w*?)"
@@ -38,14 +69,14 @@ _LIBRARY = re.compile(rb"\0(lib(?:mpi|nccl)\w*\.so\.\d+)(?=\0)")
 
 @dataclass(frozen=True)
 class Wheel:
-    """For what a wheel was built, as its name says.
+    """The name of a wheel, which says for what it was built.
 
     Args:
         horovod: Version of Horovod.
         tensorflow: Version of TensorFlow.
         transports: "gloo", with "_mpi", "_nccl" or both behind it.
         glibc: Version of the oldest C library that it runs with.
-        patches: Digits for our changes; see `patch.fingerprint`.
+        patches: Digits for our changes; see `build.fingerprint`.
         python: Tag of the Python, such as "cp311".
         abi: Tag of the ABI of the Python.
         platform: Tag of system and processor, such as "linux_x86_64".
@@ -62,24 +93,24 @@ class Wheel:
 
     @property
     def name(self) -> str:
-        """The name of the wheel's file."""
+        """Name of the file."""
         build = f"1_tf{self.tensorflow}_{self.transports}_glibc{self.glibc}"
         tags = f"{self.python}-{self.abi}-{self.platform}"
         return f"horovod-{self.horovod}-{build}_{self.patches}-{tags}.whl"
 
     @property
     def mpi(self) -> bool:
-        """Whether it has MPI."""
+        """Whether the wheel has MPI."""
         return "_mpi" in self.transports
 
     @property
     def nccl(self) -> bool:
-        """Whether it has NCCL."""
+        """Whether the wheel has NCCL."""
         return "_nccl" in self.transports
 
 
 def wheel_of(name: str) -> Wheel | None:
-    """For what a wheel was built; `None` if the name does not say it.
+    """Parse the name of a wheel; `None` if it does not say for what it was built.
 
     >>> name = "1_tf2.21.0_gloo_mpi_glibc2.34_5f0c2a91-cp311-cp311-linux_x86_64.whl"
     >>> wheel_of(f"horovod-0.28.1-{name}").transports
@@ -91,14 +122,14 @@ def wheel_of(name: str) -> Wheel | None:
 
 
 def keep(built: Path, facts: Facts, choice: Choice, folder: Path) -> Path:
-    """Copy a wheel that was just built to a folder, and name it.
+    """Copy a new wheel to a folder, and name it.
 
     Args:
         built: The wheel, as pip has named it.
         facts: The environment for which it was built.
-        choice: What it was built with.
-        folder: The folder, which is made if there is none. Other hosts may read it
-            meanwhile: the wheel is there whole, or not.
+        choice: Transports with which it was built.
+        folder: The folder, created if necessary. Other hosts may read it meanwhile:
+            the wheel appears atomically.
 
     Returns:
         The path of the copy.
@@ -122,25 +153,20 @@ def keep(built: Path, facts: Facts, choice: Choice, folder: Path) -> Path:
     return path
 
 
-def fingerprint() -> str:
-    """Digits for our changes to Horovod's source, and what of it is not compiled."""
-    return patch.fingerprint(CXX_FLAG)
-
-
 def find(
     folder: Path, facts: Facts, *, mpi: bool | None, nccl: bool | None
 ) -> tuple[Path | None, dict[str, str]]:
-    """The wheel of a folder that fits this environment.
+    """Find the wheel of a folder that fits this environment.
 
     Args:
-        folder: The folder; there may be none.
+        folder: The folder, which may be missing.
         facts: What this environment has.
         mpi: Whether MPI is requested; `None` for either.
         nccl: Whether NCCL is requested; `None` for either.
 
     Returns:
-        The wheel, of several that with most transports, or `None`; and for each wheel
-        of Horovod that does not fit a sentence that says why.
+        The wheel with the most transports, or `None`; and for each wheel of Horovod
+        that does not fit a sentence that says why.
     """
     fitting, refused = [], {}
     for path in sorted(folder.glob("horovod-*.whl")):
@@ -161,7 +187,7 @@ def find(
 def _misfits(
     wheel: Wheel, path: Path, facts: Facts, *, mpi: bool | None, nccl: bool | None
 ) -> Iterator[str]:
-    """Sentences that say why a wheel does not fit; none if it does."""
+    """Yield sentences that say why a wheel does not fit; none if it does."""
     if wheel.horovod != HOROVOD:
         yield f"It is Horovod {wheel.horovod}, and {HOROVOD} is needed."
     if wheel.tensorflow != facts.tensorflow:
@@ -191,7 +217,7 @@ def _misfits(
 
 
 def _unloadable(wheel: Wheel, path: Path, facts: Facts) -> Iterator[str]:
-    """Sentences about libraries of its transports that are missing here."""
+    """Yield sentences about libraries of its transports that are missing here."""
     if wheel.nccl and facts.distribution != "tensorflow":
         yield (
             "It has NCCL, which needs the distribution `tensorflow`, and here is "
@@ -204,13 +230,13 @@ def _unloadable(wheel: Wheel, path: Path, facts: Facts) -> Iterator[str]:
 
 
 def needed_libraries(path: Path) -> list[str]:
-    """Libraries of MPI and NCCL that the library in a wheel was linked to."""
+    """Return the libraries of MPI and NCCL to which a wheel was linked."""
     names = {name.decode() for name in _LIBRARY.findall(_library_in(path))}
     return sorted(names)
 
 
 def is_loadable(library: str) -> bool:
-    """Whether a library is found when Horovod is imported."""
+    """Tell whether a library is found when Horovod is imported."""
     wheels = Path(sysconfig.get_path("platlib"), "nvidia", "nccl", "lib")
     if (wheels / library).is_file():
         return True
@@ -227,7 +253,7 @@ def _oldest_glibc(path: Path) -> tuple[int, int]:
 
 
 def _library_in(path: Path) -> bytes:
-    """Horovod's library for TensorFlow in a wheel; empty if there is none."""
+    """Return Horovod's library for TensorFlow in a wheel; empty if there is none."""
     with zipfile.ZipFile(path) as files:
         for name in files.namelist():
             if name.startswith("horovod/tensorflow/mpi_lib"):
@@ -237,3 +263,68 @@ def _library_in(path: Path) -> bytes:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in version.split("."))
+
+
+@dataclass(frozen=True)
+class Built:
+    """An installed Horovod.
+
+    Args:
+        horovod: Version of Horovod.
+        built_for: Version of TensorFlow that it was built for.
+        tensorflow: Version of TensorFlow that is installed.
+        gloo: Whether it was built with Gloo.
+        mpi: Whether it was built with MPI.
+        nccl: Whether it was built with NCCL.
+        is_patched: Whether it has keras_dist's patches.
+    """
+
+    horovod: str
+    built_for: str | None
+    tensorflow: str
+    gloo: bool
+    mpi: bool
+    nccl: bool
+    is_patched: bool = False
+
+    def __str__(self) -> str:
+        transports = (("Gloo", self.gloo), ("MPI", self.mpi), ("NCCL", self.nccl))
+        text = ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in transports)
+        return (
+            f"Horovod {self.horovod} is built for TensorFlow {self.tensorflow}: {text}."
+            f"\n{_PATCHED if self.is_patched else _NOT_PATCHED}"
+        )
+
+
+def is_enough(installed: Built, *, mpi: bool | None, nccl: bool | None) -> bool:
+    """Tell whether an installed Horovod need not be built again.
+
+    Args:
+        installed: The installed Horovod.
+        mpi: Whether MPI is requested.
+        nccl: Whether NCCL is requested.
+    """
+    fits = installed.horovod == HOROVOD and installed.built_for == installed.tensorflow
+    fits = fits and installed.is_patched
+    return fits and installed.mpi >= bool(mpi) and installed.nccl >= bool(nccl)
+
+
+def probe() -> tuple[Built | None, str]:
+    """Import Horovod in a new interpreter.
+
+    Returns:
+        The installed Horovod, or `None` and the end of the error message.
+    """
+    result = subprocess.run(
+        [*PYTHON, "-c", _PROBE],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if result.returncode != 0:
+        return None, "\n".join(result.stderr.splitlines()[-5:])
+    found = json.loads(result.stdout.splitlines()[-1])
+    return Built(**found, is_patched=horovod_library.is_installed()), ""

@@ -224,7 +224,7 @@ def _progress(screen: "Screen", name: str, count: str) -> Show:
         done = len(training["epochs"]) if training is not None else 0
         text = f"{name} {state_of(training)}, {seconds(so_far)}"
         if screen.is_terminal:
-            screen.running(f"{text} {count}")
+            screen.running(f"  … {text} {count}")
         elif done != before:
             screen.line(f"  {text}")
         before = done
