@@ -10,18 +10,19 @@ from launch import ROOT, launch
 
 from keras_dist import __main__ as command
 from keras_dist.tools.check import environment, gpus, network
-from keras_dist.tools.check.collectives import between_hosts
-from keras_dist.tools.check.launches import reason_in
-from keras_dist.tools.check.result import (
+from keras_dist.tools.check.checks import (
     FAILED,
     OK,
+    STAGES,
     UNTRIED,
     WARNING,
     Result,
     result_in,
 )
-from keras_dist.tools.check.screen import Screen, lines_of
-from keras_dist.tools.check.stages import STAGES
+from keras_dist.tools.check.collectives import between_hosts
+from keras_dist.tools.check.command import lines_of, show_result, summary_of
+from keras_dist.tools.launcher import reason_in
+from keras_dist.tools.screen import Screen
 
 CHECK = [sys.executable, "-m", "keras_dist", "check"]
 ENV = [sys.executable, "-m", "keras_dist", "env"]
@@ -270,8 +271,9 @@ def test_a_terminal_without_unicode_gets_letters():
     """And nothing is lost but the signs."""
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     screen = Screen(out, 80)
-    screen.show(Result("a", "b", FAILED, "64×64 → 3", "do it"))
-    screen.summary([Result("a", "b", FAILED, ""), Result("a", "c", OK, "")])
+    show_result(screen, Result("a", "b", FAILED, "64×64 → 3", "do it"))
+    results = [Result("a", "b", FAILED, ""), Result("a", "c", OK, "")]
+    screen.line(summary_of(results))
     out.flush()
     text = out.buffer.getvalue().decode()
     assert "  x b            64x64 > 3" in text and "> do it" in text

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from keras_dist.tools.check import devices, gpu_links, gpus
+from keras_dist.tools.check import devices, gpus
+from keras_dist.tools.check.checks import FAILED, OK, UNTRIED, WARNING
 from keras_dist.tools.check.collectives import between_gpus
-from keras_dist.tools.check.result import FAILED, OK, UNTRIED, WARNING
 
 # Index, UUID, name, memory in MiB and how much of it is used, driver; generation,
 # lanes at most and lanes in use of PCI Express.
@@ -144,7 +144,7 @@ def test_memory_that_nobody_here_uses_is_a_warning(smi):
 def test_nvlink_counts_the_links_between_the_gpus(smi):
     """As many as `topo -m` says, at the rate of `nvlink -s`; inactive ones do not."""
     smi()
-    link = gpu_links.link_of(gpus.gpus())
+    link = gpus.link_of(gpus.gpus())
     assert link.rate == pytest.approx(2 * 26.562e9)
     assert link.words == "NVLink (NV2) has 53.1 GB/s" and not link.fault
     state, text, cure, data = between_gpus(40e9, "40 GB/s", link)
@@ -156,11 +156,11 @@ def test_nvlink_counts_the_links_between_the_gpus(smi):
 def test_pci_express_is_named_with_the_farthest_path(smi):
     """By generation and lanes, where not all pairs have NVLink."""
     smi(path="SYS")
-    link = gpu_links.link_of(gpus.gpus())
+    link = gpus.link_of(gpus.gpus())
     assert link.rate == pytest.approx(63e9, rel=0.01)
     assert link.words == "PCI Express (SYS) has 63 GB/s"
     smi(path="PHB", lanes=4)
-    link = gpu_links.link_of(gpus.gpus())
+    link = gpus.link_of(gpus.gpus())
     assert link.rate == pytest.approx(15.75e9, rel=0.01)
     state, text, cure, _ = between_gpus(10e9, "10 GB/s", link)
     assert state == WARNING and cure
@@ -170,7 +170,7 @@ def test_pci_express_is_named_with_the_farthest_path(smi):
 def test_one_gpu_has_no_link(smi):
     """Then a sum has no nominal rate."""
     smi()
-    link = gpu_links.link_of(gpus.gpus()[:1])
+    link = gpus.link_of(gpus.gpus()[:1])
     state, text, _, _ = between_gpus(1e9, "1 GB/s", link)
     assert state == OK and "which has no nominal rate" in text
 
@@ -179,7 +179,7 @@ def test_without_nvidia_smi_there_is_no_gpu(tmp_path, monkeypatch):
     """It is not tried, and it is no error."""
     monkeypatch.setenv("PATH", str(tmp_path))
     assert gpus.gpus() == [] and gpus.processes() == [] and gpus.error() == ""
-    assert gpu_links.link_of([]) == gpu_links.Link()
+    assert gpus.link_of([]) == gpus.Link()
     assert found_by(devices.device, 0, 1)[0] == UNTRIED
 
 
@@ -206,6 +206,6 @@ def test_numbers_that_nvidia_smi_does_not_know_are_zero(smi):
     smi("0, GPU-5a, A, [N/A], [N/A], 550\n1, GPU-6b, B, 1, 1, 550, [N/A], 16, 16\n")
     first, second = gpus.gpus()
     assert (first.total, first.link, second.link) == (0, 0.0, 0.0)
-    assert gpu_links.link_of([first, second]).rate == 53.124e9  # by NVLink
+    assert gpus.link_of([first, second]).rate == 53.124e9  # by NVLink
     smi("0, GPU-5a, A, 1, 1, 550\n1, GPU-6b, B, 1, 1, 550\n", path="N/A")
-    assert gpu_links.link_of(gpus.gpus()) == gpu_links.Link()
+    assert gpus.link_of(gpus.gpus()) == gpus.Link()

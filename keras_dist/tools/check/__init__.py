@@ -1,19 +1,14 @@
-"""Try on the machines that are there whether all is right: `keras-dist check`, `env`.
+"""Verify the installation on these machines: `keras-dist check` and `keras-dist env`.
 
 The command starts ranks once for each stage, as `keras-dist run` does, and shows what
-they report. A stage that dies or hangs is one line that failed.
+they report. A stage that dies or hangs fails one check; the others have another launch.
 
-- `command`: the commands and their options
-- `stages`: the stages, their checks, and how long they may take
-- `launches`: run a stage, again after the check at which it died
-- `result`: what was seen by a check; how a rank reports it to the command
-- `screen`: the lines on the terminal
-- `worker`: the module that the ranks of a stage run; `reporting`: what they have there
-- `facts`: versions, code and system of one rank; `gpus`: what nvidia-smi lists
-- `hosts`: addresses, names and clocks of the hosts, without a collective
-- `environment`: are the facts of all ranks equal, and do the hosts reach each other?
-- `devices`, `collectives`, `truth`, `resume`, `speed`: a stage each
-- `links`: what a plain connection between hosts reaches; `gpu_links`: what NVLink and
-  PCI Express are to reach
-- `models`: what is trained in the last three
+- `command`: the commands, their options, and the lines that they show
+- `checks`: which checks there are, by stage, and how a rank tries and reports one
+- `launches`: run a stage, and again after the check at which it died
+- `__main__`: the program of the ranks
+- `environment`, `devices`, `collectives`, `truth`, `resume`, `speed`: a stage each
+- `network`: addresses, names and clocks of the hosts, without a collective
+- `gpus`: the GPUs of a host and what links them, from nvidia-smi
+- `models`: models and data for the last three stages
 """

@@ -1,8 +1,15 @@
-"""The third stage: are sums, broadcasts and gathers right, and how fast are they?"""
+"""The third stage: are sums, broadcasts and gathers right, and how fast are they?
+
+Their speed between hosts is compared with that of a plain connection.
+"""
 
 import argparse
+import contextlib
 import os
+import secrets
+import socket
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +18,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.tools.check import gpu_links, gpus
-from keras_dist.tools.check.hosts import nominal_speed
-from keras_dist.tools.check.links import plain_rate
-from keras_dist.tools.check.reporting import (
+from keras_dist.launch.hosts import addresses
+from keras_dist.tools.check import gpus, network
+from keras_dist.tools.check.checks import (
     Found,
     Reporting,
     failed,
@@ -44,6 +50,11 @@ _LEAST = 0.125e9
 # Numbers of a tensor that are repeated, and ranks whose sum fits into int8.
 _PERIOD, _MOST_SUMMED = 7, 16
 
+# Bytes of a try, the most tries, and seconds after which there is no more.
+_BYTES, _TRIES, _SECONDS = 16_000_000, 8, 5.0
+
+_CHUNK, _TIMEOUT, _TOKEN = 1 << 20, 60.0, 16
+
 _Collective = Callable[[str, int], bool]
 
 
@@ -61,7 +72,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def transport() -> Found:
-    """Which transport carries tensors, and is NCCL used where it is built?"""
+    """Check which transport carries tensors, and that NCCL is used if it is built."""
     name = comm.transport_name()
     number = comm.nccl_version() if comm.size() > 1 else 0
     has_gpu = comm.device().kind == "GPU"
@@ -84,7 +95,7 @@ def transport() -> Found:
 
 
 def _right(what: str, collective: _Collective, largest: int) -> Found:
-    """Does a collective give the right numbers for all dtypes and sizes?"""
+    """Check that a collective gives the right numbers for all dtypes and sizes."""
     sizes = [_SMALLEST, 4096, 2**20, largest]
     tries = [(dtype, 1000) for dtype in _DTYPES]
     tries += [("float32", max(1, size // 4)) for size in sizes]
@@ -131,7 +142,7 @@ def _is_gather_right(dtype: str, count: int) -> bool:
 
 
 def _pattern(rank: int, dtype: str) -> Any:
-    """Small numbers of a rank, which its tensors repeat: exact in every dtype."""
+    """Return small numbers that the tensors of a rank repeat, exact in every dtype."""
     numbers = (np.arange(_PERIOD) * 3 + rank) % _PERIOD
     return (numbers % 2 if dtype == "bool" else numbers).astype("int8")
 
@@ -146,7 +157,7 @@ def _is_equal(tensor: Any, pattern: Any) -> bool:
 
 
 def latency() -> Found:
-    """How long does a sum of one number take?"""
+    """Measure how long a sum of one number takes."""
     if comm.size() == 1:
         return untried("one rank sends nothing")
     times = _times(tf.zeros([1]), _LATENCIES)
@@ -158,7 +169,7 @@ def latency() -> Found:
 
 
 def bandwidth(largest: int) -> Found:
-    """How many bytes a second does a large sum move, and how many should it?"""
+    """Measure how many bytes a second a large sum moves, and compare."""
     if comm.size() == 1:
         return untried("one rank sends nothing")
     count = comm.size()
@@ -181,11 +192,11 @@ def _on_one_host(rate: float, seen: str) -> Found:
     own = gpus.uuid_of_rank(listed, index=device.index, has_gpu=True) if listed else ""
     used = comm.gather(own)
     known = [gpu for gpu in listed if gpu.uuid in used]
-    return between_gpus(rate, seen, comm.broadcast(gpu_links.link_of(known)))
+    return between_gpus(rate, seen, comm.broadcast(gpus.link_of(known)))
 
 
-def between_gpus(rate: float, seen: str, link: gpu_links.Link) -> Found:
-    """Is a sum on one host as fast as what links its GPUs lets expect?
+def between_gpus(rate: float, seen: str, link: gpus.Link) -> Found:
+    """Check that a sum on one host is as fast as its GPUs' link lets expect.
 
     Args:
         rate: Bytes per second of a large sum.
@@ -208,7 +219,7 @@ def between_gpus(rate: float, seen: str, link: gpu_links.Link) -> Found:
 def between_hosts(
     rate: float, seen: str, plain: float, nominal: tuple[float, str]
 ) -> Found:
-    """Is the network as fast as its cards, and do collectives use what it has?
+    """Check that the network is as fast as its cards, and that collectives use it.
 
     Args:
         rate: Bytes per second of a large sum.
@@ -246,8 +257,85 @@ def _times(tensor: Any, count: int) -> list[float]:
 
 
 def _nominal(interface: str) -> tuple[float, str]:
-    """Bytes per second of the slowest network card of all hosts, and what it is."""
-    slowest = min(comm.gather(nominal_speed(interface) / 8))
+    """Return bytes per second of the slowest card of all hosts, and what it is."""
+    slowest = min(comm.gather(network.nominal_speed(interface) / 8))
     if slowest <= 0:
         return _LEAST, f"1 Gbit/s, since {interface} has no nominal rate"
     return slowest, f"{interface}: {slowest * 8e-9:g} Gbit/s"
+
+
+def plain_rate() -> float:
+    """Measure bytes per second from each host to the next by a plain connection.
+
+    The best of some tries counts, since other processes may have the cores meanwhile.
+    All ranks call it; the first one of each host takes part.
+
+    Returns:
+        The rate of the slowest pair of hosts; 0 if there is one host.
+
+    Raises:
+        OSError: If a host cannot be reached.
+    """
+    is_first = comm.local_rank() == 0
+    address = addresses().get(os.environ.get("HOROVOD_GLOO_IFACE", ""), "")
+    receiver = _Receiver(address) if is_first else None
+    own = (address, receiver.port, receiver.token) if receiver else None
+    hosts = [(rank, host) for rank, host in enumerate(comm.gather(own)) if host]
+
+    def measured() -> float:
+        if not is_first or len(hosts) == 1:
+            return 0.0
+        number = [rank for rank, _ in hosts].index(comm.rank())
+        return _rate(*hosts[(number + 1) % len(hosts)][1])
+
+    rates = comm.gather_or_raise(measured)
+    if receiver is not None:
+        receiver.close()
+    return min([rate for rate in rates if rate], default=0.0)
+
+
+class _Receiver:
+    """Read what another host of this job sends, and acknowledge each try."""
+
+    def __init__(self, address: str) -> None:
+        self.token = secrets.token_bytes(_TOKEN)
+        self._socket = socket.create_server((address, 0))
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._receive, daemon=True).start()
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._socket.close()
+
+    def _receive(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                link, _ = self._socket.accept()
+                with link, contextlib.suppress(OSError):
+                    link.settimeout(_TIMEOUT)
+                    if link.recv(_TOKEN, socket.MSG_WAITALL) == self.token:
+                        self._answer(link)
+
+    def _answer(self, link: socket.socket) -> None:
+        left, buffer = _BYTES, bytearray(_CHUNK)
+        while count := link.recv_into(buffer):
+            left -= count
+            if not left:
+                link.sendall(b"\1")
+                left = _BYTES
+
+
+def _rate(address: str, port: int, token: bytes) -> float:
+    """Measure bytes per second to a receiver."""
+    data = bytes(_BYTES)
+    begin = time.monotonic()
+    rates: list[float] = []
+    with socket.create_connection((address, port), _TIMEOUT) as link:
+        link.sendall(token)
+        while len(rates) < _TRIES and time.monotonic() - begin < _SECONDS:
+            start = time.perf_counter()
+            link.sendall(data)
+            if not link.recv(1):
+                raise ConnectionError("the other host reads no more")
+            rates.append(_BYTES / (time.perf_counter() - start))
+    return max(rates)

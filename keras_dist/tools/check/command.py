@@ -6,26 +6,51 @@ import importlib
 import io
 import json
 import os
-import secrets
 import shlex
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from keras_dist.launch.gpus import num_gpus
-from keras_dist.launch.hosts import Slot
-from keras_dist.launch.monitor.status_store import status_store_of
 from keras_dist.launch.options import add_where
 from keras_dist.launch.slurm import task_of
+from keras_dist.report import write_whole
+from keras_dist.tools.check.checks import (
+    BEGUN,
+    CONNECT,
+    ENVIRONMENT,
+    FAILED,
+    OK,
+    STAGES,
+    UNTRIED,
+    WARNING,
+    Result,
+    Stage,
+    add_rank_arguments,
+    holds,
+    run_stage,
+    stages,
+)
 from keras_dist.tools.check.launches import Launcher
-from keras_dist.tools.check.options import add_inner, inner_words
-from keras_dist.tools.check.result import BEGUN, FAILED, UNTRIED, Result, holds
-from keras_dist.tools.check.screen import Screen
-from keras_dist.tools.check.stages import CONNECT, ENVIRONMENT, STAGES, Stage, stages
+from keras_dist.tools.launcher import given_words
 from keras_dist.version import __version__
 
-# Ranks where nothing says how many: enough to see that they work with one another.
+if TYPE_CHECKING:
+    from keras_dist.tools.screen import Screen
+
+# Ranks where nothing says how many: enough to see that they work together.
 _RANKS = 2
+
+# For each status its sign, its color, and its name in the summary.
+_STATES = {
+    OK: ("✔", "green", "holds"),
+    FAILED: ("✘", "red", "failed"),
+    WARNING: ("!", "yellow", "to be looked at"),
+    UNTRIED: ("–", "dim", "not tried"),
+}
+_NAME_WIDTH = 13
 
 
 def add_check(commands: argparse._SubParsersAction) -> None:
@@ -52,7 +77,7 @@ def add_check(commands: argparse._SubParsersAction) -> None:
     _add_output(env)
     env.set_defaults(run=_env)
     rank = commands.add_parser("check-rank")  # what `check` starts; hidden
-    add_inner(rank)
+    add_rank_arguments(rank)
     rank.set_defaults(run=_rank)
 
 
@@ -122,87 +147,125 @@ def _run(
             f"A time limit must be positive. Received: --time-limit {seconds:g}"
         )
     launcher = Launcher(where_words(options, num_ranks), seconds)
-    task, results = task_of(), []
+    results: list[Result] = []
     # Tasks of SLURM have one screen, and often one file system.
+    task = task_of()
     is_first = task is None or task.position == 0
-    screen = Screen(None if is_first else io.StringIO())
     command = shlex.join(["keras-dist", *sys.argv[1:]])
-    screen.title(f"{command}  (keras_dist {__version__})")
 
     def show(result: Result) -> None:
         if result.status == BEGUN:
-            screen.running(f"{result.group}: {result.name}")
+            screen.running(f"  … {result.group}: {result.name}")
         else:
+            if not results or result.group != results[-1].group:
+                screen.line(f"\n{result.group}")
             results.append(result)
-            screen.show(result)
+            show_result(screen, result)
 
     is_whole = False
+    module = importlib.import_module("keras_dist.tools.screen")  # needs `rich`
     try:
-        for stage in to_run:
-            if _has_failed(CONNECT, results):
-                for key in stage.checks:
-                    show(Result(*key, UNTRIED, "the ranks could not connect"))
-                continue
-            screen.running(stage.name)
-            launcher.run(stage, inner_words(options), show)
-        screen.summary(results)
+        with module.Screen(None if is_first else io.StringIO()) as screen:
+            screen.line(f"{command}  (keras_dist {__version__})")
+            for stage in to_run:
+                if any(r.key == CONNECT and r.status == FAILED for r in results):
+                    for key in stage.checks:
+                        show(Result(*key, UNTRIED, "the ranks could not connect"))
+                    continue
+                screen.running(f"  … {stage.name}")
+                launcher.run(stage, _rank_words(options), show)
+            screen.line(summary_of(results))
         is_whole = True
     finally:
         if options.json and is_first:
-            _write(Path(options.json), results, command, is_whole=is_whole)
+            content = {
+                "keras_dist": __version__,
+                "command": command,
+                "time": datetime.datetime.now(datetime.UTC).isoformat(
+                    timespec="seconds"
+                ),
+                "is_whole": is_whole,
+                "holds": is_whole and holds(results),
+                "results": [vars(result) for result in results],
+            }
+            text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+            write_whole(Path(options.json), text)
     return 0 if holds(results) else 1
 
 
 def where_words(options: argparse.Namespace, num_ranks: int = 0) -> list[str]:
-    """The options of `keras-dist run` that say where ranks start, as they were given.
+    """Return the options of `keras-dist run` that say where ranks start, as given.
 
     Args:
         options: The parsed options of `check` or `env`.
         num_ranks: Ranks where nothing says how many; 0 for one for each GPU, or two.
     """
-    known = argparse.ArgumentParser(add_help=False)
-    add_where(known)
-    given = vars(options)
-    words = []
-    for action in known._actions:
-        value = given[action.dest]
-        if value != action.default:
-            words += [action.option_strings[0], str(value)]
+    words = given_words(options, add_where)
+    if task_of() is not None:
+        # Under SLURM, `run` looks for a step only where nobody else has started it.
+        return words
     names = ("np", "hosts", "hostfile", "nnodes", "rdzv", "host_discovery_script")
-    is_step = task_of() is not None
-    if not is_step and all(given.get(name) is None for name in names):
+    if all(getattr(options, name) is None for name in names):
         words += ["-np", str(num_ranks or num_gpus() or _RANKS)]
-    # The ranks end with this process, also if it is killed. Under SLURM, `run` looks
-    # for a step only where nobody else has started it.
-    return words if is_step else [*words, "--with-parent", str(os.getpid())]
+    # The ranks end with this process, even if it is killed.
+    return [*words, "--with-parent", str(os.getpid())]
 
 
-def _has_failed(key: tuple[str, str], results: Sequence[Result]) -> bool:
-    return any(r.key == key and r.status == FAILED for r in results)
-
-
-def _write(
-    path: Path, results: Sequence[Result], command: str, *, is_whole: bool
-) -> None:
-    """Write all results, or those until Ctrl-C, whole or not at all."""
-    content = {
-        "keras_dist": __version__,
-        "command": command,
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "is_whole": is_whole,
-        "holds": is_whole and holds(list(results)),
-        "results": [vars(result) for result in results],
-    }
-    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.draft")
-    draft.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    draft.replace(path)
+def _rank_words(options: argparse.Namespace) -> list[str]:
+    """Return the arguments of the ranks of a stage."""
+    words = ["--script", options.script] if options.script else []
+    if options.resume_folder:
+        words += ["--folder", options.resume_folder]
+    return words + ["--quick"] * options.quick
 
 
 def _rank(options: argparse.Namespace) -> int:
-    """What a rank of the first stage runs: without the package, and so TensorFlow."""
-    environment = importlib.import_module("keras_dist.tools.check.environment")
-    names = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
-    numbers = {name: int(os.environ[f"HOROVOD_{name.upper()}"]) for name in names}
-    slot = Slot(host=os.environ["HOROVOD_HOSTNAME"], **numbers)
-    environment.run(options.checks, options.script, slot, status_store_of())
+    """Run a rank of the first stage, without the package, and so TensorFlow."""
+    run_stage(options)
     return 0
+
+
+def show_result(screen: "Screen", result: Result) -> None:
+    """Show the lines of a result."""
+    first, *rest = lines_of(result, width=screen.width)
+    screen.line(first, style=_STATES[result.status][1], sign=2)
+    for line in rest:
+        screen.line(line)
+
+
+def lines_of(result: Result, *, width: int) -> list[str]:
+    """Return the lines of one result, wrapped to a width if their words allow it.
+
+    >>> print(*lines_of(Result("devices", "memory", OK, "2 GiB free"), width=40))
+      ✔ memory       2 GiB free
+    """
+    indent = " " * (4 + _NAME_WIDTH)
+    begin = f"  {_STATES[result.status][0]} {result.name:<{_NAME_WIDTH - 1}} "
+    paragraphs = [(begin, indent, text) for text in (result.seen or "–").splitlines()]
+    paragraphs[1:] = [(indent, indent, text) for _, _, text in paragraphs[1:]]
+    if result.cure and result.status != OK:
+        paragraphs.append((f"{indent}→ ", f"{indent}  ", result.cure))
+    return [
+        line
+        for first, further, text in paragraphs
+        for line in textwrap.wrap(
+            text,
+            width,
+            initial_indent=first,
+            subsequent_indent=further,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    ]
+
+
+def summary_of(results: Sequence[Result]) -> str:
+    """Say how many checks hold."""
+    texts = []
+    for status, (_, _, name) in _STATES.items():
+        count = sum(result.status == status for result in results)
+        if count > 1:
+            name = name.replace("holds", "hold")
+        if count:
+            texts.append(f"{count} {name}")
+    return f"\n{', '.join(texts)}"

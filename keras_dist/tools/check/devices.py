@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from keras_dist import comm
 from keras_dist.tools.check import gpus
-from keras_dist.tools.check.reporting import (
+from keras_dist.tools.check.checks import (
     Found,
     Reporting,
     by_value,
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _own(listed: Sequence[gpus.Gpu], product: Mapping[str, Any]) -> dict[str, Any]:
-    """What this rank computes on."""
+    """Describe the device of this rank."""
     device = comm.device()
     has_gpu = device.kind == "GPU"
     index = device.index if has_gpu else comm.local_rank()
@@ -83,7 +83,7 @@ def _own(listed: Sequence[gpus.Gpu], product: Mapping[str, Any]) -> dict[str, An
 
 
 def device(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
-    """Has each rank a GPU that no other has?"""
+    """Check that each rank has a GPU that no other has."""
     texts = [f"{uuid}: {named(ranks, hosts)}" for uuid, ranks in _with_same_gpu(found)]
     if texts:
         return failed(
@@ -121,7 +121,7 @@ def device(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
 
 
 def _without_gpus(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
-    """No rank has a GPU: is there none, or does its driver not answer?"""
+    """Find out why no rank has a GPU: there is none, or its driver does not answer."""
     seen = f"no GPU: {by_value([own['device'] for own in found], hosts)}"
     broken = [rank for rank, own in enumerate(found) if own["error"]]
     if not broken:
@@ -135,7 +135,7 @@ def _without_gpus(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> F
 
 
 def _with_same_gpu(found: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[int]]]:
-    """UUIDs of GPUs that several ranks have, and these ranks."""
+    """Return the UUIDs of GPUs that several ranks have, with the ranks."""
     owners: dict[str, list[int]] = {}
     for rank, own in enumerate(found):
         if own["uuid"]:
@@ -144,7 +144,7 @@ def _with_same_gpu(found: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[i
 
 
 def memory(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
-    """Is there free memory, and is nobody else on the GPUs?"""
+    """Check that there is free memory, and nobody else on the GPUs."""
     own_processes = {(own["host"], own["process"]) for own in found}
     strangers = {
         f"{uuid} on {own['host']}: process {process}, {size_in_words(num_bytes)}"
@@ -175,7 +175,7 @@ def memory(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
 def _used_before(
     text: str, found: Sequence[Mapping[str, Any]], hosts: Sequence[str]
 ) -> Found | None:
-    """A warning where memory is used by what nvidia-smi does not show here."""
+    """Warn where memory is used by what nvidia-smi does not show here."""
     full = [r for r, own in enumerate(found) if own["used"] > _USED * own["total"]]
     if not full:
         return None
@@ -189,7 +189,7 @@ def _used_before(
 
 
 def cores(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
-    """Has each rank cores of its own, and as many threads as cores?"""
+    """Check that each rank has cores of its own, and as many threads as cores."""
     texts, doubled = [], []
     for host in dict.fromkeys(hosts):
         own = [each for each in found if each["host"] == host]
@@ -216,7 +216,7 @@ def cores(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
 
 
 def matmul(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
-    """Did a matrix product run where it should, with the right numbers?"""
+    """Check that a matrix product ran where it should, with the right numbers."""
     wrong = [rank for rank, own in enumerate(found) if not own["is_right"]]
     if wrong:
         return failed(
@@ -244,7 +244,7 @@ def matmul(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
 
 
 def _product() -> dict[str, Any]:
-    """Multiply two matrices, and see where, how fast, and whether it is right."""
+    """Multiply two matrices; find out where, how fast, and whether correctly."""
     generator = np.random.default_rng(0)
     values = generator.integers(-2, 3, size=(2, _SIZE, _SIZE)).astype("float32")
     first, second = tf.constant(values[0]), tf.constant(values[1])
@@ -269,7 +269,7 @@ def _has(own: Mapping[str, Any]) -> bool:
 
 
 def _sees_itself(found: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether nvidia-smi lists our ranks; not so where process ids are others."""
+    """Tell whether nvidia-smi lists our ranks; containers have other process ids."""
     return any(own["process"] in [e[1] for e in own["computing"]] for own in found)
 
 

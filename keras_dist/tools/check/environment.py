@@ -1,19 +1,28 @@
 """The first stage: are the ranks' facts equal, and do the hosts reach each other?
 
-It uses no collective and does not import TensorFlow before it has to: the ranks read
-what the others have found in the launcher's store.
+It uses no collective, and imports TensorFlow as late as possible: the ranks read the
+facts of the others in the launcher's store.
 """
 
+import argparse
+import contextlib
+import hashlib
+import importlib
+import importlib.metadata
+import os
+import platform
+import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import keras_dist
+from keras_dist.launch import horovod_library
 from keras_dist.launch.hosts import LOOPBACK, Slot
-from keras_dist.launch.monitor.status_store import StatusStore
+from keras_dist.launch.monitor.status_store import StatusStore, status_store_of
 from keras_dist.tools.check import network
-from keras_dist.tools.check.facts import facts
-from keras_dist.tools.check.hosts import Answerer, host_facts, reach
-from keras_dist.tools.check.reporting import (
+from keras_dist.tools.check.checks import (
     Found,
     Reporting,
     by_value,
@@ -23,30 +32,39 @@ from keras_dist.tools.check.reporting import (
     untried,
     warning,
 )
+from keras_dist.tools.check.gpus import gpus
+from keras_dist.tools.install.facts import is_supported
+from keras_dist.version import __version__
 
-# Seconds for which a rank waits for others, which import TensorFlow.
+# Seconds for which a rank waits for the others, which import TensorFlow.
 _SECONDS, _PAUSE = 240.0, 0.2
 
 _INSTALL = "Run `keras-dist install-horovod` there."
 
+_PACKAGES = {
+    "TensorFlow": ("tensorflow", "tensorflow-cpu"),
+    "Keras": ("keras",),
+    "Horovod": ("horovod",),
+    "NumPy": ("numpy",),
+}
+_GIB = 2**30
 
-def run(checks: Collection[str], script: str, slot: Slot, store: StatusStore) -> None:
-    """Try the checks of this stage; all ranks call it.
 
-    Args:
-        checks: Names of the checks to try.
-        script: Path of the user's script; empty for none.
-        slot: The slot of this rank.
-        store: The launcher's store.
-    """
+def run(options: argparse.Namespace) -> None:
+    """Try the checks of this stage; all ranks call it."""
+    names = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+    numbers = {name: int(os.environ[f"HOROVOD_{name.upper()}"]) for name in names}
+    slot = Slot(host=os.environ["HOROVOD_HOSTNAME"], **numbers)
+    store = status_store_of()
+    assert store is not None  # the launcher has started this rank
     begin = time.time()
-    report = Reporting("environment", checks)
+    report = Reporting("environment", options.checks)
     report.check("start", lambda: ok(started(_exchange(store, slot, "start", begin))))
     only = LOOPBACK if slot.local_size == slot.size else ""
-    answerer = Answerer(only) if slot.local_rank == 0 else None
-    own = {**facts(script), "host": slot.host, "local_rank": slot.local_rank}
+    answerer = network.Answerer(only) if slot.local_rank == 0 else None
+    own = {**facts(options.script), "host": slot.host, "local_rank": slot.local_rank}
     if answerer is not None:
-        own["network"] = host_facts(answerer)
+        own["network"] = network.host_facts(answerer)
     found = _exchange(store, slot, "facts", own)
     hosts = [each["host"] for each in found]
     for name, verdict in VERDICTS.items():
@@ -55,7 +73,7 @@ def run(checks: Collection[str], script: str, slot: Slot, store: StatusStore) ->
     tried = []
     if answerer is not None:
         number = sum(1 for each in found[: slot.rank] if "network" in each)
-        tried = reach(number, networks)
+        tried = network.reach(number, networks)
     reached = _exchange(store, slot, "reached", tried)
     of_hosts = [r for r, each in zip(reached, found, strict=True) if "network" in each]
     is_patched = [bool(each.get("is_patched")) for each in found if "network" in each]
@@ -68,7 +86,7 @@ def run(checks: Collection[str], script: str, slot: Slot, store: StatusStore) ->
 
 
 def _exchange(store: StatusStore, slot: Slot, purpose: str, value: Any) -> list[Any]:
-    """The values of all ranks, in rank order.
+    """Exchange values by the launcher's store, and return them in rank order.
 
     Raises:
         TimeoutError: If a rank has written none in time.
@@ -87,15 +105,119 @@ def _exchange(store: StatusStore, slot: Slot, purpose: str, value: Any) -> list[
         time.sleep(_PAUSE)
 
 
+def facts(script: str) -> dict[str, Any]:
+    """Collect all facts of this rank, as values of JSON, without a collective.
+
+    Args:
+        script: Path of the user's script; empty for none.
+    """
+    listed = gpus()
+    return {
+        "versions": installed_versions(),
+        **_loaded(),
+        "driver": listed[0].driver if listed else "",
+        "gpus": [gpu.name for gpu in listed],
+        "code": {
+            "keras_dist": digest_of_folder(Path(keras_dist.__file__).parent),
+            **({script: digest_of_file(Path(script))} if script else {}),
+        },
+        "system": host_system(),
+    }
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the installed versions; empty where nothing is installed."""
+    found = {"Python": platform.python_version(), "keras_dist": __version__}
+    for title, names in _PACKAGES.items():
+        found[title] = ""
+        for name in names:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                found[title] = found[title] or importlib.metadata.version(name)
+    return found
+
+
+def _loaded() -> dict[str, Any]:
+    """Import TensorFlow and Horovod, and say for what they were built."""
+    found: dict[str, Any] = {"errors": {}, "built": [], "nccl": 0, "cuda": {}}
+    try:
+        tensorflow = importlib.import_module("tensorflow")
+    except Exception as error:  # a library of the system may be missing
+        found["errors"]["TensorFlow"] = f"{type(error).__name__}: {error}"
+        return found
+    found["imported"] = tensorflow.__version__
+    found["is_supported"] = is_supported(tensorflow.__version__)
+    build = tensorflow.sysconfig.get_build_info()
+    found["cuda"] = {
+        name: str(build[key])
+        for name, key in (("CUDA", "cuda_version"), ("cuDNN", "cudnn_version"))
+        if key in build
+    }
+    found["is_patched"] = horovod_library.uses_named_network()
+    try:
+        comm = importlib.import_module("keras_dist.comm")
+        found["built"] = comm.built_transports()
+        found["nccl"] = comm.nccl_version()
+    except Exception as error:  # built for another TensorFlow, for example
+        found["errors"]["Horovod"] = str(error)
+    return found
+
+
+def digest_of_folder(folder: Path) -> str:
+    """Hash all Python files of a folder, and their names."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        name = str(path.relative_to(folder))
+        digest.update(f"{name}\n{digest_of_file(path)}\n".encode())
+    return digest.hexdigest()[:12]
+
+
+def digest_of_file(path: Path) -> str:
+    """Hash a file; return the error if it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def host_system() -> dict[str, Any]:
+    """Describe operating system, processor, cores and memory of this host."""
+    return {
+        "kernel": f"{platform.system()} {platform.release()}",
+        "os": platform.freedesktop_os_release().get("PRETTY_NAME", "")
+        if Path("/etc/os-release").exists()
+        else "",
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(_memory() / _GIB, 1),
+        "python": sys.executable,
+    }
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _memory() -> int:
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            return min(pages, int(Path(path).read_text()))
+    return pages
+
+
 def started(begins: Sequence[float]) -> str:
-    """How many ranks were started, in words."""
+    """Say how many ranks were started."""
     later = max(begins) - min(begins)
     count = len(begins)
     return f"{count} rank{'s' * (count > 1)}, the last {later:.1f} s after the first"
 
 
 def versions(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
-    """Are the versions of all packages equal, and is TensorFlow one that we support?"""
+    """Check that all packages have equal versions, and TensorFlow a supported one."""
     own = found[0]["versions"]
     differing = [
         f"{name} {by_value([each['versions'].get(name, '') for each in found], hosts)}"
@@ -131,7 +253,7 @@ def versions(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
 
 
 def horovod(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
-    """Can Horovod be loaded, and has it the same transports on all ranks?"""
+    """Check that Horovod can be loaded, with the same transports on all ranks."""
     errors = _errors_of("Horovod", found, hosts)
     if errors:
         return failed(errors, _INSTALL)
@@ -155,7 +277,7 @@ def horovod(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
 
 
 def cuda(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
-    """Are driver, CUDA and NCCL equal where there are GPUs?"""
+    """Check that driver, CUDA and NCCL are equal where there are GPUs."""
     if not any(each["gpus"] for each in found):
         return untried("nvidia-smi lists no GPU on any host: ranks compute on CPUs")
     texts = [_cuda_of(each) for each in found]
@@ -180,7 +302,7 @@ def cuda(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
 
 
 def code(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
-    """Is the code of the package, and of the user's script, equal on all hosts?"""
+    """Check that package and script of the user are equal on all hosts."""
     names = found[0]["code"]
     differing = [
         f"{name}: {by_value([each['code'].get(name) for each in found], hosts)}"
@@ -199,7 +321,7 @@ def code(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
 
 
 def system(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
-    """What the hosts are: for a report of an error."""
+    """Describe the hosts, for a bug report."""
     texts = [_system_of(each["system"]) for each in found]
     seen = texts[0] if len(set(texts)) == 1 else by_value(texts, hosts)
     return ok(seen, **found[0]["system"])
@@ -219,7 +341,7 @@ VERDICTS: dict[str, Verdict] = {
 def _errors_of(
     name: str, found: Sequence[Mapping[str, Any]], hosts: Sequence[str]
 ) -> str:
-    """What was said on the ranks where a package cannot be imported."""
+    """Return the error of the ranks where a package cannot be imported."""
     with_error = [rank for rank, each in enumerate(found) if name in each["errors"]]
     if not with_error:
         return ""

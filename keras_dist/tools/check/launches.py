@@ -1,9 +1,7 @@
 """Run the ranks of a stage, and again after the check at which they died."""
 
-import os
 import queue
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -13,19 +11,22 @@ from dataclasses import dataclass
 
 from keras_dist.launch.startup_noise import VARIABLE as VERBOSE
 from keras_dist.launch.startup_noise import is_verbose
-from keras_dist.tools.check.result import BEGUN, FAILED, UNTRIED, Result, result_in
-from keras_dist.tools.check.stages import CONNECT, Stage
+from keras_dist.tools import launcher
+from keras_dist.tools.check.checks import (
+    BEGUN,
+    CONNECT,
+    FAILED,
+    UNTRIED,
+    Result,
+    Stage,
+    result_in,
+)
 
-# Seconds for the launcher to end its ranks, after Ctrl-C and after SIGTERM.
+# Seconds for the last lines of a launcher that has ended.
 _END_SECONDS = 20.0
 
-# What the launcher's own messages begin with; and how many lines of others, and how
-# many characters, are shown.
-_OWN = "keras-dist: "
-_MOST_LINES, _MOST_CHARACTERS = 3, 600
-
-# What the launcher says where ranks could not all start, and the check of the first
-# stage that is about it. Any other message is one of the check that was running.
+# Messages of the launcher where ranks could not all start, and the check of the first
+# stage that is about each. Any other message belongs to the check that was running.
 _CAUSES = (
     (r"resolves there to|A host cannot be reached", "names"),
     (r" cannot reach ", "network"),
@@ -34,9 +35,6 @@ _CAUSES = (
 )
 
 _HOSTS = "What each host needs is in the documentation, on the page of several hosts."
-
-# What the launcher says last, where the cause is in the line before.
-_WITHOUT_CAUSE = r"^no ranks could be run on|without a Python error"
 
 Show = Callable[[Result], None]
 
@@ -57,11 +55,11 @@ class Launcher:
         """Run all checks of a stage; each is shown once.
 
         A launch that dies or hangs fails the check that was running, and the checks
-        after it have another launch. If none has begun, the ranks cannot be started.
+        after it get another launch. If none has begun, the ranks cannot be started.
 
         Args:
             stage: The stage.
-            arguments: Words for its ranks.
+            arguments: Arguments for its ranks.
             show: Called with each result, and when a check begins.
         """
         left = list(stage.checks)
@@ -86,7 +84,7 @@ class Launcher:
         arguments: Sequence[str],
         show: Show,
     ) -> tuple[list[tuple[str, str]], str]:
-        """Run what is left of a stage, and remove from it what is reported.
+        """Run the rest of a stage, and remove from it what is reported.
 
         Returns:
             The checks that have begun, and why the launch has ended.
@@ -107,29 +105,26 @@ class Launcher:
             return begun, process.reason(seconds)
 
     def _command(self, stage: Stage, words: Sequence[str]) -> list[str]:
-        launcher = [sys.executable, "-m", "keras_dist", "run", *self.options]
-        launcher += ["--restarts", str(stage.restarts)]
+        options = [*self.options, "--restarts", str(stage.restarts)]
         if stage.has_package:
-            return [*launcher, "-m", "keras_dist.tools.check.worker", *words]
+            return [*options, "-m", "keras_dist.tools.check", *words]
         # `env` makes it a program: a module would import the package before.
         program = ["env", sys.executable, "-m", "keras_dist", "check-rank"]
-        return [*launcher, *program, *words]
+        return [*options, *program, *words]
 
 
 class _Process:
     """A launcher: what its ranks report, and why it ended."""
 
-    def __init__(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
+    def __init__(self, words: Sequence[str], variables: Mapping[str, str]) -> None:
         quiet = {} if is_verbose() else {"TF_CPP_MIN_LOG_LEVEL": "3"}
-        self._process = subprocess.Popen(
-            command,
-            env={**os.environ, **quiet, **variables},
-            stdin=subprocess.DEVNULL,
+        self._process = launcher.start(
+            words,
+            {**quiet, **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            start_new_session=True,  # Ctrl-C is for the command, which ends this
         )
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._errors: list[str] = []
@@ -143,18 +138,10 @@ class _Process:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-            if self._process.poll() is not None:
-                break
-            self._process.send_signal(number)
-            try:
-                self._process.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                continue
-        self._process.wait()
+        launcher.end(self._process)
 
     def results(self, seconds: float) -> Iterator[Result]:
-        """What the ranks report, until the launcher ends or the time is over."""
+        """Yield what the ranks report, until the launcher ends or time is over."""
         end = time.monotonic() + seconds
         while True:
             try:
@@ -167,17 +154,14 @@ class _Process:
             result = result_in(line)
             if result is not None:
                 yield result
-        try:
-            self._process.wait(max(0.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self._is_late = True
+        self._is_late = not launcher.has_ended(self._process, end - time.monotonic())
         self._threads[1].join(_END_SECONDS)
 
     def reason(self, seconds: float) -> str:
-        """Why the launch has not reported everything, in words."""
+        """Say why the launch has not reported everything."""
         if self._is_late:
             return f"it did not end in {seconds:g} s"
-        found = reason_in("".join(self._errors))
+        found = launcher.reason_in("".join(self._errors))
         return found or f"the launch ended with exit code {self._process.returncode}"
 
     def _read_lines(self) -> None:
@@ -195,35 +179,8 @@ class _Process:
             del self._errors[:-1000]
 
 
-def reason_in(errors: str) -> str:
-    r"""The cause in what the launcher and its ranks have said, without stacks.
-
-    >>> reason_in("keras-dist: rank 1 failed first, here.\n  File\nRank 1: no disk\n")
-    'rank 1 failed first, here: no disk'
-    >>> reason_in("keras-dist: no way to b\nkeras-dist: no ranks could be run on b.")
-    'no way to b; no ranks could be run on b.'
-    """
-    before, found, last = errors.rpartition(_OWN)
-    if not found:
-        return _shortened(" ".join(last.split("\n")[-_MOST_LINES:]))
-    text = last.partition("\n")[0]
-    summary = re.search(r"^Rank \d+(?: on \S+)?: (.*)", last, re.MULTILINE)
-    if summary:
-        text = f"{text.rstrip('.')}: {summary[1]}"
-    if re.search(_WITHOUT_CAUSE, text) and _OWN in before:  # a line before has it
-        earlier = before.rpartition(_OWN)[2].partition("\n")[0]
-        text = f"{earlier.rstrip('.')}; {text}"
-    return _shortened(text)
-
-
-def _shortened(text: str) -> str:
-    half = _MOST_CHARACTERS // 2
-    text = " ".join(text.split())
-    return text if len(text) <= 2 * half else f"{text[:half]} … {text[-half:]}"
-
-
 def _cause_of(reason: str, left: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
-    """The check that is about what the launcher has said, if it is known."""
+    """Find the check that a message of the launcher is about, if it is known."""
     for pattern, name in _CAUSES:
         if re.search(pattern, reason) and ("environment", name) in left:
             return "environment", name

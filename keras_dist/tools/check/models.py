@@ -1,4 +1,4 @@
-"""What the stages `truth`, `resume` and `speed` train."""
+"""Models and data that the stages `truth`, `resume` and `speed` train."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,28 +28,28 @@ class Subject:
 
 
 def pictures(count: int) -> tuple[Any, Any]:
-    """Rows of 8×8 pictures with one of three labels."""
+    """Make rows of 8×8 pictures with one of three labels."""
     generator = np.random.default_rng(1)
     x = generator.normal(size=(count, 8, 8, 1)).astype("float32")
     return x, generator.integers(0, 3, size=count)
 
 
 def words(count: int) -> tuple[Any, Any]:
-    """Rows of six words, some of them read often, with a number."""
+    """Make rows of six words, some of them frequent, with a number."""
     generator = np.random.default_rng(2)
     x = np.minimum(generator.geometric(0.2, size=(count, 6)), 30).astype("int32")
     return x, (x[:, :1] > 3).astype("float32")
 
 
 def vectors(count: int) -> tuple[Any, Any]:
-    """Rows of five numbers with a number."""
+    """Make rows of five numbers with a number."""
     generator = np.random.default_rng(3)
     x = generator.normal(size=(count, 5)).astype("float32")
     return x, x.sum(axis=1, keepdims=True)
 
 
 def cnn(rate: float) -> Any:
-    """A convolution with a synchronized BatchNormalization."""
+    """Make a convolution with a synchronized BatchNormalization."""
     layers = [
         keras.Input((8, 8, 1)),
         keras.layers.Conv2D(8, 3, use_bias=False),
@@ -63,7 +63,7 @@ def cnn(rate: float) -> Any:
 
 
 def embedding(rate: float) -> Any:
-    """An Embedding, whose gradient is sparse, with Adam."""
+    """Make an Embedding, whose gradient is sparse, with Adam."""
     layers = [
         keras.Input((6,), dtype="int32"),
         keras.layers.Embedding(31, 8),
@@ -74,11 +74,11 @@ def embedding(rate: float) -> Any:
 
 
 def perceptron(rate: float, **arguments: Any) -> Any:
-    """Two dense layers.
+    """Make two dense layers.
 
     Args:
         rate: Learning rate.
-        **arguments: Of `compile`.
+        **arguments: Arguments of `compile`.
     """
     layers = [
         keras.Input((5,)),
@@ -89,7 +89,7 @@ def perceptron(rate: float, **arguments: Any) -> Any:
 
 
 def half(rate: float) -> Any:
-    """Two dense layers in mixed precision."""
+    """Make two dense layers in mixed precision."""
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_float16")
     try:
@@ -99,7 +99,7 @@ def half(rate: float) -> Any:
 
 
 def with_dropout(rate: float) -> Any:
-    """A model with random numbers and with state of its optimizer."""
+    """Make a model that draws random numbers, with an optimizer that has state."""
     layers = [
         keras.Input((5,)),
         keras.layers.Dense(16, activation="tanh"),
@@ -109,8 +109,8 @@ def with_dropout(rate: float) -> Any:
     return _compiled(layers, keras.optimizers.Adam(rate))
 
 
-# As `docs/equivalence.md` has measured them: a few roundings of a number in float16,
-# and statistics, which amplify rounding.
+# Measured in `docs/equivalence.md`: a few roundings of a number in float16, and
+# statistics, which amplify rounding.
 _HALF, _STATISTICS = 2.0**-8, 1e-4
 
 SUBJECTS = {
@@ -122,7 +122,7 @@ SUBJECTS = {
 
 
 def resnet(*, pixels: int) -> Any:
-    """ResNet-50, with random weights."""
+    """Make a ResNet-50 with random weights."""
     shape = (pixels, pixels, 3)
     model = keras.applications.ResNet50(weights=None, input_shape=shape)
     model.compile(
@@ -132,7 +132,7 @@ def resnet(*, pixels: int) -> Any:
 
 
 def transformer(*, length: int, width: int, layers: int) -> Any:
-    """An encoder that predicts a word for each word.
+    """Make an encoder that predicts a word for each word.
 
     Args:
         length: Words of a row.

@@ -1,4 +1,4 @@
-"""The fifth stage: save, kill, resume, to the bit, in a folder of the user's.
+"""The fifth stage: save, kill, resume, to the bit, in a folder of the user.
 
 The launcher starts the ranks of this stage again when one of them was killed. The first
 start tries the folder and kills a rank; the second one resumes, and compares with a
@@ -21,8 +21,7 @@ import keras
 from keras_dist import comm
 from keras_dist.fit import dist_fit
 from keras_dist.launch.assignment import RESTART
-from keras_dist.tools.check.models import BATCH, vectors, with_dropout
-from keras_dist.tools.check.reporting import (
+from keras_dist.tools.check.checks import (
     Found,
     Reporting,
     failed,
@@ -32,6 +31,7 @@ from keras_dist.tools.check.reporting import (
     untried,
     warning,
 )
+from keras_dist.tools.check.models import BATCH, vectors, with_dropout
 from keras_dist.tools.check.truth import digest_of, state_of
 
 _NAME = "keras_dist_check"
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _written(folder: Path) -> str:
-    """Write and rename a file, read it again; the error in words."""
+    """Write, rename and read a file; return the error, if any."""
     if comm.local_rank():
         return ""
     data = os.urandom(_BYTES)
@@ -97,7 +97,7 @@ def _written(folder: Path) -> str:
 
 
 def written(folder: Path, errors: Sequence[str]) -> Found:
-    """Can each host write, rename and read in the folder?"""
+    """Check that each host can write, rename and read in the folder."""
     if errors:
         return failed("; ".join(errors), _CURE)
     free = min(comm.gather(shutil.disk_usage(folder).free))
@@ -108,7 +108,7 @@ def written(folder: Path, errors: Sequence[str]) -> Found:
 
 
 def shared(folder: Path, is_named: bool) -> Found:
-    """Do all hosts see the files of the others?"""
+    """Check that all hosts see the files of the others."""
     is_writer = comm.local_rank() == 0
     names = [f"host.{r}" for r, w in enumerate(comm.gather(is_writer)) if w]
     seen = names
@@ -119,7 +119,7 @@ def shared(folder: Path, is_named: bool) -> Found:
         if len(seen) in (1, len(names)) or time.monotonic() > end:
             break
         time.sleep(_PAUSE)
-    counts = {n for n, w in zip(*_gathered(len(seen), is_writer), strict=True) if w}
+    counts = {n for n, w in comm.gather((len(seen), is_writer)) if w}
     if len(names) == 1:
         return ok("one host")
     if counts == {len(names)}:
@@ -135,12 +135,8 @@ def shared(folder: Path, is_named: bool) -> Found:
     )
 
 
-def _gathered(*values: Any) -> list[Any]:
-    return [comm.gather(value) for value in values]
-
-
 def trained(folder: Path, *, is_killed: bool = False) -> tuple[str, int]:
-    """Train in a folder; the digest of the model, and how many batches it took."""
+    """Train in a folder; return a digest of the model, and the number of batches."""
     keras.utils.set_random_seed(_SEED)
     model = with_dropout(0.01)
     x, y = vectors(_BATCHES * BATCH * comm.size())
@@ -167,7 +163,7 @@ def trained(folder: Path, *, is_killed: bool = False) -> tuple[str, int]:
 
 
 def resumed(folder: Path) -> Found:
-    """Is the model after a kill that of a training that nothing has interrupted?"""
+    """Check that the model after a kill equals that of an uninterrupted training."""
     found, count = trained(folder / "killed")
     expected, total = trained(folder / "whole")
     is_equal = all(comm.gather(found == expected))

@@ -1,7 +1,7 @@
 """The last stage: rows per second on 1, 2, 4 … ranks, with synthetic data.
 
-All numbers of ranks are measured by one launch, with a process set for each: ranks that
-do not train wait. Each rank has the same cores, or GPU, at each number of ranks.
+One launch measures all numbers of ranks, with a process set for each: ranks that do not
+train wait. Each rank keeps its cores, or its GPU, at each number of ranks.
 """
 
 import argparse
@@ -14,8 +14,8 @@ import numpy as np
 
 from keras_dist import comm
 from keras_dist.fit import dist_fit
+from keras_dist.tools.check.checks import Found, Reporting, ok, warning
 from keras_dist.tools.check.models import VOCABULARY, resnet, transformer
-from keras_dist.tools.check.reporting import Found, Reporting, ok, warning
 
 # Steps that do not count, and that do: on a CPU, and on a GPU.
 _WARM_UP, _STEPS, _STEPS_GPU = 2, 4, 30
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def counts_of(size: int) -> list[int]:
-    """Numbers of ranks to measure.
+    """Choose the numbers of ranks to measure.
 
     >>> counts_of(1), counts_of(3), counts_of(8)
     ([1], [1, 2, 3], [1, 2, 4, 8])
@@ -67,7 +67,7 @@ def counts_of(size: int) -> list[int]:
 def measured(
     make: Callable[[], Any], rows: Callable[[int], Any], batch: int, what: str
 ) -> Found:
-    """How many rows a second do 1, 2, 4 … ranks train?"""
+    """Measure how many rows a second 1, 2, 4 … ranks train."""
     rates = {}
     for count in counts_of(comm.size()):
         own = 0.0
@@ -93,7 +93,7 @@ def measured(
 
 
 class _Clock(keras.callbacks.Callback):
-    """When each batch has ended."""
+    """Record when each batch ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class _Clock(keras.callbacks.Callback):
 
 
 def _rate(model: Any, rows: Callable[[int], Any], batch: int, count: int) -> float:
-    """Rows per second of all ranks that train."""
+    """Measure rows per second of all ranks that train."""
     steps = _STEPS_GPU if comm.device().kind == "GPU" else _STEPS
     x, y = rows(batch * count * (_WARM_UP + steps))
     clock = _Clock()

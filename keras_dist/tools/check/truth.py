@@ -1,4 +1,4 @@
-"""The fourth stage: is the model of all ranks that of plain Keras on one process?"""
+"""The fourth stage: does training on all ranks equal plain Keras on one process?"""
 
 import argparse
 import hashlib
@@ -11,8 +11,7 @@ import tensorflow as tf
 
 from keras_dist import comm
 from keras_dist.fit import dist_fit
-from keras_dist.tools.check.models import BATCH, SUBJECTS, Subject, cnn, pictures
-from keras_dist.tools.check.reporting import (
+from keras_dist.tools.check.checks import (
     Found,
     Reporting,
     failed,
@@ -21,6 +20,7 @@ from keras_dist.tools.check.reporting import (
     own_host,
     untried,
 )
+from keras_dist.tools.check.models import BATCH, SUBJECTS, Subject, cnn, pictures
 
 _RATE, _EPOCHS, _SEED = 0.01, 2, 5
 
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def gradient() -> Found:
-    """Has each rank the first one's gradient, for the same weights and rows?"""
+    """Check that each rank computes the same gradient of the same weights and rows."""
     keras.utils.set_random_seed(_SEED)
     model = cnn(_RATE)
     x, y = pictures(4 * BATCH)
@@ -72,7 +72,7 @@ def gradient() -> Found:
 
 
 def trained(subject: Subject) -> Found:
-    """Is what all ranks train what one process trains?"""
+    """Check that all ranks train the model that one process trains."""
     rows = _BATCHES * BATCH * comm.size() + _MORE_ROWS
     x, y = subject.rows(rows)
     fits: dict[str, Any] = {"shuffle": False, "epochs": _EPOCHS, "verbose": 0}
@@ -121,13 +121,13 @@ def _verdict(gaps: Sequence[float], digests: Sequence[str], tolerance: float) ->
 
 
 def state_of(model: Any) -> list[Any]:
-    """All weights and the optimizer's state, as arrays."""
+    """Return all weights and the optimizer's state, as arrays."""
     variables = [*model.weights, *model.optimizer.variables]
     return [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
 
 
 def digest_of(arrays: Sequence[Any]) -> str:
-    """A hash of the bits of all arrays."""
+    """Hash the bits of all arrays."""
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(array.tobytes())
@@ -135,7 +135,7 @@ def digest_of(arrays: Sequence[Any]) -> str:
 
 
 def _difference(own: Sequence[Any], expected: Sequence[Any]) -> float:
-    """Largest difference, relative to the largest number of its array."""
+    """Return the largest difference, relative to the largest number of its array."""
     gaps = [0.0]
     for array, other in zip(own, expected, strict=True):
         scale = max(_LEAST, float(np.abs(other).max(initial=0.0)))
