@@ -18,9 +18,13 @@ import tensorflow as tf
 from keras_dist import comm, optimizer
 from keras_dist.callbacks.average_statistics import variables_by_rule
 from keras_dist.checkpoint.trees import digest_of
-from keras_dist.training.metrics import states
-from keras_dist.training.metrics.rank_report import Seen
-from keras_dist.training.metrics.stateful import merges, rule_of, stateful_metrics
+from keras_dist.training.metrics.sync import (
+    UpdateCounts,
+    merges,
+    rule_of,
+    stateful_metrics,
+    weights,
+)
 from keras_dist.training.session import session_of
 
 
@@ -250,8 +254,8 @@ def _merge_ranks(
 
 def _of_all(metrics: Sequence[Any], ranks: Sequence[Any]) -> dict[str, Any]:
     """The own states of all ranks, merged into that of one rank."""
-    seen = [Seen(own["seen"][1], own["seen"][0]) for own in ranks]
-    fractions = states.weights(seen)
+    seen = [UpdateCounts(own["seen"][1], own["seen"][0]) for own in ranks]
+    fractions = weights(seen)
     merged = []
     for index, metric in enumerate(metrics):
         values = [own["metrics"][index] for own in ranks]

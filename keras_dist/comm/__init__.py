@@ -8,31 +8,42 @@
 - `settings`: those of Horovod on a rank without a GPU
 - `open_mpi`: settings of Open MPI, and a limit for its start
 - `process_sets`: `init`, and collectives among some of the ranks only
-- `collectives`: average, sum, broadcast and gather of any value, outside of a graph
-- `tensors`: collectives of tensors that also work inside a `tf.function`
-- `reductions`: Horovod's own reductions of one tensor
+- `collectives`: average, sum, broadcast and gather of any value; of tensors in graphs,
+  too
 - `compressed`: allreduce in float16 or bfloat16
-- `agreement`: raise an error of one rank on all ranks; compare values between ranks
-- `facts`: what Horovod was built with, and where a rank is
-- `first_rank`: a block that the first rank runs before the others
+- `agreement`: raise an error of one rank on all ranks; compare values between ranks; a
+  block that the first rank runs before the others
 - `signed`: sign pickled messages, so that only those of this job are unpickled
 - `timeline`: record Horovod's timeline during a block
 """
 
-from keras_dist.comm.agreement import agree, gather_or_raise, is_known, run_on_all
+from keras_dist.comm.agreement import (
+    agree,
+    first_rank,
+    gather_or_raise,
+    is_known,
+    run_on_all,
+)
 from keras_dist.comm.collectives import (
     average,
     broadcast,
     broadcast_arrays,
     broadcast_variables,
+    copy,
     gather,
+    gather_rows,
     gather_unless_equal,
+    name_by,
+    name_of,
+    reduce,
+    scatter,
+    stack,
     sum,
+    sum_tensors,
+    total,
 )
 from keras_dist.comm.compressed import sum_compressed
 from keras_dist.comm.devices import Device
-from keras_dist.comm.facts import fact
-from keras_dist.comm.first_rank import first_rank
 from keras_dist.comm.process_sets import (
     add_process_set,
     forget_process_sets,
@@ -42,10 +53,10 @@ from keras_dist.comm.process_sets import (
     start_with_process_sets,
     within,
 )
-from keras_dist.comm.reductions import concatenate, copy, reduce, scatter
 from keras_dist.comm.runtime import (
     built_transports,
     device,
+    fact,
     has_mpi,
     is_child_of_rank,
     is_started,
@@ -60,15 +71,6 @@ from keras_dist.comm.runtime import (
     transport_name,
     world_of_job,
 )
-from keras_dist.comm.tensors import (
-    adaptive_sum,
-    gather_rows,
-    name_by,
-    name_of,
-    stack,
-    sum_tensors,
-    total,
-)
 from keras_dist.comm.timeline import (
     announce_timeline,
     start_timeline,
@@ -81,7 +83,6 @@ from keras_dist.comm.world import World, is_elastic
 __all__ = [
     "Device",
     "World",
-    "adaptive_sum",
     "add_process_set",
     "agree",
     "announce_timeline",
@@ -90,7 +91,6 @@ __all__ = [
     "broadcast_arrays",
     "broadcast_variables",
     "built_transports",
-    "concatenate",
     "copy",
     "device",
     "explained",

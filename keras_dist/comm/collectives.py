@@ -1,8 +1,13 @@
-"""Average, sum, broadcast and gather of any value, outside of a graph."""
+"""Collectives: of any value outside of a graph, and of tensors in a graph, too.
+
+Every rank calls the same ones in the same order. On one rank they return their input.
+"""
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import keras
 import numpy as np
@@ -10,7 +15,6 @@ import tensorflow as tf
 
 from keras_dist.comm import runtime, transport
 from keras_dist.comm.signed import sign, verify
-from keras_dist.comm.tensors import name_of
 
 # Many arrays are broadcast in buffers of at most this many bytes, so that the buffer
 # that they are copied to stays small compared with the model.
@@ -20,6 +24,17 @@ _MESSAGE_BYTES = 8 * 2**20
 # bytes for the length of the pickled object, and then the object itself if it fits.
 # Most do; only longer ones need a second allgather.
 _HEAD_BYTES = 1024
+
+# Tensors of at least this many bytes get an allreduce of their own; at most this many
+# tensors do, so that the number of collectives does not grow with the number of layers.
+_LARGE = 4 * 2**20
+_MOST_SEPARATE = 16
+
+# For each graph, the number of collectives of each kind traced in it so far.
+_counts: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
+
+# And the numbers of the keys of each kind that were traced in it.
+_keys: WeakKeyDictionary[Any, dict[str, dict[Hashable, int]]] = WeakKeyDictionary()
 
 
 def average(value: Any) -> Any:
@@ -74,12 +89,7 @@ def broadcast(value: Any, root_rank: int = 0) -> Any:
     if link is None:
         return value
     if _is_tensor(value):
-        tensor = _tensor(value)
-        name = name_of("broadcast")
-        return with_wire_dtype(
-            tensor,
-            lambda x: transport.broadcast(link, x, root_rank=root_rank, name=name),
-        )
+        return copy(_tensor(value), root_rank, name=name_of("broadcast"))
     message = sign(value if world.rank == root_rank else None)
     return verify(_gather_bytes(message)[root_rank])
 
@@ -170,8 +180,193 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
             variable.assign(array)
 
 
-def _num_bytes(variable: Any) -> int:
-    return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
+def sum_tensors(tensors: Sequence[Any], *, name: str, dtype: Any) -> list[Any]:
+    """Sum many tensors over all ranks, packed into one allreduce.
+
+    Large tensors are not packed; each has an allreduce of its own.
+
+    Args:
+        tensors: Tensors of static or dynamic shape, of any float or integer dtype.
+        name: Name of the collectives, fixed and the same on all ranks. Horovod matches
+            the collectives of the ranks by name; ranks with different names wait for
+            ever.
+        dtype: The tensors are cast to this dtype, sent in it and summed in it.
+
+    Returns:
+        Tensors of dtype `dtype`, in the order and the shapes of `tensors`.
+    """
+    link, _ = runtime.connection()
+    tensors = [tf.cast(tensor, dtype) for tensor in tensors]
+    if link is None or not tensors:
+        return tensors
+    result: list[Any] = [None] * len(tensors)
+    large = _large_indices(tensors)
+    for index in large:
+        result[index] = transport.allreduce(
+            link, tensors[index], name=f"{name}.large.{index}"
+        )
+    indices = [index for index in range(len(tensors)) if index not in large]
+    small = [tensors[index] for index in indices]
+    if small:
+        flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in small], axis=0)
+        total = transport.allreduce(link, flat, name=name)
+        sums = tf.split(total, [_num_elements(tensor) for tensor in small])
+        for index, own_sum, tensor in zip(indices, sums, small, strict=True):
+            shape = tensor.shape if _is_static(tensor) else tf.shape(tensor)
+            result[index] = tf.reshape(own_sum, shape)
+    return result
+
+
+def total(tensor: Any, *, purpose: str) -> Any:
+    """Sum a tensor over all ranks.
+
+    Args:
+        tensor: A tensor of the same shape and dtype on every rank.
+        purpose: Part of the collective's name: what the collective is for.
+    """
+    return reduce(tensor, "sum", name=name_of(purpose))
+
+
+def stack(tensor: Any, *, purpose: str) -> Any:
+    """Stack the tensors of all ranks along a new first axis, in rank order.
+
+    Args:
+        tensor: A tensor of the same shape and dtype on every rank.
+        purpose: Part of the collective's name: what the collective is for.
+    """
+    return gather_rows(tensor[tf.newaxis], name=name_of(purpose))
+
+
+def reduce(
+    tensor: Any, op: str, *, name: str, before: float = 1.0, after: float = 1.0
+) -> Any:
+    """Combine the tensors of all ranks, element by element.
+
+    Args:
+        tensor: A tensor of the same shape and dtype on every rank.
+        op: `"average"`, unweighted; `"sum"`, `"min"`, `"max"`, `"product"`, `"adasum"`
+            (Maleki et al., 2021).
+        name: Name of the collective, the same on all ranks.
+        before: Factor on the tensor before the reduction.
+        after: Factor on the result.
+
+    Returns:
+        A tensor of the same shape and dtype.
+    """
+    link, _ = runtime.connection()
+    if link is None:
+        return tensor if before == after == 1.0 else _scaled(tensor, before * after)
+    factors = {"prescale_factor": before, "postscale_factor": after}
+    result = transport.allreduce(link, _sendable(tensor), op, factors, name=name)
+    return tf.cast(result, tensor.dtype)
+
+
+def scatter(tensor: Any, op: str, *, name: str) -> Any:
+    """Combine the tensors of all ranks, and return this rank's rows of the result.
+
+    Args:
+        tensor: A tensor of the same shape and dtype on every rank, with rows.
+        op: `"average"` or `"sum"`.
+        name: Name of the collective, the same on all ranks.
+
+    Returns:
+        Consecutive rows; where they cannot be divided equally, the first ranks have one
+        more.
+    """
+    link, _ = runtime.connection()
+    if link is None:
+        return tensor
+    result = transport.reducescatter(link, _sendable(tensor), op, name=name)
+    return tf.cast(result, tensor.dtype)
+
+
+def gather_rows(tensor: Any, *, name: str) -> Any:
+    """Concatenate the tensors of all ranks along their first axis, in rank order."""
+    link, _ = runtime.connection()
+    if link is None:
+        return tensor
+    result = transport.allgather(link, _sendable(tensor), name=name)
+    return tf.cast(result, tensor.dtype)
+
+
+def copy(tensor: Any, root_rank: int, *, name: str) -> Any:
+    """Return the tensor of `root_rank` on every rank.
+
+    Args:
+        tensor: A tensor of the same shape and dtype on every rank.
+        root_rank: The rank whose tensor is sent, counted within the process set.
+        name: Name of the collective, the same on all ranks.
+    """
+    link, _ = runtime.connection()
+    if link is None:
+        return tensor
+    wire = _sendable(tensor)
+    result = transport.broadcast(link, wire, root_rank=root_rank, name=name)
+    return tf.cast(result, tensor.dtype)
+
+
+def name_of(purpose: str) -> str:
+    """Name of a collective, the same on every rank however often it has traced before.
+
+    Several collectives of a graph may run at once, so they need different names: those
+    of one kind are numbered in the order in which they are traced.
+
+    Args:
+        purpose: What the collective is for.
+    """
+    if tf.executing_eagerly():
+        return f"keras_dist.{purpose}"
+    counts = _counts.setdefault(_outermost_graph(), Counter())
+    counts[purpose] += 1
+    return f"keras_dist.{purpose}.{counts[purpose]}"
+
+
+def name_by(purpose: str, key: Hashable) -> str:
+    """Name of a collective, the same on every rank, also where one rank traced twice.
+
+    A function inside of another one is traced again if it has made variables, as only
+    that rank's may do that has not loaded a model.
+
+    Args:
+        purpose: What the collective is for.
+        key: What distinguishes it from others of this purpose in the same graph. They
+            are numbered in the order in which they are traced first; outside of a graph
+            all have the number 1.
+    """
+    if tf.executing_eagerly():
+        return f"keras_dist.{purpose}.1"
+    keys = _keys.setdefault(_outermost_graph(), {})
+    numbers = keys.setdefault(purpose, {})
+    return f"keras_dist.{purpose}.{numbers.setdefault(key, len(numbers) + 1)}"
+
+
+def _outermost_graph() -> Any:
+    graph = tf.compat.v1.get_default_graph()
+    while getattr(getattr(graph, "outer_graph", None), "building_function", False):
+        graph = graph.outer_graph  # from a branch (`tf.cond`) to its function
+    return graph
+
+
+def _sendable(tensor: Any) -> Any:
+    """Cast a tensor to a dtype that Horovod can send, and hide that it is constant.
+
+    Horovod sends no bfloat16, no bool, and no small or unsigned integers. And while
+    TensorFlow traces, it computes what depends on constants alone, a collective too,
+    and not at the same time on all ranks.
+    """
+    dtype = tensor.dtype
+    if dtype in (tf.bfloat16, tf.float16):
+        dtype = tf.float32
+    elif not dtype.is_floating:
+        dtype = tf.int64
+    tensor = tf.cast(tensor, dtype)
+    if tf.executing_eagerly():
+        return tensor
+    return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape)
+
+
+def _scaled(tensor: Any, factor: float) -> Any:
+    return tf.cast(tf.cast(tensor, tf.float64) * factor, tensor.dtype)
 
 
 def _averaged(value: Any) -> Any:
@@ -185,33 +380,18 @@ def _summed(value: Any) -> Any:
     link, _ = runtime.connection()
     if link is None:
         return value
-    if isinstance(value, (int, float)):
-        array = np.asarray(value, np.int64 if isinstance(value, int) else np.float64)
-        return _reduce(link, tf.constant(array)).numpy().item()
-    tensor = _reduce(link, _tensor(value))
-    return tensor.numpy() if isinstance(value, (np.ndarray, np.generic)) else tensor
-
-
-def _reduce(link: Any, tensor: Any) -> Any:
+    is_python = isinstance(value, (int, float))
+    if is_python:
+        kind = np.int64 if isinstance(value, int) else np.float64
+        tensor = tf.constant(np.asarray(value, kind))
+    else:
+        tensor = _tensor(value)
     if tensor.dtype == tf.bool:
         tensor = tf.cast(tensor, tf.int64)
-    name = name_of("sum")
-    return with_wire_dtype(
-        tensor, lambda x: transport.allreduce_sum(link, x, name=name)
-    )
-
-
-def with_wire_dtype(tensor: Any, collective: Callable[[Any], Any]) -> Any:
-    """Call a collective with a dtype that Horovod can send, and cast the result back.
-
-    Horovod sends no bfloat16, no bool, and no small or unsigned integers.
-    """
-    dtype = tensor.dtype
-    if dtype in (tf.bfloat16, tf.float16):
-        dtype = tf.float32
-    elif not dtype.is_floating:
-        dtype = tf.int64
-    return tf.cast(collective(tf.cast(tensor, dtype)), tensor.dtype)
+    tensor = total(tensor, purpose="sum")
+    if is_python:
+        return tensor.numpy().item()
+    return tensor.numpy() if isinstance(value, (np.ndarray, np.generic)) else tensor
 
 
 def _gather_bytes(message: bytes) -> list[bytes]:
@@ -262,6 +442,35 @@ def _buffers(sizes: Sequence[int]) -> list[tuple[int, int]]:
             start, filled = index, 0
         filled += size
     return ranges + ([(start, len(sizes))] if len(sizes) > start else [])
+
+
+def _large_indices(tensors: Sequence[Any]) -> set[int]:
+    """Indices of the tensors that get a collective of their own: the largest ones.
+
+    Packing copies all bytes of a tensor twice, into the buffer and out of it. And a
+    tensor with its own collective can be sent as soon as it is computed.
+    """
+    sizes = {
+        index: math.prod(tensor.shape) * tensor.dtype.size
+        for index, tensor in enumerate(tensors)
+        if _is_static(tensor)
+    }
+    large = [index for index in sizes if sizes[index] >= _LARGE]
+    return set(sorted(large, key=lambda index: -sizes[index])[:_MOST_SEPARATE])
+
+
+def _num_bytes(variable: Any) -> int:
+    return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
+
+
+def _num_elements(tensor: Any) -> Any:
+    if _is_static(tensor):
+        return math.prod(tensor.shape)
+    return tf.size(tensor)
+
+
+def _is_static(tensor: Any) -> bool:
+    return tensor.shape.is_fully_defined()
 
 
 def _is_tensor(value: Any) -> bool:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 from keras_dist.comm import srun, transport
 from keras_dist.comm.devices import Device, choose_device, is_unbound
@@ -214,6 +215,24 @@ def built_transports() -> list[str]:
 def nccl_version() -> int:
     """The number of the NCCL that Horovod was built with; 0 if without."""
     return int(transport.library().nccl_built())
+
+
+def fact(name: str, default: Any) -> Any:
+    """What one of Horovod's functions without arguments returns.
+
+    Args:
+        name: Name of the function, such as `"nccl_built"` or `"cross_rank"`.
+        default: What to return where Horovod cannot be asked: it is not installed, or
+            has to be started, and there is no launcher.
+    """
+    link = connection()[0] if is_started() else None
+    if link is None and not name.endswith("_built"):
+        return default
+    try:
+        library = transport.library() if link is None else link.horovod
+    except RuntimeError:
+        return default
+    return getattr(library, name)()
 
 
 def has_mpi() -> bool:

@@ -237,7 +237,7 @@ def explained() -> Iterator[None]:
         ) from None
 
 
-def collective(function: Callable[..., Any]) -> Callable[..., Any]:
+def _collective(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a collective: record that this rank waits in it, and explain errors."""
 
     @functools.wraps(function)
@@ -264,7 +264,7 @@ def _check_size(link: Link, tensor: Any) -> None:
         )
 
 
-def common(link: Link, name: str) -> dict[str, Any]:
+def _common(link: Link, name: str) -> dict[str, Any]:
     """Arguments of every collective.
 
     By default Horovod puts TensorFlow's name scope before the name. The scope contains
@@ -274,27 +274,41 @@ def common(link: Link, name: str) -> dict[str, Any]:
     return {"name": name, "ignore_name_scope": True, "process_set": link.process_set}
 
 
-@collective
-def allreduce_sum(link: Link, tensor: Any, *, name: str) -> Any:
-    """Sum of `tensor` over all ranks; bitwise the same on every rank."""
-    arguments = common(link, name)
-    return link.horovod.allreduce(tensor, op=link.horovod.Sum, **arguments)
+@_collective
+def allreduce(
+    link: Link, tensor: Any, op: str = "sum", factors: Any = None, *, name: str
+) -> Any:
+    """Combine the tensors of all ranks; bitwise the same on every rank.
+
+    Args:
+        link: The link to the ranks that take part.
+        tensor: A tensor of the same shape and dtype on every rank.
+        op: Name of Horovod's reduction in lower case.
+        factors: Horovod's factors before and after the reduction, by their names.
+        name: Name of the collective, the same on all ranks.
+    """
+    arguments = {**_common(link, name), **(factors or {})}
+    return link.horovod.allreduce(tensor, op=_reduction(link, op), **arguments)
 
 
-@collective
-def allreduce_adasum(link: Link, tensor: Any, *, name: str) -> Any:
-    """Adasum of `tensor` over all ranks (Maleki et al., 2021)."""
-    arguments = common(link, name)
-    return link.horovod.allreduce(tensor, op=link.horovod.Adasum, **arguments)
+@_collective
+def reducescatter(link: Link, tensor: Any, op: str, *, name: str) -> Any:
+    """Combine the tensors of all ranks, and return this rank's rows of the result."""
+    arguments = _common(link, name)
+    return link.horovod.reducescatter(tensor, op=_reduction(link, op), **arguments)
 
 
-@collective
+def _reduction(link: Link, op: str) -> Any:
+    return getattr(link.horovod, op.capitalize())
+
+
+@_collective
 def allgather(link: Link, tensor: Any, *, name: str) -> Any:
     """Concatenate the tensors of all ranks along their first axis, in rank order."""
-    return link.horovod.allgather(tensor, **common(link, name))
+    return link.horovod.allgather(tensor, **_common(link, name))
 
 
-@collective
+@_collective
 def alltoall(link: Link, tensor: Any, *, name: str) -> Any:
     """Send row r of `tensor` to rank r; return the rows received, in rank order.
 
@@ -303,14 +317,14 @@ def alltoall(link: Link, tensor: Any, *, name: str) -> Any:
         tensor: A tensor with one row for each rank.
         name: Name of the collective, the same on all ranks.
     """
-    return link.horovod.alltoall(tensor, **common(link, name))
+    return link.horovod.alltoall(tensor, **_common(link, name))
 
 
-@collective
+@_collective
 def broadcast(link: Link, tensor: Any, *, root_rank: int, name: str) -> Any:
     """Return the tensor of `root_rank` on every rank."""
     # Horovod counts the root among all ranks, also within a process set.
     ranks = link.process_set.ranks
     root = ranks[root_rank] if ranks else root_rank
-    arguments = common(link, name)
+    arguments = _common(link, name)
     return link.horovod.broadcast(tensor, root_rank=root, **arguments)

@@ -98,7 +98,7 @@ def allgather(
     tensor = _tensor(value)
     with among(process_set):
         _meet(f"allgather of rows of {_kind_of(tensor[:1])}")
-        return comm.concatenate(tensor, name=comm.name_of(_PURPOSE))
+        return comm.gather_rows(tensor, name=comm.name_of(_PURPOSE))
 
 
 @as_it_is

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dist.training.metrics.stateful import merges, rule_of, stateful_metrics
+from keras_dist.training.metrics.sync import merges, rule_of, stateful_metrics
 
 State = list[np.ndarray]
 

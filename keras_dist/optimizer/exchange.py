@@ -117,7 +117,7 @@ def _dense_sums(
     wire = weight.dtype
     if options.op == "adasum":
         sums = [
-            comm.adaptive_sum(tensor, name=f"{name}.{index}")
+            comm.reduce(tensor, "adasum", name=f"{name}.{index}")
             for index, tensor in enumerate(dense)
         ]
         return sums, weight * comm.size(), []

@@ -5,7 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.optimizer.step_context import own_variable
-from keras_dist.training.metrics import Seen
+from keras_dist.training.metrics import UpdateCounts
 
 
 class RowsTrained:
@@ -74,14 +74,14 @@ class RowsSeen:
         """Batches, rows, and rows of the last batch."""
         return self._counts.numpy().tolist()
 
-    def seen(self, *, has_rows: bool) -> Seen:
+    def seen(self, *, has_rows: bool) -> UpdateCounts:
         """The counts, in the form in which they are sent to the other ranks.
 
         Args:
             has_rows: `False` if this rank evaluated a row of another rank.
         """
         steps, rows, last_rows = self.counts()
-        return Seen(rows, steps, last_rows, has_rows)
+        return UpdateCounts(rows, steps, last_rows, has_rows)
 
 
 class TrainingData:

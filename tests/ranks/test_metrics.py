@@ -10,7 +10,7 @@ import pytest
 from claims import raises_everywhere
 
 import keras_dist
-from keras_dist.training.metrics import Seen, global_result
+from keras_dist.training.metrics import UpdateCounts, global_result
 
 NUM_ROWS, NUM_CLASSES = 61, 3
 
@@ -167,7 +167,7 @@ def test_every_metric_of_keras_is_that_of_one_process(world):
         given = global_result(
             list(metrics.values()),
             lambda metrics=metrics: results_of(metrics),
-            seen=Seen(len(part), has_rows=has_rows),
+            seen=UpdateCounts(len(part), has_rows=has_rows),
         )
         for name, value in expected[is_weighted].items():
             assert np.asarray(given[name]) == pytest.approx(
@@ -269,7 +269,7 @@ def test_a_metric_may_have_its_own_rule(world):
     for metric in metrics.values():
         metric.update_state(own)
     given = global_result(
-        list(metrics.values()), lambda: results_of(metrics), seen=Seen(len(own))
+        list(metrics.values()), lambda: results_of(metrics), seen=UpdateCounts(len(own))
     )
     mean = pytest.approx(everything.mean(), rel=1e-6)
     assert given["largest"] == everything.max()

@@ -59,8 +59,8 @@ def test_large_gradients_are_sent_alone(sent, monkeypatch):
     calls, _ = sent
     packed = fit("perceptron", keras.optimizers.SGD(0.1))
     calls.clear()
-    monkeypatch.setattr("keras_dist.comm.tensors._LARGE", 4)
-    monkeypatch.setattr("keras_dist.comm.tensors._MOST_SEPARATE", 2)
+    monkeypatch.setattr("keras_dist.comm.collectives._LARGE", 4)
+    monkeypatch.setattr("keras_dist.comm.collectives._MOST_SEPARATE", 2)
     alone = fit("perceptron", keras.optimizers.SGD(0.1))
     assert calls == {"allreduce_sum": 6 * 3}
     assert largest_difference(alone, packed) < 1e-6
