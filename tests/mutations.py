@@ -89,7 +89,7 @@ MUTATIONS = [
     ),
     Mutation(
         "files: replaced as a whole",
-        "training/atomic_save.py",
+        "training/saving/atomic.py",
         'part = os.path.join(folder, f".keras_dist.{rank}.{name[-200:]}")',
         "part = target",
         ("test_user_callbacks.py", "full_disk"),

@@ -20,7 +20,6 @@ from keras_dist.checkpoint import files
 from keras_dist.checkpoint.lock import FolderLock
 from keras_dist.checkpoint.newest import _look as newest_of
 from keras_dist.checkpoint.trees import decoded, encoded
-from keras_dist.training import atomic_save
 
 FILES = Path(keras_dist.__file__).parent / "checkpoint" / "files.py"
 
@@ -162,8 +161,8 @@ def test_no_link_is_followed(folder, tmp_path):
         folder.prepare,
         lambda: folder.reserve(1000),
         lambda: folder.write({"count": 3, "array": np.full(1000, 3)}),
-        lambda: atomic_save.replace(model, lambda at: Path(at).write_text("model")),
-        lambda: atomic_save.replace(
+        lambda: atomic.replace(model, lambda at: Path(at).write_text("model")),
+        lambda: atomic.replace(
             model, lambda at: Path(at).write_text("model"), num_bytes=1000
         ),
     ):

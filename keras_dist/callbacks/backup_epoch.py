@@ -9,7 +9,8 @@ from typing import Any
 import keras
 
 from keras_dist.callbacks.first_rank_callbacks import first_rank_only
-from keras_dist.training import atomic_save, step
+from keras_dist.training import step
+from keras_dist.training.saving import atomic
 from keras_dist.training.session import session_of
 
 # File names of `keras.callbacks.BackupAndRestore`.
@@ -64,10 +65,10 @@ class BackupEpoch(keras.callbacks.Callback):
 
 def _restore_metadata(folder: str) -> None:
     with contextlib.suppress(OSError):  # damaged weights: Keras raises the error
-        stamp = atomic_save.stamp_of(os.path.join(folder, _WEIGHTS))
+        stamp = atomic.stamp_of(os.path.join(folder, _WEIGHTS))
         path = os.path.join(folder, _METADATA)
         if stamp is not None and stamp != _metadata(path):
-            atomic_save.replace(path, lambda part: _write(part, json.dumps(stamp)))
+            atomic.replace(path, lambda part: _write(part, json.dumps(stamp)))
 
 
 def _metadata(path: str) -> Any:

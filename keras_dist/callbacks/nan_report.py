@@ -13,7 +13,8 @@ import numpy as np
 
 from keras_dist import comm, optimizer
 from keras_dist.callbacks.nan_origin import Origin, named_arrays, origin_of
-from keras_dist.training import atomic_save, step
+from keras_dist.training import step
+from keras_dist.training.saving import atomic
 from keras_dist.training.session import session_of
 
 ACTIONS = ("stop", "raise", "skip")
@@ -249,7 +250,7 @@ class NanReport(keras.callbacks.Callback):
         path = os.path.join(self.folder, name)
         try:
             os.makedirs(self.folder, exist_ok=True)
-            atomic_save.replace(path, functools.partial(_write, arrays))
+            atomic.replace(path, functools.partial(_write, arrays))
         except OSError as error:
             return None, f" Its batch could not be saved: {error}."
         return path, ""

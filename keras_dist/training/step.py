@@ -11,7 +11,6 @@ import tensorflow as tf
 from keras_dist import comm, mixin
 from keras_dist.optimizer import averages_by_rows, only_averaging, step_context
 from keras_dist.training import (
-    atomic_save,
     batch_norm,
     build,
     keras_own,
@@ -21,6 +20,7 @@ from keras_dist.training import (
 )
 from keras_dist.training.metric_scope import raising_on_all
 from keras_dist.training.row_graph import num_rows
+from keras_dist.training.saving import atomic
 from keras_dist.training.session import Session, begin, session_of
 from keras_dist.training.xla_step import XlaStep
 
@@ -67,7 +67,7 @@ def build_now(model: Any, data: Any) -> None:
     build.build(model, build.OwnStep(own_step, data, is_eager=model.run_eagerly))
 
 
-class DistributedStep(atomic_save.SavesWhole):
+class DistributedStep(atomic.SavesWhole):
     """Mixin for a model: the methods that Keras's loops call, on many ranks."""
 
     _distributed_session: Session

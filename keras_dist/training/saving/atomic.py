@@ -107,7 +107,7 @@ def _locked(folder: str) -> Iterator[None]:
 
 
 def stamp_of(path: str) -> dict[str, Any] | None:
-    """Epoch and batch that `SavesWhole` has written into a file of weights, or `None`.
+    """Read epoch and batch that `SavesWhole` wrote into a file of weights, or `None`.
 
     Raises:
         OSError: If the file cannot be read.
@@ -154,7 +154,7 @@ class SavesWhole:
 
 
 def is_replaceable(path: Any) -> bool:
-    """Whether `path` is of a local file, or of none yet, that Keras would write."""
+    """Tell whether Keras would write one local file at `path`."""
     if not isinstance(path, (str, os.PathLike)):
         return False
     # Keras refuses other extensions, with an error that names the path.
@@ -167,12 +167,12 @@ def is_replaceable(path: Any) -> bool:
 
 
 def is_remote(path: Any) -> bool:
-    """Whether `path` is an address, as `gs://…`, where files cannot be renamed."""
+    """Tell whether `path` is an address, as `gs://…`, where files cannot be renamed."""
     return "://" in os.fspath(path)
 
 
 def hdf5_size(model: Any, path: Any) -> int:
-    """About the size of a file of HDF5 with the model's state; 0 for a `.keras` file.
+    """Estimate the size of an HDF5 file of the model's state; 0 for a `.keras` file.
 
     There HDF5 writes to memory.
     """
