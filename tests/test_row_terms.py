@@ -3,9 +3,9 @@
 import pytest
 import tensorflow as tf
 
-from keras_dist.training.row_graph import RowGraph
-from keras_dist.training.row_probe import Probe, Undecided
-from keras_dist.training.row_terms import terms_of
+from keras_dist.training.loss_kind.graph import RowGraph
+from keras_dist.training.loss_kind.probe import Probe, Undecided
+from keras_dist.training.loss_kind.terms import terms_of
 
 WEIGHTS = tf.Variable(tf.ones((4, 1)))
 SCALE = tf.Variable(0.3)

@@ -20,6 +20,7 @@ from keras_dist.optimizer.gradients import (
 from keras_dist.optimizer.local_steps import after_update, uses_local_sgd
 from keras_dist.optimizer.nested import nested_optimizers, optimizers_of, variables_of
 from keras_dist.optimizer.options import Averaging, check_usable
+from keras_dist.optimizer.replaced_methods import replaced_methods
 from keras_dist.optimizer.sparse import added_in_order, with_shape
 
 # Optimizers are numbered in the order in which they are made to average, which is the
@@ -236,17 +237,14 @@ def guarded_update(
         after_update(optimizer)
 
 
-@contextlib.contextmanager
-def only_averaging() -> Iterator[None]:
+def only_averaging() -> contextlib.AbstractContextManager[None]:
     """Inside the block, an update by an optimizer that does not average is an error.
 
     All optimizers that a model keeps do average. One that its train step has from
     elsewhere would let the ranks drift apart.
     """
-    base = keras.optimizers.Optimizer
-    plain, is_own = base.apply, "apply" in vars(base)
 
-    def apply(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(plain: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         is_averaged = step_context.current().is_averaged
         if not is_averaged and not mixin.has(optimizer, AveragesGradients):
             raise RuntimeError(
@@ -256,16 +254,9 @@ def only_averaging() -> Iterator[None]:
                 "a list, a dict or an object of your own; or pass it to "
                 "keras_dist.DistributedOptimizer."
             )
-        return plain(optimizer, *args, **kwargs)
+        return plain(*args, **kwargs)
 
-    base.apply = apply
-    try:
-        yield
-    finally:
-        if is_own:
-            base.apply = plain
-        else:
-            del base.apply
+    return replaced_methods({(keras.optimizers.Optimizer, "apply"): apply})
 
 
 def update(

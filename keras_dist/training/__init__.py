@@ -4,10 +4,8 @@
 - `session`: `Session`, the state of a model during one fit
 - `first_step`: build the model at its first batch, then call hooks; `build` builds it
 - `counts`: rows trained on, batches that metrics have seen, the number of the step
-- `losses`: make a rank's loss its part of the loss of the global batch
-- `row_terms`: which terms of a loss are sums over rows, read in its graph: `row_graph`
-  finds the tensors with rows, `row_probe` tries a term, `terms_log` keeps the answers
-  for steps that run eagerly; `keras_own` tells where no loss needs that
+- `loss_kind/`: which losses are means and which are sums: `of_all_rows`
+- `metrics/`: synchronize metrics; `saving/`: save models once and whole
 - `generators`: put random generators back after a step was only looked at
 - `batch_norm`: normalize by the statistics of the global batch
 - `xla_step`: a step in two functions compiled by XLA, with the allreduce in between
@@ -16,5 +14,4 @@
 - `errors`: mark errors that have left the training on one rank
 - `predict`: predict shards of the rows, and gather the predictions
 - `autotune`: read data without TensorFlow's tuning thread
-- `atomic_save`: replace files as a whole
 """

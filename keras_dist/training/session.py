@@ -6,9 +6,9 @@ from typing import Any
 from keras_dist import comm, optimizer
 from keras_dist.training.counts import RowsSeen, RowsTrained, TrainingData
 from keras_dist.training.first_step import FirstStep
+from keras_dist.training.loss_kind import EagerLog
 from keras_dist.training.metric_scope import MetricScope
 from keras_dist.training.stray_variables import StrayVariables
-from keras_dist.training.terms_log import TermsLog
 from keras_dist.training.traced import TracedFunctions
 
 
@@ -129,7 +129,7 @@ class Session:
         metrics: Whether a metric's result is one over all ranks.
         instruments: The stopwatch and the NaN guard of each step.
         xla: Whether steps run in two functions compiled by XLA.
-        terms_log: Which losses of a step that runs eagerly are sums over rows.
+        eager_log: Which losses of a step that runs eagerly are sums over rows.
         stray: Variables that a step changes and the model does not keep.
         rates: The learning rates of the epoch.
         stamp: Epoch and batch for files of weights.
@@ -145,7 +145,7 @@ class Session:
     metrics: MetricScope
     instruments: Instruments
     xla: XlaChoice
-    terms_log: TermsLog
+    eager_log: EagerLog
     stray: StrayVariables
     rates: EpochRates
     stamp: SaveStamp
@@ -177,7 +177,7 @@ def begin(model: Any, last: Session | None) -> Session:
         metrics=MetricScope(),
         instruments=Instruments(),
         xla=XlaChoice(),
-        terms_log=TermsLog(),
+        eager_log=EagerLog(),
         stray=StrayVariables(),
         rates=EpochRates(),
         stamp=SaveStamp(),

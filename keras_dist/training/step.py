@@ -13,13 +13,12 @@ from keras_dist.optimizer import averages_by_rows, only_averaging, step_context
 from keras_dist.training import (
     batch_norm,
     build,
-    keras_own,
-    losses,
+    loss_kind,
     metrics,
     saving,
 )
+from keras_dist.training.loss_kind import num_rows
 from keras_dist.training.metric_scope import raising_on_all
-from keras_dist.training.row_graph import num_rows
 from keras_dist.training.saving import atomic
 from keras_dist.training.session import Session, begin, session_of
 from keras_dist.training.xla_step import XlaStep
@@ -170,7 +169,7 @@ def _context(
 ) -> step_context.StepContext:
     """The context that this train step passes to the optimizer."""
     session = session_of(model)
-    is_keras_path = keras_own.is_keras_path_to_update(model, DistributedStep)
+    is_keras_path = loss_kind.is_keras_path_to_update(model, DistributedStep)
     return step_context.StepContext(
         rows=rows,
         length=length if isinstance(length, int) else None,
@@ -225,9 +224,9 @@ def _of_all_rows(
         data: The batch.
         stack: Ends what this begins.
     """
-    log = session_of(model).terms_log
-    row_losses = stack.enter_context(losses.of_all_rows(model, log))
-    is_of_keras = keras_own.definer(model, "train_step", DistributedStep).startswith(
+    log = session_of(model).eager_log
+    row_losses = stack.enter_context(loss_kind.of_all_rows(model, log))
+    is_of_keras = loss_kind.definer(model, "train_step", DistributedStep).startswith(
         "keras."
     )
 
@@ -240,7 +239,7 @@ def _of_all_rows(
 
     if tf.executing_eagerly():
         if not log.is_read:
-            if keras_own.is_all_of_keras(model, DistributedStep):
+            if loss_kind.is_all_of_keras(model, DistributedStep):
                 log.skip()
             else:
                 log.read(step, data)

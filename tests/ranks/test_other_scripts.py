@@ -15,7 +15,8 @@ from test_patches import patched
 import keras_dist
 from keras_dist import mixin
 from keras_dist.checkpoint import save_request
-from keras_dist.training import losses, same_values
+from keras_dist.optimizer import replaced_methods
+from keras_dist.training import same_values
 
 
 def two_outputs():
@@ -267,7 +268,11 @@ def test_every_replacement_is_taken_back_whichever_fails(rows, tmp_path, monkeyp
     """Each of them fails in turn, with the others made before or after it."""
     folder = keras_dist.broadcast(str(tmp_path))
     x, y = rows
-    makers = [(mixin, "add"), (losses, "_replaced"), (save_request.signal, "signal")]
+    makers = [
+        (mixin, "add"),
+        (replaced_methods, "_redirected"),
+        (save_request.signal, "signal"),
+    ]
     failed = 0
     for owner, name in makers:
         plain = getattr(owner, name)

@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras.saving import save_model  # before keras_dist, as most scripts have it
 
 import keras_dist
-from keras_dist.training import saving
+from keras_dist.training.saving import once
 
 pytestmark = pytest.mark.several_ranks
 TIMES = 5
@@ -43,7 +43,7 @@ def model():
 def store(request, monkeypatch):
     """With the launcher's store, and as under `mpirun`, which has none."""
     if request.param == "without a store":
-        monkeypatch.setattr(saving._logs[0], "_store", None)
+        monkeypatch.setattr(once._logs[0], "_store", None)
     return request.param
 
 

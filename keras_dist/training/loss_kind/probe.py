@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.optimizer import step_context
-from keras_dist.training.row_graph import RowGraph, is_input
+from keras_dist.training.loss_kind.graph import RowGraph, is_input
 
 # Operations that work on each element by itself, or within rows.
 _ELEMENTWISE = {"Add", "AddV2", "Sub", "Mul", "RealDiv", "DivNoNan", "Cast", "Neg"}

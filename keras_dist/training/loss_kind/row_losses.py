@@ -1,9 +1,6 @@
-"""Make the loss of one rank's rows its part of the loss of the global batch."""
+"""The losses of one train step, each made its part of that of the global batch."""
 
-import contextlib
-import functools
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -11,61 +8,11 @@ import tensorflow as tf
 
 from keras_dist import comm
 from keras_dist.optimizer import step_context
-from keras_dist.training.keras_own import is_mean_of_keras
-from keras_dist.training.row_graph import RowGraph, rows_fixed_in
-from keras_dist.training.row_probe import Kind, Probe
-from keras_dist.training.row_terms import Term, Undecided, terms_of
-from keras_dist.training.terms_log import TermsLog
-
-
-@contextlib.contextmanager
-def of_all_rows(model: Any, log: TermsLog) -> Iterator["RowLosses"]:
-    """Inside the block, the row-weighted mean of losses is that of the global batch.
-
-    Nothing has to be done for a loss that is a mean over its rows. A loss that adds up
-    its rows, or divides by the number of unmasked elements or by the sum of the sample
-    weights, is multiplied by a factor: the rank's fraction of that divisor over its
-    fraction of the rows.
-
-    Keras's own train step and those of users call `keras.losses.Loss.__call__` for the
-    losses of `compile`, `Model._aggregate_additional_loss` for those of `add_loss`,
-    `tf.GradientTape.gradient` for the gradients of anything that they have added up
-    themselves, and `keras.metrics.Mean.update_state` to log it. So it is these methods
-    that are replaced.
-
-    Args:
-        model: The model that is trained.
-        log: What was read in the graph of the step, for one that runs eagerly.
-    """
-    losses = RowLosses(model, log)
-    with contextlib.ExitStack() as replaced:
-        for cls, name, ours in (
-            (keras.losses.Loss, "__call__", losses.call),
-            (tf.GradientTape, "gradient", losses.gradient),
-            (keras.metrics.Mean, "update_state", losses.update_state),
-            (keras.Model, "_aggregate_additional_loss", losses.additional),
-        ):
-            replaced.enter_context(_replaced(cls, name, ours))
-        yield losses
-
-
-@contextlib.contextmanager
-def _replaced(cls: Any, name: str, ours: Any) -> Iterator[None]:
-    """Inside the block, `ours` is called in place of a method of a class."""
-    before = vars(cls).get(name)
-    changed = functools.partialmethod(_swapped, ours, getattr(cls, name))
-    setattr(cls, name, changed)
-    try:
-        yield
-    finally:
-        if before is None:  # it is inherited
-            delattr(cls, name)
-        else:
-            setattr(cls, name, before)
-
-
-def _swapped(self: Any, ours: Any, plain: Any, *args: Any, **kwargs: Any) -> Any:
-    return ours(functools.partial(plain, self), self, *args, **kwargs)
+from keras_dist.training.loss_kind.eager_log import EagerLog
+from keras_dist.training.loss_kind.graph import RowGraph, rows_fixed_in
+from keras_dist.training.loss_kind.keras_own import is_mean_of_keras
+from keras_dist.training.loss_kind.probe import Kind, Probe
+from keras_dist.training.loss_kind.terms import Term, Undecided, terms_of
 
 
 class RowLosses:
@@ -76,7 +23,7 @@ class RowLosses:
         log: What was read in the graph of the step, for one that runs eagerly.
     """
 
-    def __init__(self, model: Any, log: TermsLog) -> None:
+    def __init__(self, model: Any, log: EagerLog) -> None:
         self._variables = model.trainable_variables
         self._log = log
         layers = model._flatten_layers()

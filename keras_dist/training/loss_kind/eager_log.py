@@ -11,11 +11,11 @@ import tensorflow as tf
 
 from keras_dist.optimizer import step_context
 from keras_dist.training import generators
-from keras_dist.training.row_graph import num_rows
-from keras_dist.training.row_probe import Undecided
+from keras_dist.training.loss_kind.graph import num_rows
+from keras_dist.training.loss_kind.probe import Undecided
 
 
-class TermsLog:
+class EagerLog:
     """Whether each loss of a step is a sum, in the order in which the step asks.
 
     Without a graph, nothing shows how a number was computed. So a step that runs

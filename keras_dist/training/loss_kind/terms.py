@@ -4,7 +4,7 @@ N ranks average their gradients, weighted by rows. That is the gradient of the g
 batch if the loss is a mean over rows. A term that is a sum has to be multiplied first.
 What a user's train step differentiates has no class that says which of the two it is.
 So its graph is read, from the loss backward to the tensors that have rows; nothing of
-the model is run. See `row_probe` for how a term is tried.
+the model is run. See `probe` for how a term is tried.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,8 +15,8 @@ import tensorflow as tf
 
 from keras_dist import comm
 from keras_dist.optimizer import step_context
-from keras_dist.training.row_graph import RowGraph
-from keras_dist.training.row_probe import Kind, Probe, Undecided
+from keras_dist.training.loss_kind.graph import RowGraph
+from keras_dist.training.loss_kind.probe import Kind, Probe, Undecided
 
 # Operations that do not change a scalar's value.
 _UNCHANGED = {"Identity", "Snapshot", "CheckNumerics", "Cast", "EnsureShape"}
