@@ -16,7 +16,7 @@ from keras_dist.callbacks.learning_rate_warmup import rate_factor_of_step
 from keras_dist.data import Feed, ShardSpec, is_arrays, reading, validation_feed
 from keras_dist.data.steps import StepsRule
 from keras_dist.launch.monitor import seeds
-from keras_dist.optimizer.rate_rules import LearningRateRule
+from keras_dist.optimizer.rate import LearningRateRule
 from keras_dist.setup import same_batches
 from keras_dist.setup.arguments import KerasArguments
 from keras_dist.setup.checks import check_model
@@ -310,7 +310,7 @@ def _averaging(
             if id(found) not in known:
                 known.add(id(found))
                 if comm.size() > 1:
-                    stack.enter_context(optimizer.averaging(found, setup.averaging))
+                    stack.enter_context(optimizer.attached(found, setup.averaging))
                 stack.callback(optimizer.unscale_rate, found)
                 stack.callback(optimizer.unwatch, found)
 

@@ -96,14 +96,14 @@ MUTATIONS = [
     ),
     Mutation(
         "every optimizer: gradients are averaged",
-        "optimizer/averaging.py",
-        "averaged = average_gradients(self, grads, trainable_variables)",
+        "optimizer/attach.py",
+        "averaged = reduce_gradients(self, grads, trainable_variables)",
         "pass",
         ("test_cases.py", "Nadam"),
     ),
     Mutation(
         "accumulation: one allreduce for each update",
-        "optimizer/gradients.py",
+        "optimizer/reduce.py",
         "average = _accumulated if accumulates(optimizer) else _averaged",
         "average = _averaged",
         ("test_wire.py", "one_collective"),
@@ -124,7 +124,7 @@ MUTATIONS = [
     ),
     Mutation(
         "data: weighted by rows",
-        "optimizer/gradients.py",
+        "optimizer/reduce.py",
         "weight = 1 if context.rows is None else context.rows",
         "weight = 1",
         ("test_streams.py", "every_kind"),
@@ -138,7 +138,7 @@ MUTATIONS = [
     ),
     Mutation(
         "mixed precision: averaged before the check for inf",
-        "optimizer/averaging.py",
+        "optimizer/attach.py",
         "    for part in inside:\n        mixin.remove",
         "    for part in []:\n        mixin.remove",
         ("test_equivalence.py", "mixed_precision"),
@@ -146,13 +146,13 @@ MUTATIONS = [
     Mutation(
         "XLA: averaging between the two compiled functions",
         "training/xla_step.py",
-        "average_gradients(call.optimizer, own, call.variables)",
+        "reduce_gradients(call.optimizer, own, call.variables)",
         "own",
         ("test_equivalence.py", "sgd-True"),
     ),
     Mutation(
         "embeddings: repeated rows are merged",
-        "optimizer/exchange.py",
+        "optimizer/reduce.py",
         "sparse.merged(gradient)",
         "gradient",
         ("test_wire.py", "merged"),
@@ -180,7 +180,7 @@ MUTATIONS = [
     ),
     Mutation(
         "embeddings: an inf of any slice",
-        "optimizer/gradients.py",
+        "optimizer/reduce.py",
         "sparse.all_or_none_finite(gradient) if is_rows and is_scaled else gradient",
         "gradient",
         ("test_sparse.py", "loss_scale"),
@@ -208,7 +208,7 @@ MUTATIONS = [
     ),
     Mutation(
         "training: a gradient on one rank only is an error",
-        "optimizer/gradients.py",
+        "optimizer/reduce.py",
         "check_same_gradients(gradients, known, local)",
         "pass",
         ("test_bad_input.py", "one_rank_only"),
@@ -271,7 +271,7 @@ MUTATIONS = [
     ),
     Mutation(
         "options: gradients of local layers are weighted",
-        "optimizer/gradients.py",
+        "optimizer/reduce.py",
         "return tf.convert_to_tensor(gradient) * factor",
         "return gradient",
         ("test_local.py", "local_layers"),

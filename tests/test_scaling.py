@@ -5,7 +5,7 @@ import math
 import pytest
 
 from keras_dist.data.steps import scaled_steps, step_multiplier_of
-from keras_dist.optimizer.rate_rules import rate_factor, warmup_factor
+from keras_dist.optimizer.rate import rate_factor, warmup_factor
 
 
 def test_named_rules_are_their_formulas():

@@ -54,7 +54,7 @@ class BroadcastVariables(keras.callbacks.Callback):
     def set_model(self, model: Any) -> None:
         super().set_model(model)
         if getattr(model, "optimizer", None) is not None:
-            optimizer.hoist(model.optimizer)
+            optimizer.move_to_outermost(model.optimizer)
         # First, so that the other hooks see the state that all ranks start from.
         step.install(model).first_step.call_first(self.broadcast)
 

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from keras_dist import comm, optimizer
-from keras_dist.optimizer.rate_rules import LearningRateRule, rate_factor
+from keras_dist.optimizer.rate import LearningRateRule, rate_factor
 from keras_dist.training import step
 
 
@@ -94,6 +94,6 @@ def rate_factor_of_step(*, full: float, warmup_steps: int) -> Any:
 
 
 def _warmup(step: Any, *, full: float, warmup_steps: int) -> Any:
-    # As `rate_rules.warmup_factor`, but for a tensor inside the compiled update.
+    # As `warmup_factor`, but for a tensor inside the compiled update.
     progress = keras.ops.cast(step, "float32") / warmup_steps
     return 1.0 + (full - 1.0) * keras.ops.minimum(progress, 1.0)

@@ -10,8 +10,8 @@ from keras_dist import mixin
 from keras_dist.horovod.collectives import as_it_is
 from keras_dist.horovod.gradients import Settings, reduce_gradients
 from keras_dist.optimizer import (
-    AveragesGradients,
     Averaging,
+    ReducesGradients,
     State,
     leaves,
     nested_optimizers,
@@ -119,7 +119,7 @@ def _begin(optimizer: Any, local_layers: Sequence[Any] = ()) -> None:
     object.__setattr__(optimizer, "_averaging", state)
 
 
-class AveragesLikeHorovod(AveragesGradients):
+class AveragesLikeHorovod(ReducesGradients):
     """Mixin for the outermost optimizer: average as Horovod does, then update."""
 
     _settings = Settings()
@@ -144,7 +144,7 @@ class AveragesLikeHorovod(AveragesGradients):
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         if step_context.is_inside():  # of `dist_fit`, or of an optimizer around this
             return super().apply(grads, trainable_variables)  # type: ignore[misc]
-        own_apply = super(AveragesGradients, self).apply  # type: ignore[misc]
+        own_apply = super(ReducesGradients, self).apply  # type: ignore[misc]
         grads, known = list(grads), variables_of(self, trainable_variables)
         if self._settings.passes > 1:
             _add(self, grads, known, own_apply, trainable_variables)

@@ -11,7 +11,7 @@ from keras_dist.horovod.collectives import is_reduced, mark_reduced
 from keras_dist.horovod.ops import Average, Compression, ReduceOp, Sum
 from keras_dist.horovod.process_sets import ProcessSet, among, global_process_set
 from keras_dist.optimizer import Averaging, with_shape
-from keras_dist.optimizer.exchange import exchange
+from keras_dist.optimizer.reduce import exchange
 
 
 @dataclass(frozen=True)

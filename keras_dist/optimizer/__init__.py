@@ -1,19 +1,22 @@
 """Average gradients over the ranks before each update, and scale the learning rate.
 
-- `averaging`: `DistributedOptimizer`, and the mixin whose `apply` averages gradients
-- `gradients`: `average_gradients`, from a rank's own gradients to the averaged ones
-- `exchange`: one allreduce for gradients, rows and the stop request
+Three acts: *attach* the reduction to an optimizer, *reduce* its gradients in `apply`,
+and *scale* its rate while it updates.
+
+- `attach`: `DistributedOptimizer`, and the mixin whose `apply` reduces gradients
+- `reduce`: `reduce_gradients`, from a rank's own gradients to the averaged ones, by one
+  allreduce for gradients, rows and the stop request
+- `rate`: the scaled learning rate, its rules and its warm-up
 - `sparse`: gradients of an `Embedding`, gathered as they are, or merged
 - `batch_slices`: of those, the ones that are sums over the rows of a batch
-- `same_gradients`: what all ranks must have before the first exchange
 - `accumulation`: gradient accumulation with one allreduce for each update
 - `local_steps`: local SGD, which averages weights after every k steps
 - `options`: `Averaging`, the options of all of these
 - `stop_request`: a request to stop, which is sent with the gradients
-- `step_context`: the context that a train step passes to `apply`
+- `step_context`: the context that a train step passes to `apply`; `replaced_methods`:
+  methods of Keras and TensorFlow that are replaced in such a step
 - `nan_guard`: leave out updates whose gradients are not finite
 - `stopwatch`: times of each step, measured inside the graph
-- `rate`: the scaled learning rate; `rate_rules`: the factor, and its warm-up
 - `nested`: the optimizers of a model, and those inside an optimizer
 """
 
@@ -23,23 +26,22 @@ from keras_dist.optimizer.accumulation import (
     own_sums,
     sum_accumulated,
 )
-from keras_dist.optimizer.averaging import (
-    AveragesGradients,
+from keras_dist.optimizer.attach import (
     DistributedOptimizer,
     Recorded,
+    ReducesGradients,
     apply_recorded,
-    averages_by_rows,
-    averaging,
+    attached,
     guarded_update,
-    hoist,
     is_distributed,
     local_ids,
-    only_averaging,
+    move_to_outermost,
+    only_attached,
     unwatch,
     update,
     watch,
+    weights_by_rows,
 )
-from keras_dist.optimizer.gradients import State, average_gradients
 from keras_dist.optimizer.local_steps import (
     synchronize_replicas,
     uses_local_sgd,
@@ -61,12 +63,13 @@ from keras_dist.optimizer.rate import (
     schedule_of,
     unscale_rate,
 )
+from keras_dist.optimizer.reduce import State, reduce_gradients
 from keras_dist.optimizer.sparse import with_shape
 from keras_dist.optimizer.stop_request import StopRequest
 from keras_dist.optimizer.stopwatch import Stopwatch
 
 __all__ = [
-    "AveragesGradients",
+    "ReducesGradients",
     "Averaging",
     "DistributedOptimizer",
     "Guard",
@@ -77,8 +80,8 @@ __all__ = [
     "Stopwatch",
     "apply_recorded",
     "guarded_update",
-    "averages_by_rows",
-    "averaging",
+    "weights_by_rows",
+    "attached",
     "check_usable",
     "divide_accumulated",
     "effective_rate",
@@ -86,19 +89,19 @@ __all__ = [
     "every_of",
     "restore_rate_progress",
     "uses_local_sgd",
-    "hoist",
+    "move_to_outermost",
     "is_between_updates",
     "is_distributed",
     "leaves",
     "local_ids",
-    "only_averaging",
+    "only_attached",
     "optimizers_of",
     "own_sums",
     "nested_optimizers",
     "rate_progress",
     "scale_rate",
     "schedule_of",
-    "average_gradients",
+    "reduce_gradients",
     "sum_accumulated",
     "synchronize_replicas",
     "unscale_rate",

@@ -9,7 +9,7 @@ from keras_dist import callbacks as ours
 from keras_dist import comm, optimizer
 from keras_dist.data import Feed, ShardSpec, hold_out, training_feed, validation_feed
 from keras_dist.data.steps import scaled_steps, step_multiplier_of
-from keras_dist.optimizer.rate_rules import rate_factor
+from keras_dist.optimizer.rate import rate_factor
 from keras_dist.report import plan
 from keras_dist.setup import describe
 from keras_dist.setup.arguments import KerasArguments

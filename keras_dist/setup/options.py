@@ -7,7 +7,7 @@ from typing import Any
 
 from keras_dist import optimizer
 from keras_dist.data.steps import StepsRule
-from keras_dist.optimizer.rate_rules import LearningRateRule
+from keras_dist.optimizer.rate import LearningRateRule
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, mixin
-from keras_dist.optimizer import averages_by_rows, only_averaging, step_context
+from keras_dist.optimizer import only_attached, step_context, weights_by_rows
 from keras_dist.training import (
     batch_norm,
     build,
@@ -92,13 +92,13 @@ class DistributedStep(atomic.SavesWhole):
         context = _context(self, rows, length, has_rows)
         guard = session.instruments.guard
         end = guard.begin_step(self, data) if guard is not None else lambda: None
-        is_exact = comm.size() > 1 and averages_by_rows(self)
+        is_exact = comm.size() > 1 and weights_by_rows(self)
         with contextlib.ExitStack() as stack:
             stack.enter_context(step_context.entered(context))
             if is_exact:
                 own_step = _of_all_rows(self, own_step, data, stack)
             if comm.size() > 1:
-                stack.enter_context(only_averaging())
+                stack.enter_context(only_attached())
             stack.enter_context(_not_before(session, data))
             stack.enter_context(_without_counting(self, has_rows))
             logs = _run(session, own_step, data)

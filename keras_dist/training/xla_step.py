@@ -13,8 +13,8 @@ import tensorflow as tf
 from keras_dist.optimizer import (
     Recorded,
     apply_recorded,
-    average_gradients,
     guarded_update,
+    reduce_gradients,
     step_context,
 )
 
@@ -69,7 +69,7 @@ class XlaStep:
         """Run one train step, and return the logs of the model's own step."""
         logs, gradients = self._compute_gradients(data, _counts())
         [call], [own] = self._calls, gradients
-        averaged = average_gradients(call.optimizer, own, call.variables)
+        averaged = reduce_gradients(call.optimizer, own, call.variables)
         make = functools.partial(self._apply_gradients, [averaged])
         guarded_update(call.optimizer, own, averaged, call.variables, make)
         return logs

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
+import keras_dist
 from keras_dist.optimizer import step_context
 from keras_dist.optimizer.replaced_methods import replaced_methods
 
@@ -49,7 +50,6 @@ def test_a_method_is_replaced_in_one_thread_alone():
 @pytest.mark.several_ranks
 def test_a_plain_fit_in_another_thread_is_keras_own(world):
     """While this one traces and trains, its sums are not taken for those of all."""
-    import keras_dist
 
     def make(reduction):
         keras.utils.set_random_seed(5)

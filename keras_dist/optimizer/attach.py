@@ -1,4 +1,4 @@
-"""Average gradients over the ranks before each update."""
+"""Attach the reduction of gradients to optimizers: `DistributedOptimizer`."""
 
 import contextlib
 import functools
@@ -11,15 +11,15 @@ import keras
 
 from keras_dist import comm, mixin
 from keras_dist.optimizer import step_context
-from keras_dist.optimizer.gradients import (
-    State,
-    average_gradients,
-    mark_recorded,
-    weight_loss,
-)
 from keras_dist.optimizer.local_steps import after_update, uses_local_sgd
 from keras_dist.optimizer.nested import nested_optimizers, optimizers_of, variables_of
 from keras_dist.optimizer.options import Averaging, check_usable
+from keras_dist.optimizer.reduce import (
+    State,
+    mark_recorded,
+    reduce_gradients,
+    weight_loss,
+)
 from keras_dist.optimizer.replaced_methods import replaced_methods
 from keras_dist.optimizer.sparse import added_in_order, with_shape
 
@@ -92,21 +92,21 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
     comm.init()
     options = Averaging(op, compression, local_layers, process_set, sparse=sparse)
     check_usable(options)
-    return _averages(optimizer, options)
+    return _attach(optimizer, options)
 
 
-def _averages(optimizer: Any, options: Averaging) -> Any:
-    if not mixin.has(optimizer, AveragesGradients):
+def _attach(optimizer: Any, options: Averaging) -> Any:
+    if not mixin.has(optimizer, ReducesGradients):
         state = State(next(_numbers), options)
         object.__setattr__(optimizer, "_averaging", state)
-        mixin.add(optimizer, AveragesGradients)
+        mixin.add(optimizer, ReducesGradients)
     return optimizer
 
 
 def is_distributed(optimizer: Any) -> bool:
     """Whether `optimizer`, or one inside it, averages its gradients."""
     return any(
-        mixin.has(part, AveragesGradients) for part in nested_optimizers(optimizer)
+        mixin.has(part, ReducesGradients) for part in nested_optimizers(optimizer)
     )
 
 
@@ -116,30 +116,30 @@ def watch(optimizer: Any) -> None:
     With gradient accumulation, gradients are now averaged after each batch, since the
     ranks must agree to leave a batch out.
     """
-    hoist(optimizer)
-    was_plain = not mixin.has(optimizer, AveragesGradients)
+    move_to_outermost(optimizer)
+    was_plain = not mixin.has(optimizer, ReducesGradients)
     if comm.size() == 1:
-        _averages(optimizer, Averaging())
-    if mixin.has(optimizer, AveragesGradients):
+        _attach(optimizer, Averaging())
+    if mixin.has(optimizer, ReducesGradients):
         optimizer._averaging.is_watched = True
         optimizer._averaging.is_only_watched = was_plain
 
 
 def unwatch(optimizer: Any) -> None:
     """Undo `watch`."""
-    if mixin.has(optimizer, AveragesGradients):
+    if mixin.has(optimizer, ReducesGradients):
         optimizer._averaging.is_watched = False
         if optimizer._averaging.is_only_watched:
-            mixin.remove(optimizer, AveragesGradients)
+            mixin.remove(optimizer, ReducesGradients)
 
 
-def averages_by_rows(model: Any) -> bool:
+def weights_by_rows(model: Any) -> bool:
     """Whether the gradients of `model` are averaged in each step."""
     states = [
         part._averaging
         for optimizer in optimizers_of(model)
         for part in nested_optimizers(optimizer)
-        if mixin.has(part, AveragesGradients)
+        if mixin.has(part, ReducesGradients)
     ]
     return bool(states) and all(
         state.options.op == "average" and state.options.every == 1 for state in states
@@ -155,7 +155,7 @@ def local_ids(model: Any) -> set[int]:
     found: set[int] = set()
     for optimizer in optimizers_of(model):
         for part in nested_optimizers(optimizer):
-            if not mixin.has(part, AveragesGradients):
+            if not mixin.has(part, ReducesGradients):
                 continue
             layers = part._averaging.options.local_layers
             local = [weight for layer in layers for weight in layer.weights]
@@ -165,7 +165,7 @@ def local_ids(model: Any) -> set[int]:
     return found
 
 
-def hoist(optimizer: Any) -> None:
+def move_to_outermost(optimizer: Any) -> None:
     """Move averaging from an inner optimizer to the outermost one.
 
     With mixed precision, Keras wraps the user's optimizer in a `LossScaleOptimizer`,
@@ -173,24 +173,24 @@ def hoist(optimizer: Any) -> None:
     wait for it forever.
     """
     inside = [
-        p for p in nested_optimizers(optimizer)[1:] if mixin.has(p, AveragesGradients)
+        p for p in nested_optimizers(optimizer)[1:] if mixin.has(p, ReducesGradients)
     ]
     for part in inside:
-        mixin.remove(part, AveragesGradients)
-        _averages(optimizer, part._averaging.options)
+        mixin.remove(part, ReducesGradients)
+        _attach(optimizer, part._averaging.options)
 
 
 @contextlib.contextmanager
-def averaging(optimizer: Any, options: Averaging) -> Iterator[None]:
+def attached(optimizer: Any, options: Averaging) -> Iterator[None]:
     """Average the gradients of `optimizer` inside the block.
 
     Afterwards the optimizer is as before. If the user's `DistributedOptimizer` made it
     average, its own options are used, unless `options` differs from the defaults.
     """
-    hoist(optimizer)
-    was_plain = not mixin.has(optimizer, AveragesGradients)
+    move_to_outermost(optimizer)
+    was_plain = not mixin.has(optimizer, ReducesGradients)
     try:
-        state: State = _averages(optimizer, options)._averaging
+        state: State = _attach(optimizer, options)._averaging
         before = state.options
         if options != Averaging():
             state.options, state.is_merged = options, None
@@ -200,7 +200,7 @@ def averaging(optimizer: Any, options: Averaging) -> Iterator[None]:
             state.options, state.progress, state.is_merged = before, None, None
     finally:
         if was_plain:
-            mixin.remove(optimizer, AveragesGradients)
+            mixin.remove(optimizer, ReducesGradients)
 
 
 def apply_recorded(call: Recorded, averaged: Sequence[Any]) -> None:
@@ -237,7 +237,7 @@ def guarded_update(
         after_update(optimizer)
 
 
-def only_averaging() -> contextlib.AbstractContextManager[None]:
+def only_attached() -> contextlib.AbstractContextManager[None]:
     """Inside the block, an update by an optimizer that does not average is an error.
 
     All optimizers that a model keeps do average. One that its train step has from
@@ -246,7 +246,7 @@ def only_averaging() -> contextlib.AbstractContextManager[None]:
 
     def apply(plain: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         is_averaged = step_context.current().is_averaged
-        if not is_averaged and not mixin.has(optimizer, AveragesGradients):
+        if not is_averaged and not mixin.has(optimizer, ReducesGradients):
             raise RuntimeError(
                 "An optimizer that does not average its gradients updates weights in "
                 f"a train step on {comm.size()} ranks. Received: {optimizer!r}, which "
@@ -268,7 +268,7 @@ def update(
         apply(averaged, variables)
 
 
-class AveragesGradients:
+class ReducesGradients:
     """Mixin for the outermost optimizer: average the gradients, then update."""
 
     def scale_loss(self, loss: Any) -> Any:
@@ -287,7 +287,7 @@ class AveragesGradients:
             return apply(grads, trainable_variables)
         averaged = grads
         if comm.size() > 1:
-            averaged = average_gradients(self, grads, trainable_variables)
+            averaged = reduce_gradients(self, grads, trainable_variables)
         make = functools.partial(update, self, apply, averaged, trainable_variables)
         guarded_update(self, grads, averaged, trainable_variables, make)
         return None
