@@ -11,8 +11,8 @@ import keras
 
 from keras_dist import checkpoint, comm, mixin, optimizer
 from keras_dist.callbacks import on_this_rank, runs_on_first_rank_only
-from keras_dist.callbacks.autologging import autologged_once
 from keras_dist.callbacks.learning_rate_warmup import rate_factor_of_step
+from keras_dist.callbacks.user_callbacks import autologged_once
 from keras_dist.data import Feed, ShardSpec, is_arrays, reading, validation_feed
 from keras_dist.data.steps import StepsRule
 from keras_dist.launch.monitor import seeds
@@ -25,12 +25,15 @@ from keras_dist.setup.options import Options
 from keras_dist.setup.reports import with_plan, with_reports
 from keras_dist.training import step
 from keras_dist.training.autotune import untuned
-from keras_dist.training.errors import marked_as_of_one_rank
-from keras_dist.training.metric_scope import EvaluatedData, raising_on_all
 from keras_dist.training.predict import predict_sharded, rows_to_predict
 from keras_dist.training.predict_divided import is_divided_by_row, predict_divided
 from keras_dist.training.same_values import agree_on_arrays
-from keras_dist.training.session import session_of
+from keras_dist.training.session import (
+    EvaluatedData,
+    marked_as_of_one_rank,
+    raising_on_all,
+    session_of,
+)
 
 _ADVICE = "Start every rank with the same script, arguments and data."
 

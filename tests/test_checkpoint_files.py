@@ -17,9 +17,9 @@ import pytest
 
 import keras_dist
 from keras_dist.checkpoint import files
+from keras_dist.checkpoint.files import decoded, encoded
 from keras_dist.checkpoint.lock import FolderLock
 from keras_dist.checkpoint.newest import _look as newest_of
-from keras_dist.checkpoint.trees import decoded, encoded
 from keras_dist.training.saving import atomic
 
 FILES = Path(keras_dist.__file__).parent / "checkpoint" / "files.py"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from launch import launch
 
-from keras_dist.horovod import commits
+from keras_dist.horovod import elastic
 
 _SCRIPT = """
 import os, sys, time
@@ -142,9 +142,9 @@ def test_commits_are_neither_read_from_nor_written_to_what_others_have_made(
         os.chown(traps[2], 12345, 12345)
         traps[2].chmod(0o700)
     (tmp_path / "keras_dist.ab12.lasting.2").symlink_to(traps[0])
-    commits.save(commits.Commit(1, [np.arange(3)], {"epoch": 2}), 0)
+    elastic.save_commit(elastic.Commit(1, [np.arange(3)], {"epoch": 2}), 0)
     assert secret.read_text() == "mine"
-    found = commits.saved(0)
+    found = elastic.saved_commit(0)
     assert found.number == 1 and found.values == {"epoch": 2}
     (own,) = set(tmp_path.glob("keras_dist.ab12.lasting.*")) - {
         *traps,
@@ -152,10 +152,10 @@ def test_commits_are_neither_read_from_nor_written_to_what_others_have_made(
     }
     assert own.stat().st_mode & 0o777 == 0o700
     assert [(f.name, f.stat().st_mode & 0o777) for f in own.iterdir()] == [("0", 0o600)]
-    commits.save(commits.Commit(2, [], {"epoch": 3}), 0)
-    assert commits.saved(0).number == 2
+    elastic.save_commit(elastic.Commit(2, [], {"epoch": 3}), 0)
+    assert elastic.saved_commit(0).number == 2
     shutil.rmtree(own)
     for trap in traps:
         (trap / "0").unlink()
         (trap / "0").write_bytes(pickle.dumps(_Forged(read)))
-    assert commits.saved(0) is None and not read.exists()
+    assert elastic.saved_commit(0) is None and not read.exists()

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_dist import optimizer
-from keras_dist.checkpoint.callback_states import CallbackStates
+from keras_dist.checkpoint.states import CallbackStates
 from keras_dist.data import DataPosition
 from keras_dist.data.batches_schedule import batch_schedule_of
 

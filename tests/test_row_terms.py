@@ -3,8 +3,7 @@
 import pytest
 import tensorflow as tf
 
-from keras_dist.training.loss_kind.graph import RowGraph
-from keras_dist.training.loss_kind.probe import Probe, Undecided
+from keras_dist.training.loss_kind.probe import Probe, RowGraph, Undecided
 from keras_dist.training.loss_kind.terms import terms_of
 
 WEIGHTS = tf.Variable(tf.ones((4, 1)))

@@ -1,4 +1,4 @@
-"""What happens around Keras's training loop: one callback a file.
+"""What happens around Keras's training loop: a file for each job.
 
 Public callbacks:
 
@@ -6,40 +6,31 @@ Public callbacks:
 - `broadcast_variables`: copies the first rank's state to all ranks before step 1.
 - `learning_rate_warmup`: scales the learning rate, with a warm-up.
 - `metric_average`: makes metrics those of all ranks.
-- `nan_report`: reports gradients that are not finite; `nan_origin` finds their layer.
-- `replica_check`: compares the models of all ranks; `fingerprints` makes its checksums.
-- `report`: writes a page about the training; `report_facts` reads what is on it.
+- `nan_report`: reports gradients that are not finite, and the layer they come from.
+- `replica_check`: compares the models of all ranks by checksums.
+- `report`: writes a page about the training.
 - `stop_at_accuracy`: stops when a metric has reached a target.
 - `stop_together`: stops all ranks after the same step when one rank requests it.
-- `throughput`: rows per second; `breakdown` divides the time of an epoch into parts.
-- `training_time`: seconds since the training began.
+- `throughput`: rows per second, parts of the time of an epoch, seconds so far.
 
 Callbacks that `dist_fit` adds if they are needed:
 
 - `backup_epoch`: makes the weights and the epoch of `BackupAndRestore` fit.
 - `effective_rate`: logs the scaled learning rate for TensorBoard.
 - `next_epoch`: passes the number of the epoch to the sharded data.
-- `progress_bar`: Keras's progress bar, with rows per second of all ranks.
-- `progress`: records epoch and step for the reports of the watchdog.
-- `stop_at_target`: stops at the target of `keras-dist scale`.
-- `user_callbacks`: calls the user's callbacks; an error on one rank ends all ranks.
+- `progress_bar`: Keras's progress bar, with rows per second of all ranks; and epoch and
+  step for the reports of the watchdog.
+- `user_callbacks`: calls the user's callbacks, some on the first rank only; an error on
+  one rank ends all ranks.
 
 Which callbacks run, and in which order:
 
 - `callback_order`: the order of the list, and the callbacks of this rank.
-- `first_rank_callbacks`: which callbacks run on the first rank only.
-- `autologging`: MLflow's callback, which no list contains, runs there only, too.
 """
 
-from keras_dist.callbacks.autologging import autologged_once
 from keras_dist.callbacks.average_statistics import AverageStatistics
 from keras_dist.callbacks.broadcast_variables import BroadcastVariables
 from keras_dist.callbacks.callback_order import on_this_rank, order_callbacks
-from keras_dist.callbacks.first_rank_callbacks import (
-    destinations,
-    first_rank_only,
-    runs_on_first_rank_only,
-)
 from keras_dist.callbacks.learning_rate_warmup import LearningRateWarmup
 from keras_dist.callbacks.metric_average import MetricAverage
 from keras_dist.callbacks.nan_report import NanReport, NotFinite
@@ -47,12 +38,16 @@ from keras_dist.callbacks.next_epoch import NextEpoch
 from keras_dist.callbacks.progress_bar import ProgressBar
 from keras_dist.callbacks.replica_check import ReplicaCheck
 from keras_dist.callbacks.report import Report
-from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy
-from keras_dist.callbacks.stop_at_target import StopAtTarget
+from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy, StopAtTarget
 from keras_dist.callbacks.stop_together import StopTogether
-from keras_dist.callbacks.throughput import Throughput
-from keras_dist.callbacks.training_time import TrainingTime
-from keras_dist.callbacks.user_callbacks import is_calling_callbacks
+from keras_dist.callbacks.throughput import Throughput, TrainingTime
+from keras_dist.callbacks.user_callbacks import (
+    autologged_once,
+    destinations,
+    first_rank_only,
+    is_calling_callbacks,
+    runs_on_first_rank_only,
+)
 
 __all__ = [
     "AverageStatistics",

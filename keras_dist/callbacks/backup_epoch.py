@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from keras_dist.callbacks.first_rank_callbacks import first_rank_only
+from keras_dist.callbacks.user_callbacks import first_rank_only
 from keras_dist.training import step
 from keras_dist.training.saving import atomic
 from keras_dist.training.session import session_of

@@ -11,21 +11,19 @@ from keras_dist.callbacks.average_statistics import AverageStatistics
 from keras_dist.callbacks.backup_epoch import BackupEpoch
 from keras_dist.callbacks.broadcast_variables import BroadcastVariables
 from keras_dist.callbacks.effective_rate import EffectiveRate
-from keras_dist.callbacks.first_rank_callbacks import (
+from keras_dist.callbacks.metric_average import MetricAverage
+from keras_dist.callbacks.nan_report import NanReport
+from keras_dist.callbacks.progress_bar import ProgressRecord
+from keras_dist.callbacks.replica_check import ReplicaCheck
+from keras_dist.callbacks.report import Report
+from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy, StopAtTarget
+from keras_dist.callbacks.stop_together import StopTogether
+from keras_dist.callbacks.throughput import Throughput, TrainingTime
+from keras_dist.callbacks.user_callbacks import (
+    UserCallbacks,
     is_tracker,
     runs_on_first_rank_only,
 )
-from keras_dist.callbacks.metric_average import MetricAverage
-from keras_dist.callbacks.nan_report import NanReport
-from keras_dist.callbacks.progress import ProgressRecord
-from keras_dist.callbacks.replica_check import ReplicaCheck
-from keras_dist.callbacks.report import Report
-from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy
-from keras_dist.callbacks.stop_at_target import StopAtTarget
-from keras_dist.callbacks.stop_together import StopTogether
-from keras_dist.callbacks.throughput import Throughput
-from keras_dist.callbacks.training_time import TrainingTime
-from keras_dist.callbacks.user_callbacks import UserCallbacks
 
 # Callbacks of ours that change logs or state come before the user's, which read them;
 # those that react to what other callbacks did come after.

@@ -3,20 +3,16 @@
 This file has `saving`, the block around a fit. The others, from the file on the disk up
 to the callback that saves:
 
-- `files`: a folder of checkpoint files, each with a checksum and replaced atomically
-- `trees`: Python values as trees of JSON and arrays, and back, without pickle
-- `model_states`: weights, optimizer state, metrics and seeds of all ranks
-- `callback_states`: attributes of callbacks that change during a training
-- `random_states`: states of the global random generators
-- `copies`: one folder for all hosts or one on each; which ranks write
+- `files`: a folder of checkpoint files, each with a checksum and replaced atomically;
+  Python values as trees of JSON and arrays, and back, without pickle
 - `lock`: one training at a time writes to a folder
-- `newest`: the newest checkpoint of all folders, sent to those that lack it
-- `saved`: the content of a checkpoint; the newest one as the start of a fit
-- `scale`: what changed where a training is resumed on another number of ranks
-- `gathered`: the state of all ranks, for a checkpoint
-- `save_request`: when to save: a clock, or SIGTERM, agreed on by all ranks
-- `writer`: write checkpoints in a thread while the training continues
-- `saver`: the callback that saves, and that restores before the first step
+- `newest`: the newest checkpoint of all folders, sent to those that lack it; one folder
+  for all hosts or one on each
+- `states`: the state of the model on all ranks, of callbacks and of random generators
+- `saved`: the content of a checkpoint; the newest one as the start of a fit, also on
+  another number of ranks
+- `saver`: the callback that saves, when a clock or SIGTERM asks for it, in a thread; and
+  that restores before the first step
 """
 
 import contextlib
@@ -28,11 +24,15 @@ from typing import Any
 import keras
 
 from keras_dist import comm
-from keras_dist.checkpoint.callback_states import with_history
-from keras_dist.checkpoint.save_request import SaveRequests
 from keras_dist.checkpoint.saved import Resume, opened
-from keras_dist.checkpoint.saver import EXIT_CODE, Saver, saves_within_epochs
-from keras_dist.checkpoint.writer import Writer
+from keras_dist.checkpoint.saver import (
+    EXIT_CODE,
+    Saver,
+    SaveRequests,
+    Writer,
+    saves_within_epochs,
+)
+from keras_dist.checkpoint.states import with_history
 from keras_dist.setup.fit_setup import FitSetup
 
 __all__ = ["EXIT_CODE", "Resume", "saving", "opened"]

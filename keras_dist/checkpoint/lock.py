@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from keras_dist import comm
-from keras_dist.checkpoint.copies import Copies, explained
 from keras_dist.checkpoint.files import Folder
+from keras_dist.checkpoint.newest import Copies, explained
 
 _NAME = ".checkpoint.lock"
 

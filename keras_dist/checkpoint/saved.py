@@ -1,21 +1,20 @@
-"""The content of a checkpoint, and how all ranks get it when a training begins."""
+"""What a checkpoint holds, and how another number of ranks continues from it."""
 
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import keras
 
 from keras_dist import comm
-from keras_dist.checkpoint.copies import Copies, explained, find_copies
 from keras_dist.checkpoint.files import Folder
 from keras_dist.checkpoint.lock import locked
-from keras_dist.checkpoint.newest import read_newest
-from keras_dist.checkpoint.scale import changes, scale_of
+from keras_dist.checkpoint.newest import Copies, explained, find_copies, read_newest
 from keras_dist.data import DataPosition, ShardSpec
+from keras_dist.report.plan import Plan
 from keras_dist.setup.fit_setup import FitSetup
 from keras_dist.setup.options import Options
 from keras_dist.version import __version__
@@ -185,3 +184,52 @@ def _check(options: Options, callbacks: Any) -> None:
             "above 0, and each may be None. Received: "
             f"save_steps={steps!r}, save_seconds={seconds!r}"
         )
+
+
+def scale_of(plan: Plan) -> dict[str, Any]:
+    """What depends on the number of ranks: the names are those of the file format.
+
+    Args:
+        plan: The plan of a fit.
+
+    Returns:
+        `ranks`; `batch`, the rows of a global batch, or `None` where the data decides
+        it; `rates`, the scaled learning rate of each optimizer, as the plan shows it.
+    """
+    batch = plan.training.batch_size
+    return {
+        "ranks": plan.size,
+        "batch": None if batch is None else batch * plan.size,
+        "rates": [rate.after for rate in plan.rates],
+    }
+
+
+def changes(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
+    """What is another than before, for the plan; "" if nothing is known to be.
+
+    >>> before = {"ranks": 3, "batch": 96, "rates": ["0.003"]}
+    >>> changes(before, {"ranks": 2, "batch": 64, "rates": ["0.002"]})
+    'ranks 3 → 2, global batch 96 → 64, learning rate 0.003 → 0.002'
+    >>> changes(before, {"ranks": 2, "batch": 96, "rates": ["0.003"]})
+    'ranks 3 → 2'
+
+    Args:
+        before: Of the checkpoint; `None` if it was written by an earlier version.
+        now: Of this fit.
+    """
+    if not before:
+        return ""
+    pairs = [(name, before.get(name), now[name]) for name in ("ranks", "batch")]
+    rates = [(before.get("rates") or []), now["rates"]]
+    if len(rates[0]) == len(rates[1]):
+        pairs += [("rates", *pair) for pair in dict.fromkeys(zip(*rates, strict=True))]
+    words = {"batch": "global batch", "rates": "learning rate"}
+    return ", ".join(
+        f"{words.get(name, name)} {_text(old)} → {_text(new)}"
+        for name, old, new in pairs
+        if old is not None and new is not None and old != new
+    )
+
+
+def _text(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)

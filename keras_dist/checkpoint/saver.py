@@ -1,20 +1,22 @@
-"""The callback that saves checkpoints, and that restores one before the first step."""
+"""Save checkpoints while a model trains, in a thread, and when a signal asks for it."""
 
 import os
-from typing import Any, NoReturn
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
 
 import keras
 
 from keras_dist import comm, optimizer
 from keras_dist.callbacks import BroadcastVariables
-from keras_dist.checkpoint import model_states, random_states
-from keras_dist.checkpoint.callback_states import CallbackStates
-from keras_dist.checkpoint.gathered import gathered
-from keras_dist.checkpoint.save_request import SaveRequests
-from keras_dist.checkpoint.saved import Resume, Saved
-from keras_dist.checkpoint.scale import scale_of
-from keras_dist.checkpoint.trees import decoded
-from keras_dist.checkpoint.writer import Writer, warn_of
+from keras_dist.checkpoint import states
+from keras_dist.checkpoint.files import Folder, decoded
+from keras_dist.checkpoint.saved import Resume, Saved, scale_of
+from keras_dist.checkpoint.states import CallbackStates, gathered
 from keras_dist.data import DataPosition, Stream, either
 from keras_dist.setup.fit_setup import FitSetup
 from keras_dist.training import step
@@ -23,6 +25,176 @@ from keras_dist.training.session import session_of
 # The exit code of a process that was asked to end and has saved: EX_TEMPFAIL of
 # sysexits.h, "try again".
 EXIT_CODE = 75
+
+
+class Writer:
+    """A thread that writes checkpoints to a folder.
+
+    If a checkpoint is submitted while another one is still being written, it waits. A
+    waiting checkpoint is replaced by the next one, so that a slow disk does not slow
+    down the training. Its number is left out then: a number is the same checkpoint in
+    the folders of all hosts.
+
+    Args:
+        folder: The folder.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._changed = threading.Condition()
+        self._next: Any = None
+        self._number = folder.number
+        self._is_busy = self._is_closed = False
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def submit(self, tree: Any) -> None:
+        """Let the thread write a checkpoint; its arrays must not be changed later."""
+        with self._changed:
+            self._number += 1
+            self._next = self._number, tree
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Wait until the thread has nothing left to write, with or without an error."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_busy and self._next is None)
+
+    def close(self) -> None:
+        """Write what is left, and end the thread."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def take_error(self) -> Exception | None:
+        """Return the error of the last write, if any, and forget it."""
+        with self._changed:
+            error, self._error = self._error, None
+        return error
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._next is not None or self._is_closed
+                )
+                if self._next is None:
+                    return
+                (number, tree), self._next, self._is_busy = self._next, None, True
+            error: Exception | None = None
+            try:
+                self._folder.write(tree, number)
+            except Exception as caught:  # raised here, it would only end this thread
+                error = caught
+            del tree  # as large as the model
+            with self._changed:
+                self._error, self._is_busy = error, False
+                self._changed.notify_all()
+
+
+def warn_of(failures: Sequence[str]) -> None:
+    """Warn of checkpoints that could not be written.
+
+    Args:
+        failures: For each rank its error, or "".
+    """
+    failed = [text for text in failures if text]
+    if failed:
+        warnings.warn(
+            "A checkpoint could not be written. The training continues, and the "
+            f"checkpoints before it are still there. Received: {'; '.join(failed)}",
+            stacklevel=2,
+        )
+
+
+class Agreed(NamedTuple):
+    """What all ranks have agreed to do now.
+
+    Args:
+        save: Write a checkpoint: `save_seconds` have passed.
+        end: Save and end: a rank has received SIGTERM.
+    """
+
+    save: bool = False
+    end: bool = False
+
+
+class SaveRequests:
+    """This rank's requests: SIGTERM, to end; on the first rank the clock, to save.
+
+    On several ranks a request is sent with the gradients of the next update, as a stop
+    request is. After that update the ranks gather what was requested, and so act on it
+    after the same step. A step without a request needs no collective for this.
+
+    Args:
+        seconds: From checkpoint to checkpoint; `None` for no limit.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self._saved_at = time.monotonic()
+        self._is_asked = self.is_leaving = False
+        # The handlers of signals before.
+        self._before: dict[signal.Signals, Any] = {}
+
+    def begin(self) -> None:
+        """Start the clock; from now on, SIGTERM is a request to save and end."""
+        self._saved_at = time.monotonic()
+        if threading.current_thread() is threading.main_thread():
+            for number in _signals():
+                self._before[number] = signal.signal(number, self._ask)
+
+    def finish(self) -> None:
+        """Restore the handlers; ignore the signals if they end this process."""
+        for number, before in self._before.items():
+            after = signal.SIG_IGN if self.is_leaving else before
+            signal.signal(number, signal.SIG_DFL if after is None else after)
+        self._before.clear()
+
+    def request(self, model: Any) -> None:
+        """If this rank has a request, send it with the gradients of the next update."""
+        if comm.size() > 1 and (self._is_asked or self._is_due()):
+            session_of(model).stop_request.ask_to_save()
+
+    def agreed(self, model: Any) -> Agreed:
+        """What to do after this batch; equal on all ranks."""
+        if comm.size() == 1:
+            return Agreed(self._is_due(), self._is_asked)
+        stop_request = session_of(model).stop_request
+        if not stop_request.is_agreed():
+            return Agreed()
+        everyone = comm.gather((self._is_due(), self._is_asked, stop_request.is_asked))
+        if any(is_stop for _, _, is_stop in everyone):
+            return Agreed()  # the epoch ends now, which writes a checkpoint
+        stop_request.clear()
+        return Agreed(*map(any, list(zip(*everyone, strict=True))[:2]))
+
+    def settled(self, model: Any) -> Agreed:
+        """What to do at the end of an epoch; drop the requests of its batches."""
+        if comm.size() > 1:
+            session_of(model).stop_request.clear()
+        return Agreed(end=any(comm.gather(self._is_asked)))
+
+    def has_saved(self) -> None:
+        """Restart the clock."""
+        self._saved_at = time.monotonic()
+
+    def _is_due(self) -> bool:
+        if self._seconds is None or comm.rank() != 0:
+            return False
+        return time.monotonic() - self._saved_at >= self._seconds
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self._is_asked = True
+
+
+def _signals() -> list[signal.Signals]:
+    """The signals that ask to save and end; SLURM sends the second one on demand."""
+    if "SLURM_JOB_ID" in os.environ:
+        return [signal.SIGTERM, signal.SIGUSR1]
+    return [signal.SIGTERM]
 
 
 class SavedExit(SystemExit):
@@ -88,7 +260,7 @@ class Saver(keras.callbacks.Callback):
         if saved is None:
             return
         if not self._is_within_epoch():
-            random_states.restore(self._own(saved)["random"])
+            states.restore_random(self._own(saved)["random"])
         if saved.is_finished or saved.position.epoch >= self.params["epochs"]:
             self._restore_unstarted()
 
@@ -99,7 +271,7 @@ class Saver(keras.callbacks.Callback):
         if not self._has_restored and self._random is None:
             # Building the model draws random numbers, which the uninterrupted training
             # drew before its first epoch. So the states from before are restored later.
-            self._random = random_states.collected()
+            self._random = states.random_state()
         self._requests.request(self.model)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -155,11 +327,11 @@ class Saver(keras.callbacks.Callback):
             position=position,
             seed=self._resume.seed,
             is_finished=is_finished,
-            rates=model_states.rates_of(self.model),
+            rates=states.rates_of(self.model),
             warmup_steps=self._setup.warmup_steps,
             callbacks=found.callbacks,
             ranks=found.ranks,
-            model=model_states.facts_of(self.model),
+            model=states.facts_of(self.model),
             arrays=found.arrays,
             begun=self._resume.begun,
             scale=scale_of(self._setup.plan),
@@ -222,12 +394,12 @@ class Saver(keras.callbacks.Callback):
             self._reserve()
         if saved is None or comm.rank() != 0:
             return
-        model_states.check_fits(self.model, saved.model)
+        states.check_fits(self.model, saved.model)
         is_same_size = len(saved.ranks) == comm.size()
         state = saved.callbacks.get("AverageStatistics 1", {}).get("said")
         before = decoded(state)["before"] if state else []
         starts = None if is_same_size else before
-        model_states.restore_first(self.model, saved.arrays, saved.ranks, starts)
+        states.restore_first(self.model, saved.arrays, saved.ranks, starts)
         saved.arrays.clear()
 
     def _restore_own(self) -> None:
@@ -237,23 +409,19 @@ class Saver(keras.callbacks.Callback):
         if saved is None:
             return
         if len(saved.ranks) == comm.size():
-            model_states.restore_own(self.model, saved.ranks[comm.rank()])
+            states.restore_own(self.model, saved.ranks[comm.rank()])
         if self._is_within_epoch():
-            comm.run_on_all(
-                lambda: model_states.restore_metrics(self.model, saved.ranks)
-            )
-            random_states.restore(self._own(saved)["random"])
+            comm.run_on_all(lambda: states.restore_metrics(self.model, saved.ranks))
+            states.restore_random(self._own(saved)["random"])
         elif self._random is not None:
-            random_states.restore(self._random)
+            states.restore_random(self._random)
 
     def _restore_rates(self) -> None:
         """Restore the learning rates, after they were scaled for the current size."""
         saved = self._resume.saved
         if saved is not None:
             before, now = saved.warmup_steps, self._setup.warmup_steps
-            model_states.restore_rates(
-                self.model, saved.rates, now / before if before else 1
-            )
+            states.restore_rates(self.model, saved.rates, now / before if before else 1)
 
     def _restore_unstarted(self) -> None:
         """Restore the model at once, because no epoch is left and so no first step."""
@@ -281,7 +449,7 @@ class Saver(keras.callbacks.Callback):
 
     def _reserve(self) -> None:
         """Check that there is enough disk space before the training starts."""
-        num_bytes = model_states.num_bytes_of(self.model)
+        num_bytes = states.num_bytes_of(self.model)
         try:
             self._resume.folder.reserve(num_bytes + 2**14 * comm.size())
         except OSError as error:

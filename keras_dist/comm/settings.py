@@ -1,6 +1,13 @@
-"""Settings of Horovod on a rank without a GPU, by the variables that it reads."""
+"""Settings that a rank makes before Horovod and Open MPI start."""
 
+import contextlib
 import os
+import re
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+
+from keras_dist.launch import monitor
 
 # Where it is set, Horovod 0.28.1 crashes at a second start, as in its elastic mode.
 _FUSION = "HOROVOD_FUSION_THRESHOLD"
@@ -46,3 +53,92 @@ def set_for_cpu(*, is_elastic: bool) -> None:
     for name, value in _ON_CPU.items():
         if name != _FUSION or not is_elastic:
             os.environ.setdefault(name, value)
+
+
+# Open MPI spins while it waits. On a rank that computes on the CPU, TensorFlow has a
+# thread for each core of the rank, from which a spinning thread takes the core.
+_YIELD = "OMPI_MCA_mpi_yield_when_idle"
+
+# How ranks of one host copy large messages. Out of the memory of the other process, its
+# default, takes longer than through shared memory. XPMEM has no copy at all.
+_COPY, _XPMEM = "OMPI_MCA_btl_vader_single_copy_mechanism", "/dev/xpmem"
+
+# Networks between the hosts for large messages: either may be set, not both.
+_INCLUDE, _EXCLUDE = "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_if_exclude"
+_DEFAULT_EXCLUDED = ("127.0.0.1/8", "sppp")  # Open MPI's own
+
+# Bridges that container engines and hypervisors make on each host, often with the same
+# address on all. Open MPI takes that for a network of all hosts, connects a host to
+# itself, and waits for ever.
+_BRIDGE = re.compile(
+    r"(?:docker|virbr|lxcbr|lxdbr|podman|cni|cni-podman|nerdctl)\d+|br-[\da-f]{12}"
+)
+
+
+def is_used(launcher: str) -> bool:
+    """Whether the ranks find each other by MPI.
+
+    Args:
+        launcher: What has started them, by its name as of `world.launched`.
+    """
+    is_mpi = os.environ.get("HOROVOD_CONTROLLER") == "mpi"  # by `keras-dist run`
+    return is_mpi or launcher.startswith("mpirun")
+
+
+def prepare(*, is_on_cpu: bool) -> None:
+    """Set variables of Open MPI that the user has not set; call it before MPI starts.
+
+    Args:
+        is_on_cpu: Whether this rank has no GPU.
+    """
+    if is_on_cpu:
+        os.environ.setdefault(_YIELD, "1")
+        if not os.path.exists(_XPMEM):
+            os.environ.setdefault(_COPY, "none")
+    bridges = bridges_in([name for _, name in socket.if_nameindex()])
+    if bridges and _INCLUDE not in os.environ:
+        os.environ.setdefault(_EXCLUDE, ",".join([*_DEFAULT_EXCLUDED, *bridges]))
+
+
+def bridges_in(names: Sequence[str]) -> list[str]:
+    """Those network interfaces that lead to containers of this host alone, by name.
+
+    >>> bridges_in(["lo", "eth0", "docker0", "br-0123456789ab", "br0", "virbr0"])
+    ['docker0', 'br-0123456789ab', 'virbr0']
+    """
+    return [name for name in names if _BRIDGE.fullmatch(name)]
+
+
+@contextlib.contextmanager
+def limited_start(rank: int, size: int) -> Iterator[None]:
+    """Inside the block MPI starts; if that takes longer than the stall limit, end.
+
+    MPI itself waits for ever, and under `mpirun` there is no store in which the ranks
+    could see each other.
+
+    Args:
+        rank: Rank of this process, for the message.
+        size: Number of ranks.
+    """
+    limit = monitor.current_limit()
+    timer = threading.Timer(limit, _end, [rank, size, limit])
+    timer.daemon = True
+    if limit:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _end(rank: int, size: int, limit: float) -> None:
+    names = ", ".join(name for _, name in socket.if_nameindex())
+    message = (
+        f"MPI has not connected the ranks for {limit:g} s, and the job ends. Received: "
+        f"rank {rank} of {size} on {socket.gethostname()}, with the network interfaces "
+        f"{names}. Of several hosts, name the network on which they reach each other: "
+        "`mpirun --mca btl_tcp_if_include 10.0.0.0/24`. If another rank needs longer "
+        f"before it connects, raise the limit: {monitor.VARIABLE}=600.\n"
+    )
+    os.write(2, f"keras_dist: {message}".encode())
+    os._exit(monitor.EXIT_CODE)  # mpirun then ends the others

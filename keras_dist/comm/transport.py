@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.comm import open_mpi, settings
+from keras_dist.comm import settings
 from keras_dist.comm.world import World, is_elastic
 from keras_dist.launch import monitor
 
@@ -57,9 +57,9 @@ def connect(launcher: str, expected: World, *, has_process_sets: bool = False) -
     if has_process_sets:
         os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
     starting = contextlib.ExitStack()
-    if open_mpi.is_used(launcher):
-        open_mpi.prepare(is_on_cpu=is_on_cpu)
-        starting.enter_context(open_mpi.limited_start(expected.rank, expected.size))
+    if settings.is_used(launcher):
+        settings.prepare(is_on_cpu=is_on_cpu)
+        starting.enter_context(settings.limited_start(expected.rank, expected.size))
     if is_on_cpu:
         starting.enter_context(_batch_scheduling())
     try:

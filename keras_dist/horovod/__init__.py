@@ -4,23 +4,20 @@ Names, arguments and meaning are Horovod's: each rank counts the same, and the s
 scales its own rate and divides its own steps. `docs/migrate/from_horovod.md` lists what
 differs.
 
-- `basics`: `init`, `rank`, `size`, what Horovod was built with, the timeline
+- `basics`: `init`, `rank`, `size`, what Horovod was built with, the timeline, `run`
 - `process_sets`: groups of ranks
 - `ops`: `Average`, `Sum`, …, and `Compression`
-- `collectives`: `allreduce`, `allgather`, `broadcast`, of values, variables and objects
-- `grouped`: collectives of several values
+- `collectives`: `allreduce`, `allgather`, `broadcast`, of values, variables, objects,
+  and of several at once
 - `gradients`: how gradients are averaged, and the average
-- `averaging`: the mixin of an optimizer that averages so, and adds batches
-- `optimizer`: `DistributedOptimizer`, `PartialDistributedOptimizer`
+- `optimizer`: `DistributedOptimizer`, `PartialDistributedOptimizer`, and their mixin
 - `tape`: `DistributedGradientTape`, `PartialDistributedGradientTape`
-- `callbacks`: Horovod's callbacks; `rates` has those of the learning rate
+- `callbacks`: Horovod's callbacks, those of the learning rate, too
 - `metrics`: metrics that are no means, over the rows of all ranks
-- `loading`: `load_model`; `hdf5` reads what Keras 2 has written
+- `loading`: `load_model`, also of what Keras 2 has written; what `compile` does more
 - `sync_batch_norm`: `SyncBatchNormalization`
-- `elastic`: `run`, and callbacks that commit; `state` has `KerasState`, and `commits`
-  what is left of it when ranks are started anew
-- `launching`: `run`
-- `compiling`: what `compile` of Keras's models does more
+- `elastic`: `run`, `KerasState`, callbacks that commit, and commits that are left when
+  ranks are started again
 """
 
 from keras_dist.horovod import callbacks, elastic
@@ -43,6 +40,7 @@ from keras_dist.horovod.basics import (
     nccl_built,
     rank,
     rocm_built,
+    run,
     shutdown,
     size,
     start_timeline,
@@ -56,16 +54,12 @@ from keras_dist.horovod.collectives import (
     broadcast_global_variables,
     broadcast_object,
     broadcast_variables,
-    reducescatter,
-)
-from keras_dist.horovod.compiling import install
-from keras_dist.horovod.grouped import (
     grouped_allgather,
     grouped_allreduce,
     grouped_reducescatter,
+    reducescatter,
 )
-from keras_dist.horovod.launching import run
-from keras_dist.horovod.loading import load_model
+from keras_dist.horovod.loading import install, load_model
 from keras_dist.horovod.ops import (
     Adasum,
     Average,

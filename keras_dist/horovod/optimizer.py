@@ -1,15 +1,28 @@
-"""Horovod's optimizers by their names."""
+"""Optimizers that average as Horovod's do, and add the gradients of batches."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
+import tensorflow as tf
 
-from keras_dist import comm
-from keras_dist.horovod.averaging import average
-from keras_dist.horovod.gradients import Settings, check_groups
+from keras_dist import comm, mixin
+from keras_dist.horovod.collectives import as_it_is
+from keras_dist.horovod.gradients import Settings, check_groups, reduce_gradients
 from keras_dist.horovod.ops import Average, Compression, chosen
 from keras_dist.horovod.process_sets import ProcessSet, global_process_set
+from keras_dist.optimizer import (
+    Averaging,
+    ReducesGradients,
+    State,
+    leaves,
+    nested_optimizers,
+    step_context,
+    update,
+    variables_of,
+    with_shape,
+)
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's own name
@@ -152,3 +165,183 @@ def _copied(optimizer: Any) -> Any:
         for variable, own in pairs:
             variable.assign(own)
     return copied
+
+
+_classes: dict[Settings, type] = {}
+
+
+@dataclass
+class Passes:
+    """What an optimizer remembers between batches.
+
+    Args:
+        local_layers: Layers whose weights are each rank's own.
+        local_variables: Variables that are each rank's own.
+        sums: Sums of gradients since the last update, by the identity of the variable.
+        count: How many gradients they are sums of; a variable, or `None` before.
+    """
+
+    local_layers: Sequence[Any] = ()
+    local_variables: list[Any] = field(default_factory=list)
+    sums: dict[int, Any] = field(default_factory=dict)
+    count: Any = None
+
+    def local_ids(self) -> set[int]:
+        """Identities of the variables that are each rank's own."""
+        of_layers = [v for layer in self.local_layers for v in layer.trainable_weights]
+        return {id(variable) for variable in [*of_layers, *self.local_variables]}
+
+    def prepare(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Make what is not there yet."""
+        if self.count is None:
+            self.count = tf.Variable(0, trainable=False)
+        for gradient, variable in zip(gradients, variables, strict=True):
+            if gradient is not None and id(variable) not in self.sums:
+                zeros = tf.zeros(tuple(variable.shape), gradient.dtype)
+                self.sums[id(variable)] = tf.Variable(zeros, trainable=False)
+
+
+class CallableList(list):
+    """A list that can be called: `optimizer.variables()` and `optimizer.variables`."""
+
+    def __call__(self) -> "CallableList":
+        return self
+
+
+def average(
+    optimizer: Any, settings: Settings, *, local_layers: Sequence[Any] = ()
+) -> Any:
+    """Change an optimizer in place so that it averages as Horovod's does."""
+    if settings not in _classes:
+        _classes[settings] = type(
+            "AveragesLikeHorovod", (AveragesLikeHorovod,), {"_settings": settings}
+        )
+    for part in nested_optimizers(optimizer):
+        if settings_of(part) is not None:
+            mixin.remove(part, _classes[part._settings])
+    mixin.add(optimizer, _classes[settings])
+    _begin(optimizer, local_layers)
+    return optimizer
+
+
+def settings_of(optimizer: Any) -> Settings | None:
+    """How an optimizer averages; `None` if it does not average like Horovod's."""
+    is_ours = mixin.has(optimizer, AveragesLikeHorovod)
+    return optimizer._settings if is_ours else None
+
+
+def averages(optimizer: Any) -> bool:
+    """Whether an optimizer, or one inside of it, averages like Horovod's."""
+    return any(settings_of(part) for part in nested_optimizers(optimizer))
+
+
+def average_outermost(optimizer: Any) -> None:
+    """Move averaging from an inner optimizer to the outermost one.
+
+    A `LossScaleOptimizer` does not call the inner one on a rank with an inf.
+    """
+    for part in nested_optimizers(optimizer)[1:]:
+        settings = settings_of(part)
+        if settings is not None:
+            passes = part._passes
+            average(optimizer, settings)
+            object.__setattr__(optimizer, "_passes", passes)
+
+
+def is_next_an_update(optimizer: Any) -> bool:
+    """Whether the next batch ends with an update."""
+    settings = settings_of(optimizer)
+    if settings is None or settings.passes == 1:
+        return True
+    count = optimizer._passes.count
+    return (0 if count is None else int(count)) == settings.passes - 1
+
+
+def _begin(optimizer: Any, local_layers: Sequence[Any] = ()) -> None:
+    # Keras does not track attributes that are set so; it would save them.
+    object.__setattr__(optimizer, "_passes", Passes(local_layers))
+    # `dist_fit` averages by this, by its own rules.
+    state = State(0, Averaging(local_layers=local_layers))
+    object.__setattr__(optimizer, "_averaging", state)
+
+
+class AveragesLikeHorovod(ReducesGradients):
+    """Mixin for the outermost optimizer: average as Horovod does, then update."""
+
+    _settings = Settings()
+    _passes: Passes
+
+    @classmethod
+    def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
+        args = () if custom_objects is None else (custom_objects,)
+        made = super().from_config(config, *args)  # type: ignore[misc]
+        _begin(made)
+        return made
+
+    @property
+    def variables(self) -> CallableList:
+        return CallableList(super().variables)  # type: ignore[misc]
+
+    def register_local_var(self, var: Any) -> None:
+        """Keep the gradients of a variable each rank's own."""
+        self._passes.local_variables.append(var)
+
+    @as_it_is
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        if step_context.is_inside():  # of `dist_fit`, or of an optimizer around this
+            return super().apply(grads, trainable_variables)  # type: ignore[misc]
+        own_apply = super(ReducesGradients, self).apply  # type: ignore[misc]
+        grads, known = list(grads), variables_of(self, trainable_variables)
+        if self._settings.passes > 1:
+            _add(self, grads, known, own_apply, trainable_variables)
+        elif grads:
+            local = self._passes.local_ids()
+            averaged = reduce_gradients(grads, known, self._settings, local=local)
+            update(self, own_apply, averaged, trainable_variables)
+        return None
+
+
+def _add(
+    optimizer: Any,
+    gradients: list[Any],
+    variables: list[Any],
+    apply: Any,
+    trainable_variables: Any,
+) -> None:
+    """Add a batch's gradients to those before; average and update if it is time."""
+    settings: Settings = optimizer._settings
+    passes: Passes = optimizer._passes
+    with tf.init_scope():
+        if not optimizer.built:
+            optimizer.build(variables)
+        passes.prepare(gradients, variables)
+    sums = [
+        None if gradient is None else passes.sums[id(variable)]
+        for gradient, variable in zip(gradients, variables, strict=True)
+    ]
+    shaped = [with_shape(*pair) for pair in zip(gradients, variables, strict=True)]
+    for gradient, own_sum in zip(shaped, sums, strict=True):
+        if own_sum is not None:
+            own_sum.assign_add(tf.convert_to_tensor(gradient))
+    count = passes.count.assign_add(1)
+
+    def make_update() -> Any:
+        added = [None if s is None else tf.identity(s.value()) for s in sums]
+        local = passes.local_ids()
+        averaged = reduce_gradients(added, variables, settings, local=local)
+        if settings.is_mean_of_passes:
+            averaged = [None if g is None else g / settings.passes for g in averaged]
+        update(optimizer, apply, averaged, trainable_variables)
+        for own_sum in sums:
+            if own_sum is not None:
+                own_sum.assign(tf.zeros_like(own_sum))
+        passes.count.assign(0)
+        return tf.constant(True)
+
+    def only_count() -> Any:
+        # Horovod counts batches, and so do the rates that depend on the count.
+        for leaf in leaves(optimizer):
+            leaf._iterations.assign_add(1)
+        return tf.constant(False)
+
+    tf.cond(tf.equal(count, settings.passes), make_update, only_count)

@@ -66,7 +66,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's own name
     )
     comm.init()
     gradtape._reduction = _Reduction(settings)
-    mixin.add(gradtape, ReducesGradients)
+    mixin.add(gradtape, ReducesTape)
     return gradtape
 
 
@@ -131,7 +131,7 @@ class _Reduction:
         return {id(source) for source in self.local_sources}
 
 
-class ReducesGradients:
+class ReducesTape:
     """Mixin for a tape: its gradients are those of all ranks."""
 
     _reduction: _Reduction

@@ -8,7 +8,6 @@ and *scale* its rate while it updates.
   allreduce for gradients, rows and the stop request
 - `rate`: the scaled learning rate, its rules and its warm-up
 - `sparse`: gradients of an `Embedding`, gathered as they are, or merged
-- `batch_slices`: of those, the ones that are sums over the rows of a batch
 - `accumulation`: gradient accumulation with one allreduce for each update
 - `local_steps`: local SGD, which averages weights after every k steps
 - `options`: `Averaging`, the options of all of these

@@ -14,7 +14,6 @@ from keras_dist.optimizer.accumulation import (
     is_update,
     take,
 )
-from keras_dist.optimizer.batch_slices import Lookups
 from keras_dist.optimizer.local_steps import (
     LocalProgress,
     before_update,
@@ -22,7 +21,7 @@ from keras_dist.optimizer.local_steps import (
 )
 from keras_dist.optimizer.nested import nested_optimizers, variables_of
 from keras_dist.optimizer.options import Averaging
-from keras_dist.optimizer.sparse import with_shape
+from keras_dist.optimizer.sparse import Lookups, with_shape
 
 
 @dataclass

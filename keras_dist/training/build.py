@@ -1,16 +1,19 @@
 """Build the model, its metrics and its optimizers before the first step."""
 
 import contextlib
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
+from keras_dist import comm
 from keras_dist.optimizer import nested_optimizers, optimizers_of, step_context
-from keras_dist.training import generators
+from keras_dist.training import batch_norm
 
 # Builds a model; raises an error if it cannot.
 Method = Callable[[Any, "OwnStep"], None]
@@ -144,7 +147,7 @@ def _by_tracing(model: Any, step: OwnStep) -> None:
     # Gradients are averaged in the step itself, not here.
     context = step_context.StepContext(is_averaged=True)
     try:
-        with generators.put_back(), step_context.entered(context), _inlined():
+        with put_back(), step_context.entered(context), _inlined():
             tf.function(trace, autograph=False).get_concrete_function(specs)
     finally:
         model._clear_losses()  # of this graph
@@ -189,7 +192,7 @@ def _by_running(model: Any, step: OwnStep) -> None:
     context = step_context.StepContext(is_averaged=True)
     try:
         with (
-            generators.put_back(),
+            put_back(),
             step_context.entered(context),
             tf.variable_creator_scope(noted),
         ):
@@ -217,3 +220,86 @@ def _warn(model: Any, error: Exception) -> None:
         "calling it on one batch.",
         stacklevel=2,
     )
+
+
+class FirstStep:
+    """Builds the model from its first batch, then calls hooks.
+
+    The hooks copy weights to all ranks and scale learning rates: all variables exist by
+    then, and none has changed.
+    """
+
+    def __init__(self) -> None:
+        self._hooks: list[Callable[[], None]] = []
+        self._has_started = False
+        self._builds_on_one_rank = False
+
+    @property
+    def has_started(self) -> bool:
+        """Whether a train step has begun in this fit."""
+        return self._has_started
+
+    def call_last(self, hook: Callable[[], None]) -> None:
+        """Add `hook` at the end of the list, unless it is there already."""
+        if hook not in self._hooks:
+            self._hooks.append(hook)
+
+    def call_first(self, hook: Callable[[], None], *, after: int = 0) -> None:
+        """Insert `hook` after the first `after` hooks, unless it is there already."""
+
+        if hook not in self._hooks:
+            self._hooks.insert(after, hook)
+
+    def build_on_one_rank(self) -> None:
+        """Build everything before the first step on one rank too, unlike Keras."""
+        self._builds_on_one_rank = True
+
+    def start(
+        self, model: Any, data: Any, own_step: Callable[[Any], Any], *, is_plain: bool
+    ) -> None:
+        """Build `model` and call the hooks; called when its first step begins.
+
+        Args:
+            model: In the middle of its first train step, perhaps in a graph.
+            data: The batch.
+            own_step: The model's own train step.
+            is_plain: Whether the model's own train step is used unchanged.
+        """
+        self._has_started = True
+        step = OwnStep(own_step, data, is_eager=tf.executing_eagerly())
+        with step_context.entered(step_context.StepContext()):
+            is_built_here = self._builds_on_one_rank or not is_plain
+            if is_built_here or holds_unbuilt_optimizers(model):
+                _on_all(lambda: build(model, step))
+            # Outside of the graph that is being traced, so that this runs once, now.
+            with tf.init_scope():
+                batch_norm.synchronize(model)
+                for hook in self._hooks:
+                    hook()
+
+
+def _on_all(work: Callable[[], None]) -> None:
+    """Run `work` in the graph that is being traced; raise an error of it on all."""
+    failed: list[Exception] = []
+    try:
+        work()
+    except Exception as error:
+        failed.append(error)
+
+    def report() -> None:
+        if failed:
+            raise failed[0]
+
+    with tf.init_scope():
+        comm.run_on_all(report)
+
+
+@contextlib.contextmanager
+def put_back() -> Iterator[None]:
+    """After the block, the next random numbers are those that were next before it."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])

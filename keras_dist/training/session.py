@@ -1,15 +1,374 @@
 """The state of a model that trains on many ranks, during one fit."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
+
+import tensorflow as tf
 
 from keras_dist import comm, optimizer
-from keras_dist.training.counts import RowsSeen, RowsTrained, TrainingData
-from keras_dist.training.first_step import FirstStep
+from keras_dist.data import Feed, own_error
+from keras_dist.optimizer import step_context
+from keras_dist.optimizer.step_context import own_variable
+from keras_dist.training.build import FirstStep
 from keras_dist.training.loss_kind import EagerLog
-from keras_dist.training.metric_scope import MetricScope
+from keras_dist.training.metrics import UpdateCounts
 from keras_dist.training.stray_variables import StrayVariables
-from keras_dist.training.traced import TracedFunctions
+
+
+class RowsTrained:
+    """Counts the rows that this rank has trained on in this epoch.
+
+    They are the weights of averaged statistics, and `Throughput` divides them by the
+    time.
+    """
+
+    def __init__(self) -> None:
+        self._count = _counter(0)
+        self._restored = 0
+
+    def begin_epoch(self) -> None:
+        """Count from 0 again."""
+        self._count.assign(0)
+        self._restored = 0
+
+    def add(self, rows: Any) -> None:
+        """Add the rows of a train step; in a graph or not."""
+        self._count.assign_add(tf.cast(rows, tf.int64))
+
+    def restore(self, rows: int) -> None:
+        """Add rows of this epoch that the process before a resume has trained on."""
+        self._restored = rows
+        self._count.assign_add(rows)
+
+    def as_tensor(self) -> Any:
+        """Rows of this epoch, including restored ones."""
+        return self._count.read_value()
+
+    def total(self) -> int:
+        """The same as a number; this waits for the last step."""
+        return int(self._count.numpy())
+
+    def of_this_process(self) -> int:
+        """Rows of this epoch without restored ones."""
+        return self.total() - self._restored
+
+
+class RowsSeen:
+    """Counts the batches and rows that the metrics have seen since they were reset.
+
+    It is reused by the next fit if that reuses the traced test function, which adds to
+    this object's variable.
+    """
+
+    def __init__(self) -> None:
+        self._counts = _counter([0, 0, 0])
+
+    def reset(self) -> None:
+        """Count from 0 again: the metrics were reset."""
+        self._counts.assign([0, 0, 0])
+
+    def add(self, rows: Any) -> None:
+        """Add a batch of `rows` rows; in a graph or not."""
+        rows = tf.cast(rows, tf.int64)
+        steps, so_far, _ = tf.unstack(self._counts.read_value())
+        self._counts.assign(tf.stack([steps + 1, so_far + rows, rows]))
+
+    def restore(self, counts: list[int]) -> None:
+        """Continue from the result of `counts` of another process."""
+        self._counts.assign(counts)
+
+    def counts(self) -> list[int]:
+        """Batches, rows, and rows of the last batch."""
+        return self._counts.numpy().tolist()
+
+    def seen(self, *, has_rows: bool) -> UpdateCounts:
+        """The counts, in the form in which they are sent to the other ranks.
+
+        Args:
+            has_rows: `False` if this rank evaluated a row of another rank.
+        """
+        steps, rows, last_rows = self.counts()
+        return UpdateCounts(rows, steps, last_rows, has_rows)
+
+
+class TrainingData:
+    """The training data, and the number of the next step.
+
+    Args of `use`:
+        feed: A `Feed`: this rank's training data.
+    """
+
+    def __init__(self) -> None:
+        self._step = _counter(0)
+        self.feed: Any = None
+
+    def use(self, feed: Any) -> None:
+        """Set the training data."""
+        self.feed = feed
+
+    def without_mark(self, data: Any) -> tuple[Any, Any]:
+        """The batch, and whether it is one of this rank's; `None` if it surely is."""
+        if self.feed is None or not self.feed.is_marked:
+            return data, None
+        batch, mark = data
+        return batch, tf.cast(tf.reshape(mark, []), tf.bool)
+
+    def begin_epoch(self, epoch: int, steps: int | None) -> None:
+        """Set the next step to the first one of `epoch`; an epoch has `steps` steps."""
+        self._step.assign(epoch * (steps or 0))
+
+    def next_rows_of_all(self) -> Any:
+        """Rows that all ranks read in the next step; `None` if unknown.
+
+        It also increments the number of the step; in a graph or not.
+        """
+        if self.feed is None or self.feed.rows_of_all is None:
+            return None
+        rows = self.feed.rows_of_all(self._step.read_value())
+        self._step.assign_add(1)
+        return rows
+
+
+def _counter(value: Any) -> tf.Variable:
+    # Made outside of any graph. Keras does not track it, or it would be saved.
+    with tf.init_scope():
+        return own_variable(value, dtype=tf.int64)
+
+
+class TracedFunctions:
+    """Keeps the test function of a distributed model from one fit to the next.
+
+    The train function is traced again in each fit: one that was traced before does not
+    average gradients. The test function is valid until the model is compiled again.
+
+    Args:
+        model: A `keras.Model`, plain at this time.
+        last: The traced functions of the fit before, if there was one.
+    """
+
+    def __init__(self, model: Any, last: "TracedFunctions | None") -> None:
+        self._compiled = _compiled(model)
+        self._plain_test_function = model.test_function
+        is_valid = last is not None and _is_same(last._compiled, self._compiled)
+        self._test_function: Any = None
+        if last is not None and is_valid:
+            self._test_function = last._test_function
+        self.is_reused = is_valid
+
+    def enter(self, model: Any) -> None:
+        """Give a model that becomes distributed the test function of the last fit."""
+        model.train_function = None
+        model.test_function = self._test_function
+
+    def leave(self, model: Any) -> None:
+        """Keep the test function, and give the plain model back its own."""
+        model.train_function = None
+        self._test_function = model.test_function
+        is_same = _is_same(self._compiled, _compiled(model))
+        model.test_function = self._plain_test_function if is_same else None
+
+
+def _compiled(model: Any) -> tuple[Any, ...]:
+    """The objects that `compile` makes, and options that make Keras trace again."""
+    made = [getattr(model, n, None) for n in ("_compile_loss", "_compile_metrics")]
+    return *made, model.run_eagerly, model.jit_compile, model.steps_per_execution
+
+
+def _is_same(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    is_known = any(found is not None for found in now[:2])
+    pairs = zip(before, now, strict=True)
+    return is_known and all(old is new or old == new for old, new in pairs)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation that is running.
+
+    Args:
+        is_of_all: Whether it runs on all ranks.
+    """
+
+    is_of_all: bool
+
+
+@dataclass(frozen=True)
+class EvaluatedData:
+    """Facts about the data of evaluations.
+
+    Args:
+        has_rows: `False` if this rank evaluates a row of another rank, since it has
+            none.
+        feeds: The feeds of the data, which hold errors that the user's data raised.
+    """
+
+    has_rows: bool = True
+    feeds: tuple[Feed, ...] = ()
+
+    def own_error(self, error: Exception) -> Exception:
+        """The user's own error, if `error` is what TensorFlow raised because of it."""
+        return own_error(self.feeds, error)
+
+
+class MetricScope:
+    """Whether a metric's result is over all ranks, and whether other ranks wait for it.
+
+    Inside of a step, metrics are this rank's own. At the end of an epoch, and of an
+    evaluation on all ranks, the metrics' state is summed over all ranks, which is a
+    collective. `is_of_all` tells the two cases apart. A fit goes through these states:
+
+    - *steps*: `is_opening` is false, and no evaluation is running;
+    - *opening*: the results of the training were taken. Keras opens the validation
+      data, and ranks that have opened it wait for the others;
+    - *evaluation*: inside of `evaluation`, until its result is taken.
+    """
+
+    def __init__(self) -> None:
+        self._averages = False
+        self._is_opening = False
+        self._evaluation: Evaluation | None = None
+        self._has_result = False
+        self._is_collective = False
+        self._data = EvaluatedData()
+
+    def average(self) -> None:
+        """From now on, sum the state of metrics over all ranks."""
+        self._averages = True
+
+    def use(self, data: EvaluatedData) -> None:
+        """Set the validation data of this fit."""
+        self._data = data
+
+    @property
+    def data(self) -> EvaluatedData:
+        """The data of the running evaluation, or the validation data of this fit."""
+        return self._data
+
+    def is_of_all(self) -> bool:
+        """Whether a result that is read now is one over all ranks."""
+        if step_context.is_inside() or not self._averages:
+            return False
+        return self._evaluation is None or self._evaluation.is_of_all
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether an evaluation is running."""
+        return self._evaluation is not None
+
+    def is_waited_for(self) -> bool:
+        """Whether the other ranks wait for the result of this evaluation."""
+        return self.is_of_all() and not self._has_result
+
+    def is_opening(self) -> bool:
+        """Whether the other ranks wait for this one to open the validation data."""
+        return self._is_opening
+
+    def begin_result(self) -> bool:
+        """Note that a result over all ranks is taken; return whether own rows count."""
+        self._has_result = True
+        self._is_opening = self._evaluation is None
+        return self._data.has_rows or self._evaluation is None
+
+    def end_opening(self) -> None:
+        """The validation data is open, or there is none; metrics were reset."""
+        self._is_opening = False
+
+    @contextlib.contextmanager
+    def evaluation(self, *, is_of_loop: bool) -> Iterator[None]:
+        """Inside the block, an evaluation runs.
+
+        Args:
+            is_of_loop: Whether the loop of `Model.fit` calls it, on all ranks. A
+                callback that calls `evaluate` may do so on one rank only, so its
+                result is that rank's.
+        """
+        before = self._evaluation, self._has_result
+        is_of_all = is_of_loop or (self._is_collective and before[0] is None)
+        self._evaluation, self._has_result = Evaluation(is_of_all), False
+        self._is_opening = False
+        try:
+            yield
+        finally:
+            self._evaluation, self._has_result = before
+
+    @contextlib.contextmanager
+    def collective_evaluation(self, data: EvaluatedData) -> Iterator[None]:
+        """Inside the block, the next evaluation runs on all ranks, and reads `data`."""
+        before = (
+            self._averages,
+            self._is_collective,
+            self._evaluation,
+            self._data,
+        )
+        self._averages = self._is_collective = True
+        self._evaluation, self._data = None, data
+        try:
+            yield
+        finally:
+            (
+                self._averages,
+                self._is_collective,
+                self._evaluation,
+                self._data,
+            ) = before
+
+    @contextlib.contextmanager
+    def on_this_rank(self) -> Iterator[None]:
+        """Inside the block, an evaluation is of this rank only, without collectives."""
+        before, self._averages = self._averages, False
+        try:
+            yield
+        finally:
+            self._averages = before
+
+
+@contextlib.contextmanager
+def raising_on_all(
+    own_error: Callable[[Exception], Exception], is_waited_for: Callable[[], bool]
+) -> Iterator[Any]:
+    """Inside the block, an error on this rank is also raised on ranks that wait for it.
+
+    Args:
+        own_error: Returns the error of the user's data that is behind an error.
+        is_waited_for: Whether the next call of the other ranks is
+            `comm.gather_or_raise` or `comm.run_on_all`; called after an error.
+    """
+    try:
+        yield
+    except Exception as error:
+        if comm.size() > 1 and is_waited_for() and not comm.is_known(error):
+            _raise_on_all(own_error(error))
+        raise
+
+
+def _raise_on_all(error: Exception) -> NoReturn:
+    def fail() -> NoReturn:
+        raise error
+
+    comm.gather_or_raise(fail)
+    raise error
+
+
+@contextlib.contextmanager
+def marked_as_of_one_rank() -> Iterator[None]:
+    """Inside the block, which is a training, such an error is marked.
+
+    The other ranks may wait in the collective of a step for the rank that has left it,
+    so that this rank must not go on to another collective.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not comm.is_known(error):
+            with contextlib.suppress(AttributeError):
+                error._is_of_one_rank = True  # type: ignore[attr-defined]
+        raise
+
+
+def is_of_one_rank(error: Exception) -> bool:
+    """Whether `error` has left a training on this rank, and maybe on no other."""
+    return getattr(error, "_is_of_one_rank", False) and not comm.is_known(error)
 
 
 class Instruments:

@@ -18,9 +18,8 @@ from keras_dist.training import (
     saving,
 )
 from keras_dist.training.loss_kind import num_rows
-from keras_dist.training.metric_scope import raising_on_all
 from keras_dist.training.saving import atomic
-from keras_dist.training.session import Session, begin, session_of
+from keras_dist.training.session import Session, begin, raising_on_all, session_of
 from keras_dist.training.xla_step import XlaStep
 
 

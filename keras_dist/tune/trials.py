@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 from keras_dist import comm
-from keras_dist.training.errors import is_of_one_rank
+from keras_dist.training.session import is_of_one_rank
 
 Result = TypeVar("Result")
 

@@ -21,10 +21,9 @@ from test_resume import BATCH, Killed, die, is_same
 
 import keras_dist
 from keras_dist.checkpoint import files, newest
-from keras_dist.checkpoint.copies import Copies, find_copies
 from keras_dist.checkpoint.files import Folder
 from keras_dist.checkpoint.lock import FolderLock
-from keras_dist.checkpoint.newest import read_newest
+from keras_dist.checkpoint.newest import Copies, find_copies, read_newest
 from keras_dist.checkpoint.saved import Saved
 
 pytestmark = pytest.mark.several_ranks

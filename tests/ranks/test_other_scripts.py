@@ -14,7 +14,7 @@ from test_patches import patched
 
 import keras_dist
 from keras_dist import mixin
-from keras_dist.checkpoint import save_request
+from keras_dist.checkpoint import saver
 from keras_dist.optimizer import replaced_methods
 from keras_dist.training import same_values
 
@@ -271,7 +271,7 @@ def test_every_replacement_is_taken_back_whichever_fails(rows, tmp_path, monkeyp
     makers = [
         (mixin, "add"),
         (replaced_methods, "_redirected"),
-        (save_request.signal, "signal"),
+        (saver.signal, "signal"),
     ]
     failed = 0
     for owner, name in makers:

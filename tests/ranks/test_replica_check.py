@@ -9,7 +9,7 @@ import tensorflow as tf
 from claims import assert_equal_to_the_bit, raises_everywhere
 
 import keras_dist
-from keras_dist.callbacks.fingerprints import checksum, sum_of_bits
+from keras_dist.callbacks.replica_check import checksum, sum_of_bits
 
 several_ranks = pytest.mark.several_ranks
 three_ranks = pytest.mark.three_ranks

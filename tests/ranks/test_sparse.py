@@ -24,7 +24,7 @@ import keras_dist
 from keras_dist import comm
 from keras_dist.comm import transport
 from keras_dist.optimizer import sparse
-from keras_dist.optimizer.batch_slices import Lookups
+from keras_dist.optimizer.sparse import Lookups
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5}
 SHAPE = (9, 3)

@@ -29,14 +29,14 @@ import keras
 import tensorflow as tf
 
 from keras_dist.optimizer.replaced_methods import replaced_methods
-from keras_dist.training.loss_kind.eager_log import EagerLog
-from keras_dist.training.loss_kind.graph import num_rows
-from keras_dist.training.loss_kind.keras_own import (
+from keras_dist.training.loss_kind.probe import num_rows
+from keras_dist.training.loss_kind.row_losses import (
+    RowLosses,
     definer,
     is_all_of_keras,
     is_keras_path_to_update,
 )
-from keras_dist.training.loss_kind.row_losses import RowLosses
+from keras_dist.training.loss_kind.terms import EagerLog
 
 __all__ = [
     "EagerLog",

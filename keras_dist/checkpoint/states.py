@@ -1,14 +1,11 @@
-"""State of a model on all ranks: what is the same everywhere, and what differs.
+"""The state of a training: of the model, its callbacks and random generators."""
 
-Weights and optimizer state are the same on all ranks, so a checkpoint has them once.
-Some variables differ between ranks: statistics such as those of BatchNormalization
-before the end of an epoch, accumulated gradients, layers that are not averaged, seeds
-and metrics. A checkpoint has them for each rank. If a training is resumed on another
-number of ranks, they are merged.
-"""
-
+import contextlib
 import math
+import random
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -16,8 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm, optimizer
+from keras_dist.callbacks import runs_on_first_rank_only
 from keras_dist.callbacks.average_statistics import variables_by_rule
-from keras_dist.checkpoint.trees import digest_of
+from keras_dist.checkpoint.files import decoded, digest_of, encoded
 from keras_dist.training.metrics.sync import (
     UpdateCounts,
     merges,
@@ -296,3 +294,184 @@ def _first_difference(before: Sequence[Any], now: Sequence[Any]) -> tuple[Any, A
         if old != new:
             return old, new
     return f"{len(before)} of them", f"{len(now)}"
+
+
+# Keras negates `min_delta` when it finds out that less is better. If it were restored,
+# Keras would negate it again.
+_NOT_STATE = ("params", "model", "_model", "min_delta")
+
+
+class CallbackStates:
+    """Collects and restores the state of callbacks.
+
+    The state of a callback with `state_dict` and `load_state_dict` is what these return
+    and take. The state of any other callback is its attributes that are numbers, text,
+    arrays, or lists and dicts of these, but only those that have changed since the
+    training began. So an argument that was changed in the script, such as a new
+    `patience`, is not overwritten.
+
+    Args:
+        callbacks: All callbacks of a fit. Those that run on the first rank only are
+            left out on other ranks.
+    """
+
+    def __init__(self, callbacks: Sequence[Any]) -> None:
+        counts: Counter[str] = Counter()
+        self._callbacks: dict[str, Any] = {}
+        for callback in callbacks:
+            name = type(callback).__name__
+            counts[name] += 1
+            if comm.rank() == 0 or not runs_on_first_rank_only(callback):
+                self._callbacks[f"{name} {counts[name]}"] = callback
+        self._at_begin: dict[str, dict[str, bytes]] = {}
+
+    def begin(self, saved: dict[str, Any]) -> None:
+        """Restore the saved states, after `on_train_begin` of the callbacks.
+
+        Args:
+            saved: States of `collected`, by key.
+        """
+        for key, callback in self._callbacks.items():
+            own = {} if _has_state_dict(callback) else _attributes(callback)
+            self._at_begin[key] = {name: digest_of(own[name]) for name in own}
+            if key in saved:
+                _restore(callback, saved[key])
+
+    def collected(self) -> dict[str, Any]:
+        """The states of the callbacks as trees, by the class name and a number."""
+        return {
+            key: self._state_of(key, callback)
+            for key, callback in self._callbacks.items()
+        }
+
+    def _state_of(self, key: str, callback: Any) -> Any:
+        if _has_state_dict(callback):
+            return {"said": encoded(callback.state_dict())}  # a name in the file format
+        at_begin = self._at_begin[key]
+        own = _attributes(callback)
+        changed = {n: t for n, t in own.items() if at_begin.get(n) != digest_of(t)}
+        return {"changed": changed}
+
+
+def _has_state_dict(callback: Any) -> bool:
+    names = ("state_dict", "load_state_dict")
+    return all(callable(getattr(callback, name, None)) for name in names)
+
+
+def _attributes(callback: Any) -> dict[str, Any]:
+    """Attributes of a callback that a checkpoint can hold, as trees."""
+    attributes = {}
+    for name, value in vars(callback).items():
+        if name not in _NOT_STATE and not callable(value):
+            try:
+                attributes[name] = encoded(value)
+            except TypeError:
+                continue
+    return attributes
+
+
+def _restore(callback: Any, state: Any) -> None:
+    if "said" in state and _has_state_dict(callback):
+        callback.load_state_dict(decoded(state["said"]))
+    for name, tree in state.get("changed", {}).items():
+        setattr(callback, name, decoded(tree))
+
+
+def with_history(callbacks: Sequence[Any]) -> list[Any]:
+    """Add a `History` if there is none, so that it stands before our own callback.
+
+    Keras would add it at the end of the list, behind the callback that saves.
+    """
+    if any(isinstance(callback, keras.callbacks.History) for callback in callbacks):
+        return list(callbacks)
+    return [*callbacks, keras.callbacks.History()]
+
+
+def random_state() -> dict[str, Any]:
+    """The states of the generators, as a tree."""
+    states = {
+        "python": encoded(random.getstate()),
+        "numpy": encoded(np.random.get_state(legacy=False)),
+    }
+    # With op determinism TensorFlow has none until the user makes it.
+    with contextlib.suppress(RuntimeError):
+        generator = tf.random.get_global_generator()
+        states["tensorflow"] = encoded(generator.state.numpy())
+    return states
+
+
+def restore_random(states: dict[str, Any]) -> None:
+    """Set the generators to the states of `collected`."""
+    random.setstate(decoded(states["python"]))
+    np.random.set_state(decoded(states["numpy"]))
+    if "tensorflow" in states:
+        with contextlib.suppress(RuntimeError, ValueError):  # another algorithm
+            tf.random.get_global_generator().reset(decoded(states["tensorflow"]))
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What a checkpoint has of all ranks, equal on each rank that writes.
+
+    Args:
+        callbacks: State of each callback on the first rank.
+        ranks: For each rank, the state that differs from the first rank's.
+        arrays: Weights and optimizer state of the first rank; empty on ranks that do
+            not write.
+        failures: For each rank, its error when it wrote the checkpoint before, or "".
+    """
+
+    callbacks: dict[str, Any]
+    ranks: list[Any]
+    arrays: list[Any]
+    failures: list[str]
+
+
+def gathered(
+    model: Any,
+    states: dict[str, Any],
+    *,
+    failure: str,
+    is_writer: bool,
+    are_several: bool,
+) -> Gathered:
+    """Gather the state of all ranks; all ranks call this.
+
+    Args:
+        model: The model.
+        states: State of each callback on this rank.
+        failure: The error of this rank when it wrote the checkpoint before, or "".
+        is_writer: Whether this rank writes.
+        are_several: Whether other ranks than the first one write.
+    """
+    own = own_state(model)
+    own["random"] = random_state()
+    first = comm.broadcast({key: digest_of(state) for key, state in states.items()})
+    own["callbacks"] = {
+        key: state
+        for key, state in states.items()
+        if digest_of(state) != first.get(key)
+    }
+    absent = [key for key in first if key not in states]
+    per_rank = comm.gather((own, absent, failure))
+    ranks = [state for state, _, _ in per_rank]
+    variables = variables_of(model)
+    replaced: dict[int, Any] = {}
+    if are_several:
+        asked = {key for _, keys, _ in per_rank for key in keys}
+        asked |= {key for state in ranks for key in state["callbacks"]}
+        given = comm.broadcast({key: states[key] for key in asked & states.keys()})
+        states = {key: given[key] if key in given else states[key] for key in first}
+        replaced = _of_first(variables, ranks)
+    arrays = [
+        replaced[index] if index in replaced else array_of(variable)
+        for index, variable in enumerate(variables if is_writer else [])
+    ]
+    return Gathered(states, ranks, arrays, [error for _, _, error in per_rank])
+
+
+def _of_first(variables: list[Any], ranks: list[Any]) -> dict[int, Any]:
+    """The first rank's values of variables that differ on some rank, by index."""
+    indices = sorted({int(index) for state in ranks for index in state["variables"]})
+    arrays = [array_of(variables[index]) for index in indices]
+    return dict(zip(indices, comm.broadcast_arrays(arrays, 0), strict=True))
