@@ -7,7 +7,7 @@ import sys
 import pytest
 from launch import ROOT
 
-from keras_dist.comm import open_mpi, settings
+from keras_dist.comm import settings
 from keras_dist.comm.world import check_not_elastic, check_not_stranded
 
 # Variables of two tasks, as each program sets them for the second one. srun's are those
@@ -113,20 +113,20 @@ def test_open_mpi_on_cpus_does_not_spin_and_does_not_connect_by_bridges(
     own = {names[key]: value for key, value in environ.items()}
     monkeypatch.setattr(os, "environ", own)
     cards = list(enumerate(_BRIDGES))
-    monkeypatch.setattr(open_mpi.socket, "if_nameindex", lambda: cards)
+    monkeypatch.setattr(settings.socket, "if_nameindex", lambda: cards)
     monkeypatch.setattr(open_mpi, "_XPMEM", "/none")
-    open_mpi.prepare(is_on_cpu=is_on_cpu)
+    settings.prepare(is_on_cpu=is_on_cpu)
     assert tuple(own.get(name) for name in names.values()) == expected
 
 
 _WAITS = """
 import time
 from keras_dist.comm import open_mpi
-with open_mpi.limited_start(0, 2):
+with settings.limited_start(0, 2):
     pass
 time.sleep(0.5)
 print("in time", flush=True)
-with open_mpi.limited_start(0, 2):
+with settings.limited_start(0, 2):
     time.sleep(60)
 """
 

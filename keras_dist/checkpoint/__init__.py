@@ -11,7 +11,7 @@ to the callback that saves:
 - `states`: the state of the model on all ranks, of callbacks and of random generators
 - `saved`: the content of a checkpoint; the newest one as the start of a fit, also on
   another number of ranks
-- `saver`: the callback that saves, when a clock or SIGTERM asks for it, in a thread; and
+- `saver`: the callback that saves when a clock or SIGTERM asks for it, in a thread, and
   that restores before the first step
 """
 

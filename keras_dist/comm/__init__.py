@@ -5,8 +5,7 @@
 - `devices`: choose the GPU of this rank, or its CPU threads and cores
 - `runtime`: state of this process: its device, and its link to the other ranks
 - `transport`: the only file that imports Horovod; one thin function per collective
-- `settings`: those of Horovod on a rank without a GPU, those of Open MPI, and a limit
-  for its start
+- `settings`: of Horovod on a rank without a GPU, of Open MPI, and a limit for its start
 - `process_sets`: `init`, and collectives among some of the ranks only
 - `collectives`: average, sum, broadcast and gather of any value; of tensors in graphs,
   too
