@@ -114,14 +114,14 @@ def test_open_mpi_on_cpus_does_not_spin_and_does_not_connect_by_bridges(
     monkeypatch.setattr(os, "environ", own)
     cards = list(enumerate(_BRIDGES))
     monkeypatch.setattr(settings.socket, "if_nameindex", lambda: cards)
-    monkeypatch.setattr(open_mpi, "_XPMEM", "/none")
+    monkeypatch.setattr(settings, "_XPMEM", "/none")
     settings.prepare(is_on_cpu=is_on_cpu)
     assert tuple(own.get(name) for name in names.values()) == expected
 
 
 _WAITS = """
 import time
-from keras_dist.comm import open_mpi
+from keras_dist.comm import settings
 with settings.limited_start(0, 2):
     pass
 time.sleep(0.5)
