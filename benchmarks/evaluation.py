@@ -23,7 +23,7 @@ import keras
 import numpy as np
 
 import keras_dist
-from keras_dist.training.autotune import untuned
+from keras_dist.training.autotune import without_autotune
 
 CLAIM, ABOVE_FLOOR = 0.6, 1.05
 BATCH_SIZE = 128
@@ -57,11 +57,11 @@ def be_a_rank(rows: int, repetitions: int) -> None:
 
     def on_first_rank():
         if world.rank == 0:
-            with untuned(plain):
+            with without_autotune(plain):
                 plain.evaluate(x, y, **arguments)
 
     def without_communication():
-        with untuned(plain):
+        with without_autotune(plain):
             plain.evaluate(*half, **arguments)
 
     methods = {

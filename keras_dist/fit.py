@@ -3,7 +3,6 @@
 import contextlib
 import os
 import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from keras_dist.data import Feed, ShardSpec, is_arrays, reading, validation_feed
 from keras_dist.data.steps import StepsRule
 from keras_dist.launch.monitor import seeds
 from keras_dist.optimizer.rate import LearningRateRule
+from keras_dist.report.lines import show
 from keras_dist.setup import same_batches
 from keras_dist.setup.arguments import KerasArguments
 from keras_dist.setup.checks import check_model
@@ -24,7 +24,7 @@ from keras_dist.setup.fit_setup import FitSetup, prepare
 from keras_dist.setup.options import Options
 from keras_dist.setup.reports import with_plan, with_reports
 from keras_dist.training import step
-from keras_dist.training.autotune import untuned
+from keras_dist.training.autotune import without_autotune
 from keras_dist.training.predict import predict_sharded, rows_to_predict
 from keras_dist.training.predict_divided import is_divided_by_row, predict_divided
 from keras_dist.training.same_values import agree_on_arrays
@@ -225,7 +225,7 @@ def _train(
             if options.shard != "none":
                 agree_on_arrays(given.data())
             if comm.rank() == 0 and given.verbose != 0:
-                _print(str(setup.plan))
+                show(str(setup.plan))
             with (
                 comm.explained(),
                 distributed(model, setup),
@@ -276,17 +276,11 @@ def _seed_of_order(model: Any) -> int:
     return (generator.getrandbits(31) + int(made)) % 2**31
 
 
-def _print(text: str) -> None:
-    # A terminal whose encoding has no box characters must not end the training.
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    print(text.encode(encoding, "replace").decode(encoding), flush=True)
-
-
 @contextlib.contextmanager
 def distributed(model: Any, setup: FitSetup) -> Iterator[None]:
     """Inside the block, `model` trains on all ranks; then it is a plain model again."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(untuned(model))
+        stack.enter_context(without_autotune(model))
         stack.callback(step.uninstall, model, is_end=True)
         session = step.install(model)
         session.holder.hold()
@@ -395,7 +389,7 @@ class DistributedModel:
                 agree_on_arrays(dict(zip(names, pieces, strict=True)))
             is_of_all = _evaluating(self.model, feed)
             own_data = reading([feed])
-            with comm.explained(), untuned(self.model), is_of_all, own_data:
+            with comm.explained(), without_autotune(self.model), is_of_all, own_data:
                 return self.model.evaluate(
                     **feed.arguments,
                     batch_size=batch_size,
@@ -467,7 +461,7 @@ class DistributedModel:
             ],
         }
         check_model(self.model, is_compiled=False)
-        with comm.within(options.process_set), untuned(self.model):
+        with comm.within(options.process_set), without_autotune(self.model):
             if comm.size() == 1 or options.shard == "none":
                 return self.model.predict(x, steps=steps, **arguments)
             local = {id(w) for layer in options.local_layers for w in layer.weights}

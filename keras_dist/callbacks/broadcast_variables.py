@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm, optimizer
+from keras_dist.report.lines import say
 from keras_dist.training import step
 from keras_dist.training.same_values import agree_on_constants
 from keras_dist.training.session import session_of
@@ -104,7 +105,7 @@ class BroadcastVariables(keras.callbacks.Callback):
         bar = None
         is_shown = (self.params or {}).get("verbose") in (1, "auto")
         if comm.rank() == 0 and is_shown and sum(sizes) >= _LARGE:
-            print("copying the model to all ranks", flush=True)
+            say("copying the model to all ranks")
             bar = keras.utils.Progbar(round(sum(sizes)), unit_name="MiB")
         start = 0
         for stop in range(1, len(sizes) + 1):  # the same pieces on every rank

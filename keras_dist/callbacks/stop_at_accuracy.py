@@ -6,6 +6,7 @@ import keras
 
 from keras_dist import comm
 from keras_dist.report.accuracy import accuracy_in, reached
+from keras_dist.report.lines import say
 from keras_dist.report.training import plain_logs
 
 
@@ -129,7 +130,7 @@ class StopAtAccuracy(keras.callbacks.Callback):
             raise _missing(self.monitor, logs, comm.rank())
         # Not before the progress bar has ended its line.
         if self._line and comm.rank() == 0 and self.params.get("verbose"):
-            print(self._line, flush=True)
+            say(self._line)
 
 
 def _missing(monitor: str, logs: dict[str, Any], rank: int) -> ValueError:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from keras_dist import comm
 from keras_dist.optimizer import Stopwatch
+from keras_dist.report.lines import say
 from keras_dist.training import step
 from keras_dist.training.session import session_of
 
@@ -314,7 +315,7 @@ class Throughput(keras.callbacks.Callback):
     def _print(self) -> None:
         # Called after the end of the epoch, when the progress bar has ended its line.
         if self._line and comm.rank() == 0 and self.params.get("verbose"):
-            print(self._line, flush=True)
+            say(self._line)
         self._line = ""
 
 
@@ -356,7 +357,7 @@ class TrainingTime(keras.callbacks.Callback):
         self._read()
         if comm.rank() == 0 and self.params.get("verbose"):
             epochs = f"{self._epochs} epoch{'' if self._epochs == 1 else 's'}"
-            print(f"trained {epochs} in {self.seconds:.1f} s", flush=True)
+            say(f"trained {epochs} in {self.seconds:.1f} s")
 
     def state_dict(self) -> dict[str, Any]:
         """Seconds and epochs so far, for a checkpoint."""

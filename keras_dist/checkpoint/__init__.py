@@ -33,6 +33,7 @@ from keras_dist.checkpoint.saver import (
     saves_within_epochs,
 )
 from keras_dist.checkpoint.states import with_history
+from keras_dist.report.lines import say
 from keras_dist.setup.fit_setup import FitSetup
 
 __all__ = ["EXIT_CODE", "Resume", "saving", "opened"]
@@ -127,10 +128,9 @@ def _print_position(resume: Resume, setup: FitSetup) -> None:
             else ""
         )
         host = f" of host {resume.source}" if resume.source else ""
-        print(
+        say(
             f"resumed in epoch {position.epoch + 1}{rows}, from {resume.folder.path}"
-            f"{host}",
-            flush=True,
+            f"{host}"
         )
 
 
@@ -140,8 +140,7 @@ def _print_copies(resume: Resume, setup: FitSetup) -> None:
     if comm.rank() == 0 and setup.arguments["verbose"] != 0 and copies.are_several:
         shown = ", ".join(copies.hosts[:8])
         more = f" and {len(copies.hosts) - 8} more" if len(copies.hosts) > 8 else ""
-        print(
+        say(
             f"{resume.folder.path} is not shared: checkpoints are written on "
-            f"{shown}{more}",
-            flush=True,
+            f"{shown}{more}"
         )

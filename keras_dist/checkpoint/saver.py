@@ -18,6 +18,7 @@ from keras_dist.checkpoint.files import Folder, decoded
 from keras_dist.checkpoint.saved import Resume, Saved, scale_of
 from keras_dist.checkpoint.states import CallbackStates, gathered
 from keras_dist.data import DataPosition, Stream, either
+from keras_dist.report.lines import say
 from keras_dist.setup.fit_setup import FitSetup
 from keras_dist.training import step
 from keras_dist.training.session import session_of
@@ -346,10 +347,9 @@ class Saver(keras.callbacks.Callback):
         failures = comm.gather(self._take_failure())
         if comm.rank() == 0:
             warn_of(failures)
-            print(
+            say(
                 f"keras_dist: asked to end by SIGTERM in epoch {self._epoch + 1}; the "
-                f"same command resumes from {self._resume.folder.path}",
-                flush=True,
+                f"same command resumes from {self._resume.folder.path}"
             )
         self._requests.is_leaving = True
         raise SavedExit(EXIT_CODE)

@@ -179,7 +179,7 @@ def within(ranks: Sequence[int] | None) -> Iterator[None]:
         size=len(chosen),
         num_hosts=min(world.num_hosts, -(-len(chosen) // world.local_size)),
     )
-    with runtime.only(_sets[chosen], world_of_set):
+    with runtime.restricted_to(_sets[chosen], world_of_set):
         yield
 
 

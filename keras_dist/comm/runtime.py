@@ -44,7 +44,7 @@ class _Runtime:
 
 _runtime = _Runtime()
 
-# Inside `only`: the link to the ranks of a process set, and rank and size within it.
+# Inside `restricted_to`: the link to the ranks of a process set, rank and size in it.
 _current: ContextVar[tuple[transport.Link | None, World] | None] = ContextVar(
     "current", default=None
 )
@@ -140,12 +140,12 @@ def is_started() -> bool:
 
 
 def is_within() -> bool:
-    """Whether this is inside a block of `only`."""
+    """Whether this is inside a block of `restricted_to`."""
     return _current.get() is not None
 
 
 @contextlib.contextmanager
-def only(link: transport.Link, world: World) -> Iterator[None]:
+def restricted_to(link: transport.Link, world: World) -> Iterator[None]:
     """Inside the block, collectives are among the ranks of `link` only.
 
     Args:

@@ -19,12 +19,12 @@ from keras_dist.optimizer.options import Averaging, check_usable
 
 # TensorFlow would translate our functions inside of a `tf.function` of the user's: it
 # takes seconds, and changes nothing.
-as_it_is = tf.autograph.experimental.do_not_convert
+no_autograph = tf.autograph.experimental.do_not_convert
 
 _PURPOSE = "horovod"
 
 
-@as_it_is
+@no_autograph
 def allreduce(
     value: Any,
     name: str | None = None,
@@ -80,7 +80,7 @@ def allreduce(
     return mark_reduced(compression.decompress(reduced, context))
 
 
-@as_it_is
+@no_autograph
 def allgather(
     value: Any,
     name: str | None = None,
@@ -101,7 +101,7 @@ def allgather(
         return comm.gather_rows(tensor, name=comm.name_of(_PURPOSE))
 
 
-@as_it_is
+@no_autograph
 def broadcast(
     value: Any,
     root_rank: int,
@@ -127,7 +127,7 @@ def broadcast(
         return comm.copy(tensor, root, name=comm.name_of(_PURPOSE))
 
 
-@as_it_is
+@no_autograph
 def reducescatter(
     value: Any,
     name: str | None = None,
@@ -198,7 +198,7 @@ def allgather_object(
         return [objects[0] for objects in comm.gather([obj])]
 
 
-@as_it_is
+@no_autograph
 def broadcast_variables(
     variables: Iterable[Any],
     root_rank: int,
@@ -285,7 +285,7 @@ def _plain(value: Any) -> Any:
     return value.value if isinstance(value, keras.Variable) else value
 
 
-@as_it_is
+@no_autograph
 def grouped_allreduce(
     tensors: Iterable[Any],
     average: bool | None = None,
@@ -322,7 +322,7 @@ def grouped_allreduce(
     ]
 
 
-@as_it_is
+@no_autograph
 def grouped_allgather(
     tensors: Iterable[Any],
     name: str | None = None,
@@ -339,7 +339,7 @@ def grouped_allgather(
     return [allgather(tensor, process_set=process_set) for tensor in tensors]
 
 
-@as_it_is
+@no_autograph
 def grouped_reducescatter(
     tensors: Iterable[Any],
     device_dense: str = "",

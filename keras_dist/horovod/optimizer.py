@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, mixin
-from keras_dist.horovod.collectives import as_it_is
+from keras_dist.horovod.collectives import no_autograph
 from keras_dist.horovod.gradients import Settings, check_groups, reduce_gradients
 from keras_dist.horovod.ops import Average, Compression, chosen
 from keras_dist.horovod.process_sets import ProcessSet, global_process_set
@@ -286,7 +286,7 @@ class AveragesLikeHorovod(ReducesGradients):
         """Keep the gradients of a variable each rank's own."""
         self._passes.local_variables.append(var)
 
-    @as_it_is
+    @no_autograph
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         if step_context.is_inside():  # of `dist_fit`, or of an optimizer around this
             return super().apply(grads, trainable_variables)  # type: ignore[misc]

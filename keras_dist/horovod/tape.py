@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, mixin
-from keras_dist.horovod.collectives import as_it_is
+from keras_dist.horovod.collectives import no_autograph
 from keras_dist.horovod.gradients import (
     Settings,
     check_groups,
@@ -140,7 +140,7 @@ class ReducesTape:
         """Keep the gradients of a variable each rank's own."""
         self._reduction.local_sources.append(source)
 
-    @as_it_is
+    @no_autograph
     def gradient(
         self,
         target: Any,

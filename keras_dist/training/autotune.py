@@ -10,7 +10,7 @@ from keras_dist import comm, mixin
 
 
 @contextlib.contextmanager
-def untuned(model: Any) -> Iterator[None]:
+def without_autotune(model: Any) -> Iterator[None]:
     """Inside the block, a pass over the data of `model` ends with its last batch.
 
     TensorFlow tunes each pass over a `tf.data.Dataset` (Keras makes one of all data) in
@@ -32,18 +32,18 @@ def untuned(model: Any) -> Iterator[None]:
         `CancellationManager::StartCancelWithStatus` and `Model::OptimizeLoop` of
         TensorFlow: waiters are woken before `IsCancelled` is true.
     """
-    if comm.size() == 1 or mixin.has(model, _Untuned):
+    if comm.size() == 1 or mixin.has(model, _WithoutAutotune):
         yield
         return
-    mixin.add(model, _Untuned)
+    mixin.add(model, _WithoutAutotune)
     try:
         yield
     finally:
-        mixin.remove(model, _Untuned)
+        mixin.remove(model, _WithoutAutotune)
 
 
 def plain_strategy(model: Any) -> Any:
-    """The `tf.distribute.Strategy` of `model`; also inside `untuned`."""
+    """The `tf.distribute.Strategy` of `model`; also inside `without_autotune`."""
     strategy = model.distribute_strategy
     return strategy.plain if isinstance(strategy, _Strategy) else strategy
 
@@ -79,8 +79,8 @@ class _Strategy:
         return getattr(self.plain, name)
 
 
-class _Untuned:
-    """Mixin that `untuned` adds to the class of a model."""
+class _WithoutAutotune:
+    """Mixin that `without_autotune` adds to the class of a model."""
 
     @property
     def distribute_strategy(self) -> Any:

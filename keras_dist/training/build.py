@@ -147,7 +147,7 @@ def _by_tracing(model: Any, step: OwnStep) -> None:
     # Gradients are averaged in the step itself, not here.
     context = step_context.StepContext(is_averaged=True)
     try:
-        with put_back(), step_context.entered(context), _inlined():
+        with restoring_generators(), step_context.entered(context), _inlined():
             tf.function(trace, autograph=False).get_concrete_function(specs)
     finally:
         model._clear_losses()  # of this graph
@@ -192,7 +192,7 @@ def _by_running(model: Any, step: OwnStep) -> None:
     context = step_context.StepContext(is_averaged=True)
     try:
         with (
-            put_back(),
+            restoring_generators(),
             step_context.entered(context),
             tf.variable_creator_scope(noted),
         ):
@@ -295,7 +295,7 @@ def _on_all(work: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def put_back() -> Iterator[None]:
+def restoring_generators() -> Iterator[None]:
     """After the block, the next random numbers are those that were next before it."""
     states = random.getstate(), np.random.get_state()
     try:

@@ -1,5 +1,7 @@
 """Callbacks act alike on every rank, with `model.fit` and with `dist_fit`."""
 
+import logging
+
 import keras
 import numpy as np
 import pytest
@@ -229,6 +231,20 @@ def test_throughput_counts_the_rows_of_all_ranks(world, rows, make_model, capsys
     assert len(set(keras_dist.gather(from_history[0]))) == 1
     keras_dist.dist_fit(make_model(), *rows, batch_size=24, verbose=0)
     assert capsys.readouterr().out == ""
+
+
+def test_lines_beside_the_bar_can_be_turned_off(world, rows, make_model, capsys):
+    """By the level of the logger `keras_dist`."""
+    logger = logging.getLogger("keras_dist")
+    for level, is_shown in ((logging.INFO, True), (logging.WARNING, False)):
+        logger.setLevel(level)
+        clock = keras_dist.TrainingTime()
+        keras_dist.dist_fit(
+            make_model(), *rows, batch_size=24, verbose=2, callbacks=[clock]
+        )
+        is_printed = "trained 1 epoch in" in capsys.readouterr().out
+        assert is_printed == (is_shown and world.rank == 0)
+    logger.setLevel(logging.INFO)
 
 
 def test_files_are_written_by_the_first_rank(world, rows, make_model, tmp_path):

@@ -49,7 +49,7 @@ def patched(model):
             type(model).save,
             type(model).save_weights,
         ),
-        "class of the model (`_Untuned`)": type(model.distribute_strategy),
+        "class of the model (`_WithoutAutotune`)": type(model.distribute_strategy),
         "class of the outermost optimizer": type(model.optimizer),
         "class of each innermost optimizer (`ScalesRate`)": type(
             model.optimizer

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import keras_dist
-from keras_dist.training.autotune import untuned
+from keras_dist.training.autotune import without_autotune
 
 X = np.arange(48, dtype=np.float32).reshape(24, 2) / 48
 Y = X.sum(axis=1, keepdims=True)
@@ -83,12 +83,12 @@ def test_tuning_that_the_user_requests_is_on(model, read):
 @pytest.mark.several_ranks
 def test_what_reads_the_data_can_be_copied(model):
     """As a strategy of TensorFlow's can be."""
-    with untuned(model):
+    with without_autotune(model):
         strategy = model.distribute_strategy
         assert copy.copy(strategy).extended is strategy.extended
 
 
-def as_it_is(x, y):
+def no_autograph(x, y):
     """A function of the user's."""
     return x, y
 
@@ -106,9 +106,9 @@ def test_functions_of_this_package_are_not_translated(model):
     many.fit(X, Y, batch_size=4, validation_data=in_batches(), verbose=0)
     many.fit(in_batches().cache(), verbose=0)
     decoded = tf.data.Dataset.from_tensor_slices((X, Y)).apply(keras_dist.shard(4))
-    many.fit(decoded.map(as_it_is).batch(4), verbose=0)
+    many.fit(decoded.map(no_autograph).batch(4), verbose=0)
     modules = [sys.modules[name] for name in sys.modules if "autograph_gen" in name]
     translated = names_in([each.__file__ for each in modules], r"def tf__(\w+)")
     own = names_in(Path(keras_dist.__file__).parent.rglob("*.py"), r"def (\w+)")
-    assert "as_it_is" in translated
+    assert "no_autograph" in translated
     assert not translated & own

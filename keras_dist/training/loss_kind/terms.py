@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_dist import comm
 from keras_dist.optimizer import step_context
-from keras_dist.training.build import put_back
+from keras_dist.training.build import restoring_generators
 from keras_dist.training.loss_kind.probe import (
     Kind,
     Probe,
@@ -192,7 +192,7 @@ class EagerLog:
         self._answers, self._is_open = [], True
         try:
             with (
-                put_back(),
+                restoring_generators(),
                 futures.ThreadPoolExecutor(max_workers=1) as thread,
             ):
                 thread.submit(context.run, _trace, step, specs).result()
