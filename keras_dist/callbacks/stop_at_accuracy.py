@@ -5,9 +5,8 @@ from typing import Any
 import keras
 
 from keras_dist import comm
-from keras_dist.report.accuracy import accuracy_in, reached
 from keras_dist.report.lines import say
-from keras_dist.report.training import plain_logs
+from keras_dist.report.training import accuracy_in, plain_logs, reached
 
 
 class StopAtTarget(keras.callbacks.Callback):
