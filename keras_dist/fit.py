@@ -364,7 +364,7 @@ class DistributedModel:
         callbacks: Any = None,
         return_dict: bool = False,
     ) -> Any:
-        """As `keras.Model.evaluate`: each row once over all ranks, exact metrics.
+        """Evaluate as `keras.Model.evaluate`: each row on one rank, exact metrics.
 
         Data is sharded as in `dist_fit`. `steps` are those of one process, to which
         `validation_steps_scaling` is applied.
@@ -426,7 +426,7 @@ class DistributedModel:
         *,
         gather: bool = True,
     ) -> Any:
-        """As `keras.Model.predict`: arrays are sharded by row, and results gathered.
+        """Predict as `keras.Model.predict`: arrays are sharded, and results gathered.
 
         So are the results of a `tf.data.Dataset` that `keras_dist.shard` has divided by
         rows or batches. For other data (`tf.data.Dataset`, `PyDataset`, generator,

@@ -64,5 +64,5 @@ def remove(target: Any, mixin: type) -> None:
 
 
 def has(target: Any, mixin: type) -> bool:
-    """Whether `mixin` was added to `target`."""
+    """Tell whether `mixin` was added to `target`."""
     return mixin in type(target).__mro__

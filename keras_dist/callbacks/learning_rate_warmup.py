@@ -80,7 +80,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
 
 
 def rate_factor_of_step(*, full: float, warmup_steps: int) -> Any:
-    """The factor as a function of the step, as a tensor; `None` if it is always 1.
+    """Return the factor as a function of the step; `None` if it is always 1.
 
     Args:
         full: The factor after the warm-up.

@@ -67,7 +67,7 @@ def origin_of(model: Any, batch: Any, paths: Sequence[str]) -> Origin:
 
 
 def named_arrays(batch: Any) -> dict[str, np.ndarray]:
-    """The arrays of a batch by name: `x`, `y`, `sample_weight`, or their elements.
+    """Name the arrays of a batch: `x`, `y`, `sample_weight`, or their elements.
 
     >>> sorted(named_arrays(({"a": np.ones(2), "b": [np.ones(2)]}, np.ones(2))))
     ['x.a', 'x.b.0', 'y']
@@ -99,7 +99,7 @@ def _add(found: dict[str, np.ndarray], name: str, value: Any) -> None:
 
 
 def _first_output(model: Any, x: Any) -> tuple[str, Any] | None:
-    """The first layer whose output is not finite, and a mask of rows; or `None`."""
+    """Find the first layer whose output is not finite, and a mask of rows."""
     found: list[tuple[str, Any]] = []
     keras_call = keras.layers.Layer.__call__
 
@@ -323,7 +323,7 @@ class NanReport(keras.callbacks.Callback):
             session_of(self.model).stop_request.grant(self.model, is_agreed=True)
 
     def _examine(self, hit: optimizer.Hit) -> NotFinite | None:
-        """The report of this rank; `None` if only other ranks have one."""
+        """Return the report of this rank; `None` if only other ranks have one."""
         if hit.batch is None:
             return None
         origin = origin_of(self.model, hit.batch, hit.paths)
@@ -384,7 +384,7 @@ def _write(arrays: dict[str, Any], path: str) -> None:
 
 
 def _plain(array: np.ndarray) -> np.ndarray:
-    """The array in a dtype that a `.npz` file holds without pickling."""
+    """Cast an array to a dtype that a `.npz` file holds without pickling."""
     if array.dtype.kind == "O":
         return array.astype(np.bytes_)
     is_known = array.dtype.kind in "biufcSU"

@@ -74,7 +74,7 @@ class FactsOfRank:
 
 
 def facts_of_rank(model: Any) -> FactsOfRank:
-    """The facts of this rank.
+    """Return the facts of this rank.
 
     Args:
         model: A model that is trained.
@@ -125,7 +125,7 @@ def begun(
 
 
 def gradient_facts(model: Any) -> dict[str, Any]:
-    """How many numbers of a model are trained, and their bytes."""
+    """Count the numbers of a model that are trained, and their bytes."""
     sizes = [
         (math.prod(weight.shape), tf.dtypes.as_dtype(weight.dtype).size)
         for weight in model.trainable_variables
@@ -145,7 +145,7 @@ def epoch_of(
     model: keras.Model,
     rows_before: int,
 ) -> Epoch:
-    """What the first rank knows of an epoch.
+    """Return what the first rank knows of an epoch.
 
     Args:
         epoch: Its number, from 1.
@@ -308,7 +308,7 @@ class Report(keras.callbacks.Callback):
             self._write()
 
     def state_dict(self) -> dict[str, Any]:
-        """The epochs so far as JSON, for a checkpoint, on the first rank."""
+        """Return the epochs so far as JSON, for a checkpoint, on the first rank."""
         if comm.rank() > 0:
             return {}
         seconds = self._clock.seconds()

@@ -84,25 +84,25 @@ def first_rank_only(callback: Marked) -> Marked:
 
 
 def is_writer(callback: Any) -> bool:
-    """Whether it writes, and is of Keras, an experiment tracker or a tuner."""
+    """Tell whether it writes, and is of Keras, an experiment tracker or a tuner."""
     is_keras = isinstance(callback, _WRITING_CALLBACKS)
     return is_keras or _package_of(callback, _TRACKERS | _TUNERS) is not None
 
 
 def is_tracker(callback: Any) -> bool:
-    """Whether its class, or one that this inherits from, is of a tracker."""
+    """Tell whether its class, or one that this inherits from, is of a tracker."""
     return _package_of(callback, _TRACKERS) is not None
 
 
 def _package_of(callback: Any, packages: frozenset[str]) -> str | None:
-    """That of `packages` in which its class is, or one that this inherits from."""
+    """Find the package of its class, or of one that this inherits from."""
     bases = type(callback).__mro__
     names = (base.__module__.partition(".")[0] for base in bases)
     return next(filter(packages.__contains__, names), None)
 
 
 def runs_on_first_rank_only(callback: Any) -> bool:
-    """Whether `callback` writes, or was marked with `first_rank_only`."""
+    """Tell whether `callback` writes, or was marked with `first_rank_only`."""
     is_marked = getattr(callback, "_keras_dist_first_rank_only", False)
     return is_writer(callback) or bool(is_marked)
 
@@ -281,7 +281,7 @@ class UserCallbacks(keras.callbacks.Callback):
 
 
 def is_calling_callbacks() -> bool:
-    """Whether a callback of the user is called now, on this rank or on all."""
+    """Tell whether a callback of the user is being called on this rank."""
     return _is_calling.get()
 
 
@@ -301,7 +301,7 @@ def _calling() -> Iterator[None]:
 
 
 def _phases(given: Sequence[Any]) -> list[list[Any]]:
-    """The callbacks, in phases: one that may read comes after the phase of a writer."""
+    """Divide callbacks into phases: one that may read comes after a writer's."""
     phases: list[list[Any]] = [[]]
     for callback in given:
         if _may_read(callback) and any(map(runs_on_first_rank_only, phases[-1])):
@@ -311,14 +311,14 @@ def _phases(given: Sequence[Any]) -> list[list[Any]]:
 
 
 def _may_read(callback: Any) -> bool:
-    """Whether it runs on all ranks and may read files, as none of Keras's own does."""
+    """Tell whether it runs on all ranks and may read files."""
     is_keras = type(callback).__module__.split(".")[0] == "keras"
     is_users = not is_keras or isinstance(callback, keras.callbacks.LambdaCallback)
     return is_users and not runs_on_first_rank_only(callback)
 
 
 def _has(callback: Any, hook: str) -> bool:
-    """Whether a callback overrides a hook, or its older name `on_batch_…`."""
+    """Tell whether a callback overrides a hook, or its older name `on_batch_…`."""
     names = [hook, hook.replace("on_train_batch", "on_batch")]
     for name in dict.fromkeys(names):
         found = getattr(callback, name, None)

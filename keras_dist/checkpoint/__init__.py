@@ -82,7 +82,7 @@ def saving(resume: Resume | None, setup: FitSetup) -> Iterator[dict[str, Any]]:
 
 
 def _warn_of_restarts() -> None:
-    """Warn on the first rank if this training begins anew when its hosts change."""
+    """Warn on the first rank if this training starts over when its hosts change."""
     hosts = os.environ.get(_HOSTS_CHANGE)
     if hosts and comm.rank() == 0:
         warnings.warn(

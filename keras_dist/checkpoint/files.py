@@ -98,7 +98,7 @@ class Folder:
         return tree, damaged
 
     def find(self, reader: Callable[[str], Any]) -> tuple[Any, list[str]]:
-        """What `reader` makes of the newest checkpoint that is not damaged.
+        """Return what `reader` makes of the newest checkpoint that is not damaged.
 
         Args:
             reader: Called with paths, from the newest on, until one is not damaged.
@@ -177,7 +177,7 @@ class Folder:
 
 
 def none_is_whole(damaged: list[str]) -> DamagedError:
-    """The error for damaged checkpoints alone, with a line for each."""
+    """Make the error for a folder of damaged checkpoints, with a line for each."""
     return DamagedError(
         "No checkpoint in the folder can be read. Received: "
         f"{'; '.join(damaged)}. Restore a copy of one, or move these files "
@@ -254,7 +254,7 @@ def _unpacked(content: bytes) -> Any:
 
 
 def _plain(tree: Any, arrays: list[np.ndarray]) -> Any:
-    """The tree as JSON, with numbers in place of the arrays, which are collected."""
+    """Turn a tree into JSON, with numbers in place of arrays, and collect these."""
     if isinstance(tree, np.ndarray):
         arrays.append(tree)
         return {"array": len(arrays) - 1}
@@ -266,7 +266,7 @@ def _plain(tree: Any, arrays: list[np.ndarray]) -> Any:
 
 
 def filled(tree: Any, arrays: Sequence[Any]) -> Any:
-    """The tree of some JSON, with the arrays in place of their numbers.
+    """Turn JSON into a tree, with the arrays in place of their numbers.
 
     Raises:
         One of `FORGED`: If it is not the JSON of a tree.

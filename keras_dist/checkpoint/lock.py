@@ -171,7 +171,7 @@ def _text(path: str) -> str:
 
 
 def _holder(descriptor: int) -> dict[str, Any]:
-    """The process that stands in the file of a lock; empty if there is none."""
+    """Read the process that stands in the file of a lock; empty if there is none."""
     try:
         found = json.loads(os.pread(descriptor, 4096, 0) or b"{}")
     except (ValueError, RecursionError):  # it is just being written

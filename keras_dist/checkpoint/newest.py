@@ -48,16 +48,16 @@ class Copies:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this rank writes checkpoints."""
+        """True if this rank writes checkpoints."""
         return comm.rank() in self.ranks
 
     @property
     def are_several(self) -> bool:
-        """Whether there is more than one folder."""
+        """True if there is more than one folder."""
         return len(self.ranks) > 1
 
     def host(self, rank: int) -> str:
-        """The name of the host of a rank that writes."""
+        """Return the name of the host of a rank that writes."""
         return self.hosts[self.ranks.index(rank)]
 
 
@@ -126,7 +126,7 @@ def _remove_markers(folder: Folder, own: str) -> None:
 
 
 def _first_seen(folder: Folder, names: dict[int, str]) -> int | None:
-    """The first rank whose file is in the folder of this rank."""
+    """Return the first rank whose file is in the folder of this rank."""
     for seconds in _WAITS:
         time.sleep(seconds)
         with contextlib.suppress(OSError):
@@ -269,7 +269,7 @@ def chosen(
 
 
 def _look(folder: files.Folder) -> tuple[Whole | None, list[str]]:
-    """The newest checkpoint of a folder that is whole, and what is damaged."""
+    """Return the newest checkpoint of a folder that is whole, and what is damaged."""
     found, damaged = folder.find(_described)
     if found is None:
         return None, damaged
@@ -354,7 +354,7 @@ def _write(piece: np.ndarray, file: Any) -> None:
 
 
 def _new_part(folder: files.Folder, num_bytes: int) -> Any:
-    """The file for a checkpoint that is received, with room for it."""
+    """Make the file for a checkpoint that is received, with room for it."""
     file = new_file(folder.part)
     while True:
         try:

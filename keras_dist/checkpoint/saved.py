@@ -53,7 +53,7 @@ class Saved:
     scale: dict[str, Any] | None = None
 
     def tree(self) -> dict[str, Any]:
-        """The content as a tree for a checkpoint file."""
+        """Return the content as a tree for a checkpoint file."""
         # The position is called "place" in files since 0.1.0.
         own = {name: value for name, value in vars(self).items() if name != "position"}
         own["place"] = asdict(self.position)
@@ -187,7 +187,7 @@ def _check(options: Options, callbacks: Any) -> None:
 
 
 def scale_of(plan: Plan) -> dict[str, Any]:
-    """What depends on the number of ranks: the names are those of the file format.
+    """Collect what depends on the number of ranks, by the names of the file format.
 
     Args:
         plan: The plan of a fit.
@@ -205,7 +205,7 @@ def scale_of(plan: Plan) -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
-    """What is another than before, for the plan; "" if nothing is known to be.
+    """Describe for the plan what has changed since; "" if nothing is known.
 
     >>> before = {"ranks": 3, "batch": 96, "rates": ["0.003"]}
     >>> changes(before, {"ranks": 2, "batch": 64, "rates": ["0.002"]})

@@ -160,7 +160,7 @@ class SaveRequests:
             session_of(model).stop_request.ask_to_save()
 
     def agreed(self, model: Any) -> Agreed:
-        """What to do after this batch; equal on all ranks."""
+        """Agree on what to do after this batch."""
         if comm.size() == 1:
             return Agreed(self._is_due(), self._is_asked)
         stop_request = session_of(model).stop_request
@@ -173,7 +173,7 @@ class SaveRequests:
         return Agreed(*map(any, list(zip(*everyone, strict=True))[:2]))
 
     def settled(self, model: Any) -> Agreed:
-        """What to do at the end of an epoch; drop the requests of its batches."""
+        """Agree on what to do at the end of an epoch; drop its batches' requests."""
         if comm.size() > 1:
             session_of(model).stop_request.clear()
         return Agreed(end=any(comm.gather(self._is_asked)))
@@ -192,7 +192,7 @@ class SaveRequests:
 
 
 def _signals() -> list[signal.Signals]:
-    """The signals that ask to save and end; SLURM sends the second one on demand."""
+    """List the signals that ask to save and end; SLURM sends the second one."""
     if "SLURM_JOB_ID" in os.environ:
         return [signal.SIGTERM, signal.SIGUSR1]
     return [signal.SIGTERM]
@@ -206,7 +206,7 @@ class SavedExit(SystemExit):
 
 
 def saves_within_epochs(setup: FitSetup) -> bool:
-    """Whether checkpoints are also saved in the middle of an epoch.
+    """Tell whether checkpoints are also saved in the middle of an epoch.
 
     Not for data of unknown length, which has no schedule to continue. And not with
     local SGD, where the weights of the ranks differ until the end of the epoch.
@@ -300,7 +300,7 @@ class Saver(keras.callbacks.Callback):
             self._exit()
 
     def _position(self, epoch: int, done: int) -> DataPosition:
-        """The position after `done` steps of an epoch."""
+        """Return the position after `done` steps of an epoch."""
         if self._feed.schedule is None:
             return DataPosition(epoch, 0, 1, 0, 0, 0)
         if done:
@@ -359,7 +359,7 @@ class Saver(keras.callbacks.Callback):
         warn_of([self._take_failure()])
 
     def _take_failure(self) -> str:
-        """The error of the last write of this rank, which is then forgotten, or ""."""
+        """Return the error of the last write of this rank, once; or ""."""
         error = None if self._writer is None else self._writer.take_error()
         if error is None:
             return ""
@@ -368,14 +368,14 @@ class Saver(keras.callbacks.Callback):
         return f"on host {host}: {error}" if host else str(error)
 
     def _is_within_epoch(self) -> bool:
-        """Whether the training is resumed in the middle of an epoch."""
+        """Tell whether the training is resumed in the middle of an epoch."""
         position, schedule = self._resume.position, self._feed.schedule
         if position is None or schedule is None:
             return False
         return position.done > 0 and position.epoch == schedule.epoch
 
     def _own(self, saved: Saved) -> Any:
-        """The saved state of this rank; of the first rank if the size has changed."""
+        """Return this rank's saved state; on another size the first rank's."""
         is_same_size = len(saved.ranks) == comm.size()
         return saved.ranks[comm.rank() if is_same_size else 0]
 

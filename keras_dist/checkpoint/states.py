@@ -127,7 +127,7 @@ def restore_first(
 
 
 def rates_of(model: Any) -> list[dict[str, float]]:
-    """How far each optimizer's learning rate has come."""
+    """Return how far each optimizer's learning rate has come."""
     return [optimizer.rate_progress(leaf) for leaf in _leaves(model)]
 
 
@@ -144,7 +144,7 @@ def restore_rates(model: Any, rates: Sequence[Any], warmup: float) -> None:
 
 
 def _leaves(model: Any) -> list[Any]:
-    """The innermost optimizers of a model."""
+    """Return the innermost optimizers of a model."""
     outermost = optimizer.optimizers_of(model)
     return [leaf for outer in outermost for leaf in optimizer.leaves(outer)]
 
@@ -251,7 +251,7 @@ def _merge_ranks(
 
 
 def _of_all(metrics: Sequence[Any], ranks: Sequence[Any]) -> dict[str, Any]:
-    """The own states of all ranks, merged into that of one rank."""
+    """Merge the own states of all ranks into that of one rank."""
     seen = [UpdateCounts(own["seen"][1], own["seen"][0]) for own in ranks]
     fractions = weights(seen)
     merged = []
@@ -338,7 +338,7 @@ class CallbackStates:
                 _restore(callback, saved[key])
 
     def collected(self) -> dict[str, Any]:
-        """The states of the callbacks as trees, by the class name and a number."""
+        """Return the states of callbacks as trees, by class name and number."""
         return {
             key: self._state_of(key, callback)
             for key, callback in self._callbacks.items()
@@ -388,7 +388,7 @@ def with_history(callbacks: Sequence[Any]) -> list[Any]:
 
 
 def random_state() -> dict[str, Any]:
-    """The states of the generators, as a tree."""
+    """Return the states of the generators, as a tree."""
     states = {
         "python": encoded(random.getstate()),
         "numpy": encoded(np.random.get_state(legacy=False)),
@@ -471,7 +471,7 @@ def gathered(
 
 
 def _of_first(variables: list[Any], ranks: list[Any]) -> dict[int, Any]:
-    """The first rank's values of variables that differ on some rank, by index."""
+    """Return the first rank's values of variables that differ, by index."""
     indices = sorted({int(index) for state in ranks for index in state["variables"]})
     arrays = [array_of(variables[index]) for index in indices]
     return dict(zip(indices, comm.broadcast_arrays(arrays, 0), strict=True))

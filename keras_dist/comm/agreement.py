@@ -152,7 +152,7 @@ def first_rank() -> Iterator[bool]:
 
 
 def is_known(error: Exception) -> bool:
-    """Whether an error was already raised on all ranks."""
+    """Tell whether an error was already raised on all ranks."""
     return getattr(error, "_is_known_to_all_ranks", False)
 
 

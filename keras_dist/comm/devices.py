@@ -93,7 +93,7 @@ def cores_of_rank(
 
 
 def is_unbound() -> bool:
-    """Whether this process may run on all cores of the host."""
+    """Tell whether this process may run on all cores of the host."""
     return len(os.sched_getaffinity(0)) == os.cpu_count()
 
 

@@ -135,12 +135,12 @@ def world_of_job() -> World:
 
 
 def is_started() -> bool:
-    """Whether `start` was called before."""
+    """Tell whether `start` was called before."""
     return _runtime.world is not None
 
 
 def is_within() -> bool:
-    """Whether this is inside a block of `restricted_to`."""
+    """Tell whether this is inside a block of `restricted_to`."""
     return _current.get() is not None
 
 
@@ -213,12 +213,12 @@ def built_transports() -> list[str]:
 
 
 def nccl_version() -> int:
-    """The number of the NCCL that Horovod was built with; 0 if without."""
+    """Return the number of the NCCL that Horovod was built with; 0 if without."""
     return int(transport.library().nccl_built())
 
 
 def fact(name: str, default: Any) -> Any:
-    """What one of Horovod's functions without arguments returns.
+    """Return what one of Horovod's functions without arguments returns.
 
     Args:
         name: Name of the function, such as `"nccl_built"` or `"cross_rank"`.
@@ -236,7 +236,7 @@ def fact(name: str, default: Any) -> Any:
 
 
 def has_mpi() -> bool:
-    """Whether the transport between ranks is MPI."""
+    """Tell whether the transport between ranks is MPI."""
     link, _ = connection()
     return link is not None and transport.has_mpi(link)
 
@@ -262,7 +262,7 @@ def local_size() -> int:
 
 
 def is_child_of_rank() -> bool:
-    """Whether a rank of this job has started or forked this process."""
+    """Tell whether a rank of this job has started or forked this process."""
     process, _, job = os.environ.get(_RANK_PROCESS, "").partition(" ")
     return bool(process) and job == identity() and int(process) != os.getpid()
 

@@ -69,14 +69,14 @@ _DEFAULT_EXCLUDED = ("127.0.0.1/8", "sppp")  # Open MPI's own
 
 # Bridges that container engines and hypervisors make on each host, often with the same
 # address on all. Open MPI takes that for a network of all hosts, connects a host to
-# itself, and waits for ever.
+# itself, and waits forever.
 _BRIDGE = re.compile(
     r"(?:docker|virbr|lxcbr|lxdbr|podman|cni|cni-podman|nerdctl)\d+|br-[\da-f]{12}"
 )
 
 
 def is_used(launcher: str) -> bool:
-    """Whether the ranks find each other by MPI.
+    """Tell whether the ranks find each other by MPI.
 
     Args:
         launcher: What has started them, by its name as of `world.launched`.
@@ -101,7 +101,7 @@ def prepare(*, is_on_cpu: bool) -> None:
 
 
 def bridges_in(names: Sequence[str]) -> list[str]:
-    """Those network interfaces that lead to containers of this host alone, by name.
+    """Pick the network interfaces that lead to containers of this host alone.
 
     >>> bridges_in(["lo", "eth0", "docker0", "br-0123456789ab", "br0", "virbr0"])
     ['docker0', 'br-0123456789ab', 'virbr0']
@@ -113,7 +113,7 @@ def bridges_in(names: Sequence[str]) -> list[str]:
 def limited_start(rank: int, size: int) -> Iterator[None]:
     """Inside the block MPI starts; if that takes longer than the stall limit, end.
 
-    MPI itself waits for ever, and under `mpirun` there is no store in which the ranks
+    MPI itself waits forever, and under `mpirun` there is no store in which the ranks
     could see each other.
 
     Args:

@@ -142,7 +142,7 @@ def world_of(link: Link) -> World:
 
 
 def has_mpi(link: Link) -> bool:
-    """Whether the transport is MPI, the only one with Adasum on CPUs."""
+    """Tell whether the transport is MPI, the only one with Adasum on CPUs."""
     return link.horovod.mpi_built() and link.horovod.mpi_enabled()
 
 
@@ -269,7 +269,7 @@ def _common(link: Link, name: str) -> dict[str, Any]:
 
     By default Horovod puts TensorFlow's name scope before the name. The scope contains
     the names of Keras layers, which differ as soon as one rank has made one more model:
-    the ranks would then wait for ever. So the scope is ignored.
+    the ranks would then wait forever. So the scope is ignored.
     """
     return {"name": name, "ignore_name_scope": True, "process_set": link.process_set}
 

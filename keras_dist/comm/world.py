@@ -70,7 +70,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first rank, the one that prints and writes files."""
+        """True if this is the first rank, the one that prints and writes files."""
         return self.rank == 0
 
 
@@ -143,7 +143,7 @@ def check_not_stranded(environ: Mapping[str, str] | None = None) -> None:
 
 
 def is_elastic(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether Horovod's elastic mode has started this process.
+    """Tell whether Horovod's elastic mode has started this process.
 
     Args:
         environ: Environment variables; by default those of this process.

@@ -44,7 +44,7 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether `init` was called, or anything that calls it."""
+    """Tell whether `init` was called, or anything that calls it."""
     return collectives.is_started()
 
 
@@ -79,57 +79,57 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Whether all hosts have the same number of ranks."""
+    """Tell whether all hosts have the same number of ranks."""
     return bool(collectives.fact("is_homogeneous", True))
 
 
 def mpi_threads_supported() -> bool:
-    """Whether MPI can be called by several threads."""
+    """Tell whether MPI can be called by several threads."""
     return mpi_enabled() and bool(collectives.fact("mpi_threads_supported", False))
 
 
 def mpi_enabled() -> bool:
-    """Whether the ranks communicate over MPI."""
+    """Tell whether the ranks communicate over MPI."""
     return bool(collectives.fact("mpi_enabled", False))
 
 
 def gloo_enabled() -> bool:
-    """Whether the ranks communicate over Gloo."""
+    """Tell whether the ranks communicate over Gloo."""
     return bool(collectives.fact("gloo_enabled", False))
 
 
 def mpi_built() -> bool:
-    """Whether Horovod was built with MPI."""
+    """Tell whether Horovod was built with MPI."""
     return bool(collectives.fact("mpi_built", False))
 
 
 def gloo_built() -> bool:
-    """Whether Horovod was built with Gloo."""
+    """Tell whether Horovod was built with Gloo."""
     return bool(collectives.fact("gloo_built", False))
 
 
 def nccl_built() -> int:
-    """The version of NCCL that Horovod was built with, 0 for none."""
+    """Return the version of NCCL that Horovod was built with, 0 for none."""
     return int(collectives.fact("nccl_built", 0))
 
 
 def ddl_built() -> bool:
-    """Whether Horovod was built with IBM's DDL."""
+    """Tell whether Horovod was built with IBM's DDL."""
     return bool(collectives.fact("ddl_built", False))
 
 
 def ccl_built() -> bool:
-    """Whether Horovod was built with Intel's oneCCL."""
+    """Tell whether Horovod was built with Intel's oneCCL."""
     return bool(collectives.fact("ccl_built", False))
 
 
 def cuda_built() -> bool:
-    """Whether Horovod was built with CUDA."""
+    """Tell whether Horovod was built with CUDA."""
     return bool(collectives.fact("cuda_built", False))
 
 
 def rocm_built() -> bool:
-    """Whether Horovod was built with ROCm."""
+    """Tell whether Horovod was built with ROCm."""
     return bool(collectives.fact("rocm_built", False))
 
 

@@ -191,7 +191,7 @@ def _is_built(model: Any) -> bool:
 
 
 def _without(variables: Sequence[Any], local: Sequence[Any]) -> list[Any]:
-    """The variables, each once, without local ones and their optimizer state."""
+    """Return the variables, each once, without local ones and their optimizer state."""
     ids = {id(variable) for variable in local}
     left_out = [v for v in variables if {id(v), id(getattr(v, "_value", None))} & ids]
     # Keras does not record which variable a slot belongs to, but names it after it.

@@ -273,7 +273,7 @@ def mark_reduced(tensor: Any) -> Any:
 
 
 def is_reduced(tensor: Any) -> bool:
-    """Whether `mark_reduced` was called on the tensor."""
+    """Tell whether `mark_reduced` was called on the tensor."""
     return getattr(tensor, "_keras_dist_is_reduced", False)
 
 
@@ -303,7 +303,7 @@ def grouped_allreduce(
 
     Args:
         tensors: The tensors.
-        average, compression, op, prescale_factor, postscale_factor: As of `allreduce`.
+        average, compression, op, prescale_factor, postscale_factor: See `allreduce`.
         device_dense, device_sparse, ignore_name_scope, name: Not needed.
         process_set: The ranks that take part.
     """
@@ -354,7 +354,7 @@ def grouped_reducescatter(
     Args:
         tensors: The tensors.
         device_dense: Not needed.
-        compression, op, prescale_factor, postscale_factor: As of `reducescatter`.
+        compression, op, prescale_factor, postscale_factor: See `reducescatter`.
         process_set: The ranks that take part.
     """
     options: dict[str, Any] = {

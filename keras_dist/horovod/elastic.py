@@ -36,9 +36,9 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
     In the elastic mode of `horovodrun`, the function is called again with the last
     commit when a rank was lost, and with the state of now when hosts have changed.
-    Before that, the ranks connect anew, and functions are called that were registered
+    Before that, the ranks connect again, and functions are called that were registered
     by `state.register_reset_callbacks`. They are called, too, where `keras-dist run`
-    has started the ranks anew: then the state is that of the newest commit.
+    has started the ranks again: then the state is that of the newest commit.
 
     Args:
         func: A function whose first argument is a `KerasState`. No collective may be
@@ -175,7 +175,7 @@ _REMOVED = 1
 
 
 class HostsUpdated(Exception):  # noqa: N818 - it is no error
-    """Hosts have come or gone, and the ranks have to connect anew.
+    """Hosts have come or gone, and the ranks have to connect again.
 
     Args:
         is_only_removal: Whether no rank is new, so that all have the same state.
@@ -224,7 +224,7 @@ class KerasState:
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """The ranks have changed: call the functions that were registered."""
+        """Call the functions that were registered, since the ranks have changed."""
         # What was traced has the number of ranks in it.
         self.model.train_function = self.model.test_function = None
         self._messages = queue.Queue()
@@ -239,7 +239,7 @@ class KerasState:
     def commit(self) -> None:
         """Copy all values, to which `restore` goes back.
 
-        Under `keras-dist run`, which may start the ranks anew, one rank of each host
+        Under `keras-dist run`, which may start the ranks again, one rank of each host
         also writes them to a temporary file.
 
         Raises:
@@ -338,7 +338,7 @@ class Commit(NamedTuple):
 
 
 def are_commits_saved() -> bool:
-    """Whether the launcher is one that may start the ranks anew."""
+    """Tell whether the launcher is one that may start the ranks again."""
     return _job() is not None
 
 
@@ -363,7 +363,7 @@ def save_commit(commit: Commit, state: int) -> None:
 
 
 def saved_commit(state: int) -> Commit | None:
-    """The last commit of an earlier start of the job on this host, if there is one.
+    """Read the last commit of an earlier start of the job on this host.
 
     Args:
         state: Number of the state.
@@ -378,7 +378,7 @@ def saved_commit(state: int) -> Commit | None:
 
 
 def _job() -> str | None:
-    """The id of this job; `None` under other launchers."""
+    """Return the id of this job; `None` under other launchers."""
     prefix = processes.mark("")
     jobs = [name.removeprefix(prefix) for name in os.environ if name.startswith(prefix)]
     if not jobs:

@@ -126,7 +126,7 @@ def reduce_gradients(
 
 
 def is_local(variable: Any, local: Collection[int]) -> bool:
-    """Whether a variable of Keras, or TensorFlow's inside of it, is a local one."""
+    """Tell whether a variable of Keras, or TensorFlow's inside it, is local."""
     return id(variable) in local or id(getattr(variable, "_value", None)) in local
 
 

@@ -109,7 +109,7 @@ def _class_names(config: Any) -> set[str]:
 
 
 def _from_h5(path: str, objects: dict[str, Any]) -> Any:
-    """As Keras, which knows neither its own names here nor those of Keras 2."""
+    """Load as Keras does, and with names that only Keras 2 knows."""
     model = keras.models.load_model(path, custom_objects=objects, compile=False)
     with h5py.File(path) as file, keras.saving.custom_object_scope(objects):
         if "training_config" not in file.attrs:
@@ -288,7 +288,7 @@ def set_state(optimizer: Any, group: Any) -> None:
 
 
 def _of_keras_2(optimizer: Any, values: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """The values that Keras 2 has written, in the order of Keras 3's variables.
+    """Order the values that Keras 2 has written as Keras 3's variables.
 
     Those of one kind are in the order of the weights in both.
     """

@@ -44,7 +44,7 @@ class States:
 
 
 def metrics_of(model: Any, logs: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics that are no means, by their names in the logs, where these are clear.
+    """Find the metrics that are no means, by their names in the logs.
 
     Keras writes the name of the output before that of a metric, if there are several.
     """
@@ -62,7 +62,7 @@ def metrics_of(model: Any, logs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def result(metric: Any, state: Sequence[np.ndarray]) -> Any:
-    """The result of a metric with another state, which it has for this moment only."""
+    """Return the result that a metric has with another state."""
     own = _state(metric)
     try:
         _assign(metric, state)
@@ -72,7 +72,7 @@ def result(metric: Any, state: Sequence[np.ndarray]) -> Any:
 
 
 def _no_means(model: Any) -> list[Any]:
-    """The metrics whose states can be added, but for means, which Horovod averages."""
+    """Find the metrics whose states can be added, and which are no means."""
     return [
         metric
         for metric in stateful_metrics(getattr(model, "metrics", ()))

@@ -102,7 +102,7 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's own name
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """As `DistributedOptimizer`, but the gradients of some layers are each rank's own.
+    """Return a `DistributedOptimizer` that leaves the gradients of some layers alone.
 
     Args:
         optimizer: A Keras optimizer, which stays as it is.
@@ -225,13 +225,13 @@ def average(
 
 
 def settings_of(optimizer: Any) -> Settings | None:
-    """How an optimizer averages; `None` if it does not average like Horovod's."""
+    """Return how an optimizer averages; `None` if not like Horovod's."""
     is_ours = mixin.has(optimizer, AveragesLikeHorovod)
     return optimizer._settings if is_ours else None
 
 
 def averages(optimizer: Any) -> bool:
-    """Whether an optimizer, or one inside of it, averages like Horovod's."""
+    """Tell whether an optimizer, or one inside of it, averages like Horovod's."""
     return any(settings_of(part) for part in nested_optimizers(optimizer))
 
 
@@ -249,7 +249,7 @@ def average_outermost(optimizer: Any) -> None:
 
 
 def is_next_an_update(optimizer: Any) -> bool:
-    """Whether the next batch ends with an update."""
+    """Tell whether the next batch ends with an update."""
     settings = settings_of(optimizer)
     if settings is None or settings.passes == 1:
         return True

@@ -41,7 +41,7 @@ class ProcessSet:
         return members.index(comm.rank()) if is_known else None
 
     def included(self) -> bool:
-        """Whether this process is one of its ranks."""
+        """Tell whether this process is one of its ranks."""
         return comm.rank() in self.members()
 
     def members(self) -> Sequence[int]:
@@ -115,7 +115,7 @@ def among(process_set: ProcessSet) -> Iterator[None]:
 
 
 def root_of(process_set: ProcessSet, root_rank: int) -> int:
-    """The number within a group of a rank that is counted among all ranks.
+    """Return the number within a group of a rank that is counted among all ranks.
 
     Raises:
         ValueError: If it is not a rank of the group.

@@ -84,7 +84,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's own name
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """As `DistributedGradientTape`, but gradients of some layers are each rank's own.
+    """Make a `DistributedGradientTape` that leaves the gradients of some layers alone.
 
     Args:
         gradtape: A `tf.GradientTape`, which is changed in place.

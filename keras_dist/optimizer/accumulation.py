@@ -10,7 +10,7 @@ from keras_dist.optimizer.nested import leaves
 
 
 def accumulates(optimizer: Any) -> bool:
-    """Whether each rank adds up its own gradients of several batches.
+    """Tell whether each rank adds up its own gradients of several batches.
 
     In three cases gradients are averaged after each batch instead: inside a
     `LossScaleOptimizer`, which decides for each batch by the gradients of all ranks; in
@@ -25,7 +25,7 @@ def accumulates(optimizer: Any) -> bool:
 
 
 def accumulators_of(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
-    """The variables in which Keras adds up the gradients of some variables."""
+    """Return the variables in which Keras adds up the gradients of some variables."""
     return [
         optimizer._accumulated_gradients[optimizer._get_variable_index(variable)]
         for variable in variables
@@ -40,20 +40,20 @@ def own_sums(optimizer: Any) -> list[Any]:
 
 
 def is_update(optimizer: Any) -> Any:
-    """Whether this batch ends with an update; the same on all ranks."""
+    """Tell whether this batch ends with an update; the same on all ranks."""
     batches = optimizer.gradient_accumulation_steps
     return (tf.convert_to_tensor(optimizer._iterations.value) + 1) % batches == 0
 
 
 def take(accumulator: Any, gradient: Any) -> Any:
-    """The accumulated sum plus the last gradient; sets the accumulator to 0."""
+    """Return the accumulated sum plus the last gradient, and clear the accumulator."""
     everything = accumulator.value + tf.cast(gradient, accumulator.dtype)
     accumulator.assign(tf.zeros_like(accumulator.value))
     return everything
 
 
 def is_between_updates(optimizer: Any) -> bool:
-    """Whether the accumulators hold gradients that no update has used yet."""
+    """Tell whether the accumulators hold gradients that no update has used yet."""
     if not (optimizer.built and accumulates(optimizer)):
         return False
     return int(optimizer._iterations.value) % optimizer.gradient_accumulation_steps != 0

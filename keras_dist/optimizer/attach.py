@@ -104,7 +104,7 @@ def _attach(optimizer: Any, options: Averaging) -> Any:
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Whether `optimizer`, or one inside it, averages its gradients."""
+    """Tell whether `optimizer`, or one inside it, averages its gradients."""
     return any(
         mixin.has(part, ReducesGradients) for part in nested_optimizers(optimizer)
     )
@@ -134,7 +134,7 @@ def unwatch(optimizer: Any) -> None:
 
 
 def weights_by_rows(model: Any) -> bool:
-    """Whether the gradients of `model` are averaged in each step."""
+    """Tell whether the gradients of `model` are averaged in each step."""
     states = [
         part._averaging
         for optimizer in optimizers_of(model)
@@ -262,7 +262,7 @@ def only_attached() -> contextlib.AbstractContextManager[None]:
 def update(
     optimizer: Any, apply: Callable[..., Any], averaged: Any, variables: Any
 ) -> None:
-    """The update itself; optimizers inside of this one have the averages, too."""
+    """Make the update; optimizers inside of this one get the averages, too."""
     context = replace(step_context.current(), is_averaged=True)
     with step_context.entered(context), added_in_order(optimizer, averaged):
         apply(averaged, variables)

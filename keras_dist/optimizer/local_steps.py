@@ -30,7 +30,7 @@ class LocalProgress:
 
 
 def uses_local_sgd(optimizer: Any) -> bool:
-    """Whether `optimizer` updates each rank's weights by its own gradients."""
+    """Tell whether `optimizer` updates each rank's weights by its own gradients."""
     state = getattr(optimizer, "_averaging", None)
     return state is not None and state.options.every > 1
 

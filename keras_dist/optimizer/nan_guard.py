@@ -49,7 +49,7 @@ class Guard:
         self._step.assign(-1)
 
     def take(self) -> list[Hit]:
-        """The hits since the last call."""
+        """Return the hits since the last call."""
         hits, self.hits = self.hits, []
         return hits
 
@@ -135,7 +135,7 @@ class Guard:
 
 
 def _is_bad(tensors: Sequence[Any]) -> Any:
-    """Whether some tensor has an element that is not finite."""
+    """Tell whether some tensor has an element that is not finite."""
     tensors = [tensor for tensor in tensors if tensor.dtype.is_floating]
     if not tensors:
         return tf.constant(False)
@@ -156,7 +156,7 @@ def _all_finite(tensor: Any) -> Any:
 
 
 def _dense(gradient: Any) -> Any:
-    """The elements of a gradient; of `tf.IndexedSlices`, its values."""
+    """Return the elements of a gradient; of `tf.IndexedSlices`, its values."""
     is_rows = isinstance(gradient, tf.IndexedSlices)
     return gradient.values if is_rows else tf.convert_to_tensor(gradient)
 
@@ -168,7 +168,7 @@ def _tensors_of(data: Any) -> list[Any]:
 
 
 def _packed(data: Any, tensors: Sequence[Any]) -> Any:
-    """The structure of a batch, with `tensors` in it."""
+    """Return the structure of a batch, with `tensors` in it."""
     rest = iter(tensors)
     flat = tf.nest.flatten(data, expand_composites=True)
     filled = [None if leaf is None else next(rest) for leaf in flat]

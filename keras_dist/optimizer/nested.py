@@ -18,7 +18,7 @@ _NOT_SEARCHED = {"builtins", "keras", "keras_dist", "numpy", "tensorflow"}
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """The compiled optimizer, and all others that `model` keeps, each once.
+    """Find the compiled optimizer, and all others that `model` keeps, each once.
 
     Those of a custom train step may be attributes of the model, or stand in lists,
     tuples and dicts, in objects of the user's own and in models and layers inside. All
@@ -53,7 +53,7 @@ def _may_hold_optimizers(value: Any) -> bool:
 
 
 def _held_by(value: Any) -> Iterable[Any]:
-    """What is in a container, or the attributes of an object; no property is read."""
+    """List what is in a container, or the attributes of an object."""
     if isinstance(value, Mapping):
         return list(value.values())
     if isinstance(value, (list, tuple, deque)):
@@ -73,7 +73,7 @@ def _listed(names: Any) -> list[str]:
 
 
 def leaves(optimizer: Any) -> list[Any]:
-    """The innermost optimizers, which update variables and have a learning rate.
+    """Return the innermost optimizers, which update variables and have a rate.
 
     A `LossScaleOptimizer` has one inside, and a `MultiOptimizer` several, which it may
     make only when it is built. Every other optimizer is its own leaf.
@@ -95,5 +95,5 @@ def nested_optimizers(optimizer: Any) -> list[Any]:
 
 
 def variables_of(optimizer: Any, variables: Sequence[Any] | None) -> list[Any]:
-    """The variables of an update; `None`: all that the optimizer was built for."""
+    """Return the variables of an update: by default all of the optimizer."""
     return list(optimizer._trainable_variables if variables is None else variables)

@@ -97,7 +97,7 @@ class Averaging:
 
 
 def every_of(sync: str) -> int:
-    """The number of steps in `"every:8"`.
+    """Return the number of steps in `"every:8"`.
 
     Raises:
         ValueError: If `sync` has another form.

@@ -118,7 +118,7 @@ def unscale_rate(optimizer: Any) -> None:
 
 
 def rate_progress(leaf: Any) -> dict[str, float]:
-    """How far the learning rate of an optimizer has come.
+    """Return how far the learning rate of an optimizer has come.
 
     Args:
         leaf: An optimizer without others inside.
@@ -165,7 +165,7 @@ def _counts(leaf: Any) -> tuple[int, int]:
 
 
 def effective_rate(leaf: Any) -> float:
-    """The learning rate that the last update saw: rate × factor, at its step.
+    """Return the learning rate of the last update: rate × factor, at its step.
 
     Args:
         leaf: An optimizer without others inside. Before its first update, the result
@@ -201,7 +201,7 @@ def effective_rates(model: Any) -> dict[str, float]:
 
 
 def schedule_of(leaf: Any) -> Any:
-    """The `LearningRateSchedule` of an optimizer, or `None` if its rate is a number."""
+    """Return the `LearningRateSchedule` of an optimizer, or `None`."""
     rate = getattr(leaf, "_learning_rate", None)
     is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
     return rate if is_schedule else None

@@ -117,7 +117,7 @@ def mark_recorded(
 
 
 def weight_loss(optimizer: Any, loss: Any) -> Any:
-    """The loss × this rank's fraction of the rows, if that is known before the step.
+    """Multiply the loss by this rank's fraction of the rows, if it is known.
 
     Then the gradients only have to be summed. To multiply each gradient, and to divide
     the sums, would read and write all of their bytes twice more.
@@ -137,7 +137,7 @@ def weight_loss(optimizer: Any, loss: Any) -> Any:
 
 
 def _keeps_digits(loss: Any, optimizer: Any) -> bool:
-    """Whether a fraction in the loss's dtype is precise enough for all gradients."""
+    """Tell whether a fraction in the loss's dtype is precise enough."""
     variables = getattr(optimizer, "_trainable_variables", None) or []
     is_double = any(str(v.dtype).endswith("float64") for v in variables)
     return loss.dtype == tf.float64 or (loss.dtype == tf.float32 and not is_double)
@@ -204,7 +204,7 @@ def _num_slices(gradient: Any) -> Any:
 
 
 def _part(gradient: Any, weight: Any, total: Any, options: Averaging) -> Any:
-    """The gradient of a local layer's variable, as part of the global batch's loss."""
+    """Scale the gradient of a local layer to its part of the global batch's loss."""
     if gradient is None or options.op != "average" or weight is None:
         return gradient
     if total is None:
@@ -218,7 +218,7 @@ def _part(gradient: Any, weight: Any, total: Any, options: Averaging) -> Any:
 
 
 def _form_of_rows(optimizer: Any, gradients: Sequence[Any]) -> str:
-    """How repeated rows are sent, the same on all ranks: merged or repeated."""
+    """Choose how repeated rows are sent, the same on all ranks."""
     state: State = optimizer._averaging
     asked = state.options.sparse
     if not any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
@@ -415,7 +415,7 @@ def _dense_sums(
 
 
 def _wire_of(gradient: Any) -> Any:
-    """The dtype in which a gradient is sent and summed.
+    """Return the dtype in which a gradient is sent and summed.
 
     Horovod does not support bfloat16, and float16 is too narrow for a sum.
     """
@@ -457,7 +457,7 @@ def _check_same_gradients(
 
 
 def _name(variable: Any) -> str:
-    """The variable's path in the model; the name of a plain `tf.Variable`."""
+    """Return the variable's path in the model; the name of a plain `tf.Variable`."""
     return getattr(variable, "path", variable.name)
 
 

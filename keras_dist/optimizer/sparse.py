@@ -26,7 +26,7 @@ class Lookups:
         self._kinds: dict[int, str] = {}  # "rows", "batch" or "both", by variable
 
     def kind_of(self, variable: Any) -> str | None:
-        """What is read in a table: "rows", "batch", "both"; `None` if unknown."""
+        """Tell what is read in a table: "rows", "batch", "both"; `None` if unknown."""
         return self._kinds.get(id(variable))
 
     def mark(self, slices: tf.IndexedSlices, variable: Any) -> tf.IndexedSlices:
@@ -52,7 +52,7 @@ class Lookups:
         return tf.IndexedSlices(slices.values, tf.concat(both, 0), slices.dense_shape)
 
     def unmarked(self, gradient: Any, variable: Any) -> Any:
-        """The same gradient; if it is marked slices, with their own indices."""
+        """Return the gradient; marked slices get their own indices back."""
         if not self._may_be_marked(gradient, variable):
             return gradient
         indices = gradient.indices
@@ -78,7 +78,7 @@ class Lookups:
     def after_gather(
         self, gradient: Any, count: Any, variable: Any, *, rows: Any, name: str
     ) -> Any:
-        """The slices of all ranks; those that are sums over rows are added up.
+        """Return the slices of all ranks, and add up those that are sums over rows.
 
         Args:
             gradient: The slices of all ranks; tensors are returned as they are.
@@ -148,7 +148,7 @@ def _added_up(values: Any, indices: Any, count: int) -> tuple[Any, Any]:
 
 
 def _look_alike(per_rank: Sequence[np.ndarray], rows: np.ndarray) -> bool:
-    """Whether the indices of the ranks look like those of one lookup for all rows.
+    """Tell whether the indices of the ranks look like those of one lookup.
 
     A step that runs eagerly has no graph to read it from. Words differ between the
     ranks. Positions do not, but their number may, with the longest row of a batch.
@@ -172,7 +172,7 @@ def _is_eager(slices: tf.IndexedSlices) -> bool:
 
 
 def _is_of_rows(indices: Any) -> bool:
-    """Whether the number of indices grows with the rows of the batch.
+    """Tell whether the number of indices grows with the rows of the batch.
 
     It does if they are computed from data, but for numbers: a number has no rows,
     unless it is the length of an axis of rows.
@@ -200,7 +200,7 @@ def _is_of_rows(indices: Any) -> bool:
 
 
 def _is_other_axis(tensor: Any) -> bool:
-    """Whether a tensor is the length of an axis that is not the first one."""
+    """Tell whether a tensor is the length of an axis that is not the first one."""
     if tensor.op.type != "StridedSlice" or tensor.op.inputs[0].op.type != "Shape":
         return False
     begin = tf.get_static_value(tensor.op.inputs[1])
@@ -212,7 +212,7 @@ def _is_other_axis(tensor: Any) -> bool:
 
 
 def _captured(tensor: Any) -> Any:
-    """What an input of a graph stands for outside of it; `None` for an argument."""
+    """Return what an input of a graph stands for outside; `None` for an argument."""
     for outer, inner in getattr(tensor.graph, "captures", []):
         if inner is tensor:
             return outer
@@ -220,7 +220,7 @@ def _captured(tensor: Any) -> Any:
 
 
 def may_merge(optimizer: Any) -> bool:
-    """Whether an update is the same if repeated rows are added up before it.
+    """Tell whether an update is the same if repeated rows are added up before it.
 
     It is so for an optimizer that computes with gradients only what is linear in them,
     and for those that accumulate, since Keras then adds up whole gradients first. Most
@@ -245,13 +245,13 @@ def _is_linear(leaf: Any) -> bool:
 
 
 def _is_of_keras(optimizer: Any) -> bool:
-    """Whether the class is Keras's own, not one that a user has derived from it."""
+    """Tell whether the class is Keras's own, and not derived from it by a user."""
     own = optimizer.__class__
     return getattr(keras.optimizers, own.__name__, None) is own
 
 
 def is_ordered() -> bool:
-    """Whether this rank adds up repeated rows in the same order each time.
+    """Tell whether this rank adds up repeated rows in the same order each time.
 
     Operations on a GPU do not, and then the weights of the ranks would drift apart by
     roundings.
@@ -268,7 +268,7 @@ def with_shape(gradient: Any, variable: Any) -> Any:
 
 
 def gathered(slices: tf.IndexedSlices, shape: Any, *, name: str) -> tf.IndexedSlices:
-    """The slices of all ranks in rank order, repeated rows repeated.
+    """Gather the slices of all ranks in rank order; repeated rows stay repeated.
 
     Args:
         slices: This rank's gradient, of any number of slices, also none.
@@ -283,7 +283,7 @@ def gathered(slices: tf.IndexedSlices, shape: Any, *, name: str) -> tf.IndexedSl
 
 
 def all_or_none_finite(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """The same slices; if a value is not finite, all values are NaN.
+    """Set all values of slices to NaN if one is not finite.
 
     A `LossScaleOptimizer` looks at one of the slices of a row only.
     """
@@ -332,7 +332,7 @@ def _whole(value: Any) -> Any:
 
 
 def merged(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """The same gradient with each row once: repeated rows are added up."""
+    """Add up repeated rows of a gradient, so that it has each row once."""
     rows, index = tf.unique(slices.indices)
     values = tf.math.unsorted_segment_sum(slices.values, index, tf.size(rows))
     return tf.IndexedSlices(values, rows, slices.dense_shape)

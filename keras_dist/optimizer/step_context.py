@@ -79,7 +79,7 @@ class StepContext:
         return value * tf.cast(self.has_rows, value.dtype)
 
     def weight_loss(self, loss: Any, state: Any) -> Any:
-        """The loss × this rank's fraction of the rows, if that is known.
+        """Multiply the loss by this rank's fraction of the rows, if it is known.
 
         Args:
             loss: The loss that Keras gives to `scale_loss`.
@@ -91,11 +91,11 @@ class StepContext:
         return loss * self.row_fraction(loss.dtype)
 
     def is_loss_weighted(self) -> bool:
-        """Whether the loss was multiplied by this rank's fraction of the rows."""
+        """Tell whether the loss was multiplied by this rank's fraction of the rows."""
         return bool(self.weighted)
 
     def is_weighted(self, state: Any) -> bool:
-        """Whether `weight_loss` has multiplied the loss of an optimizer's gradients."""
+        """Tell whether `weight_loss` has multiplied the loss of an optimizer."""
         return any(found is state for found in self.weighted)
 
 
@@ -117,7 +117,7 @@ def own_variable(value: Any, **options: Any) -> tf.Variable:
 
     Args:
         value: Its first value.
-        **options: As of `tf.Variable`.
+        **options: See `tf.Variable`.
     """
     variable = tf.Variable(value, trainable=False, **options)
     make_known(variable.handle, "ours")
@@ -125,7 +125,7 @@ def own_variable(value: Any, **options: Any) -> tf.Variable:
 
 
 def known_as(tensor: Any) -> str | None:
-    """What was noted by `make_known`."""
+    """Return what was noted by `make_known`."""
     return getattr(tensor, "_keras_dist_known_as", None)
 
 
@@ -134,12 +134,12 @@ _current: ContextVar[StepContext | None] = ContextVar("step_context", default=No
 
 
 def current() -> StepContext:
-    """The context of the train step around this call; outside of one, the default."""
+    """Return the context of the train step around this call, or the default."""
     return _current.get() or StepContext()
 
 
 def is_inside() -> bool:
-    """Whether this is called inside of a step of training or evaluation."""
+    """Tell whether this is called inside of a step of training or evaluation."""
     return _current.get() is not None
 
 

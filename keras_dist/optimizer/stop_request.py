@@ -29,12 +29,12 @@ class StopRequest:
 
     @property
     def is_asked(self) -> bool:
-        """Whether this rank has requested to stop."""
+        """True if this rank has requested to stop."""
         return self._is_asked
 
     @property
     def is_collective(self) -> bool:
-        """Whether this rank stops only when all ranks have agreed."""
+        """True if this rank stops only when all ranks have agreed."""
         return self._is_collective
 
     def make_collective(self, is_collective: bool) -> None:
@@ -60,7 +60,7 @@ class StopRequest:
         self._agreed.assign_add(tf.cast(total, self._agreed.dtype))
 
     def is_agreed(self) -> bool:
-        """Whether a request of some rank has reached all ranks; equal on all."""
+        """Tell whether a request of some rank has reached all ranks; equal on all."""
         return tf.executing_eagerly() and float(self._agreed.numpy()) > 0
 
     def grant(self, model: Any, *, is_agreed: bool) -> None:

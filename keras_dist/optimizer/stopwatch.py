@@ -50,7 +50,7 @@ class Stopwatch:
             )
 
     def begin_exchange(self, gradients: Sequence[Any]) -> Any:
-        """The time at which this rank's gradients are ready."""
+        """Return the time at which this rank's gradients are ready."""
         return _time_after(gradients)
 
     def end_exchange(self, begin: Any, results: Sequence[Any]) -> None:

@@ -43,13 +43,13 @@ def without_autotune(model: Any) -> Iterator[None]:
 
 
 def plain_strategy(model: Any) -> Any:
-    """The `tf.distribute.Strategy` of `model`; also inside `without_autotune`."""
+    """Return the `tf.distribute.Strategy` of `model`, in `without_autotune`, too."""
     strategy = model.distribute_strategy
     return strategy.plain if isinstance(strategy, _Strategy) else strategy
 
 
 def as_untuned(dataset: Any) -> Any:
-    """The same data set, with tuning turned off unless its options set it.
+    """Return the same data set, with tuning turned off unless its options set it.
 
     >>> data = tf.data.Dataset.range(3)
     >>> as_untuned(data).options().autotune.enabled

@@ -81,7 +81,7 @@ def _own_moments(inputs: Any, mask: Any, axes: Any) -> tuple[Any, Any, Any]:
 
 @tf.custom_gradient
 def _gathered(own: Any) -> Any:
-    """The vectors of all ranks as rows of a matrix, which every rank's loss uses."""
+    """Gather the vectors of all ranks as rows of a matrix, with its gradient."""
     context = step_context.current()
     everyone = comm.stack(own, purpose="moments")
 

@@ -35,7 +35,7 @@ class OwnStep:
 
     @property
     def is_of_user(self) -> bool:
-        """Whether another class than Keras's defines it."""
+        """True if another class than Keras's defines it."""
         function = getattr(self.run, "__func__", self.run)
         return not getattr(function, "__module__", "").startswith("keras.")
 
@@ -82,7 +82,7 @@ def build(model: Any, step: OwnStep) -> None:
 
 
 def holds_unbuilt_optimizers(model: Any) -> bool:
-    """Whether an optimizer holds others that it may make only when it is built."""
+    """Tell whether an optimizer may make others inside only when it is built."""
     return any(
         hasattr(part, "optimizers")
         for found in optimizers_of(model)
@@ -91,7 +91,7 @@ def holds_unbuilt_optimizers(model: Any) -> bool:
 
 
 def _methods(model: Any, step: OwnStep) -> list[Method]:
-    """How the model may be built: the next is tried where one raises an error."""
+    """List ways to build the model: the next is tried where one raises an error."""
     methods: list[Method] = [_by_tracing, _by_keras]
     if not step.is_of_user:
         methods = [_by_keras, _by_tracing]
@@ -101,7 +101,7 @@ def _methods(model: Any, step: OwnStep) -> list[Method]:
 
 
 def _num_unbuilt(model: Any) -> int:
-    """How many layers are not built and hold no weight.
+    """Count the layers that are not built and hold no weight.
 
     A model of which a train step only calls the layers has weights, and is never built.
     """
@@ -110,7 +110,7 @@ def _num_unbuilt(model: Any) -> int:
 
 
 def _is_complete(model: Any) -> bool:
-    """Whether all layers, compiled metrics and optimizers have their variables."""
+    """Tell whether all layers, compiled metrics and optimizers have their variables."""
     found = [*model.metrics, *optimizers_of(model)]
     return not _num_unbuilt(model) and all(getattr(f, "built", True) for f in found)
 
@@ -236,7 +236,7 @@ class FirstStep:
 
     @property
     def has_started(self) -> bool:
-        """Whether a train step has begun in this fit."""
+        """True if a train step has begun in this fit."""
         return self._has_started
 
     def call_last(self, hook: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ _MESSAGE_BYTES = 64 * 2**20
 
 
 def rows_to_predict(x: Any, *, batch_size: int | None, steps: int | None) -> Arrays:
-    """The rows that one process would predict.
+    """Return the rows that one process would predict.
 
     Args:
         x: Array-like of shape `(rows, …)`, or a list, tuple or dict of them.
@@ -49,7 +49,7 @@ def predict_sharded(
     *,
     gather: bool,
 ) -> Any:
-    """The predictions of all rows; each rank predicts its shard of them.
+    """Predict all rows; each rank predicts its shard of them.
 
     Args:
         arrays: All rows; every rank holds them.
@@ -101,14 +101,14 @@ def agree_on_outputs(outputs: Any, weights: Sequence[Any]) -> None:
 
 
 def gathered_outputs(outputs: Any, num_rows: int) -> Any:
-    """The outputs of all ranks, of which rank r of N has the rows r, r + N, …."""
+    """Gather outputs of which rank r of N has the rows r, r + N, …."""
     return keras.tree.map_structure(
         lambda leaf: None if leaf is None else _gathered(leaf, num_rows), outputs
     )
 
 
 def _gathered(leaf: np.ndarray, num_rows: int) -> np.ndarray:
-    """The rows of all ranks in the order of the data, gathered piece by piece."""
+    """Gather the rows of all ranks in the order of the data, piece by piece."""
     size = comm.size()
     whole = np.empty((num_rows, *leaf.shape[1:]), leaf.dtype)
     row_bytes = max(1, leaf.dtype.itemsize * math.prod(leaf.shape[1:]))

@@ -12,7 +12,7 @@ from keras_dist.training.predict import agree_on_outputs, gathered_outputs
 
 
 def is_divided_by_row(data: Any) -> bool:
-    """Whether the predictions of all ranks together are those of all rows."""
+    """Tell whether the predictions of all ranks together are those of all rows."""
     division = division_of(data)
     return division is not None and not division.is_by_file
 
@@ -20,7 +20,7 @@ def is_divided_by_row(data: Any) -> bool:
 def predict_divided(
     dataset: Any, predict: Callable[[Any], Any], weights: Callable[[], Sequence[Any]]
 ) -> Any:
-    """The predictions of all rows, in the order that they had before `shard`.
+    """Predict all rows, in the order that they had before `shard`.
 
     Args:
         dataset: This rank's batches.
@@ -61,7 +61,7 @@ def predict_divided(
 
 
 def _in_order(outputs: Any, division: Any, total: int) -> Any:
-    """The rows of all ranks where each rank has whole batches, and rows of the last."""
+    """Order rows where each rank has whole batches, and rows of the last one."""
     in_round = division.size * division.batch_size
     full = total // in_round * in_round
     rows = np.arange(total)

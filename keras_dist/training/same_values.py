@@ -1,4 +1,4 @@
-"""Compare what all ranks must have alike: arrays, and constants of layers."""
+"""Compare what must be equal on all ranks: arrays, and constants of layers."""
 
 import contextlib
 import hashlib

@@ -47,7 +47,7 @@ class RowsTrained:
         return self._count.read_value()
 
     def total(self) -> int:
-        """The same as a number; this waits for the last step."""
+        """Return it as a number; this waits for the last step."""
         return int(self._count.numpy())
 
     def of_this_process(self) -> int:
@@ -84,7 +84,7 @@ class RowsSeen:
         return self._counts.numpy().tolist()
 
     def seen(self, *, has_rows: bool) -> UpdateCounts:
-        """The counts, in the form in which they are sent to the other ranks.
+        """Return the counts in the form in which they are sent to the other ranks.
 
         Args:
             has_rows: `False` if this rank evaluated a row of another rank.
@@ -109,7 +109,7 @@ class TrainingData:
         self.feed = feed
 
     def without_mark(self, data: Any) -> tuple[Any, Any]:
-        """The batch, and whether it is one of this rank's; `None` if it surely is."""
+        """Split off the mark that tells whether a batch is this rank's; or `None`."""
         if self.feed is None or not self.feed.is_marked:
             return data, None
         batch, mark = data
@@ -171,7 +171,7 @@ class TracedFunctions:
 
 
 def _compiled(model: Any) -> tuple[Any, ...]:
-    """The objects that `compile` makes, and options that make Keras trace again."""
+    """List what `compile` makes, and options for which Keras traces again."""
     made = [getattr(model, n, None) for n in ("_compile_loss", "_compile_metrics")]
     return *made, model.run_eagerly, model.jit_compile, model.steps_per_execution
 
@@ -207,7 +207,7 @@ class EvaluatedData:
     feeds: tuple[Feed, ...] = ()
 
     def own_error(self, error: Exception) -> Exception:
-        """The user's own error, if `error` is what TensorFlow raised because of it."""
+        """Return the user's error, if TensorFlow raised `error` because of it."""
         return own_error(self.feeds, error)
 
 
@@ -246,22 +246,22 @@ class MetricScope:
         return self._data
 
     def is_of_all(self) -> bool:
-        """Whether a result that is read now is one over all ranks."""
+        """Tell whether a result that is read now is one over all ranks."""
         if step_context.is_inside() or not self._averages:
             return False
         return self._evaluation is None or self._evaluation.is_of_all
 
     @property
     def is_evaluating(self) -> bool:
-        """Whether an evaluation is running."""
+        """True if an evaluation is running."""
         return self._evaluation is not None
 
     def is_waited_for(self) -> bool:
-        """Whether the other ranks wait for the result of this evaluation."""
+        """Tell whether the other ranks wait for the result of this evaluation."""
         return self.is_of_all() and not self._has_result
 
     def is_opening(self) -> bool:
-        """Whether the other ranks wait for this one to open the validation data."""
+        """Tell whether others wait for this rank to open the validation data."""
         return self._is_opening
 
     def begin_result(self) -> bool:
@@ -271,7 +271,7 @@ class MetricScope:
         return self._data.has_rows or self._evaluation is None
 
     def end_opening(self) -> None:
-        """The validation data is open, or there is none; metrics were reset."""
+        """Note that the validation data is open, or that there is none."""
         self._is_opening = False
 
     @contextlib.contextmanager
@@ -367,7 +367,7 @@ def marked_as_of_one_rank() -> Iterator[None]:
 
 
 def is_of_one_rank(error: Exception) -> bool:
-    """Whether `error` has left a training on this rank, and maybe on no other."""
+    """Tell whether `error` has left a training on this rank, and maybe on no other."""
     return getattr(error, "_is_of_one_rank", False) and not comm.is_known(error)
 
 
@@ -395,7 +395,7 @@ class XlaChoice:
 
     @property
     def is_split(self) -> bool:
-        """Whether the next step runs in two compiled functions."""
+        """True if the next step runs in two compiled functions."""
         return self._is_split
 
     def choose(self, is_split: bool) -> None:
@@ -464,7 +464,7 @@ class Holder:
 
     @property
     def is_held(self) -> bool:
-        """Whether `dist_fit` ends the session."""
+        """True if `dist_fit` ends the session."""
         return self._is_held
 
     def hold(self) -> None:
@@ -512,7 +512,7 @@ class Session:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the model's own train step is used unchanged."""
+        """True if the model's own train step is used unchanged."""
         return comm.size() == 1 and self.instruments.guard is None
 
 
@@ -545,5 +545,5 @@ def begin(model: Any, last: Session | None) -> Session:
 
 
 def session_of(model: Any) -> Session:
-    """The session of a model that trains on many ranks (`step.install`)."""
+    """Return the session of a model that trains on many ranks (`step.install`)."""
     return model._distributed_session

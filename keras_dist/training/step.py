@@ -166,7 +166,7 @@ class DistributedStep(atomic.SavesWhole):
 def _context(
     model: Any, rows: Any, length: Any, has_rows: Any
 ) -> step_context.StepContext:
-    """The context that this train step passes to the optimizer."""
+    """Return the context that this train step passes to the optimizer."""
     session = session_of(model)
     is_keras_path = loss_kind.is_keras_path_to_update(model, DistributedStep)
     return step_context.StepContext(
@@ -189,7 +189,7 @@ def _without_counting(model: Any, has_rows: Any) -> Iterator[None]:
 
     Args:
         model: The model.
-        has_rows: As of `StepContext`.
+        has_rows: See `StepContext`.
     """
     if has_rows is None:
         yield
@@ -215,7 +215,7 @@ def _of_all_rows(
     data: Any,
     stack: contextlib.ExitStack,
 ) -> Callable[[Any], Any]:
-    """The model's own step, with losses and logs that are those of the global batch.
+    """Wrap the model's own step: its losses and logs are those of the global batch.
 
     Args:
         model: The model.
@@ -268,7 +268,7 @@ def _results(model: Any, own_result: Callable[[], Any], logs: Any = None) -> Any
 
 
 def _after_updates(model: Any, data: Any) -> Any:
-    """The same data, which depends on the updates of the step before.
+    """Make the data depend on the updates of the step before.
 
     One graph may contain several steps, whose collectives have the same names. So a
     step must not begin its collectives before those of the step before have ended.

@@ -54,7 +54,7 @@ class StrayVariables:
         return [each for each in self._found.values() if not each.dtype.is_floating]
 
     def facts(self) -> dict[str, Any]:
-        """What has to be equal on all ranks."""
+        """Return what has to be equal on all ranks."""
         found = [
             f"{tuple(each.read().shape)} {each.dtype.name}"
             for each in self._found.values()
@@ -89,7 +89,7 @@ class StrayVariables:
 
 
 def _handles(graph: Any) -> dict[int, Any]:
-    """The handles outside of any graph, each by the tensor that stands for it there."""
+    """Map each tensor that stands for a handle to the handle outside of any graph."""
     outer = getattr(graph, "outer_graph", None)
     outside = {} if outer is None else _handles(outer)
     found = {}
@@ -102,12 +102,12 @@ def _handles(graph: Any) -> dict[int, Any]:
 
 
 def _dtype_of(handle: Any) -> Any:
-    """The dtype of the value of a variable."""
+    """Return the dtype of the value of a variable."""
     return handle._handle_data.shape_and_type[0].dtype
 
 
 def _known(model: Any) -> Iterable[Any]:
-    """The variables of TensorFlow in weights, metrics and optimizers."""
+    """Return the variables of TensorFlow in weights, metrics and optimizers."""
     variables = list(model.variables)
     for layer in model._flatten_layers():
         if isinstance(layer, keras.Model):

@@ -41,7 +41,7 @@ class XlaStep:
         )
 
     def why_not(self, data: Any) -> str | None:
-        """Why the step cannot be split for batches like `data`; `None` if it can.
+        """Explain why the step cannot be split for such batches; `None` if it can.
 
         The step is not run. It is traced, and translated for XLA; an unknown number of
         rows is taken as two.

@@ -75,7 +75,7 @@ def optimize(
 class Trial:
     """A trial of Optuna on every rank: the first rank suggests, reports and prunes.
 
-    All ranks call its methods alike. In callbacks, where the first rank may be alone,
+    All ranks call its methods in the same order. In callbacks, where the first rank may be alone,
     `should_prune` is `False` on the other ranks: an error that the first one raises
     there, such as `optuna.TrialPruned`, ends the trial on all.
 
@@ -93,29 +93,29 @@ class Trial:
         self._own = own
 
     def suggest_float(self, name: str, *args: Any, **kwargs: Any) -> float:
-        """As in Optuna, for all ranks."""
+        """Do as Optuna does, for all ranks."""
         return self._suggest("suggest_float", name, *args, **kwargs)
 
     def suggest_int(self, name: str, *args: Any, **kwargs: Any) -> int:
-        """As in Optuna, for all ranks."""
+        """Do as Optuna does, for all ranks."""
         return self._suggest("suggest_int", name, *args, **kwargs)
 
     def suggest_categorical(self, name: str, choices: Any) -> Any:
-        """As in Optuna, for all ranks."""
+        """Do as Optuna does, for all ranks."""
         return self._suggest("suggest_categorical", name, choices)
 
     def report(self, value: float, step: int) -> None:
-        """As in Optuna: the first rank's value."""
+        """Do as Optuna does, with the first rank's value."""
         if self._own is not None:
             self._own.report(value, step)
 
     def set_user_attr(self, key: str, value: Any) -> None:
-        """As in Optuna: the first rank's value."""
+        """Do as Optuna does, with the first rank's value."""
         if self._own is not None:
             self._own.set_user_attr(key, value)
 
     def should_prune(self) -> bool:
-        """As in Optuna, for all ranks; in callbacks, for the first rank."""
+        """Do as Optuna does, for all ranks; in callbacks, for the first rank."""
         own = self._own
         if is_calling_callbacks():
             return own is not None and own.should_prune()

@@ -46,7 +46,7 @@ def begin(trial: Any) -> None:
 
 
 def _next_trial() -> Any:
-    """The first rank's next trial in a tuple, or `None` at the end of the search."""
+    """Return the first rank's next trial in a tuple; `None` at the search's end."""
     return comm.gather_or_raise(lambda: None)[0]
 
 
@@ -82,7 +82,7 @@ def _own_error() -> Iterator[None]:
 
 
 def of_first(work: Callable[[], Result]) -> Result:
-    """What `work` returns on the first rank, or raises there, on all ranks."""
+    """Return on all ranks what `work` returns, or raises, on the first one."""
     is_first = comm.rank() == 0
     found: Any = comm.gather_or_raise(lambda: work() if is_first else None)[0]
     return found

@@ -32,7 +32,7 @@ def num_rows(data: Any) -> Any:
 
 
 def rows_fixed_in(graph: Any) -> int | None:
-    """The number of rows that a graph is bound to where the batch's shape is open.
+    """Find the number of rows that a graph is bound to, though the shape is open.
 
     A step may add an array of a constant number of rows to its batch, such as noise;
     the sum has as many.
@@ -62,7 +62,7 @@ class RowGraph:
         self._memory: dict[Any, bool] = {}
 
     def has_rows(self, tensor: Any) -> bool:
-        """Whether an axis of a tensor is as long as the batch, or open."""
+        """Tell whether an axis of a tensor is as long as the batch, or open."""
         shape = tensor.shape
         if shape.rank is None or None in tuple(shape):
             return tensor.dtype not in (tf.resource, tf.variant)
@@ -70,17 +70,17 @@ class RowGraph:
         return is_long and self._reaches(tensor, self._is_batch, "batch")
 
     def depends_on_rows(self, tensor: Any) -> bool:
-        """Whether a tensor is computed from one that has rows."""
+        """Tell whether a tensor is computed from one that has rows."""
         if step_context.known_as(tensor) == "constant":
             return False
         return self._reaches(tensor, self._begins_rows, "rows")
 
     def is_read(self, tensor: Any) -> bool:
-        """Whether a tensor is computed from values that are known when it runs."""
+        """Tell whether a tensor is computed from values that are known when it runs."""
         return self._reaches(tensor, is_input, "reads")
 
     def depends_on(self, tensor: Any, sources: Sequence[Any]) -> bool:
-        """Whether a tensor has a gradient with respect to one of some variables."""
+        """Tell whether a tensor has a gradient with respect to some variables."""
         plain = [s.value if isinstance(s, keras.Variable) else s for s in sources]
         handles = {id(source.handle) for source in plain}
         captured = {
@@ -114,7 +114,7 @@ class RowGraph:
         purpose: str,
         is_passed: Callable[[Any], bool] = lambda tensor: True,
     ) -> bool:
-        """Whether a tensor or one before it is an end; without Python's recursion.
+        """Search a tensor and all before it for an end, without recursion.
 
         Args:
             tensor: Where to begin.
@@ -147,7 +147,7 @@ def _has_gradient(tensor: Any) -> bool:
 
 
 def is_input(tensor: Any) -> bool:
-    """Whether a value is known only when the graph runs."""
+    """Tell whether a value is known only when the graph runs."""
     return tensor.op.type in _INPUTS or tensor.op.op_def.is_stateful
 
 
@@ -190,7 +190,7 @@ class Probe:
         return self._graph
 
     def counts_rows(self, op: Any) -> bool:
-        """Whether an operation has the number of rows as a constant factor or divisor.
+        """Tell whether the number of rows is a constant factor or divisor.
 
         `tf.shape(x)[0]` is one where a graph is traced with a number of rows.
         """
@@ -209,7 +209,7 @@ class Probe:
         return _function(tensor, {}, inner)() == self._graph.rows
 
     def kind_of(self, scalar: Any) -> Kind:
-        """What a scalar is of the rows.
+        """Return what a scalar is of the rows.
 
         Raises:
             Undecided: If its operations cannot be run by themselves.
@@ -231,7 +231,7 @@ class Probe:
         return kinds.pop() if len(kinds) == 1 else Kind.OTHER
 
     def _cut(self, scalar: Any) -> tuple[dict[int, "_Leaf"], list[Any]]:
-        """The tensors to replace by numbers, and the operations after them."""
+        """Return the tensors to replace by numbers, and the operations after them."""
         leaves: dict[int, _Leaf] = {}
         inner: dict[int, Any] = {}
         todo = [scalar]
@@ -263,7 +263,7 @@ class Probe:
         return self._graph.is_read(tensor)
 
     def _mixes(self, tensor: Any, depth: int) -> bool:
-        """Whether a tensor with rows has scalars in it that depend on all rows.
+        """Tell whether a tensor with rows has scalars in it that depend on all rows.
 
         An example is `losses / tf.shape(losses)[0]`.
         """
@@ -302,7 +302,7 @@ class _Leaf:
             )
 
     def spec(self) -> Any:
-        """The spec of the numbers: the number of rows is open."""
+        """Return the spec of the numbers: the number of rows is open."""
         shape = list(self.tensor.shape)
         if self.has_rows:
             shape[self.axis] = None
@@ -392,7 +392,7 @@ def _kind(values: list[float], *, half: bool) -> Kind:
 
 
 def _cause(error: Exception) -> str:
-    """Why a scalar cannot be tried: the operation that fails for other rows."""
+    """Explain why a scalar cannot be tried: which operation fails for other rows."""
     if found := re.search(r"\{\{node (?:import/)?([\w/]+)\}\}", str(error)):
         return (
             f"because its operation {found[1]!r} does not work on another number of "
@@ -408,13 +408,13 @@ def _check_copied(op: Any) -> None:
 
 
 def _functions_of(op: Any) -> list[str]:
-    """The functions that an operation without state calls, such as a `tf.function`."""
+    """List the functions that an operation without state calls."""
     attributes = op.node_def.attr.values()
     return [a.func.name for a in attributes if a.HasField("func")]
 
 
 def _is_selection(tensor: Any) -> bool:
-    """Whether rows were selected by a mask, so that their number is another one."""
+    """Tell whether rows were selected by a mask, which changes their number."""
     for _ in range(10):
         kind = tensor.op.type
         if kind in ("Where", "DynamicPartition", "Unique"):

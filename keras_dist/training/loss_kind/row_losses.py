@@ -16,7 +16,7 @@ _OF_WHOLE_BATCH = (keras.losses.Dice, keras.losses.Tversky)
 
 
 def is_mean_of_keras(loss: Any) -> bool:
-    """Whether a loss is Keras's own, and has a value for each row before it is reduced.
+    """Tell whether a loss is Keras's own, with a value for each row.
 
     Args:
         loss: A `keras.losses.Loss`, a name or a function, as `compile` takes it.
@@ -28,7 +28,7 @@ def is_mean_of_keras(loss: Any) -> bool:
 
 
 def is_all_of_keras(model: Any, ours: type) -> bool:
-    """Whether Keras's own code alone computes the losses of a model and its layers.
+    """Tell whether Keras's code alone computes the losses of a model and its layers.
 
     Args:
         model: A compiled model.
@@ -46,7 +46,7 @@ def is_all_of_keras(model: Any, ours: type) -> bool:
 
 
 def is_keras_path_to_update(model: Any, ours: type) -> bool:
-    """Whether Keras's own code alone computes the update from the loss.
+    """Tell whether Keras's own code alone computes the update from the loss.
 
     Args:
         model: A compiled model.
@@ -59,7 +59,7 @@ def is_keras_path_to_update(model: Any, ours: type) -> bool:
 
 
 def definer(found: Any, name: str, ours: type) -> str:
-    """The module of the class that defines a method."""
+    """Return the module of the class that defines a method."""
     for cls in type(found).__mro__:
         if name in vars(cls) and cls is not ours:
             return cls.__module__
@@ -174,13 +174,13 @@ class RowLosses:
         return self._sum(self._terms(value, is_loss=is_loss), value)
 
     def of_all_logged(self, value: Any) -> Any:
-        """The same for a value that a train step returns to be logged."""
+        """Do the same for a value that a train step returns to be logged."""
         return self.of_all(value, is_loss=False)
 
     def _weighted_targets(
         self, target: Any, factor: Any, variables: list[Any]
     ) -> list[tuple[Any, Any]]:
-        """What to differentiate in place of one target, each with its factor."""
+        """Find what to differentiate in place of one target, each with its factor."""
         if not isinstance(target, tf.Tensor) or not target.dtype.is_floating:
             return [(target, factor)]
         if target.shape.rank == 0:
@@ -199,7 +199,7 @@ class RowLosses:
         return [(target, ones if terms else factor)]
 
     def _is_narrow_sum(self, target: Any, factor: Any, variables: list[Any]) -> bool:
-        """Whether a target is a sum over rows, in a model that computes in float16.
+        """Tell whether a target is a sum over rows in a model of float16.
 
         The loss scale nearly fills that dtype: × the number of ranks, it is inf there.
         """
@@ -213,7 +213,7 @@ class RowLosses:
         return self._probe(value.graph).kind_of(value) is Kind.SUM
 
     def _of_sum(self, gradient: Any) -> Any:
-        """The gradient of a sum over this rank's rows, as one of a mean over them."""
+        """Turn the gradient of a sum over this rank's rows into that of a mean."""
         if gradient is None:
             return None
         factor = tf.math.divide_no_nan(tf.ones((), tf.float64), self._fraction())
@@ -226,7 +226,7 @@ class RowLosses:
     def _terms(
         self, value: Any, variables: Any = None, *, is_loss: bool = True
     ) -> list[Term]:
-        """The terms of a scalar that are no means over rows; a warning if unknown."""
+        """Return the terms of a scalar that are no means; warn if they are unknown."""
         try:
             if tf.executing_eagerly():
                 return [Term(value)] if self._log.is_sum() else []
@@ -272,13 +272,13 @@ class RowLosses:
 
 
 def _rank_of(value: Any) -> int | None:
-    """The number of axes; 0 for a number and `None`; `None` if unknown."""
+    """Return the number of axes; 0 for a number and `None`; `None` if unknown."""
     shape = getattr(value, "shape", ())
     return shape.rank if isinstance(shape, tf.TensorShape) else len(shape)
 
 
 def _divisor(reduction: Any, mask: Any, sample_weight: Any) -> Any:
-    """What a reduction of Keras divides by other than rows; `None` if by rows."""
+    """Return what a reduction of Keras divides by; `None` if by rows."""
     if reduction in ("sum_over_batch_size", "mean") and mask is not None:
         return tf.reduce_sum(tf.cast(mask, tf.float32))
     if reduction == "mean_with_sample_weight" and sample_weight is not None:

@@ -43,7 +43,7 @@ class Term:
     divisor: Any = None
 
     def change(self, fraction: Any) -> Any:
-        """What to add to 1 × `coefficient`, so that the weighted mean is the whole.
+        """Compute what to add to `coefficient`, so that the weighted mean is the whole.
 
         Args:
             fraction: This rank's fraction of the rows; a scalar tensor.
@@ -62,7 +62,7 @@ def _part_of_all(divisor: Any) -> Any:
 
 
 def terms_of(value: Any, probe: Probe, *, sources: Sequence[Any] = ()) -> list[Term]:
-    """The terms of a scalar that are no means over rows.
+    """Return the terms of a scalar that are no means over rows.
 
     Args:
         value: A scalar tensor of a graph.
@@ -108,7 +108,7 @@ def _product(one: Any, other: Any) -> Any:
 def _linear(
     tensor: Any, graph: RowGraph, probe: Probe, sources: Sequence[Any]
 ) -> list[tuple[Any, Any]] | None:
-    """The scalars that add up to `tensor`, each with its factor; `None` if of none."""
+    """Split `tensor` into scalars that add up to it, each with its factor."""
     op = tensor.op
     inputs = list(op.inputs)
     if op.type in ("Sum", "Mean") and inputs[0].op.type == "Pack":
@@ -130,14 +130,14 @@ def _linear(
 
 
 def _is_widened(op: Any) -> bool:
-    """Whether a number of few bits becomes one of more, in which terms are added."""
+    """Tell whether a number of few bits becomes one of more bits."""
     return op.type == "Cast" and op.inputs[0].dtype.size < op.outputs[0].dtype.size
 
 
 def _scaled(
     op: Any, graph: RowGraph, probe: Probe, sources: Sequence[Any]
 ) -> Iterator[tuple[Any, Any]]:
-    """The input of a product or quotient whose other input does not depend on rows."""
+    """Find the input of a product or quotient whose other input has no rows."""
     if op.type not in ("Mul", "RealDiv", "DivNoNan") or probe.counts_rows(op):
         return
     one, other = op.inputs
@@ -148,7 +148,7 @@ def _scaled(
 
 
 def _divisor(tensor: Any, probe: Probe) -> Any:
-    """The sum over rows by which another one is divided in `tensor`."""
+    """Return the sum over rows by which another one is divided in `tensor`."""
     op = tensor.op
     if op.type in ("RealDiv", "DivNoNan"):
         above, below = op.inputs
@@ -173,7 +173,7 @@ class EagerLog:
 
     @property
     def is_read(self) -> bool:
-        """Whether a step was traced."""
+        """True if a step was traced."""
         return self._answers is not None
 
     def skip(self) -> None:
@@ -203,7 +203,7 @@ class EagerLog:
             self._is_open = False
 
     def begin_step(self) -> None:
-        """The next question is the first one of a step."""
+        """Expect the first question of a step next."""
         self._next = 0
 
     def add(self, has_sums: bool, is_sum: Callable[[], bool]) -> None:
@@ -226,7 +226,7 @@ class EagerLog:
             self._answers.append(str(error))
 
     def is_sum(self) -> bool:
-        """The next answer: whether the whole loss is a sum.
+        """Tell by the next answer whether the whole loss is a sum.
 
         Raises:
             Undecided: If that is not known.

@@ -8,7 +8,7 @@ Path = tuple[Any, ...]
 
 
 def leaves_of(logs: Any, path: Path = ()) -> dict[Path, Any]:
-    """The values in some logs, each by its path.
+    """Return the values in some logs, each by its path.
 
     >>> leaves_of({"loss": 1, "compile_metrics": {"mae": 2, "pair": [3, None]}})
     {('loss',): 1, ('compile_metrics', 'mae'): 2, ('compile_metrics', 'pair', 0): 3, \
@@ -27,7 +27,7 @@ def leaves_of(logs: Any, path: Path = ()) -> dict[Path, Any]:
 
 
 def map_leaves(function: Callable[[Path, Any], Any], logs: Any, path: Path = ()) -> Any:
-    """The same structure, with `function(path, value)` for each value.
+    """Return the same structure, with `function(path, value)` for each value.
 
     >>> map_leaves(lambda path, value: value * 10, {"a": 1, "b": (2, [3])})
     {'a': 10, 'b': (20, [30])}
@@ -47,7 +47,7 @@ def map_leaves(function: Callable[[Path, Any], Any], logs: Any, path: Path = ())
 
 
 def names_of(logs: Any) -> list[str]:
-    """The paths of the values in some logs, as words.
+    """Return the paths of the values in some logs, as words.
 
     >>> names_of({"loss": 1, "compile_metrics": {"mae": 2}})
     ['compile_metrics/mae', 'loss']

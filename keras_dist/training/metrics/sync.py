@@ -327,7 +327,7 @@ def _results_of_each(metrics: Sequence[Any], results: Any) -> dict[Path, np.ndar
     """Collect all results that a step may have returned, by index of metric and path.
 
     Args:
-        metrics: As of `global_result`.
+        metrics: See `global_result`.
         results: What `result()` returns now; its index is -1.
     """
     found = {-1: results}
