@@ -182,7 +182,7 @@ def _inlined() -> Iterator[None]:
 
 def _by_running(model: Any, step: OwnStep) -> None:
     """Run the step on its batch, and take back what it did to variables."""
-    before = [(variable, tf.identity(variable)) for variable in _variables_of(model)]
+    before = [(variable, tf.identity(variable)) for variable in all_variables(model)]
 
     def noted(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         variable = next_creator(**kwargs)
@@ -202,8 +202,8 @@ def _by_running(model: Any, step: OwnStep) -> None:
             variable.assign(value)
 
 
-def _variables_of(model: Any) -> list[Any]:
-    """Weights, states of random generators, metrics and optimizers."""
+def all_variables(model: Any) -> list[Any]:
+    """List weights, states of random generators, metrics and optimizers' variables."""
     found = list(model.variables)
     for layer in model._flatten_layers():
         if isinstance(layer, keras.Model):

@@ -1,14 +1,13 @@
 """Find variables that a train step changes and the model does not keep."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from keras_dist.optimizer import optimizers_of
 from keras_dist.optimizer.step_context import known_as
+from keras_dist.training.build import all_variables
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,8 @@ class StrayVariables:
             return
         graph = tf.compat.v1.get_default_graph()
         handles = _handles(graph)
-        known = {id(getattr(variable, "handle", None)) for variable in _known(model)}
+        values = [getattr(own, "value", own) for own in all_variables(model)]
+        known = {id(getattr(value, "handle", None)) for value in values}
         strangers = {
             inner: handle
             for inner, handle in handles.items()
@@ -104,17 +104,6 @@ def _handles(graph: Any) -> dict[int, Any]:
 def _dtype_of(handle: Any) -> Any:
     """Return the dtype of the value of a variable."""
     return handle._handle_data.shape_and_type[0].dtype
-
-
-def _known(model: Any) -> Iterable[Any]:
-    """Return the variables of TensorFlow in weights, metrics and optimizers."""
-    variables = list(model.variables)
-    for layer in model._flatten_layers():
-        if isinstance(layer, keras.Model):
-            variables += layer.metrics_variables
-    for optimizer in optimizers_of(model):
-        variables += optimizer.variables
-    return [getattr(variable, "value", variable) for variable in variables]
 
 
 def _assigned(op: Any, graph: Any) -> list[int]:
