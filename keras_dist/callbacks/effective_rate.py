@@ -52,7 +52,7 @@ class EffectiveRate(keras.callbacks.Callback):
         # Not through the logs: older versions of Keras may use the logs of the last
         # batch as those of the epoch. `TensorBoard` has made its writer the default.
         self._batch += 1
-        if any(self._batch % every == 0 forevery in self._every):
+        if any(self._batch % every == 0 for every in self._every):
             for name, rate in optimizer.effective_rates(self.model).items():
                 tf.summary.scalar(f"batch_{name}", rate, step=self._batch)
 

@@ -76,7 +76,7 @@ class Trial:
     """A trial of Optuna on every rank: the first rank suggests, reports and prunes.
 
     All ranks call its methods in the same order. In callbacks, where the first rank may
-    be alone, `should_prune` is `False` on the others: an error that the first one raises
+    be alone, `should_prune` is `False` on the others: an error raised by the first one
     there, such as `optuna.TrialPruned`, ends the trial on all.
 
     What is not named here, the first rank reads from its trial of Optuna; the others
