@@ -21,10 +21,10 @@ from pathlib import Path
 
 import psutil
 from growth_page import spread, table, write_section
-
 from keras_dist.launch.assignment import assignments
-from keras_dist.launch.hosts import slots
 from keras_dist.launch.rendezvous import Store, variables_of
+
+from keras_dist.launch.hosts import slots
 
 ROOT = Path(__file__).parents[1]
 STAND_IN = Path(__file__).parent / "stacks" / "stand_in.cc"

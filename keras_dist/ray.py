@@ -6,12 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from keras_dist.launch.calls import Calls
-from keras_dist.launch.elastic import RESTARTS, VARIABLE, start_text
 from keras_dist.launch.failures import print_message
-from keras_dist.launch.members import nnodes_text
-from keras_dist.launch.ray_actors import hosts_of_group, run_actors
-from keras_dist.launch.ray_workers import Workers
-from keras_dist.launch.restarts import Restarts
+from keras_dist.launch.hosts import nnodes_text
+from keras_dist.launch.ray_actors import Workers, hosts_of_group, run_actors
+from keras_dist.launch.restarts import NNODES, RESTARTS, Restarts, start_text
 
 _SYSTEM = "Ray actor"
 
@@ -91,7 +89,9 @@ def run(
     resources = {"CPU": 1.0, **({"GPU": 1.0} if use_gpu else {})}
     bundle = {**resources, **(resources_per_worker or {})}
     workers = Workers(bundle, least, num_workers, start_timeout)
-    return _Starts(ray, workers, Restarts(max_restarts)).run((function, args, kwargs))
+    return _Starts(ray, workers, Restarts(max_restarts, is_elastic=True)).run(
+        (function, args, kwargs)
+    )
 
 
 def _ray() -> Any:
@@ -138,7 +138,7 @@ class _Starts:
         try:
             return run_actors(self._ray, group, self._workers, calls, hosts)
         except Exception as error:  # of the user's function, or of the cluster
-            if not self._again.count(is_failure=not calls.is_saving):
+            if not self._again.another(is_failure=not calls.is_saving):
                 raise
             text = str(error.__cause__ or error).splitlines()[0]
             text = text.removeprefix("keras-dist: ").rstrip(".")
@@ -150,7 +150,7 @@ class _Starts:
     def _environment(self) -> dict[str, str]:
         """By which ranks know that their number changes, if it does."""
         least, most = self._workers.least, self._workers.most
-        return {} if least == most else {VARIABLE: nnodes_text(least, most)}
+        return {} if least == most else {NNODES: nnodes_text(least, most)}
 
     def _say(self, hosts: list[str]) -> None:
         """Print who takes part in this start, and what has changed."""

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from keras_dist.launch.call_agent import runner
-from keras_dist.launch.call_errors import cause_in
-from keras_dist.launch.calls import Calls
+from keras_dist.launch.calls import Calls, cause_in
 
 _SYSTEM = "Spark task"
 _TICK = 0.5
@@ -123,7 +122,7 @@ class _Job:
         try:
             call = context.broadcast(self._calls.call)
             stage = context.parallelize(range(self._size), self._size).barrier()
-            task = _task(runner(), self._calls.header(), call)
+            task = _task(runner(), self._calls.header, call)
             self.answers = stage.mapPartitions(task).collect()
             call.destroy()
         except Exception as error:  # whatever Py4J raises

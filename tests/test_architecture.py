@@ -90,7 +90,7 @@ def test_only_two_files_import_horovod():
         for path in FILES
         if any(name.split(".")[0] == "horovod" for name in imports_of(path))
     }
-    assert importers == {"comm/transport.py", "launch/rendezvous.py"}
+    assert importers == {"comm/transport.py", "launch/store.py"}
 
 
 def test_no_private_module_is_imported():

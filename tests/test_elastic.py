@@ -10,20 +10,21 @@ import warnings
 import keras
 import numpy as np
 import pytest
+from launch import ROOT
 from test_launch import left_behind
 from test_launch import start as run
 from test_meeting import command, free_port
 
 import keras_dist
-from keras_dist.launch.coordinator import Coordinator
-from keras_dist.launch.discovery import Discovery, named_by
-from keras_dist.launch.elastic import VARIABLE, LeftOut
-from keras_dist.launch.failures import Failure
-from keras_dist.launch.host_store import HostStore
-from keras_dist.launch.meeting import Plan
-from keras_dist.launch.members import Member
-from keras_dist.launch.rendezvous import Store
-from keras_dist.launch.reports import Report
+from keras_dist.launch import ssh
+from keras_dist.launch.coordinator import Plan, run_job
+from keras_dist.launch.failures import Failure, Report
+from keras_dist.launch.hosts import Member
+from keras_dist.launch.joined import JoinedHosts
+from keras_dist.launch.ranks import Command
+from keras_dist.launch.restarts import NNODES, LeftOut
+from keras_dist.launch.ssh import DiscoveredHosts, NamedHosts, Ssh
+from keras_dist.launch.store import Store, StoreClient
 from keras_dist.version import __version__
 
 SECRET = "a secret of these tests"
@@ -38,7 +39,7 @@ class Host(threading.Thread):
 
     def __init__(self, port, name, answers=(), ranks=1, **member):
         super().__init__(daemon=True)
-        self.store, self.name = HostStore("127.0.0.1", port, SECRET), name
+        self.store, self.name = StoreClient("127.0.0.1", port, SECRET), name
         self.id, self.answers = secrets.token_hex(4), list(answers)
         number = {"a": 0, "b": 1, "c": 2}.get(name)
         own = {"number": number, "num_hosts": 3, "min_hosts": 2} | member
@@ -108,7 +109,10 @@ class Job:
         self.hosts, first = [], Host(self.store.port, "a", **self.range_of(plan))
         full = {"num_hosts": 3, "min_hosts": 2, "restarts": 2, "settle": 0.3}
         own = Plan(**(full | {"timeout": 20, "meeting": "a:1"} | plan))
-        self.coordinator = Coordinator(self.store, SECRET, own, first.id)
+        hosts = JoinedHosts(self.store, SECRET, own, first=first.id)
+        self.coordinator = threading.Thread(
+            target=run_job, args=[hosts, own], daemon=True
+        )
         self.coordinator.start()
         self.come(first)
 
@@ -263,9 +267,9 @@ def test_a_training_that_would_begin_anew_is_warned_of(monkeypatch, tmp_path):
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
         if nnodes is None:
-            monkeypatch.delenv(VARIABLE)
+            monkeypatch.delenv(NNODES)
         else:
-            monkeypatch.setenv(VARIABLE, nnodes)
+            monkeypatch.setenv(NNODES, nnodes)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             data = np.ones((8, 2)), np.ones((8, 1))
@@ -335,54 +339,90 @@ def test_commands_come_and_leave(tmp_path, end):
     assert left_behind(mark) == []
 
 
-def test_hosts_are_looked_for_by_a_script(tmp_path, capsys):
-    """Those named that answer take part; a script that fails changes nothing."""
-    named, ssh = tmp_path / "named", tmp_path / "ssh"
-    ssh.write_text('#!/bin/sh\ntest "$1 $2" != "-- down"\n')
-    ssh.chmod(0o755)
-    discovery = Discovery(named_by(f"cat {named}", 4), [str(ssh)])
+def test_hosts_are_named_by_a_script(tmp_path, capsys):
+    """By lines with slots or without; a script that fails changes nothing."""
+    named = tmp_path / "named"
+    hosts = DiscoveredHosts(f"cat {named}", 4)
     named.write_text("a:2\nb\n\ndown:1\n")
-    discovery.look()
-    assert discovery.available()[0] == {"a": 2, "b": 4}
-    assert discovery.missing() == "down, not reached by ssh"
-    discovery.lose(["a"])
-    assert list(discovery.available()[0]) == ["b"] and discovery.is_asking()
-    discovery.look()
-    assert list(discovery.available()[0]) == ["a", "b"] and not discovery.is_asking()
-    for _ in range(3):
-        discovery.left_out.add("a")
-    assert "a, left out for 600 s" in discovery.missing()
+    hosts.look()
+    assert hosts.slots() == {"a": 2, "b": 4, "down": 1} and hosts.error == ""
     named.write_text("a two\n")
-    discovery.look()
-    assert list(discovery.available()[0]) == ["b"]
-    assert "Received: 'a two'" in discovery.missing()
-    discovery.look()
+    hosts.look()
+    assert hosts.slots() == {"a": 2, "b": 4, "down": 1}
+    assert "Received: 'a two'" in hosts.error
+    hosts.look()
     error = capsys.readouterr().err
     assert error.count("must print a line HOST:SLOTS") == 1, error
     named.write_text("")
-    discovery.look()
-    assert discovery.available()[0] == {} and discovery.missing() == ""
+    hosts.look()
+    assert hosts.slots() == {} and hosts.error == ""
     named.unlink()
-    discovery.look()
+    hosts.look()
     assert "ended with exit code 1" in capsys.readouterr().err
 
 
-_ONLY_A = 'test "$0 $1" = "-- a"'
+# Stands in for ssh: connects to all hosts but one, and says so.
+_SSH = """#!/bin/sh
+echo $2 >> $0.calls
+test $2 != down || exit 255
+exec sh -c "$3"
+"""
 
 
-def test_hosts_by_ssh_are_taken_back_where_they_can_be_reached(capsys):
-    """All that are named have failed too often, and one of them is down."""
-    discovery = Discovery(lambda: {"a": 1, "down": 1}, ["sh", "-c", _ONLY_A])
-    discovery.look()
-    for host in ("down", "a"):
-        for _ in range(3):
-            discovery.left_out.add(host)
-    assert discovery.available()[0] == {}
-    discovery.take_back()
-    discovery.take_back()
-    assert discovery.available()[0] == {"a": 1}
-    said = capsys.readouterr().err
-    assert said == "keras-dist: too few hosts are left; host a takes part again.\n"
+@pytest.fixture
+def by_ssh(tmp_path, monkeypatch):
+    """Runs a job by a stand-in for ssh: hosts, its plan, and the words of its ranks."""
+    program = tmp_path / "ssh"
+    program.write_text(_SSH)
+    program.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(ssh, "_RETRY_SECONDS", 0.5)
+
+    def run_hosts(hosts, plan, *words):
+        command = Command("program", ["sh", "-c", *words], {})
+        own = Ssh([str(program)], "127.0.0.1")
+        return ssh.run_by_ssh(command, hosts, own, plan)
+
+    run_hosts.calls = tmp_path / "ssh.calls"
+    return run_hosts
+
+
+def test_hosts_by_ssh_that_answer_take_part(by_ssh, capfd):
+    """Those that do not are tried again and again, and are no failure of the job."""
+    plan = Plan(num_hosts=3, min_hosts=2, restarts=0, timeout=30, settle=2.0)
+    hosts = NamedHosts({"a": 2, "down": 1, "b": 1})
+    assert by_ssh(hosts, plan, "echo rank $HOROVOD_RANK on $HOROVOD_HOSTNAME") == 0
+    printed = capfd.readouterr()
+    assert sorted(printed.out.splitlines()) == [
+        "[0] rank 0 on a",
+        "[1] rank 1 on a",
+        "[2] rank 2 on b",
+    ]
+    start = "keras-dist: start 1: 3 ranks on 2 hosts (a, b), of 2 to 3."
+    assert printed.err.splitlines() == [start]
+    calls = by_ssh.calls.read_text().split()
+    assert calls.count("down") > 1 and calls.count("a") == calls.count("b") == 1
+
+
+def test_a_host_by_ssh_keeps_its_agent_from_start_to_start(by_ssh, capfd, tmp_path):
+    """Where one of its ranks fails; and one whose agent is killed gets another one."""
+    plan = Plan(num_hosts=2, restarts=3, timeout=30, is_announced=True)
+    script = f"""
+        start=${{KERAS_DIST_RESTART:-0}}; cd {tmp_path}; touch rank.$start.$HOROVOD_RANK
+        case $start.$HOROVOD_RANK in
+            0.1) exit 3;;
+            1.0) until test -e rank.1.1; do sleep 0.1; done; kill -9 $PPID;;
+            2.*) exit 0;;
+        esac
+        sleep 60
+    """
+    assert by_ssh(NamedHosts({"a": 1, "b": 1}), plan, script) == 0
+    errors = capfd.readouterr().err
+    assert "rank 1 on b failed first" in errors
+    assert "the agent on a was killed, or the connection to it was lost" in errors
+    assert "while rank 0 ran: exit code 137." in errors
+    calls = by_ssh.calls.read_text().split()
+    assert calls.count("a") == 2 and calls.count("b") == 1
 
 
 @pytest.mark.parametrize(

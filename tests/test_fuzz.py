@@ -9,14 +9,18 @@ import threading
 import pytest
 
 from keras_dist.launch import agent
-from keras_dist.launch.assignment import assignments
-from keras_dist.launch.failures import Failure
+from keras_dist.launch.calls import read_reports
+from keras_dist.launch.failures import Failure, Report, verdict
 from keras_dist.launch.heartbeat import Presence
 from keras_dist.launch.hosts import slots
-from keras_dist.launch.monitor.status_store import StatusStore, status_store_of
 from keras_dist.launch.ranks import Command
-from keras_dist.launch.rendezvous import Store, token_of, variables_of
-from keras_dist.launch.reports import Report, verdict
+from keras_dist.launch.store import (
+    Store,
+    StoreClient,
+    client_of,
+    token_of,
+    variables_of,
+)
 
 MESSAGES = 10_000
 SECRET = "the secret of the job"
@@ -86,7 +90,7 @@ def test_a_stranger_changes_nothing_in_the_store(store, capfd):
     """Random requests without the token, many of which were valid with it."""
     generator = random.Random(17)
     own, variables = store
-    ranks = status_store_of(variables)
+    ranks = client_of(variables)
     assert ranks.put("beat.0", 1) and ranks.put("host.1", {"saved": True})
     before = {name: dict(scope) for name, scope in own._server.cache.items()}
     tokens = ["", "0" * 32, SECRET, token_of(SECRET)[:31], token_of("another"), "ü"]
@@ -109,7 +113,7 @@ def test_what_a_rank_sends_by_mistake_ends_neither_store_nor_launcher(store, cap
     """With the token, over connections of their own; the store answers the next one."""
     generator = random.Random(18)
     own, variables = store
-    ranks, threads = status_store_of(variables), threading.active_count()
+    ranks, threads = client_of(variables), threading.active_count()
     path = f"/{token_of(SECRET)}:{own.port}/keras_dist_watch/"
     for number in range(500):
         name = generator.choice(["beat.0", "host.0", "a/b", "", "*", "x*", "../x"])
@@ -127,7 +131,7 @@ def test_what_a_rank_sends_by_mistake_ends_neither_store_nor_launcher(store, cap
 def test_a_value_is_taken_whole_or_not_at_all(store):
     """Lengths that are none, too large, or more than what comes."""
     own, variables = store
-    ranks = status_store_of(variables)
+    ranks = client_of(variables)
     ranks.put("beat.0", 1)
     path = f"/{token_of(SECRET)}:{own.port}/keras_dist_watch/beat.0"
     for length in ("", "x", "-1", "1e3", "99", "9" * 5000, "999999999"):
@@ -137,10 +141,11 @@ def test_a_value_is_taken_whole_or_not_at_all(store):
     assert ranks.get("beat.0") == 1
 
 
-class Values(StatusStore):
+class Values(StoreClient):
     """A store that answers with what it is given."""
 
     def __init__(self, values):
+        super().__init__("127.0.0.1", 1)
         self.texts = {name: json.dumps(value).encode() for name, value in values}
 
     def _request(self, method, name, body=None):
@@ -161,49 +166,57 @@ def test_a_report_that_is_none_counts_as_not_sent():
         values = altered(generator, whole)
         beat = generator.choice([*_VALUES, 5])
         store = Values([("host.1", values), ("beat.1", beat)])
-        reports = agent.read_reports(store, 2)
+        reports = read_reports(store, 2)
         assert all(isinstance(report, Report) for report in reports.values())
         text, code = verdict(list(reports.values()), None, hosts=hosts, unknown=[])
         is_read += code != 1
         assert text.startswith("keras-dist: ")
         presence._store, presence._looked = store, 0.0
-        presence.look([0, 1])
-        presence.lost([0, 1])
-    reports = agent.read_reports(Values([("host.1", whole)]), 2)
+        presence.look(["0", "1"])
+        presence.lost(["0", "1"])
+    reports = read_reports(Values([("host.1", whole)]), 2)
     assert reports[1].failures == [failure]
     assert 0 < is_read < MESSAGES
 
 
-def test_an_agent_takes_a_whole_start_message_alone():
+def test_an_agent_takes_a_whole_header_alone():
     """All else is an error that says what an agent is for, before anything starts."""
     generator = random.Random(20)
-    planned = assignments(slots(HOSTS), variables_of("127.0.0.1", 1, "t"), "secret")
     command = Command(kind="script", words=["a.py"], environment={"A": "b"})
-    line = agent.start_message(command, planned[0], job="1_0", launcher="127.0.0.1")
-    assert agent.start_of(line.encode())[1:] == (command, planned[0])
+    header = agent.Header(
+        address="127.0.0.1",
+        port=1,
+        digest="",
+        secret="secret",
+        name="1_0",
+        host="a",
+        least=2,
+        most=2,
+        job="1",
+        folder="/",
+        command=command,
+    )
+    line = header.line()
+    assert agent.header_of(line) == header
     refused = 0
     for number in range(MESSAGES):
         if number % 2:
-            message = mutated(generator, line.encode())
+            message = mutated(generator, line)
         else:
             message = json.dumps(altered(generator, json.loads(line))).encode()
         try:
-            agent.start_of(message)
+            agent.header_of(message)
         except ValueError as error:
             refused += 1
             assert "started by `keras-dist run -H`" in str(error)
     assert refused > MESSAGES / 2
 
 
-def test_an_agent_goes_on_until_the_launcher_ends_it():
-    """Random lines are none of the launcher's; the end of the connection ends it."""
+def test_an_agent_goes_on_until_the_connection_ends():
+    """Random lines behind the header are none of the launcher's."""
     generator = random.Random(21)
     texts = [generator.randbytes(generator.randint(0, 40)) for _ in range(MESSAGES)]
-    noise = b"\n".join(text.replace(b"\n", b"") for text in texts) + b"\n"
-
-    for end, expected in ((b"save\n", 15), (b"stop\n", 1), (b"", 1)):
-        lines = io.BytesIO(noise + end)
-        stopped = []
-        agent._wait_for_stop(lines, stopped)
-        assert stopped == [expected]
-        assert lines.read() == b""
+    lines = io.BytesIO(b"\n".join(text.replace(b"\n", b"") for text in texts))
+    cuts = []
+    agent._wait_for_end(lines, lambda: cuts.append(lines.read()))
+    assert cuts == [b""]

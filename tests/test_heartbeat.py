@@ -16,11 +16,11 @@ class Clock:
         return self.now
 
     def get(self, name):
-        """As of `StatusStore`."""
+        """As of `StoreClient`."""
         return self.beats.get(name)
 
     def get_all(self, prefix):
-        """As of `StatusStore`, where the names of all values begin so."""
+        """As of `StoreClient`, where the names of all values begin so."""
         return self.beats
 
 

@@ -14,8 +14,7 @@ import pytest
 from launch import ROOT, launch
 
 import keras_dist
-from keras_dist.launch.discovery import hosts_of_lines
-from keras_dist.launch.hosts import hosts_in, hosts_of
+from keras_dist.launch.hosts import hosts_in, hosts_of, hosts_of_lines
 from keras_dist.launch.meeting import meeting_point
 
 RUN = [sys.executable, "-m", "keras_dist", "run"]
@@ -379,11 +378,9 @@ def test_an_address_that_is_not_of_this_host_is_named(address):
 _STORE = """
 import sys, time
 sys.argv[0] = "keras-dist"
-from keras_dist.launch.hosts import slots
-from keras_dist.launch.rendezvous import rendezvous
-with rendezvous(slots([("localhost", 2)]), "secret") as found:
-    print(found["HOROVOD_GLOO_RENDEZVOUS_PORT"], flush=True)
-    time.sleep(100)
+from keras_dist.launch.store import Store
+print(Store().port, flush=True)
+time.sleep(100)
 """
 
 

@@ -18,14 +18,13 @@ from launch import ROOT
 from test_launch import RUN, left_behind
 from test_launch import start as run
 
-from keras_dist.launch.follower import Follower
-from keras_dist.launch.host_store import FirstHostStore, HostStore, wait_for
-from keras_dist.launch.members import Member, numbered, slots_of
+from keras_dist.launch.agent import Agent
+from keras_dist.launch.failures import Report
+from keras_dist.launch.hosts import Member, numbered, slots_of
 from keras_dist.launch.ranks import Command
-from keras_dist.launch.rendezvous import Store
-from keras_dist.launch.reports import Report
-from keras_dist.launch.slurm import counts_in, nodes_in, task_of
+from keras_dist.launch.slurm_tasks import counts_in, nodes_in, task_of
 from keras_dist.launch.spares import Spares
+from keras_dist.launch.store import OwnStoreClient, Store, StoreClient
 
 SECRET = {"KERAS_DIST_SECRET": "a secret of these tests"}
 
@@ -232,16 +231,16 @@ def test_a_value_that_this_job_has_not_signed_does_not_count():
     """Not even where somebody has read the token of the requests on the network."""
     store = Store()
     try:
-        first = FirstHostStore(store, "a secret")
-        host = HostStore("127.0.0.1", store.port, "a secret")
+        first = OwnStoreClient(store, "a secret")
+        host = StoreClient("127.0.0.1", store.port, "a secret")
         assert host.put("join.b", [1]) and first.of_kind("join") == {"b": [1]}
         forged = json.dumps([2]).encode()
         assert host._request("PUT", "join.c", forged) is not None
         assert host._request("PUT", "join.d", host._request("GET", "join.b")) == b""
         assert host.get("join.c") is None and first.of_kind("join") == {"b": [1]}
-        assert HostStore("127.0.0.1", store.port, "a guess").put("x", 1) is False
+        assert StoreClient("127.0.0.1", store.port, "a guess").put("x", 1) is False
         with pytest.raises(PermissionError):
-            HostStore("127.0.0.1", store.port, "a guess").knock()
+            StoreClient("127.0.0.1", store.port, "a guess").probe()
     finally:
         store.close()
 
@@ -250,16 +249,16 @@ def test_a_host_that_comes_before_the_first_one_is_ready_is_not_refused():
     """The store listens a moment before it knows the secret; the host asks again."""
     store = Store()
     try:
-        host = HostStore("127.0.0.1", store.port, "a secret")
+        host = StoreClient("127.0.0.1", store.port, "a secret")
         with pytest.raises(ConnectionError, match="no store answers: status 503"):
-            host.knock()
+            host.probe()
         late = threading.Timer(1, store.admit, ["a secret"])
         late.start()
-        found = wait_for(host, "b", timeout=30)
+        found = host.wait("b", timeout=30)
         late.join()
         assert found == ("127.0.0.1", "127.0.0.1")
         with pytest.raises(PermissionError):
-            HostStore("127.0.0.1", store.port, "a guess").knock()
+            StoreClient("127.0.0.1", store.port, "a guess").probe()
     finally:
         store.close()
 
@@ -268,13 +267,11 @@ def test_a_host_that_has_not_seen_the_start_reports_at_the_order_to_stop():
     """Another one may fail within half a second; it would count as lost."""
     store = Store()
     try:
-        first = FirstHostStore(store, "a secret")
-        host = HostStore("127.0.0.1", store.port, "a secret")
+        first = OwnStoreClient(store, "a secret")
+        host = StoreClient("127.0.0.1", store.port, "a secret")
         member = Member("b", 1, 1, 2, "0")
-        follower = Follower(
-            host, "a secret", member, is_first=False, timeout=60, stopped=[]
-        )
-        name = f"order.{follower.name}"
+        agent = Agent(host, "a secret", member, is_first=False, timeout=60, stopped=[])
+        name = f"order.{agent.name}"
         first.put(name, {"do": "stop", "start": 4})
 
         def end_when_reported():
@@ -283,9 +280,9 @@ def test_a_host_that_has_not_seen_the_start_reports_at_the_order_to_stop():
             first.put(name, {"do": "exit", "code": 3, "text": ""})
 
         threading.Thread(target=end_when_reported, daemon=True).start()
-        assert follower.follow(Command("script", ["none.py"], {}), "none") == 3
-        assert list(first.of_kind("report")) == [f"4.{follower.name}"]
-        assert first.of_kind("left") == {follower.name: True}
+        assert agent.follow(Command("script", ["none.py"], {}), "none") == 3
+        assert list(first.of_kind("report")) == [f"4.{agent.name}"]
+        assert first.of_kind("left") == {agent.name: True}
     finally:
         store.close()
 
@@ -293,12 +290,12 @@ def test_a_host_that_has_not_seen_the_start_reports_at_the_order_to_stop():
 def test_what_prepares_a_start_is_over_with_the_start(monkeypatch):
     """Or the ranks would compete for the cores with processes of yet another start."""
     store, spares, found = Store(), Spares(is_lasting=False), []
-    first = FirstHostStore(store, "a secret")
-    host = HostStore("127.0.0.1", store.port, "a secret")
+    first = OwnStoreClient(store, "a secret")
+    host = StoreClient("127.0.0.1", store.port, "a secret")
     member = Member("b", 1, 1, 2, "0", min_hosts=1)
     options = {"is_first": False, "timeout": 60, "stopped": [], "spares": spares}
-    follower = Follower(host, "a secret", member, **options)
-    name = f"order.{follower.name}"
+    agent = Agent(host, "a secret", member, **options)
+    name = f"order.{agent.name}"
     slots = [dataclasses.asdict(slot) for slot in slots_of([member])[0]]
     run = {
         "do": "run",
@@ -319,11 +316,11 @@ def test_what_prepares_a_start_is_over_with_the_start(monkeypatch):
         first.put(name, exit_order if start else {**run, "start": 1})
         return Report()
 
-    monkeypatch.setattr("keras_dist.launch.follower.run_ranks", run_ranks)
+    monkeypatch.setattr("keras_dist.launch.agent.run_ranks", run_ranks)
     try:
-        follower.join()
+        agent.join(60)
         first.put(name, {**run, "start": 0})
-        assert follower.follow(Command("script", ["none.py"], {}), "none") == 3
+        assert agent.follow(Command("script", ["none.py"], {}), "none") == 3
         assert found == [False, False]
     finally:
         store.close()
@@ -334,17 +331,17 @@ def test_a_host_ends_where_the_first_one_has_begun_a_new_job(tmp_path):
     script = f"open({str(tmp_path / 'there')!r}, 'w'); import time; time.sleep(60)"
     stores, secret = [Store()], "a secret of these tests"
     port = stores[0].port
-    first = FirstHostStore(stores[0], secret)
+    first = OwnStoreClient(stores[0], secret)
     member = Member("b", 1, 1, 2, "0")
-    follower = Follower(
-        HostStore("127.0.0.1", port, secret),
+    agent = Agent(
+        StoreClient("127.0.0.1", port, secret),
         secret,
         member,
         is_first=False,
         timeout=60,
         stopped=[],
     )
-    assert follower.join()
+    assert agent.join(60)
     slots = [dataclasses.asdict(slot) for slot in slots_of([member])[0]]
     order = {
         "do": "run",
@@ -354,20 +351,20 @@ def test_a_host_ends_where_the_first_one_has_begun_a_new_job(tmp_path):
         "number": 0,
         "reached": "",
     }
-    first.put(f"order.{follower.name}", {**order, "slots": slots})
+    first.put(f"order.{agent.name}", {**order, "slots": slots})
 
     def begin_again():
         while not (tmp_path / "there").exists():
             time.sleep(0.05)
         stores[0].close()
         stores.append(Store(port=port))
-        FirstHostStore(stores[1], secret)
+        OwnStoreClient(stores[1], secret)
 
     threading.Thread(target=begin_again, daemon=True).start()
     command = Command("program", [sys.executable, "-c", script], {})
     try:
         with pytest.raises(ValueError, match="was started again, and the job"):
-            follower.follow(command, "none")
+            agent.follow(command, "none")
     finally:
         stores[-1].close()
 
@@ -377,7 +374,7 @@ def test_ranks_of_an_earlier_start_are_refused():
     store = Store()
     try:
         first, second = (
-            HostStore("127.0.0.1", store.port, secret) for secret in ("one", "two")
+            StoreClient("127.0.0.1", store.port, secret) for secret in ("one", "two")
         )
         slots = [slot for own in slots_of([Member("a", 2, 0, 1, "0")]) for slot in own]
         store.open(slots, "one")

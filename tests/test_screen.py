@@ -11,7 +11,7 @@ import tensorflow as tf
 from launch import ROOT, launch
 from test_launch import start
 
-from keras_dist.launch.messages import telling_line
+from keras_dist.launch.failures import telling_line
 
 _SCRIPT = """
 import sys

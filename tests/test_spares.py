@@ -10,10 +10,8 @@ import pytest
 from test_launch import start as run
 
 from keras_dist.launch import processes, spares
-from keras_dist.launch.assignment import assignments
 from keras_dist.launch.hosts import slots
-from keras_dist.launch.ranks import Command
-from keras_dist.launch.reports import run_ranks
+from keras_dist.launch.ranks import Assignment, Command, run_ranks
 from keras_dist.launch.spares import Spares
 
 _SCRIPT = """
@@ -36,7 +34,7 @@ def test_a_spare_process_becomes_a_rank_of_the_next_start(tmp_path, monkeypatch)
     found = []
     for restart in (0, 1):
         waiting = list(own.pids)
-        (assignment,) = assignments(slots([("a", 1)]), {}, "s", restart=restart)
+        assignment = Assignment(slots([("a", 1)]), {}, "s", restart=restart)
         environment = {} if restart else {"ONLY_AT_FIRST": "1"}
         path = tmp_path / f"found.{restart}"
         words = [str(script), str(path), "0.5"]

@@ -13,14 +13,16 @@ from test_fuzz import mutated, request
 from test_launch import start as run
 from test_meeting import SECRET, ended, free_port, meet
 
-from keras_dist.launch.agent import _by_tls
-from keras_dist.launch.assignment import assignments
-from keras_dist.launch.host_store import FirstHostStore, HostStore
 from keras_dist.launch.hosts import slots
-from keras_dist.launch.monitor.status_store import status_store_of
-from keras_dist.launch.relays import Exit, with_tls
-from keras_dist.launch.rendezvous import Store, token_of
-from keras_dist.launch.tls import TlsStore, digest_at
+from keras_dist.launch.store import (
+    OwnStoreClient,
+    Store,
+    StoreClient,
+    client_of,
+    token_of,
+    variables_of,
+)
+from keras_dist.launch.tls import Exit, digest_at, with_tls
 
 OWN = SECRET["KERAS_DIST_SECRET"]
 
@@ -28,8 +30,8 @@ OWN = SECRET["KERAS_DIST_SECRET"]
 @pytest.fixture
 def store():
     """A store of a job on hosts that meet."""
-    found = TlsStore("127.0.0.1", secret=OWN)
-    FirstHostStore(found, OWN)
+    found = Store("127.0.0.1", has_tls=True, proof_secret=OWN)
+    OwnStoreClient(found, OWN)
     yield found
     found.close()
 
@@ -67,8 +69,8 @@ def test_a_host_writes_and_reads_values_that_nobody_reads_on_the_way(store):
     wire = Wire(store.port)
     wire.start()
     values = {f"v{number}": "a long text " * 50_000 for number in range(8)}
-    host = HostStore("127.0.0.1", wire.port, OWN, has_tls=True)
-    assert host.knock() == ("127.0.0.1", "127.0.0.1")
+    host = StoreClient("127.0.0.1", wire.port, OWN, has_tls=True)
+    assert host.probe() == ("127.0.0.1", "127.0.0.1")
     with ThreadPoolExecutor(8) as executor:
         assert all(executor.map(host.put, values, values.values()))
         assert list(executor.map(host.get, values)) == list(values.values())
@@ -76,7 +78,7 @@ def test_a_host_writes_and_reads_values_that_nobody_reads_on_the_way(store):
     assert len(wire.seen) > 16 * 600_000
     for text in (token_of(OWN).encode(), b"a long text", b"HTTP/1"):
         assert text not in wire.seen
-    address, port = host.near("10.0.0.1")
+    address, port = host.for_ranks("10.0.0.1")
     assert address == "127.0.0.1" and port != store.port
     wire.listener.close()
 
@@ -84,14 +86,14 @@ def test_a_host_writes_and_reads_values_that_nobody_reads_on_the_way(store):
 def test_who_does_not_know_the_secret_is_neither_asked_nor_answered(store):
     """Another secret; another store in the place of this one; and no TLS at all."""
     with pytest.raises(PermissionError, match="with this secret"):
-        HostStore("127.0.0.1", store.port, "a guess", has_tls=True).knock()
-    other, plain = TlsStore("127.0.0.1"), Store()
+        StoreClient("127.0.0.1", store.port, "a guess", has_tls=True).probe()
+    other, plain = Store("127.0.0.1", has_tls=True), Store()
     with pytest.raises(ConnectionError, match="no store answers there"):
-        HostStore("127.0.0.1", other.port, OWN, has_tls=True).knock()
+        StoreClient("127.0.0.1", other.port, OWN, has_tls=True).probe()
     with pytest.raises(OSError, match="`--tls` is missing on one host"):
-        HostStore("127.0.0.1", plain.port, OWN, has_tls=True).knock()
+        StoreClient("127.0.0.1", plain.port, OWN, has_tls=True).probe()
     with pytest.raises(ConnectionError, match="`--tls` is missing on one"):
-        HostStore("127.0.0.1", store.port, OWN).knock()
+        StoreClient("127.0.0.1", store.port, OWN).probe()
     link = Exit("127.0.0.1", other.port, store.digest)
     link.start()
     with socket.create_connection(("127.0.0.1", link.port)) as near:
@@ -131,8 +133,8 @@ def test_noise_does_not_end_the_entrance(store):
 def test_random_messages_by_tls_change_nothing(store):
     """Of one who has not the secret: whole requests with changes, and noise."""
     generator = random.Random(22)
-    host = HostStore("127.0.0.1", store.port, OWN, has_tls=True)
-    host.knock()
+    host = StoreClient("127.0.0.1", store.port, OWN, has_tls=True)
+    host.probe()
     assert host.put("beat.0", 1)
     tokens, found = ["", "0" * 32, token_of("another"), OWN], Counter()
     before = {name: dict(scope) for name, scope in store._server.cache.items()}
@@ -159,19 +161,20 @@ def test_random_messages_by_tls_change_nothing(store):
 
 def test_an_agent_reaches_the_store_by_the_certificate_that_ssh_has_brought():
     """Its ranks find it at 127.0.0.1; nobody else gets a proof of it."""
-    store = TlsStore("127.0.0.1")
-    planned = slots([("a", 1), ("b", 1)])
-    store.open(planned, "secret")
-    near = store.variables("secret")
-    first, second = assignments(planned, near, "secret", tls=store.tls)
-    assert status_store_of(first.store).put("beat.0", 1)
-    found = _by_tls(second, "127.0.0.1")
-    assert found.store["HOROVOD_GLOO_RENDEZVOUS_ADDR"].startswith("127.0.0.1:")
-    assert found.store["HOROVOD_GLOO_RENDEZVOUS_PORT"] not in (
-        str(store.port),
-        near["HOROVOD_GLOO_RENDEZVOUS_PORT"],
+    store = Store("127.0.0.1", has_tls=True)
+    store.open(slots([("a", 1), ("b", 1)]), "secret")
+    own = store.variables("secret")
+    assert client_of(own).put("beat.0", 1)
+    OwnStoreClient(store, "of the job")
+    agent = StoreClient(
+        "127.0.0.1", store.port, "of the job", has_tls=True, digest=store.digest
     )
-    assert status_store_of(found.store).get("beat.0") == 1
+    assert agent.probe() == ("127.0.0.1", "127.0.0.1")
+    address, port = agent.for_ranks("10.0.0.1")
+    assert address == "127.0.0.1"
+    ports = str(store.port), own["HOROVOD_GLOO_RENDEZVOUS_PORT"]
+    assert str(port) not in ports
+    assert client_of(variables_of(address, port, "secret")).get("beat.0") == 1
     with pytest.raises(ConnectionError):
         digest_at(socket.create_connection(("127.0.0.1", store.port)), "")
     store.close()
@@ -179,8 +182,8 @@ def test_an_agent_reaches_the_store_by_the_certificate_that_ssh_has_brought():
 
 _SCRIPT = """
 import os, time
-from keras_dist.launch.monitor.status_store import status_store_of
-store, rank = status_store_of(), int(os.environ["HOROVOD_RANK"])
+from keras_dist.launch.store import client_of
+store, rank = client_of(), int(os.environ["HOROVOD_RANK"])
 assert os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"].startswith("127.0.0.1:")
 assert store.put(f"there.{rank}", rank)
 while store.get(f"there.{1 - rank}") is None:

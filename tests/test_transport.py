@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from keras_dist.launch import mpi, processes, transports
-from keras_dist.launch.ranks import Command
 
 
 @pytest.fixture
@@ -128,12 +127,11 @@ mpi.MPI_Finalize()
 """
 JOB = """
 import sys
-from keras_dist.launch.hosts import slots
-from keras_dist.launch.jobs import run_command
+from keras_dist.launch.local import run_locally
 from keras_dist.launch.ranks import Command
 command = Command("program", sys.argv[2:], {}, transport="mpi")
-found = slots([("localhost", int(sys.argv[1]))])
-sys.exit(run_command(command, found, restarts=1 if "again" in sys.argv else 0))
+restarts = 1 if "again" in sys.argv else 0
+sys.exit(run_locally(command, int(sys.argv[1]), restarts=restarts))
 """
 
 
@@ -249,8 +247,7 @@ def test_gloo_is_used_where_the_server_does_not_start_and_mpi_was_not_requested(
     """One line says so, whatever `mpirun` has printed."""
     program(tmp_path / "mpirun", "echo no such; echo option >&2; exit 1")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    command = Command("program", ["true"], {}, transport="mpi", may_use_gloo=True)
-    with mpi.variables(command, "0", 2) as own:
+    with mpi.variables("mpi", "0", 2, may_use_gloo=True) as own:
         assert own == {}
     (line,) = capfd.readouterr().err.splitlines()
     assert "`mpirun` did not start" in line and "Gloo is used instead" in line

@@ -1,5 +1,6 @@
 """Ranks without progress end the job; ranks that work do not."""
 
+import contextlib
 import re
 import sys
 
@@ -7,9 +8,8 @@ import pytest
 from launch import ROOT, launch
 
 from keras_dist.launch.hosts import slots
-from keras_dist.launch.monitor.status_store import StatusStore, status_store_of
 from keras_dist.launch.monitor.watchdog import EXIT_CODE
-from keras_dist.launch.rendezvous import rendezvous
+from keras_dist.launch.store import Store, StoreClient, client_of
 
 _STALLS = """
 import sys, time
@@ -151,13 +151,15 @@ def test_ranks_that_work_are_left_alone(tmp_path):
 
 def test_a_process_without_the_secret_is_refused():
     """Without the secret of the job nothing is read or written."""
-    with rendezvous(slots([("localhost", 2)]), "the-secret") as found:
+    with contextlib.closing(Store()) as own:
+        own.open(slots([("localhost", 2)]), "the-secret")
+        found = own.variables("the-secret")
         port = found["HOROVOD_GLOO_RENDEZVOUS_PORT"]
-        rank = status_store_of(found)
+        rank = client_of(found)
         rank.put("0", {"beat": 1})
         assert rank.get("0") == {"beat": 1}
         for address in ("127.0.0.1", f"127.0.0.1:{port}/a-guess", f"127.0.0.1:{port}/"):
-            foreign = StatusStore(address, port)
+            foreign = StoreClient(address, port)
             foreign.put("0", {"beat": 2})
             assert foreign.get("0") is None
         assert rank.get("0") == {"beat": 1}
@@ -165,6 +167,6 @@ def test_a_process_without_the_secret_is_refused():
 
 def test_a_status_store_that_is_gone_returns_nothing():
     """The launcher may end first."""
-    store = StatusStore("127.0.0.1", "9")
+    store = StoreClient("127.0.0.1", "9")
     store.put("0", 1)
     assert store.get("0") is None

@@ -1,19 +1,16 @@
 """Pickled messages with a signature: only messages of this job are unpickled."""
 
-import hashlib
-import hmac
 import os
 import pickle
 from typing import Any
 
-# `keras-dist run` sets this variable to the secret of the job.
-VARIABLE = "KERAS_DIST_SECRET"
+from keras_dist.launch import signing
+from keras_dist.launch.signing import VARIABLE
 
 
 def sign(value: Any) -> bytes:
     """Pickle a value, and put a signature before it if the job has a secret."""
-    message = pickle.dumps(value)
-    return _signature(message) + message
+    return signing.signed(_secret(), pickle.dumps(value))
 
 
 def verify(signed: bytes) -> Any:
@@ -25,9 +22,8 @@ def verify(signed: bytes) -> Any:
     >>> verify(sign({"loss": 0.5}))
     {'loss': 0.5}
     """
-    length = len(_signature(b""))
-    signature, message = signed[:length], signed[length:]
-    if not hmac.compare_digest(signature, _signature(message)):
+    message = signing.verified(_secret(), signed)
+    if message is None:
         raise RuntimeError(
             "A message from another rank does not have the signature of this job. "
             f"Received: {len(signed)} bytes. Either it came from another program, or "
@@ -36,8 +32,5 @@ def verify(signed: bytes) -> Any:
     return pickle.loads(message)
 
 
-def _signature(message: bytes) -> bytes:
-    secret = os.environ.get(VARIABLE)
-    if not secret:
-        return b""  # horovodrun and mpirun set none
-    return hmac.new(secret.encode(), message, hashlib.sha256).digest()
+def _secret() -> str:
+    return os.environ.get(VARIABLE, "")

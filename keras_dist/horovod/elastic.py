@@ -17,7 +17,8 @@ import tensorflow as tf
 from keras_dist import comm
 from keras_dist.horovod import basics
 from keras_dist.horovod.collectives import broadcast_object, broadcast_variables
-from keras_dist.launch import assignment, processes
+from keras_dist.launch import processes
+from keras_dist.launch.ranks import RESTART
 
 __all__ = [
     "CommitStateCallback",
@@ -369,7 +370,7 @@ def saved_commit(state: int) -> Commit | None:
         state: Number of the state.
     """
     job = _job()
-    if job is None or assignment.RESTART not in os.environ:
+    if job is None or RESTART not in os.environ:
         return None
     folder = processes.lasting_folder(job)
     if folder is None or not (folder / str(state)).is_file():

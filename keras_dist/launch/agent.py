@@ -1,99 +1,291 @@
-"""Run the ranks of one host: started by the launcher on each host of several."""
+"""The agent of a host: joins the store of a job, and does what the coordinator orders.
 
-import contextlib
+`keras-dist run` is one itself where hosts meet; by ssh it starts `host-agent`, which
+gets a line of JSON on standard input. The end of the input means that the launcher is
+gone.
+"""
+
 import dataclasses
 import io
 import json
+import math
 import os
+import secrets
 import signal
 import socket
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from keras_dist.launch import horovod_library, processes
-from keras_dist.launch.assignment import Assignment, assignment_of
-from keras_dist.launch.heartbeat import Heartbeat, check_reach
-from keras_dist.launch.hosts import LOOPBACK, address_towards
-from keras_dist.launch.monitor.status_store import StatusStore, status_store_of
-from keras_dist.launch.own_name import check_own_name
-from keras_dist.launch.ranks import Command
-from keras_dist.launch.relays import Exit
-from keras_dist.launch.rendezvous import variables_of
-from keras_dist.launch.reports import Report, report_of, run_ranks
-from keras_dist.launch.signals import stopped_by_signals
+from keras_dist.launch.failures import LOST_SECONDS, Report, print_message
+from keras_dist.launch.heartbeat import Heartbeat
+from keras_dist.launch.hosts import Member, Slot
+from keras_dist.launch.network import check_own_name, check_reach
+from keras_dist.launch.processes import stopped_by_signals
+from keras_dist.launch.ranks import Assignment, Command, run_ranks
+from keras_dist.launch.spares import Spares
+from keras_dist.launch.store import NONCE, StoreClient, secret_of_start, variables_of
+from keras_dist.version import __version__
 
-# The launcher sends one of these lines when the ranks have to end: at once, or when
-# they have saved. The end of the connection means the first.
-STOP, SAVE = "stop\n", "save\n"
+# Seconds between two looks at the orders while ranks run, and while the agent waits for
+# some; and between two lines about that.
+_LOOK_SECONDS, _WAIT_SECONDS, _SAY_SECONDS = 0.5, 0.2, 15.0
 
-# How often the report is sent until the store takes it.
-_ATTEMPTS = 5
+# Seconds in which the agent that ssh has started has to reach the store.
+_JOIN_SECONDS = 60.0
 
 
-def start_message(
-    command: Command, assignment: Assignment, *, job: str, launcher: str
-) -> str:
-    """The line that the launcher writes to the standard input of an agent.
+class Agent:
+    """A host that takes part in a job.
 
     Args:
-        command: The command that the agent's ranks run.
-        assignment: The ranks of the agent's host.
-        job: Id of the agent's processes.
-        launcher: Address of the launcher's host. The ranks listen on the network
-            interface that leads to it.
+        store: The store of the job, as this host reaches it.
+        secret: Secret of the job.
+        member: This host.
+        is_first: Whether this process has the store.
+        timeout: Seconds to wait for the first start; but not where hosts come and go.
+        stopped: Numbers of the signals that this process has received.
+        spares: Processes that become ranks at a start; `None` for none.
+        name: Id of this agent; by default a random one.
     """
-    message = {
-        "command": dataclasses.asdict(command),
-        "assignment": dataclasses.asdict(assignment),
-        "job": job,
-        "towards": launcher,
-        "folder": os.getcwd(),
-    }
-    return json.dumps(message) + "\n"
 
+    def __init__(
+        self,
+        store: StoreClient,
+        secret: str,
+        member: Member,
+        *,
+        is_first: bool,
+        timeout: float,
+        stopped: list[int],
+        spares: Spares | None = None,
+        name: str = "",
+    ) -> None:
+        self.name = name or secrets.token_hex(8)
+        self._store, self._secret, self._member = store, secret, member
+        self._is_first, self._timeout, self._stopped = is_first, timeout, stopped
+        self._spares = spares
+        # Addresses of this host, and of the first one as it is reached from here.
+        self._address = self._reached = ""
+        self._nonce: str | None = None
+        # Whether no more orders come: the store is gone, has another job, or the
+        # launcher has closed the connection.
+        self._is_lost, self._is_replaced = threading.Event(), threading.Event()
+        self._is_cut = threading.Event()
 
-def serve() -> int:
-    """Read a start message from standard input, and run the ranks until they end.
+    def join(self, timeout: float) -> bool:
+        """Join the job; whether this process was not stopped before.
 
-    Returns:
-        The exit code of the rank that failed first on this host; 0 if none failed.
-    """
-    # Without a buffer, whose lock a waiting thread would hold when Python ends.
-    lines = io.FileIO(0, closefd=False)
-    message, command, assignment = start_of(lines.readline())
-    address = _checked(message, assignment)
-    with processes.reaper(message["job"]), stopped_by_signals() as stopped:
-        # After the fork of the reaper, which must come before the first thread.
-        assignment = _by_tls(assignment, message["towards"])
-        store, number = status_store_of(assignment.store), assignment.number
-        assert store is not None and number is not None  # `start_of` has checked it
-        threading.Thread(
-            target=_wait_for_stop, args=[lines, stopped], daemon=True
-        ).start()
-        Heartbeat(store, number, lambda: stopped.append(signal.SIGHUP)).start()
-        report = run_ranks(
-            command, assignment, message["job"], address=address, stopped=stopped
+        Args:
+            timeout: Seconds to wait for the store.
+
+        Raises:
+            ValueError: If the store cannot be reached, or refuses the secret.
+        """
+        found = self._store.wait(
+            self._member.host, timeout=timeout, stopped=self._stopped
         )
-        put_report(store, number, report)
-    return report.code
+        if found is None:
+            return False
+        self._address, self._reached = found
+        self._nonce = self._store.get(NONCE)
+        Heartbeat(self._store, self.name, self._is_lost.set).start()
+        member = dataclasses.replace(self._member, reached=self._reached)
+        self._store.put_surely(f"join.{self.name}", dataclasses.asdict(member))
+        return True
+
+    def cut(self) -> None:
+        """End the ranks, and follow no more orders: the launcher is gone."""
+        self._is_cut.set()
+
+    def follow(self, command: Command, job: str) -> int:
+        """Do what the coordinator orders, to the end of the job.
+
+        Args:
+            command: The command that the ranks run.
+            job: Id of the processes that this host starts.
+
+        Returns:
+            The exit code of the job.
+
+        Raises:
+            ValueError: If the first host is lost, or has no use for this host.
+        """
+        begin, last, said = time.monotonic(), -1, ""
+        while not self._is_cut.is_set():
+            order = self._order()
+            if order.get("do") == "exit":
+                if order["text"]:
+                    print_message(order["text"])
+                self._store.put(f"left.{self.name}", True)
+                return int(order["code"])
+            if order.get("do") == "wait":
+                if order["text"] != said:
+                    said = order["text"]
+                    print_message(said)
+            elif order and order["start"] != last:
+                last = order["start"]
+                # Another host may have failed before this one has seen the start.
+                is_run = order["do"] == "run"
+                report = self._run(order, command, job) if is_run else Report()
+                name = f"report.{last}.{self.name}"
+                self._store.put_surely(name, report.values())
+            self._check_first_host()
+            if last < 0:
+                self._check_needed(time.monotonic() - begin)
+            self._forward_stop()
+            if self._stopped and last < 0 and not self._is_first:
+                self._store.put(f"left.{self.name}", True)
+                return 128 + self._stopped[0]  # nobody waits for this host
+            time.sleep(_WAIT_SECONDS)
+        return 128 + signal.SIGHUP
+
+    def _order(self) -> dict[str, Any]:
+        """Read what the coordinator orders now; empty for nothing."""
+        order = self._store.get(f"order.{self.name}")
+        if order is None and self._store.get(NONCE) not in (None, self._nonce):
+            self._is_replaced.set()
+        return order or {}
+
+    def _check_first_host(self) -> None:
+        meeting = f"{self._store.address}:{self._store.port}"
+        if self._is_lost.is_set():
+            raise ValueError(
+                "The first host was lost, and the job ends with it. Received: no "
+                f"answer from {meeting} since {LOST_SECONDS:g} s. Start the same "
+                "command on all hosts again; with `resume=` it goes on."
+            )
+        if self._is_replaced.is_set():
+            raise ValueError(
+                "The command of the first host was started again, and the job that it "
+                f"had before has ended. Received: another job at {meeting}. Start the "
+                "same command here again; with `resume=` it goes on."
+            )
+
+    def _check_needed(self, seconds: float) -> None:
+        """Raise if this host has waited for its first start in vain."""
+        # The first host says who is missing, before. Where hosts come and go, one may
+        # wait for as long as the job.
+        is_late = seconds > self._timeout + _SAY_SECONDS
+        if is_late and not self._member.is_elastic:
+            raise ValueError(
+                "The job has all its hosts. Received: one more, "
+                f"{self._member.host}, which was not needed for {seconds:.0f} s."
+            )
+
+    def _run(self, order: Mapping[str, Any], command: Command, job: str) -> Report:
+        """Run this host's ranks to their end, or until an order ends them."""
+        secret = secret_of_start(self._secret, order["nonce"], order["start"])
+        own = self._address
+        if own.startswith("127.") and order["reached"]:
+            own = order["reached"]  # as the others see this host
+        assignment = Assignment(
+            slots=[Slot(**slot) for slot in order["slots"]],
+            store=variables_of(*self._store.for_ranks(self._reached), secret),
+            secret=secret,
+            restart=order["start"],
+            seed=order["seed"],
+            has_peers=True,
+        )
+        if self._spares is not None:
+            self._spares.is_start_near = False  # it is here
+        stops: list[int] = []
+        is_over = threading.Event()
+        watch = threading.Thread(target=self._watch, args=[stops, is_over], daemon=True)
+        watch.start()
+        try:
+            if not horovod_library.uses_named_network():
+                check_own_name(own)
+            return run_ranks(
+                command,
+                assignment,
+                job,
+                address=own,
+                stopped=stops,
+                spares=self._spares,
+            )
+        except (OSError, RuntimeError, ValueError) as error:
+            return Report(error=str(error))
+        finally:
+            is_over.set()
+            watch.join()
+
+    def _watch(self, stops: list[int], is_over: threading.Event) -> None:
+        """Stop the ranks at an order, a signal, or when the coordinator is gone."""
+        while not (stops or is_over.wait(_LOOK_SECONDS)):
+            order = self._order() or {"do": "run"}
+            self._forward_stop()
+            gone = (self._is_lost, self._is_replaced, self._is_cut)
+            if self._stopped:
+                stops.append(self._stopped[0])
+            elif any(each.is_set() for each in gone):
+                stops.append(signal.SIGHUP)
+            elif order["do"] == "run" and self._spares is not None:
+                self._spares.is_start_near = order.get("is_start_near", False)
+            elif order["do"] == "save":
+                stops.append(signal.SIGTERM)
+            elif order["do"] != "run":
+                stops.append(signal.SIGHUP)
+
+    def _forward_stop(self) -> None:
+        """Let the coordinator know of a signal, which ends the job on all hosts."""
+        if self._stopped:
+            self._store.put(f"stopped.{self.name}", self._stopped[0])
 
 
-def start_of(line: bytes) -> tuple[dict[str, Any], Command, Assignment]:
-    """The start message that `start_message` has made to a line.
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """What the agent of a host has to know, which ssh brings on standard input.
+
+    Args:
+        address: Address of the launcher's host.
+        port: Port of its store.
+        digest: Certificate of the store; empty without TLS.
+        secret: Secret of the job.
+        name: Id of the agent.
+        host: Name of its host, as the user has named it.
+        least: How many hosts the job has, at least.
+        most: How many hosts it has, at most.
+        job: Id of the agent's processes.
+        folder: The folder in which the ranks run.
+        command: The command that they run.
+    """
+
+    address: str
+    port: int
+    digest: str
+    secret: str
+    name: str
+    host: str
+    least: int
+    most: int
+    job: str
+    folder: str
+    command: Command
+
+    def line(self) -> bytes:
+        """Return the header as a line of JSON."""
+        return json.dumps(dataclasses.asdict(self)).encode() + b"\n"
+
+
+def header_of(line: bytes) -> Header:
+    """Parse what `Header.line` has made.
 
     Raises:
-        ValueError: If it is not one.
+        ValueError: If it is something else.
     """
     try:
-        message = json.loads(line)
-        command = Command(**message["command"])
-        assignment = assignment_of(message["assignment"])
-        slots, store = assignment.slots, status_store_of(assignment.store)
-        is_whole = bool(slots) and store is not None and assignment.number is not None
-        texts = [message[name] for name in ("folder", "job", "towards")]
-        is_whole &= all(isinstance(text, str) and "\0" not in text for text in texts)
-        is_whole &= _port(assignment) >= 0
+        values = json.loads(line)
+        header = Header(**{**values, "command": Command(**values["command"])})
+        kinds = {field.name: field.type for field in dataclasses.fields(Header)}
+        is_whole = all(
+            type(getattr(header, name)) is kind for name, kind in kinds.items()
+        )
+        texts = (each for each in vars(header).values() if isinstance(each, str))
+        is_whole &= not any("\0" in text for text in texts)
+        is_whole &= bool(header.address and header.secret and header.name)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         is_whole = False
     if not is_whole:
@@ -102,87 +294,62 @@ def start_of(line: bytes) -> tuple[dict[str, Any], Command, Assignment]:
             f"message. Received: {line[:50]!r}. The versions of keras_dist on the "
             "hosts have to be the same."
         )
-    return message, command, assignment
+    return header
 
 
-def _by_tls(assignment: Assignment, launcher: str) -> Assignment:
-    """The same, with the store as this host's ranks reach it where it has TLS."""
-    tls = assignment.tls
-    if tls is None:
-        return assignment
-    link = Exit(launcher, tls["port"], tls["digest"])
-    link.start()
-    store = variables_of(LOOPBACK, link.port, assignment.secret)
-    return dataclasses.replace(assignment, store=store)
+def serve() -> int:
+    """Read a header from standard input, and take part in the job to its end.
 
-
-def _port(assignment: Assignment) -> int:
-    """The port of the store on the launcher's host."""
-    if assignment.tls is None:
-        return int(assignment.store["HOROVOD_GLOO_RENDEZVOUS_PORT"])
-    port, digest = assignment.tls["port"], assignment.tls["digest"]
-    if type(port) is not int or not isinstance(digest, str):
-        raise TypeError(assignment.tls)
-    return port
-
-
-def _checked(message: Mapping[str, Any], assignment: Assignment) -> str:
-    """Check that this host's ranks could take part; return the address of the host.
-
-    Raises:
-        ValueError: If they could not.
+    Returns:
+        The exit code of the job.
     """
+    # Without a buffer, whose lock a waiting thread would hold when Python ends.
+    lines = io.FileIO(0, closefd=False)
+    header = header_of(lines.readline())
     try:
-        os.chdir(message["folder"])
+        os.chdir(header.folder)
     except OSError as error:
         raise ValueError(
             "The folder in which the job was started is needed on each host. "
             f"Received: {error}, on {socket.gethostname()}."
         ) from error
-    check_reach(message["towards"], _port(assignment))
-    own = address_towards(message["towards"])
-    if not horovod_library.uses_named_network():
-        check_own_name(own)
-    return own
+    check_reach(header.address, header.port)
+    with processes.reaper(header.job), stopped_by_signals() as stopped:
+        store = StoreClient(
+            header.address,
+            header.port,
+            header.secret,
+            has_tls=bool(header.digest),
+            digest=header.digest,
+        )
+        member = Member(
+            host=header.host,
+            num_ranks=1,  # the launcher knows how many
+            number=None,
+            num_hosts=header.most,
+            version=__version__,
+            is_quiet=True,
+            min_hosts=header.least,
+        )
+        agent = Agent(
+            store,
+            header.secret,
+            member,
+            is_first=False,
+            timeout=math.inf,
+            stopped=stopped,
+            name=header.name,
+        )
+        # After the fork of the reaper, which must come before the first thread.
+        threading.Thread(
+            target=_wait_for_end, args=[lines, agent.cut], daemon=True
+        ).start()
+        if not agent.join(_JOIN_SECONDS):
+            return 128 + stopped[0]
+        return agent.follow(header.command, header.job)
 
 
-def read_reports(store: StatusStore, num_agents: int) -> dict[int, Report]:
-    """Read the reports of all agents that have sent one, by the index of the host.
-
-    Args:
-        store: The store of the job.
-        num_agents: Number of agents.
-    """
-    found = store.get_all(_name("")) or {}
-    reports = {}
-    for number in range(num_agents):
-        name = _name(number)
-        values = found[name] if name in found else store.get(name)
-        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
-            reports[number] = report_of(values)  # else it is no report
-    return reports
-
-
-def put_report(store: StatusStore, number: int, report: Report) -> None:
-    """Write the report of an agent to the store, for `read_reports`.
-
-    Args:
-        store: The store of the job.
-        number: Index of the agent.
-        report: Its report.
-    """
-    # Without a report the host counts as lost, and the store may be busy.
-    any(store.put(_name(number), report.values()) for _ in range(_ATTEMPTS))
-
-
-def _name(number: int | str) -> str:
-    return f"host.{number}"
-
-
-def _wait_for_stop(lines: io.RawIOBase | io.BytesIO, stopped: list[int]) -> None:
-    # Another line is none of the launcher's; the end of the input has no line.
-    while (line := lines.readline()) not in (b"", STOP.encode()):
-        if line == SAVE.encode():
-            stopped.append(signal.SIGTERM)
-            return
-    stopped.append(signal.SIGHUP)
+def _wait_for_end(lines: io.RawIOBase | io.BytesIO, cut: Callable[[], None]) -> None:
+    while lines.readline():  # the launcher sends no more lines
+        pass
+    cut()

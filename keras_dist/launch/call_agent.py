@@ -19,27 +19,27 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from keras_dist.launch import agent, horovod_library, processes
-from keras_dist.launch.assignment import Assignment
-from keras_dist.launch.call_errors import LOST_AGENT, NO_PACKAGE
+from keras_dist.launch import horovod_library, processes
+from keras_dist.launch.calls import (
+    HOST,
+    LEFT,
+    LOST_AGENT,
+    NO_PACKAGE,
+    REPORT,
+    SAVE,
+    STOP,
+)
+from keras_dist.launch.failures import Report
 from keras_dist.launch.function import CALL, outcome_in
-from keras_dist.launch.heartbeat import Heartbeat, check_reach
-from keras_dist.launch.hosts import address_towards, slots_of_workers
-from keras_dist.launch.monitor.status_store import StatusStore, status_store_of
-from keras_dist.launch.own_name import check_own_name
-from keras_dist.launch.ranks import Command
-from keras_dist.launch.reports import Report, run_ranks
-from keras_dist.launch.signals import stopped_by_signals
+from keras_dist.launch.heartbeat import Heartbeat
+from keras_dist.launch.hosts import slots_of_workers
+from keras_dist.launch.network import address_towards, check_own_name, check_reach
+from keras_dist.launch.processes import stopped_by_signals
+from keras_dist.launch.ranks import Assignment, Command, connect_timeout, run_ranks
+from keras_dist.launch.store import StoreClient, client_of
 
-# The name in the store under which the driver asks all agents to end their ranks; and
-# what it writes there if these have time to save.
-STOP, SAVE = "stop", "save"
-
-# Seconds between two looks for it.
+# Seconds between two looks for what the driver asks.
 _LOOK_SECONDS = 1.0
-
-# Seconds for which a rank waits for the others to connect, where nothing else is set.
-_CONNECT, _CONNECT_SECONDS = "HOROVOD_GLOO_TIMEOUT_SECONDS", "120"
 
 # What Ray and Spark set to the number of cores of a worker, and where TensorFlow, which
 # would take all cores of the host, looks for it.
@@ -103,17 +103,17 @@ def serve_call(descriptor: int) -> int:
     call = sys.stdin.buffer.read(header["bytes"])
     slot = slots_of_workers(header["hosts"])[header["worker"]]
     assignment = Assignment(
-        [slot],
-        header["store"],
-        header["secret"],
-        slot.rank,
-        header["restart"],
+        slots=[slot],
+        store=header["store"],
+        secret=header["secret"],
+        restart=header["restart"],
         seed=header["seed"],
+        has_peers=True,
     )
     job = f"{header['job']}_{slot.rank}"
-    store = status_store_of(assignment.store)
+    store = client_of(assignment.store)
     assert store is not None
-    store.put(host_name(slot.rank), slot.host)
+    store.put(f"{HOST}.{slot.rank}", slot.host)
     outcome = b""
     over = threading.Event()
     with processes.reaper(job), stopped_by_signals() as stopped:
@@ -130,7 +130,7 @@ def serve_call(descriptor: int) -> int:
         except (OSError, ValueError) as error:
             report = Report(error=str(error))
         over.set()
-        agent.put_report(store, slot.rank, report)
+        store.put_surely(f"{REPORT}.{slot.rank}", report.values())
     line = json.dumps({"rank": slot.rank, "report": report.values()})
     with open(descriptor, "wb") as answer:
         answer.write(line.encode() + b"\n" + outcome)
@@ -147,16 +147,14 @@ def _checked(towards: str, assignment: Assignment) -> str:
 
 
 def _command(folder: Path, variables: Mapping[str, str]) -> Command:
-    environment = dict(variables)
-    if _CONNECT not in os.environ:
-        environment[_CONNECT] = _CONNECT_SECONDS
+    environment = {**variables, **connect_timeout()}
     if _CORES in os.environ and _THREADS not in os.environ:
         environment[_THREADS] = os.environ[_CORES]
     return Command("module", ["keras_dist.comm.worker", str(folder)], environment)
 
 
 def _watch(
-    store: StatusStore, rank: int, stopped: list[int], over: threading.Event
+    store: StoreClient, rank: int, stopped: list[int], over: threading.Event
 ) -> None:
     """Stop the rank when actor or task end, when the driver asks for it, or is lost."""
 
@@ -165,7 +163,7 @@ def _watch(
         while os.read(sys.stdin.fileno(), 1):
             pass
         if not over.is_set():
-            store.put(left_name(rank), True)
+            store.put(f"{LEFT}.{rank}", True)
             stopped.append(signal.SIGHUP)
 
     def wait_for_stop() -> None:
@@ -176,14 +174,4 @@ def _watch(
 
     for wait in (wait_for_end, wait_for_stop):
         threading.Thread(target=wait, daemon=True).start()
-    Heartbeat(store, rank, lambda: stopped.append(signal.SIGHUP)).start()
-
-
-def left_name(rank: int) -> str:
-    """Under which an agent writes that the actor or task that started it has ended."""
-    return f"left.{rank}"
-
-
-def host_name(rank: int) -> str:
-    """Under which an agent writes the name of its host."""
-    return f"name.{rank}"
+    Heartbeat(store, str(rank), lambda: stopped.append(signal.SIGHUP)).start()

@@ -1,43 +1,178 @@
-"""The command `keras-dist run` and its arguments."""
+"""The command `keras-dist run`: its options, and which way starts the job."""
 
 import argparse
 import os
 import shlex
+from collections.abc import Mapping
 from dataclasses import replace
 
-from keras_dist.launch import options as arguments
-from keras_dist.launch import slurm_task
+from keras_dist.launch import environments, slurm_task
 from keras_dist.launch.agent import serve
-from keras_dist.launch.assignment import patience
 from keras_dist.launch.call_agent import serve_call
-from keras_dist.launch.discovery import named_by
-from keras_dist.launch.elastic import RESTARTS
-from keras_dist.launch.elastic import VARIABLE as RANGE
-from keras_dist.launch.elastic_jobs import run_elastic
+from keras_dist.launch.coordinator import Plan
+from keras_dist.launch.environments import Environment
 from keras_dist.launch.failures import print_message
-from keras_dist.launch.gpus import num_gpus
-from keras_dist.launch.hosts import hosts_in, hosts_of, is_here, own_address, slots
-from keras_dist.launch.jobs import run_command
-from keras_dist.launch.meeting import (
-    Meeting,
+from keras_dist.launch.hosts import (
     host_range,
+    hosts_in,
+    hosts_of,
+    is_here,
+    nnodes_text,
+    num_gpus,
+)
+from keras_dist.launch.local import run_locally
+from keras_dist.launch.meeting import (
+    TIMEOUT_SECONDS,
+    Meeting,
+    meeting_in,
     meeting_point,
+    run_meeting,
     secret_in,
 )
-from keras_dist.launch.members import nnodes_text
 from keras_dist.launch.monitor.rank_process import end_with
 from keras_dist.launch.monitor.watchdog import VARIABLE, limit_of
-from keras_dist.launch.programs import command_of
-from keras_dist.launch.ranks import Command
-from keras_dist.launch.rdzv import run_meeting
-from keras_dist.launch.reach import HostLimits, Reach
-from keras_dist.launch.restarts import begin_text
-from keras_dist.launch.signals import SAVED
-from keras_dist.launch.slurm import Task, task_of
-from keras_dist.launch.slurm_step import meeting_of, requeue, with_least
-from keras_dist.launch.spares import Spares
+from keras_dist.launch.processes import SAVED
+from keras_dist.launch.ranks import Command, command_of, connect_timeout
+from keras_dist.launch.restarts import NNODES, RESTARTS, begin_text
+from keras_dist.launch.signing import VARIABLE as SECRET
+from keras_dist.launch.ssh import DiscoveredHosts, NamedHosts, Ssh, run_by_ssh
 from keras_dist.launch.startup_noise import VARIABLE as VERBOSE
-from keras_dist.launch.transports import transport_of
+from keras_dist.launch.transports import TRANSPORTS, transport_of
+
+# A firewall that drops port 22 is noticed after 10 s, not 134.
+_SSH = "ssh -o BatchMode=yes -o StrictHostKeyChecking=yes -o ConnectTimeout=10"
+
+
+def add_where(command: argparse.ArgumentParser) -> None:
+    """Options that say how many ranks to start, and on which hosts."""
+    command.add_argument(
+        "-np",
+        type=int,
+        metavar="N",
+        help="how many ranks to start (default: one for each GPU of this host; with "
+        "`-H` one for each slot)",
+    )
+    add_hosts(command)
+    _add_meeting(command)
+    command.add_argument(
+        "--tls",
+        action="store_true",
+        help="between hosts, encrypt what goes to the job's store and comes from it; "
+        "what the ranks send each other is not encrypted",
+    )
+
+
+def add_hosts(command: argparse.ArgumentParser) -> None:
+    """Options for hosts that are reached by ssh."""
+    command.add_argument(
+        "-H",
+        dest="hosts",
+        metavar="HOST:SLOTS,…",
+        help="hosts, reached by ssh (default: this one)",
+    )
+    command.add_argument(
+        "--hostfile",
+        metavar="FILE",
+        help="the same from a file: a line `HOST slots=N` for each",
+    )
+    command.add_argument(
+        "--host-discovery-script",
+        metavar="COMMAND",
+        help="a command that prints a line HOST:SLOTS for each host that is there now; "
+        "with `--nnodes MIN:MAX`",
+    )
+    command.add_argument(
+        "--ssh",
+        default=_SSH,
+        metavar="COMMAND",
+        help=f"command that connects to other hosts (default: {_SSH})",
+    )
+    command.add_argument(
+        "--address",
+        metavar="IP",
+        help="address at which other hosts reach this one (default: found by routing)",
+    )
+
+
+def _add_meeting(command: argparse.ArgumentParser) -> None:
+    """Options for hosts that meet."""
+    command.add_argument(
+        "--nnodes",
+        metavar="N",
+        help="so many hosts, with this command started on each; -np is then the ranks "
+        "of this one (default: one for each GPU, or 1). As MIN:MAX, hosts may be lost, "
+        "and others may come, while the job runs; with -H, too",
+    )
+    command.add_argument(
+        "--node-rank",
+        type=int,
+        metavar="K",
+        help="number of this host, from 0 (default: as they come)",
+    )
+    command.add_argument(
+        "--rdzv",
+        metavar="HOST:PORT",
+        help="where they meet: the first host, and a free port there",
+    )
+    command.add_argument(
+        "--rdzv-timeout",
+        type=float,
+        default=TIMEOUT_SECONDS,
+        metavar="S",
+        help=f"wait S seconds for the others (default: {TIMEOUT_SECONDS:g})",
+    )
+    command.add_argument(
+        "--secret-file",
+        metavar="FILE",
+        help=f"a file with the job's secret (default: the variable {SECRET})",
+    )
+
+
+def _add_spare(command: argparse.ArgumentParser) -> None:
+    """The option for processes that wait for the next start."""
+    command.add_argument(
+        "--spare",
+        action="store_true",
+        help="keep a process for each rank that has imported TensorFlow, so that a "
+        "start after a failure is quicker; with -np, --rdzv and SLURM",
+    )
+
+
+def _add_transport(command: argparse.ArgumentParser) -> None:
+    """The option that says how ranks exchange tensors."""
+    command.add_argument(
+        "--transport",
+        choices=TRANSPORTS,
+        default="auto",
+        help="what carries tensors (default: auto: NCCL between GPUs, and MPI between "
+        "ranks of one machine with a core for each, where Horovod was built with them; "
+        "else Gloo)",
+    )
+
+
+def add_limits(command: argparse.ArgumentParser) -> None:
+    """Options for restarts and limits."""
+    command.add_argument(
+        "--requeue",
+        action="store_true",
+        help="under SLURM: start the job again when SIGTERM or SIGUSR1 has ended it, "
+        "and all ranks have saved",
+    )
+    command.add_argument(
+        "--restarts",
+        "--max-restarts",
+        type=int,
+        metavar="K",
+        help="start again after a failure, at most K times (default: 0; with "
+        f"`--nnodes MIN:MAX` {RESTARTS})",
+    )
+    command.add_argument(
+        "--stall-limit",
+        type=float,
+        metavar="S",
+        help="end the job when no rank makes progress for S seconds, 0 for never "
+        "(default: 120)",
+    )
 
 
 def add_run(commands: argparse._SubParsersAction) -> None:
@@ -56,15 +191,15 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         ),
         usage="%(prog)s -np N [options] (script.py | -m module | program) [arguments]",
     )
-    arguments.add_where(command)
+    add_where(command)
     command.add_argument(
         "--log-dir",
         metavar="DIR",
         help="write the output of rank K to DIR/rank.K.log; the screen shows rank 0",
     )
-    arguments.add_transport(command)
-    arguments.add_limits(command)
-    arguments.add_spare(command)
+    _add_transport(command)
+    add_limits(command)
+    _add_spare(command)
     command.add_argument("--with-parent", type=int, help=argparse.SUPPRESS)
     command.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
@@ -96,7 +231,7 @@ def _run(options: argparse.Namespace) -> int:
             "A script to start is needed. Received: none. "
             "For example: keras-dist run -np 2 script.py"
         )
-    task = _task(options)
+    environment = _environment(options)
     is_elastic = _is_elastic_by_ssh(options)
     if options.spare and (is_elastic or options.hosts or options.hostfile):
         raise ValueError(
@@ -104,67 +239,100 @@ def _run(options: argparse.Namespace) -> int:
             "ssh starts do not. Received: --spare, and hosts for ssh. Start the hosts "
             "by `--nnodes` and `--rdzv`."
         )
-    has_meeting = options.rdzv is not None or options.nnodes is not None
-    hosts = []
-    if task is None and not (has_meeting or is_elastic):
-        hosts = hosts_of(_named_hosts(options), options.np)
-    environment = patience()
+    is_meeting = options.rdzv is not None or options.nnodes is not None
+    hosts: dict[str, int] = {}
+    if environment is not None and environment.hosts is not None:
+        hosts = _hosts_in(environment.hosts, options.np)
+    elif environment is None and not (is_meeting or is_elastic):
+        hosts = dict(hosts_of(_named_hosts(options), options.np))
+    command = _command(words, hosts, options)
+    if is_elastic:
+        return _run_elastic(command, options)
+    if environment is not None and not hosts:
+        return _run_in(environment, command, options)
+    if is_meeting:
+        return run_meeting(*_with_restarts(command, _meeting(options), options))
+    return _run_on(hosts, command, options)
+
+
+def _command(
+    words: list[str], hosts: dict[str, int], options: argparse.Namespace
+) -> Command:
+    environment = connect_timeout()
     if options.stall_limit is not None:
         environment[VARIABLE] = str(limit_of(options.stall_limit))
     kind, words = ("module", words) if options.module else command_of(words)
-    command = Command(
+    transport = transport_of(
+        options.transport,
+        is_one_host=bool(hosts) and all(is_here(host) for host in hosts),
+        num_ranks=sum(hosts.values()),
+    )
+    return Command(
         kind=kind,
         words=words,
         environment=environment,
         log_dir=options.log_dir,
+        transport=transport,
+        may_use_gloo=options.transport == "auto",
     )
-    command = _with_transport(command, hosts, options)
-    if task is not None:
-        return _run_step(command, task, options)
-    if is_elastic:
-        return _run_elastic(command, options)
-    if has_meeting:
-        return _run_meeting(command, options)
-    return _run_by_ssh(command, hosts, options)
 
 
-def _with_transport(
-    command: Command, hosts: list[tuple[str, int]], options: argparse.Namespace
-) -> Command:
-    """The command, with what its ranks find each other by."""
-    transport = transport_of(
-        options.transport,
-        is_one_host=bool(hosts) and all(is_here(host) for host, _ in hosts),
-        num_ranks=sum(count for _, count in hosts),
+def _environment(options: argparse.Namespace) -> Environment | None:
+    """Return what a scheduler says, if the user names no other way to start."""
+    ways = (
+        options.hosts,
+        options.hostfile,
+        options.rdzv,
+        None if ":" in (options.nnodes or "") else options.nnodes,
+        options.host_discovery_script,
     )
-    may_use_gloo = options.transport == "auto"
-    return replace(command, transport=transport, may_use_gloo=may_use_gloo)
+    is_inner = options.with_parent is not None or "HOROVOD_RANK" in os.environ
+    is_named = is_inner or ways.count(None) < len(ways)
+    found = None if is_named else environments.detect()
+    if options.requeue and not (found and found.can_requeue):
+        raise ValueError(
+            "`--requeue` is for jobs of SLURM. Received: --requeue, and no variables "
+            "of a step. For example: srun keras-dist run --requeue script.py"
+        )
+    return found
 
 
-def _run_by_ssh(
-    command: Command, hosts: list[tuple[str, int]], options: argparse.Namespace
+def _hosts_in(hosts: Mapping[str, int], num_ranks: int | None) -> dict[str, int]:
+    """Return the ranks of each host that a scheduler names: its GPUs, or its slots."""
+    if num_ranks is None and (count := num_gpus()):
+        return dict.fromkeys(hosts, count)
+    named = ",".join(f"{host}:{slots}" for host, slots in hosts.items())
+    return dict(hosts_of(named, num_ranks))
+
+
+def _run_on(
+    hosts: dict[str, int], command: Command, options: argparse.Namespace
 ) -> int:
-    others = [host for host, _ in hosts if not is_here(host)]
-    reach = None
-    if others:
-        address = own_address(options.address, others[0])
-        reach = Reach(shlex.split(options.ssh), address, has_tls=options.tls)
-    else:
-        hosts = [("localhost", sum(count for _, count in hosts))]
+    """Start a fixed number of ranks, on this host or by ssh."""
+    is_local = all(is_here(host) for host in hosts)
+    count, restarts = sum(hosts.values()), options.restarts or 0
     if options.with_parent is None:
         imports = command.kind != "program"
-        print_message(begin_text(dict(hosts), is_importing=imports))
-    return run_command(
-        command,
-        slots(hosts),
-        restarts=options.restarts or 0,
-        reach=reach,
-        spares=Spares() if options.spare else None,
+        shown = {"localhost": count} if is_local else hosts
+        print_message(begin_text(shown, is_importing=imports))
+    if is_local:
+        return run_locally(command, count, restarts=restarts, has_spares=options.spare)
+    plan = Plan(
+        num_hosts=len(hosts),
+        restarts=restarts,
+        timeout=options.rdzv_timeout,
+        names=list(hosts),
+        is_announced=True,
     )
+    return run_by_ssh(command, NamedHosts(hosts), _ssh(options), plan)
+
+
+def _ssh(options: argparse.Namespace) -> Ssh:
+    return Ssh(shlex.split(options.ssh), options.address, has_tls=options.tls)
 
 
 def _is_elastic_by_ssh(options: argparse.Namespace) -> bool:
-    """Whether hosts come and go that are reached by ssh."""
+    """Return whether hosts come and go that are reached by ssh."""
     has_range = ":" in (options.nnodes or "") and options.rdzv is None
     has_names = options.hosts is not None or options.hostfile is not None
     return options.host_discovery_script is not None or (has_range and has_names)
@@ -182,64 +350,58 @@ def _run_elastic(command: Command, options: argparse.Namespace) -> int:
             f"--host-discovery-script {script} --rdzv {options.rdzv}"
         )
     least, most = host_range(options.nnodes)
-    command = _with_range(command, least, most)
-    limits = HostLimits(
-        least=least,
-        most=most,
-        ssh=shlex.split(options.ssh),
-        address=options.address,
+    plan = Plan(
+        num_hosts=most,
+        restarts=RESTARTS if options.restarts is None else options.restarts,
         timeout=options.rdzv_timeout,
-        has_tls=options.tls,
+        min_hosts=least,
     )
-    listed = dict(hosts_of(hosts, None)) if is_fixed else {}
-    named = (lambda: listed) if is_fixed else named_by(script, options.np)
-    restarts = RESTARTS if options.restarts is None else options.restarts
-    return run_elastic(command, named, limits, restarts=restarts)
-
-
-def _task(options: argparse.Namespace) -> Task | None:
-    """The task of SLURM that this command is, if it says no other way to start."""
-    ways = (
-        options.hosts,
-        options.hostfile,
-        options.rdzv,
-        None if ":" in (options.nnodes or "") else options.nnodes,
-        options.host_discovery_script,
+    named = (
+        NamedHosts(dict(hosts_of(hosts, None)))
+        if is_fixed
+        else DiscoveredHosts(script, options.np)
     )
-    is_inner = options.with_parent is not None or "HOROVOD_RANK" in os.environ
-    task = None if is_inner or ways.count(None) < len(ways) else task_of()
-    if task is None and options.requeue:
-        raise ValueError(
-            "`--requeue` is for jobs of SLURM. Received: --requeue, and no variables "
-            "of a step. For example: srun keras-dist run --requeue script.py"
-        )
-    return task
+    return run_by_ssh(_with_range(command, least, most), named, _ssh(options), plan)
 
 
-def _run_step(command: Command, task: Task, options: argparse.Namespace) -> int:
-    meeting = meeting_of(
-        task,
+def _run_in(
+    environment: Environment, command: Command, options: argparse.Namespace
+) -> int:
+    """Take part in a job whose hosts a scheduler has started."""
+    meeting = meeting_in(
+        environment,
         num_ranks=options.np,
         secret=secret_in(options.secret_file),
         timeout=options.rdzv_timeout,
     )
     meeting = replace(meeting, has_tls=options.tls, has_spares=options.spare)
     if options.nnodes is not None:
-        meeting = with_least(meeting, *host_range(options.nnodes))
-    code = run_meeting(*_restarted(command, meeting, options))
-    if code == SAVED and options.requeue and task.position == 0:
-        requeue(task)
+        meeting = _with_least(meeting, *host_range(options.nnodes))
+    code = run_meeting(*_with_restarts(command, meeting, options))
+    if code == SAVED and options.requeue and environment.host_number == 0:
+        environment.requeue()
     return code
 
 
-def _run_meeting(command: Command, options: argparse.Namespace) -> int:
-    return run_meeting(*_restarted(command, _meeting(options), options))
+def _with_least(meeting: Meeting, least: int, most: int) -> Meeting:
+    """Return the meeting of hosts of which some may be lost; no others come.
+
+    Raises:
+        ValueError: If there is another number of hosts.
+    """
+    if not 1 <= least <= meeting.num_hosts <= most:
+        raise ValueError(
+            "In a step of SLURM `--nnodes` says how few of its tasks are enough, and "
+            f"at most as many as it has. Received: --nnodes {least}:{most}, and "
+            f"{meeting.num_hosts} tasks."
+        )
+    return replace(meeting, min_hosts=least)
 
 
-def _restarted(
+def _with_restarts(
     command: Command, meeting: Meeting, options: argparse.Namespace
 ) -> tuple[Command, Meeting, int]:
-    """The arguments of `run_meeting`: the command, where it meets, and restarts."""
+    """Return the arguments of `run_meeting`."""
     command = _with_range(command, meeting.min_hosts, meeting.num_hosts)
     usual = RESTARTS if meeting.is_elastic else 0
     restarts = usual if options.restarts is None else options.restarts
@@ -247,10 +409,10 @@ def _restarted(
 
 
 def _with_range(command: Command, least: int | None, most: int) -> Command:
-    """The command whose ranks know that hosts come and go, if they do."""
+    """Let the ranks of a command know that hosts come and go, if they do."""
     if least in (None, most):
         return command
-    environment = {**command.environment, RANGE: nnodes_text(least, most)}
+    environment = {**command.environment, NNODES: nnodes_text(least, most)}
     return replace(command, environment=environment)
 
 

@@ -1,43 +1,80 @@
-"""In the process of the first host: waits for the hosts, and watches their ranks."""
+"""Start the ranks of a job on its hosts, watch them, and start them again: one loop.
 
-import dataclasses
-import threading
-import time
+The coordinator does not know how the hosts were started. `Hosts` is all that it needs
+of them: `LocalHost` (`local.py`) runs ranks in this process, `JoinedHosts`
+(`joined.py`) gives orders to the agents that have joined the store of the job.
+"""
 
-from keras_dist.launch.assignment import seed_of
-from keras_dist.launch.elastic import left_out_text, start_text
-from keras_dist.launch.failures import print_message
-from keras_dist.launch.gathering import TICK, Gathering
-from keras_dist.launch.heartbeat import LOST_SECONDS
-from keras_dist.launch.hosts import Slot
-from keras_dist.launch.meeting import Plan
-from keras_dist.launch.members import Member, ranks_of_hosts, slots_of
-from keras_dist.launch.rendezvous import Store, secret_of_start
-from keras_dist.launch.reports import (
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from keras_dist.launch.failures import (
     Report,
-    are_asked,
     blamed,
+    ended_on_request,
     lost_text,
-    report_of,
+    print_message,
+    ranks_in_words,
     verdict,
 )
-from keras_dist.launch.reports import ranks_in_words as in_words
-from keras_dist.launch.restarts import Restarts, begin_text
-from keras_dist.launch.signals import SAVED, is_saving, stopped_text
+from keras_dist.launch.hosts import Member, Slot, ranks_of_hosts, slots_of
+from keras_dist.launch.processes import SAVED, allow_files, stopped_text
+from keras_dist.launch.restarts import SETTLE_SECONDS, Restarts, begin_text, start_text
 
-# Seconds in which a host has to end its ranks and report; the second number if they
-# may save before.
-_STOP_SECONDS, _SAVE_SECONDS = LOST_SECONDS + 2, 45.0
+# Files that are open at once: three pipes of each host, a connection of each rank.
+_FILES_OF_RANK = 8
+
+# Of these errors the message is enough.
+_NAMED_ERRORS = (ImportError, OSError, RuntimeError, ValueError)
 
 
-@dataclasses.dataclass(frozen=True)
-class _End:
+@dataclass(frozen=True)
+class Plan:
+    """What the user has asked for.
+
+    Args:
+        num_hosts: Number of hosts, at most.
+        restarts: The largest number of restarts after failures.
+        timeout: Seconds to wait for enough hosts.
+        meeting: Where the hosts find the store, in words.
+        names: Names of all hosts, if they are known.
+        saved_code: Exit code when a signal has stopped the job and all ranks have
+            saved; `None` for that of the signal.
+        min_hosts: Number of hosts, at least; `None` for as many as at most.
+        settle: Seconds for which a job that has enough hosts waits for one more.
+        is_announced: Whether the user was told already what is started.
+    """
+
+    num_hosts: int
+    restarts: int
+    timeout: float = 0.0
+    meeting: str = ""
+    names: Sequence[str] = ()
+    saved_code: int | None = None
+    min_hosts: int | None = None
+    settle: float = SETTLE_SECONDS
+    is_announced: bool = False
+
+    @property
+    def least(self) -> int:
+        """Number of hosts, at least."""
+        return self.num_hosts if self.min_hosts is None else self.min_hosts
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether hosts may come and go."""
+        return self.least < self.num_hosts
+
+
+@dataclass(frozen=True)
+class End:
     """How a start, or the job, has ended.
 
     Args:
         code: The exit code.
         text: The message for the user.
-        is_host_lost: Whether a host was lost.
+        is_host_lost: Whether a host was lost, or could not be reached.
         is_stopped: Whether a signal has ended the job.
         failed: The host that has failed; empty if it is not known.
         is_change: Whether nothing has failed, and the next start has other hosts.
@@ -53,203 +90,188 @@ class _End:
     why: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Watched:
-    """What was seen of a start: the reports, who is lost, and why hosts change."""
+@dataclass(frozen=True)
+class Seen:
+    """What was seen of a start, by the ids of its hosts.
 
-    reports: dict[str, Report]
-    lost: dict[str, float]
+    Args:
+        reports: The reports that have come.
+        lost: Hosts that were lost, and for how many seconds they did not answer.
+        ended: Hosts whose agent has ended, and its exit code.
+        change: Why the next start should have other hosts; empty if it should not.
+    """
+
+    reports: Mapping[str, Report]
+    lost: Mapping[str, float] = field(default_factory=dict)
+    ended: Mapping[str, int] = field(default_factory=dict)
     change: str = ""
 
 
-class Coordinator(threading.Thread):
-    """Starts the ranks of all hosts that have come, watches them, and restarts them.
+class Hosts:
+    """The hosts of a job."""
 
-    It writes an order for each host to the store, and reads there who has come, is
-    alive, has reported, or was stopped by a signal.
+    is_local = False  # there is one host, whose name is not worth telling
 
-    Args:
-        store: The store of the job.
-        secret: Secret of the job.
-        plan: What the first host was asked for.
-        first: Id of the first host's own member.
-    """
+    def wait(self) -> dict[str, Member] | End | None:
+        """Wait for the hosts of the next start.
 
-    def __init__(self, store: Store, secret: str, plan: Plan, first: str) -> None:
-        super().__init__(name="keras_dist.coordinator", daemon=True)
-        self._store, self._plan, self._first = store, plan, first
-        self._secret = secret
-        self._hosts = Gathering(store, secret, plan, first)
-        self._nonce = self._hosts.values.nonce
+        Returns:
+            The hosts by their ids; `None` if the job was stopped; or how the start has
+            ended, if there cannot be one.
 
-    def run(self) -> None:
-        try:
-            end = self._job()
-        except Exception as error:  # or the hosts would wait for ever
-            end = _End(1, f"keras-dist: {error}")
-            print_message(end.text)
-        self._hosts.send_end(end.code, end.text)
+        Raises:
+            TimeoutError: If some are missing.
+        """
+        raise NotImplementedError
 
-    def _job(self) -> _End:
-        again = Restarts(self._plan.restarts)
+    def run(
+        self, members: Mapping[str, Member], slots: Sequence[Sequence[Slot]], start: int
+    ) -> Seen:
+        """Run the ranks of a start to their end.
+
+        Args:
+            members: What `wait` has returned.
+            slots: The slots of each of these hosts.
+            start: Number of the start, from 0.
+        """
+        raise NotImplementedError
+
+    def stopped(self) -> list[tuple[str, int]]:
+        """Return the signals that end the job, and the host of each, if it matters."""
+        raise NotImplementedError
+
+    def exclude(self, host: str) -> None:
+        """Note that a host has failed; one that fails often is left out for a while."""
+
+    def send_end(self, end: End) -> None:
+        """Let all hosts know how the job has ended."""
+
+
+def run_job(hosts: Hosts, plan: Plan) -> End:
+    """Run a job to its end, and let all hosts know of it; errors are printed."""
+    try:
+        end = _Coordinator(hosts, plan).run()
+    except Exception as error:  # or the hosts would wait for ever
+        is_named = isinstance(error, _NAMED_ERRORS)
+        text = str(error) if is_named else traceback.format_exc()
+        end = End(1, f"keras-dist: {text}")
+        print_message(end.text)
+    hosts.send_end(end)
+    return end
+
+
+class _Coordinator:
+    def __init__(self, hosts: Hosts, plan: Plan) -> None:
+        self._hosts, self._plan = hosts, plan
+        self._again = Restarts(plan.restarts, is_elastic=plan.is_elastic)
+
+    def run(self) -> End:
+        """Start again until the job has ended."""
         before: dict[str, int] = {}
-        end = _End(0)
+        end = End(0)
         while True:
-            members = self._hosts.wait()
-            if members is None:
-                end = self._stopped_end({}, 0) or _End(1)
+            found = self._hosts.wait()
+            if isinstance(found, End):
+                end = found
+            elif found is None:
+                end = self._stopped_end({}, 0) or End(1)
             else:
-                hosts = ranks_of_hosts(list(members.values()))
-                self._announce(again, end, hosts, before)
-                before = hosts
-                end = self._run_once(members, again.number)
+                now = ranks_of_hosts(list(found.values()))
+                self._announce(end, now, before)
+                before = now
+                end = self._start(found)
             if end.text:
                 print_message(end.text)
-            if not end.code or end.is_stopped or not self._has_another(end, again):
+            if not end.code or end.is_stopped or not self._has_another(end):
                 return end
 
     def _announce(
-        self, again: Restarts, end: _End, hosts: dict[str, int], before: dict[str, int]
+        self, end: End, hosts: dict[str, int], before: dict[str, int]
     ) -> None:
-        """Say which hosts take part in this start, where they come and go."""
         if self._plan.is_elastic:
             limits = self._plan.least, self._plan.num_hosts
-            text = start_text(again.number, again.text, end.why, hosts, before, limits)
-            print_message(text)
-        elif not again.number:
+            counted, number = self._again.text, self._again.number
+            print_message(start_text(number, counted, end.why, hosts, before, limits))
+        elif not (self._again.number or self._plan.is_announced):
             print_message(begin_text(hosts))
 
-    def _has_another(self, end: _End, again: Restarts) -> bool:
-        """Whether there is another start; hosts that have failed may be left out."""
-        if not self._plan.is_elastic:
-            lost = end.is_host_lost
-            return again.wait(
-                is_host_lost=lost, is_stopped=lambda: bool(self._hosts.stops())
-            )
-        first = self._hosts.host_of(self._first)
-        if end.failed not in ("", first) and self._hosts.left_out.add(end.failed):
-            print_message(left_out_text(end.failed))
-        return again.count(is_failure=not end.is_change)
+    def _has_another(self, end: End) -> bool:
+        if self._plan.is_elastic and end.failed:
+            self._hosts.exclude(end.failed)
+        return self._again.another(
+            is_failure=not end.is_change,
+            is_host_lost=end.is_host_lost,
+            is_stopped=lambda: bool(self._hosts.stopped()),
+        )
 
-    def _run_once(self, members: dict[str, Member], start: int) -> _End:
-        names = list(members)
+    def _start(self, members: dict[str, Member]) -> End:
+        """Start the ranks of these hosts, and wait for their end."""
         slots = slots_of(list(members.values()))
-        secret = secret_of_start(self._secret, self._nonce, start)
-        self._store.open([slot for own in slots for slot in own], secret)
-        reached = [
-            m.reached for m in members.values() if not m.reached.startswith("127.")
-        ]
-        for number, name in enumerate(names):
-            self._hosts.order(
-                name,
-                do="run",
-                start=start,
-                nonce=self._nonce,
-                seed=seed_of(self._nonce),
-                number=number,
-                slots=[dataclasses.asdict(slot) for slot in slots[number]],
-                reached=reached[0] if name == self._first and reached else "",
-            )
-        seen = self._watch(names, start)
+        allow_files(_FILES_OF_RANK * sum(map(len, slots)))
+        seen = self._hosts.run(members, slots, self._again.number)
         reports = seen.reports
-        if end := self._stopped_end(reports, len(names)):
+        if end := self._stopped_end(reports, len(members)):
             return end
-        if all(name in reports and reports[name].finished for name in names):
-            return _End(0)
-        if seen.change and len(reports) == len(names) and are_asked(reports.values()):
-            return _End(SAVED, is_change=True, why=seen.change)
-        hosts = {slot.rank: slot.host for own in slots for slot in own}
-        return self._failed_end(members, slots, seen, hosts)
-
-    def _watch(self, names: list[str], start: int) -> _Watched:
-        """Wait for the reports of all hosts; end their ranks if one has failed."""
-        reports: dict[str, Report] = {}
-        lost: dict[str, float] = {}
-        ending: float | None = None
-        change = ""
-        while silent := [n for n in names if n not in reports and n not in lost]:
-            time.sleep(TICK)
-            reports |= self._new_reports(silent, start)
-            has_looked = self._hosts.look()
-            if has_looked and ending is None:
-                self._hosts.prepare(names)
-            lost |= self._hosts.lost(
-                [name for name in silent if name not in reports],
-                is_over=self._plan.is_elastic and any(r.code for r in reports.values()),
-            )
-            stops = self._hosts.stops()
-            is_failed = bool(stops or lost) or any(r.code for r in reports.values())
-            if ending is None:
-                # The ranks of a host that leaves have got the signal already.
-                change = self._hosts.leaving()
-                if has_looked and not (change or reports or is_failed):
-                    change = self._hosts.coming()
-            if (is_failed or change) and ending is None:
-                saving = is_saving(stops) or (bool(change) and not stops)
-                ending = time.monotonic() + (_SAVE_SECONDS if saving else _STOP_SECONDS)
-                self._hosts.end_ranks(names, start, is_saving=saving)
-            if ending is not None and time.monotonic() > ending:
-                break
-        return _Watched(reports, lost, change)
-
-    def _new_reports(self, silent: list[str], start: int) -> dict[str, Report]:
-        """Reports of this start that have come from these hosts."""
-        found = {}
-        for key, values in self._hosts.values.of_kind("report").items():
-            number, _, name = key.partition(".")
-            if number == str(start) and name in silent:
-                found[name] = report_of(values)
-        return found
+        has_all = len(reports) == len(members)
+        if has_all and all(report.finished for report in reports.values()):
+            return End(0)
+        if seen.change and has_all and ended_on_request(reports.values()):
+            return End(SAVED, is_change=True, why=seen.change)
+        return self._failed_end(members, slots, seen)
 
     def _failed_end(
-        self,
-        members: dict[str, Member],
-        slots: list[list[Slot]],
-        seen: _Watched,
-        hosts: dict[int, str],
-    ) -> _End:
-        cause, why, failed = None, "", ""
-        reports = seen.reports
+        self, members: dict[str, Member], slots: list[list[Slot]], seen: Seen
+    ) -> End:
+        """Find the first cause: a rank that failed, or what happened to a host."""
+        cause, host_failed, host_why = None, "", ""
         unknown: list[int] = []
+        by_rank: dict[int, str] = {}
         for (name, member), own in zip(members.items(), slots, strict=True):
             ranks = [slot.rank for slot in own]
-            if name not in reports:
+            by_rank |= dict.fromkeys(ranks, "" if self._hosts.is_local else member.host)
+            if name not in seen.reports:
                 unknown += ranks
-            found = _lost(member.host, ranks, reports.get(name), seen.lost.get(name))
-            if found and not cause:
-                (text, why), failed = found, member.host
-                cause = text, 1
-        failed, why = blamed(reports.values(), hosts) or (failed, why)
-        text, code = verdict(
-            list(reports.values()), cause, hosts=hosts, unknown=unknown
-        )
-        lost = bool(unknown)
-        return _End(code, text, is_host_lost=lost, failed=failed, why=why)
+            found = _of_host(name, member.host, ranks, seen)
+            # One that was lost tells more than an agent that has ended since.
+            if found and (cause is None or name in seen.lost):
+                (text, host_why, code), host_failed = found, member.host
+                cause = text, code
+        reports = list(seen.reports.values())
+        failed, why = blamed(reports, by_rank) or (host_failed, host_why)
+        text, code = verdict(reports, cause, hosts=by_rank, unknown=unknown)
+        return End(code, text, is_host_lost=bool(unknown), failed=failed, why=why)
 
-    def _stopped_end(self, reports: dict[str, Report], num_hosts: int) -> _End | None:
-        """The end of a job that a signal has stopped; `None` if none has."""
+    def _stopped_end(self, reports: Mapping[str, Report], num_hosts: int) -> End | None:
+        """Return the end of a job that a signal has stopped; `None` if none has."""
         stopped = self._hosts.stopped()
         if not stopped:
             return None
-        name, number = stopped[0]
+        host, number = stopped[0]
         has_saved = bool(reports) and len(reports) == num_hosts
         has_saved = has_saved and all(report.saved for report in reports.values())
-        host = self._hosts.host_of(name)
         text = stopped_text(number, has_saved=has_saved, host=host)
-        code = self._plan.saved_code if has_saved else 128 + number
-        return _End(code or 128 + number, text, is_stopped=True)
+        code = self._plan.saved_code if has_saved else None
+        return End(code or 128 + number, text, is_stopped=True)
 
 
-def _lost(
-    host: str, ranks: list[int], report: Report | None, lost: float | None
-) -> tuple[str, str] | None:
-    """What has happened to a host itself, at length and in a few words."""
-    if report is None:
-        silent = f"host {host} has sent no report ({in_words(ranks)})."
-        if lost is not None:
-            return lost_text(host, ranks, lost), f"host {host} was lost"
-        return silent, f"host {host} has sent no report"
-    if report.error:
+def _of_host(
+    name: str, host: str, ranks: Sequence[int], seen: Seen
+) -> tuple[str, str, int] | None:
+    """Return what has happened to a host itself, in a few words, and the exit code."""
+    report = seen.reports.get(name)
+    if report is not None and report.error:
         text = f"no ranks could be run on {host}: {report.error}"
-        return text, f"no ranks could be run on {host}"
-    return None
+        return text, f"no ranks could be run on {host}", 1
+    if report is not None:
+        return None
+    if name in seen.lost:
+        return lost_text(host, ranks, seen.lost[name]), f"host {host} was lost", 1
+    if name in seen.ended:
+        code = seen.ended[name]
+        text = (
+            f"the agent on {host} was killed, or the connection to it was lost, while "
+            f"{ranks_in_words(ranks)} ran: exit code {code}."
+        )
+        return text, f"host {host} was lost", code or 1
+    silent = f"host {host} has sent no report"
+    return f"{silent} ({ranks_in_words(ranks)}).", silent, 1

@@ -1,4 +1,4 @@
-"""Which rank failed first, and the message for the user."""
+"""How ranks fail, how a host reports it, and the message about the first cause."""
 
 import contextlib
 import json
@@ -6,13 +6,16 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from keras_dist.launch.messages import telling_line
-from keras_dist.launch.monitor.rank_ranges import ranges
+from keras_dist.launch.hosts import ranges
+
+# Seconds of silence after which a host is lost. A shorter outage does no harm: what
+# Gloo has sent waits in the kernel.
+LOST_SECONDS = 15.0
 
 _KIB_PER_MIB = 1024
 
@@ -21,6 +24,39 @@ _MOST_LINES = 16
 
 # The error with which `checkpoint/saver.py` ends a rank that was asked to end.
 _SAVED = "SavedExit"
+
+# Exit code of a rank that has not begun to handle SIGTERM.
+_BY_SIGTERM = 128 + signal.SIGTERM
+
+# The most characters of a line that is shown.
+_LONGEST = 500
+
+# Keras, AutoGraph and TensorFlow put the message of an error into one of their own,
+# which begins with where they were.
+# Keras: its head, the message, and the arguments of the call.
+_OF_CALL = re.compile(
+    r"Exception encountered when calling [^\n]*\n\n(.*?)"
+    r"(?=\n\nArguments received by |\Z)",
+    re.DOTALL,
+)
+# Keras, where it calls a layer without data to know the shape of what it returns.
+_OF_SHAPES = re.compile(
+    r"Could not automatically infer the output shape .*?Error encountered:\n\n",
+    re.DOTALL,
+)
+# AutoGraph: lines of code, each indented further, and the error with its name.
+_IN_USER_CODE = re.compile(
+    r"in user code:\n(?:\n|    File [^\n]*\n|     [^\n]*\n)*    (?=\S)"
+)
+# TensorFlow: where each node was made, whose lines are indented, and the message.
+_IN_GRAPH = re.compile(
+    r"Graph execution error:\n(?:\n|Detected at node [^\n]*\n|Node: [^\n]*\n"
+    r"|<stack traces unavailable>\n|[ \t][^\n]*\n"
+    r"|\d+ root error\(s\) found\.\n)*(?:\(0\)\s*(?:\w+:)?\s*)?"
+)
+_NODE = re.compile(r"\{\{function_node [^}]*\}\} ?")
+_OPERATION = re.compile(r" \[Op:\w+\](?: name: ?)?$", re.MULTILINE)
+_COLORS = re.compile(r"\x1b\[[\d;]*m")
 
 
 @dataclass(frozen=True)
@@ -99,6 +135,121 @@ def first_of(failures: Sequence[Failure]) -> list[Failure]:
     ['division by zero', 'lost connection']
     """
     return sorted(failures, key=lambda failure: (failure.is_secondary, failure.time))
+
+
+@dataclass(frozen=True)
+class Report:
+    """How the ranks of one host have ended.
+
+    Args:
+        failures: The failures of ranks, the first one first.
+        where: The position of each rank in words, as of `Ranks.where`.
+        saved: Whether all ranks were asked to end, and have saved.
+        error: Why no rank could be started; empty if they were.
+        finished: Whether all ranks have ended by themselves, with exit code 0.
+    """
+
+    failures: Sequence[Failure] = ()
+    where: Mapping[int, str] = field(default_factory=dict)
+    saved: bool = False
+    error: str = ""
+    finished: bool = False
+
+    def values(self) -> dict[str, Any]:
+        """The report as values of JSON."""
+        return asdict(self)
+
+    @property
+    def code(self) -> int:
+        """The exit code of the rank that failed first; 0 if none failed."""
+        return self.failures[0].code if self.failures else 1 if self.error else 0
+
+
+def report_of(values: Mapping[str, Any]) -> Report:
+    """The report that `Report.values` has made to values of JSON.
+
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError: If it is none.
+    """
+    failures = [Failure(**failure) for failure in values["failures"]]
+    texts = [values["error"], *values["where"].values()]
+    for failure in failures:
+        texts += [failure.summary, failure.text]
+        numbers = [failure.rank, failure.code, failure.is_secondary, failure.is_saved]
+        is_timed = isinstance(failure.time, (int, float))
+        if not is_timed or not all(isinstance(number, int) for number in numbers):
+            raise TypeError(failure)
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError(texts)
+    where = {int(rank): text for rank, text in values["where"].items()}
+    saved, finished = bool(values["saved"]), bool(values["finished"])
+    return Report(failures, where, saved, values["error"], finished)
+
+
+def verdict(
+    reports: Sequence[Report],
+    cause: tuple[str, int] | None,
+    *,
+    hosts: Mapping[int, str],
+    unknown: Collection[int],
+) -> tuple[str, int]:
+    """The message for the user, and the exit code, when a job on hosts has failed.
+
+    Args:
+        reports: The reports that have come.
+        cause: What happened to a host, and the exit code for it; `None` for nothing.
+            It counts if no rank was the first to fail.
+        hosts: The host of each rank.
+        unknown: Ranks of hosts that have sent no report.
+    """
+    failures = first_of([failure for report in reports for failure in report.failures])
+    where = {rank: text for report in reports for rank, text in report.where.items()}
+    if cause is not None and all(failure.is_secondary for failure in failures):
+        text, code = cause
+        text = explain_lost(text, failures, where, hosts=hosts, unknown=unknown)
+        return text, code
+    if failures:
+        size = len(hosts)
+        text = explain(failures, where, num_ranks=size, hosts=hosts, unknown=unknown)
+        return text, failures[0].code
+    return "keras-dist: the job was ended.", 1
+
+
+def blamed(
+    reports: Iterable[Report], hosts: Mapping[int, str]
+) -> tuple[str, str] | None:
+    """The host of the rank that failed first, and in a few words what has happened.
+
+    Args:
+        reports: The reports that have come.
+        hosts: The host of each rank.
+
+    Returns:
+        `None` if no rank was the first to fail. The host is empty where the rank was
+        asked to end, which is no failure of its host.
+    """
+    failures = first_of([failure for report in reports for failure in report.failures])
+    if not failures or failures[0].is_secondary:
+        return None
+    first, host = failures[0], hosts[failures[0].rank]
+    if first.is_saved:
+        return "", f"rank {first.rank} on {host} was asked to end"
+    return host, f"rank {first.rank} on {host} failed"
+
+
+def ended_on_request(reports: Collection[Report]) -> bool:
+    """Return whether ranks ended for no other reason than that they were asked to."""
+    return not any(report.error for report in reports) and all(
+        failure.is_secondary or failure.is_saved or failure.code == _BY_SIGTERM
+        for report in reports
+        for failure in report.failures
+    )
+
+
+def lost_text(host: str, ranks: Sequence[int], seconds: float = LOST_SECONDS) -> str:
+    """What is said of a host that sends no heartbeats."""
+    named = ranks_in_words(ranks)
+    return f"host {host} does not answer since {seconds:g} s ({named})."
 
 
 def explain(
@@ -221,6 +372,42 @@ def _summary(returncode: int, memory: int) -> str:
             f"it used at most {memory // _KIB_PER_MIB:,} MiB"
         )
     return text
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Numbers of ranks in words.
+
+    >>> ranks_in_words([1]), ranks_in_words([2, 3])
+    ('rank 1', 'ranks 2, 3')
+    """
+    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
+
+
+def telling_line(kind: str, message: str) -> str:
+    """Name and message of an error in one line: the one that helps.
+
+    Args:
+        kind: Name of the error's class.
+        message: Its message.
+
+    >>> telling_line("ValueError", "in user code:\\n\\n    ValueError: No tea.\\n")
+    'ValueError: No tea.'
+    """
+    text = _COLORS.sub("", message)
+    before = None
+    while before != text:  # one may be inside of the other
+        before = text
+        text = _OF_CALL.sub(lambda found: found[1], text, count=1)
+        text = _OF_SHAPES.sub("", text, count=1)
+        text = _IN_USER_CODE.sub("", text, count=1)
+        text = _IN_GRAPH.sub("", text, count=1)
+        text = _NODE.sub("", text)
+        text = _OPERATION.sub("", text)
+    line = next((each.strip() for each in text.splitlines() if each.strip()), "")
+    line = line.removeprefix(f"{kind}: ")
+    if len(line) > _LONGEST:
+        line = f"{line[:_LONGEST]} …"
+    return f"{kind}: {line}" if line else kind
 
 
 def _report_of(path: Path) -> dict[str, Any]:

@@ -1,50 +1,17 @@
 """Heartbeats of the agents, by which a host that is lost is noticed on both sides."""
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
 
-from keras_dist.launch.monitor.status_store import StatusStore
+from keras_dist.launch.failures import LOST_SECONDS
+from keras_dist.launch.store import StoreClient
 
-# A host is known by its index, or by a name.
-_Host = TypeVar("_Host", int, str)
-
-# Seconds between two heartbeats, between two looks at them, and from the last one until
-# a host counts as lost. A shorter outage does no harm: what Gloo has sent waits in the
-# kernel.
+# Seconds between two heartbeats, and between two looks at them.
 _BEAT_SECONDS, _LOOK_SECONDS = 1.0, 0.5
-LOST_SECONDS = 15.0
-
-# Seconds in which an agent has to reach the store.
-_REACH_SECONDS = 10.0
 
 # Between two looks at the heartbeats; more means that this machine was suspended.
 _LONGEST_LOOK = 5.0
-
-
-def check_reach(address: str, port: int) -> None:
-    """Connect to the store once, before any rank is started.
-
-    A firewall that lets only ssh in would otherwise be noticed by Horovod after 120 s.
-
-    Args:
-        address: Address of the launcher's host.
-        port: Port of the store.
-
-    Raises:
-        ValueError: If there is no connection within 10 s.
-    """
-    try:
-        socket.create_connection((address, port), _REACH_SECONDS).close()
-    except OSError as error:
-        raise ValueError(
-            "The launcher's host cannot be reached from another host. Received: "
-            f"{socket.gethostname()} cannot reach {address}:{port} ({error}). Ranks "
-            "and launcher connect at ports that the system chooses: open all ports "
-            "between the hosts, or name another network by `--address`."
-        ) from error
 
 
 class Heartbeat(threading.Thread):
@@ -52,12 +19,12 @@ class Heartbeat(threading.Thread):
 
     Args:
         store: The store of the job.
-        name: Name of the host, or its index.
+        name: Id of the agent.
         on_lost: Called once if the store was out of reach for 15 s.
     """
 
     def __init__(
-        self, store: StatusStore, name: int | str, on_lost: Callable[[], None]
+        self, store: StoreClient, name: str, on_lost: Callable[[], None]
     ) -> None:
         super().__init__(name="keras_dist.heartbeat", daemon=True)
         self._store, self._host, self._on_lost = store, name, on_lost
@@ -76,21 +43,21 @@ class Heartbeat(threading.Thread):
             time.sleep(_BEAT_SECONDS)
 
 
-class Presence(Generic[_Host]):
+class Presence:
     """In the launcher: when each agent's last heartbeat was seen.
 
     Args:
         store: The store of the job.
     """
 
-    def __init__(self, store: StatusStore) -> None:
+    def __init__(self, store: StoreClient) -> None:
         self._store = store
         self._begin = self._looked = time.monotonic()
         # For each agent that has answered: its last heartbeat, and when it was seen.
-        self._seen: dict[_Host, tuple[int, float]] = {}
+        self._seen: dict[str, tuple[int, float]] = {}
         self._has_warned = False
 
-    def look(self, running: Sequence[_Host]) -> None:
+    def look(self, running: Sequence[str]) -> None:
         """Read the heartbeats of agents that run, twice a second."""
         now = time.monotonic()
         if now - self._looked < _LOOK_SECONDS:
@@ -105,13 +72,11 @@ class Presence(Generic[_Host]):
             if beats is not None and self._seen.get(number, (0, 0.0))[0] != beats:
                 self._seen[number] = beats, now
 
-    def has_answered(self, number: _Host) -> bool:
+    def has_answered(self, number: str) -> bool:
         """Whether an agent has ever sent a heartbeat."""
         return number in self._seen or self._store.get(_name(number)) is not None
 
-    def lost(
-        self, running: Sequence[_Host], seconds: float = LOST_SECONDS
-    ) -> list[_Host]:
+    def lost(self, running: Sequence[str], seconds: float = LOST_SECONDS) -> list[str]:
         """The agents that run as far as is known, but were silent for so long."""
         return [
             number
@@ -119,7 +84,7 @@ class Presence(Generic[_Host]):
             if number in self._seen and self._looked - self._seen[number][1] > seconds
         ]
 
-    def late(self, running: Sequence[_Host]) -> list[_Host]:
+    def late(self, running: Sequence[str]) -> list[str]:
         """The running agents that have not answered 15 s after the start; only once."""
         if self._has_warned or time.monotonic() - self._begin < LOST_SECONDS:
             return []
@@ -127,5 +92,5 @@ class Presence(Generic[_Host]):
         return [number for number in running if number not in self._seen]
 
 
-def _name(number: int | str) -> str:
-    return f"beat.{number}"
+def _name(name: str) -> str:
+    return f"beat.{name}"

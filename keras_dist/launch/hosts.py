@@ -1,25 +1,21 @@
-"""Which ranks run on which host, and addresses of this host."""
+"""Hosts and their ranks: as the user names them, and as they are numbered."""
 
-import fcntl
 import os
 import re
-import socket
-import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from keras_dist.launch.gpus import num_gpus
 
 LOOPBACK = "127.0.0.1"
 _HERE = ("localhost", LOOPBACK)
 
-_SIOCGIFADDR = 0x8915
-
 # A host name or an address, maybe with a user before it. What begins with `-` would be
 # an option of ssh.
 _HOST = re.compile(r"(?:\w[\w.+\\-]*@)?[\w\[:][\w.:%\[\]-]*")
+
+# A folder for each GPU, by NVIDIA's driver.
+_DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,7 @@ class Slot:
     cross_size: int
 
     def environment(self) -> dict[str, str]:
-        """Environment variables that pass the slot to Horovod."""
+        """Return the environment variables that pass the slot to Horovod."""
         return {
             "HOROVOD_HOSTNAME": self.host,
             "HOROVOD_RANK": str(self.rank),
@@ -58,7 +54,7 @@ class Slot:
 
 
 def slots(hosts: Sequence[tuple[str, int]]) -> list[Slot]:
-    """The slots of all ranks, host by host.
+    """Return the slots of all ranks, host by host.
 
     Args:
         hosts: Name and number of ranks of each host.
@@ -89,7 +85,7 @@ def slots(hosts: Sequence[tuple[str, int]]) -> list[Slot]:
 
 
 def slots_of_workers(hosts: Sequence[str]) -> list[Slot]:
-    """A slot for each worker that another system has started, in the workers' order.
+    """Return a slot for each worker that another system started, in their order.
 
     Ranks are numbered host by host, in the order in which the hosts are named first.
 
@@ -126,7 +122,7 @@ def check_host(name: str, *, source: str) -> None:
 
 
 def hosts_of(argument: str | None, num_ranks: int | None) -> list[tuple[str, int]]:
-    """Name and number of ranks of each host; the first hosts are filled first.
+    """Parse `-H`: name and number of ranks of each host; the first are filled first.
 
     Args:
         argument: Hosts and their slots, as in `-H a:2,b:2`; `None` for this host alone.
@@ -175,7 +171,7 @@ def hosts_of(argument: str | None, num_ranks: int | None) -> list[tuple[str, int
 
 
 def hosts_in(path: str | os.PathLike[str]) -> str:
-    """The hosts of a file, as `-H` takes them.
+    """Read the hosts of a file, in the form of `-H`.
 
     The file is one of `horovodrun` or `mpirun`: a line for each host, `NAME slots=N`.
     Empty lines, and what stands behind a `#`, do not count.
@@ -204,94 +200,193 @@ def hosts_in(path: str | os.PathLike[str]) -> str:
     return ",".join(hosts)
 
 
+def hosts_of_lines(text: str, slots: int | None = None) -> dict[str, int]:
+    """Parse what a host discovery script has printed: hosts and their slots.
+
+    >>> hosts_of_lines("a:2\\n\\nb\\n", 4)
+    {'a': 2, 'b': 4}
+
+    Raises:
+        ValueError: If a line has another form, or a name that no host has.
+    """
+    hosts = {}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        name, has_slots, count = line.rpartition(":")
+        if not has_slots and slots is not None:
+            name, count = line, str(slots)
+        if not name or not count.isdecimal() or " " in name:
+            raise ValueError(
+                "The host discovery script must print a line HOST:SLOTS for each host, "
+                f"or HOST alone with `-np`. Received: {line!r}"
+            )
+        check_host(name, source="the output of the host discovery script")
+        if int(count):
+            hosts[name] = int(count)
+    return hosts
+
+
+def host_range(text: str) -> tuple[int, int]:
+    """Parse `--nnodes`: the smallest and the largest number of hosts.
+
+    >>> host_range("3"), host_range("2:4")
+    ((3, 3), (2, 4))
+
+    Raises:
+        ValueError: If it has another form.
+    """
+    least, has_range, most = text.partition(":")
+    if not least.isdecimal() or (has_range and not most.isdecimal()):
+        raise ValueError(
+            "A number of hosts is needed, or the smallest and the largest one. "
+            f"Received: --nnodes {text}. For example: --nnodes 2:4"
+        )
+    return int(least), int(most or least)
+
+
 def is_here(host: str) -> bool:
-    """Whether a name is that of this host."""
+    """Return whether a name is that of this host."""
     return host in (*_HERE, os.uname().nodename)
 
 
-def own_address(named: str | None, other: str) -> str:
-    """The address of this host by which other hosts reach it.
+def num_gpus(environ: Mapping[str, str] | None = None) -> int:
+    """Return how many GPUs a process of this host may use, without a library.
 
     Args:
-        named: What the user has named, as by `--address`; `None` to find it by routing.
-        other: Name of another host.
+        environ: Environment variables; by default those of this process.
 
-    Raises:
-        ValueError: If it is not one of this host, or of IPv6; or as `address_towards`.
+    >>> [num_gpus({"CUDA_VISIBLE_DEVICES": named}) for named in ("0,2", "3", "")]
+    [2, 1, 0]
     """
-    if named is None:
-        return address_towards(other)
-    with socket.socket(socket.AF_INET) as probe:
-        try:
-            probe.bind((named, 0))
-        except OSError as error:
-            raise ValueError(
-                "No network interface of this host has this address. Received: "
-                f"{named} ({error}). Pass an IPv4 address of this host with "
-                "`--address`."
-            ) from error
-    return named
+    environ = os.environ if environ is None else environ
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        named = environ["CUDA_VISIBLE_DEVICES"].split(",")
+        return len([name for name in named if name.strip() not in ("", "-1")])
+    return len(list(_DRIVER.iterdir())) if _DRIVER.is_dir() else 0
 
 
-def address_towards(host: str) -> str:
-    """The address of this host on the network that leads to another host.
+@dataclass(frozen=True)
+class Member:
+    """A host that has come, as it describes itself.
 
-    Raises:
-        ValueError: If the other host is not known, or cannot be reached.
+    Args:
+        host: Its name. Two members of one name are one host, and share its devices.
+        num_ranks: How many ranks it starts.
+        number: Its number among the hosts; `None` for the next one that is free.
+        num_hosts: How many hosts it expects, at most.
+        version: Version of keras_dist.
+        reached: The address at which it reaches the first host.
+        is_quiet: Whether its screen is that of the first host.
+        min_hosts: How many hosts it expects, at least; `None` for as many as at most.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host.rpartition("@")[2], 9))  # sends nothing
-        except OSError as error:
-            version = "; it has IPv6 addresses alone" if has_only_ipv6(host) else ""
-            raise ValueError(
-                f"A host cannot be reached. Received: {host} ({error}{version}). If "
-                "only ssh knows that name, pass the IPv4 address of this host, as the "
-                "other host can reach it, with `--address`."
-            ) from error
-        return str(probe.getsockname()[0])
+
+    host: str
+    num_ranks: int
+    number: int | None
+    num_hosts: int
+    version: str
+    reached: str = LOOPBACK
+    is_quiet: bool = False
+    min_hosts: int | None = None
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether it expects that hosts come and go."""
+        return self.min_hosts not in (None, self.num_hosts)
+
+    @property
+    def nnodes(self) -> str:
+        """How many hosts it expects, as `--nnodes` has it."""
+        return nnodes_text(self.min_hosts, self.num_hosts)
 
 
-def has_only_ipv6(host: str) -> bool:
-    """Whether a name is known here by IPv6 addresses alone, which Gloo cannot use."""
-    try:
-        found = socket.getaddrinfo(host.rpartition("@")[2], None)
-    except OSError:
-        return False
-    return {family for family, *_ in found} == {socket.AF_INET6}
+def nnodes_text(least: int | None, most: int) -> str:
+    """Return numbers of hosts in the form of `--nnodes`.
 
-
-def interface_of(address: str) -> str:
-    """Name of the network interface with an address of this host.
-
-    >>> interface_of("127.0.0.1")
-    'lo'
-
-    Raises:
-        ValueError: If no interface has this address.
+    >>> nnodes_text(2, 4), nnodes_text(None, 3)
+    ('2:4', '3')
     """
-    for name, found in addresses().items():
-        if found == address:
-            return name
-    raise ValueError(
-        f"No network interface of this host has this address. Received: {address}. "
-        "Pass an address of this host with `--address`."
-    )
+    return str(most) if least in (None, most) else f"{least}:{most}"
 
 
-def addresses() -> dict[str, str]:
-    """The IPv4 address of each network interface of this host, by its name.
+def ranks_of_hosts(members: Sequence[Member]) -> dict[str, int]:
+    """Return the number of ranks of each host.
 
-    >>> addresses()["lo"]
-    '127.0.0.1'
+    >>> ranks_of_hosts([Member(host, 2, None, 3, "0") for host in "aba"])
+    {'a': 4, 'b': 2}
     """
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode())
-            try:
-                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:  # the interface has no address
-                continue
-            found[name] = socket.inet_ntoa(reply[20:24])
+    counts: dict[str, int] = {}
+    for member in members:
+        counts[member.host] = counts.get(member.host, 0) + member.num_ranks
+    return counts
+
+
+def numbered(
+    members: Mapping[str, Member], num_hosts: int, before: Sequence[str | None] = ()
+) -> list[str | None]:
+    """Number the members; those without a number of their own as they come.
+
+    Args:
+        members: The members by their ids, in the order in which they came.
+        num_hosts: Number of hosts.
+        before: The last numbering, which members that are still there keep.
+
+    Returns:
+        For each number the id of a member; `None` where one is missing.
+
+    >>> one = {name: Member(name, 1, None, 3, "0") for name in "ab"}
+    >>> two = one | {"c": Member("c", 1, 0, 3, "0")}
+    >>> numbered(one, 3), numbered(two, 3), numbered(two, 3, [None, "a", "b"])
+    (['a', 'b', None], ['c', 'a', 'b'], ['c', 'a', 'b'])
+    """
+    found: list[str | None] = [None] * num_hosts
+    for number, name in enumerate(before[:num_hosts]):
+        if name in members:
+            found[number] = name
+    for name, member in members.items():
+        own = member.number
+        if own is not None and name not in found and found[own : own + 1] == [None]:
+            found[own] = name
+    for name, member in members.items():
+        if member.number is None and name not in found and None in found:
+            found[found.index(None)] = name
     return found
+
+
+def slots_of(members: Sequence[Member]) -> list[list[Slot]]:
+    """Return the slots of each member; those of one host stand side by side.
+
+    Args:
+        members: The members by their numbers.
+
+    >>> two = [Member(host, 1, None, 3, "0") for host in "aba"]
+    >>> [[(s.host, s.rank, s.local_rank) for s in each] for each in slots_of(two)]
+    [[('a', 0, 0)], [('b', 2, 0)], [('a', 1, 1)]]
+    """
+    counts = ranks_of_hosts(members)
+    free = {host: [] for host in counts}  # type: dict[str, list[Slot]]
+    for slot in slots(list(counts.items())):
+        free[slot.host].append(slot)
+    result = []
+    for member in members:
+        own, rest = free[member.host], free[member.host][member.num_ranks :]
+        result.append(own[: member.num_ranks])
+        free[member.host] = rest
+    return result
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """Write numbers of ranks: three and more in a row by their first and last.
+
+    >>> ranges([4]), ranges([1, 0]), ranges([0, 1, 2, 3, 5, 7, 8])
+    ('4', '0, 1', '0 to 3, 5, 7, 8')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(
+        f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run))
+        for run in runs
+    )

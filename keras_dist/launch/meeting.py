@@ -1,20 +1,39 @@
-"""Where the hosts of a job meet: what the user, or SLURM, has said of it."""
+"""Hosts that meet: the same command on each of them, by hand or by a scheduler."""
 
+import errno
 import os
+import secrets
 import socket
 import stat
+import threading
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from signal import Signals
 
-from keras_dist.launch.assignment import SECRET
-from keras_dist.launch.elastic import SETTLE_SECONDS
+from keras_dist.launch import munge, processes
+from keras_dist.launch.agent import Agent
+from keras_dist.launch.coordinator import Plan, run_job
+from keras_dist.launch.environments import Environment
 from keras_dist.launch.failures import print_message
-from keras_dist.launch.hosts import check_host
-from keras_dist.launch.members import nnodes_text
+from keras_dist.launch.hosts import (
+    LOOPBACK,
+    Member,
+    check_host,
+    nnodes_text,
+    num_gpus,
+)
+from keras_dist.launch.joined import JoinedHosts
+from keras_dist.launch.network import EVERYWHERE, has_only_ipv6, is_loopback
+from keras_dist.launch.processes import stopped_by_signals
+from keras_dist.launch.ranks import Command
+from keras_dist.launch.signing import VARIABLE as SECRET
+from keras_dist.launch.spares import Spares
+from keras_dist.launch.store import Store, StoreClient
+from keras_dist.version import __version__
 
 TIMEOUT_SECONDS = 300.0
-_SHORTEST_SECRET = 16
+_SHORTEST_SECRET, _RETRY_SECONDS = 16, 0.5
 
 
 @dataclass(frozen=True)
@@ -33,7 +52,7 @@ class Meeting:
         host: Name of this host.
         names: Names of all hosts, if they are known.
         is_quiet: Whether all hosts print to one screen.
-        saved_code: As of `Plan`.
+        saved_code: Exit code when all ranks have saved at a signal; see `Plan`.
         has_munge: Whether the first host passes the secret by munge.
         signals: Signals that stop the job beside Ctrl-C, SIGTERM and SIGHUP.
         min_hosts: How many hosts the job has, at least; `None` for as many as at most.
@@ -64,40 +83,38 @@ class Meeting:
         return self.min_hosts not in (None, self.num_hosts)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What the first host was asked for.
+def meeting_in(
+    environment: Environment,
+    *,
+    num_ranks: int | None = None,
+    secret: str,
+    timeout: float,
+) -> Meeting:
+    """Return where the hosts of an environment meet.
 
     Args:
-        num_hosts: Number of hosts, at most.
-        restarts: The largest number of restarts.
-        timeout: Seconds to wait for enough hosts.
-        meeting: Where the others find the store, in words.
-        names: Names of all hosts, if they are known.
-        saved_code: Exit code when a signal has stopped the job and all ranks have
-            saved; `None` for that of the signal.
-        min_hosts: Number of hosts, at least; `None` for as many as at most.
-        settle: Seconds for which a job that has enough hosts waits for one more.
+        environment: The environment, which starts this command on each host.
+        num_ranks: Number of ranks of each host; `None` for what the environment says,
+            or one for each GPU, or one.
+        secret: Secret of the job; empty for one that the environment passes.
+        timeout: Seconds to wait for the other hosts.
     """
-
-    num_hosts: int
-    restarts: int
-    timeout: float
-    meeting: str
-    names: Sequence[str] = ()
-    saved_code: int | None = None
-    min_hosts: int | None = None
-    settle: float = SETTLE_SECONDS
-
-    @property
-    def least(self) -> int:
-        """Number of hosts, at least."""
-        return self.num_hosts if self.min_hosts is None else self.min_hosts
-
-    @property
-    def is_elastic(self) -> bool:
-        """Whether hosts may come and go."""
-        return self.least < self.num_hosts
+    return Meeting(
+        address=environment.first_host,
+        port=environment.port,
+        num_hosts=environment.num_hosts,
+        num_ranks=num_ranks or environment.num_ranks or num_gpus() or 1,
+        secret=secret,
+        number=environment.host_number,
+        timeout=timeout,
+        host=environment.host_name,
+        names=environment.host_names,
+        is_quiet=environment.is_quiet,
+        saved_code=environment.saved_code,
+        has_munge=environment.has_munge and not secret,
+        signals=environment.signals,
+        min_hosts=environment.min_hosts,
+    )
 
 
 def check(meeting: Meeting, restarts: int) -> None:
@@ -135,7 +152,7 @@ def check(meeting: Meeting, restarts: int) -> None:
 
 
 def secret_in(path: str | None, environ: Mapping[str, str] | None = None) -> str:
-    """The secret of the job: from a file if there is one, else from the environment.
+    """Read the secret of the job: from a file, or else from the environment.
 
     Args:
         path: Path of the file, of which line ends do not count; `None` for none.
@@ -158,7 +175,7 @@ def secret_in(path: str | None, environ: Mapping[str, str] | None = None) -> str
 
 
 def meeting_point(text: str) -> tuple[str, int]:
-    """Address and port of `--rdzv`.
+    """Parse `--rdzv`: address and port.
 
     >>> meeting_point("a:29400"), meeting_point("a")
     (('a', 29400), ('a', 29400))
@@ -176,24 +193,185 @@ def meeting_point(text: str) -> tuple[str, int]:
     return address, int(port or "29400")
 
 
-def host_range(text: str) -> tuple[int, int]:
-    """The smallest and the largest number of hosts of `--nnodes`.
+def run_meeting(command: Command, meeting: Meeting, restarts: int = 0) -> int:
+    """Take part in a job whose hosts meet, and end what this host has started.
 
-    >>> host_range("3"), host_range("2:4")
-    ((3, 3), (2, 4))
+    It installs signal handlers, so call it from the main thread of a process that does
+    nothing else.
+
+    Args:
+        command: The command that every rank runs.
+        meeting: Where the hosts meet.
+        restarts: The largest number of restarts; that of the first host counts.
+
+    Returns:
+        The exit code of the job, the same on all hosts.
 
     Raises:
-        ValueError: If it has another form.
+        OSError: If the port is in use.
+        RuntimeError: If Horovod is not installed.
+        ValueError: If an argument cannot be used, or the hosts cannot meet.
     """
-    least, has_range, most = text.partition(":")
-    if not least.isdecimal() or (has_range and not most.isdecimal()):
+    check(meeting, restarts)
+    job = secrets.token_hex(8)
+    # The reaper is forked, so before the first thread.
+    with processes.reaper(job), stopped_by_signals(*meeting.signals) as stopped:
+        store, address = store_if_first(meeting, stopped)
+        try:
+            secret = secret_of(meeting, store, address, stopped)
+            meeting = replace(meeting, secret=secret)
+            agent = _agent(meeting, address, stopped, is_first=store is not None)
+            coordinator = None
+            if store is not None:  # the ranks need the main thread
+                plan = _plan(meeting, restarts)
+                hosts = JoinedHosts(store, secret, plan, first=agent.name)
+                coordinator = threading.Thread(
+                    target=run_job, args=[hosts, plan], daemon=True
+                )
+                coordinator.start()
+            if not agent.join(meeting.timeout):
+                return 128 + stopped[0]
+            code = agent.follow(command, job)
+            if coordinator is not None:
+                coordinator.join()
+            return code
+        finally:
+            if store is not None:
+                store.close()
+
+
+def _agent(
+    meeting: Meeting, address: str, stopped: list[int], *, is_first: bool
+) -> Agent:
+    spares = None
+    if meeting.has_spares or meeting.is_elastic:
+        # Where hosts come and go, some are started while one of them is silent.
+        spares = Spares(is_lasting=meeting.has_spares)
+    member = Member(
+        host=meeting.host,
+        num_ranks=meeting.num_ranks,
+        number=0 if is_first else meeting.number,
+        num_hosts=meeting.num_hosts,
+        version=__version__,
+        is_quiet=meeting.is_quiet,
+        min_hosts=meeting.min_hosts,
+    )
+    return Agent(
+        StoreClient(address, meeting.port, meeting.secret, has_tls=meeting.has_tls),
+        meeting.secret,
+        member,
+        is_first=is_first,
+        timeout=meeting.timeout,
+        stopped=stopped,
+        spares=spares,
+    )
+
+
+def _plan(meeting: Meeting, restarts: int) -> Plan:
+    return Plan(
+        num_hosts=meeting.num_hosts,
+        restarts=restarts,
+        timeout=meeting.timeout,
+        meeting=f"{meeting.address}:{meeting.port}",
+        names=meeting.names,
+        saved_code=meeting.saved_code,
+        min_hosts=meeting.min_hosts,
+    )
+
+
+def secret_of(
+    meeting: Meeting,
+    store: Store | None,
+    address: str,
+    stopped: Sequence[int] = (),
+) -> str:
+    """Return the secret of the job; under SLURM the first host passes one by munge.
+
+    Args:
+        meeting: Where the hosts meet.
+        store: The store, on the first host.
+        address: Address of the first host.
+        stopped: The wait for it ends as soon as this list is not empty.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if meeting.secret or meeting.has_tls or not meeting.has_munge:
+        return meeting.secret
+    if store is None:
+        wait = meeting.timeout
+        return munge.received(address, meeting.port, timeout=wait, stopped=stopped)
+    secret = secrets.token_hex(16)
+    store.publish(munge.PATH, lambda: munge.credential(secret))
+    return secret
+
+
+def store_if_first(
+    meeting: Meeting, stopped: Sequence[int] = ()
+) -> tuple[Store | None, str]:
+    """Return the store, if this is the first host; and the address to reach it at.
+
+    Args:
+        meeting: Where the hosts meet.
+        stopped: The wait for the address ends as soon as this list is not empty.
+
+    Raises:
+        OSError: If this is the first host, and the port is in use.
+        ValueError: If the name of the first host does not become known, or has IPv6
+            addresses alone.
+    """
+    if has_only_ipv6(meeting.address):
         raise ValueError(
-            "A number of hosts is needed, or the smallest and the largest one. "
-            f"Received: --nnodes {text}. For example: --nnodes 2:4"
+            "Hosts meet at an IPv4 address, by which their ranks connect, too. "
+            f"Received: {meeting.address}, which has IPv6 addresses alone on this "
+            "host. Name an IPv4 address of the first host, the same on all hosts: "
+            f"--rdzv 10.0.0.1:{meeting.port}"
         )
-    return int(least), int(most or least)
+    if meeting.number not in (None, 0):
+        return None, meeting.address
+    address = _resolved(meeting, stopped)
+    if address is None:
+        return None, meeting.address
+    if address.startswith("127.") and not is_loopback(meeting.address):
+        # Debian's own name, which the others know by another address.
+        address = EVERYWHERE
+    try:
+        return _listening(meeting, address), _reached(address)
+    except OSError as error:
+        if meeting.number is None and error.errno in (
+            errno.EADDRNOTAVAIL,  # not an address of this host
+            errno.EADDRINUSE,  # several on one machine
+        ):
+            return None, meeting.address
+        if error.errno == errno.EADDRNOTAVAIL:  # the others reach it by another one
+            return _listening(meeting, EVERYWHERE), LOOPBACK
+        raise OSError(
+            f"The job's store cannot listen at {address}:{meeting.port}. "
+            f"Received: {error}. Name another port by `--rdzv`, the same on all hosts."
+        ) from error
 
 
-def is_loopback(address: str) -> bool:
-    """Whether the user has named an address that no other machine can reach."""
-    return address == "localhost" or address.startswith("127.")
+def _listening(meeting: Meeting, address: str) -> Store:
+    secret, has_tls = meeting.secret, meeting.has_tls
+    return Store(address, meeting.port, has_tls=has_tls, proof_secret=secret)
+
+
+def _reached(address: str) -> str:
+    return LOOPBACK if address == EVERYWHERE else address
+
+
+def _resolved(meeting: Meeting, stopped: Sequence[int]) -> str | None:
+    """The address of the first host, by a name that may become known only now."""
+    begin = time.monotonic()
+    while True:
+        try:
+            return socket.gethostbyname(meeting.address)
+        except OSError as error:
+            if meeting.number is None:
+                return None  # a host knows its own name, so this is another one
+            if stopped or time.monotonic() - begin > meeting.timeout:
+                raise ValueError(
+                    "The name of the first host is not known there. Received: "
+                    f"{meeting.address} ({error})."
+                ) from error
+            time.sleep(_RETRY_SECONDS)

@@ -15,9 +15,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from keras_dist.launch import mpi_memory, mpi_ports, processes
+from keras_dist.launch import mpi_ports, processes
 from keras_dist.launch.failures import print_message
-from keras_dist.launch.ranks import Command
 
 # Writes its environment, which it renames so that it is whole, and waits to be ended.
 _RELAY = (
@@ -37,17 +36,25 @@ _OF_RANK = ("PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 
 _SECONDS, _TICK = 60.0, 0.02
 
+# How ranks of one machine copy large messages.
+_COPY = "OMPI_MCA_btl_vader_single_copy_mechanism"
+XPMEM = Path("/dev/xpmem")
+
+# Bytes in shared memory that a rank may need: Open MPI's segment of 4 MiB, and room.
+_BYTES_OF_RANK = 8 << 20
+
 
 @contextlib.contextmanager
 def variables(
-    command: Command, job: str, num_ranks: int
+    transport: str, job: str, num_ranks: int, *, may_use_gloo: bool
 ) -> Iterator[dict[int, dict[str, str]]]:
-    """Inside the block, the variables that each rank of a command needs in addition.
+    """Inside the block, yield the variables that each rank needs in addition.
 
     Args:
-        command: The command that the ranks run.
+        transport: "mpi", or another one, for which no rank needs any.
         job: Id of the job.
         num_ranks: Number of ranks.
+        may_use_gloo: Whether the ranks use Gloo if the server does not start.
 
     Raises:
         OSError, RuntimeError: If the server cannot be started, and Gloo may not be used
@@ -55,11 +62,11 @@ def variables(
     """
     own: dict[int, dict[str, str]] = {}
     with contextlib.ExitStack() as left:
-        if command.transport == "mpi":
+        if transport == "mpi":
             try:
                 own = left.enter_context(server(job, num_ranks))
             except (OSError, RuntimeError) as error:
-                if not command.may_use_gloo:
+                if not may_use_gloo:
                     raise
                 print_message(_instead(error))
         yield own
@@ -91,7 +98,7 @@ def server(job: str, num_ranks: int) -> Iterator[dict[int, dict[str, str]]]:
         RuntimeError: If `mpirun` cannot be started.
     """
     folder = processes.make_folder(job)
-    memory = processes.make_folder(job, mpi_memory.parent_of_files(num_ranks))
+    memory = processes.make_folder(job, parent_of_files(num_ranks))
     with contextlib.ExitStack() as left:
         for each in (folder, memory):
             left.callback(shutil.rmtree, each, ignore_errors=True)
@@ -113,7 +120,7 @@ def server(job: str, num_ranks: int) -> Iterator[dict[int, dict[str, str]]]:
             "OMPI_MCA_btl": "self,vader",
             "OMPI_MCA_mpi_yield_when_idle": "1",  # a rank computes on the same core
             "OMPI_MCA_btl_vader_backing_directory": str(memory),
-            **mpi_memory.copying(),
+            **copying(),
         }
         yield {
             rank: common | _variables(folder / f"{rank}.env")
@@ -178,3 +185,29 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def copying() -> dict[str, str]:
+    """The variable by which ranks copy large messages through shared memory.
+
+    Out of the memory of another process takes longer (docs/decisions.md), and some
+    containers forbid it, where Open MPI prints an error for each message. Empty if the
+    user has set it, or the kernel lets processes map each other's memory (XPMEM).
+    """
+    return {} if _COPY in os.environ or XPMEM.exists() else {_COPY: "none"}
+
+
+def parent_of_files(num_ranks: int) -> Path | None:
+    """Where the files are that ranks map: in memory; `None` for the temporary folder.
+
+    Containers of Docker have 64 MB in `/dev/shm`, and a rank that writes to a file
+    there that does not fit is ended by SIGBUS.
+
+    Args:
+        num_ranks: Number of ranks.
+    """
+    memory = processes.SHARED_MEMORY
+    if not (memory.is_dir() and os.access(memory, os.W_OK)):
+        return None
+    is_enough = shutil.disk_usage(memory).free >= num_ranks * _BYTES_OF_RANK
+    return memory if is_enough else None

@@ -1,4 +1,4 @@
-"""Find and end all processes of a job, also those that the ranks have started."""
+"""Find and end all processes of a job, and note the signals that stop it."""
 
 import contextlib
 import os
@@ -8,9 +8,15 @@ import signal
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1
+from types import FrameType
+
+# The exit code of a job whose ranks have saved; `checkpoint.EXIT_CODE` is the same.
+SAVED = 75
+
+_STOPS, _SAVES = (SIGINT, SIGTERM, SIGHUP), (SIGTERM, SIGUSR1)
 
 # Seconds to wait after SIGTERM before SIGKILL, and after SIGKILL.
 _TERM_SECONDS = 2.0
@@ -206,3 +212,53 @@ def _prefix(job: str) -> str:
 def _signal(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
+
+
+@contextlib.contextmanager
+def stopped_by_signals(*others: signal.Signals) -> Iterator[list[int]]:
+    """Inside the block, signals that stop a job do not end this process.
+
+    Args:
+        *others: Signals that stop this job beside Ctrl-C, SIGTERM and SIGHUP.
+
+    Yields:
+        A list, to which the number of each such signal is appended.
+    """
+    stopped: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopped.append(number)
+
+    before = {number: signal.signal(number, stop) for number in (*_STOPS, *others)}
+    try:
+        yield stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def is_saving(stopped: Sequence[int]) -> bool:
+    """Whether the first signal gives the ranks time to save."""
+    return bool(stopped) and stopped[0] in _SAVES
+
+
+def is_ordered(stopped: Sequence[int]) -> bool:
+    """Whether the end is by order of the first host of those that meet.
+
+    The order counts as SIGHUP, which a process gets whose terminal is gone.
+    """
+    return bool(stopped) and stopped[0] == signal.SIGHUP
+
+
+def stopped_text(number: int, *, has_saved: bool, host: str = "") -> str:
+    """The line that says that a signal has ended the job.
+
+    Args:
+        number: Number of the signal.
+        has_saved: Whether all ranks have saved.
+        host: Where it was received, if there are several hosts.
+    """
+    saved = "; the ranks have saved, and the same command goes on from there"
+    where = f" on {host}" if host else ""
+    name = signal.Signals(number).name
+    return f"keras-dist: ended by {name}{where}{saved if has_saved else ''}."

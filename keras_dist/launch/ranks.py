@@ -1,21 +1,38 @@
-"""The ranks of one host: start them, watch them, end them."""
+"""The ranks of one host: what they run, their variables, and their start and end."""
 
 import contextlib
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from keras_dist.launch import processes
-from keras_dist.launch.failures import Failure, failure_of, first_of
-from keras_dist.launch.hosts import Slot
-from keras_dist.launch.monitor import rank_process, record, stacks
+from keras_dist.launch import mpi, processes
+from keras_dist.launch.failures import (
+    Failure,
+    Report,
+    failure_of,
+    first_of,
+    print_message,
+)
+from keras_dist.launch.hosts import Slot, num_gpus
+from keras_dist.launch.monitor import rank_process, record, seeds, stacks
+from keras_dist.launch.network import interface
 from keras_dist.launch.output import Output
-from keras_dist.launch.signals import is_ordered, is_saving
+from keras_dist.launch.processes import is_ordered, is_saving
+from keras_dist.launch.signing import VARIABLE as SECRET
+from keras_dist.launch.signing import derived
 from keras_dist.launch.spares import Spares, popen
+
+# The variable with the number of the restart, from 1; not set in the first run.
+RESTART = "KERAS_DIST_RESTART"
+
+# Seconds for which a rank waits for the others to connect: importing TensorFlow may
+# take a minute longer on one host than on another one.
+_CONNECT, _CONNECT_SECONDS = "HOROVOD_GLOO_TIMEOUT_SECONDS", 120
 
 # Seconds to wait after the first failure, in which other ranks may fail and report.
 _GRACE = 3.0
@@ -50,6 +67,124 @@ class Command:
     log_dir: str | None = None
     transport: str = "gloo"
     may_use_gloo: bool = False
+
+
+def command_of(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the kind of a command (script, module, program), and its words.
+
+    `python script.py` counts as a script, so that its errors are reported.
+
+    Raises:
+        ValueError: If there is no such file or program.
+    """
+    found = Path(shutil.which(words[0]) or "")
+    # Not the resolved path, which is the same in several environments.
+    is_here = found.absolute().parent == Path(sys.executable).parent
+    is_python = is_here and found.name.startswith("python")
+    if is_python and words[1:2] == ["-m"] and len(words) > 2:
+        return "module", list(words[2:])
+    if is_python and words[1:] and words[1].endswith(".py"):
+        words = words[1:]
+    if words[0].endswith(".py") and Path(words[0]).is_file():
+        return "script", list(words)
+    if shutil.which(words[0]) is None:
+        raise ValueError(f"There is no such script or program. Received: {words[0]}")
+    return "program", list(words)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Which ranks a host runs, and where they find the others.
+
+    Args:
+        slots: The slots of this host's ranks.
+        store: The variables by which Horovod finds the store; see `variables_of`.
+        secret: The secret by which the ranks sign.
+        restart: Number of the restart; 0 in the first run.
+        seed: The seed of what the scripts of all ranks draw; see `seed_of`.
+        has_peers: Whether other hosts take part, whose failures are reported together
+            with where these ranks were.
+    """
+
+    slots: Sequence[Slot]
+    store: Mapping[str, str]
+    secret: str
+    restart: int = 0
+    seed: str = ""
+    has_peers: bool = False
+
+    def variables(self, address: str) -> dict[str, str]:
+        """Return the environment variables that all ranks of the host have in common.
+
+        Args:
+            address: Address of the host, by which the others reach it.
+        """
+        own = {**self.store, SECRET: self.secret, **interface(address)}
+        if self.seed:
+            own[seeds.VARIABLE] = self.seed
+        return {**own, RESTART: str(self.restart)} if self.restart else own
+
+
+def seed_of(job: str) -> str:
+    """Return the seed that the scripts of all ranks start from, also after a restart.
+
+    Args:
+        job: A text that is another one for each job.
+    """
+    given = os.environ.get(seeds.VARIABLE)
+    return given or str(int(derived(job, "seed")[:8], 16))
+
+
+def connect_timeout() -> dict[str, str]:
+    """Return the variable by which ranks wait for later ones, if it is not set."""
+    return {} if _CONNECT in os.environ else {_CONNECT: str(_CONNECT_SECONDS)}
+
+
+def run_ranks(
+    command: Command,
+    assignment: Assignment,
+    job: str,
+    *,
+    address: str,
+    stopped: Sequence[int],
+    spares: Spares | None = None,
+) -> Report:
+    """Run the ranks of this host until all have ended, one failed, or it is stopped.
+
+    Args:
+        command: The command that they run.
+        assignment: Which ranks they are.
+        job: Id of the job, by which their processes are found.
+        address: Address of this host, by which the others reach it.
+        stopped: Numbers of signals, to which others are appended; the ranks are ended
+            when it is not empty, by SIGTERM with time to save.
+        spares: Processes that become ranks at a start; `None` for none.
+    """
+    environment = {**command.environment, **assignment.variables(address)}
+    gpus, ranks = num_gpus({**os.environ, **environment}), len(assignment.slots)
+    if 0 < gpus < ranks and not assignment.restart:
+        print_message(
+            f"keras-dist: {ranks} ranks share {gpus} GPU{'s' * (gpus > 1)} of this "
+            "host, and the memory there, which NCCL refuses. Start one for each GPU: "
+            f"-np {gpus}"
+        )
+    full = replace(command, environment=environment)
+    failures: list[Failure] = []
+    where: dict[int, str] = {}
+    finished = False
+    with mpi.variables(
+        command.transport, job, ranks, may_use_gloo=command.may_use_gloo
+    ) as own:
+        started = Ranks(full, assignment.slots, job, spares, own)
+        try:
+            started.start()
+            failures = started.wait(stopped)
+            finished = started.have_finished
+            if failures or assignment.has_peers:
+                where = started.where()
+        finally:
+            started.end(stopped)
+    return Report(failures, where, started.has_saved, finished=finished)
 
 
 class Ranks:
@@ -153,7 +288,7 @@ class Ranks:
         return self._has_saved
 
     def where(self) -> dict[int, str]:
-        """Positions in words: epoch, step and collective of each rank, now or last.
+        """Describe where each rank is, or was last: epoch, step and collective.
 
         Ranks that have ended with exit code 0 are left out.
         """

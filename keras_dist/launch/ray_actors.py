@@ -1,16 +1,124 @@
-"""Actors of a Ray cluster, in which ranks call a function."""
+"""Actors of a Ray cluster, in which ranks call a function; and how many fit."""
 
 import importlib
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from keras_dist.launch.call_agent import runner
-from keras_dist.launch.call_errors import cause_in
-from keras_dist.launch.calls import Calls
+from keras_dist.launch.calls import Calls, cause_in
 from keras_dist.launch.hosts import slots_of_workers
-from keras_dist.launch.ray_workers import Growth, Workers
+from keras_dist.launch.restarts import SETTLE_SECONDS
 
 _TICK = 0.5
+
+# Seconds in which a cluster makes a group for which it has resources.
+_RESERVE_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Workers:
+    """What the ranks of a job need of the cluster.
+
+    Args:
+        bundle: Resources of each worker, by Ray's names.
+        least, most: How many workers at least, and at most.
+        timeout: Seconds to wait for the resources of the least.
+    """
+
+    bundle: Mapping[str, float]
+    least: int
+    most: int
+    timeout: float
+
+    def reserve(self, ray: Any) -> Any:
+        """The placement group of as many workers as the cluster has resources for.
+
+        Where there are enough but not all, it waits some seconds for the others.
+
+        Raises:
+            TimeoutError: If too few are there.
+        """
+        end = time.monotonic() + self.timeout
+        seconds = self.timeout if self.least == self.most else SETTLE_SECONDS
+        while True:
+            for count in self._counts(ray):
+                left = max(0.0, end - time.monotonic())
+                group = self._group(ray, count, min(seconds, left))
+                if group is not None:
+                    return group
+                seconds = _RESERVE_SECONDS
+            if time.monotonic() >= end:
+                raise TimeoutError(self._missing(ray))
+
+    def one_more(self, ray: Any) -> Any:
+        """Ask for the resources of another worker; a cluster may grow by that."""
+        return ray.util.placement_group([dict(self.bundle)])
+
+    def _counts(self, ray: Any) -> list[int]:
+        """Numbers of workers to try: all, and what the sums of resources allow."""
+        free = ray.available_resources()
+        wanted = {name: value for name, value in self.bundle.items() if value}
+        fits = [int(free.get(name, 0.0) / value) for name, value in wanted.items()]
+        most = min([self.most - 1, *fits])
+        return [self.most, *range(most, self.least - 1, -1)]
+
+    def _group(self, ray: Any, count: int, seconds: float) -> Any:
+        group = ray.util.placement_group([dict(self.bundle)] * count, strategy="PACK")
+        if group.wait(seconds):
+            return group
+        ray.util.remove_placement_group(group)
+        return None
+
+    def _missing(self, ray: Any) -> str:
+        return (
+            f"The cluster has not got the resources of {self.least} workers within "
+            f"{self.timeout:g} s. Received: {dict(self.bundle)} each, in a cluster of "
+            f"{_numbers(ray.cluster_resources())}, of which "
+            f"{_numbers(ray.available_resources())} are free. Start fewer workers, or "
+            "add nodes."
+        )
+
+
+def _numbers(resources: Mapping[str, float]) -> dict[str, float]:
+    return {name: resources[name] for name in ("CPU", "GPU") if name in resources}
+
+
+class Growth:
+    """Whether the cluster has room for another worker, while fewer than all run.
+
+    Args:
+        ray: The module.
+        workers: What the ranks need.
+        size: How many run.
+    """
+
+    def __init__(self, ray: Any, workers: Workers, size: int) -> None:
+        self._ray = ray
+        self._group = workers.one_more(ray) if size < workers.most else None
+        self._since: float | None = None
+
+    def is_there(self) -> bool:
+        """Whether it has had it for some seconds: others may come with it."""
+        if self._group is None:
+            return False
+        if self._since is None and self._is_made():
+            self._since = time.monotonic()
+        return self._since is not None and (
+            time.monotonic() - self._since > SETTLE_SECONDS
+        )
+
+    def _is_made(self) -> bool:
+        # Its own `wait` counts whole seconds.
+        table = self._ray.util.placement_group_table(self._group)
+        return table.get("state") == "CREATED"
+
+    def close(self) -> None:
+        """Give the resources back."""
+        if self._group is not None:
+            self._ray.util.remove_placement_group(self._group)
+            self._group = None
 
 
 def _rank_class() -> type:
@@ -35,7 +143,7 @@ def run_actors(
         calls: What they call.
         hosts: Of `hosts_of_group`.
     """
-    call, header, run_agent = ray.put(calls.call), calls.header(), runner()
+    call, header, run_agent = ray.put(calls.call), calls.header, runner()
     actors = _actors(ray, group, workers.bundle)
     growth = Growth(ray, workers, len(hosts))
     try:

@@ -9,15 +9,19 @@ import signal
 import sys
 
 from keras_dist.launch import horovod_library
-from keras_dist.launch.assignment import SECRET, Assignment, patience, seed_of
-from keras_dist.launch.first_host import secret_of, store_if_first
-from keras_dist.launch.host_store import HostStore, wait_for
-from keras_dist.launch.hosts import address_towards, slots
-from keras_dist.launch.meeting import TIMEOUT_SECONDS
-from keras_dist.launch.own_name import check_own_name
-from keras_dist.launch.rendezvous import secret_of_start, variables_of
-from keras_dist.launch.slurm import task_of
-from keras_dist.launch.slurm_step import address_of, meeting_of
+from keras_dist.launch.environments.slurm import Slurm, address_of
+from keras_dist.launch.hosts import slots
+from keras_dist.launch.meeting import (
+    TIMEOUT_SECONDS,
+    meeting_in,
+    secret_of,
+    store_if_first,
+)
+from keras_dist.launch.network import address_towards, check_own_name
+from keras_dist.launch.ranks import Assignment, connect_timeout, seed_of
+from keras_dist.launch.signing import VARIABLE as SECRET
+from keras_dist.launch.slurm_tasks import task_of
+from keras_dist.launch.store import StoreClient, secret_of_start, variables_of
 
 # SLURM signals all processes, and the ranks are to save.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -40,15 +44,15 @@ def serve() -> int:
             "This command is for tasks of SLURM. Received: no variables of a step."
         )
     given = os.environ.get(SECRET, "")
-    meeting = meeting_of(task, num_ranks=1, secret=given, timeout=TIMEOUT_SECONDS)
+    meeting = meeting_in(Slurm(task), secret=given, timeout=TIMEOUT_SECONDS)
     store, address = store_if_first(meeting)
     job = secret_of(meeting, store, address)
     secret = secret_of_start(job, f"{task.job}.{task.step}", 0)
     if store is not None:
         store.open(slots(list(zip(task.nodes, task.counts, strict=True))), secret)
         store.admit(job)
-    hosts = HostStore(address, meeting.port, job)
-    found = wait_for(hosts, meeting.host, timeout=meeting.timeout)
+    client = StoreClient(address, meeting.port, job)
+    found = client.wait(meeting.host, timeout=meeting.timeout)
     assert found is not None
     own, reached = found
     if store is not None and own.startswith("127.") and len(task.nodes) > 1:
@@ -58,7 +62,8 @@ def serve() -> int:
     known = variables_of(reached, meeting.port, secret)
     seed = seed_of(f"{task.job}.{task.step}")
     assignment = Assignment(slots=(), store=known, secret=secret, seed=seed)
-    print(json.dumps({**patience(), **assignment.variables(own)}), flush=True)
+    variables = {**connect_timeout(), **assignment.variables(own)}
+    print(json.dumps(variables), flush=True)
     if store is not None:
         sys.stdin.read()
     return 0

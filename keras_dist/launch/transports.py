@@ -5,7 +5,7 @@ import shutil
 import subprocess
 
 from keras_dist.launch import horovod_library
-from keras_dist.launch.gpus import num_gpus
+from keras_dist.launch.hosts import num_gpus
 
 TRANSPORTS = ("auto", "gloo", "mpi", "nccl")
 

@@ -149,7 +149,7 @@ def test_a_host_with_ipv6_addresses_alone_is_named(net, shared):
 _CHECK = """
 import sys
 sys.argv[0] = "keras-dist"
-from keras_dist.launch.own_name import check_own_name
+from keras_dist.launch.network import check_own_name
 check_own_name(sys.argv[1])
 """
 

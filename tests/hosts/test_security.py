@@ -32,13 +32,12 @@ print("sum", keras_dist.sum(1), flush=True)
 _STRANGER = """
 import http.client, json, os, socket, ssl, sys
 sys.argv[0] = "keras-dist"  # which needs no TensorFlow
-from keras_dist.launch.host_store import HostStore
-from keras_dist.launch.relays import with_tls
-from keras_dist.launch.rendezvous import token_of
+from keras_dist.launch.store import StoreClient, token_of
+from keras_dist.launch.tls import with_tls
 host, ports = sys.argv[1], json.loads(sys.argv[2])
 wrong = "not the secret of this job"
 paths = [f"{first}/{rest}" for first in ("", "0" * 32, token_of(wrong))
-         for rest in ("keras_dist_watch/0", "keras_dist_watch/*", "global/0", "knock",
+         for rest in ("keras_dist_watch/0", "keras_dist_watch/*", "global/0", "probe",
                       "certificate", "credential")] + ["../etc/passwd", ""]
 
 def connected(port, has_tls):
@@ -66,7 +65,7 @@ def outcome(work, *args):
 for port in ports:
     found = {"plain": set(), "tls": set(), "secret": set()}
     for name in ("plain", "tls"):
-        found[name].add(outcome(status_of, port, name == "tls", "GET", "knock"))
+        found[name].add(outcome(status_of, port, name == "tls", "GET", "probe"))
         speaks = any(isinstance(status, int) for status in found[name])
         for length in (0, 1, 300, 5000) if speaks or name == "plain" else ():
             try:
@@ -78,8 +77,8 @@ for port in ports:
             for path in paths:
                 found[name].add(outcome(status_of, port, name == "tls", method, path))
     for has_tls in (False, True):
-        guest = HostStore(host, port, wrong, has_tls=has_tls)
-        found["secret"].add(outcome(guest.knock))
+        guest = StoreClient(host, port, wrong, has_tls=has_tls)
+        found["secret"].add(outcome(guest.probe))
     print(json.dumps([port, {k: sorted(map(str, v)) for k, v in found.items()}]))
 """
 

@@ -3,10 +3,8 @@
 - `record`: where this rank is (epoch, step, collective), readable by other processes
 - `usage`: CPU time and bytes that a process has used, to distinguish work from waiting
 - `stacks`: Python stacks, and the line of the user's code in them
-- `status_store`: heartbeats of the ranks, kept in the launcher's key-value store
 - `progress`: how long this rank has made no progress, by its record and its usage
 - `other_ranks`: what a rank knows of the others by their heartbeats
-- `rank_ranges`: many ranks in few words
 - `watchdog`: a thread that ends the job if no rank makes progress
 - `seeds`: one seed for what the scripts of all ranks draw
 - `rank_process`: the process of a rank under `keras-dist run`, which runs the user's
@@ -14,7 +12,6 @@
 """
 
 from keras_dist.launch.monitor.record import here
-from keras_dist.launch.monitor.status_store import StatusStore, status_store_of
 from keras_dist.launch.monitor.usage import threads
 from keras_dist.launch.monitor.watchdog import (
     EXIT_CODE,
@@ -28,12 +25,10 @@ from keras_dist.launch.monitor.watchdog import (
 __all__ = [
     "EXIT_CODE",
     "VARIABLE",
-    "StatusStore",
     "current_limit",
     "here",
     "limit_of",
     "set_limit",
     "start",
-    "status_store_of",
     "threads",
 ]

@@ -4,10 +4,10 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+from keras_dist.launch.hosts import ranges
 from keras_dist.launch.monitor import usage
 from keras_dist.launch.monitor.progress import is_work
-from keras_dist.launch.monitor.rank_ranges import ranges
-from keras_dist.launch.monitor.status_store import StatusStore
+from keras_dist.launch.store import StoreClient
 
 # Names in the store, beside the heartbeats, whose names are the numbers of the ranks:
 # the rank that looks at all others, and what it has found when none makes progress.
@@ -35,7 +35,7 @@ class OtherRanks:
     """
 
     def __init__(
-        self, store: StatusStore, *, rank: int, size: int, limit: float
+        self, store: StoreClient, *, rank: int, size: int, limit: float
     ) -> None:
         self._store, self._rank, self._size, self._limit = store, rank, size, limit
         # For each other rank: its last heartbeat, when that was first seen, and what

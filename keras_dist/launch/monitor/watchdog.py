@@ -13,7 +13,7 @@ from typing import Any
 from keras_dist.launch.monitor import rank_process, record, stacks
 from keras_dist.launch.monitor.other_ranks import OtherRanks
 from keras_dist.launch.monitor.progress import Progress
-from keras_dist.launch.monitor.status_store import StatusStore, status_store_of
+from keras_dist.launch.store import StoreClient, client_of
 
 VARIABLE = "KERAS_DIST_STALL_SECONDS"
 DEFAULT_LIMIT = 120.0
@@ -45,7 +45,7 @@ class Watchdog(threading.Thread):
         size: int,
         limit: float,
         ignored_threads: Collection[int],
-        store: StatusStore | None,
+        store: StoreClient | None,
     ) -> None:
         super().__init__(name="keras_dist.monitor", daemon=True)
         self._rank, self._limit = rank, limit
@@ -206,7 +206,7 @@ def start(*, rank: int, size: int, ignored_threads: Collection[int]) -> None:
             size=size,
             limit=limit,
             ignored_threads=ignored_threads,
-            store=status_store_of(),
+            store=client_of(),
         )
         _watchdog.append(watchdog)
         # At once, before anything can happen to this rank: the others do not count a

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from keras_dist.launch.monitor.rank_ranges import ranges
+from keras_dist.launch.hosts import ranges
 
 OK, FAILED, WARNING, UNTRIED = "ok", "failed", "warning", "untried"
 

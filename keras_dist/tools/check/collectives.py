@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.launch.hosts import addresses
+from keras_dist.launch.network import addresses
 from keras_dist.tools.check import gpus, network
 from keras_dist.tools.check.checks import (
     Found,

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keras_dist.launch.gpus import num_gpus
-from keras_dist.launch.options import add_where
-from keras_dist.launch.slurm import task_of
+from keras_dist.launch import environments
+from keras_dist.launch.command import add_where
+from keras_dist.launch.hosts import num_gpus
 from keras_dist.report import write_whole
 from keras_dist.tools.check.checks import (
     BEGUN,
@@ -149,8 +149,8 @@ def _run(
     launcher = Launcher(where_words(options, num_ranks), seconds)
     results: list[Result] = []
     # Tasks of SLURM have one screen, and often one file system.
-    task = task_of()
-    is_first = task is None or task.position == 0
+    found = environments.detect()
+    is_first = found is None or not found.is_quiet or found.host_number == 0
     command = shlex.join(["keras-dist", *sys.argv[1:]])
 
     def show(result: Result) -> None:
@@ -201,8 +201,8 @@ def where_words(options: argparse.Namespace, num_ranks: int = 0) -> list[str]:
         num_ranks: Ranks where nothing says how many; 0 for one for each GPU, or two.
     """
     words = given_words(options, add_where)
-    if task_of() is not None:
-        # Under SLURM, `run` looks for a step only where nobody else has started it.
+    if environments.detect() is not None:
+        # `run` asks a scheduler for hosts only where nobody else has started it.
         return words
     names = ("np", "hosts", "hostfile", "nnodes", "rdzv", "host_discovery_script")
     if all(getattr(options, name) is None for name in names):

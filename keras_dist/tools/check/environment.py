@@ -20,7 +20,7 @@ from typing import Any
 import keras_dist
 from keras_dist.launch import horovod_library
 from keras_dist.launch.hosts import LOOPBACK, Slot
-from keras_dist.launch.monitor.status_store import StatusStore, status_store_of
+from keras_dist.launch.store import StoreClient, client_of
 from keras_dist.tools.check import network
 from keras_dist.tools.check.checks import (
     Found,
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
     names = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
     numbers = {name: int(os.environ[f"HOROVOD_{name.upper()}"]) for name in names}
     slot = Slot(host=os.environ["HOROVOD_HOSTNAME"], **numbers)
-    store = status_store_of()
+    store = client_of()
     assert store is not None  # the launcher has started this rank
     begin = time.time()
     report = Reporting("environment", options.checks)
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> None:
         answerer.close()
 
 
-def _exchange(store: StatusStore, slot: Slot, purpose: str, value: Any) -> list[Any]:
+def _exchange(store: StoreClient, slot: Slot, purpose: str, value: Any) -> list[Any]:
     """Exchange values by the launcher's store, and return them in rank order.
 
     Raises:

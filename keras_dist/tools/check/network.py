@@ -17,8 +17,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keras_dist.launch.hosts import addresses
-from keras_dist.launch.own_name import gloo_address
+from keras_dist.launch.network import addresses, gloo_address
 from keras_dist.tools.check.checks import Found, failed, ok, untried, warning
 
 _SECONDS = 5.0

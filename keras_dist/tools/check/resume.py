@@ -20,7 +20,7 @@ import keras
 
 from keras_dist import comm
 from keras_dist.fit import dist_fit
-from keras_dist.launch.assignment import RESTART
+from keras_dist.launch.ranks import RESTART
 from keras_dist.tools.check.checks import (
     Found,
     Reporting,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keras_dist.launch.options import add_hosts, add_limits
+from keras_dist.launch.command import add_hosts, add_limits
 from keras_dist.report import (
     check_installed,
     json_text,

@@ -28,6 +28,7 @@ import keras
 from keras_dist import comm
 from keras_dist.comm import World
 from keras_dist.launch import monitor
+from keras_dist.launch.store import StoreClient, client_of
 from keras_dist.training.saving import atomic
 
 # What saves a model, by the class that has it or as a function of `keras.saving`.
@@ -179,7 +180,7 @@ class SaveLog:
         size: Number of ranks.
     """
 
-    def __init__(self, store: monitor.StatusStore | None, size: int = 1) -> None:
+    def __init__(self, store: StoreClient | None, size: int = 1) -> None:
         self._store = store
         self._longest = max(_LONGEST, size / _LOOKS)
         self._interval = 0
@@ -188,7 +189,7 @@ class SaveLog:
     @staticmethod
     def of(world: World) -> "SaveLog":
         """Make the log of this rank."""
-        store = monitor.status_store_of()
+        store = client_of()
         return FirstRankLog(store) if world.is_first else SaveLog(store, world.size)
 
     @property
@@ -242,7 +243,7 @@ class SaveLog:
 class FirstRankLog(SaveLog):
     """The log of the first rank, which it puts into the store."""
 
-    def __init__(self, store: monitor.StatusStore | None) -> None:
+    def __init__(self, store: StoreClient | None) -> None:
         super().__init__(store)
         self._saves: dict[str, dict[str, Any]] = {}
 
