@@ -370,12 +370,12 @@ class JoinedHosts(Hosts):
         return f"; was there before: {'; '.join(named)}" if named else ""
 
     def _late_text(self, missing: str) -> str:
-        seconds = f"{self._plan.timeout:g} s"
+        seconds = self._plan.timeout
         if self._starter.named() is not None:
-            return f"Too few hosts are there. Received: {missing}, for {seconds}."
+            return f"Too few hosts are there. Received: {missing}, for {seconds:g} s."
         return (
-            f"Not all hosts have come within {seconds}. Received: {missing}. Start the "
-            f"same command on each of them; each has to reach {self._plan.meeting}."
+            f"Not all hosts have come within {seconds:g} s. Received: {missing}. Start "
+            f"the same command on each of them; each has to reach {self._plan.meeting}."
         )
 
     def _late_hosts(self) -> list[str]:
