@@ -1,56 +1,39 @@
 """Start the ranks of a job, end all that they have started, and show the first failure.
 
+One protocol, many starters: a starter gets an agent running on each host; the agent
+joins the store of the job and does what the coordinator orders; the coordinator numbers
+the ranks, watches them, and is the only loop that starts them again.
+
 - `function`: `keras_dist.run`, which calls a function on many ranks
-- `command`: the command `keras-dist run`
-- `options`: its options
-- `assignment`: which ranks a host runs, where the store is, who watches: all that a way
-  to start a job has to find out
-- `jobs`: one job: on this host or on several, with restarts
-- `ranks`: the ranks of one host: start them, watch them, end them
-- `spares`: processes that wait for the next start of the ranks
-- `processes`: find and end all processes of a job, even if the launcher is killed
-- `output`: what the ranks print, passed on to the terminal or to files
-- `reports`: run a host's ranks to their end, and report how it came
-- `failures`: which rank failed first, and the message for the user
-- `hosts`: which rank runs on which host, and addresses of this host
-- `rendezvous`: the key-value store in which the ranks find each other
-- `guarded`: the requests that the store answers
-- `tls`, `relays`: connections from other hosts to the store that are encrypted
-- `reach`: how other hosts are reached by ssh
-- `remote_hosts`: start an agent on each host by ssh
-- `remote_start`: such agents from a start of all ranks to its end
-- `agent`: starts the ranks of its host, and reports their failures
-- `calls`: ranks that an actor of Ray or a task of Spark starts: the driver's side
-- `call_store`: the store of such a job, and what the agents need of it
-- `call_agent`: the side of the actor or task
-- `call_errors`: what the caller gets if one of them has failed
+- `command`: the command `keras-dist run`, its options, and which way starts the job
+- `coordinator`: one start after the other, and the first cause of each failure
+- `joined`: hosts whose agents have joined the store; what a `Starter` has to know
+- `agent`: what each host does; by ssh it is the command `host-agent`
+- `store`: the key-value store in which hosts and ranks meet, and its client
+- `signing`: signatures and derived secrets
 - `heartbeat`: heartbeats of the agents, by which a lost host is noticed
-- `own_name`: check a host's own name where Horovod has not our patch
-- `signals`: signals that stop a job
-- `restarts`: how a start has ended; how often a job is started again, and when
-- `elastic`: jobs whose hosts come and go: who is left out, what has changed at a start
-- `elastic_jobs`: such a job with ssh
-- `discovery`: with ssh, which hosts there are now: by a list, or by a script
+- `restarts`: how often and when a job is started again; hosts that are left out
 
-Hosts that meet, without ssh:
+Ways to start:
 
-- `meeting`: where, and who this host is, as the user or SLURM has said; what the first
-  host was asked for
-- `rdzv`: take part in such a job
-- `first_host`: whether this host is the first one, which has the store
-- `gathering`, `coordinator`: in the process of the first host: who has come, and the
-  start, watch and restart of all ranks
-- `follower`: on each host: do what the first one orders
-- `orders`: what it orders, and whether it is still there
-- `members`: numbers of the hosts that have come, and the slots of their ranks
-- `host_store`: signed values that these hosts write for each other
-- `gpus`: how many ranks a host starts by default
-- `slurm`: the variables of SLURM
-- `slurm_step`: what a step of SLURM knows of all this
-- `slurm_task`: how tasks of SLURM meet that are ranks themselves
-- `munge`: pass the secret of a job to other tasks of this user
+- `local`: this machine alone, with the launcher's own process in the agent's place
+- `ssh`: an agent on each host that is listed, or that a script names
+- `meeting`: the same command on each host, by hand or by a scheduler
+- `environments/`: what schedulers say in their variables
+- `slurm_tasks`, `slurm_task`, `munge`: steps of SLURM, and tasks that are ranks
+- `calls`, `call_agent`, `ray_actors`: a function on ranks of Ray and Spark
 
-Beside these: `horovod_library` (which of our changes the installed Horovod has) and
+The ranks of one host:
+
+- `ranks`: what they run; start them, watch them, end them
+- `processes`: all processes of a job, and the signals that stop it
+- `output`, `startup_noise`: what the ranks print, passed on to the terminal or to files
+- `failures`: reports, which rank failed first, and the message for the user
+- `hosts`, `network`: which rank runs on which host; addresses of this host
+
+Beside the path: `tls` (encrypted connections to the store), `spares` (processes that
+wait for the next start), `mpi`, `mpi_ports` and `transports` (ranks that find each other
+by MPI), `horovod_library` (which of our changes the installed Horovod has), and
 `monitor/` (where each rank is, and whether the job still makes progress).
 """
 
