@@ -12,21 +12,29 @@ from keras_dist import checkpoint, comm, mixin, optimizer
 from keras_dist.callbacks import on_this_rank, runs_on_first_rank_only
 from keras_dist.callbacks.learning_rate_warmup import rate_factor_of_step
 from keras_dist.callbacks.user_callbacks import autologged_once
-from keras_dist.data import Feed, ShardSpec, is_arrays, reading, validation_feed
+from keras_dist.data import (
+    Feed,
+    ShardSpec,
+    is_arrays,
+    presharded_of,
+    reading,
+    validation_feed,
+)
 from keras_dist.data.steps import StepsRule
 from keras_dist.launch.monitor import seeds
 from keras_dist.optimizer.rate import LearningRateRule
 from keras_dist.report.lines import show
-from keras_dist.setup import same_batches
-from keras_dist.setup.arguments import KerasArguments
+from keras_dist.setup import sources
+from keras_dist.setup.arguments import KerasArguments, Options
 from keras_dist.setup.checks import check_model
-from keras_dist.setup.fit_setup import FitSetup, prepare
-from keras_dist.setup.options import Options
-from keras_dist.setup.reports import with_plan, with_reports
+from keras_dist.setup.fit_setup import FitSetup, prepare, with_plan, with_reports
 from keras_dist.training import step
 from keras_dist.training.autotune import without_autotune
-from keras_dist.training.predict import predict_sharded, rows_to_predict
-from keras_dist.training.predict_divided import is_divided_by_row, predict_divided
+from keras_dist.training.predict import (
+    predict_presharded,
+    predict_sharded,
+    rows_to_predict,
+)
 from keras_dist.training.same_values import agree_on_arrays
 from keras_dist.training.session import (
     EvaluatedData,
@@ -211,7 +219,7 @@ def _train(
         given = comm.run_on_all(lambda: _opened(model, given, options))
         seed = comm.broadcast(_seed_of_order(model))
         with checkpoint.opened(options, given.callbacks, seed) as resumed:
-            spec = same_batches.shard_spec_of(
+            spec = sources.compare(
                 {"training": given.x, "validation": given.validation_data},
                 options,
                 seed=seed,
@@ -250,7 +258,7 @@ def _train(
 def _opened(model: Any, given: KerasArguments, options: Options) -> KerasArguments:
     check_model(model)
     given = with_reports(given, options)
-    return same_batches.with_streams(given, options.shard)
+    return sources.with_sources(given, options.shard)
 
 
 def _prepared(
@@ -284,7 +292,7 @@ def distributed(model: Any, setup: FitSetup) -> Iterator[None]:
         stack.callback(step.uninstall, model, is_end=True)
         session = step.install(model)
         session.holder.hold()
-        has_rows = setup.validation is None or setup.validation.has_rows
+        has_rows = setup.validation is None or setup.validation.part.has_rows
         session.metrics.use(EvaluatedData(has_rows, tuple(setup.feeds)))
         session.training_data.use(setup.training)
         average = _averaging(model, setup, stack)
@@ -377,8 +385,8 @@ class DistributedModel:
             if comm.size() == 1:
                 given = x, y, batch_size, verbose, sample_weight, steps, callbacks
                 return self.model.evaluate(*given, return_dict=return_dict)
-            x = comm.run_on_all(lambda: same_batches.opened(x, options.shard))
-            spec = same_batches.shard_spec_of({"validation": x}, options)
+            x = comm.run_on_all(lambda: sources.opened(x, options.shard))
+            spec = sources.compare({"validation": x}, options)
             pieces = x, y, sample_weight
             feed = comm.run_on_all(
                 lambda: self._feed(pieces, batch_size, steps, options, spec)
@@ -394,7 +402,7 @@ class DistributedModel:
                     **feed.arguments,
                     batch_size=batch_size,
                     verbose=verbose if comm.rank() == 0 else 0,
-                    steps=feed.steps if steps else None,
+                    steps=feed.plan.steps if steps else None,
                     callbacks=on_this_rank(_flat(callbacks)) or None,
                     return_dict=return_dict,
                 )
@@ -472,8 +480,9 @@ class DistributedModel:
             def weights() -> list[Any]:
                 return [w for w in self.model.weights if id(w) not in local]
 
-            if gather and steps is None and is_divided_by_row(x):
-                return predict_divided(x, predict, weights)
+            known = presharded_of(x) if gather and steps is None else None
+            if known is not None and not known.is_by_file:
+                return predict_presharded(x, known, predict, weights)
             if not is_arrays(x):
                 return self.model.predict(x, steps=steps, **arguments)
             arrays = comm.run_on_all(
@@ -514,7 +523,7 @@ def _evaluating(model: Any, feed: Feed) -> Iterator[None]:
     is_training = mixin.has(model, step.DistributedStep)
     try:
         scope = step.install(model).metrics
-        with scope.collective_evaluation(EvaluatedData(feed.has_rows, (feed,))):
+        with scope.collective_evaluation(EvaluatedData(feed.part.has_rows, (feed,))):
             yield
     finally:
         if not is_training:

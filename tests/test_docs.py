@@ -15,8 +15,7 @@ from launch import launch
 from pages import DOCS, ROOT, blocks, named, pages
 
 import keras_dist
-from keras_dist.setup.arguments import KerasArguments
-from keras_dist.setup.options import Options
+from keras_dist.setup.arguments import KerasArguments, Options
 from keras_dist.tools.migrate import fit, source
 
 sys.path.append(str(DOCS / "_ext"))

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.data import ShardSpec, Stream, own_error
-from keras_dist.data.batches import rank_batches
+from keras_dist.data import Agreed, ShardSpec, Source, own_error
+from keras_dist.data.parts import part_of
 
 ROWS, BATCH, BATCHES = 36, 4, 9
 
@@ -96,8 +96,8 @@ def test_a_look_changes_nothing(name, end, tmp_path):
     pipeline = PIPELINES[name]()
     for number in range(TIMES):
         dataset = ENDS[end](pipeline, str(tmp_path / str(number)))
-        stream = Stream(dataset)
-        stream.fingerprint(2) if number % 2 else stream.num_first_rows(3)
+        source = Source(dataset)
+        source.fingerprint(2) if number % 2 else source.num_first_rows(3)
         assert count(dataset) == [BATCHES, ROWS], number
 
 
@@ -109,10 +109,9 @@ def test_a_pass_of_one_rank_reads_all(size):
         dataset = pipeline.cache()
         for rank in range(size):
             spec = ShardSpec(rank, size, keeps_position=size == 1)
-            stream = Stream(dataset)  # kept until the pass is read, as by a feed
-            own = rank_batches(
-                stream, spec, is_sharded=True, is_training=bool(number % 2)
-            )
+            # Kept until the pass is read, as by a feed.
+            source = Source(dataset, agreed=Agreed(is_same=True))
+            own = part_of(source, spec, is_training=bool(number % 2))
             steps = own.length or BATCHES
             for _, _batch in zip(range(int(steps)), own.data, strict=False):
                 pass
@@ -133,14 +132,11 @@ def test_a_pass_that_ends_too_early_is_an_error(tmp_path, size, batches, is_know
     assert count(make(batches)) == [batches, batches * BATCH]
     dataset = make(BATCHES)
     assert len(dataset) == BATCHES
-    for is_sharded in (True, False):
+    for is_same in (True, False):
         for is_training in (True, False):
-            own = rank_batches(
-                Stream(dataset),
-                ShardSpec(size - 1, size),
-                is_sharded=is_sharded,
-                is_training=is_training,
-            )
+            source = Source(dataset, agreed=Agreed(is_same))
+            spec = ShardSpec(size - 1, size)
+            own = part_of(source, spec, is_training=is_training)
             with pytest.raises(tf.errors.OpError) as caught:
                 list(own.data)
             error = own_error([], caught.value)

@@ -6,8 +6,7 @@ import pytest
 
 from keras_dist import optimizer
 from keras_dist.checkpoint.states import CallbackStates
-from keras_dist.data import DataPosition
-from keras_dist.data.batches_schedule import batch_schedule_of
+from keras_dist.data import DataPosition, Division
 
 
 def leaf_at(updates, factor, step_multiplier):
@@ -53,13 +52,12 @@ def test_every_batch_of_an_epoch_is_read_once():
     """On any number of ranks before and after, from every step."""
     for before in range(1, 5):
         for after in range(1, 5):
-            sizes = {"length": 23}
 
             def steps_after(size):
                 return lambda skipped: (23 - skipped) // size
 
-            whole = batch_schedule_of(
-                None, size=before, steps_after=steps_after(before), **sizes
+            whole = Division.of_batches(
+                None, 23, size=before, steps_after=steps_after(before)
             )
             assert (whole.steps, whole.is_within_epoch) == (23 // before, False)
             for done in range(1, whole.steps):
@@ -67,12 +65,12 @@ def test_every_batch_of_an_epoch_is_read_once():
                 assert position == DataPosition(
                     2, done, whole.steps, 2, done * before, 23
                 )
-                rest = batch_schedule_of(
-                    position, size=after, steps_after=steps_after(after), **sizes
+                rest = Division.of_batches(
+                    position, 23, size=after, steps_after=steps_after(after)
                 )
                 left = (23 - done * before) // after
                 if not left:
-                    assert (rest.epoch, rest.skipped) == (3, 0)
+                    assert (rest.epoch, rest.begin) == (3, 0)
                     continue
                 assert rest.steps_of_epoch(2) == left and rest.epoch == 2
                 assert rest.steps_of_epoch(3) == 23 // after
@@ -89,11 +87,9 @@ def test_other_batches_are_refused_in_the_middle():
     """At the beginning of an epoch they are accepted."""
     sizes = {"size": 2, "steps_after": lambda skipped: 5}
     with pytest.raises(ValueError, match="Received: 10 batches"):
-        batch_schedule_of(DataPosition(0, 1, 5, 0, 2, 11), length=10, **sizes)
-    assert (
-        batch_schedule_of(DataPosition(1, 0, 5, 1, 0, 11), length=10, **sizes).epoch
-        == 1
-    )
+        Division.of_batches(DataPosition(0, 1, 5, 0, 2, 11), 10, **sizes)
+    later = Division.of_batches(DataPosition(1, 0, 5, 1, 0, 11), 10, **sizes)
+    assert later.epoch == 1
 
 
 class HasStateDict(keras.callbacks.Callback):

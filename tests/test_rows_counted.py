@@ -21,7 +21,13 @@ from data_kinds import (
     ids_of_batches,
 )
 
-from keras_dist.data import ShardSpec, Stream, training_feed, validation_feed
+from keras_dist.data import (
+    Agreed,
+    ShardSpec,
+    Source,
+    training_feed,
+    validation_feed,
+)
 
 FIRST = int(os.environ.get("ROWS_FIRST", "0"))
 COUNT = int(os.environ.get("ROWS_COUNT", "20"))
@@ -34,21 +40,19 @@ QUICK = ["arrays", *SEQUENCES]
 
 
 def spec_of(case: Case, rank: int, name: str) -> ShardSpec:
-    """How `same_batches.shard_spec_of` divides it, where all ranks have the same."""
-    is_in_batches = case.kind in BATCHES
+    """The ranks, as `setup.sources.compare` describes them."""
     return ShardSpec(
         rank,
         case.size,
         seed=3,
         keeps_position=case.keeps_position and name == "training",
-        same={name: True} if is_in_batches and case.size > 1 else {},
     )
 
 
 def training(case: Case, rank: int) -> Any:
     """The feed of one rank."""
     data = case.data()
-    x, y = data if case.kind in ARRAYS else (stream_of(data, case.size), None)
+    x, y = data if case.kind in ARRAYS else (source_of(data, case.size), None)
     return training_feed(
         x,
         y,
@@ -65,7 +69,7 @@ def validation(case: Case, rank: int) -> Any:
     """The same for an evaluation."""
     data = case.data()
     return validation_feed(
-        data if case.kind in ARRAYS else stream_of(data, case.size),
+        data if case.kind in ARRAYS else source_of(data, case.size),
         batch_size=case.batch_size,
         steps=None,
         steps_rule="divide",
@@ -73,19 +77,19 @@ def validation(case: Case, rank: int) -> Any:
     )
 
 
-def stream_of(data, size):
+def source_of(data, size):
     """What `dist_fit` makes of it, after its first batches were compared."""
     if size == 1:
         return data
-    stream = Stream(data)
-    stream.fingerprint(size)
-    return stream
+    source = Source(data, agreed=Agreed(is_same=True))
+    source.fingerprint(size)
+    return source
 
 
 def read(feed: Any, batch_size: int) -> list[list[int]]:
     """The rows that Keras reads in an epoch, batch by batch."""
     x, y = feed.arguments["x"], feed.arguments["y"]
-    if feed.is_marked:  # each with a number that says whether its rows count
+    if feed.part.is_marked:  # each with a number that says whether its rows count
         x = [batch for batch, mark in x if int(mark[0])]
     if y is None:
         return ids_of_batches(x)
@@ -106,10 +110,10 @@ def check_evaluation(case: Case) -> None:
     ranks = [read(feed, case.batch_size) for feed in feeds]
     assert all(sum(map(len, rank)) for rank in ranks)  # Keras needs a row
     both = list(zip(feeds, ranks, strict=True))
-    own = [rank for feed, rank in both if feed.has_rows]
+    own = [rank for feed, rank in both if feed.part.has_rows]
     assert counted(own) == counted([batches])
     for feed, rank in both:
-        assert not feed.is_exact or feed.steps in (None, len(rank))
+        assert not feed.is_exact or feed.plan.steps in (None, len(rank))
 
 
 def check_training_on_batches(case: Case) -> None:
@@ -134,15 +138,14 @@ def check_training_on_batches(case: Case) -> None:
         if is_fixed:
             assert len(ranks[0]) == steps and counted(ranks) == Counter(rows)
         for rank, feed in zip(ranks, feeds, strict=True):
-            assert not (is_fixed and feed.is_exact) or feed.steps in (None, steps)
+            assert not (is_fixed and feed.is_exact) or feed.plan.steps in (None, steps)
             if feed.batches_at is not None and case.kind != "shuffled":
                 check_indices(feed, epoch, rank, batches)
 
 
 def read_epoch(feed: Any, epoch: int, batch_size: int) -> list[list[int]]:
     """The rows that Keras reads in this epoch, batch by batch."""
-    if feed.epoch is not None:
-        feed.epoch.assign(epoch)
+    feed.begin_epoch(epoch)
     return read(feed, batch_size)
 
 
@@ -163,20 +166,20 @@ def check_training_on_arrays(case: Case) -> None:
         return  # Keras itself reads the arrays
     feeds = [training(case, rank) for rank in range(case.size)]
     first = feeds[0]
-    in_pass = first.num_rows - first.left_out
-    assert first.num_rows == case.rows and 0 <= first.left_out < case.size
-    assert sum(feed.rank_rows for feed in feeds) == in_pass
+    in_pass = first.plan.total - first.plan.left_out
+    assert first.plan.total == case.rows and 0 <= first.plan.left_out < case.size
+    assert sum(feed.plan.of_rank for feed in feeds) == in_pass
     of_ranks: list[list[list[int]]] = [[] for _ in feeds]
     for epoch in range(3):
         for feed, batches in zip(feeds, of_ranks, strict=True):
             batches += read_epoch(feed, epoch, case.batch_size)
-            assert len(batches) == feed.steps * (epoch + 1)
+            assert len(batches) == feed.plan.steps * (epoch + 1)
     rows: list[int] = []
     for number, of_step in enumerate(zip(*of_ranks, strict=True)):
         assert all(1 <= len(batch) <= case.batch_size for batch in of_step)
         rows += [row for batch in of_step for row in batch]
-        known = int(first.rows_of_all(tf.constant(number, tf.int64)))
-        assert sum(map(len, of_step)) == known
+        _, start, end = first.division.span(tf.constant(number, tf.int64))
+        assert sum(map(len, of_step)) == int(end - start)
     for begin in range(0, len(rows), in_pass):
         passed = Counter(rows[begin : begin + in_pass])
         assert max(passed.values()) == 1

@@ -6,35 +6,33 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.data import arrays, arrays_rows, either
-from keras_dist.data.arrays_order import Order
-from keras_dist.data.arrays_schedule import epoch_schedule_of
+from keras_dist.data import Arrays, Division
+from keras_dist.data.arrays import RowOrder
 
 NUM_ROWS = 23
 SIZES = ((1, 6), (2, 3), (3, 2), (2, 5))
 
 
 def sized(size, batch_size, steps=None):
-    """Arguments of `epoch_schedule_of`; an epoch is a pass by default."""
+    """Arguments of `Division.of_rows`; an epoch is a pass by default."""
     sizes = {"num_rows": NUM_ROWS, "batch_size": batch_size, "size": size}
-    return sizes | {"steps": steps or arrays_rows.steps_of_rows(**sizes)}
+    return sizes | {"steps": steps}
 
 
 def positions_of(schedule, epoch):
     """Pass and rows of each global batch of an epoch, by arithmetic."""
     batches = []
-    for step in range(schedule.steps_of_epoch(epoch, either)):
+    for step in range(schedule.steps_of_epoch(epoch)):
         position = schedule.position(epoch, step)
-        done = step + schedule.steps - schedule.steps_of_epoch(epoch, either)
+        done = step + schedule.steps - schedule.steps_of_epoch(epoch)
         assert (position.epoch, position.done, position.steps) == (
             epoch,
             done,
             schedule.steps,
         )
-        is_first = position.number == schedule.first_pass
-        last = schedule.end_of_pass(schedule.row if is_first else 0)
-        stop = min(position.row + schedule.batch_size * schedule.size, last)
-        batches.append((position.number, list(range(position.row, stop))))
+        number, begin, end = schedule.span(schedule.first_step_of(epoch) + step)
+        assert (position.number, position.row) == (schedule.first_pass + number, begin)
+        batches.append((position.number, list(range(begin, end))))
     return batches
 
 
@@ -43,14 +41,14 @@ def test_a_resumed_training_reads_the_same_batches_on_as_many_ranks(steps):
     """Resumed at every step of an epoch, and again at every step of the rest."""
     for size, batch_size in SIZES:
         sizes = sized(size, batch_size, steps)
-        whole = epoch_schedule_of(None, **sizes)
+        whole = Division.of_rows(None, **sizes)
         expected = [positions_of(whole, epoch) for epoch in range(4)]
         for done in range(whole.steps):
-            rest = epoch_schedule_of(whole.position(1, done), **sizes)
+            rest = Division.of_rows(whole.position(1, done), **sizes)
             assert positions_of(rest, 1) == expected[1][done:]
             assert [positions_of(rest, 2), positions_of(rest, 3)] == expected[2:]
             for more in range(whole.steps - done):
-                again = epoch_schedule_of(rest.position(1, more), **sizes)
+                again = Division.of_rows(rest.position(1, more), **sizes)
                 assert positions_of(again, 1) == expected[1][done + more :]
                 assert [positions_of(again, 2), positions_of(again, 3)] == expected[2:]
 
@@ -58,10 +56,10 @@ def test_a_resumed_training_reads_the_same_batches_on_as_many_ranks(steps):
 def test_another_number_of_ranks_reads_each_row_that_is_left_once():
     """In the resumed pass and in later ones; fewer rows than ranks may be left out."""
     for before, after in itertools.permutations(SIZES, 2):
-        whole = epoch_schedule_of(None, **sized(*before))
+        whole = Division.of_rows(None, **sized(*before))
         first = positions_of(whole, 1)
         for done in range(1, whole.steps):
-            rest = epoch_schedule_of(whole.position(1, done), **sized(*after))
+            rest = Division.of_rows(whole.position(1, done), **sized(*after))
             own = positions_of(rest, 1) if rest.epoch == 1 else []
             read = sum((part for _, part in first[:done] + own), [])
             assert {number for number, _ in own} <= {1}
@@ -75,14 +73,15 @@ def test_another_number_of_ranks_reads_each_row_that_is_left_once():
 def test_the_rows_of_each_step_are_known_beforehand():
     """The rows of all ranks at each step, counted from the beginning of epoch 0."""
     for before, after in itertools.product(SIZES[:3], repeat=2):
-        whole = epoch_schedule_of(None, **sized(*before))
+        whole = Division.of_rows(None, **sized(*before))
         for done in (0, 1, whole.steps - 1):
-            rest = epoch_schedule_of(whole.position(1, done), **sized(*after))
+            rest = Division.of_rows(whole.position(1, done), **sized(*after))
             for epoch in (rest.epoch, rest.epoch + 1):
                 positions = positions_of(rest, epoch)
-                steps = epoch * rest.steps + np.arange(len(positions))
-                counts = rest.rows_of_step(tf.constant(steps, tf.int64))
-                assert counts.numpy().tolist() == [len(part) for _, part in positions]
+                steps = rest.first_step_of(epoch) + np.arange(len(positions))
+                _, begins, ends = rest.span(tf.constant(steps, tf.int64))
+                counts = (ends - begins).numpy().tolist()
+                assert counts == [len(part) for _, part in positions]
 
 
 @pytest.mark.parametrize(
@@ -90,14 +89,14 @@ def test_the_rows_of_each_step_are_known_beforehand():
 )
 def test_the_data_set_yields_the_rows_of_the_schedule(shuffle, steps):
     """From the middle of an epoch, on as many ranks and on more."""
-    data = arrays.as_arrays(np.arange(NUM_ROWS))
+    data = Arrays.of(np.arange(NUM_ROWS))
     orders = {}
     # Inside batches, another size has other orders.
     for after in ((2, 3, steps), (3, 3, steps))[: 1 if shuffle == "batch" else 2]:
-        whole = epoch_schedule_of(None, **sized(2, 3, steps))
+        whole = Division.of_rows(None, **sized(2, 3, steps))
         for schedule in (
             whole,
-            epoch_schedule_of(whole.position(1, 2), **sized(*after)),
+            Division.of_rows(whole.position(1, 2), **sized(*after)),
         ):
             for epoch in (1, 2):
                 batches = global_batches(data, schedule, shuffle, epoch)
@@ -114,8 +113,8 @@ def global_batches(data, schedule, shuffle, epoch):
     variable = tf.Variable(epoch, dtype=tf.int64)
     batches_of_ranks = []
     for rank in range(schedule.size):
-        order = Order(schedule, rank, shuffle=shuffle, seed=5)
-        dataset = arrays.shard_training(data, order, epoch=variable)
+        order = RowOrder(schedule, rank, shuffle=shuffle, seed=5)
+        dataset = order.dataset(data, variable)
         assert int(dataset.cardinality()) == schedule.steps
         batches_of_ranks.append([x.numpy().tolist() for x in dataset])
     batches = []
@@ -131,8 +130,9 @@ def global_batches(data, schedule, shuffle, epoch):
 def test_resuming_within_an_epoch_of_other_data_is_an_error():
     """Between epochs the number of rows may change."""
     sizes = sized(2, 3)
-    position = epoch_schedule_of(None, **sizes).position(1, 2)
+    position = Division.of_rows(None, **sizes).position(1, 2)
     with pytest.raises(ValueError, match="23 rows"):
-        epoch_schedule_of(position, **sizes | {"num_rows": 24})
-    position = epoch_schedule_of(None, **sizes).position(1, sizes["steps"])
-    assert (position.number, position.row) == (2, 0)
+        Division.of_rows(position, **sizes | {"num_rows": 24})
+    whole = Division.of_rows(None, **sizes)
+    position = whole.position(1, whole.steps)
+    assert (position.epoch, position.number, position.row) == (2, 2, 0)

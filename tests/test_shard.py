@@ -15,18 +15,19 @@ from data_kinds import ids_of_batches
 
 import keras_dist
 from keras_dist.data import (
+    Agreed,
     DataPosition,
     DeclaredIterable,
-    DeclaredSequence,
-    Division,
+    Presharded,
+    ShardedSequence,
     ShardSpec,
+    Source,
+    Tail,
     divided,
     divided_at_source,
-    division_of,
     length_before_repeat,
+    presharded_of,
     seeds_of,
-    sources_of,
-    stream_of,
     training_feed,
     validation_feed,
 )
@@ -55,30 +56,30 @@ def own_data(source, division, rank, finish):
     """One rank's data."""
     by, batch_size, size = division
     own = divided(source, by=by, batch_size=batch_size, rank=rank, size=size)
-    return stream_of(finish(own))
+    return Source.of(finish(own))
 
 
 def feeds_of(source, division, finish, *, name="training", **spec):
     """The feeds of all ranks, which know each other's lengths."""
     size = division[2]
-    streams = [own_data(source(), division, rank, finish) for rank in range(size)]
-    lengths = {name: tuple(stream.length for stream in streams)}
+    sources = [own_data(source(), division, rank, finish) for rank in range(size)]
+    lengths = tuple(own.length for own in sources)
     feeds = []
-    for rank, stream in enumerate(streams):
-        of_rank = ShardSpec(rank, size, lengths=lengths, **spec)
+    for rank, own in enumerate(sources):
+        own.agree(Agreed(lengths=lengths))
+        of_rank = ShardSpec(rank, size, **spec)
         given = {"batch_size": None, "steps_rule": "divide", "spec": of_rank}
         if name == "training":
             given |= {"shuffle": True, "steps_per_epoch": None}
-            feeds.append(training_feed(stream, None, None, **given))
+            feeds.append(training_feed(own, None, None, **given))
         else:
-            feeds.append(validation_feed(stream, steps=None, **given))
+            feeds.append(validation_feed(own, steps=None, **given))
     return feeds
 
 
 def read(feed, epoch=0):
     """Batches of row numbers of one epoch, as Keras reads them."""
-    if feed.epoch is not None:
-        feed.epoch.assign(epoch)
+    feed.begin_epoch(epoch)
     return ids_of_batches(feed.arguments["x"])
 
 
@@ -119,8 +120,8 @@ def test_all_ranks_read_the_global_batches_of_one_process():
             ranks = [read(feed) for feed in feeds]
             assert global_batches(ranks) == expected, (count, batch, size, by)
         for rank, (feed, batches) in enumerate(zip(feeds, ranks, strict=True)):
-            assert feed.steps == len(expected) == feed.arguments["x"].cardinality()
-            assert feed.steps_before == -(-count // batch)
+            assert feed.plan.steps == len(expected) == feed.arguments["x"].cardinality()
+            assert feed.plan.steps_before == -(-count // batch)
             for step, own in enumerate(batches):
                 of_step = feed.batches_at(0, step)
                 named = [range(i * batch, (i + 1) * batch) for i in of_step]
@@ -208,7 +209,7 @@ def test_a_division_is_known_through_the_pipeline(name):
         finish = lambda rows: rows.map(keys).batch(4)  # noqa: E731
     for by in ("rows", "batches"):
         feeds = feeds_of(source, (by, 4, 3), finish)
-        assert all("sharded before decoding, by" in feed.kind for feed in feeds)
+        assert all("sharded before decoding, by" in feed.plan.kind for feed in feeds)
         oracle = finish(source())
         for _ in range(2):
             rows = list(itertools.chain(*ids_of_batches(oracle)))
@@ -228,9 +229,9 @@ def test_data_of_unknown_length_ends_after_the_same_step():
             )
             for rank in range(size)
         ]
-        assert [stream.length for stream in own] == [None] * size
+        assert [source.length for source in own] == [None] * size
         kept = [row for row in range(40) if row % 3]
-        found = [itertools.chain(*ids_of_batches(stream.data)) for stream in own]
+        found = [itertools.chain(*ids_of_batches(source.data)) for source in own]
         assert sorted(itertools.chain(*found)) == kept
 
 
@@ -258,11 +259,11 @@ def test_the_rest_of_an_epoch_begins_where_it_was_left():
         expected = [left[i : i + whole] for i in range(0, len(left), whole)]
         if expected and len(expected[-1]) < size:
             expected.pop()
-        first = feeds[0].schedule
+        first = feeds[0].division
         assert first.epoch == (2 if expected else 3)
         if expected:
             assert global_batches([read(feed, 2) for feed in feeds]) == expected
-            assert {feed.schedule.first_steps for feed in feeds} == {len(expected)}
+            assert {feed.division.first_steps for feed in feeds} == {len(expected)}
         later = global_batches([read(feed, 3) for feed in feeds])
         assert later == of_one_process(count, batch, size)
 
@@ -296,7 +297,7 @@ def test_random_order_has_no_middle():
         feeds = feeds_of(
             source, ("rows", 4, 2), lambda rows: rows.batch(4), keeps_position=True
         )
-        assert [feed.schedule is not None for feed in feeds] == [is_known] * 2
+        assert [feed.division is not None for feed in feeds] == [is_known] * 2
 
 
 def test_batches_that_do_not_fit_are_an_error():
@@ -324,7 +325,7 @@ def test_several_data_sets_must_be_divided_alike():
         divided(rows_of(9), by="rows", batch_size=size, rank=0, size=2)
         for size in (2, 3)
     )
-    assert division_of(tf.data.Dataset.zip((one, one))).batch_size == 2
+    assert presharded_of(tf.data.Dataset.zip((one, one))).batch_size == 2
     for mixed in (
         tf.data.Dataset.zip((one, other)),
         tf.data.Dataset.zip((one, rows_of(9))),
@@ -332,8 +333,8 @@ def test_several_data_sets_must_be_divided_alike():
         one.enumerate(),  # other numbers than on one process
     ):
         with pytest.raises(ValueError, match="has not divided alike"):
-            division_of(mixed)
-    assert division_of(rows_of(9).batch(2)) is None
+            presharded_of(mixed)
+    assert presharded_of(rows_of(9).batch(2)) is None
 
 
 def test_what_was_before_is_seen_through_two_private_names():
@@ -342,7 +343,7 @@ def test_what_was_before_is_seen_through_two_private_names():
     data = rows_of(9).shuffle(9).map(halved).shuffle(4, seed=8).batch(2)
     seeds = seeds_of(data)
     assert len(seeds) == 2 and seeds[0] == (5, 8) and (0, 0) not in seeds
-    (first,) = sources_of(Division("rows", None, 0, 2, data))
+    (first,) = Presharded("rows", None, 0, 2, data).compared()
     assert ids_of_batches(first.batch(9)) == [list(range(9))]
     repeated = divided(rows_of(9), by="rows", batch_size=2, rank=0, size=2)
     assert length_before_repeat(repeated.repeat().batch(2)) == 5
@@ -353,7 +354,7 @@ def test_a_division_counts_rows_as_it_divides_them():
     for count, batch, size in itertools.product(range(30), range(1, 5), range(1, 5)):
         for by in ("rows", "batches"):
             counts = [
-                Division(by, batch, rank, size, None).rows_of(rank, count)
+                Presharded(by, batch, rank, size, None).rows_of(rank, count)
                 for rank in range(size)
             ]
             assert sum(counts) == count
@@ -384,7 +385,7 @@ def test_tensorflow_divides_files_at_their_source(tmp_path):
     own = [divided_at_source(data, rank=rank, size=2) for rank in (0, 1)]
     found = [int(row) for one in own for batch in one for row in batch]
     assert sorted(found) == list(range(30))
-    assert [division_of(one.prefetch(1)).by for one in own] == ["source"] * 2
+    assert [presharded_of(one.prefetch(1)).by for one in own] == ["source"] * 2
     assert divided_at_source(rows_of(9).batch(2), rank=0, size=2) is None
 
 
@@ -393,11 +394,11 @@ def test_sequences_and_iterables_have_the_elements_of_a_rank():
     found = []
     for rank in range(3):
         Numbers.made.clear()
-        own = DeclaredSequence(Numbers(), rank=rank, size=3)
+        own = ShardedSequence(Numbers(), Tail("cut", rank, 3, is_training=False))
         assert not Numbers.made
         found += [int(own[index][1][0]) for index in range(own.num_batches)]
         assert set(Numbers.made) <= {rank, rank + 3, 6}
-        assert stream_of(own).is_declared
+        assert Source.of(own).is_declared
         assert list(DeclaredIterable(range(7), rank=rank, size=3)) == list(
             range(rank, 7, 3)
         )

@@ -6,19 +6,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.data import arrays, arrays_rows, arrays_schedule
-from keras_dist.data.arrays_order import Order
+from keras_dist.data import Arrays, Division, is_arrays, own_items
+from keras_dist.data.arrays import RowOrder
 
 CASES = list(itertools.product(range(1, 5), range(1, 6), range(1, 40)))
 
 
-def rows_of_batch(step, num_rows, *, batch_size, rank, size):
+def rows_of_batch(division, step, rank):
     """Positions, in the order of a pass, of the rows that `rank` reads at `step`."""
-    used = num_rows - arrays_rows.left_out_rows(
-        num_rows, batch_size=batch_size, size=size
-    )
-    start = step * batch_size * size
-    return range(start + rank, min(start + batch_size * size, used), size)
+    number, begin, end = division.span(step)
+    assert number == 0
+    return range(begin, end)[own_items(rank, division.size)]
 
 
 def test_every_row_belongs_to_exactly_one_rank():
@@ -28,9 +26,7 @@ def test_every_row_belongs_to_exactly_one_rank():
             sharded = [
                 row
                 for rank in range(size)
-                for row in range(num_rows)[
-                    arrays_rows.shard_rows(num_rows, rank=rank, size=size)
-                ]
+                for row in range(num_rows)[own_items(rank, size)]
             ]
             assert sorted(sharded) == list(range(num_rows))
 
@@ -40,18 +36,12 @@ def test_ranks_read_the_batches_of_one_process():
     for size, batch_size, num_rows in CASES:
         if num_rows < size:
             continue
-        left_out = arrays_rows.left_out_rows(num_rows, batch_size=batch_size, size=size)
+        division = Division.of_rows(None, num_rows, batch_size=batch_size, size=size)
+        left_out = division.left_out
         assert 0 <= left_out < size
         read, counts = [], [0] * size
-        for step in range(
-            arrays_rows.steps_of_rows(num_rows, batch_size=batch_size, size=size)
-        ):
-            batches = [
-                rows_of_batch(
-                    step, num_rows, batch_size=batch_size, rank=rank, size=size
-                )
-                for rank in range(size)
-            ]
+        for step in range(division.steps):
+            batches = [rows_of_batch(division, step, rank) for rank in range(size)]
             assert all(1 <= len(batch) <= batch_size for batch in batches)
             merged = sorted(row for batch in batches for row in batch)
             assert merged == list(range(merged[0], merged[0] + len(merged)))
@@ -60,27 +50,21 @@ def test_ranks_read_the_batches_of_one_process():
                 count + len(batch) for count, batch in zip(counts, batches, strict=True)
             ]
         assert read == list(range(num_rows - left_out))
-        assert counts == [
-            arrays_rows.rows_of_rank(
-                num_rows, batch_size=batch_size, rank=rank, size=size
-            )
-            for rank in range(size)
-        ]
+        assert counts == [division.items_of_rank(rank) for rank in range(size)]
 
 
 @pytest.mark.parametrize("shuffle", [False, True, "batch"])
 def test_the_data_set_yields_the_rows_of_the_schedule(shuffle):
     """Each row once a pass, in an order that does not depend on the size."""
     num_rows, batches = 23, {}
-    data = arrays.as_arrays(np.arange(num_rows), np.arange(num_rows) * 2.0)
+    data = Arrays.of(np.arange(num_rows), np.arange(num_rows) * 2.0)
     for size, batch_size in ((1, 6), (2, 3), (3, 2)):
         passes = []
-        steps = arrays_rows.steps_of_rows(num_rows, batch_size=batch_size, size=size)
         for number in range(2):
             order = []
             batches_of_steps = zip(
                 *(
-                    read(data, batch_size, rank, size, shuffle, steps, number)
+                    read(data, batch_size, rank, size, shuffle, None, number)
                     for rank in range(size)
                 ),
                 strict=True,
@@ -106,15 +90,11 @@ def test_the_data_set_yields_the_rows_of_the_schedule(shuffle):
 def read(data, batch_size, rank, size, shuffle, steps, number):
     """The batches of one rank in one epoch."""
     sizes = {"num_rows": data.num_rows, "batch_size": batch_size, "size": size}
-    own = Order(
-        arrays_schedule.epoch_schedule_of(None, steps=steps, **sizes),
-        rank,
-        shuffle=shuffle,
-        seed=5,
-    )
+    division = Division.of_rows(None, steps=steps, **sizes)
+    own = RowOrder(division, rank, shuffle=shuffle, seed=5)
     epoch = tf.Variable(number, dtype=tf.int64)
-    dataset = arrays.shard_training(data, own, epoch=epoch)
-    assert int(dataset.cardinality()) == steps
+    dataset = own.dataset(data, epoch)
+    assert int(dataset.cardinality()) == division.steps
     batches = list(dataset)
     for step, batch in enumerate(batches):
         rows = own.rows_at(number, step)
@@ -125,12 +105,11 @@ def read(data, batch_size, rank, size, shuffle, steps, number):
 
 def test_an_epoch_begins_where_the_epoch_before_it_ended():
     """With any number of steps: the batches of all epochs are the same sequence."""
-    data = arrays.as_arrays(np.arange(11))
-    in_a_pass = arrays_rows.steps_of_rows(11, batch_size=2, size=2)
+    data = Arrays.of(np.arange(11))
     whole = [
         batch.numpy().tolist()
         for number in range(8)
-        for batch in read(data, 2, 1, 2, True, in_a_pass, number)
+        for batch in read(data, 2, 1, 2, True, None, number)
     ]
     for steps in range(1, 8):
         cut = [
@@ -143,7 +122,7 @@ def test_an_epoch_begins_where_the_epoch_before_it_ended():
 
 def test_a_tail_smaller_than_the_ranks_is_left_out_and_changes():
     """If the rows are shuffled, other rows are left out in each pass."""
-    data = arrays.as_arrays(np.arange(7))
+    data = Arrays.of(np.arange(7))
     first = {
         tuple(read(data, 2, 0, 3, True, 1, number)[0].numpy().tolist())
         for number in range(12)
@@ -155,7 +134,7 @@ def test_arrays_are_distinguished_from_batches():
     """Arrays, tensors and structures of them, and nothing else."""
     x = np.zeros((3, 2))
     for data in (x, tf.constant(x), {"a": x, "b": [x, x]}, (x, None, x)):
-        assert arrays.is_arrays(data)
+        assert is_arrays(data)
     dataset = tf.data.Dataset.from_tensors(x)
     for data in (
         None,
@@ -165,20 +144,20 @@ def test_arrays_are_distinguished_from_batches():
         [1.0, 2.0],
         tf.ragged.constant([[1]]),
     ):
-        assert not arrays.is_arrays(data)
+        assert not is_arrays(data)
 
 
 def test_arrays_of_different_lengths_are_refused():
     """The error names their shapes."""
     with pytest.raises(ValueError, match=r"\(3, 2\), \(4,\)"):
-        arrays.as_arrays(np.zeros((3, 2)), np.zeros(4))
+        Arrays.of(np.zeros((3, 2)), np.zeros(4))
 
 
 def test_the_validation_split_is_the_end_of_the_rows():
     """As in Keras; an empty part is an error."""
-    data = arrays.as_arrays(np.arange(10), np.arange(10))
-    training, validation = arrays.split_validation(data, 0.3)
+    data = Arrays.of(np.arange(10), np.arange(10))
+    training, validation = data.split(0.3)
     assert training.x.tolist() == list(range(7)) and validation.y.tolist() == [7, 8, 9]
     for fraction in (0.95, 1.0):
         with pytest.raises(ValueError, match=f"validation_split={fraction}"):
-            arrays.split_validation(data, fraction)
+            data.split(fraction)

@@ -7,9 +7,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.data import Channel, ShardSpec, Stream, training_feed
-from keras_dist.data.batches import rank_batches
-from keras_dist.data.batches_stream import length_of
+from keras_dist.data import (
+    Agreed,
+    Channel,
+    ShardSpec,
+    Source,
+    length_of,
+    training_feed,
+)
+from keras_dist.data.parts import part_of
 
 # Ranks, batches, and rows of the last one; the others have three.
 CASES = [(2, 1, 1), (2, 3, 1), (2, 4, 2), (3, 1, 2), (3, 4, 2), (3, 5, 1), (3, 6, 3)]
@@ -51,10 +57,14 @@ MAKERS = {
 }
 
 
+def dealt(data, spec, **arguments):
+    """A rank's part of data that is the same on all ranks."""
+    return part_of(Source(data, agreed=Agreed(is_same=True)), spec, **arguments)
+
+
 def read(data, rank, size, is_training):
     """Rows of `x` that a rank reads, batch by batch."""
-    spec = ShardSpec(rank, size)
-    own = rank_batches(Stream(data), spec, is_sharded=True, is_training=is_training)
+    own = dealt(data, ShardSpec(rank, size), is_training=is_training)
     batches = own.data
     if isinstance(batches, keras.utils.PyDataset):
         batches = [batches[index] for index in range(batches.num_batches)]
@@ -111,11 +121,9 @@ def test_a_shuffled_sequence_has_one_order_whatever_the_size():
         for epoch in range(2):
             shards = []
             for rank in range(size):
-                stream = Stream(Sequence(make_batches(12, 1)))
+                data = Sequence(make_batches(12, 1))
                 spec = ShardSpec(rank, size, seed=4)
-                own = rank_batches(
-                    stream, spec, is_sharded=True, is_training=False, shuffle=True
-                )
+                own = dealt(data, spec, is_training=False, shuffle=True)
                 own.epoch.assign(epoch)
                 shards.append([own.data[i][0][0] for i in range(own.data.num_batches)])
             order += [first for step in zip(*shards, strict=True) for first in step]
@@ -134,13 +142,8 @@ def test_shuffled_batches_of_uneven_sizes_leave_no_rank_without_rows():
     for epoch in range(12):
         shards = []
         for rank in range(4):
-            own = rank_batches(
-                Stream(Sequence(batches)),
-                ShardSpec(rank, 4, seed=1),
-                is_sharded=True,
-                is_training=True,
-                shuffle=True,
-            )
+            spec = ShardSpec(rank, 4, seed=1)
+            own = dealt(Sequence(batches), spec, is_training=True, shuffle=True)
             own.epoch.assign(epoch)
             shards.append([own.data[i][0] for i in range(own.data.num_batches)])
         read = np.concatenate([batch for shard in shards for batch in shard])
@@ -156,14 +159,14 @@ def test_the_indices_of_the_last_batches_of_unknown_length_are_known():
     batches = make_batches(5, 2)
     for rank in range(3):
         feed = training_feed(
-            Stream(MAKERS["generator"](batches)),
+            Source(MAKERS["generator"](batches), agreed=Agreed(is_same=True)),
             None,
             None,
             batch_size=None,
             shuffle=False,
             steps_per_epoch=None,
             steps_rule="divide",
-            spec=ShardSpec(rank, 3, same={"training": True}),
+            spec=ShardSpec(rank, 3),
         )
         assert len(list(feed.arguments["x"])) == 2
         assert [list(feed.batches_at(0, step)) for step in (0, 1)] == [[rank], [3, 4]]
@@ -178,8 +181,7 @@ def test_worker_processes_get_no_channel():
 
     channel = Channel(sum=lambda value: value, gather=lambda value: [value] * 2)
     spec = ShardSpec(0, 2, channel=channel)
-    stream = Stream(Shuffled(make_batches(4, 3)))
-    own = rank_batches(stream, spec, is_sharded=True, is_training=True).data
+    own = dealt(Shuffled(make_batches(4, 3)), spec, is_training=True).data
     assert own._channel is channel
     assert own.__getstate__()["_channel"] is None
 
@@ -187,16 +189,16 @@ def test_worker_processes_get_no_channel():
 def test_an_infinite_data_set_is_sharded_without_an_end():
     """It has no tail, whose rows would be sharded."""
     data = dataset_of(make_batches(2, 3)).repeat()
-    own = rank_batches(Stream(data), ShardSpec(1, 3), is_sharded=True, is_training=True)
+    own = dealt(data, ShardSpec(1, 3), is_training=True)
     assert own.length == math.inf == length_of(data)
     assert [x.numpy()[0] for x, _ in own.data.take(2)] == [3, 0]
 
 
 def test_the_inspected_batches_of_a_generator_are_not_lost():
     """They are read again."""
-    stream = Stream(iter(range(5)))
-    assert stream.first(2) == [0, 1] and stream.first(3) == [0, 1, 2]
-    assert list(stream) == [0, 1, 2, 3, 4]
+    source = Source(iter(range(5)))
+    assert source.first(2) == [0, 1] and source.first(3) == [0, 1, 2]
+    assert list(source) == [0, 1, 2, 3, 4]
 
 
 def test_structures_and_dtypes_stay_what_they_are():
@@ -204,9 +206,7 @@ def test_structures_and_dtypes_stay_what_they_are():
     rows = {"a": np.arange(7), "b": np.array([f"row {i}" for i in range(7)])}
     data = tf.data.Dataset.from_tensor_slices((rows, np.ones((7, 2)))).batch(2)
     for dataset in (data, data.filter(lambda x, y: True)):
-        own = rank_batches(
-            Stream(dataset), ShardSpec(0, 3), is_sharded=True, is_training=False
-        )
+        own = dealt(dataset, ShardSpec(0, 3), is_training=False)
         batches = list(own.data)
         assert [x["b"].numpy().tolist() for x, _ in batches] == [
             [b"row 0", b"row 1"],
@@ -225,6 +225,6 @@ def test_components_are_compared_by_their_rows():
         tf.ragged.constant([[1], [2, 3]]),
         tf.constant(1),
     )
-    text, numbers, *others = Stream(tf.data.Dataset.from_tensors(batch)).fingerprints(1)
+    text, numbers, *others = Source(tf.data.Dataset.from_tensors(batch)).fingerprints(1)
     assert text and numbers and text != numbers
     assert not any(others)

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_dist import __main__ as command
-from keras_dist.setup.arguments import KerasArguments
-from keras_dist.setup.options import Options
+from keras_dist.setup.arguments import KerasArguments, Options
 from keras_dist.tools.scale.command import page_of
 
 _MARK = re.compile(r"<!-- generated: (\w+) -->")

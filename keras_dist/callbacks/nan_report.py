@@ -352,7 +352,8 @@ class NanReport(keras.callbacks.Callback):
     def _rows_and_batches(self, hit: optimizer.Hit) -> tuple[Any, Sequence[int]]:
         """Indices of the rows and of the batches that were read at a hit, if known."""
         feed = session_of(self.model).training_data.feed
-        rows, batches = None, ()
+        rows: Any = None
+        batches: Sequence[int] = ()
         with contextlib.suppress(Exception):  # a report must not end the training
             if feed is not None and feed.rows_at is not None:
                 rows = feed.rows_at(self._epoch, hit.step, hit.batch)

@@ -8,7 +8,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from keras_dist import comm
 from keras_dist.optimizer import Stopwatch
@@ -275,15 +274,16 @@ class Throughput(keras.callbacks.Callback):
 
     def _advice(self, fraction: float) -> str:
         feed = session_of(self.model).training_data.feed
-        if fraction <= _LARGE_INPUT or feed is None or not feed.makes_all_batches:
+        source = None if feed is None else feed.made_by_all
+        if fraction <= _LARGE_INPUT or source is None:
             return ""
-        if isinstance(feed.stream.data, tf.data.Dataset):
+        if source.kind == "dataset":
             line = "put\n  .apply(keras_dist.shard(batch_size)) before its first map"
         else:
             line = "loop over\n  keras_dist.shard(names) where it reads them"
         return (
             "\n  Every rank makes the batches of all ranks. To divide the work of the "
-            f"{feed.stream.kind}, {line}"
+            f"{source.type_name}, {line}"
         )
 
     def _measure(self) -> tuple[int, float]:

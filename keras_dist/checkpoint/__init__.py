@@ -98,16 +98,16 @@ def _first_epoch(resume: Resume, setup: FitSetup) -> int:
     assert saved is not None
     if saved.is_finished:
         return int(setup.arguments["epochs"])
-    schedule = setup.training.schedule
-    if saved.position.done and schedule is None:
+    division = setup.training.division
+    if saved.position.done and division is None:
         raise ValueError(
             "The training cannot be resumed in the middle of an epoch with this data. "
-            f"Received: {setup.training.kind}, and a checkpoint of the middle of an "
-            "epoch. Pass the same data as before, or an empty folder."
+            f"Received: {setup.training.plan.kind}, and a checkpoint of the middle of "
+            "an epoch. Pass the same data as before, or an empty folder."
         )
     if (
-        schedule is not None
-        and schedule.epoch > saved.position.epoch
+        division is not None
+        and division.epoch > saved.position.epoch
         and comm.rank() == 0
     ):
         warnings.warn(
@@ -115,7 +115,7 @@ def _first_epoch(resume: Resume, setup: FitSetup) -> int:
             "ranks. These rows are skipped, and `History` has no entry for the epoch.",
             stacklevel=2,
         )
-    return saved.position.epoch if schedule is None else schedule.epoch
+    return saved.position.epoch if division is None else division.epoch
 
 
 def _print_position(resume: Resume, setup: FitSetup) -> None:

@@ -15,8 +15,8 @@ from keras_dist.checkpoint.lock import locked
 from keras_dist.checkpoint.newest import Copies, explained, find_copies, read_newest
 from keras_dist.data import DataPosition, ShardSpec
 from keras_dist.report.plan import Plan
+from keras_dist.setup.arguments import Options
 from keras_dist.setup.fit_setup import FitSetup
-from keras_dist.setup.options import Options
 from keras_dist.version import __version__
 
 _ADVICE = "Start every rank with the same arguments."

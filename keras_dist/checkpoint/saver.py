@@ -17,7 +17,7 @@ from keras_dist.checkpoint import states
 from keras_dist.checkpoint.files import Folder, decoded
 from keras_dist.checkpoint.saved import Resume, Saved, scale_of
 from keras_dist.checkpoint.states import CallbackStates, gathered
-from keras_dist.data import DataPosition, Stream, either
+from keras_dist.data import DataPosition, Source
 from keras_dist.report.lines import say
 from keras_dist.setup.fit_setup import FitSetup
 from keras_dist.training import step
@@ -211,7 +211,7 @@ def saves_within_epochs(setup: FitSetup) -> bool:
     Not for data of unknown length, which has no schedule to continue. And not with
     local SGD, where the weights of the ranks differ until the end of the epoch.
     """
-    return setup.training.schedule is not None and setup.averaging.every == 1
+    return setup.training.division is not None and setup.averaging.every == 1
 
 
 class Saver(keras.callbacks.Callback):
@@ -277,10 +277,8 @@ class Saver(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         before, self._done = self._done, batch + 1
-        schedule = self._feed.schedule
-        if schedule is not None and self._done >= schedule.steps_of_epoch(
-            self._epoch, either
-        ):
+        division = self._feed.division
+        if division is not None and self._done >= division.steps_of_epoch(self._epoch):
             return  # the end of the epoch saves
         agreed = self._requests.agreed(self.model)
         if agreed.end:
@@ -301,13 +299,12 @@ class Saver(keras.callbacks.Callback):
 
     def _position(self, epoch: int, done: int) -> DataPosition:
         """Return the position after `done` steps of an epoch."""
-        if self._feed.schedule is None:
+        division = self._feed.division
+        if division is None:
             return DataPosition(epoch, 0, 1, 0, 0, 0)
         if done:
-            return self._feed.schedule.position(epoch, done)
-        before = self._feed.schedule.steps_of_epoch(epoch - 1, either)
-        end = self._feed.schedule.position(epoch - 1, before)
-        return DataPosition(epoch, 0, end.steps, end.number, end.row, end.num_rows)
+            return division.position(epoch, done)
+        return division.position(epoch - 1, division.steps_of_epoch(epoch - 1))
 
     def _save(self, position: DataPosition, *, is_finished: bool = False) -> None:
         """Gather the state of all ranks, and let some of them write a checkpoint."""
@@ -369,10 +366,10 @@ class Saver(keras.callbacks.Callback):
 
     def _is_within_epoch(self) -> bool:
         """Tell whether the training is resumed in the middle of an epoch."""
-        position, schedule = self._resume.position, self._feed.schedule
-        if position is None or schedule is None:
+        position, division = self._resume.position, self._feed.division
+        if position is None or division is None:
             return False
-        return position.done > 0 and position.epoch == schedule.epoch
+        return position.done > 0 and position.epoch == division.epoch
 
     def _own(self, saved: Saved) -> Any:
         """Return this rank's saved state; on another size the first rank's."""
@@ -435,13 +432,13 @@ class Saver(keras.callbacks.Callback):
     def _build(self) -> None:
         """Build the model and its optimizers without a step."""
         if not self.model.built:
-            if self._feed.schedule is None:
+            if self._feed.division is None:
                 raise ValueError(
                     "The training is finished, and there is no data to build the model "
                     "from before it is restored. Received: a model that is not built. "
                     "Build it before, for example with an `Input` as its first layer."
                 )
-            [first] = Stream(self._feed.arguments["x"]).first(1)
+            [first] = Source(self._feed.part.data).first(1)
             step.build_now(self.model, first)
         for each in optimizer.optimizers_of(self.model):
             if not each.built:

@@ -1,5 +1,6 @@
-"""Shard arrays by row."""
+"""Arrays, sharded by row: the order of the rows, and a data set of one rank's rows."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,12 +8,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.data.arrays_order import Order
-from keras_dist.data.arrays_reader import reader_of
-from keras_dist.data.arrays_rows import shard_rows
-from keras_dist.data.batches_known_length import with_length, without_auto_shard
+from keras_dist.data.division import Division, own_items
+from keras_dist.data.pipeline import with_length, without_auto_shard
 
-_UNEVEN = (tf.RaggedTensor, tf.SparseTensor)
+# Tensors whose rows differ in length, which cannot be sliced by row.
+UNEVEN = (tf.RaggedTensor, tf.SparseTensor)
 
 # Rows that `find_rows` compares at a time.
 _BLOCK = 4096
@@ -26,6 +26,9 @@ class Arrays:
         x: Array-like of shape `(rows, …)`, or a list, tuple or dict of them.
         y: The same for the targets, or `None`.
         sample_weight: The same for the weights, or `None`.
+
+    Raises:
+        ValueError: If the numbers of rows differ.
     """
 
     x: Any
@@ -41,17 +44,37 @@ class Arrays:
                 f"Received: arrays of the shapes {shapes}"
             )
 
+    @classmethod
+    def of(cls, x: Any, y: Any = None, sample_weight: Any = None) -> "Arrays":
+        """Make `Arrays` of pandas, NumPy and TensorFlow values."""
+
+        def converted(leaf: Any) -> Any:
+            is_usable = tf.is_tensor(leaf) or isinstance(leaf, np.memmap)
+            return leaf if leaf is None or is_usable else np.asarray(leaf)
+
+        pieces = (x, y, sample_weight)
+        return cls(*(keras.tree.map_structure(converted, piece) for piece in pieces))
+
     @property
     def num_rows(self) -> int:
         """Length of the first axis."""
         return len(self._leaves()[0])
 
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether at least one array is a memory-mapped file."""
+        return any(isinstance(leaf, np.memmap) for leaf in self._leaves())
+
     def row_shapes(self) -> list[tuple[int, ...]]:
         """Shape of one row of each array."""
         return [tuple(np.shape(leaf))[1:] for leaf in self._leaves()]
 
+    def pieces(self) -> dict[str, Any]:
+        """Return the arrays by the names of Keras's arguments."""
+        return {"x": self.x, "y": self.y, "sample_weight": self.sample_weight}
+
     def packed(self) -> Any:
-        """What a step is given: `x`, `(x, y)` or `(x, y, sample_weight)`.
+        """Return what a step is given: `x`, `(x, y)` or `(x, y, sample_weight)`.
 
         Without `y` it is as in Keras: `x` itself, or `(x,)` if that is a list or tuple;
         weights are dropped.
@@ -64,22 +87,81 @@ class Arrays:
         return keras.utils.pack_x_y_sample_weight(self.x, self.y, weight)
 
     def __getitem__(self, rows: slice) -> "Arrays":
-        """A slice of the rows; NumPy arrays become views and are not copied."""
+        """Slice the rows; NumPy arrays become views and are not copied."""
 
         def sliced(leaf: Any) -> Any:
             return None if leaf is None else leaf[rows]
 
-        return Arrays(
-            *(
-                keras.tree.map_structure(sliced, array)
-                for array in (self.x, self.y, self.sample_weight)
-            )
-        )
+        pieces = self.pieces().values()
+        return Arrays(*(keras.tree.map_structure(sliced, piece) for piece in pieces))
 
-    @property
-    def is_on_disk(self) -> bool:
-        """Whether at least one array is a memory-mapped file."""
-        return any(isinstance(leaf, np.memmap) for leaf in self._leaves())
+    def own_or_first(self, *, rank: int, size: int) -> "Arrays":
+        """Return the rows that a rank evaluates or predicts, always at least one.
+
+        Keras cannot evaluate empty data. If there are fewer rows than ranks, a rank
+        without a row evaluates a copy of row 0, and its metrics must not be counted.
+        """
+        has_rows = rank < self.num_rows
+        return self[own_items(rank, size) if has_rows else slice(0, 1)]
+
+    def split(self, fraction: float) -> tuple["Arrays", "Arrays"]:
+        """Split off validation rows; as in Keras, they are the last `fraction`.
+
+        Arrays must be split before they are sharded: then no row is training data on
+        one rank and validation data on another.
+
+        Raises:
+            ValueError: If one of the two parts would be empty.
+        """
+        split_at = int(self.num_rows * (1.0 - fraction))
+        if not 0 < split_at < self.num_rows:
+            raise ValueError(
+                "Both parts of a validation split need at least one row. Received: "
+                f"validation_split={fraction} of {self.num_rows} rows. Pass more data, "
+                "or another fraction."
+            )
+        return self[slice(0, split_at)], self[slice(split_at, None)]
+
+    def in_batches(self, batch_size: int) -> tf.data.Dataset:
+        """Read all rows in order, batch by batch: for arrays larger than memory."""
+        rows = tf.data.Dataset.range(self.num_rows).batch(batch_size)
+        read = _reader_of(self.packed())
+        return without_auto_shard(rows.map(read, tf.data.AUTOTUNE, deterministic=True))
+
+    def find_rows(self, batch: Any) -> np.ndarray:
+        """Find the rows of a batch, which Keras has read in an unknown order.
+
+        Args:
+            batch: `x` or `(x, …)` as it was read, with NumPy arrays.
+
+        Returns:
+            For each row of the batch the index of the first equal row, or -1 if there
+            is none.
+
+        >>> arrays = Arrays(np.array([1.0, 3.0, 2.0]))
+        >>> arrays.find_rows((np.array([2.0, 1.0]),)).tolist()
+        [2, 0]
+        """
+        leaves = [
+            leaf for leaf in keras.tree.flatten(self.packed()) if leaf is not None
+        ]
+        read = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+        # A batch may have one array more: weights that Keras made of class weights.
+        read = [np.asarray(leaf) for leaf, _ in zip(read, leaves, strict=False)]
+        row_of_key: dict[bytes, int] = dict.fromkeys(_row_keys(read), -1)
+        for begin in range(0, self.num_rows, _BLOCK):
+            if -1 not in row_of_key.values():
+                break
+            block = [
+                np.asarray(leaf[begin : begin + _BLOCK])
+                .astype(own.dtype)
+                .reshape(-1, *own.shape[1:])
+                for leaf, own in zip(leaves, read, strict=False)
+            ]
+            for offset, key in enumerate(_row_keys(block)):
+                if row_of_key.get(key) == -1:
+                    row_of_key[key] = begin + offset
+        return np.array([row_of_key[key] for key in _row_keys(read)], np.int64)
 
     def _leaves(self) -> list[Any]:
         leaves = keras.tree.flatten((self.x, self.y, self.sample_weight))
@@ -87,37 +169,20 @@ class Arrays:
 
 
 def is_arrays(data: Any) -> bool:
-    """Whether `data` is an array-like, or a structure that holds only array-likes."""
+    """Tell whether `data` is an array-like, or a structure of array-likes only."""
     if data is None or isinstance(data, tf.data.Dataset):
         return False
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
     return bool(leaves) and all(
         hasattr(leaf, "shape")
         and (tf.is_tensor(leaf) or hasattr(leaf, "__array__"))
-        and not isinstance(leaf, _UNEVEN)
+        and not isinstance(leaf, UNEVEN)
         for leaf in leaves
     )
 
 
-def is_ragged_or_sparse(data: Any) -> bool:
-    """Whether `data` holds a ragged or sparse tensor, which cannot be sliced by row."""
-    return any(isinstance(leaf, _UNEVEN) for leaf in keras.tree.flatten(data))
-
-
-def as_arrays(x: Any, y: Any = None, sample_weight: Any = None) -> Arrays:
-    """`Arrays` of pandas, NumPy and TensorFlow values; pandas becomes NumPy."""
-
-    def converted(leaf: Any) -> Any:
-        is_usable = leaf is None or tf.is_tensor(leaf) or isinstance(leaf, np.memmap)
-        return leaf if is_usable else np.asarray(leaf)
-
-    return Arrays(
-        *(keras.tree.map_structure(converted, array) for array in (x, y, sample_weight))
-    )
-
-
 def weights_of_rows(y: Any, class_weight: dict[int, float]) -> np.ndarray:
-    """The weight of each row's class, as Keras computes it for arrays.
+    """Return the weight of each row's class, as Keras computes it for arrays.
 
     For a data set, Keras takes only weights for all classes, and makes them float32. So
     arrays that become one are given weights by row.
@@ -137,140 +202,151 @@ def weights_of_rows(y: Any, class_weight: dict[int, float]) -> np.ndarray:
     return np.asarray(weights, dtype=keras.config.floatx())
 
 
-def split_validation(arrays: Arrays, fraction: float) -> tuple[Arrays, Arrays]:
-    """Training and validation rows; as in Keras, the last `fraction` is validation.
+@dataclass(frozen=True)
+class RowOrder:
+    """The order in which rows are read: one permutation for each pass.
 
-    The arrays must be split before they are sharded: then no row is training data on
-    one rank and validation data on another.
-
-    Raises:
-        ValueError: If one of the two parts would be empty.
-    """
-    split_at = int(arrays.num_rows * (1.0 - fraction))
-    if not 0 < split_at < arrays.num_rows:
-        raise ValueError(
-            "Both parts of a validation split need at least one row. Received: "
-            f"validation_split={fraction} of {arrays.num_rows} rows. Pass more data, "
-            "or another fraction."
-        )
-    return arrays[slice(0, split_at)], arrays[slice(split_at, None)]
-
-
-def shard_validation(arrays: Arrays, *, rank: int, size: int) -> Arrays:
-    """The rows that this rank evaluates or predicts, always at least one.
-
-    Keras cannot evaluate empty data. If there are fewer rows than ranks, a rank without
-    a row evaluates a copy of row 0, and its metrics must not be counted.
-    """
-    if rank >= arrays.num_rows:
-        return arrays[slice(0, 1)]
-    return arrays[shard_rows(arrays.num_rows, rank=rank, size=size)]
-
-
-def in_batches(arrays: Arrays, batch_size: int) -> tf.data.Dataset:
-    """All rows in order, read batch by batch: for arrays larger than memory."""
-    read = reader_of(arrays.packed())
-    rows = tf.data.Dataset.range(arrays.num_rows).batch(batch_size)
-    return without_auto_shard(rows.map(read, tf.data.AUTOTUNE, deterministic=True))
-
-
-def find_rows(arrays: Arrays, batch: Any) -> np.ndarray:
-    """Find the rows of a batch in arrays that Keras has shuffled in an unknown order.
+    The permutation is a function of `seed` and the number of the pass alone. So it is
+    the same on every rank and for every number of ranks.
 
     Args:
-        arrays: The arrays that the batch was read from.
-        batch: `x` or `(x, …)` as it was read, with NumPy arrays.
-
-    Returns:
-        For each row of the batch the index of the first equal row of `arrays`, or -1 if
-        there is none.
-
-    >>> find_rows(Arrays(np.array([1.0, 3.0, 2.0])), (np.array([2.0, 1.0]),)).tolist()
-    [2, 0]
+        division: Which part of which pass is read at which step.
+        rank: This rank.
+        shuffle: `True`, `False`, or `"batch"` to shuffle inside global batches only.
+        seed: Seed of the permutations, the same on all ranks.
     """
-    leaves = keras.tree.flatten(arrays.packed())
-    leaves = [leaf for leaf in leaves if leaf is not None]
-    read = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
-    # A batch may have one array more: the weights that Keras made of class weights.
-    read = [np.asarray(leaf) for leaf, _ in zip(read, leaves, strict=False)]
-    row_of_key: dict[bytes, int] = dict.fromkeys(_row_keys(read), -1)
-    for begin in range(0, arrays.num_rows, _BLOCK):
-        if -1 not in row_of_key.values():
-            break
-        block = [
-            np.asarray(leaf[begin : begin + _BLOCK])
-            .astype(own.dtype)
-            .reshape(-1, *own.shape[1:])
-            for leaf, own in zip(leaves, read, strict=False)
-        ]
-        for offset, key in enumerate(_row_keys(block)):
-            if row_of_key.get(key) == -1:
-                row_of_key[key] = begin + offset
-    return np.array([row_of_key[key] for key in _row_keys(read)], np.int64)
+
+    division: Division
+    rank: int
+    shuffle: bool | str
+    seed: int
+
+    def dataset(self, arrays: Arrays, epoch: tf.Variable) -> tf.data.Dataset:
+        """Read this rank's rows of every global batch of an epoch.
+
+        The number of the epoch is read from a variable, because an iterator cannot
+        count epochs: Keras makes more iterators than there are epochs.
+
+        Args:
+            arrays: All rows; every rank holds them.
+            epoch: An int64 variable. An iterator reads the epoch whose number it holds
+                when the iterator is made.
+
+        Returns:
+            A data set of batches, `x` or `(x, …)`, of shape `(batch_size, …)`, one for
+            each step of the epoch. The last batch of each pass over the rows may be
+            smaller. The epoch in which a training is resumed has fewer batches.
+        """
+        division = self.division
+
+        @tf.autograph.experimental.do_not_convert
+        def next_rows(state: Any, step: tf.Tensor) -> Any:
+            last, rows = state
+            number, begin, end = division.span(step)
+            rows = tf.cond(
+                tf.equal(number, last), lambda: rows, lambda: self._rows_of_pass(number)
+            )
+            return (number, rows), self._own_rows(rows, number, begin, end)
+
+        @tf.autograph.experimental.do_not_convert
+        def rows_of_epoch(_: tf.Tensor) -> tf.data.Dataset:
+            current = tf.maximum(epoch.read_value(), division.epoch)
+            first, end = map(division.first_step_of, (current, current + 1))
+            no_rows = tf.constant(-1, tf.int64), tf.zeros([0], tf.int64)
+            return tf.data.Dataset.range(first, end).scan(no_rows, next_rows)
+
+        # The variable is read inside `flat_map`, when an iterator is made.
+        rows = tf.data.Dataset.range(1).flat_map(rows_of_epoch)
+        read = _reader_of(arrays.packed())
+        dataset = rows.map(read, tf.data.AUTOTUNE, deterministic=True)
+        is_shorter = division.is_within_epoch
+        dataset = with_length(dataset, division.steps, may_be_shorter=is_shorter)
+        return without_auto_shard(dataset)
+
+    def rows_at(self, epoch: int, step: int) -> np.ndarray:
+        """Find the indices of the rows that this rank reads at a step of an epoch.
+
+        Args:
+            epoch: Number of an epoch.
+            step: Number of the step, from 0 where this training began the epoch.
+
+        >>> division = Division.of_rows(None, 7, batch_size=2, size=2)
+        >>> order = RowOrder(division, rank=1, shuffle=False, seed=0)
+        >>> [order.rows_at(*at).tolist() for at in ((0, 0), (0, 1), (1, 0))]
+        [[1, 3], [5], [1, 3]]
+        """
+        span = self.division.span(self.division.first_step_of(epoch) + step)
+        with tf.device("CPU:0"):  # the data set draws its random numbers there, too
+            number, begin, end = (tf.constant(each, tf.int64) for each in span)
+            rows = self._rows_of_pass(number)
+            return self._own_rows(rows, number, begin, end).numpy()
+
+    def _rows_of_pass(self, number: tf.Tensor) -> tf.Tensor:
+        """Put the indices of all rows in their order in a pass."""
+        rows = tf.range(self.division.total, dtype=tf.int64)
+        if self.shuffle and self.shuffle != "batch":
+            return self._permuted(rows, self.division.first_pass + number)
+        return rows
+
+    def _own_rows(
+        self, rows: tf.Tensor, number: tf.Tensor, begin: tf.Tensor, end: tf.Tensor
+    ) -> tf.Tensor:
+        """Select this rank's rows of a span of a pass."""
+        division, global_batch = self.division, rows[begin:end]
+        if self.shuffle == "batch":
+            number = (division.first_pass + number) * division.steps_per_pass
+            number += begin // (division.batch_size * division.size)
+            global_batch = self._permuted(global_batch, number)
+        return global_batch[own_items(self.rank, division.size)]
+
+    def _permuted(self, rows: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+        return tf.random.experimental.stateless_shuffle(rows, [self.seed, number])
+
+
+def _reader_of(arrays: Any) -> Callable[[tf.Tensor], Any]:
+    """Make a function of row indices that returns these rows of all arrays.
+
+    Arrays in memory are converted to tensors once. Memory-mapped files stay on disk,
+    and only the requested rows are read. Rows come in the dtypes that Keras would use.
+    """
+    readers = keras.tree.map_structure(
+        lambda leaf: None if leaf is None else _leaf_reader(leaf),
+        keras.tree.lists_to_tuples(arrays),
+    )
+
+    @tf.autograph.experimental.do_not_convert
+    def read(rows: tf.Tensor) -> Any:
+        return keras.tree.map_structure(
+            lambda reader: None if reader is None else reader(rows), readers
+        )
+
+    return read
+
+
+def _leaf_reader(leaf: Any) -> Callable[[tf.Tensor], tf.Tensor]:
+    if not isinstance(leaf, np.memmap):
+        tensor = _in_keras_dtype(tf.convert_to_tensor(leaf))
+        return lambda rows: tf.gather(tensor, rows)
+
+    def from_disk(rows: tf.Tensor) -> tf.Tensor:
+        values = tf.numpy_function(
+            lambda indices: np.asarray(leaf[indices]), [rows], tf.as_dtype(leaf.dtype)
+        )
+        return _in_keras_dtype(tf.ensure_shape(values, [None, *leaf.shape[1:]]))
+
+    return from_disk
+
+
+def _in_keras_dtype(tensor: tf.Tensor) -> tf.Tensor:
+    """Convert floats to `floatx`, as Keras does with arrays."""
+    if tensor.dtype.is_floating:
+        return tf.cast(tensor, keras.config.floatx())
+    return tensor
 
 
 def _row_keys(leaves: list[np.ndarray]) -> list[bytes]:
-    """The bytes of each row, over all arrays: equal for equal rows."""
+    """Return the bytes of each row, over all arrays: equal for equal rows."""
     return [
         b"".join(leaf[row].tobytes() for leaf in leaves)
         for row in range(len(leaves[0]))
     ]
-
-
-def shard_training(
-    arrays: Arrays, order: Order, *, epoch: tf.Variable
-) -> tf.data.Dataset:
-    """This rank's rows of every global batch of an epoch.
-
-    The number of the epoch is read from a variable, because an iterator cannot count
-    epochs: Keras makes more iterators than there are epochs.
-
-    Args:
-        arrays: All rows; every rank holds them.
-        order: The order in which the rows are read.
-        epoch: An int64 variable. An iterator reads the epoch whose number it holds when
-            the iterator is made.
-
-    Returns:
-        A data set of batches, `x` or `(x, …)`, of shape `(batch_size, …)`, one for
-        each step of the epoch. The last batch of each pass over the rows may be
-        smaller. The epoch in which a training is resumed has fewer batches.
-    """
-    schedule = order.schedule
-    per_pass, in_first = schedule.steps_per_pass, schedule.steps_in_first_pass
-    read = reader_of(arrays.packed())
-
-    def pass_of_step(step: tf.Tensor) -> tf.Tensor:
-        return tf.where(step < in_first, 0 * step, 1 + (step - in_first) // per_pass)
-
-    def batches_of_pass(
-        pass_index: tf.Tensor, begin: tf.Tensor, steps: tf.Tensor
-    ) -> tf.data.Dataset:
-        is_first, rows = tf.equal(pass_index, 0), order.rows_of_pass(pass_index)
-        steps_before = tf.where(
-            is_first, pass_index, in_first + (pass_index - 1) * per_pass
-        )
-        first = begin - steps_before
-        end = tf.where(is_first, in_first + pass_index, per_pass)
-        return tf.data.Dataset.range(
-            tf.maximum(first, 0), tf.minimum(first + steps, end)
-        ).map(lambda step: order.rows_of_batch(rows, pass_index, step))
-
-    @tf.autograph.experimental.do_not_convert
-    def passes_of_epoch(_: tf.Tensor) -> tf.data.Dataset:
-        begin = schedule.steps_before_epoch(epoch.read_value())
-        steps = schedule.steps_of_epoch(epoch.read_value())
-        pass_indices = tf.data.Dataset.range(
-            pass_of_step(begin), pass_of_step(begin + steps - 1) + 1
-        )
-        return pass_indices.flat_map(
-            lambda pass_index: batches_of_pass(pass_index, begin, steps)
-        )
-
-    # The variable is read inside `flat_map`, when an iterator is made.
-    rows_of_batches = tf.data.Dataset.range(1).flat_map(passes_of_epoch)
-    dataset = rows_of_batches.map(read, tf.data.AUTOTUNE, deterministic=True)
-    dataset = with_length(
-        dataset, schedule.steps, may_be_shorter=schedule.is_within_epoch
-    )
-    return without_auto_shard(dataset)

@@ -1,274 +1,368 @@
-"""Divide a `tf.data.Dataset` among the ranks before its rows are decoded.
+"""Divide the steps of a training over the ranks: which items each rank reads, and when.
 
-What `keras_dist.shard` has divided is known by the data set that it returned. A later
-`map`, `batch` or `prefetch` makes a new one, which is followed back to its inputs.
+An *item* is a row of arrays, or a batch of data that comes in batches. One process
+reads the items in order, the next global batch in each step. N ranks read the same
+global batches: rank r has the items r, r + N, … of each. All ranks make the same
+steps, so a last global batch with fewer items than ranks needs a rule of its own:
+rows are left out, and for batches `leftover.Tail` decides.
+
+Arithmetic only: rank and size are arguments, and nothing is read here.
 """
 
-import math
-import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import tensorflow as tf
 
-from keras_dist.data import leftover
-from keras_dist.data.batches_known_length import checked_length, known_tail_rows
-from keras_dist.data.batches_stream import finite_or_none, length_of
-from keras_dist.data.pipeline import (
-    before_shuffles,
-    has_cache_in_memory,
-    inputs_of,
-    nodes,
-)
-
-# Rows of a rank in a window of rows that come from a cache.
-_WINDOW = 64
-
-
-@dataclass(frozen=True, eq=False)
-class Division:
-    """How a data set was divided before its rows were decoded.
+@dataclass(frozen=True)
+class Channel:
+    """Collectives for data that communicates with the other ranks while it is read.
 
     Args:
-        by: `"rows"`: rank r of N has the elements r, r + N, …. `"batches"`: it has the
-            batches r, r + N, …. `"files"`: as rows, but an element is a file.
-            `"source"`: TensorFlow has divided the files that the data is read from.
-        batch_size: Rows of one rank's batch; `None` if unknown or if each element is a
-            batch.
-        rank: The rank that has these elements.
-        size: Number of ranks.
-        source: The data set before it was divided, the same on all ranks.
+        sum: Sums a whole number over all ranks.
+        gather: Returns the values of all ranks, in rank order.
     """
 
-    by: str
-    batch_size: int | None
-    rank: int
-    size: int
-    source: tf.data.Dataset
-
-    @property
-    def length(self) -> float | None:
-        """Elements of all ranks, `math.inf`, or `None` if unknown."""
-        return length_of(self.source)
-
-    @property
-    def has_batches(self) -> bool:
-        """Whether each element is a batch."""
-        return self.by == "batches" and self.batch_size is None
-
-    @property
-    def is_by_file(self) -> bool:
-        """Whether the rows of a rank are those of its files."""
-        return self.by in ("files", "source")
-
-    def facts(self) -> tuple[Any, ...]:
-        """What has to be equal on all ranks."""
-        return f"by {self.by}", self.batch_size, f"of {self.size} ranks", self.length
-
-    def rows_of(self, rank: int, length: int) -> int:
-        """How many of the first `length` elements belong to a rank.
-
-        Where the elements are batches, only those of full rounds are counted.
-        """
-        if self.by != "batches":
-            return len(range(rank, length, self.size))
-        in_round = self.size * (self.batch_size or 1)
-        full, tail = divmod(length, in_round)
-        return full * (self.batch_size or 1) + self._rows_of_tail(rank, tail)
-
-    def _rows_of_tail(self, rank: int, tail: int) -> int:
-        if self.batch_size is None:
-            return 0
-        if tail > (self.size - 1) * self.batch_size:  # each rank has a batch
-            return min(self.batch_size, tail - rank * self.batch_size)
-        return len(range(rank, tail, self.size))
+    sum: Callable[[int], int]
+    gather: Callable[[Any], list[Any]]
 
 
-# The division of each data set that `divided` has returned.
-_DIVISIONS: "weakref.WeakKeyDictionary[Any, Division]" = weakref.WeakKeyDictionary()
+@dataclass(frozen=True)
+class DataPosition:
+    """How far a training has read its data; independent of the number of ranks.
 
-
-def divided(
-    source: tf.data.Dataset, *, by: str, batch_size: int | None, rank: int, size: int
-) -> tf.data.Dataset:
-    """The elements of one rank, which `division_of` knows again after a `map`.
+    Saved in checkpoints. For data that comes in batches, `row` and `num_rows` count
+    batches.
 
     Args:
-        source: The same elements on all ranks.
-        by: As of `Division`.
-        batch_size: As of `Division`.
+        epoch: Number of the current epoch.
+        done: Steps of this epoch that are done.
+        steps: Steps of the whole epoch.
+        number: Number of the current pass over the rows.
+        row: Rows of this pass that have been read.
+        num_rows: Rows of the data.
+    """
+
+    epoch: int
+    done: int
+    steps: int
+    number: int
+    row: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """The ranks, and what the call says about how to divide data among them.
+
+    Args:
         rank: This rank.
         size: Number of ranks.
-
-    >>> rows = tf.data.Dataset.range(7)
-    >>> own = [divided(rows, by="rows", batch_size=2, rank=r, size=2) for r in (0, 1)]
-    >>> [[int(row) for row in data] for data in own]
-    [[0, 2, 4, 6], [1, 3, 5]]
-    >>> data = divided(rows, by="batches", batch_size=2, rank=1, size=2)
-    >>> [int(row) for row in data]
-    [2, 3, 6]
-    """
-    division = Division(by, batch_size, rank, size, source)
-    if by != "batches":
-        dataset = _every(source, rank, size)
-    elif batch_size is not None:
-        dataset = _by_batch(source, batch_size, rank, size)
-    else:
-        dataset = _of_batches(source, rank, size)
-    own = _known_length(division)
-    if own is not None:
-        dataset = dataset.apply(tf.data.experimental.assert_cardinality(own))
-    return remembered(dataset, division)
-
-
-def remembered(dataset: tf.data.Dataset, division: Division) -> tf.data.Dataset:
-    """The same data set, whose division `division_of` knows."""
-    _DIVISIONS[dataset] = division
-    return dataset
-
-
-def division_of(data: Any) -> Division | None:
-    """How `data`, or what it was made of, was divided; `None` if it was not.
+        shard: `"auto"` to shard the data; `"source"` to let TensorFlow divide files;
+            `"none"` if the user has already split it.
+        seed: Seed of the order of the rows, the same on all ranks.
+        channel: Collectives for data that needs them while it is read.
+        keeps_position: Whether the order of the rows is ours on a single rank, too. A
+            checkpoint needs that: another number of ranks may resume from it.
+        position: The position in the data to resume from, if any.
+        leftover: What happens to the last batches, if fewer are left than there are
+            ranks: `"cut"`: their rows are divided; `"whole"`: some ranks have one, and
+            the others take part in the step without rows; `"drop"`: they are left out;
+            `"auto"`: they are cut where possible.
+        can_mark: Whether a step can be told that its batch has no rows.
 
     Raises:
-        ValueError: If it was made of several data sets that were not divided alike.
+        ValueError: If `shard` or `leftover` is unknown, or `leftover` is `"whole"` and
+            steps cannot be marked.
     """
-    if not isinstance(data, tf.data.Dataset):
-        return None
-    if data in _DIVISIONS:
-        return _DIVISIONS[data]
-    found = [division_of(input_data) for input_data in inputs_of(data)]
-    if len({one and one.facts() for one in found}) > 1:
-        kinds = ", ".join("none" if one is None else f"by {one.by}" for one in found)
-        raise ValueError(
-            "A data set is made of several others that `keras_dist.shard` has not "
-            f"divided alike. Received: divisions {kinds} in a {type(data).__name__}. "
-            "Apply `shard` once, to the data set that is made of them."
+
+    rank: int
+    size: int
+    shard: str = "auto"
+    seed: int = 0
+    channel: Channel | None = None
+    keeps_position: bool = False
+    position: DataPosition | None = None
+    leftover: str = "auto"
+    can_mark: bool = True
+
+    def __post_init__(self) -> None:
+        if self.shard not in ("auto", "source", "none"):
+            raise ValueError(
+                '`shard` must be "auto", "source" or "none" (the data is already '
+                f"split). Received: shard={self.shard!r}"
+            )
+        if self.leftover not in ("auto", "cut", "whole", "drop"):
+            raise ValueError(
+                "`leftover`, what becomes of the last batches of a pass if they are "
+                'fewer than the ranks, must be "auto", "cut", "whole" or "drop". '
+                f"Received: leftover={self.leftover!r}"
+            )
+        if self.leftover == "whole" and not self.can_mark:
+            raise ValueError(
+                'With leftover="whole" some ranks make a step without rows, which is '
+                "not possible with `class_weight` for batches, nor with local SGD "
+                '(`sync`). Received: leftover="whole". Pass sample weights with the '
+                'batches instead of `class_weight`, or leftover="drop".'
+            )
+
+
+def own_items(rank: int, size: int) -> slice:
+    """Select the items of one rank: every `size`-th, starting at `rank`.
+
+    >>> [list(range(7))[own_items(r, 3)] for r in range(3)]
+    [[0, 3, 6], [1, 4], [2, 5]]
+    """
+    return slice(rank, None, size)
+
+
+def steps_of_rows(num_rows: int, *, batch_size: int, size: int) -> int:
+    """Count the steps of a pass over `num_rows` rows, the same on every rank.
+
+    A rank needs a row for each step, so a last global batch with fewer rows than ranks
+    is left out.
+
+    >>> [steps_of_rows(n, batch_size=10, size=2) for n in (100, 101, 102)]
+    [5, 5, 6]
+    """
+    full, tail = divmod(num_rows, batch_size * size)
+    return full + (tail >= size)
+
+
+def batches_of_step(
+    begin: int, *, total: int | None, rank: int, size: int, is_mixed: bool = False
+) -> Sequence[int]:
+    """Name the batches of which one rank has rows in a step.
+
+    They are several where fewer batches are left than there are ranks.
+
+    Args:
+        begin: Index of the first batch of the step, of all ranks.
+        total: Batches of a pass; `None` if unknown.
+        rank: This rank.
+        size: Number of ranks.
+        is_mixed: Whether each rank has rows of every batch of the step.
+
+    >>> [batches_of_step(n, total=5, rank=1, size=2) for n in (0, 2, 4)]
+    [[1], [3], [4]]
+    """
+    end = begin + size if total is None else min(begin + size, total)
+    whole = list(range(begin, end))
+    return whole[rank : rank + 1] if len(whole) == size and not is_mixed else whole
+
+
+@dataclass(frozen=True)
+class Division:
+    """Which items all ranks read at each step of a training, new or resumed.
+
+    A pass reads every item once. An epoch may be shorter or longer than a pass, and
+    then begins where the epoch before it ended. A resumed training begins with the rest
+    of an epoch, in the middle of a pass: the first epoch and the first pass may be
+    shorter than the later ones.
+
+    Steps are counted from 0 where this training begins. `span` and `first_step_of`
+    take Python integers and integer tensors alike.
+
+    Args:
+        total: Items in a pass.
+        size: Number of ranks.
+        batch_size: Items of one rank in a step.
+        steps: Steps of a whole epoch.
+        steps_per_pass: Steps of a whole pass.
+        steps_in_first_pass: Steps of what is left of the first pass.
+        first_steps: Steps of the first epoch that are left.
+        unit: What an item is: `"rows"` or `"batches"`.
+        epoch: Number of the first epoch.
+        first_pass: Number of the first pass.
+        begin: Index in the first pass of the first item to read.
+    """
+
+    total: int
+    size: int
+    batch_size: int
+    steps: int
+    steps_per_pass: int
+    steps_in_first_pass: int
+    first_steps: int
+    unit: str
+    epoch: int = 0
+    first_pass: int = 0
+    begin: int = 0
+
+    @classmethod
+    def of_rows(
+        cls,
+        position: DataPosition | None,
+        num_rows: int,
+        *,
+        batch_size: int,
+        size: int,
+        steps: int | None = None,
+    ) -> "Division":
+        """Divide the rows of arrays.
+
+        Args:
+            position: Where to resume, perhaps saved by another number of ranks; `None`
+                for a new training.
+            num_rows: Rows of the data.
+            batch_size: Rows of one rank's batch, now.
+            size: Number of ranks, now.
+            steps: Steps of an epoch, now; `None` for those of a pass.
+
+        Raises:
+            ValueError: If `position` is in the middle of an epoch of other data.
+        """
+
+        def steps_after(read: int) -> int:
+            return steps_of_rows(num_rows - read, batch_size=batch_size, size=size)
+
+        whole = _whole(num_rows, size, batch_size, steps_after(0), steps, "rows")
+        if position is None or not (position.done or position.row):
+            return whole._from_pass(position)
+        return whole._resumed(position, steps_after)
+
+    @classmethod
+    def of_batches(
+        cls,
+        position: DataPosition | None,
+        length: int,
+        *,
+        size: int,
+        steps_after: Callable[[int], int],
+    ) -> "Division":
+        """Divide batches; each epoch is one pass.
+
+        Args:
+            position: Where to resume, perhaps saved by another number of ranks; `None`
+                for a new training.
+            length: Batches of all ranks in a pass.
+            size: Number of ranks, now.
+            steps_after: Returns the steps of the rest of a pass of which a given number
+                of batches has been read.
+
+        Raises:
+            ValueError: If `position` is in the middle of an epoch of other data.
+        """
+        whole = _whole(length, size, 1, steps_after(0), None, "batches")
+        if position is None or not position.done:
+            return whole._from_pass(position)
+        return whole._resumed(position, steps_after)
+
+    @property
+    def is_within_epoch(self) -> bool:
+        """Whether the first epoch is shorter, being the rest of one."""
+        return self.first_steps < self.steps
+
+    @property
+    def left_out(self) -> int:
+        """Items of a whole pass that no rank reads."""
+        return self.total - self._end_of_pass(0, self.steps_per_pass)
+
+    def items_of_rank(self, rank: int) -> int:
+        """Count the items that a rank reads in a whole pass.
+
+        >>> rows = Division.of_rows(None, 101, batch_size=10, size=3)
+        >>> [rows.items_of_rank(rank) for rank in range(3)]
+        [34, 34, 33]
+        """
+        return len(range(self.total - self.left_out)[own_items(rank, self.size)])
+
+    def first_step_of(self, epoch: Any) -> Any:
+        """Return the first step of an epoch, which must not be before the first one."""
+        later = epoch - self.epoch
+        is_first = 1 // (1 + later)
+        return later * self.steps - (1 - is_first) * (self.steps - self.first_steps)
+
+    def steps_of_epoch(self, epoch: int) -> int:
+        """Return the steps of an epoch."""
+        return self.first_steps if epoch <= self.epoch else self.steps
+
+    def skipped_in(self, epoch: int) -> int:
+        """Return the items of an epoch that were read before the training resumed."""
+        return self.begin if epoch == self.epoch else 0
+
+    def span(self, step: Any) -> tuple[Any, Any, Any]:
+        """Find the items that all ranks read at a step.
+
+        Returns:
+            The pass, counted from 0 where this training begins; the index in it of the
+            first item; and the index after the last item.
+
+        >>> rows = Division.of_rows(None, 105, batch_size=10, size=2)
+        >>> [rows.span(step) for step in (0, 5, 6)]
+        [(0, 0, 20), (0, 100, 105), (1, 0, 20)]
+        """
+        global_size, per_pass = self.batch_size * self.size, self.steps_per_pass
+        # The first pass ends as a whole one does: what is missing is its beginning.
+        missing = per_pass - self.steps_in_first_pass
+        number, step = (step + missing) // per_pass, (step + missing) % per_pass
+        is_first = 1 // (1 + number)
+        begin = step * global_size + is_first * (self.begin - missing * global_size)
+        end = self._end_of_pass(0, per_pass)
+        end_of_first = self._end_of_pass(self.begin, self.steps_in_first_pass)
+        end += is_first * (end_of_first - end)
+        is_last = (step + 1) // per_pass
+        return (
+            number,
+            begin,
+            begin + global_size + is_last * (end - begin - global_size),
         )
-    return found[0] if found else None
+
+    def position(self, epoch: int, done: int) -> DataPosition:
+        """Return the position after `done` steps of an epoch.
+
+        After its last step, that is the beginning of the next epoch.
+        """
+        number, begin, _ = self.span(self.first_step_of(epoch) + done)
+        number += self.first_pass
+        done += self.steps - self.steps_of_epoch(epoch)
+        if done == self.steps:
+            epoch, done = epoch + 1, 0
+        return DataPosition(epoch, done, self.steps, number, begin, self.total)
+
+    def _end_of_pass(self, begin: int, steps: int) -> int:
+        return min(self.total, begin + steps * self.batch_size * self.size)
+
+    def _from_pass(self, position: DataPosition | None) -> "Division":
+        """Begin with a whole epoch and a whole pass."""
+        if position is None:
+            return self
+        return replace(self, epoch=position.epoch, first_pass=position.number)
+
+    def _resumed(
+        self, position: DataPosition, steps_after: Callable[[int], int]
+    ) -> "Division":
+        if position.num_rows != self.total:
+            raise ValueError(
+                "The training cannot go on in the middle of an epoch with other data. "
+                f"Received: {self.total} {self.unit}, and a checkpoint of a training "
+                f"with {position.num_rows} rows or batches. Pass the same data, or an "
+                "empty folder."
+            )
+        in_pass = left = steps_after(position.row)
+        ends_with_pass = self.steps == self.steps_per_pass and position.done > 0
+        if not ends_with_pass:
+            left = -(-(position.steps - position.done) * self.steps // position.steps)
+        if in_pass and left:
+            return replace(
+                self,
+                epoch=position.epoch,
+                first_steps=left,
+                first_pass=position.number,
+                begin=position.row,
+                steps_in_first_pass=in_pass,
+            )
+        # Fewer items of the pass are left than there are ranks now: they are left out.
+        return replace(
+            self,
+            epoch=position.epoch + ends_with_pass,
+            first_steps=self.steps if self.steps == self.steps_per_pass else left,
+            first_pass=position.number + 1,
+        )
 
 
-def sources_of(division: Division) -> list[tf.data.Dataset]:
-    """What is compared over the ranks: cheap to read, and not random."""
-    if division.by != "source":
-        return before_shuffles(division.source)
-    return [node for node in nodes(division.source) if not inputs_of(node)]
-
-
-def length_before_repeat(dataset: tf.data.Dataset) -> float | None:
-    """Length of the last stage of endless data, after the division, that is finite.
-
-    It is `math.inf` if the data was endless before it was divided.
-    """
-    length = length_of(dataset)
-    inputs = [] if dataset in _DIVISIONS else inputs_of(dataset)
-    if length != math.inf or len(inputs) != 1:
-        return length
-    return length_before_repeat(inputs[0])
-
-
-def first_steps(dataset: tf.data.Dataset, steps: int) -> tf.data.Dataset:
-    """The first `steps` batches; all are read, or a cache would be cut short.
-
-    >>> [int(number) for number in first_steps(tf.data.Dataset.range(5), 3)]
-    [0, 1, 2]
-    """
-
-    @tf.autograph.experimental.do_not_convert
-    def is_first(number: tf.Tensor, _: Any) -> tf.Tensor:
-        return number < steps
-
-    @tf.autograph.experimental.do_not_convert
-    def batch_of(_: tf.Tensor, batch: Any) -> Any:
-        return batch
-
-    return checked_length(dataset.enumerate().filter(is_first).map(batch_of), steps)
-
-
-def _known_length(division: Division) -> int | None:
-    """Elements of its rank, in the numbers of TensorFlow; `None` if unknown."""
-    if division.length == math.inf:
-        return tf.data.INFINITE_CARDINALITY
-    length = finite_or_none(division.length)
-    if length is None:
-        return None
-    own = division.rows_of(division.rank, length)
-    if not division.has_batches:
-        return own
-    if _has_fixed_rows(division.source):
-        return own + (length % division.size > division.rank)
-    tail = known_tail_rows(division.source, length=length, size=division.size)
-    return None if tail is None else own + (tail > division.rank)
-
-
-def _every(source: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
-    """The elements `rank`, `rank` + `size`, …."""
-    if not has_cache_in_memory(source):
-        return source.shard(size, rank)
-    # `shard` ends with this rank's last element, and would cut the cache short.
-    return _by_window(source, _WINDOW * size, lambda rows, _: rows.shard(size, rank))
-
-
-def _by_batch(
-    source: tf.data.Dataset, batch_size: int, rank: int, size: int
-) -> tf.data.Dataset:
-    """The rows of the batches `rank`, `rank` + `size`, …; then each `size`-th row."""
-    without_last = tf.constant((size - 1) * batch_size, tf.int64)
-
-    def own(rows: tf.data.Dataset, count: tf.Tensor) -> tf.data.Dataset:
-        is_full = count > without_last
-        of_batch = rows.skip(rank * batch_size).take(_if(is_full, batch_size, 0))
-        of_tail = rows.take(_if(is_full, 0, -1)).shard(size, rank)
-        return of_batch.concatenate(of_tail)
-
-    return _by_window(source, size * batch_size, own)
-
-
-def _of_batches(source: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
-    """The batches `rank`, `rank` + `size`, …; those left over are divided by row.
-
-    Where they cannot be (`leftover.rule_of`), the first ranks have one batch more.
-    """
-    is_fixed = _has_fixed_rows(source)
-
-    def own(batches: tf.data.Dataset, count: tf.Tensor) -> tf.data.Dataset:
-        is_full = count == tf.constant(size, tf.int64)
-        of_round = batches.take(_if(is_full, -1, 0)).shard(size, rank)
-        tail = batches.take(_if(is_full, 0, -1))
-        if is_fixed:
-            return of_round.concatenate(tail.shard(size, rank))
-        is_even = leftover.are_even(batches)
-        whole = tail.take(_if(is_even, 0, -1)).shard(size, rank)
-        cut = tail.take(_if(is_even, -1, 0)).unbatch().shard(size, rank)
-        return of_round.concatenate(cut.batch(2**30)).concatenate(whole)
-
-    return _by_window(source, size, own)
-
-
-def _by_window(
-    source: tf.data.Dataset,
-    count: int,
-    own: Callable[[tf.data.Dataset, tf.Tensor], tf.data.Dataset],
-) -> tf.data.Dataset:
-    """`own` of each `count` elements, or fewer at the end, and of their number."""
-    is_tuple = type(source.element_spec) is tuple
-
-    @tf.autograph.experimental.do_not_convert
-    def of_window(*components: Any) -> tf.data.Dataset:
-        rows = tf.data.Dataset.zip(components if is_tuple else components[0])
-        return own(rows, rows.cardinality())
-
-    windows, length = source.window(count), finite_or_none(length_of(source))
-    if length is not None:
-        windows = checked_length(windows, math.ceil(length / count))
-    return windows.flat_map(of_window)
-
-
-def _has_fixed_rows(batches: tf.data.Dataset) -> bool:
-    lengths = leftover.lengths_of_spec(batches.element_spec)
-    return any(length is not None for length in lengths)
-
-
-def _if(condition: tf.Tensor, yes: int, no: int) -> tf.Tensor:
-    return tf.where(condition, tf.constant(yes, tf.int64), tf.constant(no, tf.int64))
+def _whole(
+    total: int, size: int, batch_size: int, per_pass: int, steps: int | None, unit: str
+) -> Division:
+    steps = steps or per_pass
+    return Division(total, size, batch_size, steps, per_pass, per_pass, steps, unit)

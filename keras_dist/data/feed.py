@@ -1,182 +1,487 @@
-"""What one rank passes to Keras instead of the user's data."""
+"""What one rank passes to Keras instead of the user's data, of any kind."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+import contextlib
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from keras_dist.data.arrays_schedule import DataPosition, EpochSchedule
-from keras_dist.data.batches_schedule import BatchSchedule
+import keras
+import tensorflow as tf
+
+from keras_dist.data.arrays import (
+    UNEVEN,
+    Arrays,
+    RowOrder,
+    is_arrays,
+    weights_of_rows,
+)
+from keras_dist.data.division import Division, ShardSpec, batches_of_step
+from keras_dist.data.parts import Part, in_words, is_dealt, makes_all_batches, part_of
+from keras_dist.data.pipeline import finite_or_none, skip_epochs
+from keras_dist.data.sequence import ShardedSequence
+from keras_dist.data.source import Source
+from keras_dist.data.steps import StepsRule, scaled_steps
+from keras_dist.report.plan import Rows
 
 # Keras's default.
-KERAS_BATCH_SIZE = 32
+_BATCH_SIZE = 32
+
+# Stands in TensorFlow's error, and in ours, where a pass has another number of batches
+# than the data set's cardinality says.
+_WRONG_LENGTH = re.compile(r"expected to contain .* but contained[^\[{]*")
 
 
 @dataclass(frozen=True)
 class Feed:
-    """The data of one rank, as arguments for Keras, and what is known about it.
+    """The data of one rank, as arguments for Keras, and where it stands in it.
 
     Args:
         arguments: Keyword arguments for `Model.fit` or `Model.evaluate`.
-        kind: The type of the data and how it is sharded, in the words of the plan.
-        batch_size: Rows in a batch of one rank; `None` if the data decides it.
-        num_rows: Rows of all ranks' data, or of this rank's if it is already split.
-        rank_rows: Rows that this rank reads in a pass; `None` unless sharded by row.
-        left_out: Rows of a pass that no rank reads.
-        steps_before: Steps that one process would make; `None` if unknown.
-        steps: Steps that this rank makes, perhaps an estimate; `None` if unknown.
-        is_exact: Whether `steps` is certain, not an estimate.
-        is_scaled: Whether `steps` was computed from a number that the user gave.
-        has_rows: `False` if this rank has no rows of its own and evaluates a copy of
-            another rank's row, which its metrics must not count.
-        is_marked: Whether each element is a pair of a batch and a mark, as `marked`
-            makes it.
-        leftover: How the batches that are left over at the end of a pass are divided,
-            in the words of the plan; "" if there are none.
-        epoch: Has a method `assign(epoch)`, to be called before each epoch is read;
-            `None` if the data is the same in every epoch.
-        schedule: Which rows or batches come in which epoch; `None` if the data cannot
-            be read from the middle of an epoch.
-        rows_of_all: Function of the number of a step of the fit (a tensor) that returns
-            the rows of all ranks at this step; `None` if unknown beforehand.
+        plan: The plan's lines about its rows and steps.
+        part: What this rank reads.
+        source: The user's data, to be kept until a pass over it was read; `None` if
+            Keras reads it, and may refuse it.
+        is_exact: Whether the number of steps in the plan is certain, not an estimate.
+        made_by_all: The source of which each rank makes the batches of all ranks, and
+            leaves out most; `None` if there is none.
         rows_at: Function of an epoch, a step in it and the batch that was read there.
             Returns the indices of the batch's rows in the user's arrays, -1 for a row
             that is not found.
         batches_at: Function of an epoch and a step in it that returns the indices of
             the batches in the user's data; `None` if unknown.
-        reader: The `UnknownLengthReader` that reads the batches, if one does.
-        stream: The `Stream` whose batches are read, to be kept until a pass is read.
-        makes_all_batches: Whether each rank makes the batches of all ranks, and leaves
-            out those of the others.
         facts: Name and value of everything that has to be equal on all ranks.
     """
 
     arguments: dict[str, Any]
-    kind: str
-    batch_size: int | None = None
-    num_rows: int | None = None
-    rank_rows: int | None = None
-    left_out: int = 0
-    steps_before: int | None = None
-    steps: int | None = None
+    plan: Rows
+    part: Part
+    source: Arrays | Source | None = None
     is_exact: bool = True
-    is_scaled: bool = False
-    has_rows: bool = True
-    is_marked: bool = False
-    leftover: str = ""
-    epoch: Any = None
-    schedule: EpochSchedule | BatchSchedule | None = None
-    rows_of_all: Callable[[Any], Any] | None = None
+    made_by_all: Source | None = None
     rows_at: Callable[[int, int, Any], Any] | None = None
     batches_at: Callable[[int, int], Sequence[int]] | None = None
-    reader: Any = None
-    stream: Any = None
-    makes_all_batches: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def division(self) -> Division | None:
+        """Which rows or batches come at which step, if the feed has a position."""
+        return self.part.division
 
-@dataclass(frozen=True)
-class RankBatches:
-    """The batches that one rank reads, and what is known about them.
+    @property
+    def has_epochs(self) -> bool:
+        """Whether `begin_epoch` must be called before each epoch is read."""
+        return self.part.epoch is not None
 
-    Args:
-        data: The batches, in a type that Keras takes.
-        length: Number of batches in a pass, `math.inf`, or `None` if unknown.
-        epoch: Has a method `assign(epoch)`, to be called before each epoch is read;
-            `None` if the data is the same in every epoch.
-        schedule: Which batches come in which epoch; `None` if the data cannot be read
-            from the middle of an epoch.
-        reader: The reader of `data`, if the length is unknown.
-        total: Batches of all ranks in a pass, if the data was divided before its rows
-            were decoded and they are known.
-        has_rows: `False` if this rank has no rows of its own and evaluates a copy of
-            another rank's row, which its metrics must not count.
-        is_marked: As of `Feed`.
-        leftover: As of `Feed`.
-    """
-
-    data: Any
-    length: float | None
-    epoch: Any = None
-    schedule: BatchSchedule | None = None
-    reader: Any = None
-    total: int | None = None
-    has_rows: bool = True
-    is_marked: bool = False
-    leftover: str = ""
+    def begin_epoch(self, epoch: int) -> int:
+        """Set the epoch that is read next; return its first step of this training."""
+        if self.part.epoch is not None:
+            self.part.epoch.assign(epoch)
+        return 0 if self.division is None else self.division.first_step_of(epoch)
 
 
-@dataclass(frozen=True)
-class Channel:
-    """Collectives for data that communicates with the other ranks while it is read.
+def training_feed(
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    *,
+    class_weight: dict[int, float] | None = None,
+    batch_size: int | None,
+    shuffle: bool | str,
+    steps_per_epoch: int | None,
+    steps_rule: StepsRule,
+    spec: ShardSpec,
+) -> Feed:
+    """Make the arguments of `Model.fit` for this rank's training data.
 
     Args:
-        sum: Sums a whole number over all ranks.
-        gather: Returns the values of all ranks, in rank order.
+        x: Inputs: arrays, or data that comes in batches, perhaps as a `Source`.
+        y: Targets, or `None`.
+        sample_weight: Weights of the rows, or `None`.
+        class_weight: Weights of the classes, as in `Model.fit`, or `None`.
+        batch_size: Rows of one rank's batch, or `None` for Keras's default.
+        shuffle: As in `Model.fit`.
+        steps_per_epoch: Steps of a script for one process, or `None` for all data.
+        steps_rule: How `steps_per_epoch` changes with the number of ranks.
+        spec: The ranks, and how data is divided among them.
+
+    Raises:
+        ValueError: If there is no data, there are fewer rows than ranks, or the data is
+            infinite and `steps_per_epoch` is not given.
     """
+    if x is None:
+        raise ValueError(
+            "There is no data to train on. Received: x=None. Pass arrays, a "
+            "tf.data.Dataset, a keras.utils.PyDataset or a generator as `x`."
+        )
+    steps = scaled_steps(steps_rule, steps_per_epoch, size=spec.size)
+    rule = _scaling(steps_rule, steps_per_epoch)
+    if not is_arrays((x, y, sample_weight)):
+        source = x if isinstance(x, Source) else Source(x)
+        pieces = {"y": y, "sample_weight": sample_weight}
+        _check_trainable(source, pieces, steps, spec)
+        arguments = pieces | {"batch_size": batch_size, "steps_per_epoch": steps}
+        return _training_batches(
+            source, arguments, bool(shuffle), steps_per_epoch, rule, spec
+        )
+    arrays = Arrays.of(x, y, sample_weight)
+    _check_rows(arrays, spec)
+    # Keras's default: all rows divided by the steps, or 32.
+    per_step = -(-arrays.num_rows // steps_per_epoch) if steps_per_epoch else None
+    batch_size = _checked_batch_size(batch_size or per_step or _BATCH_SIZE)
+    steps_per_pass = -(-arrays.num_rows // batch_size)
+    is_sharded = spec.size > 1 or spec.keeps_position
+    if not is_sharded or spec.shard == "none":
+        given = {"x": x, "y": y, "sample_weight": sample_weight, "shuffle": shuffle}
+        given |= {"batch_size": batch_size, "steps_per_epoch": steps}
+        own_steps = min(steps or steps_per_pass, steps_per_pass)
+        return Feed(
+            given,
+            Rows(
+                "arrays, already split" if spec.size > 1 else "arrays",
+                batch_size=batch_size,
+                total=arrays.num_rows,
+                steps_before=steps_per_epoch,
+                steps=own_steps,
+                rule=rule,
+            ),
+            Part(x, own_steps),
+            arrays,
+            rows_at=lambda _, __, batch: arrays.find_rows(batch),
+            facts={
+                "the shapes of the rows": arrays.row_shapes(),
+                "the batches of a pass over its rows": steps_per_pass,
+                "the steps of an epoch": steps,
+            },
+        )
+    has_classes = hasattr(y, "shape") and len(y.shape) <= 2
+    weighs_rows = bool(class_weight and has_classes and sample_weight is None)
+    if weighs_rows:
+        arrays = replace(arrays, sample_weight=weights_of_rows(y, class_weight or {}))
+    division = Division.of_rows(
+        spec.position,
+        arrays.num_rows,
+        batch_size=batch_size,
+        size=spec.size,
+        steps=steps,
+    )
+    order = RowOrder(division, spec.rank, shuffle, spec.seed)
+    epoch = tf.Variable(division.epoch, dtype=tf.int64, trainable=False)
+    dataset = order.dataset(arrays, epoch)
+    facts = {
+        "the number of rows": arrays.num_rows,
+        "the shapes of the rows": arrays.row_shapes(),
+        "the batch size": batch_size,
+        "the steps of an epoch": division.steps,
+    }
+    # They are part of the data set: Keras accepts none of them beside one.
+    names = ["y", "sample_weight", "batch_size", "steps_per_epoch"]
+    if weighs_rows:
+        names.append("class_weight")
+        facts["`class_weight`"] = class_weight
+    return Feed(
+        dict.fromkeys(names) | {"x": dataset, "shuffle": False},
+        Rows(
+            "arrays, sharded by row, " + ("shuffled" if shuffle else "in order"),
+            batch_size=batch_size,
+            total=arrays.num_rows,
+            of_rank=division.items_of_rank(spec.rank),
+            left_out=division.left_out,
+            steps_before=steps_per_epoch or steps_per_pass,
+            steps=division.steps,
+            rule=rule,
+        ),
+        Part(dataset, division.steps, division, epoch),
+        arrays,
+        is_exact=not division.is_within_epoch,
+        rows_at=lambda number, step, _: order.rows_at(number, step),
+        facts=facts,
+    )
 
-    sum: Callable[[int], int]
-    gather: Callable[[Any], list[Any]]
 
-
-@dataclass(frozen=True)
-class ShardSpec:
-    """How data is divided among the ranks.
+def validation_feed(
+    data: Any,
+    *,
+    batch_size: int | None,
+    steps: int | None,
+    steps_rule: StepsRule,
+    spec: ShardSpec,
+) -> Feed:
+    """Make the arguments of `Model.evaluate` for this rank's validation data.
 
     Args:
-        rank: This rank.
-        size: Number of ranks.
-        shard: `"auto"` to shard the data; `"source"` to let TensorFlow divide files;
-            `"none"` if the user has already split it.
-        seed: Seed of the order of the rows, the same on all ranks.
-        channel: Collectives for data that needs them while it is read.
-        keeps_position: Whether the order of the rows is ours on a single rank, too. A
-            checkpoint needs that: another number of ranks may resume from it.
-        position: The position in the data to resume from, if any.
-        same: For the "training" and the "validation" data that comes in batches:
-            whether batch i is the same on all ranks, or may be taken for it.
-        notes: What the plan says of such data, beside how it is sharded.
-        unordered: Names of such data that the ranks read in different orders.
-        lengths: For data that was divided before its rows were decoded: the batches in
-            a pass of each rank, `math.inf`, or `None` if unknown.
-        rows: For such data of which this rank has nothing: a row of another rank.
-        leftover: What becomes of the last batches, if fewer are left than there are
-            ranks: `"cut"`: their rows are divided; `"whole"`: some ranks have one, and
-            the others take part in the step without rows; `"drop"`: they are left out;
-            `"auto"`: they are cut where that can be.
-        can_mark: Whether a step may be told that its batch has no rows.
+        data: `(x, y)` or `(x, y, sample_weight)`, or data that comes in batches,
+            perhaps as a `Source`.
+        batch_size: Rows of one rank's batch, or `None` for Keras's default.
+        steps: Steps of a script for one process, or `None` for all data.
+        steps_rule: How `steps` changes with the number of ranks.
+        spec: The ranks, and how data is divided among them.
+
+    Raises:
+        ValueError: If there is no row, or `steps` is unusable.
     """
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    name = "validation_steps_scaling"
+    own_steps = scaled_steps(
+        steps_rule, steps, size=spec.size, name=name, multiples=True
+    )
+    rule = _scaling(steps_rule, steps)
+    pieces = {"x": x, "y": y, "sample_weight": sample_weight}
+    if not is_arrays(tuple(pieces.values())) and x is not None:
+        source = x if isinstance(x, Source) else Source(x)
+        part = part_of(source, spec, is_training=False)
+        # With `steps`, a rank that has fewer rows left makes fewer of them.
+        is_exact = part.length is not None and source.presharded is None
+        plan = Rows(
+            in_words(source, spec),
+            batch_size=batch_size,
+            steps_before=steps or finite_or_none(source.length),
+            steps=_fewer(own_steps, _steps_of_pass(part, source, spec)),
+            rule=rule,
+            leftover=part.leftover,
+        )
+        arguments = pieces | {"x": part.data}
+        is_exact = is_exact or spec.size == 1
+        return Feed(arguments, plan, part, source, is_exact=is_exact)
+    plan = Rows(
+        "arrays, already split" if spec.size > 1 else "arrays",
+        batch_size=batch_size,
+        steps_before=steps,
+        steps=own_steps,
+        rule=rule,
+    )
+    if spec.size == 1 or spec.shard == "none":
+        plan = replace(plan, total=len(keras.tree.flatten(x)[0]))
+        return Feed(pieces, plan, Part(x, own_steps))
+    arrays = Arrays.of(x, y, sample_weight)
+    if arrays.num_rows == 0:
+        raise ValueError(
+            "There is nothing to validate on. Received: arrays without rows. "
+            "Pass at least one row, or no `validation_data`."
+        )
+    own = arrays.own_or_first(rank=spec.rank, size=spec.size)
+    rows_per_step = batch_size or _BATCH_SIZE
+    steps_per_pass = -(-own.num_rows // rows_per_step)
+    pieces = own.pieces()
+    if own.is_on_disk:
+        pieces = dict.fromkeys(pieces) | {"x": own.in_batches(rows_per_step)}
+    plan = replace(
+        plan,
+        kind="arrays, sharded by row",
+        total=arrays.num_rows,
+        of_rank=own.num_rows,
+        steps_before=steps or -(-arrays.num_rows // rows_per_step),
+        steps=min(own_steps or steps_per_pass, steps_per_pass),
+    )
+    part = Part(pieces["x"], steps_per_pass, has_rows=spec.rank < arrays.num_rows)
+    facts = {"the number of validation rows": arrays.num_rows}
+    return Feed(pieces, plan, part, arrays, facts=facts)
 
-    rank: int
-    size: int
-    shard: str = "auto"
-    seed: int = 0
-    channel: Channel | None = None
-    keeps_position: bool = False
-    position: DataPosition | None = None
-    same: Mapping[str, bool] = field(default_factory=dict)
-    notes: Mapping[str, str] = field(default_factory=dict)
-    unordered: Collection[str] = ()
-    lengths: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
-    rows: Mapping[str, Any] = field(default_factory=dict)
-    leftover: str = "auto"
-    can_mark: bool = True
 
-    def __post_init__(self) -> None:
-        if self.shard not in ("auto", "source", "none"):
-            raise ValueError(
-                '`shard` must be "auto", "source" or "none" (the data is already '
-                f"split). Received: shard={self.shard!r}"
-            )
-        if self.leftover not in ("auto", "cut", "whole", "drop"):
-            raise ValueError(
-                "`leftover`, what becomes of the last batches of a pass if they are "
-                'fewer than the ranks, must be "auto", "cut", "whole" or "drop". '
-                f"Received: leftover={self.leftover!r}"
-            )
-        if self.leftover == "whole" and not self.can_mark:
-            raise ValueError(
-                'With leftover="whole" some ranks make a step without rows, which is '
-                "not possible with `class_weight` for batches, nor with local SGD "
-                '(`sync`). Received: leftover="whole". Pass sample weights with the '
-                'batches instead of `class_weight`, or leftover="drop".'
-            )
+def hold_out(
+    x: Any, y: Any, sample_weight: Any, validation_split: float
+) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any]]:
+    """Split training and validation data, as `validation_split` of `Model.fit` does.
+
+    Returns:
+        `(x, y, sample_weight)` for training, and the same for validation.
+
+    Raises:
+        ValueError: If the data is not arrays, or one of the two parts would be empty.
+    """
+    if not is_arrays((x, y, sample_weight)):
+        raise ValueError(
+            "`validation_split` needs arrays. "
+            f"Received: x of type {type(x).__name__}. Pass `validation_data` instead."
+        )
+    training, validation = Arrays.of(x, y, sample_weight).split(validation_split)
+    return (
+        (training.x, training.y, training.sample_weight),
+        (validation.x, validation.y, validation.sample_weight),
+    )
+
+
+@contextlib.contextmanager
+def reading(feeds: Sequence[Feed]) -> Iterator[None]:
+    """Turn errors and warnings about data into those of the user's data, in a block.
+
+    TensorFlow reads the data in a thread and wraps an error of the user's generator in
+    a long error of its own: here the original error is raised. Keras warns when data
+    ends before the expected number of steps: the warning is hidden if that number was
+    an estimate.
+    """
+    with warnings.catch_warnings():
+        if not all(feed.is_exact for feed in feeds):
+            warnings.filterwarnings("ignore", "Your input ran out of data")
+        try:
+            yield
+        except tf.errors.OpError as error:
+            original = own_error(feeds, error)
+            if original is error:
+                raise
+            raise original from None
+
+
+def own_error(feeds: Sequence[Feed], error: Exception) -> Exception:
+    """Return the error that the user's data raised, if TensorFlow has wrapped one."""
+    if not isinstance(error, tf.errors.OpError):
+        return error
+    for feed in feeds:
+        if feed.part.reader is not None and feed.part.reader.failure is not None:
+            return feed.part.reader.failure
+    if found := _WRONG_LENGTH.search(error.message):
+        return RuntimeError(
+            "A pass over the data gave another number of batches than the data set's "
+            f"cardinality says. Received: a pass {found[0].strip().rstrip('.')}. A "
+            "cache that was filled by an iterator that stopped midway has too few "
+            "batches; so has a data set with a wrong `assert_cardinality`. Make the "
+            "data set anew before this call."
+        )
+    return error
+
+
+def _training_batches(
+    source: Source,
+    arguments: dict[str, Any],
+    shuffle: bool,
+    steps_before: int | None,
+    rule: str,
+    spec: ShardSpec,
+) -> Feed:
+    """Make the feed of training data that comes in batches."""
+    steps = arguments["steps_per_epoch"]
+    if source.has_seeded_passes and steps is None and spec.position is not None:
+        skip_epochs(source.data, spec.position.epoch)
+    part = part_of(source, spec, is_training=True, shuffle=shuffle)
+    is_sequence = isinstance(part.data, keras.utils.PyDataset)
+    # A sequence that is not sharded is shuffled by Keras.
+    is_shuffled = shuffle and part.data is source.data and is_sequence
+    batches_at = None if is_shuffled else _batches_at(part, source, steps, spec)
+    is_of_own = source.presharded is not None and spec.size > 1
+    before = part.total if is_of_own else finite_or_none(source.length)
+    if steps is not None:
+        # Keras may read ahead, into batches of the next epoch.
+        part = replace(part, epoch=None, division=None)
+    is_within_epoch = part.division is not None and part.division.is_within_epoch
+    return Feed(
+        arguments | {"x": part.data, "shuffle": is_shuffled},
+        Rows(
+            in_words(source, spec),
+            batch_size=arguments["batch_size"] or source.batch_size,
+            steps_before=steps_before or before,
+            steps=_fewer(steps, _steps_of_pass(part, source, spec)),
+            rule=rule,
+            leftover=part.leftover,
+        ),
+        part,
+        source,
+        is_exact=(part.length is not None or spec.size == 1) and not is_within_epoch,
+        made_by_all=source if makes_all_batches(source, spec) else None,
+        batches_at=batches_at,
+        facts={
+            "the batches of a pass over its data": finite_or_none(part.length),
+            "the steps of an epoch": steps,
+            "whether the data can be read from the middle": part.division is not None,
+        },
+    )
+
+
+def _batches_at(
+    part: Part, source: Source, steps: int | None, spec: ShardSpec
+) -> Callable[[int, int], Sequence[int]]:
+    """Make a function of an epoch and a step that names the user's batches there."""
+    if isinstance(part.data, ShardedSequence):
+        return part.data.batches_at
+    presharded = source.presharded if spec.size > 1 else None
+    total = part.total if presharded else finite_or_none(source.length)
+    # Of each presharded batch of one process, all ranks have rows.
+    is_mixed = presharded is not None and presharded.by == "rows" and total is not None
+    is_own = (presharded is None or total is None) and not is_dealt(source, spec)
+    rank, size = (0, 1) if is_own else (spec.rank, spec.size)
+
+    def batches_at(epoch: int, step: int) -> Sequence[int]:
+        # With `steps_per_epoch` an epoch begins where the epoch before it ended.
+        step += epoch * (steps or 0)
+        length = finite_or_none(part.length)
+        step = step % length if steps and length else step
+        begin = step * size
+        begin += 0 if part.division is None else part.division.skipped_in(epoch)
+        end = part.reader.total if total is None and part.reader else total
+        return batches_of_step(
+            begin, total=end, rank=rank, size=size, is_mixed=is_mixed
+        )
+
+    return batches_at
+
+
+def _steps_of_pass(part: Part, source: Source, spec: ShardSpec) -> int | None:
+    """Count the steps of a pass; `None` if unknown or infinite.
+
+    Where `part.length` is unknown it is an estimate, one too high at most: the last
+    step is left out if its batches have too few rows.
+    """
+    if part.length is not None or source.length is None:
+        return finite_or_none(part.length)
+    return math.ceil(source.length / (spec.size if is_dealt(source, spec) else 1))
+
+
+def _fewer(*steps: int | None) -> int | None:
+    return min(filter(None, steps), default=None)
+
+
+def _scaling(rule: StepsRule, steps: int | None) -> str:
+    """Name in the plan the rule by which a given number of steps was changed."""
+    if steps is None:
+        return ""
+    name = rule if isinstance(rule, (str, int, float)) else "your function"
+    return f"steps scaled: {name}"
+
+
+def _check_trainable(
+    source: Source, pieces: dict[str, Any], steps: int | None, spec: ShardSpec
+) -> None:
+    leaves = keras.tree.flatten([source.data, *pieces.values()])
+    is_uneven = any(isinstance(leaf, UNEVEN) for leaf in leaves)
+    if spec.size > 1 and spec.shard != "none" and is_uneven:
+        raise ValueError(
+            "Ragged and sparse tensors cannot be sharded. Received: x of "
+            f"type {source.type_name}. Pass dense arrays, or split the data yourself "
+            'and pass shard="none" with a tf.data.Dataset.'
+        )
+    if source.length == 0:
+        raise ValueError(
+            "There is no data to train on. Received: "
+            f"x of type {source.type_name} without a batch. Pass at least one row for "
+            "each rank."
+        )
+    if spec.size > 1 and source.length == math.inf and steps is None:
+        raise ValueError(
+            "An epoch of infinite data needs a number of steps. Received: "
+            f"infinite x of type {source.type_name}, steps_per_epoch=None. "
+            "Pass `steps_per_epoch`."
+        )
+
+
+def _check_rows(arrays: Arrays, spec: ShardSpec) -> None:
+    if arrays.num_rows == 0:
+        raise ValueError(
+            "There is no data to train on. Received: arrays of 0 rows. Pass at least "
+            "one row for each rank."
+        )
+    if spec.shard != "none" and arrays.num_rows < spec.size:
+        raise ValueError(
+            "Each rank needs at least one row. "
+            f"Received: {arrays.num_rows} rows for {spec.size} ranks. "
+            f"Pass more data, or start at most {arrays.num_rows} processes."
+        )
+
+
+def _checked_batch_size(batch_size: Any) -> int:
+    if not hasattr(batch_size, "__index__") or batch_size < 1:
+        raise ValueError(
+            "`batch_size`, the rows of one rank's batch, must be a whole number of at "
+            f"least 1. Received: batch_size={batch_size!r}"
+        )
+    return int(batch_size)

@@ -1,26 +1,68 @@
-"""Read what a `tf.data.Dataset` was made of: its inputs, shuffles and caches."""
+"""See what a `tf.data.Dataset` was made of, and change how one is read.
 
+`_inputs`, `_seed`, `_filename` and `_batch_size` of a data set are private names of
+TensorFlow, which has no public way to look into a pipeline (docs/decisions.md).
+"""
+
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 
-def has_cache_in_memory(dataset: tf.data.Dataset) -> bool:
-    """Whether a data set, or one that it was made of, keeps its elements in memory."""
-    if tf.get_static_value(getattr(dataset, "_filename", None)) == b"":
-        return True
-    return any(map(has_cache_in_memory, inputs_of(dataset)))
+def length_of(data: Any) -> float | None:
+    """Count the batches in one pass: a number, `math.inf`, or `None` for unknown.
+
+    >>> length_of(tf.data.Dataset.range(3)), length_of(iter([]))
+    (3, None)
+    >>> length_of(tf.data.Dataset.range(3).repeat())
+    inf
+    """
+    if isinstance(data, tf.data.Dataset):
+        cardinality = int(data.cardinality())
+        if cardinality == tf.data.INFINITE_CARDINALITY:
+            return math.inf
+        return cardinality if cardinality >= 0 else None
+    if isinstance(data, keras.utils.PyDataset):
+        return math.inf if data.num_batches is None else data.num_batches
+    try:
+        return len(data)
+    except TypeError:
+        return None
+
+
+def finite_or_none(length: float | None) -> int | None:
+    """Return a number of batches; `None` if it is unknown or infinite.
+
+    >>> finite_or_none(3), finite_or_none(None), finite_or_none(math.inf)
+    (3, None, None)
+    """
+    return None if length is None or length == math.inf else int(length)
 
 
 def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
-    """The data sets that `dataset` was made of (docs/decisions.md)."""
+    """List the data sets that `dataset` was made of."""
     # `apply` of a function that returns its argument makes some their own input.
     return [one for one in dataset._inputs() if one is not dataset]
 
 
+def nodes(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    """Yield a data set, and all that it was made of."""
+    yield dataset
+    for one in inputs_of(dataset):
+        yield from nodes(one)
+
+
+def has_cache_in_memory(dataset: tf.data.Dataset) -> bool:
+    """Tell whether a data set, or one that it was made of, is cached in memory."""
+    names = (getattr(node, "_filename", None) for node in nodes(dataset))
+    return any(tf.get_static_value(name) == b"" for name in names)
+
+
 def batch_size_of(dataset: tf.data.Dataset) -> int | None:
-    """Rows in each batch but for the last one, `None` if unknown.
+    """Return the rows in each batch but for the last one, `None` if unknown.
 
     >>> data = tf.data.Dataset.range(9).batch(4).map(lambda number: number * 2)
     >>> batch_size_of(data.prefetch(2))
@@ -33,37 +75,63 @@ def batch_size_of(dataset: tf.data.Dataset) -> int | None:
     return None
 
 
+def rows_per_batch(dataset: tf.data.Dataset) -> int | None:
+    """Return the rows of each batch if they are a constant of its type."""
+    first = keras.tree.flatten(dataset.element_spec)[0]
+    return first.shape[0] if first.shape.rank else None
+
+
+def lengths_of_spec(element_spec: Any) -> list[int | None]:
+    """List the lengths of first axes: `None` if open, 0 for a scalar.
+
+    >>> lengths_of_spec(tf.data.Dataset.range(8).batch(4).element_spec)
+    [None]
+    """
+    return [
+        None if spec.shape.rank is None else spec.shape[0] if spec.shape.rank else 0
+        for spec in tf.nest.flatten(element_spec)
+        if hasattr(spec, "shape")
+    ]
+
+
 def seeds_of(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
-    """Seeds of each shuffle and each random source; (0, 0) is a new one each time.
+    """List the seeds of shuffles and random sources; (0, 0) is new each time.
 
     >>> tf.random.set_seed(1)
     >>> seeds_of(tf.data.Dataset.range(9).shuffle(9, seed=2).batch(2))
     [(1, 2)]
     """
-    return [
-        (int(node._seed), int(node._seed2))
-        for node in nodes(dataset)
-        if _has_seed(node)
-    ]
+    seeded = filter(_has_seed, nodes(dataset))
+    return [(int(node._seed), int(node._seed2)) for node in seeded]
 
 
 def is_reshuffled(dataset: tf.data.Dataset) -> bool:
-    """Whether each pass has another order, as after `shuffle`."""
+    """Tell whether each pass has another order, as after `shuffle`."""
     names = ("_reshuffle_each_iteration", "_rerandomize_each_iteration")
     return any(
-        any(getattr(node, name, False) is not False for name in names)
-        for node in nodes(dataset)
-        if _has_seed(node)
+        getattr(node, name, False) is not False
+        for node in filter(_has_seed, nodes(dataset))
+        for name in names
     )
 
 
 def has_seeded_passes(dataset: tf.data.Dataset) -> bool:
-    """Whether each pass has another order, which follows from seeds and its number.
+    """Tell whether the order of each pass follows from seeds and its number.
 
-    Who begins a pass over such data, and be it to look at one batch, changes the order
-    of all later ones.
+    Beginning a pass over such data, even to look at one batch, changes the order of all
+    later ones.
     """
     return is_reshuffled(dataset) and (0, 0) not in seeds_of(dataset)
+
+
+def before_shuffles(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """List what a data set is made of, before the first shuffle.
+
+    Reading it changes no order: the next pass of a shuffle has another one.
+    """
+    if not any(map(_has_seed, nodes(dataset))):
+        return [dataset]
+    return [found for one in inputs_of(dataset) for found in before_shuffles(one)]
 
 
 # At the end of each epoch of data of known length Keras makes an iterator that it does
@@ -87,18 +155,16 @@ def skip_epochs(dataset: tf.data.Dataset, count: int) -> None:
 
 
 def ending_like_known(
-    batches: tf.data.Dataset,
-    dataset: tf.data.Dataset,
-    as_made: Callable[[Any], Any] = lambda batch: batch,
+    batches: tf.data.Dataset, dataset: tf.data.Dataset, as_made: Callable[[Any], Any]
 ) -> tf.data.Dataset:
     """Return the same batches; at their end, a pass more over `dataset` begins.
 
-    That is what Keras does on one process, where it sees how long `dataset` is.
+    Keras does so on one process, where it sees how long `dataset` is.
 
     Args:
         batches: Batches of unknown number, made of `dataset`.
         dataset: A data set for which `has_seeded_passes` is true.
-        as_made: What was made of a batch of `dataset`, in structure.
+        as_made: Gives a batch of `dataset` the structure of `batches`.
     """
     nothing = tf.data.Dataset.zip(tf.data.Dataset.range(0), dataset)
 
@@ -109,21 +175,117 @@ def ending_like_known(
     return batches.concatenate(nothing.map(batch_of))
 
 
-def before_shuffles(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
-    """What a data set is made of, before the first shuffle.
+def by_window(
+    source: tf.data.Dataset,
+    count: int,
+    own: Callable[[tf.data.Dataset, tf.Tensor], tf.data.Dataset],
+) -> tf.data.Dataset:
+    """Join `own(window, its length)` of each `count` elements, or fewer at the end.
 
-    Reading it changes no order: the next pass of a shuffle has another one.
+    All of `source` is read. To stop before its end would cut a cache in it short.
     """
-    if not any(map(_has_seed, nodes(dataset))):
-        return [dataset]
-    return [found for one in inputs_of(dataset) for found in before_shuffles(one)]
+    is_tuple = type(source.element_spec) is tuple  # `flat_map` unpacks tuples
+
+    @tf.autograph.experimental.do_not_convert
+    def of_window(*components: Any) -> tf.data.Dataset:
+        window = tf.data.Dataset.zip(components if is_tuple else components[0])
+        return own(window, window.cardinality())
+
+    windows, length = source.window(count), finite_or_none(length_of(source))
+    if length is not None:
+        windows = checked_length(windows, math.ceil(length / count))
+    return windows.flat_map(of_window)
 
 
-def nodes(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    """Yield a data set, and all that it was made of."""
-    yield dataset
-    for one in inputs_of(dataset):
-        yield from nodes(one)
+def take_if(
+    dataset: tf.data.Dataset, condition: tf.Tensor, count: int = -1
+) -> tf.data.Dataset:
+    """Take `count` elements if a condition holds, else none; -1 takes all."""
+    yes, no = tf.constant(count, tf.int64), tf.constant(0, tf.int64)
+    return dataset.take(tf.where(condition, yes, no))
+
+
+def first_steps(dataset: tf.data.Dataset, steps: int) -> tf.data.Dataset:
+    """Yield the first `steps` batches; all are read, or a cache would be cut short.
+
+    >>> [int(number) for number in first_steps(tf.data.Dataset.range(5), 3)]
+    [0, 1, 2]
+    """
+
+    @tf.autograph.experimental.do_not_convert
+    def is_first(number: tf.Tensor, _: Any) -> tf.Tensor:
+        return number < steps
+
+    @tf.autograph.experimental.do_not_convert
+    def batch_of(_: tf.Tensor, batch: Any) -> Any:
+        return batch
+
+    return checked_length(dataset.enumerate().filter(is_first).map(batch_of), steps)
+
+
+def checked_length(dataset: tf.data.Dataset, length: int) -> tf.data.Dataset:
+    """Make a pass over more or fewer batches than `length` an error.
+
+    Keras takes fewer for the end of the epoch, and the other ranks would wait.
+    """
+    return dataset.apply(tf.data.experimental.assert_cardinality(length))
+
+
+def with_length(
+    dataset: tf.data.Dataset, steps: int, *, may_be_shorter: bool
+) -> tf.data.Dataset:
+    """Give a data set a cardinality of `steps` for Keras to see.
+
+    Args:
+        dataset: A data set of `steps` batches.
+        steps: Number of batches.
+        may_be_shorter: Whether one pass may have fewer batches, as the epoch has in
+            which a training is resumed. `assert_cardinality` would raise an error then.
+
+    >>> data = with_length(tf.data.Dataset.range(2), 5, may_be_shorter=True)
+    >>> int(data.cardinality()), len(list(data))
+    (5, 2)
+    """
+    if not may_be_shorter:
+        return checked_length(dataset, steps)
+    # A choice between two data sets, of which the second is infinite and never chosen.
+    # TensorFlow takes the choice to be infinite, and its first `steps` batches to be
+    # `steps`; reading still ends where `dataset` ends.
+    first = tf.data.Dataset.from_tensors(tf.constant(0, tf.int64)).repeat()
+    dataset = tf.data.Dataset.choose_from_datasets([dataset, dataset.repeat()], first)
+    return dataset.take(steps)
+
+
+def rest_and_whole(
+    rest: tf.data.Dataset, whole: tf.data.Dataset, *, epoch: tf.Variable, steps: int
+) -> tf.data.Dataset:
+    """Yield `rest` in the first epoch, and `whole` in later ones.
+
+    Args:
+        rest: Batches of the epoch in which the training is resumed.
+        whole: Batches of a whole epoch.
+        epoch: An int64 variable that holds the number of the first epoch. An iterator
+            reads the epoch whose number it holds when the iterator is made.
+        steps: Batches of a whole epoch.
+    """
+    first = int(epoch.numpy())
+
+    @tf.autograph.experimental.do_not_convert
+    def batches_of_epoch(_: tf.Tensor) -> tf.data.Dataset:
+        is_first = tf.equal(epoch.read_value(), first)
+        return take_if(rest, is_first).concatenate(take_if(whole, ~is_first))
+
+    dataset = tf.data.Dataset.range(1).flat_map(batches_of_epoch)
+    return with_length(dataset, steps, may_be_shorter=True)
+
+
+def without_auto_shard(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Prefetch a data set, and keep TensorFlow from sharding it once more."""
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = (
+        tf.data.experimental.AutoShardPolicy.OFF
+    )
+    return dataset.with_options(options).prefetch(tf.data.AUTOTUNE)
 
 
 def _has_seed(dataset: tf.data.Dataset) -> bool:

@@ -1,5 +1,7 @@
 """Decide from the arguments of one call what this rank is going to do."""
 
+import itertools
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -7,16 +9,24 @@ import keras
 
 from keras_dist import callbacks as ours
 from keras_dist import comm, optimizer
-from keras_dist.data import Feed, ShardSpec, hold_out, training_feed, validation_feed
+from keras_dist.data import (
+    Feed,
+    Part,
+    ShardSpec,
+    hold_out,
+    training_feed,
+    validation_feed,
+)
 from keras_dist.data.steps import scaled_steps, step_multiplier_of
 from keras_dist.optimizer.rate import rate_factor
 from keras_dist.report import plan
-from keras_dist.setup import describe
-from keras_dist.setup.arguments import KerasArguments
+from keras_dist.report.training import path_of_fit, study_of
+from keras_dist.setup.arguments import KerasArguments, Options
 from keras_dist.setup.checks import check_local_layers
-from keras_dist.setup.options import Options
 from keras_dist.training import metrics
 from keras_dist.version import __version__
+
+_numbers = itertools.count(1)  # of the fits of this process, for a study
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,44 @@ class FitSetup:
         return facts
 
 
+def with_reports(given: KerasArguments, options: Options) -> KerasArguments:
+    """Add the report that was asked for, and what a run of a study needs.
+
+    This is the one function that knows of a study: with the variable that `keras-dist
+    scale` sets, an unchanged script writes its numbers, trains the given epochs, and
+    stops at the target.
+    """
+    added: list[keras.callbacks.Callback] = []
+    if options.report is not None:
+        added.append(ours.Report(options.report))
+    study = study_of(os.environ)
+    if study is not None and options.process_set is None:
+        added.append(ours.Report(path_of_fit(study.path, next(_numbers))))
+        if study.target is not None:
+            added.append(
+                ours.StopAtTarget(
+                    study.target, study.metric, has_validation=given.has_validation
+                )
+            )
+        if study.epochs is not None:
+            given = replace(given, epochs=given.initial_epoch + study.epochs)
+    if not added:
+        return given
+    callbacks = given.callbacks or []
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = callbacks.callbacks
+    every = [*keras.tree.flatten(callbacks), *added]
+    return replace(given, callbacks=every)
+
+
+def with_plan(setup: FitSetup) -> FitSetup:
+    """Let the reports among the callbacks show the plan, and read the others."""
+    for callback in setup.callbacks:
+        if isinstance(callback, ours.Report):
+            callback.use(setup.plan, setup.callbacks)
+    return setup
+
+
 def prepare(
     model: Any,
     fit: KerasArguments,
@@ -110,7 +158,6 @@ def prepare(
             f"target_accuracy={options.target_accuracy} and no validation data. Pass "
             "`validation_data`, or StopAtAccuracy(target, monitor=…) in `callbacks`."
         )
-    rule = options.validation_steps_scaling
     return FitSetup(
         arguments=_arguments(fit, training, validation, callbacks),
         callbacks=callbacks,
@@ -119,16 +166,16 @@ def prepare(
         averaging=averaging,
         factor=factor,
         step_multiplier=step_multiplier,
-        warmup_steps=_warmup_steps(options.warmup_epochs, training.steps),
+        warmup_steps=_warmup_steps(options.warmup_epochs, training.plan.steps),
         plan=plan.Plan(
             version=__version__,
             size=world.size,
             hosts=world.num_hosts,
             device=str(comm.device()),
             transport=comm.transport_name(),
-            training=describe.rows_of(training, options.steps_scaling),
-            validation=describe.rows_of(validation, rule) if validation else None,
-            rates=describe.rates_of(model, options, factor, step_multiplier),
+            training=training.plan,
+            validation=validation.plan if validation else None,
+            rates=_rates(model, options, factor, step_multiplier),
             is_compiled=bool(model.jit_compile),
             outputs=ours.destinations(callbacks),
             metrics=metrics.exceptions(model.metrics),
@@ -167,24 +214,24 @@ def _arguments(
     arguments["callbacks"] = ours.on_this_rank(callbacks)
     if is_first and fit.verbose != 0:
         arguments["callbacks"] += _progress_bar(callbacks)
-    if comm.size() == 1 and training.epoch is None:
+    if comm.size() == 1 and not training.has_epochs:
         # The user's data as it is: Keras decides what it accepts.
         changed = {
             "callbacks": arguments["callbacks"],
             "steps_per_epoch": training.arguments["steps_per_epoch"],
         }
         if fit.validation_steps and validation is not None:
-            changed["validation_steps"] = validation.steps
+            changed["validation_steps"] = validation.plan.steps
         return fit.as_keywords() | changed
-    if training.epoch is not None:
-        arguments["callbacks"].append(ours.NextEpoch(training.epoch, training.steps))
+    if training.has_epochs:
+        arguments["callbacks"].append(ours.NextEpoch())
     arguments["verbose"] = fit.verbose if is_first else 0
     if validation is not None:
         arguments |= {
             "validation_split": 0.0,
             "validation_data": _validation_tuple(validation.arguments),
-            "validation_steps": validation.steps if fit.validation_steps else None,
-            "validation_batch_size": validation.batch_size,
+            "validation_steps": validation.plan.steps if fit.validation_steps else None,
+            "validation_batch_size": validation.plan.batch_size,
         }
     return arguments
 
@@ -216,7 +263,8 @@ def _feeds(
             raise
         # One process: Keras raises its own error, if it rejects the data, too.
         kind = type(fit.x).__name__.lstrip("_")
-        return Feed({"steps_per_epoch": steps}, kind=kind), None
+        feed = Feed({"steps_per_epoch": steps}, plan.Rows(kind), Part(fit.x, None))
+        return feed, None
 
 
 def _sharded_feeds(
@@ -266,3 +314,37 @@ def _warmup_steps(warmup_epochs: float, steps: int | None) -> int:
             "length. Pass `steps_per_epoch`."
         )
     return round(warmup_epochs * (steps or 0))
+
+
+def _rates(
+    model: Any, options: Options, factor: float, step_multiplier: int
+) -> tuple[plan.Rate, ...]:
+    """Describe the learning rate of each optimizer, before and after scaling."""
+    rule = options.lr_scaling
+    if not isinstance(rule, str):
+        rule = "your function" if callable(rule) else "your factor"
+    rates = []
+    for leaf in (
+        leaf
+        for outermost in optimizer.optimizers_of(model)
+        for leaf in optimizer.leaves(outermost)
+    ):
+        schedule = optimizer.schedule_of(leaf)
+        if schedule is None:
+            now = float(keras.ops.convert_to_numpy(leaf.learning_rate))
+            before, after = plan.format_number(now), plan.format_number(now * factor)
+        else:
+            before = type(schedule).__name__
+            after = f"{before} × {plan.format_number(factor)}"
+        rates.append(
+            plan.Rate(
+                before=before,
+                after=after,
+                rule=f"{rule}: × {plan.format_number(factor)}",
+                factor=factor,
+                warmup_epochs=options.warmup_epochs,
+                step_multiplier=step_multiplier,
+                is_schedule=schedule is not None,
+            )
+        )
+    return tuple(rates)

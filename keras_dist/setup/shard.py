@@ -11,10 +11,12 @@ import tensorflow as tf
 from keras_dist import comm
 from keras_dist.data import (
     DeclaredIterable,
-    DeclaredSequence,
-    Stream,
+    ShardedSequence,
+    Tail,
     divided,
-    division_of,
+    length_of,
+    own_items,
+    presharded_of,
     seeds_of,
 )
 
@@ -123,9 +125,9 @@ def _of_rank(data: Any, by: str, rank: int, size: int) -> Any:
     if size == 1 or (by == "files" and _are_too_few(data, size)):
         return data
     if is_sequence:
-        return DeclaredSequence(data, rank=rank, size=size)
+        return ShardedSequence(data, Tail("cut", rank, size, is_training=False))
     if isinstance(data, (list, tuple)):
-        return data[rank::size]
+        return data[own_items(rank, size)]
     return DeclaredIterable(data, rank=rank, size=size)
 
 
@@ -137,7 +139,7 @@ def _divided(
             "What `shard(…)` returns is for `tf.data.Dataset.apply`. "
             f"Received: data of type {type(dataset).__name__}"
         )
-    if division_of(dataset) is not None:
+    if presharded_of(dataset) is not None:
         raise ValueError(
             "The data was already divided by `keras_dist.shard`. "
             f"Received: a {type(dataset).__name__}. Apply it once."
@@ -156,7 +158,7 @@ def _divided(
 
 def _are_too_few(data: Any, size: int) -> bool:
     """Whether there are fewer files than ranks; then the first rank warns."""
-    count = Stream(data).length
+    count = length_of(data)
     if count is None or count >= size:
         return False
     if comm.rank() == 0:

@@ -1,4 +1,4 @@
-"""Predict a shard of the rows on each rank, and gather the predictions."""
+"""Predict one rank's rows on each rank, and gather the predictions in their order."""
 
 import math
 import zlib
@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from keras_dist import comm
-from keras_dist.data.arrays import Arrays, as_arrays, shard_validation
+from keras_dist.data import Arrays, Presharded, Source
 from keras_dist.training.same_values import agree_on_arrays
 
 _ADVICE = "Give every rank the same model, weights, data and arguments."
@@ -29,7 +29,7 @@ def rows_to_predict(x: Any, *, batch_size: int | None, steps: int | None) -> Arr
     Raises:
         ValueError: If there is no row.
     """
-    arrays = as_arrays(x)
+    arrays = Arrays.of(x)
     if arrays.num_rows == 0:
         raise ValueError(
             "There is nothing to predict. Received: arrays of 0 rows. Pass at least "
@@ -72,7 +72,7 @@ def predict_sharded(
         advice=_ADVICE,
     )
     agree_on_arrays({"x": arrays.x})
-    own = shard_validation(arrays, rank=rank, size=size)
+    own = arrays.own_or_first(rank=rank, size=size)
     # A rank without a row predicts one of another rank, to know the shape of outputs.
     has_rows = rank < arrays.num_rows
 
@@ -85,11 +85,62 @@ def predict_sharded(
         )
 
     outputs = comm.run_on_all(outputs_of_rows)
-    agree_on_outputs(outputs, weights())
-    return gathered_outputs(outputs, arrays.num_rows) if gather else outputs
+    _agree_on_outputs(outputs, weights())
+    return _gathered(outputs, arrays.num_rows) if gather else outputs
 
 
-def agree_on_outputs(outputs: Any, weights: Sequence[Any]) -> None:
+def predict_presharded(
+    dataset: Any,
+    presharded: Presharded,
+    predict: Callable[[Any], Any],
+    weights: Callable[[], Sequence[Any]],
+) -> Any:
+    """Predict all rows of presharded data; return them in the order before `shard`.
+
+    Args:
+        dataset: This rank's batches.
+        presharded: How they were divided, by row or by batch.
+        predict: Predicts a data set, without a collective.
+        weights: Returns the weights that have to be equal on all ranks; called when the
+            model is built.
+
+    Raises:
+        ValueError: On all ranks, if it is not known which row a prediction is of.
+    """
+    source, size = Source.of(dataset), presharded.size
+
+    def outputs_of_rows() -> Any:
+        is_empty = source.length == 0 or not source.first(1)
+        return None if is_empty else predict(dataset)
+
+    outputs = comm.run_on_all(outputs_of_rows)
+    counts = comm.gather(None if outputs is None else _num_rows(outputs))
+    total = sum(filter(None, counts))
+    expected = [presharded.rows_of(rank, total) for rank in range(size)]
+    if presharded.has_batches or total == 0 or [n or 0 for n in counts] != expected:
+        raise ValueError(
+            "The predictions of divided data can be gathered only if each row has one, "
+            f"in order. Received: {counts} predictions of ranks 0 to {size - 1}, of "
+            f"{source.type_name}, divided by {presharded.by}. Divide it by rows, leave "
+            "none out after `shard`, or pass gather=False."
+        )
+    # The first rank has a row if any has one.
+    empty = keras.tree.map_structure(_without_rows, outputs)
+    empty = comm.broadcast(empty if comm.rank() == 0 else None)
+    outputs = empty if outputs is None else outputs
+    _agree_on_outputs(outputs, weights())
+    if presharded.by == "rows":
+        return _gathered(outputs, total)
+    by_rank = [presharded.rows_at(rank, total) for rank in range(size)]
+    order = np.argsort(np.concatenate(by_rank))
+
+    def in_order(leaf: Any) -> Any:
+        return None if leaf is None else np.concatenate(comm.gather(leaf))[order]
+
+    return keras.tree.map_structure(in_order, outputs)
+
+
+def _agree_on_outputs(outputs: Any, weights: Sequence[Any]) -> None:
     """Raise an error on all ranks if their weights, or kinds of outputs, differ."""
     leaves = [leaf for leaf in keras.tree.flatten(outputs) if leaf is not None]
     kinds = [(leaf.shape[1:], str(leaf.dtype)) for leaf in leaves]
@@ -100,15 +151,15 @@ def agree_on_outputs(outputs: Any, weights: Sequence[Any]) -> None:
     )
 
 
-def gathered_outputs(outputs: Any, num_rows: int) -> Any:
-    """Gather outputs of which rank r of N has the rows r, r + N, …."""
+def _gathered(outputs: Any, num_rows: int) -> Any:
+    """Gather the outputs of all ranks: rank r of N has the rows r, r + N, …."""
     return keras.tree.map_structure(
-        lambda leaf: None if leaf is None else _gathered(leaf, num_rows), outputs
+        lambda leaf: None if leaf is None else _gathered_leaf(leaf, num_rows), outputs
     )
 
 
-def _gathered(leaf: np.ndarray, num_rows: int) -> np.ndarray:
-    """Gather the rows of all ranks in the order of the data, piece by piece."""
+def _gathered_leaf(leaf: np.ndarray, num_rows: int) -> np.ndarray:
+    """Put the rows of all ranks in the order of the data, piece by piece."""
     size = comm.size()
     whole = np.empty((num_rows, *leaf.shape[1:]), leaf.dtype)
     row_bytes = max(1, leaf.dtype.itemsize * math.prod(leaf.shape[1:]))
@@ -137,3 +188,16 @@ def _checksum(weights: Sequence[Any]) -> int:
     for weight in weights:
         checksum = zlib.crc32(keras.ops.convert_to_numpy(weight).tobytes(), checksum)
     return checksum
+
+
+def _num_rows(outputs: Any) -> int:
+    """Count the rows of outputs; -1 if they are not arrays of equally many rows."""
+    leaves = [leaf for leaf in keras.tree.flatten(outputs) if leaf is not None]
+    if not all(isinstance(leaf, np.ndarray) and leaf.ndim for leaf in leaves):
+        return -1
+    counts = {len(leaf) for leaf in leaves}
+    return counts.pop() if len(counts) == 1 else -1
+
+
+def _without_rows(leaf: Any) -> Any:
+    return None if leaf is None else leaf[:0]

@@ -94,41 +94,39 @@ class RowsSeen:
 
 
 class TrainingData:
-    """The training data, and the number of the next step.
-
-    Args of `use`:
-        feed: A `Feed`: this rank's training data.
-    """
+    """The training data, and the number of the next step."""
 
     def __init__(self) -> None:
         self._step = _counter(0)
-        self.feed: Any = None
+        self.feed: Feed | None = None
 
-    def use(self, feed: Any) -> None:
+    def use(self, feed: Feed) -> None:
         """Set the training data."""
         self.feed = feed
 
     def without_mark(self, data: Any) -> tuple[Any, Any]:
         """Split off the mark that tells whether a batch is this rank's; or `None`."""
-        if self.feed is None or not self.feed.is_marked:
+        if self.feed is None or not self.feed.part.is_marked:
             return data, None
         batch, mark = data
         return batch, tf.cast(tf.reshape(mark, []), tf.bool)
 
-    def begin_epoch(self, epoch: int, steps: int | None) -> None:
-        """Set the next step to the first one of `epoch`; an epoch has `steps` steps."""
-        self._step.assign(epoch * (steps or 0))
+    def begin_epoch(self, epoch: int) -> None:
+        """Let the data, and the number of the next step, begin an epoch."""
+        assert self.feed is not None  # set by `use` before the first epoch
+        self._step.assign(self.feed.begin_epoch(epoch))
 
     def next_rows_of_all(self) -> Any:
-        """Rows that all ranks read in the next step; `None` if unknown.
+        """Count the rows of all ranks in the next step; `None` if unknown.
 
         It also increments the number of the step; in a graph or not.
         """
-        if self.feed is None or self.feed.rows_of_all is None:
+        division = None if self.feed is None else self.feed.division
+        if division is None or division.unit != "rows":
             return None
-        rows = self.feed.rows_of_all(self._step.read_value())
+        _, begin, end = division.span(self._step.read_value())
         self._step.assign_add(1)
-        return rows
+        return end - begin
 
 
 def _counter(value: Any) -> tf.Variable:

@@ -294,8 +294,8 @@ def _not_before(session: Session, data: Any) -> Any:
     feed = session.training_data.feed
     if tf.executing_eagerly() or feed is None:
         return contextlib.nullcontext()
-    is_resumable = feed.epoch is not None
-    if not is_resumable and (session.is_plain or feed.steps_before is None):
+    is_known = feed.plan.steps_before is not None and not session.is_plain
+    if not (feed.has_epochs or is_known):
         return contextlib.nullcontext()
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
     return tf.control_dependencies(leaves)

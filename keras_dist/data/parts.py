@@ -1,0 +1,369 @@
+"""One rank's part of data that comes in batches, of each kind of `Source`."""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist.data.division import Division, ShardSpec
+from keras_dist.data.pipeline import (
+    checked_length,
+    ending_like_known,
+    finite_or_none,
+    first_steps,
+    is_reshuffled,
+    lengths_of_spec,
+    rest_and_whole,
+    rows_per_batch,
+    without_auto_shard,
+)
+from keras_dist.data.presharded import Rest
+from keras_dist.data.round_robin import (
+    Tail,
+    have_one_length,
+    marked,
+    round_robin,
+    rows_of_batches,
+)
+from keras_dist.data.sequence import ShardedSequence
+from keras_dist.data.source import Source
+from keras_dist.data.stream import StreamReader
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank reads, and where it stands in it.
+
+    Args:
+        data: The batches, in a type that Keras takes.
+        length: Number of batches in a pass, `math.inf`, or `None` if unknown.
+        division: Which rows or batches come at which step; `None` if the data cannot
+            be read from the middle of an epoch.
+        epoch: Has a method `assign(epoch)`, to be called before each epoch is read;
+            `None` if the data is the same in every epoch.
+        reader: What reads `data`, if its length is unknown.
+        total: Batches of all ranks in a pass over presharded data, if known.
+        has_rows: `False` if this rank has no rows of its own and evaluates a copy of
+            another rank's row, which its metrics must not count.
+        is_marked: Whether each element is a batch and a mark (`round_robin.marked`).
+        leftover: What happens to the batches that are left over at the end of a pass,
+            in the words of the plan; "" if there are none.
+    """
+
+    data: Any
+    length: float | None
+    division: Division | None = None
+    epoch: Any = None
+    reader: StreamReader | None = None
+    total: int | None = None
+    has_rows: bool = True
+    is_marked: bool = False
+    leftover: str = ""
+
+
+def is_dealt(source: Source, spec: ShardSpec) -> bool:
+    """Tell whether the batches are dealt to the ranks, and not each rank's own.
+
+    A rank alone is dealt all of them if its position is saved.
+    """
+    return source.agreed.is_same or (spec.size == 1 and spec.keeps_position)
+
+
+def part_of(
+    source: Source, spec: ShardSpec, *, is_training: bool, shuffle: bool = False
+) -> Part:
+    """Find this rank's batches: those that it is dealt, or all if they are its own.
+
+    Args:
+        source: The user's data.
+        spec: The ranks, and how data is divided among them.
+        is_training: Whether all ranks have to make the same number of steps.
+        shuffle: Whether a `PyDataset` is read in another order each epoch.
+
+    Raises:
+        ValueError: If there are fewer rows to train on than ranks, no row to evaluate,
+            or the numbers of presharded batches do not fit together.
+    """
+    if source.kind == "presharded" and spec.size > 1:
+        return _of_presharded(source, spec, is_training)
+    keeps_position = is_training and spec.keeps_position and _has_fixed_order(source)
+    if spec.size == 1 and not keeps_position:
+        return Part(source.data, source.length)
+    if not is_dealt(source, spec):
+        if source.length is None:
+            return _of_stream(source, spec, None, is_training)
+        return Part(_checked(source), source.length)
+    tail = Tail(_rule_of(source, spec), spec.rank, spec.size, is_training)
+    if (few := _of_few(source, tail)) is not None:
+        return few
+    if source.kind == "sequence":
+        return _of_sequence(source, spec, tail, shuffle)
+    if source.kind == "dataset" and source.length is not None:
+        return _of_dataset(source, spec, tail, keeps_position)
+    return _of_stream(source, spec, tail, is_training)
+
+
+def makes_all_batches(source: Source, spec: ShardSpec) -> bool:
+    """Tell whether each rank makes the batches of all ranks, and leaves out most."""
+    return spec.size > 1 and source.agreed.is_same and source.kind != "sequence"
+
+
+def in_words(source: Source, spec: ShardSpec) -> str:
+    """Name the type of the data and how it is sharded, for the plan."""
+    kind, note = source.type_name, source.agreed.note
+    if spec.size == 1:
+        return kind
+    if source.presharded is not None:
+        if source.presharded.by == "source":
+            return f"{kind}, sharded at its source by TensorFlow, by file"
+        unit = {"rows": "row", "batches": "batch", "files": "file"}
+        return f"{kind}, sharded before decoding, by {unit[source.presharded.by]}"
+    if not source.agreed.is_same:
+        reason = ": the ranks' batches differ" if spec.shard != "none" else ""
+        return f"{kind}, already split{reason}"
+    if source.is_declared and source.kind == "sequence":
+        return f"{kind}, sharded before decoding, by batch"
+    if spec.shard == "source" and source.kind == "dataset":
+        note = f" (TensorFlow finds nothing that reads files){note}"
+    if makes_all_batches(source, spec):
+        note = f"; every rank makes all of them{note}"
+    return f"{kind}, sharded by batch, round robin{note}"
+
+
+def _rule_of(source: Source, spec: ShardSpec) -> str:
+    """Choose what happens to the batches that are left over: the rule of a `Tail`.
+
+    A batch can be cut where all its tensors have one length, which is open. Where it is
+    a constant, a train step may use it (noise of shape `(batch_size, …)`); where
+    tensors have different lengths, as in a batch that is one graph, the first axis does
+    not count rows, and it may not in a single array of a sequence. And where each rank
+    has another batch left over, one might have rows for all ranks, and another one too
+    few: they would make different steps.
+    """
+    whole_or_cut = "whole" if spec.can_mark else "cut"
+    whole_or_drop = "whole" if spec.can_mark else "drop"
+    if source.agreed.is_unordered and spec.leftover != "drop":
+        return whole_or_drop
+    if spec.leftover != "auto":
+        return spec.leftover
+    is_dataset = source.kind == "dataset"
+    if is_dataset:
+        lengths = lengths_of_spec(source.data.element_spec)
+        if any(length is not None for length in lengths):
+            return whole_or_cut
+        if len(lengths) < 2:
+            return "cut"
+        if source.has_seeded_passes:  # nothing of it was read
+            return "either" if spec.can_mark else "cut"
+    if source.length and source.length % spec.size == 0 and spec.position is None:
+        return "cut"  # none are left over
+    shapes = source.shapes_of_first()
+    if not have_one_length(shapes):
+        return whole_or_drop
+    # Of arrays without targets, nothing says that their first axis is one of rows.
+    return whole_or_cut if len(shapes) == 1 and not is_dataset else "cut"
+
+
+def _of_few(source: Source, tail: Tail) -> Part | None:
+    """Check that there are rows for all ranks; return a copy of a row if not for this.
+
+    Rows are counted only if there may be fewer batches than ranks.
+    """
+    if not source.is_short(tail.size):
+        return None
+    are_whole = tail.rule in ("whole", "drop")
+    first = source.first(tail.size) if are_whole else []
+    found = len(first) if are_whole else source.num_first_rows(tail.size)
+    if tail.is_training and found < (1 if tail.rule == "whole" else tail.size):
+        unit = "batches" if tail.rule == "drop" else "rows"
+        raise ValueError(
+            f"Each rank needs at least one row. Received: {found} {unit} in a "
+            f"{source.type_name} for {tail.size} ranks. Pass more data, or start fewer "
+            "processes."
+        )
+    if found == 0:
+        raise ValueError(
+            f"There is nothing to validate on. Received: a {source.type_name} without "
+            "rows. Pass at least one row, or no `validation_data`."
+        )
+    if found > tail.rank:
+        return None
+    row = source.as_read(source.first(1)[0])
+    if not are_whole:
+        row = rows_of_batches([row], rank=0, size=2**30)
+    return Part(tf.data.Dataset.from_tensors(row), 1, has_rows=False)
+
+
+def _of_sequence(source: Source, spec: ShardSpec, tail: Tail, shuffle: bool) -> Part:
+    data = source.data
+    own = ShardedSequence(
+        data,
+        tail,
+        seed=spec.seed if shuffle else None,
+        channel=spec.channel if tail.is_training else None,
+        position=spec.position,
+        keeps_position=spec.keeps_position and tail.is_training,
+    )
+    length = own.num_batches
+    return Part(
+        own,
+        math.inf if length is None else length,
+        epoch=own,
+        division=own.division,
+        is_marked=own.is_marked,
+        leftover=tail.in_words(int(data.num_batches or 0) % tail.size),
+    )
+
+
+def _of_dataset(
+    source: Source, spec: ShardSpec, tail: Tail, keeps_position: bool
+) -> Part:
+    data, length = source.data, finite_or_none(source.length)
+    in_tail = 0 if length is None else length % tail.size
+    is_resumed = length is not None and spec.position is not None
+    is_marked = tail.is_marked(in_tail, is_resumed=is_resumed)
+    dealt = functools.partial(round_robin, tail=tail, is_marked=is_marked)
+    dataset, rows = dealt(data), rows_per_batch(data)
+    if length is None:
+        return Part(without_auto_shard(dataset), math.inf)
+
+    def steps_after(read: int) -> int | None:
+        full, count = divmod(length - read, tail.size)
+        has_tail = tail.has_step(count, lambda: rows and count * rows)
+        return None if has_tail is None else full + has_tail
+
+    steps = steps_after(0)
+    part = Part(None, steps, is_marked=is_marked, leftover=tail.in_words(in_tail))
+    if steps is None:  # the last batch may be smaller
+        if source.has_seeded_passes:
+            mark = functools.partial(marked, has_rows=True)
+            as_made = mark if is_marked else lambda batch: batch
+            dataset = ending_like_known(dataset, data, as_made)
+        return replace(part, data=without_auto_shard(dataset))
+    dataset = checked_length(dataset, steps)
+    if not keeps_position:
+        return replace(part, data=without_auto_shard(dataset))
+    division = Division.of_batches(
+        spec.position,
+        length,
+        size=tail.size,
+        steps_after=lambda read: steps_after(read) or 0,
+    )
+    begin = division.begin
+    return _divided(part, division, dataset, lambda: dealt(data.skip(begin)))
+
+
+def _of_presharded(source: Source, spec: ShardSpec, is_training: bool) -> Part:
+    """Find this rank's batches, which are all that there are in its data set.
+
+    Where fewer rows than ranks are left at the end of a pass, some ranks have a batch
+    more. In training they leave it out, as every rank does that is sharded later.
+    """
+    assert source.presharded is not None
+    lengths, data = source.agreed.lengths, source.data
+    shown = ", ".join("unknown" if one is None else str(one) for one in lengths)
+    received = (
+        f"Received: {shown} batches of ranks 0 to {spec.size - 1} in a "
+        f"{source.type_name}, divided by `shard`."
+    )
+    if is_training and 0 in lengths:
+        raise ValueError(
+            f"Each rank needs at least one row. {received} Pass more data, or start "
+            "fewer processes."
+        )
+    if source.agreed.row is not None:
+        row = tf.data.Dataset.from_tensors(source.agreed.row)
+        return Part(row, 1, has_rows=False)
+    if None in lengths:
+        return _of_stream(source, spec, None, is_training)
+    if math.inf in lengths:
+        return Part(without_auto_shard(data), math.inf)
+    counts = [int(length or 0) for length in lengths]
+    own, steps = counts[spec.rank], min(counts)
+    if not is_training:
+        return Part(without_auto_shard(checked_length(data, own)), own)
+    if max(counts) > steps + 1:
+        raise ValueError(
+            f"The ranks have different numbers of batches. {received} Leave rows out, "
+            "and repeat them, before `shard`: put `filter`, `take`, `skip` and "
+            "`repeat` above it."
+        )
+    whole = _equal(data, own, steps)
+    rest = Rest.of(source.presharded, data, counts)
+    part = Part(None, steps, total=None if rest is None else rest.total)
+    if rest is None or not (spec.keeps_position and _has_fixed_order(source)):
+        return replace(part, data=without_auto_shard(whole))
+    division = Division.of_batches(
+        spec.position, rest.total, size=spec.size, steps_after=rest.steps_after
+    )
+
+    def left() -> tf.data.Dataset:
+        own = rest.batches_after(division.begin, spec.rank)
+        return _equal(rest.after(division.begin, spec.rank), own, division.first_steps)
+
+    return _divided(part, division, whole, left)
+
+
+def _of_stream(
+    source: Source, spec: ShardSpec, tail: Tail | None, is_training: bool
+) -> Part:
+    reader = StreamReader(source, spec, tail, is_training=is_training)
+    return Part(
+        reader.dataset(),
+        None,
+        reader=reader,
+        is_marked=reader.is_marked,
+        leftover="" if tail is None else tail.in_words(None),
+    )
+
+
+def _divided(
+    part: Part,
+    division: Division,
+    whole: tf.data.Dataset,
+    rest: Callable[[], tf.data.Dataset],
+) -> Part:
+    """Complete a part that begins with the rest of a pass, if some of it was read."""
+    if not division.begin:
+        return replace(part, data=without_auto_shard(whole), division=division)
+    epoch = tf.Variable(division.epoch, dtype=tf.int64, trainable=False)
+    dataset = rest_and_whole(rest(), whole, epoch=epoch, steps=division.steps)
+    data = without_auto_shard(dataset)
+    return replace(part, data=data, division=division, epoch=epoch)
+
+
+def _equal(dataset: tf.data.Dataset, count: int, needed: int) -> tf.data.Dataset:
+    dataset = checked_length(dataset, count)
+    return dataset if count == needed else first_steps(dataset, needed)
+
+
+def _checked(source: Source) -> Any:
+    length = finite_or_none(source.length)
+    if source.kind != "dataset" or length is None:
+        return source.data
+    return checked_length(source.data, length)
+
+
+def _has_fixed_order(source: Source) -> bool:
+    """Tell whether each pass yields the same batches, so that a rank can skip some.
+
+    Without that, a training cannot be resumed in the middle of an epoch. Of presharded
+    data the rows are compared; what a `map` makes of them may be random.
+    """
+    if source.kind == "sequence":
+        return True
+    is_dataset = source.kind in ("dataset", "presharded")
+    if not is_dataset or finite_or_none(source.length) is None:
+        return False
+    if is_reshuffled(source.data):
+        return False
+
+    def look() -> str:
+        if source.presharded is None:
+            return source.fingerprint(1)
+        return source.fingerprint_of_sources(source.presharded.compared())
+
+    return look() == look()

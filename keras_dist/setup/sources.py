@@ -1,0 +1,264 @@
+"""Compare the ranks' data: the same batches on all ranks, or each rank its own."""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_dist import comm, optimizer
+from keras_dist.data import (
+    Agreed,
+    Channel,
+    Presharded,
+    ShardSpec,
+    Source,
+    divided_at_source,
+    is_arrays,
+    is_source,
+    length_before_repeat,
+    seeds_of,
+)
+from keras_dist.setup.arguments import KerasArguments, Options
+
+# In the plan, behind how the data is sharded.
+_BY_INDEX = "; they differ from rank to rank: each rank takes its index"
+_MAY_BE_SHUFFLED = (
+    "If they are shuffled without a seed, rows are left out or come twice: pass "
+    '`seed` to `shuffle`; or shard="none" if each rank has its own part'
+)
+
+_PRESHARDED_ADVICE = (
+    "`shard` takes from the same data another part on each rank: make it alike on all "
+    "ranks, and pass `seed` to its `shuffle`."
+)
+
+
+def with_sources(given: KerasArguments, shard: str) -> KerasArguments:
+    """Put a `Source` in place of data that comes in batches."""
+    validation = opened(given.validation_data, shard)
+    return replace(given, x=opened(given.x, shard), validation_data=validation)
+
+
+def opened(data: Any, shard: str) -> Any:
+    """Make a `Source` of data that comes in batches, if there are several ranks."""
+    if comm.size() == 1 or isinstance(data, Source):
+        return data
+    x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+    if y is not None or is_arrays(x) or not is_source(x):
+        return data
+    source = Source.of(x)
+    if shard == "source" and source.kind == "dataset":
+        own = divided_at_source(x, rank=comm.rank(), size=comm.size())
+        return source if own is None else Source.of(own)
+    return source
+
+
+def compare(
+    given: Mapping[str, Any],
+    options: Options,
+    *,
+    seed: int = 0,
+    has_class_weight: bool = False,
+) -> ShardSpec:
+    """Find out what the ranks have of each other's data. A collective of all ranks.
+
+    Args:
+        given: Data by name; each `Source` in it learns what was found.
+        options: The options of `dist_fit`.
+        seed: Seed of the order of the rows, the same on all ranks.
+        has_class_weight: Whether Keras multiplies each batch by weights of classes.
+
+    Returns:
+        How the data is divided among the ranks.
+
+    Raises:
+        ValueError: On all ranks, if `shard` or `leftover` is unknown, the ranks have
+            data of different kinds, validation data shuffles differently on each, or
+            presharded data differs or was divided for other ranks.
+    """
+    # Keras would take a mark for the targets; without an exchange in each step, a copy
+    # of a batch would be trained on.
+    can_mark = not has_class_weight and optimizer.every_of(options.sync) == 1
+    spec = comm.run_on_all(
+        lambda: ShardSpec(
+            comm.rank(),
+            comm.size(),
+            options.shard,
+            seed,
+            _channel(options.process_set),
+            leftover=options.leftover,
+            can_mark=can_mark,
+        )
+    )
+    sources = {n: data for n, data in given.items() if isinstance(data, Source)}
+    if comm.size() == 1:
+        return spec
+    facts: dict[str, Any] = {"`shard`": options.shard}
+    for name, source in sources.items():
+        presharded = source.presharded
+        facts[f"the kind of the {name} data"] = source.type_name
+        facts[f"how `shard` divides the {name} data"] = (
+            presharded.facts() if presharded else "as declared" * source.is_declared
+        )
+    comm.agree(facts, advice="Give every rank the same kind of data.")
+    unknown = {}
+    for name, source in sources.items():
+        if source.is_declared:
+            source.agree(Agreed(is_same=True))
+        elif source.presharded is None and options.shard != "none":
+            unknown[name] = source
+    if unknown:
+        _compare_batches(unknown)
+    for name, source in sources.items():
+        if source.presharded is not None:
+            source.agree(_compared_before_shard(name, source, source.presharded))
+    return spec
+
+
+def _channel(process_set: Sequence[int] | None) -> Channel:
+    """Make collectives for threads that read data: they inherit no process set."""
+
+    def within(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def call(value: Any) -> Any:
+            with comm.within(process_set):
+                return function(value)
+
+        return call
+
+    return Channel(sum=within(comm.sum), gather=within(comm.gather))
+
+
+def _compare_batches(sources: Mapping[str, Source]) -> None:
+    """Compare the first batches of all ranks.
+
+    If they differ, they are read a second time: if no rank's batches have changed, each
+    rank has data of its own.
+    """
+    size = comm.size()
+    own = comm.run_on_all(
+        lambda: {n: (s.fingerprint(size), s.seeds) for n, s in sources.items()}
+    )
+    everyone = comm.gather(own)
+    for name, source in sources.items():
+        fingerprints = {other[name][0] for other in everyone}
+        note: str | None = ""
+        if len(fingerprints) > 1:
+            note = _note_on_random(name, source, own[name][0])
+        elif any(other[name] != own[name] for other in everyone):
+            note = _note_on_shuffles(name, source)  # the same rows, by other seeds
+        is_unordered = note is not None and _MAY_BE_SHUFFLED in note
+        source.agree(Agreed(note is not None, note or "", is_unordered))
+
+
+def _note_on_random(name: str, source: Source, before: str) -> str | None:
+    """Say in the plan how batches are random; `None` if each rank has its own data.
+
+    A collective. Batches that are random are sharded by index: batch i of each rank is
+    made of the same rows, if only what is made of them is random.
+    """
+    if not source.is_repeatable:
+        return None
+    size = comm.size()
+    now = comm.run_on_all(lambda: source.fingerprint(size))
+    if comm.sum(int(now != before)) == 0:
+        return None
+    if source.kind == "sequence":
+        return _BY_INDEX
+    readings = comm.run_on_all(lambda: [source.fingerprints(size) for _ in range(2)])
+    everyone = [one for both in comm.gather(readings) for one in both]
+    if any(len(set(same)) == 1 and same[0] for same in zip(*everyone, strict=False)):
+        return _BY_INDEX
+    return _note_on_shuffles(name, source)
+
+
+def _note_on_shuffles(name: str, source: Source) -> str:
+    """Say in the plan that each rank reads another order; the first rank warns, too.
+
+    Raises:
+        ValueError: If it is validation data, whose metrics would be of other rows.
+    """
+    if name == "training":
+        if comm.rank() == 0:
+            warnings.warn(
+                "The ranks' training batches differ, and change when they are read "
+                f"again. Received: x of type {source.type_name}. {_MAY_BE_SHUFFLED}.",
+                stacklevel=2,
+            )
+        return f"{_BY_INDEX}. {_MAY_BE_SHUFFLED}"
+    raise ValueError(
+        f"The ranks' {name} batches differ, and change when they are read again, as if "
+        f"data were shuffled without a seed. Received: x of type {source.type_name}. "
+        "Pass `seed` to its `shuffle`, or call keras.utils.set_random_seed (with torch "
+        "torch.manual_seed) with the same number on every rank before it is made; or "
+        'pass shard="none" if each rank has its own part.'
+    )
+
+
+def _compared_before_shard(name: str, source: Source, presharded: Presharded) -> Agreed:
+    """Compare data before it was divided. A collective.
+
+    The first elements are compared, and the seeds of shuffles. Nothing that comes after
+    `shard` is read, unless it is validation data of which a rank may have no row.
+    """
+
+    def seen() -> dict[str, Any]:
+        if (presharded.rank, presharded.size) != (comm.rank(), comm.size()):
+            raise ValueError(
+                "The data was divided for other ranks than those that train. Received: "
+                f"the data of rank {presharded.rank} of {presharded.size} on rank "
+                f"{comm.rank()} of {comm.size()}. Pass the same `process_set` to "
+                "`shard` as to this call."
+            )
+        is_by_rank = presharded.by != "source"  # else TensorFlow sees to the shuffles
+        seeds = seeds_of(presharded.source) if is_by_rank else []
+        first = source.fingerprint_of_sources(presharded.compared())
+        return {
+            f"the seeds of shuffles before `shard` in the {name} data": seeds,
+            f"the first elements before `shard` in the {name} data": first,
+        }
+
+    def length() -> float | None:
+        """Count the batches of this rank; 0 if it has no row to evaluate."""
+        is_unknown = name == "validation" and source.length is None
+        if is_unknown and presharded.by != "source" and not source.first(1):
+            return 0
+        return source.length
+
+    comm.agree(comm.run_on_all(seen), advice=_PRESHARDED_ADVICE)
+    lengths = tuple(comm.gather_or_raise(length))
+    if lengths[0] == math.inf:
+        passes = comm.gather(length_before_repeat(source.data))
+        if len(set(passes)) > 1:
+            raise ValueError(
+                f"The {name} data is repeated after it was divided, and the ranks' "
+                f"passes have different lengths. Received: {passes} elements in a pass "
+                f"of ranks 0 to {len(passes) - 1}. Put `repeat` before `shard`."
+            )
+    row = None
+    if name == "validation" and 0 in lengths:
+        row = _row_of_another(source, lengths)
+    has_rows = lengths[comm.rank()] != 0
+    return Agreed(lengths=lengths, row=None if has_rows else row)
+
+
+def _row_of_another(source: Source, lengths: tuple[float | None, ...]) -> Any:
+    """Get a row of the first rank that has one: Keras cannot evaluate empty data."""
+    root = next((rank for rank, length in enumerate(lengths) if length != 0), None)
+    if root is None:
+        raise ValueError(
+            f"There is nothing to validate on. Received: a {source.type_name} without "
+            "rows. Pass at least one row, or no `validation_data`."
+        )
+
+    def first_row() -> Any:
+        if comm.rank() != root:
+            return None
+        return keras.tree.map_structure(
+            lambda leaf: np.asarray(leaf)[:1], source.first(1)[0]
+        )
+
+    return comm.broadcast(comm.run_on_all(first_row), root)
