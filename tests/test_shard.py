@@ -361,6 +361,16 @@ def test_a_division_counts_rows_as_it_divides_them():
             assert max(counts) - min(counts) <= max(1, batch - 1)
 
 
+def test_the_rows_of_a_division_are_those_that_are_read():
+    """Also where the last batch is smaller: `predict` orders predictions so."""
+    for count, batch, size, by in shapes(COUNT, seed=6):
+        for rank in range(size):
+            own = divided(rows_of(count), by=by, batch_size=batch, rank=rank, size=size)
+            expected = Presharded(by, batch, rank, size, None).rows_at(rank, count)
+            found = list(itertools.chain(*ids_of_batches(own.batch(batch))))
+            assert found == expected.tolist(), (count, batch, size, by)
+
+
 class Numbers(keras.utils.PyDataset):
     """Batches of one row; those that were made are counted."""
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras_dist.data import (
     Agreed,
     Channel,
+    DataPosition,
     ShardSpec,
     Source,
     length_of,
@@ -192,6 +193,21 @@ def test_an_infinite_data_set_is_sharded_without_an_end():
     own = dealt(data, ShardSpec(1, 3), is_training=True)
     assert own.length == math.inf == length_of(data)
     assert [x.numpy()[0] for x, _ in own.data.take(2)] == [3, 0]
+
+
+def test_one_rank_that_resumes_gets_no_marks():
+    """No batch is left over there, also of batches with a constant number of rows."""
+    data = dataset_of(make_batches(4, 3)).map(lambda x, y: (x, y))
+    data = data.unbatch().batch(3, drop_remainder=True)
+    position = DataPosition(0, 1, 4, 0, 1, 4)
+    spec = ShardSpec(0, 1, keeps_position=True, position=position)
+    own = part_of(Source(data), spec, is_training=True)
+    assert not own.is_marked
+    assert [x.numpy().tolist() for x, _ in own.data] == [
+        [3, 4, 5],
+        [6, 7, 8],
+        [9, 10, 11],
+    ]
 
 
 def test_the_inspected_batches_of_a_generator_are_not_lost():
