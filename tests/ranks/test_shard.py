@@ -18,6 +18,7 @@ from claims import (
 )
 
 import keras_dist
+from keras_dist.data import divided as of_rank
 
 BATCH = 5
 
@@ -298,7 +299,7 @@ def test_what_cannot_be_divided_is_an_error_on_all_ranks(world, rows, make_model
     wrong = {"by": "rows", "batch_size": BATCH, "size": world.size}
     wrong["rank"] = (world.rank + 1) % world.size
     for make, text in (
-        (lambda: divided(data, **wrong).batch(BATCH), "for other ranks"),
+        (lambda: of_rank(data, **wrong).batch(BATCH), "for other ranks"),
         (lambda: divided(other), "the first elements before `shard`"),
         (lambda: divided(data.shuffle(9, seed=world.rank)), "the seeds of shuffles"),
         (lambda: divided(data.take(1)), "at least one row"),
