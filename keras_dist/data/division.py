@@ -216,10 +216,13 @@ class Division:
         def steps_after(read: int) -> int:
             return steps_of_rows(num_rows - read, batch_size=batch_size, size=size)
 
-        whole = _whole(num_rows, size, batch_size, steps_after(0), steps, "rows")
-        if position is None or not (position.done or position.row):
-            return whole._from_pass(position)
-        return whole._resumed(position, steps_after)
+        in_pass = steps_after(0)
+        of_epoch = steps or in_pass
+        whole = cls(
+            num_rows, size, batch_size, of_epoch, in_pass, in_pass, of_epoch, "rows"
+        )
+        is_within = position is not None and bool(position.done or position.row)
+        return whole._from(position, steps_after if is_within else None)
 
     @classmethod
     def of_batches(
@@ -233,8 +236,7 @@ class Division:
         """Divide batches; each epoch is one pass.
 
         Args:
-            position: Where to resume, perhaps saved by another number of ranks; `None`
-                for a new training.
+            position: See `of_rows`.
             length: Batches of all ranks in a pass.
             size: Number of ranks, now.
             steps_after: Returns the steps of the rest of a pass of which a given number
@@ -243,10 +245,10 @@ class Division:
         Raises:
             ValueError: If `position` is in the middle of an epoch of other data.
         """
-        whole = _whole(length, size, 1, steps_after(0), None, "batches")
-        if position is None or not position.done:
-            return whole._from_pass(position)
-        return whole._resumed(position, steps_after)
+        steps = steps_after(0)
+        whole = cls(length, size, 1, steps, steps, steps, steps, "batches")
+        is_within = position is not None and position.done > 0
+        return whole._from(position, steps_after if is_within else None)
 
     @property
     def is_within_epoch(self) -> bool:
@@ -323,15 +325,14 @@ class Division:
     def _end_of_pass(self, begin: int, steps: int) -> int:
         return min(self.total, begin + steps * self.batch_size * self.size)
 
-    def _from_pass(self, position: DataPosition | None) -> "Division":
-        """Begin with a whole epoch and a whole pass."""
+    def _from(
+        self, position: DataPosition | None, steps_after: Callable[[int], int] | None
+    ) -> "Division":
+        """Begin at a position; without `steps_after`, with a whole epoch and pass."""
         if position is None:
             return self
-        return replace(self, epoch=position.epoch, first_pass=position.number)
-
-    def _resumed(
-        self, position: DataPosition, steps_after: Callable[[int], int]
-    ) -> "Division":
+        if steps_after is None:
+            return replace(self, epoch=position.epoch, first_pass=position.number)
         if position.num_rows != self.total:
             raise ValueError(
                 "The training cannot go on in the middle of an epoch with other data. "
@@ -340,7 +341,8 @@ class Division:
                 "empty folder."
             )
         in_pass = left = steps_after(position.row)
-        ends_with_pass = self.steps == self.steps_per_pass and position.done > 0
+        is_pass = self.steps == self.steps_per_pass
+        ends_with_pass = is_pass and position.done > 0
         if not ends_with_pass:
             left = -(-(position.steps - position.done) * self.steps // position.steps)
         if in_pass and left:
@@ -356,13 +358,6 @@ class Division:
         return replace(
             self,
             epoch=position.epoch + ends_with_pass,
-            first_steps=self.steps if self.steps == self.steps_per_pass else left,
+            first_steps=self.steps if is_pass else left,
             first_pass=position.number + 1,
         )
-
-
-def _whole(
-    total: int, size: int, batch_size: int, per_pass: int, steps: int | None, unit: str
-) -> Division:
-    steps = steps or per_pass
-    return Division(total, size, batch_size, steps, per_pass, per_pass, steps, unit)
