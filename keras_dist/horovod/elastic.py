@@ -6,7 +6,6 @@ import itertools
 import os
 import pickle
 import queue
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from keras_dist.horovod import basics
 from keras_dist.horovod.collectives import broadcast_object, broadcast_variables
 from keras_dist.launch import processes
 from keras_dist.launch.ranks import RESTART
+from keras_dist.report import write_whole
 
 __all__ = [
     "CommitStateCallback",
@@ -357,10 +357,8 @@ def save_commit(commit: Commit, state: int) -> None:
     if job is None or comm.local_rank() != 0:
         return
     folder = processes.make_lasting_folder(job)
-    descriptor, new = tempfile.mkstemp(dir=folder)  # a new file, and no link
-    with open(descriptor, "wb") as file:
-        pickle.dump(tuple(commit), file)
-    os.replace(new, folder / str(state))
+    content = pickle.dumps(tuple(commit))
+    write_whole(folder / str(state), content, is_durable=False, mode=0o600)
 
 
 def saved_commit(state: int) -> Commit | None:

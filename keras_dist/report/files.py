@@ -8,23 +8,34 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 
-def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Write `text` to the file at `path` atomically: a reader sees the old or the new.
+def write_whole(
+    path: str | os.PathLike[str],
+    content: str | bytes,
+    *,
+    is_durable: bool = True,
+    mode: int = 0o666,
+) -> None:
+    """Write a file atomically: a reader sees the file of before or the new one.
 
     Args:
         path: Path of a local file, in a folder that exists.
-        text: The content.
+        content: The content; text is written in UTF-8.
+        is_durable: Whether to wait until it is on the disk, and not in memory alone.
+        mode: Permissions of the file, of which the umask takes some away.
 
     Raises:
         OSError: If there is no room, or no such folder; the file is the one before.
     """
+    data = content.encode() if isinstance(content, str) else content
     target = Path(os.path.realpath(path))
     draft = target.with_name(f".{target.name[-200:]}.{secrets.token_hex(4)}.draft")
     try:
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(text)
+        new = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with open(new, "wb") as file:
+            file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if is_durable:
+                os.fsync(file.fileno())
         draft.replace(target)
     except BaseException:
         with contextlib.suppress(OSError):
