@@ -32,8 +32,8 @@ The ranks of one host:
 - `hosts`, `network`: which rank runs on which host; addresses of this host
 
 Beside the path: `tls` (encrypted connections to the store), `spares` (processes that
-wait for the next start), `mpi`, `mpi_ports` and `transports` (ranks that find each other
-by MPI), `horovod_library` (which of our changes the installed Horovod has), and
+wait for the next start), `mpi`, `mpi_ports` and `transports` (ranks that find each
+other by MPI), `horovod_library` (which of our changes the installed Horovod has), and
 `monitor/` (where each rank is, and whether the job still makes progress).
 """
 
