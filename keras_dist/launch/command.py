@@ -299,6 +299,11 @@ def _environment(options: argparse.Namespace) -> Environment | None:
 
 def _hosts_in(hosts: Mapping[str, int], num_ranks: int | None) -> dict[str, int]:
     """Return the ranks of each host that a scheduler names: its GPUs, or its slots."""
+    first, own = next(iter(hosts)), os.uname().nodename
+    if first.partition(".")[0] == own.partition(".")[0]:  # it needs no ssh
+        hosts = {own if name == first else name: n for name, n in hosts.items()}
+    if len(hosts) == 1 and num_ranks is not None:
+        return {own: num_ranks}
     if num_ranks is None and (count := num_gpus()):
         return dict.fromkeys(hosts, count)
     named = ",".join(f"{host}:{slots}" for host, slots in hosts.items())

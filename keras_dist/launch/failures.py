@@ -267,7 +267,7 @@ def explain(
         positions: The position of each rank in words, as of `Ranks.where`. Ranks that
             have ended with exit code 0 are left out.
         num_ranks: Number of ranks.
-        hosts: The host of each rank if there are several.
+        hosts: The host of each rank; empty names if there is one host alone.
         unknown: Ranks of hosts that have sent no report.
     """
     first = failures[0]
@@ -278,7 +278,7 @@ def explain(
             "keras-dist: the ranks were asked to end by SIGTERM, and have saved. "
             "The same command goes on from there."
         )
-    where = {rank: f" on {host}" for rank, host in (hosts or {}).items()}
+    where = {r: f" on {host}" for r, host in (hosts or {}).items() if host}
     named = f"{first.rank}{where.get(first.rank, '')}"
     position = positions.get(first.rank, "and it is not known where")
     lines = [f"keras-dist: rank {named} failed first, {position}."]
@@ -305,7 +305,7 @@ def explain_lost(
         hosts: The host of each rank.
         unknown: Ranks of hosts that have sent no report.
     """
-    where = {rank: f" on {host}" for rank, host in hosts.items()}
+    where = {rank: f" on {host}" for rank, host in hosts.items() if host}
     known = sorted(set(hosts) - set(unknown))
     lines = _outcomes(known, failures, positions, where, ())
     return "\n".join([f"keras-dist: {message}", *lines])

@@ -27,8 +27,9 @@ class Lsf(HostList):
         """
         if "LSB_JOBID" not in environ:
             return None
-        if path := environ.get("LSB_DJOB_HOSTFILE"):
-            hosts = Counter(Path(path).read_text().split())
+        path = Path(environ.get("LSB_DJOB_HOSTFILE") or "/none")
+        if path.is_file():
+            hosts = Counter(path.read_text().split())
         else:
             words = environ.get("LSB_MCPU_HOSTS", "").split()
             pairs = zip(words[::2], words[1::2], strict=False)

@@ -19,8 +19,8 @@ class Pbs(HostList):
 
     @classmethod
     def detect(cls, environ: Mapping[str, str]) -> Self | None:
-        path = environ.get("PBS_NODEFILE")
-        if not path or "PBS_JOBID" not in environ:
-            return None
-        hosts = Counter(Path(path).read_text().split())
+        path = Path(environ.get("PBS_NODEFILE") or "/none")
+        if "PBS_JOBID" not in environ or not path.is_file():
+            return None  # or this is another host, where the file is not
+        hosts = Counter(path.read_text().split())
         return cls(hosts) if hosts else None
