@@ -1,4 +1,4 @@
-"""`keras-dist run` without options, on hosts that a scheduler describes by variables."""
+"""`keras-dist run` without options, on hosts that a scheduler describes."""
 
 import signal
 
