@@ -4,9 +4,12 @@ from collections.abc import Iterable, Sequence
 
 import libcst as cst
 
+_NOTHING = cst.SimpleWhitespace("")
+EQUAL = cst.AssignEqual(whitespace_before=_NOTHING, whitespace_after=_NOTHING)
+
 
 def keyword(call: cst.Call, name: str) -> cst.Arg | None:
-    """The argument that is passed by this name, if any."""
+    """Return the argument that is passed by this name, if any."""
     for arg in call.args:
         if arg.keyword is not None and arg.keyword.value == name:
             return arg
@@ -14,7 +17,7 @@ def keyword(call: cst.Call, name: str) -> cst.Arg | None:
 
 
 def passed(call: cst.Call, name: str, position: int) -> cst.BaseExpression | None:
-    """The value of an argument, by its name or by its position."""
+    """Return the value of an argument, by its name or by its position."""
     arg = keyword(call, name)
     if arg is None and position < len(call.args):
         found = call.args[position]
@@ -24,7 +27,7 @@ def passed(call: cst.Call, name: str, position: int) -> cst.BaseExpression | Non
 
 
 def literal(node: cst.BaseExpression | None) -> object:
-    """The value of a number, a string, `None`, `True` or `False`; else `...`.
+    """Return the value of a number, a string, `None`, `True` or `False`; else `...`.
 
     >>> literal(cst.parse_expression("0.0")), literal(cst.parse_expression("a"))
     (0.0, Ellipsis)
@@ -38,37 +41,24 @@ def literal(node: cst.BaseExpression | None) -> object:
 
 
 def renamed(call: cst.Call, old: str, new: str) -> cst.Call:
-    """The call with one argument passed under another name."""
-    args = [
-        arg.with_changes(keyword=cst.Name(new))
-        if arg.keyword is not None and arg.keyword.value == old
-        else arg
-        for arg in call.args
-    ]
-    return call.with_changes(args=args)
+    """Return the call with one argument passed under another name."""
+    return _changed(call, old, keyword=cst.Name(new))
 
 
 def with_value(call: cst.Call, name: str, value: cst.BaseExpression) -> cst.Call:
-    """The call with another value for an argument that it passes by name."""
-    args = [
-        arg.with_changes(value=value)
-        if arg.keyword is not None and arg.keyword.value == name
-        else arg
-        for arg in call.args
-    ]
+    """Return the call with another value for an argument that it passes by name."""
+    return _changed(call, name, value=value)
+
+
+def _changed(call: cst.Call, name: str, **changes: cst.BaseExpression) -> cst.Call:
+    old = keyword(call, name)
+    args = [arg.with_changes(**changes) if arg is old else arg for arg in call.args]
     return call.with_changes(args=args)
 
 
 def appended(call: cst.Call, name: str, value: cst.BaseExpression) -> cst.Call:
-    """The call with one more argument, behind the others, separated as they are."""
-    new = cst.Arg(
-        keyword=cst.Name(name),
-        value=value,
-        equal=cst.AssignEqual(
-            whitespace_before=cst.SimpleWhitespace(""),
-            whitespace_after=cst.SimpleWhitespace(""),
-        ),
-    )
+    """Return the call with one more argument at the end, separated as the others."""
+    new = cst.Arg(keyword=cst.Name(name), value=value, equal=EQUAL)
     if not call.args:
         return call.with_changes(args=[new])
     last = call.args[-1]
@@ -77,41 +67,38 @@ def appended(call: cst.Call, name: str, value: cst.BaseExpression) -> cst.Call:
     )
     space = _space(call.args[-2]) if len(call.args) > 1 else cst.SimpleWhitespace(" ")
     if isinstance(space, cst.ParenthesizedWhitespace):
-        line = space.first_line.with_changes(
-            comment=None, whitespace=cst.SimpleWhitespace("")
-        )
+        line = space.first_line.with_changes(comment=None, whitespace=_NOTHING)
         space = space.with_changes(first_line=line, empty_lines=[])
     last = last.with_changes(
         comma=cst.Comma(whitespace_after=space),
-        whitespace_after_arg=cst.SimpleWhitespace(""),
+        whitespace_after_arg=_NOTHING,
     )
     return call.with_changes(args=[*call.args[:-1], last, new])
 
 
 def without(call: cst.Call, names: Iterable[str]) -> cst.Call:
-    """The call without the arguments that are passed by these names."""
+    """Return the call without the arguments that are passed by these names."""
     for name in names:
-        for index, arg in enumerate(call.args):
-            if arg.keyword is not None and arg.keyword.value == name:
-                call = call.with_changes(args=_cut(list(call.args), index))
-                break
+        arg = keyword(call, name)
+        if arg is not None:
+            call = call.with_changes(args=_cut(list(call.args), call.args.index(arg)))
     return call
 
 
 def without_elements(node: cst.List, gone: Sequence[bool]) -> cst.List:
-    """A list without some elements, and without the comments above them.
+    """Return a list without some elements, and without the comments above them.
 
     Args:
         node: The list.
-        gone: For each element, whether it goes.
+        gone: For each element, whether to remove it.
     """
     elements = list(node.elements)
     # What is above each element is behind the comma of the one before it.
     above = [node.lbracket.whitespace_after, *(_space(one) for one in elements)]
     stay = [index for index, is_gone in enumerate(gone) if not is_gone]
     if not stay:
-        empty = cst.LeftSquareBracket(whitespace_after=cst.SimpleWhitespace(""))
-        end = cst.RightSquareBracket(whitespace_before=cst.SimpleWhitespace(""))
+        empty = cst.LeftSquareBracket(whitespace_after=_NOTHING)
+        end = cst.RightSquareBracket(whitespace_before=_NOTHING)
         return node.with_changes(elements=[], lbracket=empty, rbracket=end)
     new = [elements[index] for index in stay]
     for number, index in enumerate(stay[1:]):
@@ -127,7 +114,7 @@ def without_elements(node: cst.List, gone: Sequence[bool]) -> cst.List:
 def _after_line(
     line: cst.BaseParenthesizableWhitespace, rest: cst.BaseParenthesizableWhitespace
 ) -> cst.BaseParenthesizableWhitespace:
-    """The end of one line, with its comment, and what is below another one."""
+    """Join the end of one line, with its comment, and what is below another one."""
     if isinstance(line, cst.ParenthesizedWhitespace) and isinstance(
         rest, cst.ParenthesizedWhitespace
     ):
@@ -152,16 +139,16 @@ def _cut(args: list[cst.Arg], index: int) -> list[cst.Arg]:
 
 
 def _space(arg: cst.Arg | cst.BaseElement) -> cst.BaseParenthesizableWhitespace:
-    """What is between the comma behind an argument or element and the next one."""
+    """Return what is between the comma behind an argument or element and the next."""
     if isinstance(arg.comma, cst.Comma):
         return arg.comma.whitespace_after
-    return cst.SimpleWhitespace("")
+    return _NOTHING
 
 
 def _joined(
     before: cst.BaseParenthesizableWhitespace, after: cst.BaseParenthesizableWhitespace
 ) -> cst.BaseParenthesizableWhitespace:
-    """What is left of the space on both sides of an argument that is cut."""
+    """Join the space on both sides of an argument that is cut."""
     if not isinstance(after, cst.ParenthesizedWhitespace):
         return before
     if not isinstance(before, cst.ParenthesizedWhitespace):

@@ -6,16 +6,60 @@ import importlib
 import io
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from keras_dist.tools.migrate.report import Finding, Migrated
+from keras_dist.report import write_whole
 
 _INSTALL = "pip install 'keras-dist[migrate]'"
 _NOTEBOOK = ".ipynb"
 _SKIPPED = {"__pycache__", "node_modules", "site-packages"}
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """A line that a person has to change, or should know about.
+
+    Attributes:
+        line: Number of the line, from 1.
+        reason: What is wrong.
+        advice: What to write instead.
+        is_left: Whether the line needs a change that was not made.
+    """
+
+    line: int
+    reason: str
+    advice: str
+    is_left: bool = True
+
+    def text(self, path: str) -> str:
+        """Return one line: file, line, reason and replacement.
+
+        >>> Finding(3, "tf.placeholder is TensorFlow 1", "Use keras.Input").text("a.py")
+        'a.py:3: not changed: tf.placeholder is TensorFlow 1. Use keras.Input.'
+        """
+        kind = "not changed" if self.is_left else "note"
+        return f"{path}:{self.line}: {kind}: {self.reason}. {self.advice}."
+
+
+@dataclass(frozen=True)
+class Migrated:
+    """A file after the rules.
+
+    Attributes:
+        source: The new text, with encoding and line ends of the old one.
+        findings: Lines that were left, or that a person should know about.
+    """
+
+    source: bytes
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing was left for a person."""
+        return not any(finding.is_left for finding in self.findings)
 
 
 def add_migrate(commands: Any) -> None:
@@ -46,17 +90,9 @@ def add_migrate(commands: Any) -> None:
     command.set_defaults(run=_run)
 
 
-class _Done(NamedTuple):
-    """A file, its text before, and what becomes of it."""
-
-    path: Path
-    old: bytes
-    new: Migrated
-
-
 def _run(options: argparse.Namespace) -> int:
     migrate = _tool(options.to)
-    done = [_migrated(path, migrate) for path in _files(options.paths)]
+    done = [(path, *_migrated(path, migrate)) for path in _files(options.paths)]
     # As bytes: a difference has the encoding of its file, as that of git.
     sys.stdout.flush()
     for path, old, new in done:
@@ -68,22 +104,26 @@ def _run(options: argparse.Namespace) -> int:
     if options.write:
         for path, old, new in done:
             if new.source != old:
-                _replace(path, new.source)
-    return 0 if all(one.new.is_whole for one in done) else 1
+                mode = path.stat().st_mode
+                write_whole(path, new.source)
+                path.chmod(mode)
+    return 0 if all(new.is_whole for _, _, new in done) else 1
 
 
-def _migrated(path: Path, migrate: Callable[[bytes], Migrated]) -> _Done:
-    """A file after its migration, or why it cannot be read."""
+def _migrated(
+    path: Path, migrate: Callable[[bytes], Migrated]
+) -> tuple[bytes, Migrated]:
+    """Return the text of a file, and the file migrated, or why it cannot be read."""
     try:
         old = path.read_bytes()
     except OSError as error:
         reason = f"the file cannot be read ({error.strerror})"
-        return _Done(path, b"", _refused(b"", reason, "Let this user read it"))
+        return b"", _refused(b"", reason, "Let this user read it")
     if path.suffix == _NOTEBOOK:
         reason = "this is a notebook, and only scripts are read"
         advice = "Save it as a script first: jupyter nbconvert --to script"
-        return _Done(path, old, _refused(old, reason, advice))
-    return _Done(path, old, migrate(old))
+        return old, _refused(old, reason, advice)
+    return old, migrate(old)
 
 
 def _refused(text: bytes, reason: str, advice: str) -> Migrated:
@@ -106,12 +146,12 @@ def _tool(target: str) -> Any:
 
 
 def difference(path: str, old: bytes, new: Migrated) -> bytes:
-    """The unified diff of one file, empty where nothing changed.
+    """Return the unified diff of one file, empty where nothing changed.
 
     Args:
-        path: The name of the file, which is shown.
-        old: Its text before.
-        new: Its text after.
+        path: Name of the file in the diff.
+        old: Text before.
+        new: The file after.
     """
     # Only a line feed ends a line, as in git; Python's `splitlines` knows other ends.
     before, after = (io.BytesIO(text).readlines() for text in (old, new.source))
@@ -125,14 +165,14 @@ def difference(path: str, old: bytes, new: Migrated) -> bytes:
 
 
 def _shown(path: Path) -> str:
-    """Its name in the diff, which `git apply` and `patch -p1` find from this folder."""
+    """Return a name for the diff that `git apply` and `patch -p1` find from here."""
     here = Path.cwd()
     path = path.relative_to(here) if path.is_relative_to(here) else path
     return str(path).lstrip("/")
 
 
 def _files(paths: Sequence[str]) -> Iterator[Path]:
-    """The scripts themselves, and those in folders, each once."""
+    """Yield the scripts, and the scripts in folders, each once."""
     seen = set()
     for name in paths:
         path = Path(name)
@@ -148,7 +188,7 @@ def _files(paths: Sequence[str]) -> Iterator[Path]:
 
 
 def _inside(folder: Path) -> Iterator[Path]:
-    """The scripts of a folder, and its notebooks with Horovod."""
+    """Yield the scripts of a folder, and its notebooks with Horovod."""
     for file in sorted(folder.rglob("*")):
         inner = [one.name for one in file.relative_to(folder).parents]
         is_skipped = any(one.startswith(".") or one in _SKIPPED for one in inner)
@@ -158,17 +198,3 @@ def _inside(folder: Path) -> Iterator[Path]:
             file.suffix == _NOTEBOOK and b"horovod" in file.read_bytes()
         ):
             yield file
-
-
-def _replace(path: Path, text: bytes) -> None:
-    """Write a file whole or not at all; a link stays one, and the mode is kept."""
-    path = path.resolve()
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(text)
-        os.chmod(name, path.stat().st_mode)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

@@ -7,7 +7,6 @@ from typing import Any
 
 import libcst as cst
 from libcst import matchers as m
-from libcst.metadata import MetadataWrapper, PositionProvider
 
 from keras_dist.tools.migrate import source as keras_3
 from keras_dist.tools.migrate.arguments import (
@@ -16,10 +15,9 @@ from keras_dist.tools.migrate.arguments import (
     passed,
     without_elements,
 )
-from keras_dist.tools.migrate.names import count_uses, dotted
+from keras_dist.tools.migrate.command import Migrated
 from keras_dist.tools.migrate.plan import ADDS, AVERAGE, BROADCAST, OPTIMIZER, Plan
-from keras_dist.tools.migrate.report import Migrated
-from keras_dist.tools.migrate.script import Script
+from keras_dist.tools.migrate.script import Script, count_uses, dotted
 
 
 def migrate(source: bytes) -> Migrated:
@@ -35,8 +33,7 @@ def migrate(source: bytes) -> Migrated:
     if not first.is_whole:
         return Migrated(source, first.findings)
     module = cst.parse_module(first.source)
-    positions = MetadataWrapper(module, unsafe_skip_copy=True).resolve(PositionProvider)
-    script = Script(module, positions)
+    script = Script(module)
     if not script.names.uses("hvd") or not script.names.uses_keras():
         return first
     plan = Plan(script)
@@ -50,7 +47,7 @@ def migrate(source: bytes) -> Migrated:
 
 
 def _lines_before(old: bytes, new: bytes) -> Callable[[int], int]:
-    """Which line of a file has become a line of it on Keras 3."""
+    """Return a function from a line on Keras 3 to the line from which it came."""
     before, after = old.splitlines(), new.splitlines()
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     lines: dict[int, int] = {}
@@ -65,7 +62,7 @@ _MARK = cst.Comment("# keras-dist: removed")
 
 
 def _added(line: cst.CSTNode) -> Sequence[cst.Arg]:
-    """What a line such as `callbacks.append(…)` adds to a list, if it does."""
+    """Return what a line such as `callbacks.append(…)` adds to a list, if it does."""
     if not m.matches(line, m.SimpleStatementLine([m.Expr(ADDS)])):
         return ()
     statement = cst.ensure_type(line, cst.SimpleStatementLine).body[0]
@@ -74,14 +71,14 @@ def _added(line: cst.CSTNode) -> Sequence[cst.Arg]:
 
 
 def _removed(line: cst.SimpleStatementLine | cst.If) -> cst.SimpleStatementLine:
-    """A mark for a line, which keeps the blank line above it."""
+    """Return a mark for a line, which keeps the blank line above it."""
     blank = [one for one in line.leading_lines[:1] if one.comment is None]
     end = cst.TrailingWhitespace(comment=_MARK)
     return cst.SimpleStatementLine([cst.Pass()], blank, trailing_whitespace=end)
 
 
 def _without_marks(lines: Sequence[Any]) -> list[Any]:
-    """The lines of a block but those removed; a blank line above them stays."""
+    """Remove marked lines of a block; a blank line above them stays."""
     found: list[Any] = []
     blank: list[cst.EmptyLine] = []
     for line in lines:
@@ -102,7 +99,7 @@ def _without_marks(lines: Sequence[Any]) -> list[Any]:
 
 
 class _Rewrite(cst.CSTTransformer):
-    """Removes what `dist_fit` does by itself, and calls it.
+    """Remove what `dist_fit` does by itself, and call it.
 
     Args:
         script: The file.
@@ -167,7 +164,7 @@ class _Rewrite(cst.CSTTransformer):
                 return _removed(original_node)
         if not isinstance(old, cst.Expr) or not isinstance(old.value, cst.Call):
             return updated_node
-        if self._plan.is_call(old.value, "hvd.init"):
+        if self._script.is_call(old.value, "hvd.init"):
             self._plan.finish(old)
             return _removed(original_node)
         is_added = m.matches(old.value, ADDS) and len(old.value.args) == 1
@@ -184,9 +181,9 @@ class _Rewrite(cst.CSTTransformer):
         self, original_node: cst.BinaryOperation, updated_node: cst.BinaryOperation
     ) -> cst.BaseExpression:
         """`0.001 * hvd.size()` of a rate."""
-        plan, operator = self._plan, original_node.operator
-        right = plan.is_call(original_node.right, "hvd.size")
-        left = plan.is_call(original_node.left, "hvd.size")
+        plan, script, operator = self._plan, self._script, original_node.operator
+        right = script.is_call(original_node.right, "hvd.size")
+        left = script.is_call(original_node.left, "hvd.size")
         is_rate = isinstance(operator, cst.Multiply) and original_node in plan.rates
         if right and is_rate:
             plan.finish(original_node.right)
@@ -246,7 +243,7 @@ class _Rewrite(cst.CSTTransformer):
         func = original_node.func
         if original_node in self._plan.data.shards:
             return cst.ensure_type(updated_node.func, cst.Attribute).value
-        is_size = self._plan.is_call(original_node, "hvd.size")
+        is_size = self._script.is_call(original_node, "hvd.size")
         if is_size and original_node in self._plan.steps:
             self._plan.finish(original_node)
             return cst.parse_expression("keras_dist.size()")
@@ -271,16 +268,16 @@ class _Rewrite(cst.CSTTransformer):
         return call
 
     def _is_first(self, test: cst.BaseExpression) -> bool:
-        """Whether a test is `hvd.rank() == 0`."""
+        """Tell whether a test is `hvd.rank() == 0`."""
         equal = m.Comparison(comparisons=[m.ComparisonTarget(operator=m.Equal())])
         if not m.matches(test, equal):
             return False
         comparison = cst.ensure_type(test, cst.Comparison)
         is_zero = literal(comparison.comparisons[0].comparator) == 0
-        return is_zero and self._plan.is_call(comparison.left, "hvd.rank")
+        return is_zero and self._script.is_call(comparison.left, "hvd.rank")
 
     def _is_removed(self, node: cst.BaseExpression) -> bool:
-        """Whether a callback does what `dist_fit` does anyway, or as it is asked."""
+        """Tell whether `dist_fit` does what a callback does."""
         if not isinstance(node, cst.Call):
             return False
         name = self._script.names.of(node.func)
@@ -292,7 +289,7 @@ class _Rewrite(cst.CSTTransformer):
         return found
 
     def _is_for_pinning(self, target: str, value: cst.BaseExpression) -> bool:
-        """Whether a line lists GPUs of which one is chosen, and nothing else."""
+        """Tell whether a line lists GPUs of which one is chosen, and nothing else."""
         if not isinstance(value, cst.Call):
             return False
         name = self._script.names.of(value.func) or ""
@@ -301,7 +298,7 @@ class _Rewrite(cst.CSTTransformer):
         return is_list and count_uses(self._script.module, {target}) == uses + 1
 
     def _pins(self, node: cst.If) -> bool:
-        """Whether this gives a rank its GPU, which the import of keras_dist does."""
+        """Tell whether this gives a rank its GPU, as the import of keras_dist does."""
         if node.orelse is not None or len(node.body.body) != 1:
             return False
         calls = m.findall(node.body, m.Call(func=m.Attribute()))

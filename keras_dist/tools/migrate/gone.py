@@ -1,13 +1,28 @@
-"""What Keras 2 has and Keras 3 has not: names, members of classes, arguments."""
+"""What Keras 2 has and Keras 3 has not: names, members, arguments, symbolic tensors.
 
+The names of the installed Keras 3 are read from its files, without importing it.
+`tf.keras` has names that `keras` has not, such as `backend.mean`, and the other way
+round, such as `losses.mean_squared_error`.
+"""
+
+import ast
 import builtins
+import functools
+import importlib.util
+import os
+from pathlib import Path
 
 import libcst as cst
 
-from keras_dist.tools.migrate import keras_3, moved
+from keras_dist.tools.migrate import imports
 from keras_dist.tools.migrate.arguments import keyword
-from keras_dist.tools.migrate.names import canonical, dotted
-from keras_dist.tools.migrate.script import OPTIMIZERS, Script
+from keras_dist.tools.migrate.script import (
+    OPTIMIZERS,
+    Script,
+    canonical,
+    dotted,
+    method_of,
+)
 
 # What other rules change or list: calls, and names.
 _OF_RATE = {f"keras.backend.{name}" for name in ("get_value", "set_value", "eval")}
@@ -107,104 +122,102 @@ _ARGUMENTS = {
     "keras.activations.relu": {"alpha": "Pass negative_slope="},
 }
 
+_PRIVATE = ("src", "api")
 
-def list_import(
-    original: cst.Import | cst.ImportFrom,
-    updated: cst.Import | cst.ImportFrom,
-    script: Script,
-) -> cst.Import | cst.ImportFrom:
+# Of TensorFlow's operations, those that `keras.ops` has by another name.
+_RENAMED = {
+    "concat": "concatenate",
+    "random.normal": "random.normal",
+    "math.log": "log",
+    "math.exp": "exp",
+    "image.resize": "image.resize",
+    "nn.l2_normalize": "normalize",
+}
+_TENSORS = ("output", "input", "outputs", "inputs")
+
+
+def list_import(original: cst.Import | cst.ImportFrom, script: Script) -> None:
     """`from keras.utils import multi_gpu_model`, `import keras.engine`."""
     module = ""
     if isinstance(original, cst.ImportFrom):
         module = dotted(original.module) or ""
-        is_of_others = moved.is_private(module) or canonical(module) in _OF_OTHER_RULES
-        if original.relative or is_of_others:
-            return updated
+        if original.relative or imports.is_private(module):
+            return
+        if canonical(module) in _OF_OTHER_RULES:
+            return
         module += "."
     if isinstance(original.names, cst.ImportStar):
         _list(original, module[:-1], script)
-        return updated
+        return
     for alias in original.names:
         name = module + (dotted(alias.name) or "")
-        if not module or not moved.changes(name, script):
+        if not module or not imports.is_moved(name, script):
             _list(original, name, script)
-    return updated
 
 
-def list_name(
-    original: cst.Attribute, updated: cst.Attribute, script: Script
-) -> cst.BaseExpression:
+def list_name(original: cst.Attribute, script: Script) -> None:
     """`tf.keras.losses.mean_squared_error`, `K.placeholder`."""
     name = script.names.raw(original)
-    is_inside = original in script.in_imports or original in script.shorter
+    is_inside = original in script.in_imports or not script.is_longest(original)
     if name is not None and not is_inside and not script.is_shadowed(original):
         first = (dotted(original) or "").partition(".")[0]
-        is_listed = moved.is_private(script.names.local[first])  # where it is imported
-        if not is_listed and not moved.changes(name, script):
+        is_listed = imports.is_private(script.names.local[first])  # at its import
+        if not is_listed and not imports.is_moved(name, script):
             _list(original, name, script)
-    return updated
 
 
 def _list(node: cst.CSTNode, raw: str, script: Script) -> None:
-    name, is_tf = moved.keras_name(raw)
+    name, is_tf = keras_name(raw)
     is_import = isinstance(node, (cst.Import, cst.ImportFrom))
     gone = None
     if name.startswith("keras."):
-        gone = keras_3.missing(name, is_tf=is_tf, is_import=is_import)
-    if gone is None or node in script.guarded or {gone, name} & _OF_OTHER_RULES:
+        gone = missing(name, is_tf=is_tf, is_import=is_import)
+    if gone is None or script.is_guarded(node) or {gone, name} & _OF_OTHER_RULES:
         return
-    if name in _OF_RATE and node in script.called:
+    if name in _OF_RATE and script.is_called(node):
         return
     prefixes = [name]
     while prefixes[-1] != gone:
         prefixes.append(prefixes[-1].rpartition(".")[0])
-    found = [keras_3.instead(one, is_tf=is_tf) for one in prefixes]
+    found = [instead(one, is_tf=is_tf) for one in prefixes]
     advice = [_ADVICE[one] for one in prefixes if one in _ADVICE]
-    advice += [moved.PUBLIC] if moved.is_private(gone) else []
+    advice += [imports.PUBLIC] if imports.is_private(gone) else []
     advice += [f"Use {one}" for one in found if one is not None]
     advice.append("Look for it in the documentation of Keras 3")
     prefix = "tf." if is_tf else ""
     script.left(node, f"Keras 3 has no {prefix}{gone}", advice[0])
 
 
-def list_star_name(
-    original: cst.Name, updated: cst.Name, script: Script
-) -> cst.BaseExpression:
+def list_star_name(original: cst.Name, script: Script) -> None:
     """`CuDNNLSTM(8)`, after `from keras.layers import *`."""
-    name, stars = original.value, script.names.raw_stars
+    name, stars = original.value, script.names.stars
     is_keras = [canonical(module).startswith("keras.") for module in stars]
     if not all(is_keras) or not stars or not script.is_read(original):
-        return updated
+        return
     is_own = name in script.functions or name in script.names.local
     if is_own or script.values(name) or hasattr(builtins, name):
-        return updated
-    full = [moved.keras_name(f"{module}.{name}") for module in stars]
-    if all(keras_3.missing(one, is_tf=is_tf) is not None for one, is_tf in full):
+        return
+    full = [keras_name(f"{module}.{name}") for module in stars]
+    if all(missing(one, is_tf=is_tf) is not None for one, is_tf in full):
         _list(original, f"{stars[0]}.{name}", script)
-    return updated
 
 
-def list_member(
-    original: cst.Attribute, updated: cst.Attribute, script: Script
-) -> cst.BaseExpression:
+def list_member(original: cst.Attribute, script: Script) -> None:
     """`metric.reset_states()`, `optimizer.get_scaled_loss(loss)`."""
     word, owner = original.attr.value, original.value
     if script.names.of(owner) is not None or word in script.functions:
-        return updated
+        return
     advice = _MEMBERS.get(word)
     if script.is_optimizer(owner):
         advice = advice or _OF_OPTIMIZERS.get(word)
     elif script.is_model(owner):
         advice = advice or _OF_MODELS.get(word)
-    if advice is not None and original not in script.guarded:
+    if advice is not None and not script.is_guarded(original):
         reason = f"models, optimizers and metrics of Keras 3 have no {word}"
         script.left(original, reason, advice)
-    return updated
 
 
-def list_method(
-    original: cst.ClassDef, updated: cst.ClassDef, script: Script
-) -> cst.ClassDef:
+def list_method(original: cst.ClassDef, script: Script) -> None:
     """`def reset_states(self)` of a metric, which Keras 3 would not call."""
     bases = [script.names.of(base.value) or "" for base in original.bases]
     if any(name.startswith("keras.metrics.") for name in bases):
@@ -212,23 +225,176 @@ def list_method(
             if isinstance(node, cst.FunctionDef) and node.name.value == "reset_states":
                 reason = "Keras 3 does not call reset_states"
                 script.left(node.name, reason, "Name it reset_state")
-    return updated
 
 
-def list_arguments(
-    original: cst.Call, updated: cst.Call, script: Script
-) -> cst.BaseExpression:
+def list_arguments(original: cst.Call, updated: cst.Call, script: Script) -> cst.Call:
     """`compile(sample_weight_mode="temporal")`, `LSTM(8, time_major=True)`."""
     name = script.names.of(original.func)
-    if name is not None:
-        gone = _ARGUMENTS.get(name, {})
-        what = name
-    else:
-        what = (
-            original.func.attr.value if isinstance(original.func, cst.Attribute) else ""
-        )
-        gone = _OF_METHODS.get(what, {})
-    for argument, advice in gone.items():
+    known = _OF_METHODS if name is None else _ARGUMENTS
+    what = method_of(original) if name is None else name
+    for argument, advice in known.get(what, {}).items():
         if keyword(updated, argument) is not None:
             script.left(original, f"{what} of Keras 3 has no {argument}=", advice)
     return updated
+
+
+def keras_name(name: str) -> tuple[str, bool]:
+    """Return a name as one of `keras`, and whether the script has it from `tf.keras`.
+
+    >>> keras_name("tensorflow.keras.layers")
+    ('keras.layers', True)
+    """
+    return canonical(name), name.startswith("tensorflow.")
+
+
+@functools.cache
+def _api(*, is_tf: bool) -> dict[str, frozenset[str]]:
+    """Return the public names of each module of `keras`, or of `tf.keras`."""
+    spec = importlib.util.find_spec("keras")
+    if spec is None or spec.origin is None:
+        return {}
+    folder = Path(spec.origin).parent
+    if (folder / "api").is_dir():
+        folder /= "api"
+    if is_tf:
+        folder = folder / "_tf_keras" / "keras"
+    found = {}
+    for path, folders, files in os.walk(folder):
+        inner = [one for one in folders if not one.startswith("_")]
+        folders[:] = [one for one in inner if one not in _PRIVATE]
+        if "__init__.py" in files:
+            module = f"keras.{Path(path).relative_to(folder)}".replace(os.sep, ".")
+            module = module.rstrip(".")
+            found[module] = frozenset(_names_of(Path(path) / "__init__.py"))
+    return found
+
+
+def _names_of(file: Path) -> set[str]:
+    """Return the names that a file imports."""
+    return {
+        alias.asname or alias.name
+        for node in ast.walk(ast.parse(file.read_bytes()))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+    }
+
+
+def missing(name: str, *, is_tf: bool, is_import: bool = False) -> str | None:
+    """Return the part of a name up to the first word that Keras 3 does not have.
+
+    Args:
+        name: A name that begins with "keras.".
+        is_tf: Whether a script has it from `tf.keras`.
+        is_import: Whether an import asks for it, which finds `tensorflow.keras.saving`,
+            for example; as an attribute, `tf.keras` does not have it.
+
+    Returns:
+        `None` if Keras 3 has the name, or if this cannot be known: it is private, or a
+        member of a class.
+
+    >>> missing("keras.layers.experimental.preprocessing.Rescaling", is_tf=True)
+    'keras.layers.experimental'
+    >>> missing("keras.layers.Dense.anything", is_tf=True)
+    """
+    api = _api(is_tf=is_tf)
+    words = name.split(".")
+    for index, word in enumerate(words[1:], start=1):
+        names = api.get(".".join(words[:index]))
+        if names is None or word.startswith("_") or word in _PRIVATE:
+            return None
+        inner = ".".join(words[: index + 1])
+        if word not in names and not (is_import and inner in api):
+            return inner
+    return None
+
+
+def instead(name: str, *, is_tf: bool) -> str | None:
+    """Return a name of Keras 3 that ends as a missing one does, if there is one.
+
+    Args:
+        name: The missing name.
+        is_tf: Whether a script has it from `tf.keras`.
+
+    >>> instead("keras.layers.experimental.preprocessing.Rescaling", is_tf=True)
+    'tf.keras.layers.Rescaling'
+    >>> instead("keras.backend.mean", is_tf=False)
+    'keras.ops.mean'
+    """
+    *_, package, last = name.split(".")
+    if package == "backend" and last in _api(is_tf=False).get("keras.ops", ()):
+        return f"keras.ops.{last}"
+    if missing(name, is_tf=not is_tf) is None and _api(is_tf=not is_tf):
+        return name if is_tf else f"tf.{name}"
+    prefix = "tf." if is_tf else ""
+    modules = [module for module, names in _api(is_tf=is_tf).items() if last in names]
+    modules.sort(key=lambda module: (package not in module, len(module), module))
+    # Words in small letters may mean something else in another module.
+    return f"{prefix}{modules[0]}.{last}" if last[:1].isupper() and modules else None
+
+
+def list_operation(original: cst.Call, script: Script) -> None:
+    """`tf.reduce_mean(x)` of the output of a layer, which Keras 3 does not take.
+
+    `keras.Input` makes a symbolic tensor, and so does each layer that is called with
+    one.
+    """
+    name = script.names.of(original.func) or ""
+    is_operation = name.startswith(("tf.", "tf1.", "keras.backend."))
+    if not is_operation or script.is_shadowed(original.func):
+        return
+    if name in ("tf.function", "keras.backend.int_shape"):
+        return
+    if any(_is_symbolic(arg.value, script) for arg in original.args):
+        text = dotted(original.func) or name
+        reason = f"{text} does not take a symbolic tensor of Keras 3"
+        word = name.partition(".")[2].removeprefix("backend.")
+        short = _RENAMED.get(word) or word.rpartition(".")[2].removeprefix("reduce_")
+        other = short if short.startswith("random.") else f"ops.{short}"
+        advice = f"Use keras.{other}, if there is one, or a layer that calls it"
+        script.left(original, reason, advice)
+
+
+def _is_symbolic(
+    node: cst.CSTNode, script: Script, seen: set[cst.CSTNode] | None = None
+) -> bool:
+    """Tell whether an expression is a symbolic tensor, or a list with one.
+
+    Args:
+        node: The expression.
+        script: The file.
+        seen: Names that were visited; in a loop, values depend on each other.
+    """
+    known_names = set() if seen is None else seen
+
+    def has_one(*nodes: cst.CSTNode) -> bool:
+        return any(_is_symbolic(one, script, known_names) for one in nodes)
+
+    if isinstance(node, cst.Call):
+        return _gives_symbolic(node, script, has_one(*(arg.value for arg in node.args)))
+    if isinstance(node, (cst.List, cst.Tuple)):
+        return has_one(*(one.value for one in node.elements))
+    if isinstance(node, cst.BinaryOperation):
+        return has_one(node.left, node.right)
+    if isinstance(node, cst.UnaryOperation):
+        return has_one(node.expression)
+    if isinstance(node, cst.Subscript):
+        return has_one(node.value)
+    if isinstance(node, cst.Attribute) and node.attr.value in _TENSORS:
+        return script.is_model(node.value)
+    if isinstance(node, cst.Name) and node not in known_names:
+        known_names.add(node)
+        values = [v for v in script.values_at(node.value, node) if v is not node]
+        known = [value for value in values if value is not None]
+        return len(known) == len(values) > 0 and has_one(*known)
+    return False
+
+
+def _gives_symbolic(node: cst.Call, script: Script, is_called_with_one: bool) -> bool:
+    """Tell whether a call is `keras.Input(…)`, or a layer or function of a tensor."""
+    name = script.names.of(node.func)
+    if name in ("keras.Input", "keras.layers.Input"):
+        return True
+    # A method such as `x.shape.as_list()`, a class and TensorFlow's functions are not.
+    is_ours = name is None and not isinstance(node.func, cst.Attribute)
+    is_operation = (name or "").startswith("keras.ops.")
+    return is_called_with_one and (is_ours or is_operation)

@@ -1,9 +1,14 @@
-"""Horovod's imports, in all their spellings, become those of `keras_dist.horovod`."""
+"""Imports: Horovod's, in all their spellings, and private modules of Keras 2."""
 
 import libcst as cst
 
-from keras_dist.tools.migrate.names import dotted, walk
-from keras_dist.tools.migrate.script import Script
+from keras_dist.tools.migrate.script import (
+    Script,
+    canonical,
+    dotted,
+    dotted_node,
+    walk,
+)
 
 _LAYERS = ("horovod.tensorflow.keras", "horovod.keras")
 _PLAIN = "horovod.tensorflow"
@@ -38,9 +43,27 @@ _OTHERS = {
     "tf_keras": "Import keras, which is Keras 3",
 }
 
+# Private modules of Keras 2, whose classes `keras.layers` has.
+_LAYER_MODULES = {
+    *("core", "convolutional", "pooling", "recurrent", "normalization", "embeddings"),
+    *("advanced_activations", "merge", "noise", "local", "wrappers"),
+}
+# And those of `keras.utils`, with what it has of them.
+_UTILITIES = {
+    "np_utils": {"to_categorical", "normalize"},
+    "vis_utils": {"plot_model", "model_to_dot"},
+    "generic_utils": {"Progbar", "get_custom_objects", "CustomObjectScope"},
+}
+# What `tensorflow.keras` still has, and `keras` has not.
+_IMAGES = "keras.preprocessing.image"
+_GENERATORS = {"ImageDataGenerator", "DirectoryIterator", "NumpyArrayIterator"}
+
+# Advice for what is private.
+PUBLIC = "Look for them in keras.layers, keras.utils and keras.ops"
+
 
 def new_module(name: str) -> str | None:
-    """Where a module of Horovod's is in keras_dist; `None` if nowhere.
+    """Return the module of keras_dist for one of Horovod; `None` if there is none.
 
     >>> new_module("horovod.keras.callbacks")
     'keras_dist.horovod.callbacks'
@@ -67,7 +90,7 @@ def change_import(
                 names = [dotted(one.name) for one in (*original.names, *aliases)]
                 if "horovod" not in names:
                     aliases.append(_with_comma(cst.ImportAlias(cst.Name("horovod"))))
-            alias = alias.with_changes(name=_dotted_node(new))
+            alias = alias.with_changes(name=dotted_node(new))
         else:
             _list_other(original, name, script)
         aliases.append(alias)
@@ -80,7 +103,7 @@ def _with_comma(alias: cst.ImportAlias) -> cst.ImportAlias:
 
 
 def _uses_horovod_itself(script: Script) -> bool:
-    """Whether the file uses more of Horovod than what is changed, by its own name."""
+    """Tell whether the file uses more of Horovod than what changes, by its own name."""
     changed = {
         inner
         for node in script.nodes
@@ -111,7 +134,7 @@ def change_from(
     if module == "horovod.tensorflow.compression":
         new = _NEW
     if new is not None:
-        return updated.with_changes(module=_dotted_node(new))
+        return updated.with_changes(module=dotted_node(new))
     if isinstance(updated.names, cst.ImportStar):
         if module == _PLAIN:
             reason = f"all names of {module}, of which {_NEW} has not all"
@@ -125,7 +148,7 @@ def change_from(
     names = {dotted(one.name) or "" for one in others}
     rest = updated.with_changes(names=others)
     if module == "horovod.tensorflow" and not names & set(MISSING):
-        rest = rest.with_changes(module=_dotted_node(_NEW))
+        rest = rest.with_changes(module=dotted_node(_NEW))
     elif module == "horovod.tensorflow":
         for name in sorted(names & set(MISSING)):
             script.left(original, f"keras_dist.horovod has no {name}", MISSING[name])
@@ -135,7 +158,7 @@ def change_from(
 
 
 def _is_layer(module: str, alias: cst.ImportAlias, script: Script) -> bool:
-    """Whether `from module import alias` imports what is `keras_dist.horovod` here."""
+    """Tell whether `from module import alias` imports `keras_dist.horovod` here."""
     name = f"{module}.{dotted(alias.name)}"
     if name == _PLAIN:  # `from horovod import tensorflow as hvd`
         local = dotted((alias.asname or alias).name) or ""
@@ -151,14 +174,14 @@ def change_name(
     if script.names.local.get("horovod") == "horovod":
         is_plain = name == _PLAIN and _has_all(script, _PLAIN)
         if original not in script.in_imports and (name in _LAYERS or is_plain):
-            return _dotted_node(_own_name(script))
+            return dotted_node(_own_name(script))
     if script.names.of(original) == "hvd.elastic.TensorFlowKerasState":
         return updated.with_changes(attr=cst.Name("KerasState"))
     return updated
 
 
 def _own_name(script: Script) -> str:
-    """The name by which the changed file has `keras_dist.horovod`."""
+    """Return the name by which the changed file has `keras_dist.horovod`."""
     modules = (*_LAYERS, _PLAIN)
     imports = [node for node in script.nodes if isinstance(node, cst.Import)]
     aliases = [alias for node in imports for alias in node.names]
@@ -198,7 +221,7 @@ def change_text(
 
 
 def note_plain(script: Script) -> None:
-    """Say of a file without Keras why its `horovod.tensorflow` stays."""
+    """Say why the `horovod.tensorflow` of a file without Keras stays."""
     if any(module.startswith("horovod.tensorflow") for module in script.names.modules):
         script.note(
             script.module,
@@ -208,7 +231,7 @@ def note_plain(script: Script) -> None:
 
 
 def _has_all(script: Script, local: str) -> bool:
-    """Whether keras_dist has all that a Keras script uses of `horovod.tensorflow`."""
+    """Tell whether keras_dist has all that a script uses of `horovod.tensorflow`."""
     uses = [(_used(node, local), node) for node in script.nodes]
     missing = [(name, node) for name, node in uses if name in MISSING]
     for name, node in missing:  # once, although asked for at each use
@@ -232,7 +255,7 @@ def _whole_layer(node: cst.ImportFrom, layer: cst.ImportAlias) -> cst.ImportFrom
 def _split(
     rest: cst.ImportFrom, layers: list[cst.ImportAlias]
 ) -> cst.FlattenSentinel[cst.BaseSmallStatement]:
-    """The layer from keras_dist, and what else the line imports from Horovod."""
+    """Import the layer from keras_dist, and the rest of the line from Horovod."""
     assert not isinstance(rest.names, cst.ImportStar)
     nothing = cst.MaybeSentinel.DEFAULT
     names = [*rest.names[:-1], rest.names[-1].with_changes(comma=nothing)]
@@ -250,23 +273,15 @@ def _list_other(node: cst.CSTNode, name: str, script: Script) -> None:
 
 
 def _list_text(node: cst.CSTNode, name: str, script: Script) -> None:
-    """A module that is imported by its name in a string."""
+    """List a module that is imported by its name in a string."""
     if name == _PLAIN or new_module(name) is not None:
         script.left(node, f"{name} is imported by its text", f"Import {_NEW}")
     else:
         _list_other(node, name, script)
 
 
-def _dotted_node(name: str) -> cst.Attribute | cst.Name:
-    first, *rest = name.split(".")
-    node: cst.Attribute | cst.Name = cst.Name(first)
-    for word in rest:
-        node = cst.Attribute(value=node, attr=cst.Name(word))
-    return node
-
-
 def added(module: cst.Module, script: Script) -> cst.Module:
-    """The file with the new imports that rules asked for, behind its last import."""
+    """Return the file with the imports that rules need, behind its last import."""
     lines = [
         f"from {name} import {what}" if name else f"import {what}"
         for name, what in script.new_imports
@@ -284,3 +299,87 @@ def _is_import(line: cst.CSTNode) -> bool:
     if not isinstance(line, cst.SimpleStatementLine):
         return False
     return any(isinstance(one, (cst.Import, cst.ImportFrom)) for one in line.body)
+
+
+def change_private(
+    original: cst.ImportFrom, updated: cst.ImportFrom, script: Script
+) -> cst.ImportFrom:
+    """`from keras.layers.core import Dense`."""
+    module = updated.module
+    text = dotted(module) or ""
+    if updated.relative or isinstance(updated.names, cst.ImportStar):
+        return updated
+    names = {dotted(one.name) or "" for one in updated.names}
+    if len(names) == 1 and is_private(f"{text}.{min(names)}"):
+        return _package(original, updated, script)
+    if isinstance(module, cst.Attribute) and is_private(text):
+        if _are_public(canonical(text), names):
+            return updated.with_changes(module=module.value)
+        script.left(original, f"{text} is private in Keras 2, and gone", PUBLIC)
+    is_image = text == _IMAGES and names & _GENERATORS
+    if is_image or (text == "keras.preprocessing" and _uses_generators(script)):
+        return updated.with_changes(module=dotted_node(f"tensorflow.{text}"))
+    return updated
+
+
+def is_private(name: str) -> bool:
+    """Tell whether a name is a private module of Keras 2, of which classes are public.
+
+    >>> is_private("tensorflow.python.keras.utils.np_utils")
+    True
+    """
+    package, _, module = canonical(name).rpartition(".")
+    private = {"keras.layers": _LAYER_MODULES, "keras.utils": set(_UTILITIES)}
+    return module in private.get(package, ())
+
+
+def is_moved(name: str, script: Script) -> bool:
+    """Tell whether a name is one that `change_private` imports from elsewhere."""
+    package, _, last = name.rpartition(".")
+    is_generator = package == _IMAGES and last in _GENERATORS
+    by_name = {script.names.local.get(last), script.names.local.get("image")}
+    return is_private(name) or is_generator and not by_name.isdisjoint({name, _IMAGES})
+
+
+def _package(
+    original: cst.ImportFrom, updated: cst.ImportFrom, script: Script
+) -> cst.ImportFrom:
+    """`from keras.utils import np_utils` becomes `from keras import utils as np_utils`.
+
+    If all that the file uses of it is public.
+    """
+    assert not isinstance(updated.names, cst.ImportStar)
+    alias, package = updated.names[0], cst.ensure_type(updated.module, cst.Attribute)
+    name = cst.ensure_type(alias.name, cst.Name)
+    local = dotted(alias.asname.name) if alias.asname else name.value
+    used = {
+        node.attr.value
+        for node in script.nodes
+        if isinstance(node, cst.Attribute) and dotted(node.value) == local
+    }
+    text = f"{dotted(package)}.{name.value}"
+    if not _are_public(canonical(text), used):
+        script.left(original, f"{text} is private in Keras 2, and gone", PUBLIC)
+        return updated
+    asname = alias.asname or cst.AsName(name=name)
+    alias = alias.with_changes(name=package.attr, asname=asname)
+    root: cst.BaseExpression = package.value
+    if (dotted(root) or "").startswith("tensorflow"):
+        root = dotted_node("tensorflow.keras")
+    return updated.with_changes(module=root, names=[alias])
+
+
+def _are_public(name: str, names: set[str]) -> bool:
+    """Tell whether the package of a private module has all of these names."""
+    module = name.rpartition(".")[2]
+    if module in _UTILITIES:
+        return names <= _UTILITIES[module]
+    return all(one[:1].isupper() for one in names)  # classes of layers
+
+
+def _uses_generators(script: Script) -> bool:
+    """Tell whether a file makes a generator of `image`, imported from `keras`."""
+    if script.names.local.get("image") != _IMAGES:
+        return False
+    wanted = {f"image.{name}" for name in _GENERATORS}
+    return any(dotted(node) in wanted for node in script.nodes)

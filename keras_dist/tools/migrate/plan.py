@@ -9,10 +9,8 @@ import libcst as cst
 from libcst import matchers as m
 
 from keras_dist.tools.migrate.arguments import keyword, literal, passed
-from keras_dist.tools.migrate.data import Data
-from keras_dist.tools.migrate.names import dotted, walk
-from keras_dist.tools.migrate.report import Finding
-from keras_dist.tools.migrate.script import Script
+from keras_dist.tools.migrate.command import Finding
+from keras_dist.tools.migrate.script import Script, dotted, inside, method_of, walk
 
 BY_HAND = "Change it by hand, or migrate without --to"
 
@@ -112,6 +110,12 @@ _SEEDS = ("seed", "set_seed", "set_random_seed")
 _METHODS = ("train_step", "compute_loss", "apply_gradients")
 
 
+# Methods of a `tf.data.Dataset` that give the same global batches, whether they are
+# called on a rank's elements or on all: those of single elements, and of batches.
+_OF_ELEMENTS = ("map", "cache", "prefetch", "with_options", "shuffle", "batch")
+_OF_BATCHES = ("map", "cache", "prefetch", "with_options")
+
+
 class Plan:
     """Which lines of a script `dist_fit` replaces, and its options; or why it cannot.
 
@@ -129,10 +133,9 @@ class Plan:
         self.refusals: list[Finding] = []
         self._script = script
         self._compiled: cst.BaseExpression | None = None  # its optimizer
-        self.data = Data(script, self.is_call)
-        self._calls = [one for one in script.nodes if isinstance(one, cst.Call)]
+        self.data = Data(script)
         self._refuse_what_differs()
-        self.fits = [one for one in self._calls if self._is_fit(one)]
+        self.fits = [one for one in self._script.calls if self._is_fit(one)]
         if len(self.fits) != 1:
             reason = f"dist_fit replaces one model.fit, and there are {len(self.fits)}"
             self.refuse(self.fits[1] if self.fits else script.module, reason)
@@ -143,7 +146,7 @@ class Plan:
         self._look_at_data(self.fits[0])
 
     def finish_refusals(self) -> list[Finding]:
-        """Return why one cannot be sure of this script; empty if one can."""
+        """Return the reasons against a conversion; empty if there is none."""
         found = list(self.refusals)
         for node in self._uses():
             if node not in self.done:
@@ -155,22 +158,22 @@ class Plan:
         return found
 
     def refuse(self, node: cst.CSTNode, reason: str, advice: str = BY_HAND) -> None:
-        """Note why one cannot be sure of the script."""
+        """Note a reason against a conversion."""
         self.refusals.append(Finding(self._script.line(node), reason, advice))
 
     def _uses(self) -> Iterator[cst.CSTNode]:
-        """Each use of Horovod, by its longest name; also the module as a value."""
+        """Yield each use of Horovod, by its longest name, or of its module."""
         script = self._script
         for node in script.nodes:
-            if node not in script.shorter and script.is_read(node):
+            if script.is_longest(node) and script.is_read(node):
                 name = script.names.of(node) or ""
                 if name == "hvd" or name.startswith("hvd."):
                     yield node
 
     def _refuse_what_differs(self) -> None:
-        """What means something else beside `dist_fit`, wherever it is."""
+        """Refuse what has another meaning beside `dist_fit`, wherever it is."""
         script = self._script
-        for call in self._calls:
+        for call in self._script.calls:
             word = _last_word(call)
             if word in _CALLS:
                 self.refuse(call, f"{word} is called here: {_CALLS[word]}")
@@ -187,7 +190,7 @@ class Plan:
 
     def _refuse_name(self, node: cst.Attribute | cst.Name) -> None:
         name = self._script.names.of(node) or ""
-        is_whole = node not in self._script.shorter
+        is_whole = self._script.is_longest(node)
         for known, reason in _NAMES.items():
             if is_whole and f"{name}.".startswith(f"{known}."):
                 self.refuse(node, f"{name} is used here: {reason}")
@@ -215,7 +218,7 @@ class Plan:
                 self.refuse(one.name, reason)
 
     def _is_fit(self, node: cst.Call) -> bool:
-        """Whether this is `fit` of a model, or of what may be one."""
+        """Tell whether this is `fit` of a model, or of what may be one."""
         if not m.matches(node.func, m.Attribute(attr=m.Name("fit"))):
             return False
         owner = cst.ensure_type(node.func, cst.Attribute).value
@@ -260,13 +263,13 @@ class Plan:
             self._refuse_other_reads(value, "is 1 on all ranks then")
 
     def _values(self, value: cst.BaseExpression) -> list[cst.BaseExpression]:
-        """A value, and all that the file assigns to it if it is a name."""
+        """Return a value, and all that the file assigns to it if it is a name."""
         name = dotted(value)
         named = self._script.values(name) if name else []
         return [value, *(one for one in named if one is not None)]
 
     def _refuse_other_reads(self, read: cst.CSTNode, reason: str) -> None:
-        """Refuse a script that reads a name which is assigned another value then."""
+        """Refuse a script that reads a name whose value changes."""
         name = dotted(read) or ""
         if "." in name:
             self.refuse(read, f"{name}, which other code may read, too, {reason}")
@@ -278,11 +281,11 @@ class Plan:
                 self.refuse(other, f"{name} is read here, too, and {reason}")
 
     def _look_at_model(self, fit: cst.Call) -> None:
-        """Whether the model that is fitted is the one compiled for Horovod."""
+        """Check that the model that is fitted is the one compiled for Horovod."""
         script = self._script
         compiles = [
             one
-            for one in self._calls
+            for one in self._script.calls
             if m.matches(one.func, m.Attribute(attr=m.Name("compile")))
             and script.names.of(one.func) is None
         ]
@@ -306,7 +309,7 @@ class Plan:
     def _is_same(
         self, node: cst.BaseExpression, model: cst.BaseExpression, depth: int = 0
     ) -> bool:
-        """Whether two expressions are the same model, also through functions."""
+        """Tell whether two expressions are the same model, also through functions."""
         script = self._script
         name, values = dotted(node), self._reaching(node)
         own = script.values_at(dotted(model) or "", model)
@@ -331,13 +334,13 @@ class Plan:
         model: cst.BaseExpression,
         depth: int,
     ) -> bool:
-        """Whether a value of a name is the model: another name, or by a function."""
+        """Tell whether a value of a name is the model: by a name, or by a function."""
         script = self._script
         if value is None:  # a parameter, perhaps
             function = script.function_of(node)
             found = [
                 passed(call, dotted(node) or "", index)
-                for call in self._calls
+                for call in self._script.calls
                 if isinstance(function, cst.FunctionDef)
                 and dotted(call.func) == function.name.value
                 for index, param in enumerate(function.params.params)
@@ -363,17 +366,21 @@ class Plan:
     def _reaching(
         self, node: cst.BaseExpression | None
     ) -> Sequence[cst.BaseExpression | None]:
-        """The values that an expression may have, where it is a name."""
+        """Return the values that an expression may have, where it is a name."""
         name = dotted(node)
         if node is None or name is None:
             return [node]
         return self._script.values_at(name, node)
 
     def _look_at_optimizer(self) -> None:
-        """The one optimizer, its rate, and how it averages."""
+        """Look at the one optimizer, its rate, and how it averages."""
         script = self._script
-        ours = [one for one in self._calls if script.names.of(one.func) == OPTIMIZER]
-        made = [one for one in self._calls if script.optimizer_class(one) is not None]
+        ours = [
+            one for one in self._script.calls if script.names.of(one.func) == OPTIMIZER
+        ]
+        made = [
+            one for one in self._script.calls if script.optimizer_class(one) is not None
+        ]
         if len(ours) != 1 or len(made) != 1:
             reason = "dist_fit needs one optimizer and one hvd.DistributedOptimizer of "
             reason += f"it, and there are {len(made)} and {len(ours)}"
@@ -436,7 +443,7 @@ class Plan:
         self.finish(node.func)
 
     def _look_at_callbacks(self) -> None:
-        """Those of Horovod and Keras that are known; others may do anything."""
+        """Look for callbacks that are unknown: they may do anything."""
         fit, script = self.fits[0], self._script
         given = passed(fit, "callbacks", 5)
         lists = self._values(given) if given is not None else []
@@ -449,7 +456,7 @@ class Plan:
             elements += [element.value for element in one.elements]
         order = [self._kind(element) for element in elements]
         known = {id(given)}
-        for call in self._calls:
+        for call in self._script.calls:
             owner = call.func.value if isinstance(call.func, cst.Attribute) else None
             if owner is None or given is None or dotted(owner) != dotted(given):
                 continue
@@ -488,7 +495,7 @@ class Plan:
         )
 
     def _kind(self, node: cst.BaseExpression) -> str | None:
-        """The class of a callback, which may have a name."""
+        """Return the class of a callback, also through a name."""
         kinds = {self._maker(one) for one in self._reaching(node)}
         return kinds.pop() if len(kinds) == 1 else None
 
@@ -510,7 +517,7 @@ class Plan:
         are_arrays = any(isinstance(one, cst.Subscript) for one in self.data.shards)
         is_shuffled = are_arrays and (shuffle is None or literal(shuffle) is not False)
         draws, seeds = False, []
-        for call in self._calls:
+        for call in self._script.calls:
             word = _last_word(call)
             is_shuffled |= word == "shuffle"
             layer = self._script.names.of(call.func) or ""
@@ -531,18 +538,12 @@ class Plan:
             self.refuse(seeds[0], reason, "Remove the seed, or pass shuffle=False")
 
     def writes(self, args: Sequence[cst.Arg]) -> bool:
-        """Whether callbacks that are added to a list are those of Keras that write.
+        """Tell whether callbacks that are added to a list are of Keras and write files.
 
         `dist_fit` runs them on the first rank by itself, and others on all ranks.
         """
         found = _elements(args)
         return bool(found) and all(self._kind(one) in _WRITING for one in found)
-
-    def is_call(self, node: cst.CSTNode | None, name: str) -> bool:
-        """Whether a node is `hvd.size()`, for example."""
-        if not isinstance(node, cst.Call) or node.args:
-            return False
-        return self._script.names.of(node.func) == name
 
     def finish(self, node: cst.CSTNode) -> None:
         """Note that all uses of Horovod in a node are replaced."""
@@ -553,11 +554,11 @@ class Plan:
             return False
         operation = cst.ensure_type(node, cst.BinaryOperation)
         sides = (operation.left, operation.right)
-        return any(self.is_call(side, "hvd.size") for side in sides)
+        return any(self._script.is_call(side, "hvd.size") for side in sides)
 
 
 def _elements(args: Sequence[cst.Arg]) -> list[cst.BaseExpression]:
-    """What is added to a list by `append` or `extend`."""
+    """Return what `append` or `extend` adds to a list."""
     found: list[cst.BaseExpression] = []
     for arg in args:
         if isinstance(arg.value, (cst.List, cst.Tuple)):
@@ -568,12 +569,206 @@ def _elements(args: Sequence[cst.Arg]) -> list[cst.BaseExpression]:
 
 
 def _last_word(call: cst.Call) -> str:
-    """The name of the function that is called, without what is before its last dot."""
-    if isinstance(call.func, cst.Attribute):
-        return call.func.attr.value
-    return dotted(call.func) or ""
+    """Return the name of the function that is called, without dots."""
+    return method_of(call) or dotted(call.func) or ""
 
 
 def _is_named(call: cst.Call) -> bool:
-    """Whether the first argument is passed by name, or there is none."""
+    """Tell whether the first argument is passed by name, or missing."""
     return not call.args or call.args[0].keyword is not None
+
+
+class Data:
+    """The data of one `fit`, and the shards in it.
+
+    Args:
+        script: The file.
+    """
+
+    def __init__(self, script: Script):
+        self.shards: set[cst.CSTNode] = set()
+        self.reasons: list[tuple[cst.CSTNode, str]] = []
+        self._script = script
+        self._all = {one for one in script.nodes if self.is_shard(one)}
+        self._known: dict[cst.CSTNode, bool] = {}
+        self._fit: cst.CSTNode = script.module
+        self._read: set[cst.CSTNode] = set()
+
+    def look(self, fit: cst.Call) -> bool:
+        """Tell whether the data is sharded; obstacles are in `reasons`.
+
+        Args:
+            fit: The call of `fit`.
+        """
+        if not self._all:
+            return False
+        self._fit = fit
+        training = self._are_sharded(
+            [passed(fit, "x", 0), passed(fit, "y", 1)], "of x and y"
+        )
+        validation = self._are_sharded(
+            _arrays_of(passed(fit, "validation_data", 7)), "of the validation data"
+        )
+        self._check(fit, bool(training), validation)
+        for node in self._all:
+            if node not in self.shards:
+                reason = (
+                    "a rank's part of some data is used for something else than fit"
+                )
+                self.reasons.append((node, reason))
+        self._check_reads()
+        return bool(training)
+
+    def _check(self, fit: cst.Call, is_sharded: bool, validation: bool | None) -> None:
+        """List what `dist_fit` reads differently, if it divides the data itself."""
+        if validation and not is_sharded:
+            reason = "only validation data is sharded, and dist_fit would shard all"
+            self.reasons.append((fit, reason))
+        if not is_sharded:
+            return
+        split, steps = (
+            keyword(fit, "validation_split"),
+            keyword(fit, "validation_steps"),
+        )
+        if split is not None and literal(split.value) != 0:
+            reason = (
+                "validation_split takes the end of each rank's rows here, and of all "
+            )
+            self.reasons.append((fit, f"{reason}rows with dist_fit"))
+        has_steps = steps is not None and literal(steps.value) is not None
+        if has_steps and passed(fit, "validation_data", 7) and not validation:
+            reason = "each rank reads the same validation_steps batches here, and with "
+            self.reasons.append((fit, f"{reason}dist_fit each rank others"))
+
+    def is_shard(self, node: cst.CSTNode) -> bool:
+        """Tell whether this is the part of some data that a rank reads."""
+        if isinstance(node, cst.Call):
+            values: list[cst.CSTNode | None] = [arg.value for arg in node.args]
+            is_method = m.matches(node.func, m.Attribute(attr=m.Name("shard")))
+        elif isinstance(node, cst.Subscript) and len(node.slice) == 1:
+            index = node.slice[0].slice
+            is_method = isinstance(index, cst.Slice) and index.upper is None
+            values = [index.step, index.lower] if isinstance(index, cst.Slice) else []
+        else:
+            return False
+        names = ["hvd.size", "hvd.rank"]
+        is_ours = len(values) == 2 and all(map(self._script.is_call, values, names))
+        return is_method and is_ours
+
+    def _depends(self, node: cst.CSTNode) -> bool:
+        """Tell whether an expression contains a rank's part of the data, in any way.
+
+        The result of `fit` belongs to all ranks, by the `MetricAverageCallback`.
+        """
+        if node not in self._known:
+            self._known[node] = self._reaches_shard(node)
+        return self._known[node]
+
+    def _reaches_shard(self, node: cst.CSTNode) -> bool:
+        stack, seen = [node], set()
+        while stack:
+            found = stack.pop()
+            is_new = found not in seen and found is not self._fit
+            seen.add(found)
+            if not is_new:
+                continue
+            if found in self._all:
+                return True
+            stack += inside(found)
+            if isinstance(found, cst.Name) and self._script.is_read(found):
+                values = self._script.values_at(found.value, found)
+                stack += [value for value in values if value is not None]
+        return False
+
+    def _are_sharded(
+        self, nodes: Sequence[cst.BaseExpression | None], what: str
+    ) -> bool | None:
+        """Tell whether all are sharded; add a reason if only some are, or unknown."""
+        found = [(one, self._is_sharded(one)) for one in nodes if one is not None]
+        kinds = {kind for _, kind in found}
+        for node, kind in found:
+            if kind is None:
+                self.reasons.append(
+                    (node, "how this data is sharded is not understood")
+                )
+        if None not in kinds and len(kinds) > 1:
+            self.reasons.append((found[0][0], f"only a part {what} is sharded"))
+        return True in kinds
+
+    def _is_sharded(self, node: cst.BaseExpression, depth: int = 0) -> bool | None:
+        """Tell whether an expression is a rank's part; `None` if not understood."""
+        if not self._depends(node):
+            return False
+        if depth > 8:
+            return None
+        if self.is_shard(node):
+            inner = _operand(node)
+            if self._is_sharded(inner, depth + 1) is not False:
+                return None
+            self.shards.add(node)
+            return True
+        if isinstance(node, cst.Name):
+            values = self._script.values_at(node.value, node)
+            self._read.add(node)
+            # A shard that is unpacked is not reached, and so a reason by itself.
+            kinds = {v is not None and self._is_sharded(v, depth + 1) for v in values}
+            return kinds.pop() if len(kinds) == 1 else None
+        if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+            return self._is_chain_sharded(node, depth)
+        return None
+
+    def _is_chain_sharded(self, node: cst.Call, depth: int) -> bool | None:
+        """`data.shard(…).map(f).batch(32)`."""
+        func = cst.ensure_type(node.func, cst.Attribute)
+        method, inner = func.attr.value, func.value
+        is_batched = self._is_batched(inner)
+        allowed = _OF_BATCHES if is_batched else _OF_ELEMENTS
+        # A seed gives an order of its own, and a dropped remainder another one.
+        is_plain = method not in ("shuffle", "batch") or len(node.args) == 1
+        if method not in allowed or not is_plain:
+            return None
+        if any(self._depends(arg.value) for arg in node.args):
+            return None
+        return self._is_sharded(inner, depth + 1)
+
+    def _is_batched(self, node: cst.BaseExpression, depth: int = 0) -> bool:
+        """Tell whether a chain calls `batch` behind the shard."""
+        if depth > 8 or self.is_shard(node):
+            return False
+        if isinstance(node, cst.Name):
+            values = self._script.values_at(node.value, node)
+            return any(v is not None and self._is_batched(v, depth + 1) for v in values)
+        if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Attribute):
+            return False
+        is_batch = node.func.attr.value == "batch"
+        return is_batch or self._is_batched(node.func.value, depth + 1)
+
+    def _check_reads(self) -> None:
+        """List reads of sharded data elsewhere, where it would no longer be a shard."""
+        for name in self._script.assigned():
+            values = self._script.values(name)
+            if not any(value is not None and self._depends(value) for value in values):
+                continue
+            for node in self._script.reads(name):
+                reaching = self._script.values_at(name, node)
+                is_part = any(v is not None and self._depends(v) for v in reaching)
+                if node not in self._read and is_part:
+                    reason = (
+                        f"{name} is a rank's part here, and all of it with dist_fit"
+                    )
+                    self.reasons.append((node, reason))
+
+
+def _operand(node: cst.CSTNode) -> cst.BaseExpression:
+    """Return the data of which a shard is taken."""
+    if isinstance(node, cst.Subscript):
+        return node.value
+    func = cst.ensure_type(cst.ensure_type(node, cst.Call).func, cst.Attribute)
+    return func.value
+
+
+def _arrays_of(node: cst.BaseExpression | None) -> list[cst.BaseExpression | None]:
+    """Return the arrays of validation data."""
+    if isinstance(node, cst.Tuple):
+        return [one.value for one in node.elements]
+    return [node]

@@ -1,4 +1,4 @@
-"""Sessions of TensorFlow 1, and what else TensorFlow 2 has no more."""
+"""Sessions of TensorFlow 1, and what else TensorFlow 2 no longer has."""
 
 import re
 from collections.abc import Sequence
@@ -6,8 +6,14 @@ from typing import Any
 
 import libcst as cst
 
-from keras_dist.tools.migrate.names import assigns, count_uses, dotted, walk
-from keras_dist.tools.migrate.script import Script
+from keras_dist.tools.migrate.script import (
+    Script,
+    assigns,
+    count_uses,
+    dotted,
+    dotted_node,
+    walk,
+)
 
 _NO_SESSIONS = "Call the model, its fit or its train_on_batch; there is no session"
 _TRAIN = "Use a class of keras.optimizers"
@@ -45,11 +51,9 @@ def change_name(
     """`tf.logging`, `tf.Session`."""
     name = script.names.of(original) or ""
     if name.startswith("tf.") and name[3:] in _MOVED:
-        return cst.Attribute(
-            value=_attributes(updated.value, "compat.v1"), attr=updated.attr
-        )
+        return updated.with_changes(value=dotted_node("compat.v1", updated.value))
     if name == "tf.set_random_seed":
-        return _attributes(updated.value, "random.set_seed")
+        return dotted_node("random.set_seed", updated.value)
     if original not in script.handled:
         _list_gone(original, name, script)
     return updated
@@ -71,15 +75,8 @@ def _list_gone(node: cst.Attribute, name: str, script: Script) -> None:
         script.left(node, f"{name} is of TensorFlow 1", advice)
 
 
-def _attributes(value: cst.BaseExpression, names: str) -> cst.Attribute:
-    node: Any = value
-    for name in names.split("."):
-        node = cst.Attribute(value=node, attr=cst.Name(name))
-    return node
-
-
 class Blocks:
-    """Finds the lines that give this rank's GPU to a session of Keras's.
+    """Find the lines that give this rank's GPU to a session of Keras.
 
     Args:
         script: The file.
@@ -96,7 +93,7 @@ class Blocks:
                     self._look(node.body, scope)
 
     def change(self, original: Any, updated: Any) -> Any:
-        """A block with new lines for those that were found in it."""
+        """Return a block with new lines for the ones that were found in it."""
         if not any(line in self._new for line in original.body):
             return updated
         body: list[Any] = []
@@ -138,7 +135,7 @@ class Blocks:
                 self._script.handled |= set(walk(line))
 
     def _made(self, node: Any, makers: tuple[str, ...]) -> str | None:
-        """The name to which a line assigns what one of these makes."""
+        """Return the name to which a line assigns the result of one of these."""
         if not isinstance(node, cst.Assign) or not isinstance(node.value, cst.Call):
             return None
         is_made = self._script.names.of(node.value.func) in makers
@@ -151,7 +148,7 @@ class Blocks:
         small: list[tuple[Any, Any]],
         scope: cst.CSTNode,
     ) -> None:
-        """New lines for all that have to do with a config, if all are understood."""
+        """Find new lines for all lines about a config, if all are understood."""
         names = {config}
         new: dict[cst.CSTNode, list[cst.BaseStatement]] = {}
         for line, node in small:
@@ -224,7 +221,7 @@ def _only(line: cst.BaseStatement) -> cst.BaseSmallStatement | None:
 
 
 def _trailing(line: Any) -> list[cst.EmptyLine]:
-    """The comment at the end of a line, as a line above it."""
+    """Return the comment at the end of a line, as a line above it."""
     end = getattr(line, "trailing_whitespace", None)
     return [cst.EmptyLine(comment=end.comment)] if end and end.comment else []
 

@@ -7,59 +7,53 @@ from collections.abc import Callable
 from typing import Any
 
 import libcst as cst
-from libcst.metadata import MetadataWrapper, PositionProvider
 
-from keras_dist.tools.migrate import (
-    calls,
-    gone,
-    imports,
-    moved,
-    optimizers,
-    rate,
-    sessions,
-    symbolic,
-)
-from keras_dist.tools.migrate.report import Finding, Migrated
+from keras_dist.tools.migrate import calls, gone, imports, sessions
+from keras_dist.tools.migrate.command import Finding, Migrated
 from keras_dist.tools.migrate.script import Script
 from keras_dist.tools.migrate.weight_files import WeightFiles, with_text
 
-# For each kind of node, what is tried on it, in this order. A rule gets the node as it
-# was, the node with what has changed inside of it, and the script.
-_RULES: dict[type, tuple[Callable[..., Any], ...]] = {
-    cst.Import: (gone.list_import, imports.change_import),
+# For each kind of node, the rules that change it, in this order. A rule takes the node
+# as it was, the node with what has changed in it, and the script.
+_CHANGES: dict[type, tuple[Callable[..., Any], ...]] = {
+    cst.Import: (imports.change_import,),
     cst.ImportFrom: (
-        gone.list_import,
-        optimizers.change_legacy_import,
-        moved.change_import,
+        calls.change_legacy_import,
+        imports.change_private,
         imports.change_from,
     ),
     cst.Attribute: (
         imports.change_name,
-        optimizers.change_legacy_name,
-        rate.change_attribute,
+        calls.change_legacy_name,
+        calls.change_rate,
         sessions.change_name,
-        gone.list_name,
-        gone.list_member,
     ),
-    cst.Name: (gone.list_star_name,),
-    cst.ClassDef: (gone.list_method,),
     cst.Call: (
         imports.change_text,
-        optimizers.change_optimizer,
-        optimizers.change_variables,
+        calls.change_optimizer,
+        calls.change_variables,
         gone.list_arguments,
-        symbolic.list_operation,
         calls.change_compile,
         calls.change_generator,
         calls.change_loaders,
         calls.change_embedding,
         calls.change_weight,
         calls.change_checkpoint,
-        rate.change_text,
-        rate.change_call,
+        calls.change_rate_text,
+        calls.change_rate_call,
     ),
-    cst.Expr: (rate.change_statement,),
-    cst.SimpleString: (calls.change_flag,),
+    cst.Expr: (calls.change_rate_statement,),
+}
+
+# And the rules that only list what a person has to change. They take node and script.
+_LISTS: dict[type, tuple[Callable[..., None], ...]] = {
+    cst.Import: (gone.list_import,),
+    cst.ImportFrom: (gone.list_import,),
+    cst.Attribute: (gone.list_name, gone.list_member),
+    cst.Name: (gone.list_star_name,),
+    cst.ClassDef: (gone.list_method,),
+    cst.Call: (gone.list_operation,),
+    cst.SimpleString: (calls.list_flag,),
 }
 
 
@@ -80,8 +74,7 @@ def migrate(source: bytes) -> Migrated:
         module = cst.parse_module(source)
     except (SyntaxError, cst.ParserSyntaxError, ValueError, RecursionError) as error:
         return Migrated(source, (_unreadable(error),))
-    wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
-    script = Script(module, _Lazy(wrapper))
+    script = Script(module)
     if not script.names.uses_keras():
         imports.note_plain(script)
         return Migrated(source, tuple(script.findings))
@@ -103,7 +96,7 @@ def migrate(source: bytes) -> Migrated:
 
 
 def _unreadable(error: Exception) -> Finding:
-    """Why a file cannot be read."""
+    """Say why a file cannot be read."""
     if isinstance(error, RecursionError):
         advice = "Write it in several statements"
         return Finding(1, "an expression is nested too deeply to be read", advice)
@@ -114,20 +107,8 @@ def _unreadable(error: Exception) -> Finding:
     return Finding(line or 1, f"{version} cannot read this file ({text})", advice)
 
 
-class _Lazy(dict[cst.CSTNode, Any]):
-    """Positions of nodes, which are computed when the first is asked for."""
-
-    def __init__(self, wrapper: MetadataWrapper):
-        super().__init__()
-        self._wrapper = wrapper
-
-    def get(self, node: cst.CSTNode, default: Any = None) -> Any:
-        """The position of a node."""
-        return self._wrapper.resolve(PositionProvider).get(node, default)
-
-
 class _Rewrite(cst.CSTTransformer):
-    """Applies all rules in one pass, from the inside of each statement out."""
+    """Apply all rules in one pass, from the inside of each statement out."""
 
     def __init__(self, script: Script, files: WeightFiles, blocks: sessions.Blocks):
         super().__init__()
@@ -145,9 +126,11 @@ class _Rewrite(cst.CSTTransformer):
             new = self._names.get(str(original.evaluated_value))
             if new is not None:
                 return with_text(updated, new)
-        for rule in _RULES.get(type(original), ()):
+        for list_gone in _LISTS.get(type(original), ()):
+            list_gone(original, self._script)
+        for change in _CHANGES.get(type(original), ()):
             if type(updated) is type(original):
-                updated = rule(original, updated, self._script)
+                updated = change(original, updated, self._script)
         if isinstance(original, (cst.Module, cst.IndentedBlock)):
             return self._blocks.change(original, updated)
         return updated

@@ -1,4 +1,4 @@
-"""Names of files of weights, which Keras 3 wants to end in `.weights.h5`."""
+"""Names of files of weights, which have to end in `.weights.h5` for Keras 3."""
 
 import os
 import re
@@ -8,8 +8,7 @@ from typing import TypeAlias
 import libcst as cst
 
 from keras_dist.tools.migrate.arguments import keyword, literal, passed
-from keras_dist.tools.migrate.names import dotted, inside
-from keras_dist.tools.migrate.script import Script
+from keras_dist.tools.migrate.script import Script, dotted, inside, method_of
 
 _SUFFIX = ".weights.h5"
 _KERAS_3 = (_SUFFIX, ".weights.json")  # the second one names shards
@@ -33,7 +32,7 @@ Text: TypeAlias = cst.SimpleString | cst.FormattedStringText
 
 
 def new_name(name: str) -> str:
-    """The name of a file of weights on Keras 3.
+    """Return the name of a file of weights on Keras 3.
 
     >>> new_name("best-{epoch}.h5"), new_name("weights"), new_name("a.weights.h5")
     ('best-{epoch}.weights.h5', 'weights.weights.h5', 'a.weights.h5')
@@ -42,7 +41,7 @@ def new_name(name: str) -> str:
 
 
 class WeightFiles:
-    """Finds the texts with which names of files of weights end.
+    """Find the texts with which names of files of weights end.
 
     Args:
         script: The file.
@@ -57,14 +56,12 @@ class WeightFiles:
         self._loaded_models: list[Text] = []
         # Texts before which there is more of a name, and what is before them.
         self._before: dict[Text, str] = {}
-        self._defaults = _Defaults(script)
-        for node in script.nodes:
-            if isinstance(node, cst.Call):
-                self._look(node)
+        for call in script.calls:
+            self._look(call)
 
     def _look(self, node: cst.Call) -> None:
         """`model.save_weights(name)`, and `ModelCheckpoint`."""
-        method = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
+        method = method_of(node)
         if self._script.names.of(node.func) == "keras.callbacks.ModelCheckpoint":
             only = keyword(node, "save_weights_only")
             is_weights = only is not None and literal(only.value) is not False
@@ -111,7 +108,7 @@ class WeightFiles:
                 self._script.left(node, reason, advice)
 
     def changes(self) -> tuple[dict[Text, str], dict[str, str]]:
-        """New texts: for some nodes, and for each string that equals one of them."""
+        """Return new texts: of some nodes, and of each string equal to one of them."""
         nodes: dict[Text, str] = {}
         names: dict[str, str] = {}
         taken = {_value(text) for text in self._models}
@@ -174,7 +171,7 @@ class WeightFiles:
                     )
 
     def _is_one_of(self, text: Text, saved: Iterable[Text]) -> bool:
-        """Whether a file that is loaded is one that is saved, in whatever folder.
+        """Tell whether a file that is loaded is one that is saved, in whatever folder.
 
         Its name may have numbers where the other one has `{epoch}`. Where only the end
         of a name is known, this has to be more than ".h5".
@@ -194,7 +191,7 @@ class WeightFiles:
         return False
 
     def _last_word(self, text: Text) -> tuple[str, bool]:
-        """What is behind the last slash, and whether a part of this is not known."""
+        """Return what is behind the last slash, and whether a part of it is unknown."""
         _, slash, name = _value(text).rpartition("/")
         return name, not slash and text in self._before
 
@@ -212,7 +209,7 @@ class WeightFiles:
             )
 
     def _ends(self, node: cst.BaseExpression, depth: int = 0) -> list[Text] | None:
-        """The texts that an expression may end with; `None` if it is not known."""
+        """Return the texts that an expression may end with; `None` if unknown."""
         if depth > 8:
             return None
         if isinstance(node, cst.SimpleString):
@@ -238,7 +235,7 @@ class WeightFiles:
         return "".join(map(self._script.module.code_for_node, nodes))
 
     def _last(self, node: cst.BaseExpression) -> cst.BaseExpression | None:
-        """The operand with which a text that is put together ends."""
+        """Return the operand with which a composed text ends."""
         if isinstance(node, cst.ConcatenatedString):
             return node.right
         if isinstance(node, cst.BinaryOperation):
@@ -259,7 +256,7 @@ class WeightFiles:
             return None
         values = self._script.values_at(name, node)
         if not values and "." in name:
-            values = list(self._defaults.of(name.rpartition(".")[2]))
+            values = list(self._defaults(name.rpartition(".")[2]))
         found: list[Text] = []
         for value in values:
             texts = self._ends(value, depth + 1) if value is not None else None
@@ -268,28 +265,15 @@ class WeightFiles:
             found += texts
         return found or None
 
-
-class _Defaults:
-    """Defaults of options: `parser.add_argument("--weights", default="a.h5")`."""
-
-    def __init__(self, script: Script):
-        adds = ("add_argument", "add_option")
-        self._calls = [
-            node
-            for node in script.nodes
-            if isinstance(node, cst.Call)
-            and isinstance(node.func, cst.Attribute)
-            and node.func.attr.value in adds
-        ]
-
-    def of(self, name: str) -> Iterator[cst.BaseExpression]:
-        """The defaults of the options that are stored under a name."""
-        for call in self._calls:
-            words = [literal(arg.value) for arg in call.args if arg.keyword is None]
-            names = {str(word).lstrip("-").replace("-", "_") for word in words}
-            default = keyword(call, "default")
-            if name in names and default is not None:
-                yield default.value
+    def _defaults(self, name: str) -> Iterator[cst.BaseExpression]:
+        """Yield the defaults of the options of the command line with this name."""
+        for call in self._script.calls:
+            if method_of(call) in ("add_argument", "add_option"):
+                words = [literal(arg.value) for arg in call.args if not arg.keyword]
+                names = {str(word).lstrip("-").replace("-", "_") for word in words}
+                default = keyword(call, "default")
+                if name in names and default is not None:
+                    yield default.value
 
 
 def _value(text: Text) -> str:
@@ -299,7 +283,7 @@ def _value(text: Text) -> str:
 
 
 def with_text(node: Text, new: str) -> Text:
-    """The same text with another value, in the same quotes."""
+    """Return the text with another value, in the same quotes."""
     if isinstance(node, cst.FormattedStringText):
         return node.with_changes(value=new)
     old, raw = str(node.evaluated_value), node.raw_value
