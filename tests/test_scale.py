@@ -14,8 +14,13 @@ from test_report import cells_of, embedded, run_of, training_of
 from keras_dist import __main__ as command
 from keras_dist.report.training import VARIABLE
 from keras_dist.tools.scale.command import with_words
-from keras_dist.tools.scale.prediction import Step, fitted, predicted
-from keras_dist.tools.scale.results import price_of, results_of
+from keras_dist.tools.scale.results import (
+    Step,
+    fitted,
+    predicted,
+    price_of,
+    results_of,
+)
 from keras_dist.tools.scale.runs import Folder, facts_of
 
 SCALE = [sys.executable, "-m", "keras_dist", "scale"]

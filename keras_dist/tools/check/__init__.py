@@ -10,5 +10,4 @@ they report. A stage that dies or hangs fails one check; the others have another
 - `environment`, `devices`, `collectives`, `truth`, `resume`, `speed`: a stage each
 - `network`: addresses, names and clocks of the hosts, without a collective
 - `gpus`: the GPUs of a host and what links them, from nvidia-smi
-- `models`: models and data for the last three stages
 """

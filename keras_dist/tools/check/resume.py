@@ -31,8 +31,13 @@ from keras_dist.tools.check.checks import (
     untried,
     warning,
 )
-from keras_dist.tools.check.models import BATCH, vectors, with_dropout
-from keras_dist.tools.check.truth import digest_of, state_of
+from keras_dist.tools.check.truth import (
+    BATCH,
+    digest_of,
+    state_of,
+    vectors,
+    with_dropout,
+)
 
 _NAME = "keras_dist_check"
 

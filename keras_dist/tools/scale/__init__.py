@@ -6,7 +6,6 @@ an environment variable asks (`report.training.Study`). Needs no TensorFlow.
 
 - `command`: the commands `scale` and `page`
 - `runs`: one run: start it, follow it, keep it, so that a study can be resumed
-- `results`: from the runs to numbers by the number of ranks, and what limits
-- `prediction`: more ranks than were measured, by a model of a step
+- `results`: from the runs to numbers by the number of ranks, and a prediction
 - `scale_page`: the page with its charts
 """
