@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import sys
 
 import pytest
@@ -278,6 +279,41 @@ def test_a_terminal_without_unicode_gets_letters():
     text = out.buffer.getvalue().decode()
     assert "  x b            64x64 > 3" in text and "> do it" in text
     assert "1 holds, 1 failed" in text
+
+
+class Terminal(io.StringIO):
+    """A terminal that keeps what it was sent."""
+
+    def isatty(self):
+        """It is one."""
+        return True
+
+
+def shown_on(out, width=40):
+    """What a screen sends: what is running, and then a result."""
+    with Screen(out, width) as screen:
+        screen.running("  … " + "long " * 20)
+        show_result(screen, Result("a", "b", OK, "[bold]right[/bold] :x:"))
+    return out.getvalue()
+
+
+def test_what_is_running_is_on_a_terminal_alone(monkeypatch):
+    """One line, as wide as the terminal at most, which is erased; the sign is green."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    line = "b            [bold]right[/bold] :x:\n"
+    for force in (None, "1"):
+        if force is not None:
+            monkeypatch.setenv("FORCE_COLOR", force)
+        assert shown_on(io.StringIO()) == f"  ✔ {line}"
+    sent = shown_on(Terminal())
+    running = re.findall(r"  … [long ]*", sent)
+    assert running and max(map(len, running)) < 40
+    erased = sent.rindex("\x1b[2K")
+    assert sent[erased:].removeprefix("\x1b[2K") == f"  \x1b[32m✔\x1b[0m {line}"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[32m" not in shown_on(Terminal())
+    assert shown_on(Terminal()).endswith(f"\x1b[2K  ✔ {line}")
 
 
 def test_a_result_passes_through_the_output_of_a_rank():
