@@ -43,38 +43,36 @@ def make():
 
 def patched(model):
     """Each thing of the table in `docs/concepts/architecture.md`, as it is now."""
+    methods = (
+        keras.optimizers.Optimizer.apply,
+        keras.losses.Loss.__call__,
+        keras.Model._aggregate_additional_loss,
+        "_aggregate_additional_loss" in vars(keras.Model),
+        tf.GradientTape.gradient,
+        keras.metrics.Mean.update_state,
+    )
     return {
-        "class of the model": type(model),
-        "`save`, `save_weights` of the model": (
+        "class of the model": (
+            type(model),
             type(model).save,
             type(model).save_weights,
+            type(model.distribute_strategy),
         ),
-        "class of the model (`_WithoutAutotune`)": type(model.distribute_strategy),
         "class of the outermost optimizer": type(model.optimizer),
-        "class of each innermost optimizer (`ScalesRate`)": type(
-            model.optimizer
-        ).learning_rate,
-        "class of each innermost optimizer (`AddsInOrder`)": (
+        "class of each innermost optimizer": (
+            type(model.optimizer).learning_rate,
             type(model.optimizer).assign_add,
             type(model.optimizer).assign_sub,
         ),
         "class of `BatchNormalization(synchronized=True)`": [
             type(layer) for layer in model.layers
         ],
-        "`keras.optimizers.Optimizer.apply`": keras.optimizers.Optimizer.apply,
-        "`keras.losses.Loss.__call__`": keras.losses.Loss.__call__,
-        "`keras.Model._aggregate_additional_loss`": (
-            keras.Model._aggregate_additional_loss,
-            "_aggregate_additional_loss" in vars(keras.Model),
-        ),
-        "`tf.GradientTape.gradient`": tf.GradientTape.gradient,
-        "`keras.metrics.Mean.update_state`": keras.metrics.Mean.update_state,
-        "`keras.layers.Layer.__call__`": keras.layers.Layer.__call__,
-        "`jit_compile` of the model": model.jit_compile,
+        "`Optimizer.apply`": methods,
+        "`Layer.__call__`": keras.layers.Layer.__call__,
+        "`jit_compile`": (model.jit_compile, model.train_function),
         "`result` of metrics without variables": [
             vars(metric).get("result") for metric in model.metrics
         ],
-        "`model.train_function`, `model.test_function`": model.train_function,
         "handler of SIGTERM": signal.getsignal(signal.SIGTERM),
     }
 
