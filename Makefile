@@ -98,15 +98,15 @@ $(DOCS): pyproject.toml $(READY)
 	@touch $@
 
 equivalence: setup
-	$(BIN)/python tests/equivalence.py
+	PYTHONPATH=tests $(BIN)/python tests/studies/equivalence.py
 
 FIRST ?= 0
 COUNT ?= 200
 fuzz: setup
-	$(BIN)/python tests/equivalence.py fuzz $(FIRST) $(COUNT)
+	PYTHONPATH=tests $(BIN)/python tests/studies/equivalence.py fuzz $(FIRST) $(COUNT)
 
 kills: setup
-	KILLS=20 $(BIN)/python -m pytest tests/test_resume.py -k killed
+	KILLS=20 $(BIN)/python -m pytest tests/checkpoint/test_resume.py -k killed
 
 # Network namespaces with sshd; Debian's openssh-server and iproute2.
 hosts: setup
@@ -163,12 +163,12 @@ $(KERAS2)/.ready: pyproject.toml $(READY)
 	@touch $@
 
 looks: setup
-	LOOKS=200 $(BIN)/python -m pytest tests/test_looks.py
+	LOOKS=200 $(BIN)/python -m pytest tests/data/test_looks.py
 
 rows: export ROWS_FIRST = $(FIRST)
 rows: export ROWS_COUNT = $(COUNT)
 rows: setup
-	$(BIN)/python -m pytest tests/test_rows_counted.py
+	$(BIN)/python -m pytest tests/data/test_rows_counted.py
 	for ranks in 2 3; do \
 	    PATH="$(CURDIR)/$(BIN):$$PATH" HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=60 \
 	    horovodrun --gloo -np $$ranks python -m pytest -x -q tests/ranks/test_rows_counted.py \
@@ -176,7 +176,7 @@ rows: setup
 	done
 
 mutations: setup
-	$(BIN)/python tests/mutations.py
+	$(BIN)/python tests/studies/mutations.py
 
 bench: setup
 	$(BIN)/python benchmarks/compare.py --write

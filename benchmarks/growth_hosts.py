@@ -59,7 +59,7 @@ this machine, and what the launcher computes:
 ![Seconds, bytes and cores by number of hosts](growth_hosts.png)
 
 A stall is found by one rank, which reads all heartbeats by one request
-(`tests/test_many_hosts.py` counts them).
+(`tests/launch/test_many_hosts.py` counts them).
 
 What Horovod itself asks of the store is another matter. With Gloo, each rank writes an
 address for each other one, and reads those of all, two to four times: requests grow

@@ -1,6 +1,6 @@
 """Metrics count every row once: random data of all kinds, on all ranks.
 
-`tests/test_rows_counted.py` tries more, on all ranks of one process.
+`tests/data/test_rows_counted.py` tries more, on all ranks of one process.
 """
 
 import os

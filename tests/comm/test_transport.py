@@ -151,7 +151,7 @@ def job(tmp_path):
                 [*command, *words],
                 env={
                     **os.environ,
-                    "PYTHONPATH": str(Path(__file__).parents[1]),
+                    "PYTHONPATH": str(Path(__file__).parents[2]),
                     "TMPDIR": str(tmp_path),
                 },
                 stdout=subprocess.PIPE,

@@ -17,7 +17,7 @@ from launch import launch
 
 from keras_dist.tools.migrate.source import migrate
 
-FOLDER = Path(__file__).parent / "horovod_scripts"
+FOLDER = Path(__file__).parents[1] / "horovod_scripts"
 RECORDED = json.loads((FOLDER / "recorded.json").read_text())
 RUNNER = ("run.py", "results.py", "collect.py")
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.name not in RUNNER)

@@ -14,7 +14,7 @@ import slurm
 
 pytestmark = pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing())
 
-HOSTS = Path(__file__).parent / "hosts"
+HOSTS = Path(__file__).parents[1] / "hosts"
 RUN = [sys.executable, "-m", "keras_dist", "run"]
 TRAIN, STUB = HOSTS / "train.py", HOSTS / "stub.py"
 

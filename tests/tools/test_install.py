@@ -454,7 +454,7 @@ def test_something_missing_stops_before_the_build(monkeypatch):
 
 def test_without_tensorflow_the_command_says_which_package_to_install():
     """And the package can be imported: only its use is an error."""
-    env = {"PYTHONPATH": str(Path(__file__).parents[1]), "PATH": os.environ["PATH"]}
+    env = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": os.environ["PATH"]}
     python = [sys.executable, "-S"]  # without the packages of the environment
 
     def run(*arguments):

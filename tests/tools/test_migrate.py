@@ -15,8 +15,8 @@ from keras_dist.tools.migrate.command import difference
 from keras_dist.tools.migrate.imports import MISSING
 from keras_dist.tools.migrate.source import migrate
 
-ROOT = Path(__file__).parents[1]
-KERAS_2_NAMES = Path(__file__).with_name("keras_2_names.txt")
+ROOT = Path(__file__).parents[2]
+KERAS_2_NAMES = Path(__file__).parents[1] / "keras_2_names.txt"
 KERAS = "from tensorflow import keras\nfrom tensorflow.keras import backend as K\n"
 
 # Lines of a script, and the same lines afterwards.

@@ -254,7 +254,7 @@ def environment_in(folder):
 @pytest.mark.long
 def test_a_second_environment_needs_no_compiler_no_network_and_no_minute(tmp_path):
     """The first one builds Horovod, for minutes; both import it."""
-    source = str(Path(__file__).parents[1])
+    source = str(Path(__file__).parents[2])
     command = ["-m", "keras_dist", "install-horovod", "--no-mpi", "--no-nccl"]
     command += ["--wheel-dir", tmp_path / "wheels"]
     env = os.environ | {"PYTHONPATH": source}

@@ -20,7 +20,7 @@ from keras_dist.tools.scale.command import page_of
 from keras_dist.tools.scale.results import price_of, results_of
 from keras_dist.tools.scale.scale_page import scale_page
 
-REPORTS = sorted((Path(__file__).parents[1] / "docs" / "reports").glob("*.json"))
+REPORTS = sorted((Path(__file__).parents[2] / "docs" / "reports").glob("*.json"))
 
 
 def rank_of(rank, size, *, rows=96, seconds=2.0, first=0.5, waiting=0.0):

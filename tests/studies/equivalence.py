@@ -1,9 +1,11 @@
 """`make equivalence` and `make fuzz`: all ranks against one process.
 
-Usage: python tests/equivalence.py                   writes docs/equivalence.md
-       python tests/equivalence.py cases             writes all but the part of keras.io
-       python tests/equivalence.py ways              writes its part of keras.io alone
-       python tests/equivalence.py fuzz FIRST COUNT  tries random cases only
+Usage, with PYTHONPATH=tests and the arguments of tests/studies/equivalence.py:
+
+    (none)            write docs/equivalence.md
+    cases             write all but the part of keras.io
+    ways              write its part of keras.io alone
+    fuzz FIRST COUNT  try random cases only
 """
 
 import json
