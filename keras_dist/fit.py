@@ -459,17 +459,18 @@ class DistributedModel:
                 between the ranks, or if an output does not have one value for each row.
         """
         options = Options(**self.options)
-        arguments = {
-            "batch_size": batch_size,
-            "verbose": verbose if comm.rank() == 0 else 0,
-            "callbacks": [
-                callback
-                for callback in _flat(callbacks)
-                if comm.rank() == 0 or not runs_on_first_rank_only(callback)
-            ],
-        }
         check_model(self.model, is_compiled=False)
         with comm.within(options.process_set), without_autotune(self.model):
+            is_first = comm.rank() == 0  # of the process set
+            arguments = {
+                "batch_size": batch_size,
+                "verbose": verbose if is_first else 0,
+                "callbacks": [
+                    callback
+                    for callback in _flat(callbacks)
+                    if is_first or not runs_on_first_rank_only(callback)
+                ],
+            }
             if comm.size() == 1 or options.shard == "none":
                 return self.model.predict(x, steps=steps, **arguments)
             local = {id(w) for layer in options.local_layers for w in layer.weights}

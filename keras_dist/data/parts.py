@@ -96,7 +96,8 @@ def part_of(
         if source.length is None:
             return _of_stream(source, spec, None, is_training)
         return Part(_checked(source), source.length)
-    tail = Tail(_rule_of(source, spec), spec.rank, spec.size, is_training)
+    rule = _rule_of(source, spec, is_training)
+    tail = Tail(rule, spec.rank, spec.size, is_training)
     if (few := _of_few(source, tail)) is not None:
         return few
     if source.kind == "sequence":
@@ -133,7 +134,7 @@ def in_words(source: Source, spec: ShardSpec) -> str:
     return f"{kind}, sharded by batch, round robin{note}"
 
 
-def _rule_of(source: Source, spec: ShardSpec) -> str:
+def _rule_of(source: Source, spec: ShardSpec, is_training: bool) -> str:
     """Choose what happens to the batches that are left over: the rule of a `Tail`.
 
     A batch can be cut where all its tensors have one length, which is open. Where it is
@@ -143,8 +144,10 @@ def _rule_of(source: Source, spec: ShardSpec) -> str:
     has another batch left over, one might have rows for all ranks, and another one too
     few: they would make different steps.
     """
-    whole_or_cut = "whole" if spec.can_mark else "cut"
-    whole_or_drop = "whole" if spec.can_mark else "drop"
+    # In an evaluation, a rank without a batch makes no step, and needs no mark.
+    can_mark = spec.can_mark or not is_training
+    whole_or_cut = "whole" if can_mark else "cut"
+    whole_or_drop = "whole" if can_mark else "drop"
     if source.agreed.is_unordered and spec.leftover != "drop":
         return whole_or_drop
     if spec.leftover != "auto":
@@ -157,7 +160,7 @@ def _rule_of(source: Source, spec: ShardSpec) -> str:
         if len(lengths) < 2:
             return "cut"
         if source.has_seeded_passes:  # nothing of it was read
-            return "either" if spec.can_mark else "cut"
+            return "either" if can_mark else "cut"
     if source.length and source.length % spec.size == 0 and spec.position is None:
         return "cut"  # none are left over
     shapes = source.shapes_of_first()

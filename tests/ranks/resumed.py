@@ -1,4 +1,4 @@
-"""One launch of a training that is ended again and again: `tests/checkpoint/test_resume.py`.
+"""One launch of a training that is ended again and again, for `test_resume.py`.
 
 Usage: python resumed.py '{"folder": …, "launch": …, "end": [kind, updates], …}'
 """

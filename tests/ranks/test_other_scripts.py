@@ -620,6 +620,39 @@ def test_batches_whose_tensors_differ_in_length(world, source):
     assert_equal_to_the_bit(model)
 
 
+class Rows(keras.metrics.Metric):
+    """Counts the targets."""
+
+    def __init__(self):
+        super().__init__(name="rows")
+        self.total = self.add_weight(name="total", initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        """Adds those of a batch."""
+        self.total.assign_add(tf.cast(tf.shape(y_true)[0], tf.float32))
+
+    def result(self):
+        """Their number."""
+        return self.total
+
+
+@pytest.mark.several_ranks
+def test_left_over_batches_of_a_validation_count_under_local_sgd(world):
+    """Steps cannot be marked there, but an evaluation needs no marks."""
+    model = OfMolecules()
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=[Rows()])
+    history = keras_dist.dist_fit(
+        model,
+        merged(2, is_shuffled=False),
+        validation_data=merged(5, is_shuffled=False),  # five batches
+        sync="every:2",
+        shuffle=False,
+        verbose=0,
+    )
+    assert history.history["val_rows"] == [22]
+    assert history.history["rows"] == [22 - 22 % (2 * world.size)]
+
+
 @pytest.mark.several_ranks
 def test_what_becomes_of_left_over_batches_is_an_option(
     world, rows, make_model, capsys

@@ -161,7 +161,7 @@ def test_an_inf_on_one_rank_is_an_inf_on_all(world):
 def test_a_timeline_that_cannot_be_written_is_an_error(
     world, rows, make_model, tmp_path, monkeypatch
 ):
-    """On all ranks, before training; `tests/comm/test_timeline.py` has those that can."""
+    """On all ranks, before training; `test_timeline.py` has those that can."""
     model = make_model()
     path = tmp_path / "trace.json"
     call = lambda: keras_dist.dist_fit(model, *rows, timeline=path)  # noqa: E731
