@@ -118,7 +118,9 @@ def dist_fit(
             there are ranks. `"cut"`: their rows are divided. `"whole"`: some ranks have
             one, the others make the step without rows. `"drop"`: they are left out.
             `"auto"`: whole where a batch has a constant number of rows or tensors of
-            different lengths, else cut.
+            different lengths, else cut. Where a step cannot be made without rows
+            (`class_weight`, local SGD): cut, or left out if it cannot be cut. `"cut"`
+            does not apply to data that each rank shuffles in another order.
         target_accuracy: Stop when `val_accuracy` has reached it: adds
             `StopAtAccuracy(target_accuracy)`.
         op, compression, local_layers, process_set: How gradients are averaged, as in
@@ -340,8 +342,8 @@ class DistributedModel:
         **options: Defaults for the arguments that `dist_fit` has and `Model.fit` does
             not: `lr_scaling`, `warmup_epochs`, `steps_scaling`,
             `validation_steps_scaling`, `shard`, `leftover`, `target_accuracy`, `op`,
-            `compression`, `local_layers`, `process_set`, `sparse`, `resume`,
-            `save_steps`, `save_seconds`, `report`.
+            `compression`, `local_layers`, `process_set`, `sync`, `outer_momentum`,
+            `sparse`, `timeline`, `resume`, `save_steps`, `save_seconds`, `report`.
 
     Raises:
         TypeError: If an option is unknown.

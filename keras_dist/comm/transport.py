@@ -1,4 +1,4 @@
-"""The only file that imports Horovod: start it, and one function per collective."""
+"""The only file that calls Horovod's collectives: start it, a function for each."""
 
 import atexit
 import contextlib
@@ -238,7 +238,10 @@ def explained() -> Iterator[None]:
 
 
 def _collective(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a collective: record that this rank waits in it, and explain errors."""
+    """Decorate a collective: record that this rank waits in it, and explain errors.
+
+    In a `tf.function` both surround the tracing alone: the collective runs later.
+    """
 
     @functools.wraps(function)
     def recorded(*args: Any, name: str, **kwargs: Any) -> Any:
@@ -251,7 +254,7 @@ def _collective(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_size(link: Link, tensor: Any) -> None:
-    """Raise if Horovod, which counts elements in 32 bits, would take another number.
+    """Raise if the number of elements would overflow Horovod's count of 32 bits.
 
     NCCL counts in 64 bits.
     """

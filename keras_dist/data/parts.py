@@ -171,7 +171,7 @@ def _rule_of(source: Source, spec: ShardSpec, is_training: bool) -> str:
 
 
 def _of_few(source: Source, tail: Tail) -> Part | None:
-    """Check that there are rows for all ranks; return a copy of a row if not for this.
+    """Check that there are rows for all ranks, or copy one for an evaluation.
 
     Rows are counted only if there may be fewer batches than ranks.
     """

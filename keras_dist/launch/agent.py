@@ -1,8 +1,8 @@
 """The agent of a host: joins the store of a job, and does what the coordinator orders.
 
-`keras-dist run` is one itself where hosts meet; by ssh it starts `host-agent`, which
-gets a line of JSON on standard input. The end of the input means that the launcher is
-gone.
+With `--rdzv`, `keras-dist run` is itself the agent; by ssh it starts `host-agent`,
+which gets a line of JSON on standard input. The end of the input means that the
+launcher is gone.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class Agent:
         store: The store of the job, as this host reaches it.
         secret: Secret of the job.
         member: This host.
-        is_first: Whether this process has the store.
+        is_first: Whether the store runs in this process.
         timeout: Seconds to wait for the first start; but not where hosts come and go.
         stopped: Numbers of the signals that this process has received.
         spares: Processes that become ranks at a start; `None` for none.
@@ -76,7 +76,7 @@ class Agent:
         self._is_cut = threading.Event()
 
     def join(self, timeout: float) -> bool:
-        """Join the job; whether this process was not stopped before.
+        """Join the job; return `False` if a signal stopped this process first.
 
         Args:
             timeout: Seconds to wait for the store.

@@ -99,8 +99,8 @@ def _add_meeting(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--nnodes",
         metavar="N",
-        help="so many hosts, with this command started on each; -np is then the ranks "
-        "of this one (default: one for each GPU, or 1). As MIN:MAX, hosts may be lost, "
+        help="number of hosts; start this command on each. -np is then the ranks of "
+        "this one (default: one for each GPU, or 1). As MIN:MAX, hosts may be lost, "
         "and others may come, while the job runs; with -H, too",
     )
     command.add_argument(
@@ -133,8 +133,8 @@ def _add_spare(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--spare",
         action="store_true",
-        help="keep a process for each rank that has imported TensorFlow, so that a "
-        "start after a failure is quicker; with -np, --rdzv and SLURM",
+        help="for each rank, keep a spare process with TensorFlow already imported, "
+        "so that a start after a failure is quicker; with -np, --rdzv and SLURM",
     )
 
 
@@ -182,12 +182,12 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         help="start a script on many ranks",
         description=(
             "Start a script on many ranks, and show their output. If one fails, all "
-            "ranks are ended, and a report stands at the end of the output: the "
+            "ranks are ended, and a report is printed at the end of the output: the "
             "traceback of the rank that failed first, then a line for each rank."
         ),
         epilog=(
-            "Known lines of TensorFlow that are no news, as about oneDNN and the CPU, "
-            f"are not shown. Set {VERBOSE}=1 to see them."
+            "Routine log lines of TensorFlow, such as those about oneDNN and the CPU, "
+            f"are hidden. Set {VERBOSE}=1 to see them."
         ),
         usage="%(prog)s -np N [options] (script.py | -m module | program) [arguments]",
     )
@@ -396,9 +396,9 @@ def _with_least(meeting: Meeting, least: int, most: int) -> Meeting:
     """
     if not 1 <= least <= meeting.num_hosts <= most:
         raise ValueError(
-            "In a step of SLURM `--nnodes` says how few of its tasks are enough, and "
-            f"at most as many as it has. Received: --nnodes {least}:{most}, and "
-            f"{meeting.num_hosts} tasks."
+            "Where a scheduler starts the hosts, `--nnodes` says how few of them are "
+            f"enough, and at most as many as there are. Received: --nnodes "
+            f"{least}:{most}, and {meeting.num_hosts} hosts."
         )
     return replace(meeting, min_hosts=least)
 

@@ -277,7 +277,7 @@ def _accumulated(
 def exchange(
     gradients: Sequence[Any], weight: Any, options: Averaging, *, name: str
 ) -> tuple[list[Any], Any]:
-    """Reduce gradients over all ranks; dense ones of a dtype by one collective.
+    """Reduce gradients over all ranks; dense ones in few collectives per dtype.
 
     Args:
         gradients: Tensors or `tf.IndexedSlices`, of the same kinds and shapes on all
@@ -290,8 +290,8 @@ def exchange(
     Returns:
         For each gradient the weighted mean over all ranks, the sum, or the adaptive
         sum, as float32, or float64 if the gradient is that; and the sum of the weights.
-        They are tensors, but the slices of all ranks for `tf.IndexedSlices` that are
-        not merged.
+        An unmerged `tf.IndexedSlices` gives the slices of all ranks, everything else
+        tensors.
     """
     if weight is None:
         options = replace(options, op="sum")

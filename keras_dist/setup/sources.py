@@ -64,7 +64,7 @@ def compare(
     seed: int = 0,
     has_class_weight: bool = False,
 ) -> ShardSpec:
-    """Find out what the ranks have of each other's data. A collective of all ranks.
+    """Check whether all ranks have the same batches. A collective of all ranks.
 
     Args:
         given: Data by name; each `Source` in it learns what was found.

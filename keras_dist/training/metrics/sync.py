@@ -56,8 +56,8 @@ def global_result(
       ranks that have rows, each a list of arrays in the order of `variables`, and sets
       the metric's own state.
     - Without it, the `aggregation` of each variable decides: `"sum"`, which Keras sets
-      for the variables of metrics; `"only_first_replica"`, the first rank's value;
-      `"mean"` or none, an average weighted by rows.
+      for the variables of metrics; `"only_first_replica"`, that of the first rank with
+      rows; `"mean"` or none, an average weighted by rows.
     - If the metric has no variables, its results are averaged, weighted by rows.
 
     Args:
@@ -408,7 +408,7 @@ def _metric_of(
 
 
 def _encoded(state: np.ndarray, factor: float) -> list[np.ndarray]:
-    """Encode `state` × `factor` as float64 arrays whose sum over the ranks is exact.
+    """Encode `state` × `factor` as float64 arrays; sums of integers stay exact.
 
     A float64 has 53 bits. So an int64 is sent as two arrays of 32 bits each, which
     leaves 21 bits for the sum over the ranks.
