@@ -348,7 +348,7 @@ def path_of_fit(path: str, number: int) -> str:
 
 
 def rounded(value: Any, digits: int = 4) -> str:
-    """A number with so many significant digits; "–" if there is none.
+    """Write a number with so many significant digits; "–" if there is none.
 
     >>> [rounded(value) for value in (12345.6, 0.98765, 1e-05, None, "nan", 3.0)]
     ['12,346', '0.9877', '1e-05', '–', 'nan', '3']

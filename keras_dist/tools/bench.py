@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras_dist import comm
 
 SIZES = tuple(4 * 16**power for power in range(7))  # bytes: 4 to 64 Mi
-_LARGE = 2**20  # bytes, from which on a tenth of the repetitions is enough
+_LARGE = 2**20  # bytes, from which a tenth of the repetitions is enough
 _RANK = re.compile(r"^\[\d+\] ")
 
 
@@ -51,8 +51,8 @@ def measure(sizes: Sequence[int], repetitions: int) -> list[Speed]:
 
     Args:
         sizes: Size of each tensor in bytes.
-        repetitions: Number of repetitions of each size, after two that do not count; a
-            tenth of it for large tensors.
+        repetitions: Number of repetitions of each size, after two that do not count;
+            large tensors get a tenth of them.
     """
     speeds = []
     for num_bytes in sizes:
@@ -69,7 +69,7 @@ def measure(sizes: Sequence[int], repetitions: int) -> list[Speed]:
 
 
 def table(speeds: Sequence[Speed]) -> str:
-    """A table with a line for each size.
+    """Return a table with a line for each size.
 
     >>> print(table([Speed(64 * 2**20, 0.5, 2)]))
           size      latency   bandwidth

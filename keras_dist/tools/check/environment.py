@@ -219,11 +219,7 @@ def started(begins: Sequence[float]) -> str:
 def versions(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
     """Check that all packages have equal versions, and TensorFlow a supported one."""
     own = found[0]["versions"]
-    differing = [
-        f"{name} {by_value([each['versions'].get(name, '') for each in found], hosts)}"
-        for name in own
-        if len({each["versions"].get(name, "") for each in found}) > 1
-    ]
+    differing = _differing("versions", found, hosts)
     missing = [name for name, version in own.items() if not version]
     if differing:
         return failed(
@@ -304,11 +300,7 @@ def cuda(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
 def code(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
     """Check that package and script of the user are equal on all hosts."""
     names = found[0]["code"]
-    differing = [
-        f"{name}: {by_value([each['code'].get(name) for each in found], hosts)}"
-        for name in names
-        if len({each["code"].get(name) for each in found}) > 1
-    ]
+    differing = _differing("code", found, hosts, separator=": ")
     if differing:
         return failed(
             "; ".join(differing),
@@ -336,6 +328,23 @@ VERDICTS: dict[str, Verdict] = {
     "code": code,
     "system": system,
 }
+
+
+def _differing(
+    kind: str,
+    found: Sequence[Mapping[str, Any]],
+    hosts: Sequence[str],
+    separator: str = " ",
+) -> list[str]:
+    """Say for each fact of a kind that differs which ranks have which value."""
+    values = {
+        name: [each[kind].get(name, "") for each in found] for name in found[0][kind]
+    }
+    return [
+        f"{name}{separator}{by_value(own, hosts)}"
+        for name, own in values.items()
+        if len(set(own)) > 1
+    ]
 
 
 def _errors_of(

@@ -116,13 +116,13 @@ class _Rewrite(cst.CSTTransformer):
     def leave_Module(
         self, original_node: cst.Module, updated_node: cst.Module
     ) -> cst.Module:
-        """The lines that are left."""
+        """Remove lines of the file."""
         return updated_node.with_changes(body=_without_marks(updated_node.body))
 
     def leave_IndentedBlock(
         self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
     ) -> cst.IndentedBlock:
-        """The lines that are left of a block."""
+        """Remove lines of a block."""
         return updated_node.with_changes(body=_without_marks(updated_node.body))
 
     def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> Any:
@@ -173,7 +173,7 @@ class _Rewrite(cst.CSTTransformer):
         return updated_node
 
     def leave_List(self, original_node: cst.List, updated_node: cst.List) -> cst.List:
-        """Horovod's callbacks in a list."""
+        """Remove Horovod's callbacks from a list."""
         gone = [self._is_removed(old.value) for old in original_node.elements]
         return without_elements(updated_node, gone) if any(gone) else updated_node
 

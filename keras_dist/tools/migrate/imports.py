@@ -48,7 +48,7 @@ _LAYER_MODULES = {
     *("core", "convolutional", "pooling", "recurrent", "normalization", "embeddings"),
     *("advanced_activations", "merge", "noise", "local", "wrappers"),
 }
-# And those of `keras.utils`, with what it has of them.
+# And of `keras.utils`, with the names that are public there.
 _UTILITIES = {
     "np_utils": {"to_categorical", "normalize"},
     "vis_utils": {"plot_model", "model_to_dot"},

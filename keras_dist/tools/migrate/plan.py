@@ -111,7 +111,7 @@ _METHODS = ("train_step", "compute_loss", "apply_gradients")
 
 
 # Methods of a `tf.data.Dataset` that give the same global batches, whether they are
-# called on a rank's elements or on all: those of single elements, and of batches.
+# called on a rank's elements or on all: methods of single elements, and of batches.
 _OF_ELEMENTS = ("map", "cache", "prefetch", "with_options", "shuffle", "batch")
 _OF_BATCHES = ("map", "cache", "prefetch", "with_options")
 
@@ -250,7 +250,7 @@ class Plan:
             arg = keyword(fit, name)
             if arg is None or literal(arg.value) is None:
                 continue
-            # They stay those of a rank: dist_fit rounds up what a script rounds down.
+            # Steps stay per rank: dist_fit rounds up what a script rounds down.
             self.options[option] = '"none"'
             for value in self._values(arg.value):
                 self.steps |= {one for one in walk(value) if isinstance(one, cst.Call)}
