@@ -1,6 +1,7 @@
 """The page of a training, and of a study: its numbers are those of the JSON."""
 
 import html
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -287,6 +288,19 @@ def test_the_text_of_a_script_does_not_end_its_element():
     data, _ = embedded(page)
     assert data == content
     assert "</script><b>" not in page
+
+
+def test_without_its_packages_a_page_is_an_error_that_names_them(monkeypatch):
+    """And says what to install, and what is possible without."""
+    find = importlib.util.find_spec
+
+    def found(name):
+        return None if name == "jinja2" else find(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+    error = r"Received: an environment without jinja2\. Run: pip install 'keras-dist\["
+    with pytest.raises(ImportError, match=error):
+        training_page(training_of(1))
 
 
 def test_phases_add_up_and_a_traced_step_is_left_out():
