@@ -14,8 +14,8 @@ from keras_dist.horovod.ops import Average, Compression, chosen
 from keras_dist.horovod.process_sets import ProcessSet, global_process_set
 from keras_dist.optimizer import (
     Averaging,
+    AveragingState,
     ReducesGradients,
-    State,
     leaves,
     nested_optimizers,
     step_context,
@@ -261,7 +261,7 @@ def _begin(optimizer: Any, local_layers: Sequence[Any] = ()) -> None:
     # Keras does not track attributes that are set so; it would save them.
     object.__setattr__(optimizer, "_passes", Passes(local_layers))
     # `dist_fit` averages by this, by its own rules.
-    state = State(0, Averaging(local_layers=local_layers))
+    state = AveragingState(0, Averaging(local_layers=local_layers))
     object.__setattr__(optimizer, "_averaging", state)
 
 

@@ -31,6 +31,7 @@ from keras_dist.optimizer.attach import (
     ReducesGradients,
     apply_recorded,
     attached,
+    averages_every_step,
     guarded_update,
     is_distributed,
     local_ids,
@@ -39,7 +40,6 @@ from keras_dist.optimizer.attach import (
     unwatch,
     update,
     watch,
-    weights_by_rows,
 )
 from keras_dist.optimizer.local_steps import (
     synchronize_replicas,
@@ -62,7 +62,7 @@ from keras_dist.optimizer.rate import (
     schedule_of,
     unscale_rate,
 )
-from keras_dist.optimizer.reduce import State, reduce_gradients
+from keras_dist.optimizer.reduce import AveragingState, reduce_gradients
 from keras_dist.optimizer.sparse import with_shape
 from keras_dist.optimizer.stop_request import StopRequest
 from keras_dist.optimizer.stopwatch import Stopwatch
@@ -74,12 +74,12 @@ __all__ = [
     "Guard",
     "Hit",
     "Recorded",
-    "State",
+    "AveragingState",
     "StopRequest",
     "Stopwatch",
     "apply_recorded",
     "guarded_update",
-    "weights_by_rows",
+    "averages_every_step",
     "attached",
     "check_usable",
     "divide_accumulated",

@@ -15,7 +15,7 @@ from keras_dist.optimizer.local_steps import after_update, uses_local_sgd
 from keras_dist.optimizer.nested import nested_optimizers, optimizers_of, variables_of
 from keras_dist.optimizer.options import Averaging, check_usable
 from keras_dist.optimizer.reduce import (
-    State,
+    AveragingState,
     mark_recorded,
     reduce_gradients,
     weight_loss,
@@ -97,7 +97,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
 
 def _attach(optimizer: Any, options: Averaging) -> Any:
     if not mixin.has(optimizer, ReducesGradients):
-        state = State(next(_numbers), options)
+        state = AveragingState(next(_numbers), options)
         object.__setattr__(optimizer, "_averaging", state)
         mixin.add(optimizer, ReducesGradients)
     return optimizer
@@ -133,7 +133,7 @@ def unwatch(optimizer: Any) -> None:
             mixin.remove(optimizer, ReducesGradients)
 
 
-def weights_by_rows(model: Any) -> bool:
+def averages_every_step(model: Any) -> bool:
     """Tell whether the gradients of `model` are averaged in each step."""
     states = [
         part._averaging
@@ -190,7 +190,7 @@ def attached(optimizer: Any, options: Averaging) -> Iterator[None]:
     move_to_outermost(optimizer)
     was_plain = not mixin.has(optimizer, ReducesGradients)
     try:
-        state: State = _attach(optimizer, options)._averaging
+        state: AveragingState = _attach(optimizer, options)._averaging
         before = state.options
         if options != Averaging():
             state.options, state.is_merged = options, None

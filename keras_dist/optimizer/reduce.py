@@ -25,7 +25,7 @@ from keras_dist.optimizer.sparse import Lookups, with_shape
 
 
 @dataclass
-class State:
+class AveragingState:
     """The state of an optimizer that averages.
 
     Args:
@@ -65,7 +65,7 @@ def reduce_gradients(
         variables: The variables of the gradients; `None`: all that the optimizer was
             built for.
     """
-    state: State = optimizer._averaging
+    state: AveragingState = optimizer._averaging
     known = variables_of(optimizer, variables)
     with comm.within(state.options.process_set):
         if comm.size() == 1:
@@ -101,7 +101,7 @@ def mark_recorded(
 
     Outside of a compiled function nothing shows any more how a table was read.
     """
-    state: State = optimizer._averaging
+    state: AveragingState = optimizer._averaging
     known = variables_of(optimizer, variables)
     with comm.within(state.options.process_set):
         is_single = comm.size() == 1
@@ -122,7 +122,7 @@ def weight_loss(optimizer: Any, loss: Any) -> Any:
     Then the gradients only have to be summed. To multiply each gradient, and to divide
     the sums, would read and write all of their bytes twice more.
     """
-    state: State = optimizer._averaging
+    state: AveragingState = optimizer._averaging
     options, before = state.options, comm.size()
     with comm.within(options.process_set):
         is_possible = (
@@ -149,7 +149,7 @@ def _averaged(
     variables: Sequence[Any],
     is_shared: Sequence[bool],
 ) -> list[Any]:
-    state: State = optimizer._averaging
+    state: AveragingState = optimizer._averaging
     context = step_context.current()
     weight = 1 if context.rows is None else context.rows
     if context.is_weighted(state):
@@ -178,7 +178,7 @@ def _averaged(
     everyone = iter(result)
     is_scaled = len(nested_optimizers(optimizer)) > 1
     return [
-        _part(gradient, weight, total, state.options)
+        _scaled_local(gradient, weight, total, state.options)
         if gradient is None or not counts
         else _applied(tf.cast(next(everyone), gradient.dtype), is_scaled)
         for gradient, counts in zip(gradients, is_shared, strict=True)
@@ -203,7 +203,7 @@ def _num_slices(gradient: Any) -> Any:
     return tf.shape(gradient.indices)[0] if is_rows else None
 
 
-def _part(gradient: Any, weight: Any, total: Any, options: Averaging) -> Any:
+def _scaled_local(gradient: Any, weight: Any, total: Any, options: Averaging) -> Any:
     """Scale the gradient of a local layer to its part of the global batch's loss."""
     if gradient is None or options.op != "average" or weight is None:
         return gradient
@@ -219,7 +219,7 @@ def _part(gradient: Any, weight: Any, total: Any, options: Averaging) -> Any:
 
 def _form_of_rows(optimizer: Any, gradients: Sequence[Any]) -> str:
     """Choose how repeated rows are sent, the same on all ranks."""
-    state: State = optimizer._averaging
+    state: AveragingState = optimizer._averaging
     asked = state.options.sparse
     if not any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
         return asked
@@ -246,7 +246,7 @@ def _accumulated(
     is_shared: Sequence[bool],
 ) -> list[Any]:
     """Each rank adds up its own part; the ranks exchange when an update is due."""
-    state: State = optimizer._averaging
+    state: AveragingState = optimizer._averaging
     options = state.options
     factor = 1.0
     if options.op == "average":

@@ -83,7 +83,7 @@ class StepContext:
 
         Args:
             loss: The loss that Keras gives to `scale_loss`.
-            state: State of the optimizer that differentiates the loss.
+            state: AveragingState of the optimizer that differentiates the loss.
         """
         if self.rows_of_all is None or not self.is_keras_path:
             return loss

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, mixin
-from keras_dist.optimizer import only_attached, step_context, weights_by_rows
+from keras_dist.optimizer import averages_every_step, only_attached, step_context
 from keras_dist.training import (
     batch_norm,
     build,
@@ -91,7 +91,7 @@ class DistributedStep(atomic.SavesWhole):
         context = _context(self, rows, length, has_rows)
         guard = session.instruments.guard
         end = guard.begin_step(self, data) if guard is not None else lambda: None
-        is_exact = comm.size() > 1 and weights_by_rows(self)
+        is_exact = comm.size() > 1 and averages_every_step(self)
         with contextlib.ExitStack() as stack:
             stack.enter_context(step_context.entered(context))
             if is_exact:
