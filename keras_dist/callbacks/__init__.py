@@ -15,9 +15,8 @@ Public callbacks:
 
 Callbacks that `dist_fit` adds if they are needed:
 
-- `backup_epoch`: makes the weights and the epoch of `BackupAndRestore` fit.
-- `effective_rate`: logs the scaled learning rate for TensorBoard.
-- `next_epoch`: passes the number of the epoch to the sharded data.
+- `added`: `BackupAndRestore` gets weights and epoch that fit, `TensorBoard` the scaled
+  rate, sharded data the number of the epoch
 - `progress_bar`: Keras's progress bar, with rows per second of all ranks; and epoch and
   step for the reports of the watchdog.
 - `user_callbacks`: calls the user's callbacks, some on the first rank only; an error on
@@ -28,13 +27,13 @@ Which callbacks run, and in which order:
 - `callback_order`: the order of the list, and the callbacks of this rank.
 """
 
+from keras_dist.callbacks.added import NextEpoch
 from keras_dist.callbacks.average_statistics import AverageStatistics
 from keras_dist.callbacks.broadcast_variables import BroadcastVariables
 from keras_dist.callbacks.callback_order import on_this_rank, order_callbacks
 from keras_dist.callbacks.learning_rate_warmup import LearningRateWarmup
 from keras_dist.callbacks.metric_average import MetricAverage
 from keras_dist.callbacks.nan_report import NanReport, NotFinite
-from keras_dist.callbacks.next_epoch import NextEpoch
 from keras_dist.callbacks.progress_bar import ProgressBar
 from keras_dist.callbacks.replica_check import ReplicaCheck
 from keras_dist.callbacks.report import Report

@@ -7,10 +7,9 @@ from typing import Any
 import keras
 
 from keras_dist import comm
+from keras_dist.callbacks.added import BackupEpoch, EffectiveRate
 from keras_dist.callbacks.average_statistics import AverageStatistics
-from keras_dist.callbacks.backup_epoch import BackupEpoch
 from keras_dist.callbacks.broadcast_variables import BroadcastVariables
-from keras_dist.callbacks.effective_rate import EffectiveRate
 from keras_dist.callbacks.metric_average import MetricAverage
 from keras_dist.callbacks.nan_report import NanReport
 from keras_dist.callbacks.progress_bar import ProgressRecord
