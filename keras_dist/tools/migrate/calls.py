@@ -21,6 +21,7 @@ from keras_dist.tools.migrate.arguments import (
 )
 from keras_dist.tools.migrate.script import (
     OPTIMIZERS,
+    Node,
     Script,
     canonical,
     dotted,
@@ -54,32 +55,28 @@ _READS = ("keras.backend.get_value", "keras.backend.eval")
 _SETS = "keras.backend.set_value"
 
 
-def change_compile(
-    original: cst.Call, updated: cst.Call, script: Script
-) -> cst.BaseExpression:
+def change_compile(old: cst.Call, new: cst.Call, script: Script) -> Node:
     """`compile(experimental_run_tf_function=False)`."""
-    if method_of(original) != "compile":
-        return updated
-    updated = renamed(
-        updated, "experimental_steps_per_execution", "steps_per_execution"
-    )
-    mode = keyword(updated, "sample_weight_mode")
+    if method_of(old) != "compile":
+        return new
+    new = renamed(new, "experimental_steps_per_execution", "steps_per_execution")
+    mode = keyword(new, "sample_weight_mode")
     is_none = mode is not None and literal(mode.value) is None
-    updated = without(updated, [_FLAG, *["sample_weight_mode"] * is_none])
-    if script.names.of(original.func) is not None or len(original.args) < 3:
-        return updated
-    third = original.args[2]
-    if third.keyword is not None or any(arg.star for arg in original.args):
-        return updated
+    new = without(new, [_FLAG, *["sample_weight_mode"] * is_none])
+    if script.names.of(old.func) is not None or len(old.args) < 3:
+        return new
+    third = old.args[2]
+    if third.keyword is not None or any(arg.star for arg in old.args):
+        return new
     if _is_of_numbers(third.value, script):
-        return updated  # as in Keras 3
+        return new  # as in Keras 3
     if not _are_metrics(third.value, script):
-        if not script.is_model(original.func.value):  # type: ignore[attr-defined]
-            return updated
+        if not script.is_model(old.func.value):  # type: ignore[attr-defined]
+            return new
         reason = "the third argument of compile was metrics, and is loss_weights now"
-        script.left(original, reason, "Pass metrics= by its name")
-        return updated
-    return _named(updated, _COMPILE)
+        script.left(old, reason, "Pass metrics= by its name")
+        return new
+    return _named(new, _COMPILE)
 
 
 def _is_of_numbers(node: cst.BaseExpression, script: Script) -> bool:
@@ -121,102 +118,92 @@ def _named(call: cst.Call, names: Sequence[str], first: int = 2) -> cst.Call:
     return call.with_changes(args=args)
 
 
-def change_weight(
-    original: cst.Call, updated: cst.Call, script: Script
-) -> cst.BaseExpression:
+def change_weight(old: cst.Call, new: cst.Call, script: Script) -> Node:
     """`self.add_weight("kernel", (3, 4))`, where Keras 3 wants the shape first."""
-    first = original.args[0] if original.args else None
-    if method_of(original) != "add_weight" or first is None or first.keyword:
-        return updated
+    first = old.args[0] if old.args else None
+    if method_of(old) != "add_weight" or first is None or first.keyword:
+        return new
     if first.star or not isinstance(
         first.value, (cst.SimpleString, cst.FormattedString)
     ):
-        return updated
-    return _named(updated, _WEIGHT, first=0)
+        return new
+    return _named(new, _WEIGHT, first=0)
 
 
-def list_flag(original: cst.SimpleString, script: Script) -> None:
+def list_flag(node: cst.SimpleString, script: Script) -> None:
     """`{"experimental_run_tf_function": False}`."""
-    if original.evaluated_value == _FLAG:
-        script.left(original, f"compile of Keras 3 has no {_FLAG}", "Remove the entry")
-    if original.evaluated_value == "TF_USE_LEGACY_KERAS":
-        script.left(original, "this chooses Keras 2", "Remove the line")
+    if node.evaluated_value == _FLAG:
+        script.left(node, f"compile of Keras 3 has no {_FLAG}", "Remove the entry")
+    if node.evaluated_value == "TF_USE_LEGACY_KERAS":
+        script.left(node, "this chooses Keras 2", "Remove the line")
 
 
-def change_generator(
-    original: cst.Call, updated: cst.Call, script: Script
-) -> cst.BaseExpression:
+def change_generator(old: cst.Call, new: cst.Call, script: Script) -> Node:
     """`model.fit_generator(data, 100, 10)`: only the data is passed by position."""
-    method = method_of(original)
-    if method not in _METHODS or not isinstance(updated.func, cst.Attribute):
-        return updated
+    method = method_of(old)
+    if method not in _METHODS or not isinstance(new.func, cst.Attribute):
+        return new
     names = _METHODS[method]
-    unnamed = [arg for arg in updated.args if arg.keyword is None]
-    if len(unnamed) > len(names) or any(arg.star for arg in updated.args):
+    unnamed = [arg for arg in new.args if arg.keyword is None]
+    if len(unnamed) > len(names) or any(arg.star for arg in new.args):
         script.left(
-            original,
+            old,
             f"Keras 3 has no {method}, and its arguments here have no names",
             f"Use {method.removesuffix('_generator')}, with arguments by their names",
         )
-        return updated
-    func = updated.func.with_changes(attr=cst.Name(method.removesuffix("_generator")))
-    updated = _named(updated.with_changes(func=func), names, first=1)
-    updated = renamed(updated, "generator", "x")
-    if method != "fit_generator" and keyword(updated, "verbose") is None:
-        updated = appended(updated, "verbose", cst.Integer("0"))  # their default
-    return updated
+        return new
+    func = new.func.with_changes(attr=cst.Name(method.removesuffix("_generator")))
+    new = _named(new.with_changes(func=func), names, first=1)
+    new = renamed(new, "generator", "x")
+    if method != "fit_generator" and keyword(new, "verbose") is None:
+        new = appended(new, "verbose", cst.Integer("0"))  # their default
+    return new
 
 
-def change_loaders(
-    original: cst.Call, updated: cst.Call, script: Script
-) -> cst.BaseExpression:
+def change_loaders(old: cst.Call, new: cst.Call, script: Script) -> Node:
     """`model.fit(sequence, workers=4)`."""
-    if method_of(original) not in _READING:
-        return updated
-    found = {name: keyword(updated, name) for name in _LOADERS}
+    if method_of(old) not in _READING:
+        return new
+    found = {name: keyword(new, name) for name in _LOADERS}
     for name, arg in found.items():
         if arg is not None and literal(arg.value) != _LOADERS[name]:
             script.note(
-                arg if arg in original.args else original,
+                arg if arg in old.args else old,
                 f"fit of Keras 3 has no {name}=, which was removed",
                 f"Pass it to the keras.utils.PyDataset: super().__init__({name}=…)",
             )
-    return without(updated, _LOADERS)
+    return without(new, _LOADERS)
 
 
-def change_embedding(
-    original: cst.Call, updated: cst.Call, script: Script
-) -> cst.BaseExpression:
+def change_embedding(old: cst.Call, new: cst.Call, script: Script) -> Node:
     """`Embedding(1000, 16, input_length=20)`."""
-    name = script.names.of(original.func) or ""
+    name = script.names.of(old.func) or ""
     if name.startswith("keras.layers.") and name.endswith(".Embedding"):
-        return without(updated, ["input_length"])
-    return updated
+        return without(new, ["input_length"])
+    return new
 
 
-def change_checkpoint(
-    original: cst.Call, updated: cst.Call, script: Script
-) -> cst.BaseExpression:
+def change_checkpoint(old: cst.Call, new: cst.Call, script: Script) -> Node:
     """`ModelCheckpoint(path, period=5)`."""
-    if script.names.of(original.func) != "keras.callbacks.ModelCheckpoint":
-        return updated
-    period = keyword(updated, "period")
+    if script.names.of(old.func) != "keras.callbacks.ModelCheckpoint":
+        return new
+    period = keyword(new, "period")
     if period is None:
-        return updated
+        return new
     if literal(period.value) == 1:
-        return without(updated, ["period"])
-    steps = _steps(original, script)
+        return without(new, ["period"])
+    steps = _steps(old, script)
     if steps is not None:
         value = cst.BinaryOperation(
             _factor(period.value), cst.Multiply(), _factor(steps)
         )
-        return with_value(renamed(updated, "period", "save_freq"), "save_freq", value)
+        return with_value(renamed(new, "period", "save_freq"), "save_freq", value)
     script.left(
-        original,
+        old,
         "ModelCheckpoint of Keras 3 counts batches, not epochs, so it has no period=",
         "Use save_freq=period * steps_per_epoch, without names of val_ in the path",
     )
-    return updated
+    return new
 
 
 def _factor(node: cst.BaseExpression) -> cst.BaseExpression:
@@ -246,35 +233,33 @@ def _steps(checkpoint: cst.Call, script: Script) -> cst.BaseExpression | None:
     return steps.value
 
 
-def change_optimizer(
-    original: cst.Call, updated: cst.Call, script: Script
-) -> cst.BaseExpression:
+def change_optimizer(old: cst.Call, new: cst.Call, script: Script) -> Node:
     """`SGD(lr=0.1, decay=1e-6)`."""
-    is_known = script.optimizer_class(original) is not None
-    if not is_known and not script.is_optimizer_class(original.func):
-        _list_rate(original, script)
-        return updated
-    if keyword(updated, "learning_rate") is None:
-        updated = renamed(updated, "lr", "learning_rate")
-    epsilon = keyword(updated, "epsilon")
+    is_known = script.optimizer_class(old) is not None
+    if not is_known and not script.is_optimizer_class(old.func):
+        _list_rate(old, script)
+        return new
+    if keyword(new, "learning_rate") is None:
+        new = renamed(new, "lr", "learning_rate")
+    epsilon = keyword(new, "epsilon")
     if epsilon is not None and literal(epsilon.value) is None:
-        updated = without(updated, ["epsilon"])  # Keras 2's word for the default
-    decay = keyword(updated, "decay")
+        new = without(new, ["epsilon"])  # Keras 2's word for the default
+    decay = keyword(new, "decay")
     if decay is None:
-        return updated
+        return new
     if literal(decay.value) in (None, 0, 0.0):
-        return without(updated, ["decay"])
-    rate = passed(updated, "learning_rate", 0)
-    reason = _why_no_schedule(rate, original, script)
+        return without(new, ["decay"])
+    rate = passed(new, "learning_rate", 0)
+    reason = _why_no_schedule(rate, old, script)
     if reason is not None or rate is None:
         script.left(
-            original,
+            old,
             f"Keras 3 ignores decay= of an optimizer, and {reason}",
             "Pass learning_rate=keras.optimizers.schedules.InverseTimeDecay("
             "initial_learning_rate=…, decay_steps=1, decay_rate=…)",
         )
-        return updated
-    return _scheduled(without(updated, ["decay"]), rate, decay.value, script)
+        return new
+    return _scheduled(without(new, ["decay"]), rate, decay.value, script)
 
 
 def _why_no_schedule(
@@ -340,103 +325,93 @@ def _list_rate(call: cst.Call, script: Script) -> None:
         script.left(call, reason, "Pass learning_rate=")
 
 
-def change_variables(
-    original: cst.Call, updated: cst.Call, script: Script
-) -> cst.BaseExpression:
+def change_variables(old: cst.Call, new: cst.Call, script: Script) -> Node:
     """`optimizer.variables()`, which is a property of Keras 3."""
-    func = updated.func
-    if original.args or not isinstance(func, cst.Attribute):
-        return updated
-    before = cst.ensure_type(original.func, cst.Attribute)
+    func = new.func
+    if old.args or not isinstance(func, cst.Attribute):
+        return new
+    before = cst.ensure_type(old.func, cst.Attribute)
     if before.attr.value == "variables" and script.is_optimizer(before.value):
         return func
     is_known = script.names.of(before) is not None or "variables" in script.functions
     if before.attr.value == "variables" and not is_known:
         reason = "variables of Keras 3's optimizers is no method"
-        script.left(original, reason, "Leave out the parentheses, if it is Keras's")
-    return updated
+        script.left(old, reason, "Leave out the parentheses, if it is Keras's")
+    return new
 
 
-def change_legacy_name(
-    original: cst.Attribute, updated: cst.Attribute, script: Script
-) -> cst.BaseExpression:
+def change_legacy_name(old: cst.Attribute, new: cst.Attribute, script: Script) -> Node:
     """`keras.optimizers.legacy.SGD`."""
-    module, _, name = (script.names.of(original) or "").rpartition(".")
+    module, _, name = (script.names.of(old) or "").rpartition(".")
     if module != _LEGACY or name not in OPTIMIZERS:
-        return updated
-    inner = updated.value
+        return new
+    inner = new.value
     if isinstance(inner, cst.Attribute) and inner.attr.value == "legacy":
-        return updated.with_changes(value=inner.value)
+        return new.with_changes(value=inner.value)
     script.left(
-        original,
+        old,
         "Keras 3 has no optimizers.legacy",
         f"Use keras.optimizers.{name}",
     )
-    return updated
+    return new
 
 
 def change_legacy_import(
-    original: cst.ImportFrom, updated: cst.ImportFrom, script: Script
+    old: cst.ImportFrom, new: cst.ImportFrom, script: Script
 ) -> cst.ImportFrom:
     """`from keras.optimizers.legacy import SGD`."""
-    module = updated.module
-    if canonical(dotted(module) or "") != _LEGACY or updated.relative:
-        return updated
-    if isinstance(updated.names, cst.ImportStar) or not all(
-        dotted(one.name) in OPTIMIZERS for one in updated.names
+    module = new.module
+    if canonical(dotted(module) or "") != _LEGACY or new.relative:
+        return new
+    if isinstance(new.names, cst.ImportStar) or not all(
+        dotted(one.name) in OPTIMIZERS for one in new.names
     ):
         advice = "Import the optimizers from keras.optimizers"
-        script.left(original, "Keras 3 has no optimizers.legacy", advice)
-        return updated
-    return updated.with_changes(module=cst.ensure_type(module, cst.Attribute).value)
+        script.left(old, "Keras 3 has no optimizers.legacy", advice)
+        return new
+    return new.with_changes(module=cst.ensure_type(module, cst.Attribute).value)
 
 
-def change_rate(
-    original: cst.Attribute, updated: cst.Attribute, script: Script
-) -> cst.BaseExpression:
+def change_rate(old: cst.Attribute, new: cst.Attribute, script: Script) -> Node:
     """`model.optimizer.lr`."""
-    if original.attr.value == "lr" and script.is_optimizer(original.value):
-        return updated.with_changes(attr=cst.Name("learning_rate"))
-    return updated
+    if old.attr.value == "lr" and script.is_optimizer(old.value):
+        return new.with_changes(attr=cst.Name("learning_rate"))
+    return new
 
 
-def change_rate_text(
-    original: cst.Call, updated: cst.Call, script: Script
-) -> cst.BaseExpression:
+def change_rate_text(old: cst.Call, new: cst.Call, script: Script) -> Node:
     """`hasattr(model.optimizer, "lr")`."""
-    if dotted(original.func) not in ("hasattr", "getattr", "setattr"):
-        return updated
-    if len(original.args) < 2 or not script.is_optimizer(original.args[0].value):
-        return updated
-    name = updated.args[1].value
+    if dotted(old.func) not in ("hasattr", "getattr", "setattr"):
+        return new
+    if len(old.args) < 2 or not script.is_optimizer(old.args[0].value):
+        return new
+    name = new.args[1].value
     if isinstance(name, cst.SimpleString) and name.evaluated_value == "lr":
         name = name.with_changes(value=name.value.replace("lr", "learning_rate"))
-        second = updated.args[1].with_changes(value=name)
-        args = [updated.args[0], second, *updated.args[2:]]
-        return updated.with_changes(args=args)
-    return updated
+        second = new.args[1].with_changes(value=name)
+        args = [new.args[0], second, *new.args[2:]]
+        return new.with_changes(args=args)
+    return new
 
 
-def change_rate_call(
-    original: cst.Call, updated: cst.Call, script: Script
-) -> cst.BaseExpression:
+def change_rate_call(old: cst.Call, new: cst.Call, script: Script) -> Node:
     """`K.get_value(optimizer.lr)` and, in an expression, `K.set_value(…)`."""
-    name = script.names.of(original.func)
-    if dotted(original.func) == "float" and len(original.args) == 1:
-        return _once(original.args[0].value, updated, script)
-    if name not in (*_READS, _SETS) or not original.args:
-        return updated
-    if not _is_rate(original.args[0].value):
-        _leave(original, str(name), script)
-        return updated
+    name = script.names.of(old.func)
+    if dotted(old.func) == "float" and len(old.args) == 1:
+        return _once(old.args[0].value, new, script)
+    if name not in (*_READS, _SETS) or not old.args:
+        return new
+    if not _is_rate(old.args[0].value):
+        _leave(old, str(name), script)
+        return new
     if name in _READS:
-        rate = cst.Arg(value=_rate(updated.args[0].value))
-        return updated.with_changes(func=cst.Name("float"), args=[rate])
-    if len(original.args) != 2:
-        return updated
-    target, value = updated.args
+        rate = cst.Arg(value=_rate(new.args[0].value))
+        return new.with_changes(func=cst.Name("float"), args=[rate])
+    if len(old.args) != 2:
+        return new
+    target, value = new.args
     func = cst.Attribute(value=_rate(target.value), attr=cst.Name("assign"))
-    return updated.with_changes(func=func, args=[value.with_changes(keyword=None)])
+    return new.with_changes(func=func, args=[value.with_changes(keyword=None)])
 
 
 def _once(
@@ -451,24 +426,24 @@ def _once(
 
 
 def change_rate_statement(
-    original: cst.Expr, updated: cst.Expr, script: Script
+    old: cst.Expr, new: cst.Expr, script: Script
 ) -> cst.BaseSmallStatement:
     """`K.set_value(optimizer.lr, value)` on a line of its own."""
-    call, new = original.value, updated.value
-    if not isinstance(call, cst.Call) or not isinstance(new, cst.Call):
-        return updated
+    call, changed = old.value, new.value
+    if not isinstance(call, cst.Call) or not isinstance(changed, cst.Call):
+        return new
     if script.names.of(call.func) != _SETS or len(call.args) != 2:
-        return updated
-    if not _is_rate(call.args[0].value) or not isinstance(new.func, cst.Attribute):
-        return updated
-    target = cst.ensure_type(new.func.value, cst.Attribute)
-    value = new.args[0].value
+        return new
+    if not _is_rate(call.args[0].value) or not isinstance(changed.func, cst.Attribute):
+        return new
+    target = cst.ensure_type(changed.func.value, cst.Attribute)
+    value = changed.args[0].value
     if "\n" in cst.Module([]).code_for_node(value) and not value.lpar:
         value = value.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
     return cst.Assign(
         targets=[cst.AssignTarget(target=target)],
         value=value,
-        semicolon=updated.semicolon,
+        semicolon=new.semicolon,
     )
 
 

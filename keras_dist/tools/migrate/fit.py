@@ -57,10 +57,6 @@ def _lines_before(old: bytes, new: bytes) -> Callable[[int], int]:
     return lambda line: lines.get(line, line)
 
 
-# What stands for a line that is removed, until its block is left.
-_MARK = cst.Comment("# keras-dist: removed")
-
-
 def _added(line: cst.CSTNode) -> Sequence[cst.Arg]:
     """Return what a line such as `callbacks.append(…)` adds to a list, if it does."""
     if not m.matches(line, m.SimpleStatementLine([m.Expr(ADDS)])):
@@ -68,34 +64,6 @@ def _added(line: cst.CSTNode) -> Sequence[cst.Arg]:
     statement = cst.ensure_type(line, cst.SimpleStatementLine).body[0]
     call = cst.ensure_type(statement, cst.Expr).value
     return cst.ensure_type(call, cst.Call).args
-
-
-def _removed(line: cst.SimpleStatementLine | cst.If) -> cst.SimpleStatementLine:
-    """Return a mark for a line, which keeps the blank line above it."""
-    blank = [one for one in line.leading_lines[:1] if one.comment is None]
-    end = cst.TrailingWhitespace(comment=_MARK)
-    return cst.SimpleStatementLine([cst.Pass()], blank, trailing_whitespace=end)
-
-
-def _without_marks(lines: Sequence[Any]) -> list[Any]:
-    """Remove marked lines of a block; a blank line above them stays."""
-    found: list[Any] = []
-    blank: list[cst.EmptyLine] = []
-    for line in lines:
-        end = getattr(line, "trailing_whitespace", None)
-        if (
-            end is not None
-            and end.comment is not None
-            and end.comment.value == _MARK.value
-        ):
-            blank = blank or list(line.leading_lines)
-            continue
-        has_blank = any(one.comment is None for one in line.leading_lines[:1])
-        if blank and not has_blank:
-            line = line.with_changes(leading_lines=[*blank, *line.leading_lines])
-        blank = []
-        found.append(line)
-    return found or [cst.SimpleStatementLine([cst.Pass()])]
 
 
 class _Rewrite(cst.CSTTransformer):
@@ -110,22 +78,35 @@ class _Rewrite(cst.CSTTransformer):
         super().__init__()
         self._script = script
         self._plan = plan
+        self._gone: set[cst.CSTNode] = set()
         ifs = [node for node in script.nodes if isinstance(node, cst.If)]
         self._pinning = [node for node in ifs if self._pins(node)]
 
-    def leave_Module(
-        self, original_node: cst.Module, updated_node: cst.Module
-    ) -> cst.Module:
-        """Remove lines of the file."""
-        return updated_node.with_changes(body=_without_marks(updated_node.body))
+    def _remove(self, line: Any) -> Any:
+        """Mark a line as removed, until its block is left."""
+        self._gone.add(line)
+        return line
 
-    def leave_IndentedBlock(
-        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
-    ) -> cst.IndentedBlock:
-        """Remove lines of a block."""
-        return updated_node.with_changes(body=_without_marks(updated_node.body))
+    def leave_Module(self, original_node: Any, updated_node: Any) -> Any:
+        """Leave out removed lines, but not a blank line above them."""
+        found: list[Any] = []
+        blank: list[cst.EmptyLine] = []
+        for line in updated_node.body:
+            above = [one for one in line.leading_lines[:1] if one.comment is None]
+            if line in self._gone:
+                blank = blank or above
+                continue
+            if blank and not above:
+                line = line.with_changes(leading_lines=[*blank, *line.leading_lines])
+            blank = []
+            found.append(line)
+        return updated_node.with_changes(
+            body=found or [cst.SimpleStatementLine([cst.Pass()])]
+        )
 
-    def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> Any:
+    leave_IndentedBlock = leave_Module
+
+    def leave_Import(self, original_node: Any, updated_node: Any) -> Any:
         """`import horovod.keras as hvd`."""
         names = {dotted(alias.name) or "" for alias in original_node.names}
         if not any(name.startswith(("horovod.", "keras_dist.")) for name in names):
@@ -135,9 +116,7 @@ class _Rewrite(cst.CSTTransformer):
             self._script.left(original_node, "this imports something else, too", advice)
         return cst.Import(names=[cst.ImportAlias(name=cst.Name("keras_dist"))])
 
-    def leave_ImportFrom(
-        self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom
-    ) -> Any:
+    def leave_ImportFrom(self, original_node: Any, updated_node: Any) -> Any:
         """`from horovod.tensorflow import keras as hvd`."""
         module = dotted(original_node.module) or ""
         if module.partition(".")[0] not in ("horovod", "keras_dist"):
@@ -147,11 +126,7 @@ class _Rewrite(cst.CSTTransformer):
             self._script.left(original_node, f"single names of {module}", advice)
         return cst.Import(names=[cst.ImportAlias(name=cst.Name("keras_dist"))])
 
-    def leave_SimpleStatementLine(
-        self,
-        original_node: cst.SimpleStatementLine,
-        updated_node: cst.SimpleStatementLine,
-    ) -> Any:
+    def leave_SimpleStatementLine(self, original_node: Any, updated_node: Any) -> Any:
         """`hvd.init()`, `opt = hvd.DistributedOptimizer(opt)`, a callback appended."""
         old, new = original_node.body[0], updated_node.body[0]
         if isinstance(old, cst.Assign) and isinstance(new, cst.Assign):
@@ -159,43 +134,36 @@ class _Rewrite(cst.CSTTransformer):
             code = cst.Module([]).code_for_node
             is_plain = code(new.targets[0].target) == code(new.value)
             if is_plain and code(old.value) != code(new.value):
-                return _removed(original_node)
+                return self._remove(updated_node)
             if target is not None and self._is_for_pinning(target, old.value):
-                return _removed(original_node)
+                return self._remove(updated_node)
         if not isinstance(old, cst.Expr) or not isinstance(old.value, cst.Call):
             return updated_node
         if self._script.is_call(old.value, "hvd.init"):
             self._plan.finish(old)
-            return _removed(original_node)
+            return self._remove(updated_node)
         is_added = m.matches(old.value, ADDS) and len(old.value.args) == 1
         if is_added and self._is_removed(old.value.args[0].value):
-            return _removed(original_node)
+            return self._remove(updated_node)
         return updated_node
 
-    def leave_List(self, original_node: cst.List, updated_node: cst.List) -> cst.List:
+    def leave_List(self, original_node: Any, updated_node: Any) -> Any:
         """Remove Horovod's callbacks from a list."""
         gone = [self._is_removed(old.value) for old in original_node.elements]
         return without_elements(updated_node, gone) if any(gone) else updated_node
 
-    def leave_BinaryOperation(
-        self, original_node: cst.BinaryOperation, updated_node: cst.BinaryOperation
-    ) -> cst.BaseExpression:
+    def leave_BinaryOperation(self, original_node: Any, updated_node: Any) -> Any:
         """`0.001 * hvd.size()` of a rate."""
-        plan, script, operator = self._plan, self._script, original_node.operator
-        right = script.is_call(original_node.right, "hvd.size")
-        left = script.is_call(original_node.left, "hvd.size")
-        is_rate = isinstance(operator, cst.Multiply) and original_node in plan.rates
-        if right and is_rate:
-            plan.finish(original_node.right)
-            return updated_node.left
-        if left and is_rate:
-            plan.finish(original_node.left)
-            return updated_node.right
+        is_product = isinstance(original_node.operator, cst.Multiply)
+        if is_product and original_node in self._plan.rates:
+            for side, other in (("right", "left"), ("left", "right")):
+                factor = getattr(original_node, side)
+                if self._script.is_call(factor, "hvd.size"):
+                    self._plan.finish(factor)
+                    return getattr(updated_node, other)
         return updated_node
 
-    def leave_IfExp(
-        self, original_node: cst.IfExp, updated_node: cst.IfExp
-    ) -> cst.BaseExpression:
+    def leave_IfExp(self, original_node: Any, updated_node: Any) -> Any:
         """`verbose=1 if hvd.rank() == 0 else 0`."""
         is_verbose = original_node in self._plan.verbose
         is_silent = literal(original_node.orelse) == 0
@@ -204,24 +172,21 @@ class _Rewrite(cst.CSTTransformer):
             return updated_node.body
         return updated_node
 
-    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> Any:
+    def leave_If(self, original_node: Any, updated_node: Any) -> Any:
         """`if hvd.rank() == 0: callbacks.append(…)`, and the GPU of this rank."""
         if original_node in self._pinning:
             self._plan.finish(original_node)
-            return _removed(original_node)
+            return self._remove(updated_node)
         if not self._is_first(original_node.test):
             return updated_node
         self._plan.finish(original_node.test)
         added = [_added(line) for line in original_node.body.body]
         is_other = original_node.orelse is not None and any(added)
         if is_other or any(one and not self._plan.writes(one) for one in added):
-            reason = (
-                "only the first rank has this callback, and dist_fit runs it on all"
-            )
-            self._plan.refuse(original_node, reason)
-        if original_node.orelse is None and all(
-            self._plan.writes(one) for one in added
-        ):
+            reason = "only the first rank has this callback, and dist_fit runs it on "
+            self._plan.refuse(original_node, f"{reason}all")
+        is_plain = original_node.orelse is None
+        if is_plain and all(self._plan.writes(one) for one in added):
             lines: list[Any] = list(updated_node.body.body)
             leading = [*updated_node.leading_lines, *lines[0].leading_lines]
             lines[0] = lines[0].with_changes(leading_lines=leading)
@@ -229,16 +194,12 @@ class _Rewrite(cst.CSTTransformer):
         test = cst.parse_expression("keras_dist.rank() == 0")
         return updated_node.with_changes(test=test)
 
-    def leave_Subscript(
-        self, original_node: cst.Subscript, updated_node: cst.Subscript
-    ) -> cst.BaseExpression:
+    def leave_Subscript(self, original_node: Any, updated_node: Any) -> Any:
         """`x[hvd.rank() :: hvd.size()]`."""
         is_shard = original_node in self._plan.data.shards
         return updated_node.value if is_shard else updated_node
 
-    def leave_Call(
-        self, original_node: cst.Call, updated_node: cst.Call
-    ) -> cst.BaseExpression:
+    def leave_Call(self, original_node: Any, updated_node: Any) -> Any:
         """`dataset.shard(…)`, `hvd.DistributedOptimizer(…)`, `model.fit(…)`."""
         func = original_node.func
         if original_node in self._plan.data.shards:
@@ -269,12 +230,10 @@ class _Rewrite(cst.CSTTransformer):
 
     def _is_first(self, test: cst.BaseExpression) -> bool:
         """Tell whether a test is `hvd.rank() == 0`."""
-        equal = m.Comparison(comparisons=[m.ComparisonTarget(operator=m.Equal())])
-        if not m.matches(test, equal):
-            return False
-        comparison = cst.ensure_type(test, cst.Comparison)
-        is_zero = literal(comparison.comparisons[0].comparator) == 0
-        return is_zero and self._script.is_call(comparison.left, "hvd.rank")
+        zero = m.ComparisonTarget(operator=m.Equal(), comparator=m.Integer("0"))
+        call = m.SaveMatchedNode(m.Call(), "call")
+        found = m.extract(test, m.Comparison(left=call, comparisons=[zero]))
+        return found is not None and self._script.is_call(found["call"], "hvd.rank")  # type: ignore[arg-type]
 
     def _is_removed(self, node: cst.BaseExpression) -> bool:
         """Tell whether `dist_fit` does what a callback does."""
@@ -301,10 +260,7 @@ class _Rewrite(cst.CSTTransformer):
         """Tell whether this gives a rank its GPU, as the import of keras_dist does."""
         if node.orelse is not None or len(node.body.body) != 1:
             return False
-        calls = m.findall(node.body, m.Call(func=m.Attribute()))
-        names = [
-            self._script.names.of(cst.ensure_type(one, cst.Call).func) for one in calls
-        ]
-        return sorted(str(name).rpartition(".")[2] for name in names) == [
-            *("local_rank", "set_visible_devices")
-        ]
+        calls: Any = m.findall(node.body, m.Call(func=m.Attribute()))
+        names = [str(self._script.names.of(call.func)) for call in calls]
+        last = sorted(name.rpartition(".")[2] for name in names)
+        return last == ["local_rank", "set_visible_devices"]

@@ -136,34 +136,34 @@ _RENAMED = {
 _TENSORS = ("output", "input", "outputs", "inputs")
 
 
-def list_import(original: cst.Import | cst.ImportFrom, script: Script) -> None:
+def list_import(node: cst.Import | cst.ImportFrom, script: Script) -> None:
     """`from keras.utils import multi_gpu_model`, `import keras.engine`."""
     module = ""
-    if isinstance(original, cst.ImportFrom):
-        module = dotted(original.module) or ""
-        if original.relative or imports.is_private(module):
+    if isinstance(node, cst.ImportFrom):
+        module = dotted(node.module) or ""
+        if node.relative or imports.is_private(module):
             return
         if canonical(module) in _OF_OTHER_RULES:
             return
         module += "."
-    if isinstance(original.names, cst.ImportStar):
-        _list(original, module[:-1], script)
+    if isinstance(node.names, cst.ImportStar):
+        _list(node, module[:-1], script)
         return
-    for alias in original.names:
+    for alias in node.names:
         name = module + (dotted(alias.name) or "")
         if not module or not imports.is_moved(name, script):
-            _list(original, name, script)
+            _list(node, name, script)
 
 
-def list_name(original: cst.Attribute, script: Script) -> None:
+def list_name(node: cst.Attribute, script: Script) -> None:
     """`tf.keras.losses.mean_squared_error`, `K.placeholder`."""
-    name = script.names.raw(original)
-    is_inside = original in script.in_imports or not script.is_longest(original)
-    if name is not None and not is_inside and not script.is_shadowed(original):
-        first = (dotted(original) or "").partition(".")[0]
+    name = script.names.raw(node)
+    is_inside = node in script.in_imports or not script.is_longest(node)
+    if name is not None and not is_inside and not script.is_shadowed(node):
+        first = (dotted(node) or "").partition(".")[0]
         is_listed = imports.is_private(script.names.local[first])  # at its import
         if not is_listed and not imports.is_moved(name, script):
-            _list(original, name, script)
+            _list(node, name, script)
 
 
 def _list(node: cst.CSTNode, raw: str, script: Script) -> None:
@@ -188,23 +188,23 @@ def _list(node: cst.CSTNode, raw: str, script: Script) -> None:
     script.left(node, f"Keras 3 has no {prefix}{gone}", advice[0])
 
 
-def list_star_name(original: cst.Name, script: Script) -> None:
+def list_star_name(node: cst.Name, script: Script) -> None:
     """`CuDNNLSTM(8)`, after `from keras.layers import *`."""
-    name, stars = original.value, script.names.stars
+    name, stars = node.value, script.names.stars
     is_keras = [canonical(module).startswith("keras.") for module in stars]
-    if not all(is_keras) or not stars or not script.is_read(original):
+    if not all(is_keras) or not stars or not script.is_read(node):
         return
     is_own = name in script.functions or name in script.names.local
     if is_own or script.values(name) or hasattr(builtins, name):
         return
     full = [keras_name(f"{module}.{name}") for module in stars]
     if all(missing(one, is_tf=is_tf) is not None for one, is_tf in full):
-        _list(original, f"{stars[0]}.{name}", script)
+        _list(node, f"{stars[0]}.{name}", script)
 
 
-def list_member(original: cst.Attribute, script: Script) -> None:
+def list_member(node: cst.Attribute, script: Script) -> None:
     """`metric.reset_states()`, `optimizer.get_scaled_loss(loss)`."""
-    word, owner = original.attr.value, original.value
+    word, owner = node.attr.value, node.value
     if script.names.of(owner) is not None or word in script.functions:
         return
     advice = _MEMBERS.get(word)
@@ -212,30 +212,30 @@ def list_member(original: cst.Attribute, script: Script) -> None:
         advice = advice or _OF_OPTIMIZERS.get(word)
     elif script.is_model(owner):
         advice = advice or _OF_MODELS.get(word)
-    if advice is not None and not script.is_guarded(original):
+    if advice is not None and not script.is_guarded(node):
         reason = f"models, optimizers and metrics of Keras 3 have no {word}"
-        script.left(original, reason, advice)
+        script.left(node, reason, advice)
 
 
-def list_method(original: cst.ClassDef, script: Script) -> None:
+def list_method(old: cst.ClassDef, script: Script) -> None:
     """`def reset_states(self)` of a metric, which Keras 3 would not call."""
-    bases = [script.names.of(base.value) or "" for base in original.bases]
+    bases = [script.names.of(base.value) or "" for base in old.bases]
     if any(name.startswith("keras.metrics.") for name in bases):
-        for node in original.body.body:
+        for node in old.body.body:
             if isinstance(node, cst.FunctionDef) and node.name.value == "reset_states":
                 reason = "Keras 3 does not call reset_states"
                 script.left(node.name, reason, "Name it reset_state")
 
 
-def list_arguments(original: cst.Call, updated: cst.Call, script: Script) -> cst.Call:
+def list_arguments(old: cst.Call, new: cst.Call, script: Script) -> cst.Call:
     """`compile(sample_weight_mode="temporal")`, `LSTM(8, time_major=True)`."""
-    name = script.names.of(original.func)
+    name = script.names.of(old.func)
     known = _OF_METHODS if name is None else _ARGUMENTS
-    what = method_of(original) if name is None else name
+    what = method_of(old) if name is None else name
     for argument, advice in known.get(what, {}).items():
-        if keyword(updated, argument) is not None:
-            script.left(original, f"{what} of Keras 3 has no {argument}=", advice)
-    return updated
+        if keyword(new, argument) is not None:
+            script.left(old, f"{what} of Keras 3 has no {argument}=", advice)
+    return new
 
 
 def keras_name(name: str) -> tuple[str, bool]:
@@ -332,26 +332,26 @@ def instead(name: str, *, is_tf: bool) -> str | None:
     return f"{prefix}{modules[0]}.{last}" if last[:1].isupper() and modules else None
 
 
-def list_operation(original: cst.Call, script: Script) -> None:
+def list_operation(node: cst.Call, script: Script) -> None:
     """`tf.reduce_mean(x)` of the output of a layer, which Keras 3 does not take.
 
     `keras.Input` makes a symbolic tensor, and so does each layer that is called with
     one.
     """
-    name = script.names.of(original.func) or ""
+    name = script.names.of(node.func) or ""
     is_operation = name.startswith(("tf.", "tf1.", "keras.backend."))
-    if not is_operation or script.is_shadowed(original.func):
+    if not is_operation or script.is_shadowed(node.func):
         return
     if name in ("tf.function", "keras.backend.int_shape"):
         return
-    if any(_is_symbolic(arg.value, script) for arg in original.args):
-        text = dotted(original.func) or name
+    if any(_is_symbolic(arg.value, script) for arg in node.args):
+        text = dotted(node.func) or name
         reason = f"{text} does not take a symbolic tensor of Keras 3"
         word = name.partition(".")[2].removeprefix("backend.")
         short = _RENAMED.get(word) or word.rpartition(".")[2].removeprefix("reduce_")
         other = short if short.startswith("random.") else f"ops.{short}"
         advice = f"Use keras.{other}, if there is one, or a layer that calls it"
-        script.left(original, reason, advice)
+        script.left(node, reason, advice)
 
 
 def _is_symbolic(

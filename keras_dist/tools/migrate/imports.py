@@ -3,6 +3,7 @@
 import libcst as cst
 
 from keras_dist.tools.migrate.script import (
+    Node,
     Script,
     canonical,
     dotted,
@@ -74,27 +75,25 @@ def new_module(name: str) -> str | None:
     return None
 
 
-def change_import(
-    original: cst.Import, updated: cst.Import, script: Script
-) -> cst.Import:
+def change_import(old: cst.Import, new: cst.Import, script: Script) -> cst.Import:
     """`import horovod.keras as hvd`."""
     aliases: list[cst.ImportAlias] = []
-    for alias in original.names:
+    for alias in old.names:
         name = dotted(alias.name) or ""
-        new = new_module(name)
+        target = new_module(name)
         if name == _PLAIN:
             local = dotted(alias.asname.name) if alias.asname is not None else name
-            new = _NEW if _has_all(script, local or "") else None
-        if new is not None:
+            target = _NEW if _has_all(script, local or "") else None
+        if target is not None:
             if alias.asname is None and _uses_horovod_itself(script):
-                names = [dotted(one.name) for one in (*original.names, *aliases)]
+                names = [dotted(one.name) for one in (*old.names, *aliases)]
                 if "horovod" not in names:
                     aliases.append(_with_comma(cst.ImportAlias(cst.Name("horovod"))))
-            alias = alias.with_changes(name=dotted_node(new))
+            alias = alias.with_changes(name=dotted_node(target))
         else:
-            _list_other(original, name, script)
+            _list_other(old, name, script)
         aliases.append(alias)
-    return updated.with_changes(names=aliases)
+    return new.with_changes(names=aliases)
 
 
 def _with_comma(alias: cst.ImportAlias) -> cst.ImportAlias:
@@ -121,39 +120,39 @@ def _uses_horovod_itself(script: Script) -> bool:
 
 
 def change_from(
-    original: cst.ImportFrom, updated: cst.ImportFrom, script: Script
+    old: cst.ImportFrom, new: cst.ImportFrom, script: Script
 ) -> cst.ImportFrom | cst.FlattenSentinel[cst.BaseSmallStatement]:
     """`from horovod import keras as hvd`, `from horovod.keras import size`."""
-    module = dotted(original.module) or ""
-    if updated.relative or not (module + ".").startswith("horovod."):
-        if not updated.relative:
-            _list_other(original, module, script)
-        return updated
-    updated = original
-    new = new_module(module)
+    module = dotted(old.module) or ""
+    if new.relative or not (module + ".").startswith("horovod."):
+        if not new.relative:
+            _list_other(old, module, script)
+        return new
+    new = old
+    target = new_module(module)
     if module == "horovod.tensorflow.compression":
-        new = _NEW
-    if new is not None:
-        return updated.with_changes(module=dotted_node(new))
-    if isinstance(updated.names, cst.ImportStar):
+        target = _NEW
+    if target is not None:
+        return new.with_changes(module=dotted_node(target))
+    if isinstance(new.names, cst.ImportStar):
         if module == _PLAIN:
             reason = f"all names of {module}, of which {_NEW} has not all"
-            script.left(original, reason, f"Import {_NEW} as hvd, and use its names")
-        _list_other(original, module, script)
-        return updated
-    layers = [one for one in updated.names if _is_layer(module, one, script)]
-    if len(layers) == len(updated.names) == 1:
-        return _whole_layer(updated, layers[0])
-    others = [one for one in updated.names if one not in layers]
+            script.left(old, reason, f"Import {_NEW} as hvd, and use its names")
+        _list_other(old, module, script)
+        return new
+    layers = [one for one in new.names if _is_layer(module, one, script)]
+    if len(layers) == len(new.names) == 1:
+        return _whole_layer(new, layers[0])
+    others = [one for one in new.names if one not in layers]
     names = {dotted(one.name) or "" for one in others}
-    rest = updated.with_changes(names=others)
+    rest = new.with_changes(names=others)
     if module == "horovod.tensorflow" and not names & set(MISSING):
         rest = rest.with_changes(module=dotted_node(_NEW))
     elif module == "horovod.tensorflow":
         for name in sorted(names & set(MISSING)):
-            script.left(original, f"keras_dist.horovod has no {name}", MISSING[name])
+            script.left(old, f"keras_dist.horovod has no {name}", MISSING[name])
     for name in sorted(names):
-        _list_other(original, f"{module}.{name}", script)
+        _list_other(old, f"{module}.{name}", script)
     return _split(rest, layers) if layers else rest
 
 
@@ -166,18 +165,16 @@ def _is_layer(module: str, alias: cst.ImportAlias, script: Script) -> bool:
     return new_module(name) is not None
 
 
-def change_name(
-    original: cst.Attribute, updated: cst.Attribute, script: Script
-) -> cst.BaseExpression:
+def change_name(old: cst.Attribute, new: cst.Attribute, script: Script) -> Node:
     """`horovod.keras.init()`, after `import horovod.keras`."""
-    name = dotted(original) or ""
+    name = dotted(old) or ""
     if script.names.local.get("horovod") == "horovod":
         is_plain = name == _PLAIN and _has_all(script, _PLAIN)
-        if original not in script.in_imports and (name in _LAYERS or is_plain):
+        if old not in script.in_imports and (name in _LAYERS or is_plain):
             return dotted_node(_own_name(script))
-    if script.names.of(original) == "hvd.elastic.TensorFlowKerasState":
-        return updated.with_changes(attr=cst.Name("KerasState"))
-    return updated
+    if script.names.of(old) == "hvd.elastic.TensorFlowKerasState":
+        return new.with_changes(attr=cst.Name("KerasState"))
+    return new
 
 
 def _own_name(script: Script) -> str:
@@ -197,27 +194,25 @@ def _own_name(script: Script) -> str:
     return _NEW
 
 
-def change_text(
-    original: cst.Call, updated: cst.Call, script: Script
-) -> cst.BaseExpression:
+def change_text(old: cst.Call, new: cst.Call, script: Script) -> Node:
     """`importlib.import_module("horovod.keras")`."""
-    if (dotted(original.func) or "").rpartition(".")[2] not in (
+    if (dotted(old.func) or "").rpartition(".")[2] not in (
         "import_module",
         "__import__",
     ):
-        return updated
-    if not updated.args or not isinstance(updated.args[0].value, cst.SimpleString):
-        return updated
-    text = updated.args[0].value
-    new = new_module(str(text.evaluated_value))
-    if new is None or dotted(original.func) == "__import__":
-        _list_text(original, str(text.evaluated_value), script)
-        return updated
+        return new
+    if not new.args or not isinstance(new.args[0].value, cst.SimpleString):
+        return new
+    text = new.args[0].value
+    target = new_module(str(text.evaluated_value))
+    if target is None or dotted(old.func) == "__import__":
+        _list_text(old, str(text.evaluated_value), script)
+        return new
     changed = text.with_changes(
-        value=text.value.replace(str(text.evaluated_value), new)
+        value=text.value.replace(str(text.evaluated_value), target)
     )
-    first = updated.args[0].with_changes(value=changed)
-    return updated.with_changes(args=[first, *updated.args[1:]])
+    first = new.args[0].with_changes(value=changed)
+    return new.with_changes(args=[first, *new.args[1:]])
 
 
 def note_plain(script: Script) -> None:
@@ -302,24 +297,24 @@ def _is_import(line: cst.CSTNode) -> bool:
 
 
 def change_private(
-    original: cst.ImportFrom, updated: cst.ImportFrom, script: Script
+    old: cst.ImportFrom, new: cst.ImportFrom, script: Script
 ) -> cst.ImportFrom:
     """`from keras.layers.core import Dense`."""
-    module = updated.module
+    module = new.module
     text = dotted(module) or ""
-    if updated.relative or isinstance(updated.names, cst.ImportStar):
-        return updated
-    names = {dotted(one.name) or "" for one in updated.names}
+    if new.relative or isinstance(new.names, cst.ImportStar):
+        return new
+    names = {dotted(one.name) or "" for one in new.names}
     if len(names) == 1 and is_private(f"{text}.{min(names)}"):
-        return _package(original, updated, script)
+        return _package(old, new, script)
     if isinstance(module, cst.Attribute) and is_private(text):
         if _are_public(canonical(text), names):
-            return updated.with_changes(module=module.value)
-        script.left(original, f"{text} is private in Keras 2, and gone", PUBLIC)
+            return new.with_changes(module=module.value)
+        script.left(old, f"{text} is private in Keras 2, and gone", PUBLIC)
     is_image = text == _IMAGES and names & _GENERATORS
     if is_image or (text == "keras.preprocessing" and _uses_generators(script)):
-        return updated.with_changes(module=dotted_node(f"tensorflow.{text}"))
-    return updated
+        return new.with_changes(module=dotted_node(f"tensorflow.{text}"))
+    return new
 
 
 def is_private(name: str) -> bool:
@@ -342,14 +337,14 @@ def is_moved(name: str, script: Script) -> bool:
 
 
 def _package(
-    original: cst.ImportFrom, updated: cst.ImportFrom, script: Script
+    old: cst.ImportFrom, new: cst.ImportFrom, script: Script
 ) -> cst.ImportFrom:
     """`from keras.utils import np_utils` becomes `from keras import utils as np_utils`.
 
     If all that the file uses of it is public.
     """
-    assert not isinstance(updated.names, cst.ImportStar)
-    alias, package = updated.names[0], cst.ensure_type(updated.module, cst.Attribute)
+    assert not isinstance(new.names, cst.ImportStar)
+    alias, package = new.names[0], cst.ensure_type(new.module, cst.Attribute)
     name = cst.ensure_type(alias.name, cst.Name)
     local = dotted(alias.asname.name) if alias.asname else name.value
     used = {
@@ -359,14 +354,14 @@ def _package(
     }
     text = f"{dotted(package)}.{name.value}"
     if not _are_public(canonical(text), used):
-        script.left(original, f"{text} is private in Keras 2, and gone", PUBLIC)
-        return updated
+        script.left(old, f"{text} is private in Keras 2, and gone", PUBLIC)
+        return new
     asname = alias.asname or cst.AsName(name=name)
     alias = alias.with_changes(name=package.attr, asname=asname)
     root: cst.BaseExpression = package.value
     if (dotted(root) or "").startswith("tensorflow"):
         root = dotted_node("tensorflow.keras")
-    return updated.with_changes(module=root, names=[alias])
+    return new.with_changes(module=root, names=[alias])
 
 
 def _are_public(name: str, names: set[str]) -> bool:

@@ -10,6 +10,7 @@ from libcst.metadata import MetadataWrapper, PositionProvider
 
 from keras_dist.tools.migrate.command import Finding
 
+Node: TypeAlias = cst.BaseExpression
 Values: TypeAlias = list[cst.BaseExpression | None]
 
 # Classes of `keras.optimizers` that a script of Keras 2 may use.

@@ -7,6 +7,7 @@ from typing import Any
 import libcst as cst
 
 from keras_dist.tools.migrate.script import (
+    Node,
     Script,
     assigns,
     count_uses,
@@ -45,18 +46,16 @@ _SET_SESSION = "keras.backend.set_session"
 _PROTOS = ("tf.ConfigProto", "tf1.ConfigProto")
 
 
-def change_name(
-    original: cst.Attribute, updated: cst.Attribute, script: Script
-) -> cst.BaseExpression:
+def change_name(old: cst.Attribute, new: cst.Attribute, script: Script) -> Node:
     """`tf.logging`, `tf.Session`."""
-    name = script.names.of(original) or ""
+    name = script.names.of(old) or ""
     if name.startswith("tf.") and name[3:] in _MOVED:
-        return updated.with_changes(value=dotted_node("compat.v1", updated.value))
+        return new.with_changes(value=dotted_node("compat.v1", new.value))
     if name == "tf.set_random_seed":
-        return dotted_node("random.set_seed", updated.value)
-    if original not in script.handled:
-        _list_gone(original, name, script)
-    return updated
+        return dotted_node("random.set_seed", new.value)
+    if old not in script.handled:
+        _list_gone(old, name, script)
+    return new
 
 
 def _list_gone(node: cst.Attribute, name: str, script: Script) -> None:
