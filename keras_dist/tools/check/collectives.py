@@ -15,11 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import psutil
 import tensorflow as tf
 
 from keras_dist import comm
 from keras_dist.launch.network import addresses
-from keras_dist.tools.check import gpus, network
+from keras_dist.tools.bench import Speed
+from keras_dist.tools.check import gpus
 from keras_dist.tools.check.checks import (
     Found,
     Reporting,
@@ -172,12 +174,10 @@ def bandwidth(largest: int) -> Found:
     """Measure how many bytes a second a large sum moves, and compare."""
     if comm.size() == 1:
         return untried("one rank sends nothing")
-    count = comm.size()
     seconds = max(comm.gather(min(_times(tf.zeros([largest // 4]), _REPEATS))))
     # Without what does not grow with the size.
     seconds -= min(seconds / 2, min(comm.gather(min(_times(tf.zeros([1]), _REPEATS)))))
-    # What each rank sends at least; see `tools.bench`.
-    rate = 2 * (count - 1) / count * largest / seconds
+    rate = Speed(largest, seconds, comm.size()).bandwidth
     seen = f"{rate / 1e9:.3g} GB/s with {largest / 1e6:g} MB"
     interface = os.environ.get("HOROVOD_GLOO_IFACE", "")
     if interface == "lo":
@@ -258,7 +258,8 @@ def _times(tensor: Any, count: int) -> list[float]:
 
 def _nominal(interface: str) -> tuple[float, str]:
     """Return bytes per second of the slowest card of all hosts, and what it is."""
-    slowest = min(comm.gather(network.nominal_speed(interface) / 8))
+    card = psutil.net_if_stats().get(interface)
+    slowest = min(comm.gather(card.speed * 1e6 / 8 if card is not None else 0.0))
     if slowest <= 0:
         return _LEAST, f"1 Gbit/s, since {interface} has no nominal rate"
     return slowest, f"{interface}: {slowest * 8e-9:g} Gbit/s"

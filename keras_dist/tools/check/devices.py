@@ -1,14 +1,13 @@
 """The second stage: do the ranks connect, and has each a device of its own?"""
 
 import argparse
-import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import tensorflow as tf
 
 from keras_dist import comm
@@ -62,6 +61,7 @@ def _own(listed: Sequence[gpus.Gpu], product: Mapping[str, Any]) -> dict[str, An
     index = device.index if has_gpu else comm.local_rank()
     uuid = gpus.uuid_of_rank(listed, index=index, has_gpu=has_gpu) if listed else ""
     own = [gpu for gpu in listed if gpu.uuid == uuid]
+    free = psutil.virtual_memory().available
     threads = tf.config.threading.get_intra_op_parallelism_threads()
     return {
         "host": own_host(),
@@ -71,7 +71,7 @@ def _own(listed: Sequence[gpus.Gpu], product: Mapping[str, Any]) -> dict[str, An
         "uuid": uuid,
         "gpu": own[0].name if own else "",
         "error": gpus.error() if not listed else "",
-        "free": own[0].total - own[0].used if has_gpu and own else _free_memory(),
+        "free": own[0].total - own[0].used if has_gpu and own else free,
         "total": own[0].total if own else 0,
         "used": own[0].used if has_gpu and own else 0,
         "process": os.getpid(),
@@ -271,11 +271,3 @@ def _has(own: Mapping[str, Any]) -> bool:
 def _sees_itself(found: Sequence[Mapping[str, Any]]) -> bool:
     """Tell whether nvidia-smi lists our ranks; containers have other process ids."""
     return any(own["process"] in [e[1] for e in own["computing"]] for own in found)
-
-
-def _free_memory() -> int:
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable"):
-                return int(line.split()[1]) * 1024
-    return 0

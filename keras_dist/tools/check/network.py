@@ -5,12 +5,9 @@ and its clock. Who connects knows by the text which host has answered.
 """
 
 import contextlib
-import ctypes
-import fcntl
 import os
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections import Counter
@@ -25,10 +22,6 @@ _LONGEST = 200
 
 # Each host tries so many others, so that the time does not grow with the hosts.
 _MOST = 4
-
-# Of Linux: the request of `ethtool`, its first command, and bytes of its answer, with
-# the speed in megabits at 12, and what does not fit there at 28.
-_SIOCETHTOOL, _ETHTOOL_GET, _ETHTOOL_SIZE = 0x8946, 1, 44
 
 _LOCAL = ("localhost", "127.0.0.1")
 
@@ -82,30 +75,9 @@ def host_facts(answerer: Answerer) -> dict[str, Any]:
         "interface": interface,
         "address": known.get(interface, ""),
         "addresses": known,
-        "bits_per_second": nominal_speed(interface),
         "port": answerer.port,
         "token": answerer.token,
     }
-
-
-def nominal_speed(interface: str) -> float:
-    """Ask the driver of a network card for its bits per second; 0 if unknown.
-
-    As `ethtool` does: the files of /sys may belong to another network namespace.
-    """
-    answer = bytearray(_ETHTOOL_SIZE)
-    answer[:4] = struct.pack("I", _ETHTOOL_GET)
-    held = (ctypes.c_char * _ETHTOOL_SIZE).from_buffer(answer)
-    request = struct.pack("16sP", interface.encode()[:15], ctypes.addressof(held))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            fcntl.ioctl(probe.fileno(), _SIOCETHTOOL, request)
-        except OSError:  # it is no card
-            return 0.0
-    (low,) = struct.unpack_from("H", answer, 12)
-    (high,) = struct.unpack_from("H", answer, 28)
-    megabits = high << 16 | low
-    return 0.0 if megabits in (0xFFFF, 0xFFFFFFFF) else megabits * 1e6
 
 
 def reach(own: int, hosts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
