@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-from keras_dist.launch.slurm_tasks import task_of
+from keras_dist.launch.environments.slurm import task_of
 
 LAUNCHER = "srun"
 

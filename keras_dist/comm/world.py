@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from keras_dist.comm.srun import LAUNCHER
-from keras_dist.launch.slurm_tasks import can_meet, task_of
+from keras_dist.launch.environments.slurm import can_meet, task_of
 
 # Variables that each launcher sets: rank, size, local rank, local size.
 _LAUNCHERS = {

@@ -20,7 +20,7 @@ Ways to start:
 - `ssh`: an agent on each host that is listed, or that a script names
 - `meeting`: the same command on each host, by hand or by a scheduler
 - `environments/`: what schedulers say in their variables
-- `slurm_tasks`, `slurm_task`, `munge`: steps of SLURM, and tasks that are ranks
+- `slurm_task`, `munge`: tasks of SLURM that are ranks; its secret
 - `calls`, `call_agent`, `ray_actors`: a function on ranks of Ray and Spark
 
 The ranks of one host:
@@ -32,9 +32,9 @@ The ranks of one host:
 - `hosts`, `network`: which rank runs on which host; addresses of this host
 
 Beside the path: `tls` (encrypted connections to the store), `spares` (processes that
-wait for the next start), `mpi`, `mpi_ports` and `transports` (ranks that find each
-other by MPI), `horovod_library` (which of our changes the installed Horovod has), and
-`monitor/` (where each rank is, and whether the job still makes progress).
+wait for the next start), `mpi` and `mpi_ports` (ranks that find each other by MPI),
+`horovod_library` (what the installed Horovod was built with), and `monitor/`
+(where each rank is, and whether the job still makes progress).
 """
 
 from keras_dist.launch.function import run

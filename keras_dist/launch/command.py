@@ -12,6 +12,7 @@ from keras_dist.launch.call_agent import serve_call
 from keras_dist.launch.coordinator import Plan
 from keras_dist.launch.environments import Environment
 from keras_dist.launch.failures import print_message
+from keras_dist.launch.horovod_library import TRANSPORTS, transport_of
 from keras_dist.launch.hosts import (
     host_range,
     hosts_in,
@@ -37,7 +38,6 @@ from keras_dist.launch.restarts import NNODES, RESTARTS, begin_text
 from keras_dist.launch.signing import VARIABLE as SECRET
 from keras_dist.launch.ssh import DiscoveredHosts, NamedHosts, Ssh, run_by_ssh
 from keras_dist.launch.startup_noise import VARIABLE as VERBOSE
-from keras_dist.launch.transports import TRANSPORTS, transport_of
 
 # A firewall that drops port 22 is noticed after 10 s, not 134.
 _SSH = "ssh -o BatchMode=yes -o StrictHostKeyChecking=yes -o ConnectTimeout=10"

@@ -9,7 +9,7 @@ import signal
 import sys
 
 from keras_dist.launch import horovod_library
-from keras_dist.launch.environments.slurm import Slurm, address_of
+from keras_dist.launch.environments.slurm import Slurm, address_of, task_of
 from keras_dist.launch.hosts import slots
 from keras_dist.launch.meeting import (
     TIMEOUT_SECONDS,
@@ -20,7 +20,6 @@ from keras_dist.launch.meeting import (
 from keras_dist.launch.network import address_towards, check_own_name
 from keras_dist.launch.ranks import Assignment, connect_timeout, seed_of
 from keras_dist.launch.signing import VARIABLE as SECRET
-from keras_dist.launch.slurm_tasks import task_of
 from keras_dist.launch.store import StoreClient, secret_of_start, variables_of
 
 # SLURM signals all processes, and the ranks are to save.

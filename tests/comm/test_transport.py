@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from keras_dist.launch import mpi, processes, transports
+from keras_dist.launch import horovod_library, mpi, processes
 
 
 @pytest.fixture
@@ -22,12 +22,12 @@ def machine(monkeypatch, tmp_path):
         folder.mkdir()
         if mpirun is not None:
             program(folder / "mpirun", f"echo '{mpirun}'; echo; echo Report bugs")
-        monkeypatch.setattr(transports, "built", lambda: built)
-        monkeypatch.setattr(transports, "num_gpus", lambda: gpus)
+        monkeypatch.setattr(horovod_library, "built", lambda: built)
+        monkeypatch.setattr(horovod_library, "num_gpus", lambda: gpus)
         monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 5})
         monkeypatch.setenv("PATH", str(folder))
 
-    for name in transports._OF_HOROVOD:
+    for name in horovod_library._OF_HOROVOD:
         monkeypatch.delenv(name, raising=False)
     return set_to
 
@@ -40,7 +40,7 @@ def program(path, script):
 
 def transport_of(requested, is_one_host=True, num_ranks=2):
     """As of the launcher, by default for two ranks of this machine."""
-    return transports.transport_of(
+    return horovod_library.transport_of(
         requested, is_one_host=is_one_host, num_ranks=num_ranks
     )
 

@@ -13,7 +13,7 @@ from test_launch import start
 
 from keras_dist.launch.failures import Failure, explain
 from keras_dist.launch.hosts import slots
-from keras_dist.launch.monitor.other_ranks import OtherRanks
+from keras_dist.launch.monitor.watchdog import OtherRanks
 from keras_dist.launch.store import Store, client_of
 from keras_dist.launch.tls import Entrance
 

@@ -19,10 +19,10 @@ from test_launch import RUN, left_behind
 from test_launch import start as run
 
 from keras_dist.launch.agent import Agent
+from keras_dist.launch.environments.slurm import counts_in, nodes_in, task_of
 from keras_dist.launch.failures import Report
 from keras_dist.launch.hosts import Member, numbered, slots_of
 from keras_dist.launch.ranks import Command
-from keras_dist.launch.slurm_tasks import counts_in, nodes_in, task_of
 from keras_dist.launch.spares import Spares
 from keras_dist.launch.store import OwnStoreClient, Store, StoreClient
 

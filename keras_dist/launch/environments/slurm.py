@@ -1,21 +1,85 @@
 """SLURM: the tasks of a step, which `srun` starts, meet without options."""
 
+import os
 import re
+import shutil
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from signal import SIGUSR1
 from typing import ClassVar, Self
 
 from keras_dist.launch.environments.environment import Environment
 from keras_dist.launch.failures import print_message
 from keras_dist.launch.processes import SAVED
-from keras_dist.launch.slurm_tasks import Task, task_of
+
+# Of the step, and not of the job, which may be larger.
+_NODES, _COUNTS = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"
+_OWN = (
+    "SLURM_PROCID",
+    "SLURM_NODEID",
+    "SLURM_LOCALID",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+)
+
+# The programs by which tasks of one user trust each other; SLURM itself uses them.
+_MUNGE = ("munge", "unmunge")
+
+# Steps of different jobs may begin on one host.
+_FIRST_PORT, _NUM_PORTS, _APART = 20_000, 10_000, 101
 
 _SECONDS = 30.0
 
 # What SLURM says of a job that `scancel` ends.
 _CANCELLED = re.compile(r"JobState=(COMPLETING|CANCELLED) Reason=None")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task of a step of SLURM.
+
+    Args:
+        number: Number of the task in the step.
+        node: Number of its node in the step.
+        local: Number of the task on its node.
+        job: Id of the job.
+        step: Id of the step.
+        nodes: Names of the step's nodes.
+        counts: Number of tasks on each node.
+    """
+
+    number: int
+    node: int
+    local: int
+    job: int
+    step: int
+    nodes: tuple[str, ...]
+    counts: tuple[int, ...]
+
+    @property
+    def position(self) -> int:
+        """Number of the task, counted node by node, however tasks are distributed."""
+        return sum(self.counts[: self.node]) + self.local
+
+    @property
+    def port(self) -> int:
+        """The port at which the tasks of the step meet, on the first node."""
+        return _FIRST_PORT + (self.job * _APART + self.step) % _NUM_PORTS
+
+    def environment(self) -> dict[str, str]:
+        """Horovod's variables where each task is a rank."""
+        crossing = [k for k, count in enumerate(self.counts) if count > self.local]
+        return {
+            "HOROVOD_HOSTNAME": self.nodes[self.node],
+            "HOROVOD_RANK": str(self.number),
+            "HOROVOD_SIZE": str(sum(self.counts)),
+            "HOROVOD_LOCAL_RANK": str(self.local),
+            "HOROVOD_LOCAL_SIZE": str(self.counts[self.node]),
+            "HOROVOD_CROSS_RANK": str(crossing.index(self.node)),
+            "HOROVOD_CROSS_SIZE": str(len(crossing)),
+        }
 
 
 class Slurm(Environment):
@@ -73,6 +137,75 @@ class Slurm(Environment):
         print_message(f"keras-dist: job {job} is to start again.")
         if answer := _scontrol("requeue", job):
             print_message(f"keras-dist: {answer}")
+
+
+def task_of(environ: Mapping[str, str] | None = None) -> Task | None:
+    """Return the task that this process is; `None` outside of a step.
+
+    Args:
+        environ: Environment variables; by default those of this process.
+
+    >>> step = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+    >>> own = {"SLURM_PROCID": "1", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}
+    >>> ids = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+    >>> task = task_of(step | own | ids)  # cyclic: one task on each node, then again
+    >>> task.nodes, task.counts, task.position, task.port
+    (('n1', 'n2'), (2, 2), 2, 20707)
+    """
+    environ = os.environ if environ is None else environ
+    if _NODES not in environ or _COUNTS not in environ:
+        return None
+    if not all(environ.get(name, "").isdecimal() for name in _OWN):
+        return None
+    number, node, local, job, step = (int(environ[name]) for name in _OWN)
+    nodes, counts = nodes_in(environ[_NODES]), counts_in(environ[_COUNTS])
+    if len(nodes) != len(counts) or node >= len(nodes) or local >= counts[node]:
+        return None
+    return Task(number, node, local, job, step, nodes, counts)
+
+
+def nodes_in(text: str) -> tuple[str, ...]:
+    """Return the names in a list of nodes.
+
+    >>> nodes_in("gpu[08-10,12],login1")
+    ('gpu08', 'gpu09', 'gpu10', 'gpu12', 'login1')
+    >>> nodes_in("r[1-2]n[1-2]")
+    ('r1n1', 'r1n2', 'r2n1', 'r2n2')
+    """
+    found: list[str] = []
+    for pattern in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        names = [""]
+        for plain, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", pattern):
+            ends = _numbers(ranges) if ranges else [plain]
+            names = [name + end for name in names for end in ends]
+        found += names
+    return tuple(found)
+
+
+def counts_in(text: str) -> tuple[int, ...]:
+    """Return the number of tasks on each node.
+
+    >>> counts_in("2(x3),1")
+    (2, 2, 2, 1)
+    """
+    pairs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return tuple(int(count) for count, times in pairs for _ in range(int(times or 1)))
+
+
+def can_meet(environ: Mapping[str, str]) -> bool:
+    """Return whether tasks can have a secret: their own, or one by munge."""
+    has_munge = all(shutil.which(program) is not None for program in _MUNGE)
+    return bool(environ.get("KERAS_DIST_SECRET")) or has_munge
+
+
+def _numbers(ranges: str) -> list[str]:
+    """Return the numbers of "08-10,12", with their zeros."""
+    found = []
+    for each in ranges.split(","):
+        first, _, last = each.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            found.append(str(number).zfill(len(first)))
+    return found
 
 
 def address_of(node: str) -> str:

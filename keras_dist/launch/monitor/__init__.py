@@ -1,18 +1,16 @@
 """Detect ranks that wait for ever, and record where each rank is. Needs no TensorFlow.
 
 - `record`: where this rank is (epoch, step, collective), readable by other processes
-- `usage`: CPU time and bytes that a process has used, to distinguish work from waiting
 - `stacks`: Python stacks, and the line of the user's code in them
-- `progress`: how long this rank has made no progress, by its record and its usage
-- `other_ranks`: what a rank knows of the others by their heartbeats
-- `watchdog`: a thread that ends the job if no rank makes progress
+- `progress`: how long this rank has made no progress, by its record, CPU time and bytes
+- `watchdog`: a thread that ends the job if no rank makes progress, by the heartbeats
 - `seeds`: one seed for what the scripts of all ranks draw
 - `rank_process`: the process of a rank under `keras-dist run`, which runs the user's
   script; and the report that it writes for the launcher if it fails
 """
 
+from keras_dist.launch.monitor.progress import threads
 from keras_dist.launch.monitor.record import here
-from keras_dist.launch.monitor.usage import threads
 from keras_dist.launch.monitor.watchdog import (
     EXIT_CODE,
     VARIABLE,
