@@ -1,17 +1,14 @@
 """Call a function on many ranks of a Ray cluster: `keras_dist.ray.run`."""
 
 import importlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from keras_dist.launch.calls import Calls
-from keras_dist.launch.failures import print_message
-from keras_dist.launch.hosts import nnodes_text
-from keras_dist.launch.ray_actors import Workers, hosts_of_group, run_actors
-from keras_dist.launch.restarts import NNODES, RESTARTS, Restarts, start_text
-
-_SYSTEM = "Ray actor"
+from keras_dist.launch.calls import run_calls
+from keras_dist.launch.coordinator import Plan
+from keras_dist.launch.function import pickled_call
+from keras_dist.launch.ray_actors import Need, RayActors
+from keras_dist.launch.restarts import RESTARTS
 
 
 def run(
@@ -88,10 +85,18 @@ def run(
         )
     resources = {"CPU": 1.0, **({"GPU": 1.0} if use_gpu else {})}
     bundle = {**resources, **(resources_per_worker or {})}
-    workers = Workers(bundle, least, num_workers, start_timeout)
-    return _Starts(ray, workers, Restarts(max_restarts, is_elastic=True)).run(
-        (function, args, kwargs)
+    need = Need(bundle, least, num_workers, start_timeout)
+    plan = Plan(
+        num_hosts=num_workers,
+        min_hosts=least,
+        restarts=max_restarts,
+        timeout=start_timeout,
+        is_announced=True,
+        is_raised=True,
     )
+    call = pickled_call(function, args, kwargs)
+    address = ray.util.get_node_ip_address()
+    return run_calls(RayActors(ray, need, call), plan, address)
 
 
 def _ray() -> Any:
@@ -102,68 +107,3 @@ def _ray() -> Any:
             f"keras_dist.ray needs Ray. Received: {error}. "
             "Run: pip install 'keras_dist[ray]'"
         ) from error
-
-
-class _Starts:
-    """One start of all ranks after the other, each on the nodes that are there then."""
-
-    def __init__(self, ray: Any, workers: Workers, again: Restarts) -> None:
-        self._ray, self._workers, self._again = ray, workers, again
-        self._hosts: Counter[str] = Counter()
-        self._why = ""
-
-    def run(self, call: tuple[Callable[..., Any], Sequence[Any], Any]) -> list[Any]:
-        """Start again until all ranks have returned."""
-        while True:
-            group = self._workers.reserve(self._ray)
-            try:
-                found = self._start(group, call)
-            finally:
-                self._ray.util.remove_placement_group(group)
-            if found is not None:
-                return found
-
-    def _start(self, group: Any, call: tuple[Any, Any, Any]) -> list[Any] | None:
-        """What the ranks return; `None` if they are to be started again."""
-        hosts = hosts_of_group(self._ray, group)
-        self._say(hosts)
-        calls = Calls(
-            *call,
-            size=len(hosts),
-            address=self._ray.util.get_node_ip_address(),
-            system=_SYSTEM,
-            restart=self._again.number,
-            environment=self._environment(),
-        )
-        try:
-            return run_actors(self._ray, group, self._workers, calls, hosts)
-        except Exception as error:  # of the user's function, or of the cluster
-            if not self._again.another(is_failure=not calls.is_saving):
-                raise
-            text = str(error.__cause__ or error).splitlines()[0]
-            text = text.removeprefix("keras-dist: ").rstrip(".")
-            self._why = "another worker fits" if calls.is_saving else text
-        finally:
-            calls.close()
-        return None
-
-    def _environment(self) -> dict[str, str]:
-        """By which ranks know that their number changes, if it does."""
-        least, most = self._workers.least, self._workers.most
-        return {} if least == most else {NNODES: nnodes_text(least, most)}
-
-    def _say(self, hosts: list[str]) -> None:
-        """Print who takes part in this start, and what has changed."""
-        before, self._hosts = self._hosts, Counter(hosts)
-        limits = self._workers.least, self._workers.most
-        if before or limits[0] < limits[1]:
-            print_message(
-                start_text(
-                    self._again.number,
-                    self._again.text,
-                    self._why,
-                    self._hosts,
-                    before,
-                    limits,
-                )
-            )

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from keras_dist.launch.call_agent import runner
-from keras_dist.launch.calls import Calls, cause_in
-
-_SYSTEM = "Spark task"
-_TICK = 0.5
+from keras_dist.launch.calls import Workers, cause_in, run_calls
+from keras_dist.launch.coordinator import Plan
+from keras_dist.launch.function import pickled_call
 
 # Seconds in which Spark has to end a job that was canceled.
 _CANCEL_SECONDS = 20.0
@@ -66,17 +65,17 @@ def run(
     size = context.defaultParallelism if num_proc is None else num_proc
     if size < 1:
         raise ValueError(f"At least one rank is needed. Received: num_proc={num_proc}")
-    address = context.getConf().get("spark.driver.host", "127.0.0.1")
-    calls = Calls(function, args, kwargs, size=size, address=address, system=_SYSTEM)
-    try:
-        job = _Job(context, calls, size)
-        try:
-            job.watch(start_timeout)
-        finally:
-            job.end()
-        return calls.results(job.answers)
-    finally:
-        calls.close()
+    plan = Plan(
+        num_hosts=size,
+        restarts=0,
+        timeout=start_timeout,
+        is_announced=True,
+        is_raised=True,
+    )
+    tasks = _SparkTasks(context, size, pickled_call(function, args, kwargs))
+    return run_calls(
+        tasks, plan, context.getConf().get("spark.driver.host", "127.0.0.1")
+    )
 
 
 def _context() -> Any:
@@ -98,75 +97,79 @@ def _context() -> Any:
     return context
 
 
-class _Job:
-    """A barrier stage, and the thread that waits for it.
+class _SparkTasks(Workers):
+    """The tasks of a barrier stage, and the thread that waits for it.
 
     Args:
         context: The context of Spark.
-        calls: The calls of the ranks.
         size: Number of tasks.
+        call: What the ranks call.
     """
 
-    def __init__(self, context: Any, calls: Calls, size: int) -> None:
-        self._context, self._calls, self._size = context, calls, size
+    def __init__(self, context: Any, size: int, call: bytes) -> None:
+        super().__init__("Spark task")
+        self._context, self._size, self._call = context, size, call
         self._group = f"keras_dist {secrets.token_hex(4)}"
-        self.answers: list[bytes] = []
-        self._error = ""
+        self._found: list[bytes] = []
+        self._error, self._error_at = "", 0.0
+        self._thread: Any = None
+
+    def begin_wait(self) -> None:
+        """Start the stage."""
+        headers = self.begin([], number=self._size)
         threads = importlib.import_module("pyspark")
-        self._thread = threads.InheritableThread(target=self._collect, daemon=True)
+        self._thread = threads.InheritableThread(
+            target=self._collect, args=[headers], daemon=True
+        )
         self._thread.start()
 
-    def _collect(self) -> None:
+    def _collect(self, headers: Sequence[Mapping[str, Any]]) -> None:
         context = self._context
         context.setJobGroup(self._group, "keras_dist.spark.run", interruptOnCancel=True)
         try:
-            call = context.broadcast(self._calls.call)
+            call = context.broadcast(self._call)
             stage = context.parallelize(range(self._size), self._size).barrier()
-            task = _task(runner(), self._calls.header, call)
-            self.answers = stage.mapPartitions(task).collect()
+            self._found = stage.mapPartitions(_task(runner(), headers, call)).collect()
             call.destroy()
         except Exception as error:  # whatever Py4J raises
+            self._error_at = time.monotonic()
             self._error = str(error) or type(error).__name__
 
-    def watch(self, start_timeout: float) -> None:
-        """Wait until the stage has ended, or has to be ended.
-
-        Args:
-            start_timeout: Seconds in which all tasks have to start.
-        """
-        begin, has_started = time.monotonic(), False
-        while self._thread.is_alive() and not self._calls.is_overdue:
-            self._thread.join(_TICK)
-            self._calls.look()
-            has_started = has_started or self._calls.has_started()
-            if not has_started and time.monotonic() - begin > start_timeout:
-                raise TimeoutError(
-                    "Spark has not started all tasks of the barrier stage within "
-                    f"{start_timeout:g} s. Received: {self._size} tasks, in a cluster "
-                    f"with {self._context.defaultParallelism} cores. All tasks have to "
-                    "run at once: start fewer, or add executors."
-                )
-        until = time.monotonic() + _KNOWN_SECONDS
-        found = cause_in(self._error)
-        if found is not None:
-            self._calls.lose(*found)
-        while self._error and not self._calls.is_stopping and time.monotonic() < until:
-            time.sleep(_TICK)  # an agent may know more of it than Spark
-            self._calls.look()
-        if self._error and found is None:
-            self._calls.fail(_reason(self._error))
-
-    def end(self) -> None:
-        """End what is left of the stage."""
-        self._calls.stop()
+    def poll(self, seconds: float) -> None:
+        self._thread.join(seconds)
         if self._thread.is_alive():
+            return
+        for answer in self._found:
+            self.take(answer)
+        self._found = []
+        if found := cause_in(self._error):
+            self.note_lost(*found)
+        # An agent may know more of it than Spark.
+        if self._error and time.monotonic() - self._error_at > _KNOWN_SECONDS:
+            self.note_all_lost(_reason(self._error))
+        time.sleep(seconds)
+
+    def is_running(self) -> bool:
+        return self._thread.is_alive() or bool(self._found)
+
+    def late_text(self, missing: str, seconds: float) -> str:
+        return (
+            f"Spark has not started all tasks of the barrier stage within {seconds:g} "
+            f"s. Received: {self._size} tasks, in a cluster with "
+            f"{self._context.defaultParallelism} cores. All tasks have to run at once: "
+            "start fewer, or add executors."
+        )
+
+    def close(self) -> None:
+        """End what is left of the stage."""
+        if self._thread is not None and self._thread.is_alive():
             self._context.cancelJobGroup(self._group)
             self._thread.join(_CANCEL_SECONDS)
 
 
 def _task(
     run_agent: Callable[[Mapping[str, Any], bytes], bytes],
-    header: Mapping[str, Any],
+    headers: Sequence[Mapping[str, Any]],
     call: Any,
 ) -> Callable[[Iterator[int]], Iterator[bytes]]:
     """What each task of the stage does; is pickled by value, with nothing of ours."""
@@ -177,8 +180,8 @@ def _task(
         gpus = context.resources().get("gpu")
         if gpus is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.addresses)
-        own = {**header, "hosts": hosts, "worker": context.partitionId()}
-        yield run_agent(own, call.value)
+        number = context.partitionId()
+        yield run_agent({**headers[number], "host": hosts[number]}, call.value)
 
     return run_task
 

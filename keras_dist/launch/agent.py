@@ -33,8 +33,8 @@ from keras_dist.version import __version__
 # some; and between two lines about that.
 _LOOK_SECONDS, _WAIT_SECONDS, _SAY_SECONDS = 0.5, 0.2, 15.0
 
-# Seconds in which the agent that ssh has started has to reach the store.
-_JOIN_SECONDS = 60.0
+# Seconds in which an agent that was started by the launcher has to reach the store.
+JOIN_SECONDS = 60.0
 
 
 class Agent:
@@ -96,8 +96,14 @@ class Agent:
         self._store.put_surely(f"join.{self.name}", dataclasses.asdict(member))
         return True
 
-    def cut(self) -> None:
-        """End the ranks, and follow no more orders: the launcher is gone."""
+    def cut(self, *, is_told: bool = False) -> None:
+        """End the ranks, and follow no more orders: what has started it is gone.
+
+        Args:
+            is_told: Whether to let the coordinator know, which may still be there.
+        """
+        if is_told:
+            self._store.put(f"cut.{self.name}", True)
         self._is_cut.set()
 
     def follow(self, command: Command, job: str) -> int:
@@ -251,6 +257,7 @@ class Header:
         job: Id of the agent's processes.
         folder: The folder in which the ranks run.
         command: The command that they run.
+        number: Number of the host; -1 for the order in which the hosts are named.
     """
 
     address: str
@@ -264,6 +271,7 @@ class Header:
     job: str
     folder: str
     command: Command
+    number: int = -1
 
     def line(self) -> bytes:
         """Return the header as a line of JSON."""
@@ -315,38 +323,46 @@ def serve() -> int:
         ) from error
     check_reach(header.address, header.port)
     with processes.reaper(header.job), stopped_by_signals() as stopped:
-        store = StoreClient(
+        agent = agent_of(header, stopped)
+        # After the fork of the reaper, which must come before the first thread.
+        threading.Thread(
+            target=_wait_for_end, args=[lines, agent.cut], daemon=True
+        ).start()
+        if not agent.join(JOIN_SECONDS):
+            return 128 + stopped[0]
+        return agent.follow(header.command, header.job)
+
+
+def agent_of(header: Header, stopped: list[int]) -> Agent:
+    """Return the agent that a header describes.
+
+    Args:
+        header: The header.
+        stopped: Numbers of the signals that this process has received.
+    """
+    return Agent(
+        StoreClient(
             header.address,
             header.port,
             header.secret,
             has_tls=bool(header.digest),
             digest=header.digest,
-        )
-        member = Member(
+        ),
+        header.secret,
+        Member(
             host=header.host,
-            num_ranks=1,  # the launcher knows how many
-            number=None,
+            num_ranks=1,  # whoever has started it knows how many
+            number=None if header.number < 0 else header.number,
             num_hosts=header.most,
             version=__version__,
             is_quiet=True,
             min_hosts=header.least,
-        )
-        agent = Agent(
-            store,
-            header.secret,
-            member,
-            is_first=False,
-            timeout=math.inf,
-            stopped=stopped,
-            name=header.name,
-        )
-        # After the fork of the reaper, which must come before the first thread.
-        threading.Thread(
-            target=_wait_for_end, args=[lines, agent.cut], daemon=True
-        ).start()
-        if not agent.join(_JOIN_SECONDS):
-            return 128 + stopped[0]
-        return agent.follow(header.command, header.job)
+        ),
+        is_first=False,
+        timeout=math.inf,
+        stopped=stopped,
+        name=header.name,
+    )
 
 
 def _wait_for_end(lines: io.RawIOBase | io.BytesIO, cut: Callable[[], None]) -> None:

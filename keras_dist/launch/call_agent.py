@@ -10,36 +10,21 @@ import contextlib
 import importlib.util
 import json
 import os
-import signal
+import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from keras_dist.launch import horovod_library, processes
-from keras_dist.launch.calls import (
-    HOST,
-    LEFT,
-    LOST_AGENT,
-    NO_PACKAGE,
-    REPORT,
-    SAVE,
-    STOP,
-)
-from keras_dist.launch.failures import Report
+from keras_dist.launch import processes
+from keras_dist.launch.agent import JOIN_SECONDS, agent_of, header_of
+from keras_dist.launch.calls import LOST_AGENT, NO_PACKAGE
 from keras_dist.launch.function import CALL, outcome_in
-from keras_dist.launch.heartbeat import Heartbeat
-from keras_dist.launch.hosts import slots_of_workers
-from keras_dist.launch.network import address_towards, check_own_name, check_reach
+from keras_dist.launch.network import check_reach
 from keras_dist.launch.processes import stopped_by_signals
-from keras_dist.launch.ranks import Assignment, Command, connect_timeout, run_ranks
-from keras_dist.launch.store import StoreClient, client_of
-
-# Seconds between two looks for what the driver asks.
-_LOOK_SECONDS = 1.0
+from keras_dist.launch.ranks import connect_timeout
 
 # What Ray and Spark set to the number of cores of a worker, and where TensorFlow, which
 # would take all cores of the host, looks for it.
@@ -47,7 +32,7 @@ _CORES, _THREADS = "OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS"
 
 
 def runner() -> Callable[[Mapping[str, Any], bytes], bytes]:
-    """What an actor or task calls: it starts the agent, and returns what it answers.
+    """Return what an actor or task calls: it starts the agent, and returns its answer.
 
     It is a function inside of a function, which is pickled by value, with nothing of
     ours in it: so the process of the actor or task does not import TensorFlow.
@@ -56,12 +41,9 @@ def runner() -> Callable[[Mapping[str, Any], bytes], bytes]:
     lost, none = LOST_AGENT, NO_PACKAGE  # by value
 
     def run_agent(header: Mapping[str, Any], call: bytes) -> bytes:
-        # Of `slots_of_workers`, which is not there.
-        hosts = header["hosts"]
-        by_rank = sorted(range(len(hosts)), key=lambda each: hosts.index(hosts[each]))
-        rank = by_rank.index(header["worker"])
+        name = header["name"]
         if importlib.util.find_spec("keras_dist") is None:
-            raise RuntimeError(f"rank {rank} {none}, {sys.executable}")
+            raise RuntimeError(f"agent {name} {none}, {sys.executable}")
         reader, writer = os.pipe()
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         process: Any = subprocess.Popen(
@@ -72,11 +54,11 @@ def runner() -> Callable[[Mapping[str, Any], bytes], bytes]:
             start_new_session=True,
         )
         os.close(writer)
-        line = json.dumps({**header, "bytes": len(call)}).encode() + b"\n"
+        lines = f"{json.dumps(header)}\n{len(call)}\n".encode()
         try:
             with open(reader, "rb") as answer:
                 with contextlib.suppress(BrokenPipeError):
-                    process.stdin.write(line + call)
+                    process.stdin.write(lines + call)
                     process.stdin.flush()
                 received = answer.read()
         finally:  # the agent ends its rank when its input ends
@@ -84,94 +66,54 @@ def runner() -> Callable[[Mapping[str, Any], bytes], bytes]:
                 process.stdin.close()
             process.wait()
         if not received:
-            raise RuntimeError(f"rank {rank} {lost}")
+            raise RuntimeError(f"agent {name} {lost}")
         return received
 
     return run_agent
 
 
 def serve_call(descriptor: int) -> int:
-    """Read what to call from standard input, run the rank, and write how it ended.
+    """Read what to call from standard input, take part in the job, and answer.
 
-    The input is a line of JSON, the header, and the pickled call; its end stops the
-    rank. What is written is a line of JSON, the report, and the pickled value or error.
+    The input is a line with the header, a line with the number of bytes of the pickled
+    call, and the call; its end ends the rank. The answer is a line of JSON, the id of
+    the agent and why it could not run a rank, and the pickled value or error.
 
     Args:
-        descriptor: File descriptor to write to.
+        descriptor: File descriptor to write the answer to.
     """
-    header = json.loads(sys.stdin.buffer.readline())
-    call = sys.stdin.buffer.read(header["bytes"])
-    slot = slots_of_workers(header["hosts"])[header["worker"]]
-    assignment = Assignment(
-        slots=[slot],
-        store=header["store"],
-        secret=header["secret"],
-        restart=header["restart"],
-        seed=header["seed"],
-        has_peers=True,
-    )
-    job = f"{header['job']}_{slot.rank}"
-    store = client_of(assignment.store)
-    assert store is not None
-    store.put(f"{HOST}.{slot.rank}", slot.host)
-    outcome = b""
-    over = threading.Event()
-    with processes.reaper(job), stopped_by_signals() as stopped:
+    header = header_of(sys.stdin.buffer.readline())
+    call = sys.stdin.buffer.read(int(sys.stdin.buffer.readline()))
+    outcome, problem = b"", ""
+    is_over = threading.Event()
+    with processes.reaper(header.job), stopped_by_signals() as stopped:
+        folder = processes.make_folder(header.job)
+        (folder / CALL).write_bytes(call)
+        words = [*header.command.words, str(folder)]
+        environment = {**header.command.environment, **connect_timeout()}
+        if _CORES in os.environ and _THREADS not in os.environ:
+            environment[_THREADS] = os.environ[_CORES]
+        command = replace(header.command, words=words, environment=environment)
         try:
-            address = _checked(header["address"], assignment)
-            _watch(store, slot.rank, stopped, over)
-            folder = processes.make_folder(job)
-            (folder / CALL).write_bytes(call)
-            command = _command(folder, header["environment"])
-            report = run_ranks(
-                command, assignment, job, address=address, stopped=stopped
-            )
-            outcome = outcome_in(folder, slot.rank)
+            check_reach(header.address, header.port)
+            agent = agent_of(header, stopped)
+
+            def wait_for_end() -> None:
+                # Not by `sys.stdin`, whose lock it would hold when the agent exits.
+                while os.read(sys.stdin.fileno(), 1):
+                    pass
+                if not is_over.is_set():
+                    agent.cut(is_told=True)
+
+            threading.Thread(target=wait_for_end, daemon=True).start()
+            if agent.join(JOIN_SECONDS):
+                agent.follow(command, header.job)
         except (OSError, ValueError) as error:
-            report = Report(error=str(error))
-        over.set()
-        store.put_surely(f"{REPORT}.{slot.rank}", report.values())
-    line = json.dumps({"rank": slot.rank, "report": report.values()})
+            problem = str(error)
+        is_over.set()
+        outcome = outcome_in(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+    line = json.dumps({"name": header.name, "problem": problem}).encode()
     with open(descriptor, "wb") as answer:
-        answer.write(line.encode() + b"\n" + outcome)
+        answer.write(line + b"\n" + outcome)
     return 0
-
-
-def _checked(towards: str, assignment: Assignment) -> str:
-    """Check that this rank could take part; return the address of its host."""
-    check_reach(towards, int(assignment.store["HOROVOD_GLOO_RENDEZVOUS_PORT"]))
-    own = address_towards(towards)
-    if not horovod_library.uses_named_network():
-        check_own_name(own)
-    return own
-
-
-def _command(folder: Path, variables: Mapping[str, str]) -> Command:
-    environment = {**variables, **connect_timeout()}
-    if _CORES in os.environ and _THREADS not in os.environ:
-        environment[_THREADS] = os.environ[_CORES]
-    return Command("module", ["keras_dist.comm.worker", str(folder)], environment)
-
-
-def _watch(
-    store: StoreClient, rank: int, stopped: list[int], over: threading.Event
-) -> None:
-    """Stop the rank when actor or task end, when the driver asks for it, or is lost."""
-
-    def wait_for_end() -> None:
-        # Not by `sys.stdin`, whose lock this thread would hold when the agent exits.
-        while os.read(sys.stdin.fileno(), 1):
-            pass
-        if not over.is_set():
-            store.put(f"{LEFT}.{rank}", True)
-            stopped.append(signal.SIGHUP)
-
-    def wait_for_stop() -> None:
-        while not (stopped or over.is_set()):
-            if (asked := store.get(STOP)) is not None:
-                stopped.append(signal.SIGTERM if asked == SAVE else signal.SIGHUP)
-            time.sleep(_LOOK_SECONDS)
-
-    for wait in (wait_for_end, wait_for_stop):
-        threading.Thread(target=wait, daemon=True).start()
-    Heartbeat(store, str(rank), lambda: stopped.append(signal.SIGHUP)).start()

@@ -1,7 +1,7 @@
 """A function that ranks call which another system has started: Ray or Spark.
 
-Here is the driver's side: the store of a start, who has failed, and what the caller
-gets. `call_agent` is the side of the workers.
+Here is the driver's side: `Workers`, the starter of such a job, and what the caller
+gets. `call_agent` is the side of the workers, one for each rank.
 """
 
 import contextlib
@@ -11,281 +11,246 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from keras_dist.launch.failures import (
-    LOST_SECONDS,
-    Report,
-    first_of,
-    report_of,
-    verdict,
-)
-from keras_dist.launch.function import pickled_call
-from keras_dist.launch.heartbeat import Presence
-from keras_dist.launch.ranks import seed_of
-from keras_dist.launch.store import Store, StoreClient, client_of
+from keras_dist.launch.agent import Header
+from keras_dist.launch.coordinator import Coordinator, End, Plan
+from keras_dist.launch.hosts import Member, nnodes_text
+from keras_dist.launch.joined import JoinedHosts, Starter
+from keras_dist.launch.ranks import Command
+from keras_dist.launch.restarts import NNODES
+from keras_dist.launch.store import Store
 
-# The names in the store: what the driver asks all agents for, and what each agent says
-# of itself, with its rank behind it.
-STOP, SAVE = "stop", "save"
-HOST, LEFT, REPORT = "name", "left", "host"
-
-_UNKNOWN = "an unknown host"
-
-# What `run_agent` raises behind the number of its rank.
+# What `run_agent` raises behind the name of its agent.
 LOST_AGENT = "has lost its agent"
 NO_PACKAGE = "has no keras_dist in its Python"
-_FOUND = re.compile(rf"rank (\d+) ({LOST_AGENT}|{NO_PACKAGE}, \S+)")
+_FOUND = re.compile(rf"agent (\w+) ({LOST_AGENT}|{NO_PACKAGE}, \S+)")
 
-# Seconds after the first failure in which others may fail and report, if its cause is
-# on another rank; and in which the agents must end all ranks and answer.
-_GRACE_SECONDS, _END_SECONDS = 3.0, 20.0
-
-# Seconds in which they must, where the ranks may save before.
-_SAVE_SECONDS = 50.0
-
-# Seconds, after they were asked to end, in which agents report whose actor or task does
-# not answer any more; and between two looks for that.
-_REPORT_SECONDS, _TICK = 8.0, 0.2
+# Seconds in which agents answer whose ranks have ended; and between two looks for that.
+_ANSWER_SECONDS, _TICK = 20.0, 0.2
 
 
-class Calls:
-    """The calls of one function by all ranks, as seen by the driver.
+@dataclass(frozen=True)
+class Answer:
+    """What an agent has answered.
 
     Args:
-        function, args, kwargs: What the ranks call; see `keras_dist.run`.
-        size: Number of workers.
+        problem: Why it could not run its rank; empty if it did.
+        outcome: What the rank returned, or else its error, pickled; or nothing.
+    """
+
+    problem: str
+    outcome: bytes
+
+
+class Workers(Starter):
+    """The workers of a job: actors or tasks, each of which starts an agent.
+
+    Args:
+        system: What they are, for messages: "Ray actor" or "Spark task".
+    """
+
+    may_exclude = False
+
+    def __init__(self, system: str) -> None:
+        self._system = system
+        # What each agent has to know, but for its name, host and number.
+        self.header: Header | None = None
+        # Numbers of the agents of this start, by their ids; and their hosts, by number.
+        self._numbers: dict[str, int] = {}
+        self._hosts: list[str] = []
+        self._over: set[str] = set()  # agents of earlier starts
+        self._joined: set[str] = set()
+        self.answers: dict[str, Answer] = {}
+        # What has happened to actors or tasks that have ended too early.
+        self._lost: dict[str, str] = {}
+
+    @abstractmethod
+    def poll(self, seconds: float) -> None:
+        """Wait for so long, and note answers, and workers that have ended."""
+
+    @abstractmethod
+    def is_running(self) -> bool:
+        """Return whether there are workers that have not answered."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all workers."""
+
+    def begin(self, hosts: Sequence[str], *, number: int) -> list[dict[str, Any]]:
+        """Return what the agent of each worker of a start has to know.
+
+        Args:
+            hosts: The host of each worker, where it is known.
+            number: How many workers there are.
+        """
+        assert self.header is not None
+        self._over |= set(self._numbers)
+        self._numbers = {secrets.token_hex(8): k for k in range(number)}
+        self._hosts, self._joined = list(hosts), set()
+        self.answers, self._lost = {}, {}
+        found = []
+        for name, worker in self._numbers.items():
+            host = hosts[worker] if hosts else ""
+            job = f"{self.header.job}_{name}"
+            own = replace(self.header, name=name, host=host, number=worker, job=job)
+            found.append(asdict(own))
+        return found
+
+    def take(self, answer: bytes) -> None:
+        """Note what an agent has answered."""
+        line, _, outcome = answer.partition(b"\n")
+        values = json.loads(line)
+        self.answers[values["name"]] = Answer(values["problem"], outcome)
+
+    def lose(self, names: Collection[str]) -> None:
+        """Nothing is left to end of agents that do not answer."""
+
+    def note_lost(self, name: str, what: str) -> None:
+        """Note that a worker has ended too early; what was known first counts."""
+        if name in self._numbers:
+            self._lost.setdefault(name, what)
+
+    def note_all_lost(self, reason: str) -> None:
+        """Note that the system has ended all workers that have not answered."""
+        for name in set(self._numbers) - set(self.answers):
+            self.note_lost(name, f"({reason})")
+
+    def cut(self, name: str) -> None:
+        self.note_lost(name, "was killed")
+
+    def pause(self, seconds: float) -> None:
+        self.poll(seconds)
+
+    def look(self, joined: Collection[str], *, is_between_starts: bool) -> None:
+        self._joined |= set(joined) & set(self._numbers)
+
+    def members(self, members: dict[str, Member]) -> dict[str, Member]:
+        return {n: member for n, member in members.items() if n in self._numbers}
+
+    def ordered(
+        self, members: Mapping[str, Member], plan: Plan, before: Sequence[str | None]
+    ) -> list[str | None]:
+        return [*sorted(members, key=self._numbers.__getitem__)]
+
+    def waits(self) -> bool:
+        return len(self._joined) < len(self._numbers)
+
+    def failed(self) -> End | None:
+        for name, answer in self.answers.items():
+            if answer.problem:
+                return End(
+                    1,
+                    "A rank could not be started. "
+                    f"Received: rank {self._numbers[name]}: {answer.problem}",
+                )
+        for name in self.answers:
+            if name not in self._joined:
+                self.note_lost(name, "has ended")
+        for name in self._lost:
+            number = self._numbers[name]
+            host = self._hosts[number] if self._hosts else "an unknown host"
+            return End(1, f"keras-dist: {self.ended_text(name, host, [number], 1)}")
+        return None
+
+    def ended(self) -> Mapping[str, int]:
+        return dict.fromkeys([*self._lost, *self.answers, *self._over], 1)
+
+    def lost_text(
+        self, name: str, host: str, ranks: Sequence[int], seconds: float
+    ) -> str:
+        self.note_lost(name, f"does not answer since {seconds:g} s")
+        return self.ended_text(name, host, ranks, 1)
+
+    def ended_text(self, name: str, host: str, ranks: Sequence[int], code: int) -> str:
+        what = self._lost.get(name, "has ended")
+        if what.startswith("("):  # all of them, by the system itself
+            return f"each {self._system} was ended before its rank {what}."
+        return f"the {self._system} of rank {ranks[0]} on {host} {what}."
+
+
+def run_calls(workers: Workers, plan: Plan, address: str) -> list[Any]:
+    """Run a job of workers to its end; return what each rank returned.
+
+    Args:
+        workers: The workers.
+        plan: How many there are, and how often they are started again.
         address: Address or name of this host, by which the workers reach it.
-        system: What the workers are, for messages: "Ray actor" or "Spark task".
-        restart: Number of the restart; 0 in the first start.
-        environment: Variables of all ranks.
 
     Raises:
+        Exception: The error of the rank that failed first, from a `RuntimeError` with
+            its traceback.
+        RuntimeError: If a rank, or what started it, has ended without an error.
         ValueError: If the store cannot listen at the address.
     """
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None,
-        *,
-        size: int,
-        address: str,
-        system: str,
-        restart: int = 0,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
-        self.call = pickled_call(function, args, kwargs)
-        self._size, self._system = size, system
-        secret, job = secrets.token_hex(16), secrets.token_hex(8)
-        try:
-            address = socket.gethostbyname(address)
-            self._server = Store(address)
-        except OSError as error:
-            raise ValueError(
-                "The workers have to reach the store of the job on the driver's host. "
-                f"Received: the address {address}, where it cannot listen ({error})."
-            ) from error
-        self._server.open([], secret)
-        variables = self._server.variables(secret)
-        # What each agent needs; `hosts`, of all workers, and `worker` are to be added.
-        # It contains the job's secret.
-        self.header: dict[str, Any] = {
-            "store": variables,
-            "secret": secret,
-            "job": job,
-            "seed": seed_of(job),
-            "address": address,
-            "restart": restart,
-            "environment": dict(environment or {}),
-        }
-        store = client_of(variables)
-        assert store is not None
-        self._store = store
-        self._presence = Presence(store)
-        # By rank, as they come in.
-        self._hosts: dict[int, str] = {}
-        self._reports: dict[int, Report] = {}
-        # The first actor or task that has ended too early, and what happened to it; and
-        # why the system of the workers has ended the job.
-        self._cause: tuple[int, str] | None = None
-        self._reason = ""
-        self._failed_at: float | None = None
-        self._stopped_at: float | None = None
-        self.is_saving = False  # the agents were asked to let the ranks save, and end
-
-    def close(self) -> None:
-        """End the store."""
-        self._server.close()
-
-    def look(self) -> None:
-        """Read what the agents have written; ask all to stop if one has failed."""
-        running = [rank for rank in range(self._size) if rank not in self._reports]
-        for rank in running:
-            if rank not in self._hosts and (host := self._store.get(f"{HOST}.{rank}")):
-                self._hosts[rank] = host
-            if not self.is_stopping and self._store.get(f"{LEFT}.{rank}"):
-                self.lose(rank, "was killed")
-        self._reports |= read_reports(self._store, self._size)
-        running = [rank for rank in running if rank not in self._reports]
-        names = [str(rank) for rank in running]
-        self._presence.look(names)
-        for name in self._presence.lost(names):
-            self.lose(int(name), f"does not answer since {LOST_SECONDS:g} s")
-        reports = self._reports.values()
-        failures = [failure for report in reports for failure in report.failures]
-        has_error = any(report.error for report in reports)
-        if self._failed_at is None and (failures or has_error):
-            self._failed_at = time.monotonic()
-        is_cause = has_error or not all(failure.is_secondary for failure in failures)
-        if is_cause or _is_past(self._failed_at, _GRACE_SECONDS):
-            self.stop()
-
-    def lose(self, rank: int, cause: str) -> None:
-        """Note that an actor or task has ended too early, and ask all to stop.
-
-        Args:
-            rank: Its rank.
-            cause: What happened; that of the first one counts.
-        """
-        if not self._cause and not self.is_stopping:
-            self._cause = rank, cause
-        self.stop()
-
-    def fail(self, reason: str) -> None:
-        """Note that the system of the workers has ended the job.
-
-        Args:
-            reason: What it says of it.
-        """
-        self._reason = reason
-        self.stop()
-
-    def stop(self) -> None:
-        """Ask all agents to end their ranks."""
-        if self._stopped_at is None:
-            self._stopped_at = time.monotonic()
-            self._store.put(STOP, SAVE if self.is_saving else True)
-
-    def save(self) -> None:
-        """Ask all agents to end their ranks when these have saved."""
-        self.is_saving = self.is_saving or not self.is_stopping
-        self.stop()
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether the agents were asked to end their ranks."""
-        return self._stopped_at is not None
-
-    @property
-    def is_overdue(self) -> bool:
-        """Whether agents that were asked to end have had their time."""
-        seconds = _SAVE_SECONDS if self.is_saving else _END_SECONDS
-        return _is_past(self._stopped_at, seconds)
-
-    def has_started(self) -> bool:
-        """Return whether all agents have answered."""
-        return all(self._presence.has_answered(str(r)) for r in range(self._size))
-
-    def results(self, answers: Sequence[bytes]) -> list[Any]:
-        """Return what each rank returned, by rank.
-
-        Args:
-            answers: What `run_agent` has returned, of the agents that have answered.
-
-        Raises:
-            Exception: The error of the rank that failed first, from a `RuntimeError`
-                with its traceback.
-            RuntimeError: If a rank, or what started it, has ended without an error.
-        """
-        if len(answers) < self._size:
-            self._settle()
-        found: dict[int, bytes] = {}
-        for answer in answers:
-            line, _, outcome = answer.partition(b"\n")
-            values = json.loads(line)
-            self._reports[values["rank"]] = report_of(values["report"])
-            found[values["rank"]] = outcome
-        self._raise_first(found)
-        return [pickle.loads(found[rank]) for rank in range(self._size)]
-
-    def _settle(self) -> None:
-        """Wait, for some seconds, until the agents that run have reported."""
-        lost = self._cause[0] if self._cause and self._cause[1] == LOST_AGENT else -1
-        while not _is_past(self._stopped_at, _REPORT_SECONDS):
-            self.look()
-            if not [r for r in self._hosts if r not in self._reports and r != lost]:
-                break
-            time.sleep(_TICK)
-
-    def _raise_first(self, found: Mapping[int, bytes]) -> None:
-        """Raise the first error, if there is one.
-
-        Args:
-            found: What each rank returned, or else its error, pickled; of the agents
-                that have answered.
-        """
-        known = {rank: self._hosts.get(rank, _UNKNOWN) for rank in range(self._size)}
-        for rank, report in self._reports.items():
-            if report.error:
-                raise RuntimeError(
-                    "A rank could not be started. "
-                    f"Received: rank {rank} on {known[rank]}: {report.error}"
-                )
-        reports = list(self._reports.values())
-        failures = first_of([each for report in reports for each in report.failures])
-        lost = self._lost_text(known)
-        if not failures and lost is None:
-            return
-        text, _ = verdict(
-            reports,
-            None if lost is None else (lost, 1),
-            hosts=known,
-            unknown=[rank for rank in known if rank not in self._reports],
+    secret = secrets.token_hex(16)
+    try:
+        address = socket.gethostbyname(address)
+        store = Store(address)
+    except OSError as error:
+        raise ValueError(
+            "The workers have to reach the store of the job on the driver's host. "
+            f"Received: the address {address}, where it cannot listen ({error})."
+        ) from error
+    with contextlib.closing(store), contextlib.closing(workers):
+        workers.header = Header(
+            address=address,
+            port=store.port,
+            digest="",
+            secret=secret,
+            name="",
+            host="",
+            least=plan.least,
+            most=plan.num_hosts,
+            job=secrets.token_hex(8),
+            folder="",
+            command=_command(plan),
         )
-        error = None
-        if failures and (lost is None or not failures[0].is_secondary):
-            error = error_in(found.get(failures[0].rank, b""))
-        if error is None:
-            raise RuntimeError(text)
-        raise error from RuntimeError(text)
-
-    def _lost_text(self, known: Mapping[int, str]) -> str | None:
-        """Describe what has happened, if it was not in a rank."""
-        if self._cause is None and not self._reason:
-            return None
-        reason = f" ({self._reason})" if self._reason else ""
-        if self._cause is None:
-            return f"each {self._system} was ended before its rank{reason}."
-        rank, text = self._cause
-        return f"the {self._system} of rank {rank} on {known[rank]} {text}{reason}."
-
-
-def read_reports(store: StoreClient, size: int) -> dict[int, Report]:
-    """Return the reports that agents have sent, by rank.
-
-    Args:
-        store: The store of the job.
-        size: Number of ranks.
-    """
-    found = store.get_all(f"{REPORT}.") or {}
-    reports = {}
-    for rank in range(size):
-        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
-            reports[rank] = report_of(found[f"{REPORT}.{rank}"])  # else it is no report
-    return reports
+        hosts = JoinedHosts(store, secret, plan, starter=workers)
+        end = Coordinator(hosts, plan).run()
+        hosts.send_end(end)
+        begin = time.monotonic()
+        is_answer_needed = not end.code or end.rank is not None
+        while is_answer_needed and workers.is_running():
+            if time.monotonic() - begin > _ANSWER_SECONDS:
+                break
+            workers.poll(_TICK)
+        outcomes = {
+            rank: workers.answers[name].outcome
+            for rank, name in hosts.by_rank.items()
+            if name in workers.answers
+        }
+    if not end.code and not all(outcomes.get(rank) for rank in hosts.by_rank):
+        end = End(
+            1, "keras-dist: all ranks have returned, but not all agents answered."
+        )
+    if end.code:
+        found = None if end.rank is None else error_in(outcomes.get(end.rank, b""))
+        if found is None:
+            raise RuntimeError(end.text)
+        raise found from RuntimeError(end.text)
+    return [pickle.loads(outcomes[rank]) for rank in sorted(outcomes)]
 
 
-def cause_in(text: str) -> tuple[int, str] | None:
-    """Find the rank and the cause that `run_agent` has raised, in a message.
+def _command(plan: Plan) -> Command:
+    """Return what each rank runs: the agent adds the folder with the call."""
+    environment = {}
+    if plan.is_elastic:
+        environment[NNODES] = nnodes_text(plan.min_hosts, plan.num_hosts)
+    return Command("module", ["keras_dist.comm.worker"], environment)
 
-    >>> cause_in("Job aborted: RuntimeError: rank 3 has lost its agent")
-    (3, 'has lost its agent')
+
+def cause_in(text: str) -> tuple[str, str] | None:
+    """Find the agent and the cause that `run_agent` has raised, in a message.
+
+    >>> cause_in("Job aborted: RuntimeError: agent 3f has lost its agent")
+    ('3f', 'has lost its agent')
     """
     found = _FOUND.search(text)
-    return None if found is None else (int(found[1]), found[2])
+    return None if found is None else (found[1], found[2])
 
 
 def error_in(outcome: bytes) -> Exception | None:
@@ -299,7 +264,3 @@ def error_in(outcome: bytes) -> Exception | None:
     except Exception:  # whatever loading an object of the user's raises
         return None
     return error if isinstance(error, Exception) else None
-
-
-def _is_past(since: float | None, seconds: float) -> bool:
-    return since is not None and time.monotonic() - since > seconds

@@ -13,7 +13,7 @@ from keras_dist.launch.failures import (
     Report,
     blamed,
     ended_on_request,
-    lost_text,
+    first_of,
     print_message,
     ranks_in_words,
     verdict,
@@ -44,6 +44,7 @@ class Plan:
         min_hosts: Number of hosts, at least; `None` for as many as at most.
         settle: Seconds for which a job that has enough hosts waits for one more.
         is_announced: Whether the user was told already what is started.
+        is_raised: Whether the caller gets a failure as an error, and it is not printed.
     """
 
     num_hosts: int
@@ -55,6 +56,7 @@ class Plan:
     min_hosts: int | None = None
     settle: float = SETTLE_SECONDS
     is_announced: bool = False
+    is_raised: bool = False
 
     @property
     def least(self) -> int:
@@ -79,6 +81,7 @@ class End:
         failed: The host that has failed; empty if it is not known.
         is_change: Whether nothing has failed, and the next start has other hosts.
         why: In a few words, what has happened.
+        rank: The rank that failed first; `None` if the cause is not in a rank.
     """
 
     code: int
@@ -88,6 +91,7 @@ class End:
     failed: str = ""
     is_change: bool = False
     why: str = ""
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -96,14 +100,13 @@ class Seen:
 
     Args:
         reports: The reports that have come.
-        lost: Hosts that were lost, and for how many seconds they did not answer.
-        ended: Hosts whose agent has ended, and its exit code.
+        lost: What has happened to hosts that were lost, and to those whose agent has
+            ended, and the exit code for it; that which was seen first is first.
         change: Why the next start should have other hosts; empty if it should not.
     """
 
     reports: Mapping[str, Report]
-    lost: Mapping[str, float] = field(default_factory=dict)
-    ended: Mapping[str, int] = field(default_factory=dict)
+    lost: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     change: str = ""
 
 
@@ -150,7 +153,7 @@ class Hosts:
 def run_job(hosts: Hosts, plan: Plan) -> End:
     """Run a job to its end, and let all hosts know of it; errors are printed."""
     try:
-        end = _Coordinator(hosts, plan).run()
+        end = Coordinator(hosts, plan).run()
     except Exception as error:  # or the hosts would wait for ever
         is_named = isinstance(error, _NAMED_ERRORS)
         text = str(error) if is_named else traceback.format_exc()
@@ -160,7 +163,14 @@ def run_job(hosts: Hosts, plan: Plan) -> End:
     return end
 
 
-class _Coordinator:
+class Coordinator:
+    """The loop that starts the ranks of a job, again and again.
+
+    Args:
+        hosts: The hosts of the job.
+        plan: What the user has asked for.
+    """
+
     def __init__(self, hosts: Hosts, plan: Plan) -> None:
         self._hosts, self._plan = hosts, plan
         self._again = Restarts(plan.restarts, is_elastic=plan.is_elastic)
@@ -180,7 +190,7 @@ class _Coordinator:
                 self._announce(end, now, before)
                 before = now
                 end = self._start(found)
-            if end.text:
+            if end.text and not self._plan.is_raised:
                 print_message(end.text)
             if not end.code or end.is_stopped or not self._has_another(end):
                 return end
@@ -223,23 +233,50 @@ class _Coordinator:
         self, members: dict[str, Member], slots: list[list[Slot]], seen: Seen
     ) -> End:
         """Find the first cause: a rank that failed, or what happened to a host."""
-        cause, host_failed, host_why = None, "", ""
-        unknown: list[int] = []
-        by_rank: dict[int, str] = {}
-        for (name, member), own in zip(members.items(), slots, strict=True):
-            ranks = [slot.rank for slot in own]
-            by_rank |= dict.fromkeys(ranks, "" if self._hosts.is_local else member.host)
-            if name not in seen.reports:
-                unknown += ranks
-            found = _of_host(name, member.host, ranks, seen)
-            # One that was lost tells more than an agent that has ended since.
-            if found and (cause is None or name in seen.lost):
-                (text, host_why, code), host_failed = found, member.host
-                cause = text, code
+        hosts = {name: member.host for name, member in members.items()}
+        ranks = {
+            name: [slot.rank for slot in own]
+            for name, own in zip(members, slots, strict=True)
+        }
+        causes = [
+            (hosts[name], text, code, f"host {hosts[name]} was lost")
+            for name, (text, code) in seen.lost.items()
+        ]
+        for name, host in hosts.items():
+            report = seen.reports.get(name)
+            no_report = f"host {host} has sent no report"
+            no_ranks = f"no ranks could be run on {host}"
+            if report is not None and report.error:
+                causes.append((host, f"{no_ranks}: {report.error}", 1, no_ranks))
+            elif report is None and name not in seen.lost:
+                text = f"{no_report} ({ranks_in_words(ranks[name])})."
+                causes.append((host, text, 1, no_report))
+        by_rank = {
+            rank: "" if self._hosts.is_local else hosts[name]
+            for name, own in ranks.items()
+            for rank in own
+        }
+        unknown = [
+            rank for n, own in ranks.items() if n not in seen.reports for rank in own
+        ]
         reports = list(seen.reports.values())
-        failed, why = blamed(reports, by_rank) or (host_failed, host_why)
-        text, code = verdict(reports, cause, hosts=by_rank, unknown=unknown)
-        return End(code, text, is_host_lost=bool(unknown), failed=failed, why=why)
+        cause = causes[0] if causes else None
+        text, code = verdict(
+            reports, cause and cause[1:3], hosts=by_rank, unknown=unknown
+        )
+        failed, why = blamed(reports, by_rank) or (
+            (cause[0], cause[3]) if cause else ("", "")
+        )
+        failures = first_of([each for report in reports for each in report.failures])
+        is_rank = bool(failures) and not (cause and failures[0].is_secondary)
+        return End(
+            code,
+            text,
+            is_host_lost=bool(unknown),
+            failed=failed,
+            why=why,
+            rank=failures[0].rank if is_rank else None,
+        )
 
     def _stopped_end(self, reports: Mapping[str, Report], num_hosts: int) -> End | None:
         """Return the end of a job that a signal has stopped; `None` if none has."""
@@ -252,26 +289,3 @@ class _Coordinator:
         text = stopped_text(number, has_saved=has_saved, host=host)
         code = self._plan.saved_code if has_saved else None
         return End(code or 128 + number, text, is_stopped=True)
-
-
-def _of_host(
-    name: str, host: str, ranks: Sequence[int], seen: Seen
-) -> tuple[str, str, int] | None:
-    """Return what has happened to a host itself, in a few words, and the exit code."""
-    report = seen.reports.get(name)
-    if report is not None and report.error:
-        text = f"no ranks could be run on {host}: {report.error}"
-        return text, f"no ranks could be run on {host}", 1
-    if report is not None:
-        return None
-    if name in seen.lost:
-        return lost_text(host, ranks, seen.lost[name]), f"host {host} was lost", 1
-    if name in seen.ended:
-        code = seen.ended[name]
-        text = (
-            f"the agent on {host} was killed, or the connection to it was lost, while "
-            f"{ranks_in_words(ranks)} ran: exit code {code}."
-        )
-        return text, f"host {host} was lost", code or 1
-    silent = f"host {host} has sent no report"
-    return f"{silent} ({ranks_in_words(ranks)}).", silent, 1

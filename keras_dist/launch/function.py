@@ -116,16 +116,16 @@ def _result(folder: str, rank: int) -> Any:
     return pickle.loads(path.read_bytes())
 
 
-def outcome_in(folder: Path, rank: int) -> bytes:
-    """What a rank returned, or else its error, pickled; empty if it wrote neither.
+def outcome_in(folder: Path) -> bytes:
+    """Return what the rank of a folder returned, or else its error, pickled.
 
     Args:
-        folder: The folder of the call.
-        rank: The rank.
+        folder: The folder of the call, of one rank alone; it may have written neither.
     """
-    names = (each.format(rank=rank) for each in (_RESULT, _ERROR))
-    found = [folder / name for name in names if (folder / name).exists()]
-    return found[0].read_bytes() if found else b""
+    for name in (_RESULT, _ERROR):
+        for path in folder.glob(name.format(rank="*")):
+            return path.read_bytes()
+    return b""
 
 
 def call_and_keep(folder: str, rank: int) -> None:

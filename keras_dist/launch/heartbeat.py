@@ -72,10 +72,6 @@ class Presence:
             if beats is not None and self._seen.get(number, (0, 0.0))[0] != beats:
                 self._seen[number] = beats, now
 
-    def has_answered(self, number: str) -> bool:
-        """Whether an agent has ever sent a heartbeat."""
-        return number in self._seen or self._store.get(_name(number)) is not None
-
     def lost(self, running: Sequence[str], seconds: float = LOST_SECONDS) -> list[str]:
         """The agents that run as far as is known, but were silent for so long."""
         return [

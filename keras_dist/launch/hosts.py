@@ -84,23 +84,6 @@ def slots(hosts: Sequence[tuple[str, int]]) -> list[Slot]:
     return result
 
 
-def slots_of_workers(hosts: Sequence[str]) -> list[Slot]:
-    """Return a slot for each worker that another system started, in their order.
-
-    Ranks are numbered host by host, in the order in which the hosts are named first.
-
-    Args:
-        hosts: Name of the host of each worker.
-
-    >>> [(slot.rank, slot.host, slot.local_rank)
-    ...  for slot in slots_of_workers(["a", "b", "a"])]
-    [(0, 'a', 0), (2, 'b', 0), (1, 'a', 1)]
-    """
-    counts = [(host, hosts.count(host)) for host in dict.fromkeys(hosts)]
-    found = {host: [s for s in slots(counts) if s.host == host] for host, _ in counts}
-    return [found[host].pop(0) for host in hosts]
-
-
 def check_host(name: str, *, source: str) -> None:
     """Check the name of a host before anything is done with it.
 

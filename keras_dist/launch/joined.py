@@ -5,13 +5,21 @@ heartbeat; `order.ID` is what it has to do; `report.START.ID` is how its ranks h
 ended; `stopped.ID` is a signal that it has received; `left.ID` says that it has ended.
 """
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from keras_dist.launch.coordinator import End, Hosts, Plan, Seen
-from keras_dist.launch.failures import LOST_SECONDS, Report, print_message, report_of
+from keras_dist.launch.failures import (
+    LOST_SECONDS,
+    Report,
+    lost_text,
+    print_message,
+    ranks_in_words,
+    report_of,
+)
 from keras_dist.launch.heartbeat import Presence
 from keras_dist.launch.hosts import Member, Slot, nnodes_text, numbered
 from keras_dist.launch.processes import is_saving, stopped_text
@@ -50,6 +58,12 @@ class Starter:
     support another system, override what it can do or knows.
     """
 
+    # Whether a host that fails often is left out for a while.
+    may_exclude = True
+
+    def begin_wait(self) -> None:
+        """Prepare for the next start."""
+
     def look(self, joined: Collection[str], *, is_between_starts: bool) -> None:
         """Start agents that are missing, and note those that have ended.
 
@@ -86,6 +100,26 @@ class Starter:
     def ended(self) -> Mapping[str, int]:
         """Return the exit codes of agents that have ended, by their ids."""
         return {}
+
+    def cut(self, name: str) -> None:
+        """Note that what has started an agent has ended, as the agent says."""
+
+    def lost_text(
+        self, name: str, host: str, ranks: Sequence[int], seconds: float
+    ) -> str:
+        """Describe an agent that has not answered for so long."""
+        return lost_text(host, ranks, seconds)
+
+    def ended_text(self, name: str, host: str, ranks: Sequence[int], code: int) -> str:
+        """Describe an agent that has ended while its ranks ran."""
+        return (
+            f"the agent on {host} was killed, or the connection to it was lost, while "
+            f"{ranks_in_words(ranks)} ran: exit code {code}."
+        )
+
+    def late_text(self, missing: str, seconds: float) -> str | None:
+        """Return the error where too few hosts come in time; `None` for the usual."""
+        return None
 
     def waits(self) -> bool | None:
         """Return whether more hosts will soon be there; `None` if nobody knows."""
@@ -134,6 +168,7 @@ class JoinedHosts(Hosts):
         stopped: Sequence[int] = (),
     ) -> None:
         self.values = OwnStoreClient(store, secret)
+        self.by_rank: dict[int, str] = {}  # the host of each rank of this start
         self.left_out = LeftOut()
         self._store, self._secret, self._plan = store, secret, plan
         self._first, self._stopped = first, stopped
@@ -148,6 +183,7 @@ class JoinedHosts(Hosts):
         self._came = self._looked = 0.0
 
     def wait(self) -> dict[str, Member] | End | None:
+        self._starter.begin_wait()
         begin = said = time.monotonic()
         while not self.stopped():
             self._starter.look(self._known, is_between_starts=True)
@@ -166,7 +202,8 @@ class JoinedHosts(Hosts):
                 self._take_back()
             text = self._missing(members, numbers)
             if now - begin > self._plan.timeout and is_short:
-                raise TimeoutError(self._late_text(text))
+                own = self._starter.late_text(text, self._plan.timeout)
+                raise TimeoutError(own or self._late_text(text))
             if now - said > _SAY_SECONDS:
                 said = now
                 print_message(f"keras-dist: waiting for hosts: {text}.")
@@ -197,7 +234,12 @@ class JoinedHosts(Hosts):
                 slots=[dataclasses.asdict(slot) for slot in own],
                 reached=reached[0] if reached else "",
             )
-        return self._watch(list(members), start)
+        ranks = {
+            name: [slot.rank for slot in own]
+            for name, own in zip(members, slots, strict=True)
+        }
+        self.by_rank = {rank: name for name, own in ranks.items() for rank in own}
+        return self._watch(ranks, start)
 
     def stopped(self) -> list[tuple[str, int]]:
         if self._stopped:
@@ -208,7 +250,8 @@ class JoinedHosts(Hosts):
 
     def exclude(self, host: str) -> None:
         first = self._host_of(self._first) if self._first else ""
-        if host != first and self.left_out.add(host):
+        may_exclude = self._starter.may_exclude and host != first
+        if may_exclude and self.left_out.add(host):
             print_message(left_out_text(host))
 
     def send_end(self, end: End) -> None:
@@ -231,29 +274,42 @@ class JoinedHosts(Hosts):
                 return
             self._starter.pause(_TICK)
 
-    def _watch(self, names: list[str], start: int) -> Seen:
-        """Wait for the reports of all hosts; end their ranks if one has failed."""
+    def _watch(self, ranks: Mapping[str, Sequence[int]], start: int) -> Seen:
+        """Wait for the reports of all hosts; end their ranks if one has failed.
+
+        Args:
+            ranks: The ranks of each host, by its id.
+            start: Number of the start.
+        """
+        names = list(ranks)
         reports: dict[str, Report] = {}
-        lost: dict[str, float] = {}
-        ended: dict[str, int] = {}
+        lost: dict[str, tuple[str, int]] = {}
         ending: float | None = None
         change = ""
-        while silent := [n for n in names if n not in {**reports, **lost, **ended}]:
+        while silent := [n for n in names if n not in reports and n not in lost]:
             self._starter.pause(_TICK)
             self._starter.look(self._known, is_between_starts=False)
-            codes = {n: c for n, c in self._starter.ended().items() if n in silent}
+            for name in self.values.of_kind("cut"):
+                self._starter.cut(name)
+            codes = self._starter.ended()
             reports |= self._new_reports(silent, start)
-            ended |= {n: c for n, c in codes.items() if n not in reports}
+            silent = [name for name in silent if name not in reports]
+            for name, code in codes.items():
+                if name in silent:
+                    host = self._host_of(name)
+                    text = self._starter.ended_text(name, host, ranks[name], code)
+                    lost[name] = text, code or 1
             has_looked = self._look()
             if has_looked and ending is None:
                 self._prepare(names)
             has_failures = any(report.code for report in reports.values())
-            lost |= self._newly_lost(
-                [name for name in silent if name not in reports],
-                is_over=self._plan.is_elastic and has_failures,
-            )
+            is_over = self._plan.is_elastic and has_failures
+            for name, seconds in self._newly_lost(silent, is_over=is_over).items():
+                host = self._host_of(name)
+                text = self._starter.lost_text(name, host, ranks[name], seconds)
+                lost.setdefault(name, (text, 1))
             stops = [number for _, number in self.stopped()]
-            is_failed = bool(stops or lost or ended) or has_failures
+            is_failed = bool(stops or lost) or has_failures
             if ending is None:
                 # The ranks of a host that leaves have got the signal already.
                 change = self._leaving_text()
@@ -267,7 +323,7 @@ class JoinedHosts(Hosts):
             if ending is not None and time.monotonic() > ending:
                 break
         self._starter.lose([name for name in names if name not in reports])
-        return Seen(reports, lost, ended, change)
+        return Seen(reports, lost, change)
 
     def _new_reports(self, silent: Collection[str], start: int) -> dict[str, Report]:
         """Return the reports of this start that have come from these hosts."""
@@ -275,7 +331,10 @@ class JoinedHosts(Hosts):
         for key, values in self.values.of_kind("report").items():
             number, _, name = key.partition(".")
             if number == str(start) and name in silent:
-                found[name] = report_of(values)
+                with contextlib.suppress(
+                    KeyError, TypeError, ValueError, AttributeError
+                ):
+                    found[name] = report_of(values)  # else it is no report
         return found
 
     def _look(self) -> bool:

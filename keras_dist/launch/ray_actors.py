@@ -7,18 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_dist.launch.call_agent import runner
-from keras_dist.launch.calls import Calls, cause_in
-from keras_dist.launch.hosts import slots_of_workers
+from keras_dist.launch.calls import Workers, cause_in
+from keras_dist.launch.hosts import Member
 from keras_dist.launch.restarts import SETTLE_SECONDS
-
-_TICK = 0.5
 
 # Seconds in which a cluster makes a group for which it has resources.
 _RESERVE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class Workers:
+class Need:
     """What the ranks of a job need of the cluster.
 
     Args:
@@ -90,13 +88,13 @@ class Growth:
 
     Args:
         ray: The module.
-        workers: What the ranks need.
+        need: What the ranks need.
         size: How many run.
     """
 
-    def __init__(self, ray: Any, workers: Workers, size: int) -> None:
+    def __init__(self, ray: Any, need: "Need", size: int) -> None:
         self._ray = ray
-        self._group = workers.one_more(ray) if size < workers.most else None
+        self._group = need.one_more(ray) if size < need.most else None
         self._since: float | None = None
 
     def is_there(self) -> bool:
@@ -131,34 +129,69 @@ def _rank_class() -> type:
     return Rank
 
 
-def run_actors(
-    ray: Any, group: Any, workers: Workers, calls: Calls, hosts: list[str]
-) -> list[Any]:
-    """Run all actors to their end; return what each rank returned.
+class RayActors(Workers):
+    """Actors of a Ray cluster, in a placement group of their own for each start.
 
     Args:
         ray: The module.
-        group: The placement group, with a bundle for each worker.
-        workers: What they need.
-        calls: What they call.
-        hosts: Of `hosts_of_group`.
+        need: What the ranks need of the cluster.
+        call: What they call.
     """
-    call, header, run_agent = ray.put(calls.call), calls.header, runner()
-    actors = _actors(ray, group, workers.bundle)
-    growth = Growth(ray, workers, len(hosts))
-    try:
-        pending = {}
-        for worker, (slot, actor) in enumerate(
-            zip(slots_of_workers(hosts), actors, strict=True)
-        ):
-            own = {**header, "hosts": hosts, "worker": worker}
-            pending[actor.run.remote(run_agent, own, call)] = slot.rank
-        return calls.results(_answers(ray, pending, calls, growth))
-    finally:
-        growth.close()
-        calls.stop()
-        for actor in actors:
-            ray.kill(actor)
+
+    def __init__(self, ray: Any, need: "Need", call: bytes) -> None:
+        super().__init__("Ray actor")
+        self._ray, self._need, self._call = ray, need, ray.put(call)
+        self._group: Any = None
+        self._growth: Growth | None = None
+        self._actors: list[Any] = []
+        self._pending: dict[Any, str] = {}  # agents by the answers that are to come
+
+    def begin_wait(self) -> None:
+        """Start an actor for each worker for which the cluster has resources."""
+        self.close()
+        self._group = self._need.reserve(self._ray)
+        hosts = hosts_of_group(self._ray, self._group)
+        headers = self.begin(hosts, number=len(hosts))
+        self._actors = _actors(self._ray, self._group, self._need.bundle)
+        self._growth = Growth(self._ray, self._need, len(hosts))
+        run_agent = runner()
+        for actor, header in zip(self._actors, headers, strict=True):
+            answer = actor.run.remote(run_agent, header, self._call)
+            self._pending[answer] = header["name"]
+
+    def poll(self, seconds: float) -> None:
+        if not self._pending:
+            time.sleep(seconds)
+            return
+        all_ = list(self._pending)
+        ready, _ = self._ray.wait(all_, num_returns=len(all_), timeout=seconds)
+        for reference in ready:
+            name = self._pending.pop(reference)
+            try:
+                self.take(self._ray.get(reference))
+            except self._ray.exceptions.RayError as error:
+                reason = str(error).strip().splitlines()[-1]
+                ended = f"has ended ({type(error).__name__}: {reason})"
+                found = cause_in(str(error))
+                self.note_lost(name, found[1] if found else ended)
+
+    def is_running(self) -> bool:
+        return bool(self._pending)
+
+    def changes(self, members: Mapping[str, Member]) -> list[str]:
+        has_room = self._growth is not None and self._growth.is_there()
+        return ["another worker fits"] if has_room else []
+
+    def close(self) -> None:
+        """End all actors, and give their resources back."""
+        for actor in self._actors:
+            self._ray.kill(actor)
+        if self._growth is not None:
+            self._growth.close()
+        if self._group is not None:
+            self._ray.util.remove_placement_group(self._group)
+        self._actors, self._pending = [], {}
+        self._growth = self._group = None
 
 
 def hosts_of_group(ray: Any, group: Any) -> list[str]:
@@ -189,24 +222,3 @@ def _actors(ray: Any, group: Any, bundle: Mapping[str, float]) -> list[Any]:
         ).remote()
         for number in range(len(group.bundle_specs))
     ]
-
-
-def _answers(
-    ray: Any, pending: dict[Any, int], calls: Calls, growth: Growth
-) -> list[bytes]:
-    """What the agents have answered, until all have, or one is lost."""
-    answers = []
-    while pending and not calls.is_overdue:
-        ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_TICK)
-        for reference in ready:
-            rank = pending.pop(reference)
-            try:
-                answers.append(ray.get(reference))
-            except ray.exceptions.RayError as error:
-                reason = str(error).strip().splitlines()[-1]
-                ended = rank, f"has ended ({type(error).__name__}: {reason})"
-                calls.lose(*(cause_in(str(error)) or ended))
-        calls.look()
-        if not calls.is_stopping and growth.is_there():
-            calls.save()
-    return answers

@@ -9,10 +9,11 @@ import threading
 import pytest
 
 from keras_dist.launch import agent
-from keras_dist.launch.calls import read_reports
+from keras_dist.launch.coordinator import Plan
 from keras_dist.launch.failures import Failure, Report, verdict
 from keras_dist.launch.heartbeat import Presence
 from keras_dist.launch.hosts import slots
+from keras_dist.launch.joined import JoinedHosts
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.store import (
     Store,
@@ -155,27 +156,27 @@ class Values(StoreClient):
         return self.texts.get(name)
 
 
-def test_a_report_that_is_none_counts_as_not_sent():
+def test_a_report_that_is_none_counts_as_not_sent(store):
     """The launcher reads reports and heartbeats, and what it reads makes a message."""
     generator = random.Random(19)
     failure = Failure(2, 1.5, 3, "KeyError: 'tea'", "Traceback", is_secondary=False)
     whole = json.loads(json.dumps(Report([failure], {2: "in step 1"}).values()))
-    presence, hosts = Presence(Values([])), dict(enumerate("aab"))
-    is_read = 0
+    plan = Plan(num_hosts=1, restarts=0)
+    joined, hosts = JoinedHosts(store[0], SECRET, plan), dict(enumerate("aab"))
+    presence, is_read = Presence(Values([])), 0
     for _ in range(MESSAGES):
-        values = altered(generator, whole)
-        beat = generator.choice([*_VALUES, 5])
-        store = Values([("host.1", values), ("beat.1", beat)])
-        reports = read_reports(store, 2)
+        joined.values.put("report.0.b", altered(generator, whole))
+        reports = joined._new_reports(["b"], 0)
         assert all(isinstance(report, Report) for report in reports.values())
         text, code = verdict(list(reports.values()), None, hosts=hosts, unknown=[])
         is_read += code != 1
         assert text.startswith("keras-dist: ")
-        presence._store, presence._looked = store, 0.0
+        beat = generator.choice([*_VALUES, 5])
+        presence._store, presence._looked = Values([("beat.1", beat)]), 0.0
         presence.look(["0", "1"])
         presence.lost(["0", "1"])
-    reports = read_reports(Values([("host.1", whole)]), 2)
-    assert reports[1].failures == [failure]
+    joined.values.put("report.0.b", whole)
+    assert joined._new_reports(["b"], 0)["b"].failures == [failure]
     assert 0 < is_read < MESSAGES
 
 
