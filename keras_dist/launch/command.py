@@ -129,7 +129,7 @@ def _add_meeting(command: argparse.ArgumentParser) -> None:
 
 
 def _add_spare(command: argparse.ArgumentParser) -> None:
-    """The option for processes that wait for the next start."""
+    """Return the option for processes that wait for the next start."""
     command.add_argument(
         "--spare",
         action="store_true",
@@ -139,7 +139,7 @@ def _add_spare(command: argparse.ArgumentParser) -> None:
 
 
 def _add_transport(command: argparse.ArgumentParser) -> None:
-    """The option that says how ranks exchange tensors."""
+    """Return the option that says how ranks exchange tensors."""
     command.add_argument(
         "--transport",
         choices=TRANSPORTS,

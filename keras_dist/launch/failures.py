@@ -90,7 +90,7 @@ def failure_of(
     ended_at: float | None,
     memory: int,
 ) -> Failure | None:
-    """The failure of a rank, or `None` if it has not failed.
+    """Return the failure of a rank, or `None` if it has not failed.
 
     Args:
         rank: The rank.
@@ -143,7 +143,7 @@ class Report:
 
     Args:
         failures: The failures of ranks, the first one first.
-        where: The position of each rank in words, as of `Ranks.where`.
+        where: The position of each rank in words; see `Ranks.where`.
         saved: Whether all ranks were asked to end, and have saved.
         error: Why no rank could be started; empty if they were.
         finished: Whether all ranks have ended by themselves, with exit code 0.
@@ -156,7 +156,7 @@ class Report:
     finished: bool = False
 
     def values(self) -> dict[str, Any]:
-        """The report as values of JSON."""
+        """Return the report as values of JSON."""
         return asdict(self)
 
     @property
@@ -166,7 +166,7 @@ class Report:
 
 
 def report_of(values: Mapping[str, Any]) -> Report:
-    """The report that `Report.values` has made to values of JSON.
+    """Return the report that `Report.values` has made to values of JSON.
 
     Raises:
         AttributeError, KeyError, TypeError, ValueError: If it is none.
@@ -193,7 +193,7 @@ def verdict(
     hosts: Mapping[int, str],
     unknown: Collection[int],
 ) -> tuple[str, int]:
-    """The message for the user, and the exit code, when a job on hosts has failed.
+    """Return the message for the user, and the exit code, of a job that has failed.
 
     Args:
         reports: The reports that have come.
@@ -218,7 +218,7 @@ def verdict(
 def blamed(
     reports: Iterable[Report], hosts: Mapping[int, str]
 ) -> tuple[str, str] | None:
-    """The host of the rank that failed first, and in a few words what has happened.
+    """Return the host of the rank that failed first, and what happened, in brief.
 
     Args:
         reports: The reports that have come.
@@ -247,7 +247,7 @@ def ended_on_request(reports: Collection[Report]) -> bool:
 
 
 def lost_text(host: str, ranks: Sequence[int], seconds: float = LOST_SECONDS) -> str:
-    """What is said of a host that sends no heartbeats."""
+    """Return what is said of a host that sends no heartbeats."""
     named = ranks_in_words(ranks)
     return f"host {host} does not answer since {seconds:g} s ({named})."
 
@@ -260,11 +260,11 @@ def explain(
     hosts: Mapping[int, str] | None = None,
     unknown: Collection[int] = (),
 ) -> str:
-    """The message for the user: the first failure, and a line for each other rank.
+    """Describe the first failure, with a line for each other rank.
 
     Args:
         failures: The failures, sorted by `first_of`; at least one.
-        positions: The position of each rank in words, as of `Ranks.where`. Ranks that
+        positions: The position of each rank in words; see `Ranks.where`. Ranks that
             have ended with exit code 0 are left out.
         num_ranks: Number of ranks.
         hosts: The host of each rank; empty names if there is one host alone.
@@ -296,12 +296,12 @@ def explain_lost(
     hosts: Mapping[int, str],
     unknown: Collection[int],
 ) -> str:
-    """The message for the user if the cause is a host, and not a rank.
+    """Return the message for the user if the cause is a host, and not a rank.
 
     Args:
         message: What happened to the host.
         failures: The failures of the ranks of other hosts.
-        positions: As of `explain`.
+        positions: See `explain`.
         hosts: The host of each rank.
         unknown: Ranks of hosts that have sent no report.
     """
@@ -318,7 +318,7 @@ def _outcomes(
     where: Mapping[int, str],
     unknown: Collection[int],
 ) -> list[str]:
-    """A line for each of these ranks: where it was, and how it ended."""
+    """Return a line for each of these ranks: where it was, and how it ended."""
     summaries = {failure.rank: failure.summary for failure in failures}
     without_report = set(unknown)
     alike: dict[str, list[int]] = {}
@@ -358,7 +358,7 @@ def print_message(text: str) -> None:
 
 
 def _summary(returncode: int, memory: int) -> str:
-    """How a rank ended that wrote no report."""
+    """Return how a rank ended that wrote no report."""
     if returncode >= 0:
         return f"ended with exit code {returncode}, and without a Python error"
     try:

@@ -95,10 +95,10 @@ def _wait(command: Sequence[str]) -> None:
 def pickled_call(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> bytes:
-    """What a rank has to call, for `call_and_keep`.
+    """Return what a rank has to call, for `call_and_keep`.
 
     Args:
-        function, args, kwargs: As of `run`.
+        function, args, kwargs: See `run`.
     """
     return _pickled((function, tuple(args), dict(kwargs or {})))
 

@@ -73,7 +73,7 @@ class Presence:
                 self._seen[number] = beats, now
 
     def lost(self, running: Sequence[str], seconds: float = LOST_SECONDS) -> list[str]:
-        """The agents that run as far as is known, but were silent for so long."""
+        """Return the agents that run, as far as is known, but were silent so long."""
         return [
             number
             for number in running
@@ -81,7 +81,7 @@ class Presence:
         ]
 
     def late(self, running: Sequence[str]) -> list[str]:
-        """The running agents that have not answered 15 s after the start; only once."""
+        """Return, once, the agents that have not answered 15 s after the start."""
         if self._has_warned or time.monotonic() - self._begin < LOST_SECONDS:
             return []
         self._has_warned = True

@@ -36,7 +36,7 @@ _HAS_MPI, MPI_MARK = b"MPI_Allreduce failed", "keras_dist: the sum is in pieces 
 
 
 def transport_of(requested: str, *, is_one_host: bool, num_ranks: int) -> str:
-    """How the ranks of a job find each other: "gloo" or "mpi".
+    """Return how the ranks of a job find each other: "gloo" or "mpi".
 
     Args:
         requested: One of `TRANSPORTS`.
@@ -72,7 +72,7 @@ def transport_of(requested: str, *, is_one_host: bool, num_ranks: int) -> str:
 
 
 def built() -> list[str]:
-    """The transports that Horovod was built with, without importing it."""
+    """Return the transports that Horovod was built with, without importing it."""
     library = installed_library()
     content = b"" if library is None else library.read_bytes()
     return ["gloo", *(name for name, text in _LIBRARIES.items() if text in content)]
@@ -91,7 +91,7 @@ def _why_no_mpi() -> str:
 
 
 def _version() -> str:
-    """The first line that `mpirun --version` prints, or why there is none."""
+    """Return the first line that `mpirun --version` prints, or why there is none."""
     try:
         done = subprocess.run(
             ["mpirun", "--version"],
@@ -114,7 +114,7 @@ def _why_no_nccl() -> str:
 
 
 def is_patched(library: Path) -> bool:
-    """Whether a library of Horovod was compiled from the changed source."""
+    """Return whether a library of Horovod was compiled from the changed source."""
     content = library.read_bytes()
     marks = (*MARKS, MPI_MARK) if _HAS_MPI in content else MARKS
     return all(mark.encode() in content for mark in marks)
@@ -130,13 +130,13 @@ def installed_library() -> Path | None:
 
 
 def is_installed() -> bool:
-    """Whether the Horovod of this environment has all changes; `False` if none is."""
+    """Return whether a Horovod is installed, and has all changes."""
     library = installed_library()
     return library is not None and is_patched(library)
 
 
 def uses_named_network() -> bool:
-    """Whether the Horovod of this environment needs no name of a host's own.
+    """Return whether the Horovod of this environment needs no name of a host's own.
 
     One that an earlier version of this package has built has this change, too.
     """

@@ -361,7 +361,7 @@ def _reached(address: str) -> str:
 
 
 def _resolved(meeting: Meeting, stopped: Sequence[int]) -> str | None:
-    """The address of the first host, by a name that may become known only now."""
+    """Look up the first host, whose name may become known only now."""
     begin = time.monotonic()
     while True:
         try:

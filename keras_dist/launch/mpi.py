@@ -73,7 +73,7 @@ def variables(
 
 
 def _instead(error: Exception) -> str:
-    """What is said, in one line, where Gloo is used instead."""
+    """Return what is said, in one line, where Gloo is used instead."""
     received = " ".join(str(error).split())
     return (
         "keras-dist: `mpirun` did not start, by which ranks of one machine find each "
@@ -129,7 +129,7 @@ def server(job: str, num_ranks: int) -> Iterator[dict[int, dict[str, str]]]:
 
 
 def environment_of_server(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of `mpirun`: without what says where another job runs.
+    """Return the environment of `mpirun`: without what says where another job runs.
 
     In a shell of `salloc` it would start programs by SLURM, and in a rank of another
     job of MPI it would look for that job's server.
@@ -148,7 +148,7 @@ def environment_of_server(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _command(folder: Path, num_ranks: int) -> list[str]:
-    """The command of the server."""
+    """Return the command of the server."""
     words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
     # Nobody else connects: all is on this machine.
     words += ["--mca", "oob_tcp_if_include", "lo"]
@@ -188,7 +188,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def copying() -> dict[str, str]:
-    """The variable by which ranks copy large messages through shared memory.
+    """Return the variable by which ranks copy large messages through shared memory.
 
     Out of the memory of another process takes longer (docs/decisions.md), and some
     containers forbid it, where Open MPI prints an error for each message. Empty if the
@@ -198,7 +198,7 @@ def copying() -> dict[str, str]:
 
 
 def parent_of_files(num_ranks: int) -> Path | None:
-    """Where the files are that ranks map: in memory; `None` for the temporary folder.
+    """Return where files that ranks map are; `None` for the temporary folder.
 
     Containers of Docker have 64 MB in `/dev/shm`, and a rank that writes to a file
     there that does not fit is ended by SIGBUS.

@@ -70,7 +70,7 @@ def close_ports(pid: int, *, is_loopback: bool) -> None:
 
 
 def num_connected(pid: int) -> int:
-    """How many connections others have made to the ports of a process.
+    """Return how many connections others have made to the ports of a process.
 
     Args:
         pid: Id of the process, of this user.

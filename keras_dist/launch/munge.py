@@ -13,7 +13,7 @@ _SECONDS, _RETRY_SECONDS = 10.0, 0.5
 
 
 def credential(secret: str) -> bytes:
-    """The secret, encrypted so that only this user can read it, on SLURM's hosts.
+    """Encrypt the secret so that only this user can read it, on SLURM's hosts.
 
     It can be read once on each host.
 
@@ -25,7 +25,7 @@ def credential(secret: str) -> bytes:
 
 
 def secret_in(received: bytes) -> str:
-    """The secret in a credential of this user.
+    """Read the secret in a credential of this user.
 
     Raises:
         OSError: If munge does not answer, or refuses the credential.
@@ -42,7 +42,7 @@ def secret_in(received: bytes) -> str:
 def received(
     address: str, port: int, *, timeout: float, stopped: Sequence[int] = ()
 ) -> str:
-    """The secret of the job whose first host this is.
+    """Return the secret of the job whose first host this is.
 
     Args:
         address: Address of the first host.

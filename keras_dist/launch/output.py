@@ -171,7 +171,7 @@ class _Lines:
         self.screen.flush()
 
     def is_interrupted_by(self, other: "_Lines", line: bytes) -> bool:
-        """Whether another rank's line would stand in or over the unfinished one."""
+        """Return whether another line would stand in or over the unfinished one."""
         if other is self:
             return False
         if not self.is_in_line:  # the end of a longer bar would stay visible
@@ -193,7 +193,7 @@ class _Lines:
         return self._prefix + line if line.strip(b"\b\r") else line
 
     def _continued(self, part: bytes) -> bytes:
-        """The next part of a line that is shown in part."""
+        """Return the next part of a line that is shown in part."""
         if not self._is_interrupted:
             return part
         self._is_interrupted = False
@@ -202,7 +202,7 @@ class _Lines:
 
 
 def _log(path: Path) -> IO[bytes]:
-    """The log file of a rank, to which each run of a job that is restarted appends.
+    """Open the log file of a rank; a job that is restarted appends to it.
 
     Raises:
         OSError: If it cannot be opened.
@@ -228,7 +228,7 @@ def _log(path: Path) -> IO[bytes]:
 
 
 def _read(descriptor: int) -> bytes | None:
-    """The available data: empty at the end, `None` if there is nothing yet."""
+    """Return the available data: empty at the end, `None` if there is nothing yet."""
     try:
         return os.read(descriptor, _CHUNK)
     except BlockingIOError:

@@ -56,7 +56,7 @@ def make_folder(job: str, parent: Path | None = None) -> Path:
 
 
 def lasting_folder(job: str) -> Path | None:
-    """The folder for files of a job that outlive a start of its ranks on this host.
+    """Return the folder for files of a job that outlive a start on this host.
 
     `make_lasting_folder` makes it. Other users can read the id of the job in the names
     of its folders, and make one of that name, so only one that is of this user and
@@ -74,7 +74,7 @@ def lasting_folder(job: str) -> Path | None:
 
 
 def make_lasting_folder(job: str) -> Path:
-    """The folder of `lasting_folder`, made if there is none yet."""
+    """Return the folder of `lasting_folder`, made if there is none yet."""
     return lasting_folder(job) or make_folder(_lasting(job))
 
 
@@ -83,7 +83,7 @@ def _lasting(job: str) -> str:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether this is a folder, and no link to one, that only this user can use."""
+    """Return whether this is a folder, not a link, that only this user can use."""
     try:
         found = folder.lstat()
     except OSError:  # it has just been removed
@@ -238,12 +238,12 @@ def stopped_by_signals(*others: signal.Signals) -> Iterator[list[int]]:
 
 
 def is_saving(stopped: Sequence[int]) -> bool:
-    """Whether the first signal gives the ranks time to save."""
+    """Return whether the first signal gives the ranks time to save."""
     return bool(stopped) and stopped[0] in _SAVES
 
 
 def is_ordered(stopped: Sequence[int]) -> bool:
-    """Whether the end is by order of the first host of those that meet.
+    """Return whether the end is by order of the first host of those that meet.
 
     The order counts as SIGHUP, which a process gets whose terminal is gone.
     """
@@ -251,7 +251,7 @@ def is_ordered(stopped: Sequence[int]) -> bool:
 
 
 def stopped_text(number: int, *, has_saved: bool, host: str = "") -> str:
-    """The line that says that a signal has ended the job.
+    """Return the line that says that a signal has ended the job.
 
     Args:
         number: Number of the signal.

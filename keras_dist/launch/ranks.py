@@ -316,7 +316,7 @@ class Ranks:
         return spare or popen(*own)
 
     def _environment(self, slot: Slot) -> dict[str, str]:
-        """The environment of a rank, but for its files."""
+        """Return the environment of a rank, but for its files."""
         environment = {
             **{name: str(_threads(slot)) for name in _THREADS},
             **os.environ,

@@ -31,7 +31,7 @@ class Need:
     timeout: float
 
     def reserve(self, ray: Any) -> Any:
-        """The placement group of as many workers as the cluster has resources for.
+        """Make the placement group of as many workers as the cluster can take.
 
         Where there are enough but not all, it waits some seconds for the others.
 
@@ -98,7 +98,7 @@ class Growth:
         self._since: float | None = None
 
     def is_there(self) -> bool:
-        """Whether it has had it for some seconds: others may come with it."""
+        """Return whether it has had it for some seconds: others may come with it."""
         if self._group is None:
             return False
         if self._since is None and self._is_made():
@@ -120,7 +120,7 @@ class Growth:
 
 
 def _rank_class() -> type:
-    """The class of the actors, which is pickled by value as it is in a function."""
+    """Return the class of the actors, pickled by value as it is in a function."""
 
     class Rank:
         def run(self, run_agent: Any, header: Any, call: bytes) -> bytes:
@@ -195,7 +195,7 @@ class RayActors(Workers):
 
 
 def hosts_of_group(ray: Any, group: Any) -> list[str]:
-    """A name for the node of each bundle: its address."""
+    """Return a name for the node of each bundle: its address."""
     bundles = ray.util.placement_group_table(group)["bundles_to_node_id"]
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     nodes = [bundles[number] for number in range(len(bundles))]
@@ -205,7 +205,7 @@ def hosts_of_group(ray: Any, group: Any) -> list[str]:
 
 
 def _actors(ray: Any, group: Any, bundle: Mapping[str, float]) -> list[Any]:
-    """An actor in each bundle of the group."""
+    """Return an actor in each bundle of the group."""
     scheduling = importlib.import_module("ray.util.scheduling_strategies")
     named = ("CPU", "GPU", "memory")
     options = ray.remote(_rank_class()).options

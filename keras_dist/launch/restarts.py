@@ -128,12 +128,12 @@ class LeftOut:
         return first
 
     def seconds(self, host: str) -> float:
-        """For how many seconds a host is still left out; 0 if it is not."""
+        """Return for how many seconds a host is still left out; 0 if it is not."""
         return max(0.0, self._until.get(host, 0.0) - self._clock())
 
 
 def left_out_text(host: str) -> str:
-    """The line that says that a host is left out."""
+    """Return the line that says that a host is left out."""
     return (
         f"keras-dist: host {host} has failed {_MOST_FAILURES} times in "
         f"{_PERIOD_SECONDS / 60:g} minutes, and is left out for as long."
@@ -141,12 +141,12 @@ def left_out_text(host: str) -> str:
 
 
 def taken_back_text(host: str) -> str:
-    """The line that says that a host is no longer left out."""
+    """Return the line that says that a host is no longer left out."""
     return f"keras-dist: too few hosts are left; host {host} takes part again."
 
 
 def waiting_text(most: int) -> str:
-    """The line that says that a job has no use for a host now."""
+    """Return the line that says that a job has no use for a host now."""
     return (
         f"keras-dist: the job has {most} hosts, the most that `--nnodes` allows. This "
         "one waits, and takes part when another one is lost."
@@ -161,7 +161,7 @@ def start_text(
     before: Mapping[str, int],
     limits: tuple[int, int],
 ) -> str:
-    """The line that says which hosts take part in a start, and what has changed.
+    """Return the line that says which hosts take part in a start, and what has changed.
 
     Args:
         number: Number of the start, from 0.
@@ -196,7 +196,7 @@ def _size(hosts: Mapping[str, int]) -> str:
 
 
 def begin_text(hosts: Mapping[str, int], *, is_importing: bool = True) -> str:
-    """The line that says at once what is started: nothing else does, for some seconds.
+    """Return the line that says what is started: nothing else does, for seconds.
 
     Args:
         hosts: Number of ranks of each host.

@@ -84,7 +84,7 @@ class Spares:
         """Let one of them become a rank; `None` if there is none.
 
         Args:
-            kind: Kind of the command, as of `Command`.
+            kind: Kind of the command; see `Command`.
             words: Its words.
             environment: All variables of its environment from now on.
         """

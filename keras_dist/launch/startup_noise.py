@@ -165,7 +165,7 @@ _BARE = (
 
 
 def _pattern(level: str, file: str, text: str) -> str:
-    """What a logged line looks like, as absl and as TensorFlow begin it.
+    """Return what a logged line looks like, as absl and as TensorFlow begin it.
 
     I0000 00:00:1795352422.942930   18190 port.cc:153] oneDNN custom operations …
     2025-02-13 22:48:45.779126: I tensorflow/core/util/port.cc:153] oneDNN custom …
@@ -186,7 +186,7 @@ _NOISE_WITHOUT_NVIDIA = re.compile(
 
 
 def is_startup_noise(line: bytes, *, root: str = "/") -> bool:
-    r"""Whether a line of standard error is known noise, and nothing else.
+    r"""Return whether a line of standard error is known noise, and nothing else.
 
     Args:
         line: Without the newline.
@@ -206,7 +206,7 @@ def is_startup_noise(line: bytes, *, root: str = "/") -> bool:
 
 
 def has_nvidia(root: str = "/") -> bool:
-    """Whether a host has an NVIDIA driver, or a device that may want one.
+    """Return whether a host has an NVIDIA driver, or a device that may want one.
 
     Args:
         root: The folder of `dev`, `proc` and `sys`.
@@ -221,5 +221,5 @@ def has_nvidia(root: str = "/") -> bool:
 
 
 def is_verbose() -> bool:
-    """Whether the user wants to see everything."""
+    """Return whether the user wants to see everything."""
     return os.environ.get(VARIABLE, "") not in ("", "0")

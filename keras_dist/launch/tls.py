@@ -56,7 +56,7 @@ class Certificate:
 
 
 def make_certificate() -> Certificate:
-    """A new certificate and its key, which is in the memory of this process alone.
+    """Make a certificate; its key is in the memory of this process alone.
 
     Raises:
         ValueError: If there is no `openssl`, or it fails.
@@ -78,7 +78,7 @@ def make_certificate() -> Certificate:
 
 
 def proof_of(digest: str, secret: str) -> bytes:
-    """What the first host answers at `PATH` if this is its certificate."""
+    """Return what the first host answers at `PATH` if this is its certificate."""
     return derived(secret, f"certificate {digest}").encode()
 
 
@@ -267,5 +267,5 @@ def context_of(protocol: int) -> ssl.SSLContext:
 
 
 def digest_of(certificate: bytes | None) -> str:
-    """What a certificate is known by: its SHA-256, in hexadecimal."""
+    """Return what a certificate is known by: its SHA-256, in hexadecimal."""
     return hashlib.sha256(certificate or b"").hexdigest()

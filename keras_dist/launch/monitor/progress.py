@@ -57,7 +57,7 @@ class Progress:
 
 
 def is_work(grown: tuple[float, int], elapsed: float) -> bool:
-    """Whether a process has worked, or has only polled while it waited.
+    """Return whether a process has worked, or has only polled while it waited.
 
     Args:
         grown: CPU time in seconds, and bytes read and written.

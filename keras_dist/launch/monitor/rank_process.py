@@ -80,7 +80,7 @@ def write_report(
 
 
 def _shortened(text: str) -> str:
-    """The text without its middle, if the launcher should not read all of it."""
+    """Return the text without its middle, if the launcher should not read all of it."""
     left_out = len(text) - _LONGEST
     if left_out <= 0:
         return text
@@ -108,7 +108,7 @@ def report_error(error: BaseException) -> None:
 
 
 def _own(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """The traceback without its first entries, which are of this file and `runpy`."""
+    """Leave out the first entries, which are of this file and `runpy`."""
     foreign = (__file__, runpy.__file__, "<frozen runpy>")
     while trace is not None and trace.tb_frame.f_code.co_filename in foreign:
         trace = trace.tb_next

@@ -46,7 +46,7 @@ class RankPosition:
         return bool(self.phase or self.collective)
 
     def __str__(self) -> str:
-        """The position in words.
+        """Return the position in words.
 
         >>> print(RankPosition(epoch=1, step=6, phase="step", collective="dist.sum"))
         in the collective dist.sum, in step 7 of epoch 2

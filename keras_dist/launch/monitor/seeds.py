@@ -115,7 +115,7 @@ def _is_numpy_common(np: Any, seed: int) -> bool:
 
 
 def _is_python_common(np: Any, seed: int) -> bool:
-    """Whether the state of Python's generator was reached from the seed of all ranks.
+    """Return whether Python's generator got to its state from the common seed.
 
     Python and NumPy have the same generator (Matsumoto and Nishimura, 1998), whose
     state is a block of 624 numbers: it is looked for in what the seed gives.
@@ -136,7 +136,7 @@ def _is_python_common(np: Any, seed: int) -> bool:
 
 
 def _tempered(words: Any) -> Any:
-    """What the Mersenne Twister draws of words of its state."""
+    """Return what the Mersenne Twister draws of words of its state."""
     words = words ^ (words >> 11)
     words = words ^ ((words << 7) & 0x9D2C5680)
     words = words ^ ((words << 15) & 0xEFC60000)
@@ -144,7 +144,7 @@ def _tempered(words: Any) -> Any:
 
 
 def _script_seeds() -> bool:
-    """Whether the script has a call of some `seed` function in it."""
+    """Return whether the script has a call of some `seed` function in it."""
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     try:
         return bool(path and _SEEDS_ITSELF.search(Path(path).read_text()))

@@ -28,7 +28,7 @@ _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 def text(*, exclude: threading.Thread) -> str:
-    """The stacks of all Python threads, the main thread first.
+    """Return the stacks of all Python threads, the main thread first.
 
     Args:
         exclude: A thread to leave out.
@@ -46,7 +46,7 @@ def text(*, exclude: threading.Thread) -> str:
 
 
 def own_code(*, exclude: threading.Thread) -> str | None:
-    """The line of the user's code that runs now, or `None` if TensorFlow runs.
+    """Return the line of the user's code that runs now, or `None` if TensorFlow runs.
 
     Two kinds of threads can run the user's code: the main thread, and the threads in
     which TensorFlow calls the user's generator or `py_function` while the main thread
@@ -69,7 +69,7 @@ def own_code(*, exclude: threading.Thread) -> str | None:
 
 
 def line_of(dump: str) -> str | None:
-    """The line of the user's code in a dump of `faulthandler`; `None` in TensorFlow.
+    """Find the line of the user's code in a dump; `None` in TensorFlow.
 
     In a dump the main thread is the last one, and its most recent call comes first.
 

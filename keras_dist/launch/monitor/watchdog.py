@@ -115,7 +115,7 @@ class Watchdog(threading.Thread):
         }
 
     def _is_stalled(self, idle: float, now: float) -> bool:
-        """Whether no rank makes progress while a rank is in a fit or a collective."""
+        """Return whether no rank makes progress while one is in a fit."""
         if self._others is None:
             # A rank that waits in a collective cannot know whether the others work. So
             # only a rank that is idle in the user's code, in a fit, ends the job.
@@ -194,7 +194,7 @@ class OtherRanks:
         self._store.put(str(self._rank), status)
 
     def observes(self, now: float) -> bool:
-        """Whether this rank, which is idle, is the one that looks at all others.
+        """Return whether this rank, which is idle, is the one that looks at all others.
 
         It is the first one to be idle. If it makes progress, or has no heartbeat, one
         of the smallest numbers takes its place: a rank of k binary digits waits for k
@@ -218,7 +218,7 @@ class OtherRanks:
         return True
 
     def are_idle(self, now: float) -> tuple[bool, bool]:
-        """Whether no other rank makes progress, and one of them is in a fit.
+        """Return whether no other rank makes progress, and one of them is in a fit.
 
         Args:
             now: The time, as of `time.monotonic`.
@@ -233,7 +233,7 @@ class OtherRanks:
         return are_idle, is_any_with_others
 
     def announced(self) -> list[str] | None:
-        """What the observer has announced: a line for each group of ranks."""
+        """Return what the observer has announced: a line for each group of ranks."""
         lines = self._store.get(_STALLED)
         return [str(line) for line in lines] if isinstance(lines, list) else None
 
@@ -270,7 +270,7 @@ class OtherRanks:
         return lines
 
     def _statuses(self) -> Iterator[tuple[int, dict[str, Any] | None]]:
-        """The heartbeat of each other rank; by one request where the store can."""
+        """Yield the heartbeat of each other rank; by one request where possible."""
         found = self._store.get_all("")
         for rank in range(self._size):
             if rank != self._rank:
@@ -279,7 +279,7 @@ class OtherRanks:
                 yield rank, status if isinstance(status, dict) else None
 
     def _is_idle(self, rank: int, status: dict[str, Any], now: float) -> bool:
-        """Whether another rank makes no progress, by its heartbeats."""
+        """Return whether another rank makes no progress, by its heartbeats."""
         beat, since, before = self._seen.get(rank, (-1, 0.0, {}))
         is_here = status["host"] == socket.gethostname()
         now_used: Usage = {}
@@ -340,7 +340,7 @@ def set_limit(argument: float | None) -> None:
 
 
 def current_limit() -> float:
-    """The limit that `set_limit` has set, else that of the environment."""
+    """Return the limit that `set_limit` has set, else that of the environment."""
     return _limit[0] if _limit else limit_of()
 
 
