@@ -21,10 +21,11 @@ from pathlib import Path
 
 import psutil
 from growth_page import spread, table, write_section
-from keras_dist.launch.assignment import assignments
-from keras_dist.launch.rendezvous import Store, variables_of
 
 from keras_dist.launch.hosts import slots
+from keras_dist.launch.ranks import Assignment
+from keras_dist.launch.store import Store, variables_of
+from keras_dist.version import __version__
 
 ROOT = Path(__file__).parents[1]
 STAND_IN = Path(__file__).parent / "stacks" / "stand_in.cc"
@@ -83,7 +84,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "stand_in"
         compiler = os.environ.get("CXX", "c++")
-        subprocess.run([compiler, "-O2", "-o", program, STAND_IN], check=True)
+        version = f'-DVERSION="{__version__}"'
+        words = [compiler, "-O2", version, "-o", program, STAND_IN]
+        subprocess.run(words, check=True)
         for number in range(arguments.rounds):
             for hosts in HOSTS:
                 found[hosts].append(measured(program, hosts))
@@ -182,12 +185,12 @@ def connecting(ranks: int) -> tuple[int, int]:
     try:
         store.open(own, "the secret")
         found = variables_of("127.0.0.1", store.port, "the secret")
-        (assignment,) = assignments(own, found, "the secret")
+        common = Assignment(own, found, "the secret").variables("127.0.0.1")
         code = "import horovod.tensorflow as horovod; horovod.init()"
         started = [
             subprocess.Popen(
                 [sys.executable, "-c", code],
-                env={**os.environ, **assignment.environment(slot, "127.0.0.1")},
+                env={**os.environ, **common, **slot.environment()},
                 stderr=subprocess.DEVNULL,
             )
             for slot in own
