@@ -24,7 +24,7 @@ _WITHOUT_ENTRY = (
     "its \0 bytes",
     "it is no",
     "because of ",
-    "rank \0 \0",  # constants, which have entries
+    "agent \0 \0",  # constants, which have entries
     "an array has the shape",
     "module 'keras_dist' has no attribute",
     "another certificate",

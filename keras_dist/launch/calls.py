@@ -141,20 +141,24 @@ class Workers(Starter):
 
     def failed(self) -> End | None:
         for name, answer in self.answers.items():
+            rank, host = self._place(name)
             if answer.problem:
                 return End(
                     1,
                     "A rank could not be started. "
-                    f"Received: rank {self._numbers[name]}: {answer.problem}",
+                    f"Received: rank {rank} on {host}: {answer.problem}",
                 )
-        for name in self.answers:
             if name not in self._joined:
                 self.note_lost(name, "has ended")
         for name in self._lost:
-            number = self._numbers[name]
-            host = self._hosts[number] if self._hosts else "an unknown host"
-            return End(1, f"keras-dist: {self.ended_text(name, host, [number], 1)}")
+            rank, host = self._place(name)
+            return End(1, f"keras-dist: {self.ended_text(name, host, [rank], 1)}")
         return None
+
+    def _place(self, name: str) -> tuple[int, str]:
+        """Return the number of a worker, and its host if it is known."""
+        number = self._numbers[name]
+        return number, self._hosts[number] if self._hosts else "an unknown host"
 
     def ended(self) -> Mapping[str, int]:
         return dict.fromkeys([*self._lost, *self.answers, *self._over], 1)
