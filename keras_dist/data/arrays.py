@@ -1,6 +1,6 @@
 """Arrays, sharded by row: the order of the rows, and a data set of one rank's rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,6 @@ from keras_dist.data.pipeline import with_length, without_auto_shard
 
 # Tensors whose rows differ in length, which cannot be sliced by row.
 UNEVEN = (tf.RaggedTensor, tf.SparseTensor)
-
-# Rows that `find_rows` compares at a time.
-_BLOCK = 4096
 
 
 @dataclass(frozen=True)
@@ -142,26 +139,26 @@ class Arrays:
         >>> arrays.find_rows((np.array([2.0, 1.0]),)).tolist()
         [2, 0]
         """
-        leaves = [
-            leaf for leaf in keras.tree.flatten(self.packed()) if leaf is not None
-        ]
-        read = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+        leaves = [x for x in keras.tree.flatten(self.packed()) if x is not None]
+        read = [x for x in keras.tree.flatten(batch) if x is not None]
         # A batch may have one array more: weights that Keras made of class weights.
-        read = [np.asarray(leaf) for leaf, _ in zip(read, leaves, strict=False)]
-        row_of_key: dict[bytes, int] = dict.fromkeys(_row_keys(read), -1)
-        for begin in range(0, self.num_rows, _BLOCK):
-            if -1 not in row_of_key.values():
+        read = [np.asarray(own) for own, _ in zip(read, leaves, strict=False)]
+
+        def keys(arrays: list[Any]) -> Iterator[bytes]:
+            """Yield the bytes of each row, over all arrays: equal for equal rows."""
+            for row in zip(*map(np.asarray, arrays), strict=True):
+                parts = zip(row, read, strict=False)
+                yield b"".join(np.asarray(x, own.dtype).tobytes() for x, own in parts)
+
+        row_of_key = dict.fromkeys(keys(read), -1)
+        missing = len(row_of_key)
+        for index, key in enumerate(keys(leaves)):
+            if row_of_key.get(key) == -1:
+                row_of_key[key] = index
+                missing -= 1
+            if not missing:
                 break
-            block = [
-                np.asarray(leaf[begin : begin + _BLOCK])
-                .astype(own.dtype)
-                .reshape(-1, *own.shape[1:])
-                for leaf, own in zip(leaves, read, strict=False)
-            ]
-            for offset, key in enumerate(_row_keys(block)):
-                if row_of_key.get(key) == -1:
-                    row_of_key[key] = begin + offset
-        return np.array([row_of_key[key] for key in _row_keys(read)], np.int64)
+        return np.array([row_of_key[key] for key in keys(read)], np.int64)
 
     def _leaves(self) -> list[Any]:
         leaves = keras.tree.flatten((self.x, self.y, self.sample_weight))
@@ -342,11 +339,3 @@ def _in_keras_dtype(tensor: tf.Tensor) -> tf.Tensor:
     if tensor.dtype.is_floating:
         return tf.cast(tensor, keras.config.floatx())
     return tensor
-
-
-def _row_keys(leaves: list[np.ndarray]) -> list[bytes]:
-    """Return the bytes of each row, over all arrays: equal for equal rows."""
-    return [
-        b"".join(leaf[row].tobytes() for leaf in leaves)
-        for row in range(len(leaves[0]))
-    ]

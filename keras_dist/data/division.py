@@ -134,14 +134,12 @@ def batches_of_step(
 ) -> Sequence[int]:
     """Name the batches of which one rank has rows in a step.
 
-    They are several where fewer batches are left than there are ranks.
+    They are several where fewer batches are left than there are ranks, or where each
+    rank has rows of every batch of the step: `is_mixed`.
 
     Args:
         begin: Index of the first batch of the step, of all ranks.
         total: Batches of a pass; `None` if unknown.
-        rank: This rank.
-        size: Number of ranks.
-        is_mixed: Whether each rank has rows of every batch of the step.
 
     >>> [batches_of_step(n, total=5, rank=1, size=2) for n in (0, 2, 4)]
     [[1], [3], [4]]
@@ -203,11 +201,11 @@ class Division:
 
         Args:
             position: Where to resume, perhaps saved by another number of ranks; `None`
-                for a new training.
+                for a new training. The other arguments are those of now.
             num_rows: Rows of the data.
-            batch_size: Rows of one rank's batch, now.
-            size: Number of ranks, now.
-            steps: Steps of an epoch, now; `None` for those of a pass.
+            batch_size: Rows of one rank's batch.
+            size: Number of ranks.
+            steps: Steps of an epoch; `None` for those of a pass.
 
         Raises:
             ValueError: If `position` is in the middle of an epoch of other data.
@@ -235,15 +233,8 @@ class Division:
     ) -> "Division":
         """Divide batches; each epoch is one pass.
 
-        Args:
-            position: See `of_rows`.
-            length: Batches of all ranks in a pass.
-            size: Number of ranks, now.
-            steps_after: Returns the steps of the rest of a pass of which a given number
-                of batches has been read.
-
-        Raises:
-            ValueError: If `position` is in the middle of an epoch of other data.
+        `length` is the number of batches in a pass, and `steps_after` counts the steps
+        of the rest of a pass of which some batches were read. See `of_rows`.
         """
         steps = steps_after(0)
         whole = cls(length, size, 1, steps, steps, steps, steps, "batches")

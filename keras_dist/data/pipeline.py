@@ -141,12 +141,10 @@ _PASSES_OF_EPOCH = 2
 
 
 def skip_epochs(dataset: tf.data.Dataset, count: int) -> None:
-    """Let the next epoch have the order that it has after some others.
+    """Let the next epoch have the order that it has after `count` others.
 
-    Args:
-        dataset: A data set for which `has_seeded_passes` is true. One that keeps what
-            it has read, by `cache`, has one order only, and is left as it is.
-        count: Number of epochs.
+    `has_seeded_passes` must be true. A data set that keeps what it has read, by
+    `cache`, has one order only, and is left as it is.
     """
     if any(hasattr(node, "_filename") for node in nodes(dataset)):
         return
@@ -159,12 +157,9 @@ def ending_like_known(
 ) -> tf.data.Dataset:
     """Return the same batches; at their end, a pass more over `dataset` begins.
 
-    Keras does so on one process, where it sees how long `dataset` is.
-
-    Args:
-        batches: Batches of unknown number, made of `dataset`.
-        dataset: A data set for which `has_seeded_passes` is true.
-        as_made: Gives a batch of `dataset` the structure of `batches`.
+    Keras does so on one process, where it sees how long `dataset` is. Use it for
+    batches of unknown number, made of a `dataset` for which `has_seeded_passes` is
+    true; `as_made` gives a batch of it their structure.
     """
     nothing = tf.data.Dataset.zip(tf.data.Dataset.range(0), dataset)
 
@@ -236,11 +231,8 @@ def with_length(
 ) -> tf.data.Dataset:
     """Give a data set a cardinality of `steps` for Keras to see.
 
-    Args:
-        dataset: A data set of `steps` batches.
-        steps: Number of batches.
-        may_be_shorter: Whether one pass may have fewer batches, as the epoch has in
-            which a training is resumed. `assert_cardinality` would raise an error then.
+    One pass `may_be_shorter`: the epoch in which a training is resumed. Then
+    `assert_cardinality` would raise an error.
 
     >>> data = with_length(tf.data.Dataset.range(2), 5, may_be_shorter=True)
     >>> int(data.cardinality()), len(list(data))
@@ -259,14 +251,10 @@ def with_length(
 def rest_and_whole(
     rest: tf.data.Dataset, whole: tf.data.Dataset, *, epoch: tf.Variable, steps: int
 ) -> tf.data.Dataset:
-    """Yield `rest` in the first epoch, and `whole` in later ones.
+    """Yield `rest` in the first epoch, and `whole`, of `steps` batches, in later ones.
 
-    Args:
-        rest: Batches of the epoch in which the training is resumed.
-        whole: Batches of a whole epoch.
-        epoch: An int64 variable that holds the number of the first epoch. An iterator
-            reads the epoch whose number it holds when the iterator is made.
-        steps: Batches of a whole epoch.
+    `epoch` is an int64 variable that holds the number of the first epoch. An iterator
+    reads the epoch whose number it holds when the iterator is made.
     """
     first = int(epoch.numpy())
 

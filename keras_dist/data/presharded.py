@@ -112,12 +112,7 @@ def divided(
 ) -> tf.data.Dataset:
     """Return the elements of one rank, which `presharded_of` recognizes after a `map`.
 
-    Args:
-        source: The same elements on all ranks.
-        by: See `Presharded`.
-        batch_size: See `Presharded`.
-        rank: This rank.
-        size: Number of ranks.
+    `source` has the same elements on all ranks; see `Presharded` for the others.
 
     >>> rows = tf.data.Dataset.range(7)
     >>> own = [divided(rows, by="rows", batch_size=2, rank=r, size=2) for r in (0, 1)]
@@ -155,15 +150,8 @@ def divided_at_source(
     """Let TensorFlow divide the files that batches are read from: `shard="source"`.
 
     TensorFlow looks for what reads files (`TFRecordDataset`, `TextLineDataset`, …) in
-    the pipeline, and divides the names before it.
-
-    Args:
-        dataset: Batches, the same pipeline on all ranks.
-        rank: This rank.
-        size: Number of ranks.
-
-    Returns:
-        The batches of one rank, or `None` if TensorFlow finds nothing that reads files.
+    the pipeline, and divides the names before it. If it finds nothing that reads files,
+    `None` is returned.
     """
     types = tf.compat.v1.data.get_output_types(dataset)
     shapes = tf.compat.v1.data.get_output_shapes(dataset)
@@ -223,16 +211,13 @@ class Rest:
 
     Args:
         presharded: How the data was divided.
-        data: The batches of this rank.
-        batch_size: Rows of a batch.
-        lengths: Batches of each rank in a pass.
+        data: The batches of this rank, of `batch_size` rows.
         total: Batches of one process in a pass.
     """
 
     presharded: Presharded
     data: tf.data.Dataset
     batch_size: int
-    lengths: tuple[int, ...]
     total: int
 
     @classmethod
@@ -251,9 +236,9 @@ class Rest:
             return None
         counts = [presharded.rows_of(rank, length) for rank in range(presharded.size)]
         if list(lengths) == [-(-count // rows) for count in counts]:
-            return cls(presharded, data, rows, tuple(lengths), -(-length // rows))
+            return cls(presharded, data, rows, -(-length // rows))
         if list(lengths) == [count // rows for count in counts]:  # `drop_remainder`
-            return cls(presharded, data, rows, tuple(lengths), length // rows)
+            return cls(presharded, data, rows, length // rows)
         return None
 
     def steps_after(self, read: int) -> int:
@@ -276,8 +261,6 @@ class Rest:
 
     def batches_after(self, read: int, rank: int) -> int:
         """Count the batches of one rank, after `read` batches of all ranks."""
-        if read % self.presharded.size == 0:
-            return self.lengths[rank] - read // self.presharded.size
         length = finite_or_none(self.presharded.length) or 0
         rows = self.presharded.rows_of(rank, length) - self._rows_read(read, rank)
         return rows // self.batch_size if self._drops else -(-rows // self.batch_size)

@@ -69,9 +69,8 @@ class Tail:
     def is_marked(self, count: int | None, *, is_resumed: bool = False) -> bool:
         """Tell whether each batch of the data comes with a mark (`marked`).
 
-        Args:
-            count: Batches in the tail; `None` if unknown.
-            is_resumed: Whether the rest of a pass may have another tail.
+        `count` is the number of batches in the tail, `None` if unknown; the rest of a
+        pass that is resumed may have another tail.
         """
         if self.size == 1 or not self.is_training or self.rule in ("cut", "drop"):
             return False
@@ -86,9 +85,7 @@ class Tail:
     def has_step(self, count: int, num_rows: Callable[[], int | None]) -> bool | None:
         """Tell whether this rank makes a step of a tail; `None` if unknown.
 
-        Args:
-            count: Batches in the tail.
-            num_rows: Counts their rows; called only if they matter.
+        The rows of its `count` batches are counted only if they matter.
         """
         if count == 0 or self.rule == "drop":
             return False
@@ -100,12 +97,8 @@ class Tail:
     def batch(self, count: int, batch_at: Callable[[int], Any]) -> tuple[Any, bool]:
         """Make this rank's batch of a tail of which it makes a step.
 
-        Args:
-            count: Batches in the tail.
-            batch_at: Makes one of these batches; called only for those that are needed.
-
-        Returns:
-            The batch, and whether its rows count.
+        `batch_at` makes one of its `count` batches, and is called only for those that
+        are needed. Beside the batch, tell whether its rows count.
         """
         if self.rule == "whole":
             return batch_at(self._index(count)), self.rank < count
@@ -117,13 +110,8 @@ class Tail:
     ) -> list[tuple[tf.data.Dataset, tf.Tensor]]:
         """Make this rank's batch of a tail inside of a `tf.data` pipeline.
 
-        Args:
-            batches: The last batches of a pass, or those of a full round.
-            is_tail: Whether they are a tail; else the result is empty.
-            count: Batches in the tail; needed in training only.
-
-        Returns:
-            Data sets of at most one batch, each with whether its rows count.
+        `count` is needed in training only. The data sets that are returned hold at most
+        one batch together; beside each stands whether its rows count.
         """
         if self.rule == "drop":
             return []
@@ -138,11 +126,7 @@ class Tail:
         ]
 
     def in_words(self, count: int | None) -> str:
-        """Say in the plan what happens to the tail.
-
-        Args:
-            count: Batches in the tail; `None` if unknown.
-        """
+        """Say in the plan what happens to a tail; `count` is `None` if unknown."""
         if count == 0:
             return ""
         batches = {None: "the last batches", 1: "1 batch"}.get(
@@ -174,15 +158,10 @@ class Tail:
 def round_robin(
     dataset: tf.data.Dataset, tail: Tail, *, is_marked: bool = False
 ) -> tf.data.Dataset:
-    """Read one rank's batches of a `tf.data.Dataset`.
+    """Read one rank's batches of a `tf.data.Dataset`, the same on all ranks.
 
     Each rank reads all batches of a round, to the end of the data: a rank that stopped
     before it would cut a cache in `dataset` short (see `source.first_batches`).
-
-    Args:
-        dataset: The same batches on all ranks.
-        tail: What this rank makes of the batches that are left over.
-        is_marked: Whether each element is a batch and a mark (`marked`).
     """
     length = length_of(dataset)
     if length == math.inf:

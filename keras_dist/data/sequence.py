@@ -31,12 +31,7 @@ class ShardedSequence(Declared, keras.utils.PyDataset):
         seed: Seed of the order, which changes from epoch to epoch; `None` to keep it.
         channel: Collectives, to compare batches that the user's `on_epoch_end` changes.
         position: Where to resume, if a training is resumed.
-        keeps_position: Whether `division` says which batches come in which epoch.
-
-    Attributes:
-        division: Which batches come in which epoch; `None` if not asked for, or if
-            there is no end.
-        is_marked: Whether each batch comes with a mark (`round_robin.marked`).
+        keeps_position: Whether to make a `division`, if there is an end.
     """
 
     def __init__(
@@ -82,17 +77,13 @@ class ShardedSequence(Declared, keras.utils.PyDataset):
 
     def assign(self, epoch: int) -> None:
         """Set the number of the epoch that is read from now on."""
-        skipped = 0 if self.division is None else self.division.skipped_in(int(epoch))
-        self._begin(epoch, skipped)
+        self._begin(epoch, self._skipped_in(epoch))
 
     def batches_at(self, epoch: int, step: int) -> list[int]:
         """Name the user's batches that this rank reads at a step of an epoch."""
-        order = self._order_of(epoch)
-        skipped = 0 if self.division is None else self.division.skipped_in(epoch)
-        size, rank = self._tail.size, self._tail.rank
-        own = batches_of_step(
-            step * size + skipped, total=self.data.num_batches, rank=rank, size=size
-        )
+        order, size, rank = self._order_of(epoch), self._tail.size, self._tail.rank
+        begin, total = step * size + self._skipped_in(epoch), self.data.num_batches
+        own = batches_of_step(begin, total=total, rank=rank, size=size)
         return [_index_in_order(order, index) for index in own]
 
     @property
@@ -144,6 +135,9 @@ class ShardedSequence(Declared, keras.utils.PyDataset):
                 f"sharded. Received: x of type {type(self.data).__name__}. Shuffle it "
                 "with a random generator that has the same seed on every rank."
             )
+
+    def _skipped_in(self, epoch: int) -> int:
+        return 0 if self.division is None else self.division.skipped_in(int(epoch))
 
     def _changes_between_epochs(self) -> bool:
         return type(self.data).on_epoch_end is not keras.utils.PyDataset.on_epoch_end

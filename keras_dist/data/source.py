@@ -29,7 +29,7 @@ _LOOKS = 2
 class Declared:
     """A rank's part of `data`, of which the user says that all ranks have the same.
 
-    `keras_dist.shard` returns such objects; `dist_fit` reads and shards `data` itself.
+    `keras_dist.shard` returns it; `dist_fit` reads and shards `data` itself.
     """
 
     data: Any
@@ -37,11 +37,6 @@ class Declared:
 
 class DeclaredIterable(Declared):
     """Every `size`-th element of an iterable, starting at `rank`.
-
-    Args:
-        data: An iterable with the same elements on all ranks.
-        rank: This rank.
-        size: Number of ranks.
 
     >>> list(DeclaredIterable("abcde", rank=1, size=2))
     ['b', 'd']

@@ -31,10 +31,8 @@ class StreamReader:
             each rank reads to the end of its own batches, without a collective.
 
     Attributes:
-        is_marked: Whether each batch comes with a mark (`round_robin.marked`).
         failure: The error that the user's data raised, if any.
-        total: Batches of all ranks in this pass, once its last round was read; only of
-            data that is sharded.
+        total: Batches of all ranks in this pass, once all of them were read and dealt.
     """
 
     def __init__(

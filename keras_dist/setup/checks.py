@@ -53,7 +53,7 @@ def check_local_layers(model: Any, averaging: optimizer.Averaging) -> None:
 
 
 def _strategy_of(model: Any) -> Any:
-    """The `tf.distribute.Strategy` around this call or of anything in `model`, if any.
+    """Find the `tf.distribute.Strategy` around this call or of anything in `model`.
 
     The scope may have been around the compilation alone, or around a layer.
     """

@@ -62,31 +62,27 @@ class FitSetup:
         return [feed for feed in (self.training, self.validation) if feed is not None]
 
     def facts(self) -> dict[str, Any]:
-        """Name and value of everything that has to be equal on all ranks."""
+        """Return name and value of everything that has to be equal on all ranks."""
         names = ("epochs", "initial_epoch", "validation_freq", "class_weight")
-        facts = {f"`{name}`": self.arguments[name] for name in names}
-        facts |= self.training.facts
+        given, averaging = self.arguments, self.averaging
+        facts = {f"`{name}`": given[name] for name in names} | self.training.facts
         facts |= self.validation.facts if self.validation else {}
-        facts["whether there is validation data"] = self.validation is not None
-        facts["`op` and `compression`"] = (
-            self.averaging.op,
-            self.averaging.compression,
-        )
-        facts["`sparse`"] = self.averaging.sparse
-        facts["`sync` and `outer_momentum`"] = (
-            self.averaging.every,
-            self.averaging.outer_momentum,
-        )
-        facts["the learning rate's factor"] = self.factor
-        facts["the steps of the warm-up"] = self.warmup_steps
         # A callback of the user may be missing on some ranks: it has no collectives.
-        facts["the callbacks of Keras and keras_dist"] = [
+        callbacks = [
             type(callback).__name__
             for callback in self.callbacks
             if type(callback).__module__.split(".")[0] in ("keras", "keras_dist")
             and not ours.runs_on_first_rank_only(callback)
         ]
-        return facts
+        return facts | {
+            "whether there is validation data": self.validation is not None,
+            "`op` and `compression`": (averaging.op, averaging.compression),
+            "`sparse`": averaging.sparse,
+            "`sync` and `outer_momentum`": (averaging.every, averaging.outer_momentum),
+            "the learning rate's factor": self.factor,
+            "the steps of the warm-up": self.warmup_steps,
+            "the callbacks of Keras and keras_dist": callbacks,
+        }
 
 
 def with_reports(given: KerasArguments, options: Options) -> KerasArguments:
@@ -103,10 +99,9 @@ def with_reports(given: KerasArguments, options: Options) -> KerasArguments:
     if study is not None and options.process_set is None:
         added.append(ours.Report(path_of_fit(study.path, next(_numbers))))
         if study.target is not None:
+            target, has_validation = study.target, given.has_validation
             added.append(
-                ours.StopAtTarget(
-                    study.target, study.metric, has_validation=given.has_validation
-                )
+                ours.StopAtTarget(target, study.metric, has_validation=has_validation)
             )
         if study.epochs is not None:
             given = replace(given, epochs=given.initial_epoch + study.epochs)
@@ -128,10 +123,7 @@ def with_plan(setup: FitSetup) -> FitSetup:
 
 
 def prepare(
-    model: Any,
-    fit: KerasArguments,
-    options: Options,
-    spec: ShardSpec,
+    model: Any, fit: KerasArguments, options: Options, spec: ShardSpec
 ) -> FitSetup:
     """Decide everything for this rank, without any collective.
 
@@ -191,14 +183,11 @@ def _take_over_warmup(given: Any, options: Options) -> tuple[list[Any], Options]
         The callbacks without it, and the options: else the rate would be scaled twice.
     """
     callbacks = ours.order_callbacks(given, options.target_accuracy)
-    for callback in callbacks:
-        if isinstance(callback, ours.LearningRateWarmup):
-            options = replace(
-                options,
-                lr_scaling=callback.lr_scaling,
-                warmup_epochs=callback.warmup_epochs,
-            )
     others = [c for c in callbacks if not isinstance(c, ours.LearningRateWarmup)]
+    for warmup in callbacks:
+        if isinstance(warmup, ours.LearningRateWarmup):
+            scaling, epochs = warmup.lr_scaling, warmup.warmup_epochs
+            options = replace(options, lr_scaling=scaling, warmup_epochs=epochs)
     return others, options
 
 
@@ -208,12 +197,14 @@ def _arguments(
     validation: Feed | None,
     callbacks: list[Any],
 ) -> dict[str, Any]:
-    """This rank's arguments for `Model.fit`: its data, its callbacks, its steps."""
+    """Make this rank's arguments for `Model.fit`: its data, callbacks and steps."""
     is_first = comm.rank() == 0
     arguments = fit.as_keywords() | training.arguments
     arguments["callbacks"] = ours.on_this_rank(callbacks)
-    if is_first and fit.verbose != 0:
-        arguments["callbacks"] += _progress_bar(callbacks)
+    has_bar = any(isinstance(c, keras.callbacks.ProgbarLogger) for c in callbacks)
+    if is_first and fit.verbose != 0 and not has_bar:
+        throughput = next(c for c in callbacks if isinstance(c, ours.Throughput))
+        arguments["callbacks"].append(ours.ProgressBar(throughput))
     if comm.size() == 1 and not training.has_epochs:
         # The user's data as it is: Keras decides what it accepts.
         changed = {
@@ -227,21 +218,14 @@ def _arguments(
         arguments["callbacks"].append(ours.NextEpoch())
     arguments["verbose"] = fit.verbose if is_first else 0
     if validation is not None:
+        pieces = (validation.arguments[n] for n in ("x", "y", "sample_weight"))
         arguments |= {
             "validation_split": 0.0,
-            "validation_data": _validation_tuple(validation.arguments),
+            "validation_data": keras.utils.pack_x_y_sample_weight(*pieces),
             "validation_steps": validation.plan.steps if fit.validation_steps else None,
             "validation_batch_size": validation.plan.batch_size,
         }
     return arguments
-
-
-def _progress_bar(callbacks: list[Any]) -> list[Any]:
-    """Ours, unless the user's list has one."""
-    if any(isinstance(c, keras.callbacks.ProgbarLogger) for c in callbacks):
-        return []
-    throughput = next(c for c in callbacks if isinstance(c, ours.Throughput))
-    return [ours.ProgressBar(throughput)]
 
 
 def _feeds(
@@ -256,8 +240,28 @@ def _feeds(
         name="validation_steps_scaling",
         multiples=True,
     )
+    data, held_out = (fit.x, fit.y, fit.sample_weight), fit.validation_data
     try:
-        return _sharded_feeds(fit, options, spec)
+        if fit.validation_split and held_out is None:
+            data, held_out = hold_out(*data, fit.validation_split)
+        training = training_feed(
+            *data,
+            class_weight=fit.class_weight,
+            batch_size=fit.batch_size,
+            shuffle=fit.shuffle,
+            steps_per_epoch=fit.steps_per_epoch,
+            steps_rule=options.steps_scaling,
+            spec=spec,
+        )
+        if held_out is None:
+            return training, None
+        return training, validation_feed(
+            held_out,
+            batch_size=fit.validation_batch_size or fit.batch_size,
+            steps=fit.validation_steps,
+            steps_rule=options.validation_steps_scaling,
+            spec=spec,
+        )
     except ValueError:
         if spec.size > 1:
             raise
@@ -265,40 +269,6 @@ def _feeds(
         kind = type(fit.x).__name__.lstrip("_")
         feed = Feed({"steps_per_epoch": steps}, plan.Rows(kind), Part(fit.x, None))
         return feed, None
-
-
-def _sharded_feeds(
-    fit: KerasArguments, options: Options, spec: ShardSpec
-) -> tuple[Feed, Feed | None]:
-    training_data = fit.x, fit.y, fit.sample_weight
-    validation_data = fit.validation_data
-    if fit.validation_split and validation_data is None:
-        training_data, validation_data = hold_out(*training_data, fit.validation_split)
-    training = training_feed(
-        *training_data,
-        class_weight=fit.class_weight,
-        batch_size=fit.batch_size,
-        shuffle=fit.shuffle,
-        steps_per_epoch=fit.steps_per_epoch,
-        steps_rule=options.steps_scaling,
-        spec=spec,
-    )
-    if validation_data is None:
-        return training, None
-    validation = validation_feed(
-        validation_data,
-        batch_size=fit.validation_batch_size or fit.batch_size,
-        steps=fit.validation_steps,
-        steps_rule=options.validation_steps_scaling,
-        spec=spec,
-    )
-    return training, validation
-
-
-def _validation_tuple(arguments: dict[str, Any]) -> Any:
-    """`x`, `(x,)`, `(x, y)` or `(x, y, sample_weight)`, as `Model.fit` takes it."""
-    names = ("x", "y", "sample_weight")
-    return keras.utils.pack_x_y_sample_weight(*(arguments[name] for name in names))
 
 
 def _warmup_steps(warmup_epochs: float, steps: int | None) -> int:
@@ -323,28 +293,27 @@ def _rates(
     rule = options.lr_scaling
     if not isinstance(rule, str):
         rule = "your function" if callable(rule) else "your factor"
-    rates = []
-    for leaf in (
-        leaf
-        for outermost in optimizer.optimizers_of(model)
-        for leaf in optimizer.leaves(outermost)
-    ):
+    times = f"× {plan.format_number(factor)}"
+
+    def rate_of(leaf: Any) -> plan.Rate:
         schedule = optimizer.schedule_of(leaf)
         if schedule is None:
             now = float(keras.ops.convert_to_numpy(leaf.learning_rate))
             before, after = plan.format_number(now), plan.format_number(now * factor)
         else:
             before = type(schedule).__name__
-            after = f"{before} × {plan.format_number(factor)}"
-        rates.append(
-            plan.Rate(
-                before=before,
-                after=after,
-                rule=f"{rule}: × {plan.format_number(factor)}",
-                factor=factor,
-                warmup_epochs=options.warmup_epochs,
-                step_multiplier=step_multiplier,
-                is_schedule=schedule is not None,
-            )
+            after = f"{before} {times}"
+        return plan.Rate(
+            before=before,
+            after=after,
+            rule=f"{rule}: {times}",
+            factor=factor,
+            warmup_epochs=options.warmup_epochs,
+            step_multiplier=step_multiplier,
+            is_schedule=schedule is not None,
         )
-    return tuple(rates)
+
+    optimizers = optimizer.optimizers_of(model)
+    return tuple(
+        rate_of(leaf) for each in optimizers for leaf in optimizer.leaves(each)
+    )

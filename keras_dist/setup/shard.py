@@ -90,7 +90,10 @@ def shard(
         raise ValueError(
             f'`by` must be "rows", "batches" or "files". Received: by={by!r}'
         )
-    rows = _whole_or_none(batch_size)
+    try:
+        rows = None if batch_size is None else operator.index(batch_size)
+    except TypeError:
+        rows = None  # it is the data
     if rows is not None and rows < 1:
         raise ValueError(
             "`batch_size`, the rows of one rank's batch, must be a whole number of at "
@@ -103,15 +106,8 @@ def shard(
     return lambda dataset: _divided(dataset, rows, by, rank, size)
 
 
-def _whole_or_none(value: Any) -> int | None:
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
-
-
 def _of_rank(data: Any, by: str, rank: int, size: int) -> Any:
-    """One rank's part of any data."""
+    """Return one rank's part of any data."""
     if isinstance(data, tf.data.Dataset):
         return _divided(data, None, by, rank, size)
     is_sequence = isinstance(data, keras.utils.PyDataset)
@@ -157,7 +153,7 @@ def _divided(
 
 
 def _are_too_few(data: Any, size: int) -> bool:
-    """Whether there are fewer files than ranks; then the first rank warns."""
+    """Tell whether there are fewer files than ranks; then the first rank warns."""
     count = length_of(data)
     if count is None or count >= size:
         return False
