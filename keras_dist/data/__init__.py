@@ -1,4 +1,4 @@
-"""Which rows or batches each rank reads: from the user's data to what Keras gets.
+"""From the user's data to the rows or batches that Keras gets on each rank.
 
 What the user gave becomes a `Source` (or `Arrays`), a `Division` says which rows or
 batches of it come at each step on each rank, and a `Feed` hands this rank's part to

@@ -59,7 +59,7 @@ class Arrays:
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether at least one array is a memory-mapped file."""
+        """Tell whether at least one array is a memory-mapped file."""
         return any(isinstance(leaf, np.memmap) for leaf in self._leaves())
 
     def row_shapes(self) -> list[tuple[int, ...]]:

@@ -29,7 +29,7 @@ class Channel:
 
 @dataclass(frozen=True)
 class DataPosition:
-    """How far a training has read its data; independent of the number of ranks.
+    """Position of a training in its data, for any number of ranks.
 
     Saved in checkpoints. For data that comes in batches, `row` and `num_rows` count
     batches.
@@ -151,7 +151,7 @@ def batches_of_step(
 
 @dataclass(frozen=True)
 class Division:
-    """Which items all ranks read at each step of a training, new or resumed.
+    """The items that all ranks read at each step of a training, new or resumed.
 
     A pass reads every item once. An epoch may be shorter or longer than a pass, and
     then begins where the epoch before it ended. A resumed training begins with the rest
@@ -159,7 +159,7 @@ class Division:
     shorter than the later ones.
 
     Steps are counted from 0 where this training begins. `span` and `first_step_of`
-    take Python integers and integer tensors alike.
+    take Python integers or integer tensors.
 
     Args:
         total: Items in a pass.
@@ -201,11 +201,11 @@ class Division:
 
         Args:
             position: Where to resume, perhaps saved by another number of ranks; `None`
-                for a new training. The other arguments are those of now.
+                for a new training.
             num_rows: Rows of the data.
             batch_size: Rows of one rank's batch.
             size: Number of ranks.
-            steps: Steps of an epoch; `None` for those of a pass.
+            steps: Steps of an epoch; `None` for the steps of a pass.
 
         Raises:
             ValueError: If `position` is in the middle of an epoch of other data.
@@ -243,7 +243,7 @@ class Division:
 
     @property
     def is_within_epoch(self) -> bool:
-        """Whether the first epoch is shorter, being the rest of one."""
+        """Tell whether the first epoch is shorter, being the rest of one."""
         return self.first_steps < self.steps
 
     @property

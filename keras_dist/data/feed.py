@@ -1,4 +1,4 @@
-"""What one rank passes to Keras instead of the user's data, of any kind."""
+"""Feeds: the arguments for Keras that replace the user's data on one rank."""
 
 import contextlib
 import math
@@ -67,12 +67,12 @@ class Feed:
 
     @property
     def division(self) -> Division | None:
-        """Which rows or batches come at which step, if the feed has a position."""
+        """Division of the rows or batches over steps, if the feed has a position."""
         return self.part.division
 
     @property
     def has_epochs(self) -> bool:
-        """Whether `begin_epoch` must be called before each epoch is read."""
+        """Tell whether `begin_epoch` must be called before each epoch is read."""
         return self.part.epoch is not None
 
     def begin_epoch(self, epoch: int) -> int:
@@ -305,7 +305,7 @@ def hold_out(
 
 @contextlib.contextmanager
 def reading(feeds: Sequence[Feed]) -> Iterator[None]:
-    """Turn errors and warnings about data into those of the user's data, in a block.
+    """Inside the block, raise the error that the user's data raised.
 
     TensorFlow reads the data in a thread and wraps an error of the user's generator in
     a long error of its own: here the original error is raised. Keras warns when data

@@ -35,7 +35,7 @@ from keras_dist.data.stream import StreamReader
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank reads, and where it stands in it.
+    """The data of one rank, and its position in it.
 
     Args:
         data: The batches, in a type that Keras takes.

@@ -36,7 +36,7 @@ _BY_FILE = tf.data.experimental.AutoShardPolicy.FILE.value
 
 @dataclass(frozen=True, eq=False)
 class Presharded:
-    """How a data set was divided before its rows were decoded.
+    """Division of a data set before its rows were decoded.
 
     Args:
         by: `"rows"`: rank r of N has the elements r, r + N, …. `"batches"`: it has the
@@ -62,12 +62,12 @@ class Presharded:
 
     @property
     def has_batches(self) -> bool:
-        """Whether each element is a batch."""
+        """Tell whether each element is a batch."""
         return self.by == "batches" and self.batch_size is None
 
     @property
     def is_by_file(self) -> bool:
-        """Whether the rows of a rank are those of its files."""
+        """Tell whether each rank has the rows of its own files."""
         return self.by in ("files", "source")
 
     def facts(self) -> tuple[object, ...]:
@@ -207,7 +207,7 @@ def length_before_repeat(dataset: tf.data.Dataset) -> float | None:
 
 @dataclass(frozen=True)
 class Rest:
-    """What is left of a pass over presharded data of which some batches were read.
+    """The rest of a pass over presharded data, after some batches.
 
     Args:
         presharded: How the data was divided.

@@ -1,8 +1,8 @@
 """Deal batches to the ranks in turn: rank r of N has the batches r, r + N, ….
 
 If the number of batches is not a multiple of N, fewer than N are left at the end of a
-pass: the *tail*. `Tail` is the one place that decides what a rank makes of it, for data
-sets (`round_robin`), sequences (`sequence`) and streams (`stream`).
+pass: the *tail*. `Tail` is the one place that decides what a rank does with them, for
+data sets (`round_robin`), sequences (`sequence`) and streams (`stream`).
 """
 
 import math
@@ -40,7 +40,7 @@ _ALL_ROWS = 2**30
 
 @dataclass(frozen=True)
 class Tail:
-    """What one rank makes of the tail: fewer batches than ranks, at the end of a pass.
+    """One rank's step of the tail: fewer batches than ranks, at the end of a pass.
 
     In training, all ranks make the same number of steps. So a tail whose rows are
     divided is left out if it has fewer rows than there are ranks; and of whole batches,

@@ -16,7 +16,7 @@ from keras_dist.data.source import Declared, fingerprint_of, standardized
 
 
 class ShardedSequence(Declared, keras.utils.PyDataset):
-    """This rank's batches of a `PyDataset`; those of other ranks are not made.
+    """This rank's batches of a `PyDataset`; no batch of another rank is made.
 
     In step i, rank r of N reads the batch of index i × N + r, and `tail` decides about
     the last batches.
@@ -118,7 +118,7 @@ class ShardedSequence(Declared, keras.utils.PyDataset):
         self.data.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        """Call the user's `on_epoch_end`; it may shuffle, but alike on all ranks.
+        """Call the user's `on_epoch_end`; it may shuffle, the same way on all ranks.
 
         Raises:
             ValueError: On all ranks, if their first batches differ afterwards.

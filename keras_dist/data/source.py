@@ -55,7 +55,7 @@ class DeclaredIterable(Declared):
 
 @dataclass(frozen=True)
 class Agreed:
-    """What the ranks have learned of each other's data.
+    """Facts about the data that the ranks have learned from each other.
 
     Args:
         is_same: Whether batch i is the same on all ranks, or may be taken for it.
@@ -74,7 +74,7 @@ class Agreed:
 
 
 class Source:
-    """Data in batches, whose first batches can be read without being used up.
+    """Data in batches; its first batches can be read without being used up.
 
     A source is to be kept until a pass has been read: it holds what would cut a cache
     in a data set short if it were dropped before (`first_batches`).
@@ -140,7 +140,7 @@ class Source:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether the first batches can be read again."""
+        """Tell whether the first batches can be read again."""
         return not isinstance(self.data, Iterator)
 
     @property
@@ -196,7 +196,7 @@ class Source:
     def fingerprint(self, size: int) -> str:
         """Digest the first batches: equal if the ranks read the same data.
 
-        Of data whose passes differ by their number, the first elements before the
+        If each pass has another order by its seeds, the first elements before the
         shuffle are digested, and `seeds` decide the rest: no pass is begun.
         """
         if self.has_seeded_passes:

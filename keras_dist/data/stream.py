@@ -147,7 +147,7 @@ def _any_rows(spec: Any) -> Any:
 
 
 def _spec_of(*leaves: Any) -> tf.TensorSpec:
-    """Find shape and dtype of arrays; an axis whose lengths differ has any length."""
+    """Find shape and dtype of arrays; where lengths differ, any length is allowed."""
     is_tensor = tf.is_tensor(leaves[0])
     dtype = leaves[0].dtype if is_tensor else np.asarray(leaves[0]).dtype
     lengths = zip(*(leaf.shape[1:] for leaf in leaves), strict=True)

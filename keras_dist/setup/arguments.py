@@ -45,7 +45,7 @@ class KerasArguments:
 
     @property
     def has_validation(self) -> bool:
-        """Whether there is validation data."""
+        """Tell whether there is validation data."""
         return self.validation_data is not None or bool(self.validation_split)
 
 

@@ -129,7 +129,7 @@ def prepare(
 
     Args:
         model: The compiled model.
-        fit: The arguments of `dist_fit` that are those of `Model.fit`.
+        fit: The arguments of `dist_fit` that `Model.fit` has too.
         options: All other arguments of `dist_fit`.
         spec: How data is divided among the ranks.
 

@@ -67,7 +67,7 @@ def shard(
             that the global batches are not those of one process, and it is its own
             affair how many rows they have. With fewer files than ranks, nothing is
             divided here, with a warning.
-        process_set: As of `dist_fit`: the ranks that train on this data.
+        process_set: The ranks that train on this data, as in `dist_fit`.
 
     Returns:
         A function for `tf.data.Dataset.apply`. If data was passed, this rank's part: a
