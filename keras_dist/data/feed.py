@@ -132,34 +132,27 @@ def training_feed(
     per_step = -(-arrays.num_rows // steps_per_epoch) if steps_per_epoch else None
     batch_size = _checked_batch_size(batch_size or per_step or _BATCH_SIZE)
     steps_per_pass = -(-arrays.num_rows // batch_size)
+    plan = Rows(
+        "arrays, already split" if spec.size > 1 else "arrays",
+        batch_size=batch_size,
+        total=arrays.num_rows,
+        steps_before=steps_per_epoch,
+        steps=min(steps or steps_per_pass, steps_per_pass),
+        rule=rule,
+    )
+    facts: dict[str, Any] = {"the shapes of the rows": arrays.row_shapes()}
     is_sharded = spec.size > 1 or spec.keeps_position
     if not is_sharded or spec.shard == "none":
         given = {"x": x, "y": y, "sample_weight": sample_weight, "shuffle": shuffle}
-        given |= {"batch_size": batch_size, "steps_per_epoch": steps}
-        own_steps = min(steps or steps_per_pass, steps_per_pass)
+        facts["the batches of a pass over its rows"] = steps_per_pass
         return Feed(
-            given,
-            Rows(
-                "arrays, already split" if spec.size > 1 else "arrays",
-                batch_size=batch_size,
-                total=arrays.num_rows,
-                steps_before=steps_per_epoch,
-                steps=own_steps,
-                rule=rule,
-            ),
-            Part(x, own_steps),
+            given | {"batch_size": batch_size, "steps_per_epoch": steps},
+            plan,
+            Part(x, plan.steps),
             arrays,
             rows_at=lambda _, __, batch: arrays.find_rows(batch),
-            facts={
-                "the shapes of the rows": arrays.row_shapes(),
-                "the batches of a pass over its rows": steps_per_pass,
-                "the steps of an epoch": steps,
-            },
+            facts=facts | {"the steps of an epoch": steps},
         )
-    has_classes = hasattr(y, "shape") and len(y.shape) <= 2
-    weighs_rows = bool(class_weight and has_classes and sample_weight is None)
-    if weighs_rows:
-        arrays = replace(arrays, sample_weight=weights_of_rows(y, class_weight or {}))
     division = Division.of_rows(
         spec.position,
         arrays.num_rows,
@@ -167,31 +160,28 @@ def training_feed(
         size=spec.size,
         steps=steps,
     )
+    facts["the number of rows"] = arrays.num_rows
+    facts["the batch size"] = batch_size
+    facts["the steps of an epoch"] = division.steps
+    # They are part of the data set: Keras accepts none of them beside one.
+    replaced = ["y", "sample_weight", "batch_size", "steps_per_epoch"]
+    has_classes = hasattr(y, "shape") and len(y.shape) <= 2
+    if class_weight and has_classes and sample_weight is None:
+        arrays = replace(arrays, sample_weight=weights_of_rows(y, class_weight))
+        facts["`class_weight`"] = class_weight
+        replaced.append("class_weight")
     order = RowOrder(division, spec.rank, shuffle, spec.seed)
     epoch = tf.Variable(division.epoch, dtype=tf.int64, trainable=False)
     dataset = order.dataset(arrays, epoch)
-    facts = {
-        "the number of rows": arrays.num_rows,
-        "the shapes of the rows": arrays.row_shapes(),
-        "the batch size": batch_size,
-        "the steps of an epoch": division.steps,
-    }
-    # They are part of the data set: Keras accepts none of them beside one.
-    names = ["y", "sample_weight", "batch_size", "steps_per_epoch"]
-    if weighs_rows:
-        names.append("class_weight")
-        facts["`class_weight`"] = class_weight
     return Feed(
-        dict.fromkeys(names) | {"x": dataset, "shuffle": False},
-        Rows(
-            "arrays, sharded by row, " + ("shuffled" if shuffle else "in order"),
-            batch_size=batch_size,
-            total=arrays.num_rows,
+        dict.fromkeys(replaced) | {"x": dataset, "shuffle": False},
+        replace(
+            plan,
+            kind="arrays, sharded by row, " + ("shuffled" if shuffle else "in order"),
             of_rank=division.items_of_rank(spec.rank),
             left_out=division.left_out,
             steps_before=steps_per_epoch or steps_per_pass,
             steps=division.steps,
-            rule=rule,
         ),
         Part(dataset, division.steps, division, epoch),
         arrays,

@@ -131,7 +131,7 @@ def test_divided_data_is_evaluated_and_predicted(world, rows, make_model):
     model = make_model()
     many = keras_dist.DistributedModel(model)
     decoder = Decoder()
-    for count in (32, 1):
+    for count in (32, 28, 1):
         expected = model.evaluate(2 * x[:count], y[:count], verbose=0)
         predicted = model.predict(2 * x[:count], verbose=0)
         for kind, data in sources(x[:count], y[:count], decoder).items():
