@@ -272,7 +272,7 @@ def validation_feed(
 
 def hold_out(
     x: Any, y: Any, sample_weight: Any, validation_split: float
-) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any]]:
+) -> list[tuple[Any, ...]]:
     """Split training and validation data, as `validation_split` of `Model.fit` does.
 
     Returns:
@@ -286,11 +286,8 @@ def hold_out(
             "`validation_split` needs arrays. "
             f"Received: x of type {type(x).__name__}. Pass `validation_data` instead."
         )
-    training, validation = Arrays.of(x, y, sample_weight).split(validation_split)
-    return (
-        (training.x, training.y, training.sample_weight),
-        (validation.x, validation.y, validation.sample_weight),
-    )
+    parts = Arrays.of(x, y, sample_weight).split(validation_split)
+    return [tuple(part.pieces().values()) for part in parts]
 
 
 @contextlib.contextmanager
