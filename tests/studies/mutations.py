@@ -407,7 +407,7 @@ MUTATIONS = [
         "data/source.py",
         "return list(dataset.take(count))",
         "return list(itertools.islice(dataset, count))",
-        ("../test_looks.py", "windows"),
+        ("../data/test_looks.py", "windows"),
     ),
     Mutation(
         "data: a pass that ends too early is an error",
