@@ -1,7 +1,7 @@
 """Collectives, ranks and devices: the only part of the package that uses Horovod.
 
-- `world`: rank, size, local rank and local size, read from the launcher's variables
-- `srun`: how tasks of SLURM meet that no launcher of ours has started
+- `world`: rank, size, local rank and local size, read from the launcher's variables;
+  how tasks of SLURM meet that no launcher of ours has started
 - `devices`: choose the GPU of this rank, or its CPU threads and cores
 - `runtime`: state of this process: its device, and its link to the other ranks
 - `transport`: the only file that imports Horovod; one thin function per collective

@@ -7,15 +7,17 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from keras_dist.comm import srun, transport
+from keras_dist.comm import transport
 from keras_dist.comm.devices import Device, choose_device, is_unbound
 from keras_dist.comm.world import (
+    SRUN,
     World,
     check_not_elastic,
     check_not_stranded,
     identity,
     is_elastic,
     launched,
+    meet_by_slurm,
 )
 from keras_dist.launch import monitor
 from keras_dist.launch.monitor import seeds
@@ -102,8 +104,8 @@ def start(*, has_process_sets: bool = False, may_be_elastic: bool = False) -> Wo
                     "again: it would crash. Received: a call that needs the other "
                     "ranks. Call `shutdown` at the end of the script."
                 )
-            if from_launcher[0] == srun.LAUNCHER:
-                srun.meet()
+            if from_launcher[0] == SRUN:
+                meet_by_slurm()
                 _mark_process()
             _connect(*from_launcher, has_process_sets=has_process_sets)
     return _link_and_world()[1]

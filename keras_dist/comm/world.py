@@ -1,11 +1,47 @@
 """Rank and size of a process, and how launchers pass them in the environment."""
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from keras_dist.comm.srun import LAUNCHER
 from keras_dist.launch.environments.slurm import can_meet, task_of
+
+SRUN = "srun"
+
+# The store of the job is a process of the first rank, which ends with it.
+_processes: list[subprocess.Popen[str]] = []
+
+
+def meet_by_slurm() -> None:
+    """Set the variables by which Horovod finds the other tasks of this step.
+
+    Raises:
+        RuntimeError: If the tasks cannot meet.
+    """
+    task = task_of()
+    assert task is not None
+    process = subprocess.Popen(
+        [sys.executable, "-m", "keras_dist", "slurm-task"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError(
+            "The tasks of this step of SLURM could not meet; the cause was printed "
+            f"above. Received: task {task.number} of {sum(task.counts)}, on "
+            f"{task.nodes[task.node]}. Start the script by `srun keras-dist run`, or "
+            "remove SLURM's variables from the environment of tasks that are to train "
+            "side by side."
+        )
+    os.environ.update({**json.loads(line), **task.environment()})
+    _processes.append(process)
+
 
 # Variables that each launcher sets: rank, size, local rank, local size.
 _LAUNCHERS = {
@@ -99,7 +135,7 @@ def launched(environ: Mapping[str, str] | None = None) -> tuple[str, World] | No
             )
     task = task_of(environ)
     if task is not None and sum(task.counts) > 1 and can_meet(environ):
-        return LAUNCHER, World(
+        return SRUN, World(
             rank=task.number,
             size=sum(task.counts),
             local_rank=task.local,

@@ -9,9 +9,8 @@ differs.
 - `ops`: `Average`, `Sum`, …, and `Compression`
 - `collectives`: `allreduce`, `allgather`, `broadcast`, of values, variables, objects,
   and of several at once
-- `gradients`: how gradients are averaged, and the average
+- `gradients`: how gradients are averaged; `DistributedGradientTape`
 - `optimizer`: `DistributedOptimizer`, `PartialDistributedOptimizer`, and their mixin
-- `tape`: `DistributedGradientTape`, `PartialDistributedGradientTape`
 - `callbacks`: Horovod's callbacks, those of the learning rate, too
 - `metrics`: metrics that are no means, over the rows of all ranks
 - `loading`: `load_model`, also of what Keras 2 has written; what `compile` does more
@@ -59,6 +58,10 @@ from keras_dist.horovod.collectives import (
     grouped_reducescatter,
     reducescatter,
 )
+from keras_dist.horovod.gradients import (
+    DistributedGradientTape,
+    PartialDistributedGradientTape,
+)
 from keras_dist.horovod.loading import install, load_model
 from keras_dist.horovod.ops import (
     Adasum,
@@ -80,10 +83,6 @@ from keras_dist.horovod.process_sets import (
     remove_process_set,
 )
 from keras_dist.horovod.sync_batch_norm import SyncBatchNormalization
-from keras_dist.horovod.tape import (
-    DistributedGradientTape,
-    PartialDistributedGradientTape,
-)
 
 __all__ = [
     "Adasum",

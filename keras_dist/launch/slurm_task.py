@@ -1,6 +1,6 @@
 """Where each task of SLURM is a rank: the process by which the tasks meet.
 
-`comm/srun.py` starts one in each rank. That of the first task has the store.
+`comm/world.py` starts one in each rank. That of the first task has the store.
 """
 
 import json

@@ -11,11 +11,9 @@ and *scale* its rate while it updates.
 - `accumulation`: gradient accumulation with one allreduce for each update
 - `local_steps`: local SGD, which averages weights after every k steps
 - `options`: `Averaging`, the options of all of these
-- `stop_request`: a request to stop, which is sent with the gradients
+- `instruments`: what a step carries: stop request, stopwatch, guard against NaN
 - `step_context`: the context that a train step passes to `apply`; `replaced_methods`:
   methods of Keras and TensorFlow that are replaced in such a step
-- `nan_guard`: leave out updates whose gradients are not finite
-- `stopwatch`: times of each step, measured inside the graph
 - `nested`: the optimizers of a model, and those inside an optimizer
 """
 
@@ -41,11 +39,11 @@ from keras_dist.optimizer.attach import (
     update,
     watch,
 )
+from keras_dist.optimizer.instruments import Guard, Hit, StopRequest, Stopwatch
 from keras_dist.optimizer.local_steps import (
     synchronize_replicas,
     uses_local_sgd,
 )
-from keras_dist.optimizer.nan_guard import Guard, Hit
 from keras_dist.optimizer.nested import (
     leaves,
     nested_optimizers,
@@ -64,8 +62,6 @@ from keras_dist.optimizer.rate import (
 )
 from keras_dist.optimizer.reduce import AveragingState, reduce_gradients
 from keras_dist.optimizer.sparse import with_shape
-from keras_dist.optimizer.stop_request import StopRequest
-from keras_dist.optimizer.stopwatch import Stopwatch
 
 __all__ = [
     "ReducesGradients",

@@ -11,9 +11,7 @@ import tensorflow as tf
 from keras_dist import comm
 
 if TYPE_CHECKING:
-    from keras_dist.optimizer.nan_guard import Guard
-    from keras_dist.optimizer.stop_request import StopRequest
-    from keras_dist.optimizer.stopwatch import Stopwatch
+    from keras_dist.optimizer.instruments import Guard, StopRequest, Stopwatch
 
 
 @dataclass(frozen=True)

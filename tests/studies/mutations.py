@@ -61,7 +61,7 @@ MUTATIONS = [
     ),
     Mutation(
         "NaN: metrics and statistics of a skipped batch are restored",
-        "optimizer/nan_guard.py",
+        "optimizer/instruments.py",
         "self._is_left_out.assign(True)",
         "pass",
         ("test_nan_report.py", "no_such_batch"),
@@ -75,7 +75,7 @@ MUTATIONS = [
     ),
     Mutation(
         "stop: a request is sent with the gradients",
-        "optimizer/stop_request.py",
+        "optimizer/instruments.py",
         "self._agreed.assign_add(tf.cast(total, self._agreed.dtype))",
         "pass",
         ("test_every_callback.py", "stop_request_at"),

@@ -1,14 +1,155 @@
-"""Leave an update out, on all ranks, if a rank's gradients are not finite."""
+"""What a train step carries: a stop request, a stopwatch, a guard against NaN."""
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_dist.optimizer.nested import nested_optimizers
 from keras_dist.optimizer.step_context import own_variable
+
+
+class StopRequest:
+    """The stop request of one rank, until all ranks act on it after the same step.
+
+    If one rank left Keras's loop first, the others would wait for it in the next
+    allreduce. So a request goes through three states:
+
+    1. *requested*: this rank has called `ask`, or `ask_to_save` for a checkpoint;
+    2. *agreed*: the sum of all requests came with the gradients of an update
+       (`collect`), on all ranks in the same step;
+    3. *done*: the ranks act on it (`grant`, `clear`).
+    """
+
+    def __init__(self) -> None:
+        # On the CPU, since it is read after each batch. Keras does not save it.
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._own = own_variable(0.0)
+            self._agreed = own_variable(0.0)
+        self._is_asked = False
+        self._is_collective = False
+
+    @property
+    def is_asked(self) -> bool:
+        """True if this rank has requested to stop."""
+        return self._is_asked
+
+    @property
+    def is_collective(self) -> bool:
+        """True if this rank stops only when all ranks have agreed."""
+        return self._is_collective
+
+    def make_collective(self, is_collective: bool) -> None:
+        """Set whether all ranks have to agree before a request ends the training."""
+        self._is_collective = is_collective
+
+    def ask(self, is_asked: bool) -> None:
+        """Request to stop, or withdraw the request; sent with the next update."""
+        self._is_asked = is_asked
+        with tf.init_scope():
+            self._own.assign(float(is_asked))
+
+    def ask_to_save(self) -> None:
+        """Make all ranks gather their save requests after the next update."""
+        self._own.assign(1.0)
+
+    def as_tensor(self, dtype: Any) -> Any:
+        """1 if this rank has a request, else 0: a scalar tensor, to be summed."""
+        return tf.cast(self._own.read_value(), dtype)
+
+    def collect(self, total: Any) -> None:
+        """Store the sum of all ranks' requests, in an update that all ranks make."""
+        self._agreed.assign_add(tf.cast(total, self._agreed.dtype))
+
+    def is_agreed(self) -> bool:
+        """Tell whether a request of some rank has reached all ranks; equal on all."""
+        return tf.executing_eagerly() and float(self._agreed.numpy()) > 0
+
+    def grant(self, model: Any, *, is_agreed: bool) -> None:
+        """Set `stop_training` of `model` for Keras's loop; equal on all ranks.
+
+        This rank's own request stays until it is withdrawn.
+        """
+        model.__dict__["stop_training"] = is_agreed
+        self._agreed.assign(0.0)
+
+    def clear(self) -> None:
+        """Drop requests that were acted on; all ranks call this after the same step."""
+        self._own.assign(0.0)
+        self._agreed.assign(0.0)
+
+
+_CAPACITY = 2**18  # steps of an epoch that are recorded; later ones are not
+
+
+class Stopwatch:
+    """Records when each step's data was ready, and how long its exchange took.
+
+    `has_traced` is true if a step was traced in this epoch.
+    """
+
+    def __init__(self) -> None:
+        self.has_traced = False
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._steps, self._arrivals, self._seconds = (
+                own_variable(tf.zeros(shape, dtype))
+                for shape, dtype in (
+                    ([], tf.int64),
+                    ([_CAPACITY], tf.float64),
+                    ([_CAPACITY], tf.float64),
+                )
+            )
+
+    def reset(self) -> None:
+        """Begin an epoch."""
+        self._steps.assign(0)
+        self.has_traced = False
+
+    def begin_step(self, data: Any) -> Any:
+        """Record that a step has its data; return the data for what comes after."""
+        self.has_traced |= not tf.executing_eagerly()
+        leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
+        index = tf.minimum(self._steps.read_value(), _CAPACITY - 1)
+        now = _time_after(leaves)
+        self._arrivals.scatter_update(tf.IndexedSlices(now, index))
+        self._seconds.scatter_update(tf.IndexedSlices(tf.zeros([], now.dtype), index))
+        self._steps.assign_add(1)
+        with tf.control_dependencies([now]):
+            # Otherwise TensorFlow might read the clock when the step is nearly over.
+            return tf.nest.map_structure(
+                lambda leaf: None if leaf is None else tf.identity(leaf), data
+            )
+
+    def begin_exchange(self, gradients: Sequence[Any]) -> Any:
+        """Return the time at which this rank's gradients are ready."""
+        return _time_after(gradients)
+
+    def end_exchange(self, begin: Any, results: Sequence[Any]) -> None:
+        """Add the seconds from `begin` until the averaged gradients are ready."""
+        seconds = _time_after(results) - begin
+        index = tf.minimum(self._steps.read_value(), _CAPACITY) - 1
+        self._seconds.scatter_add(tf.IndexedSlices(seconds, index))
+
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
+        """For each step, the time at which its data was ready, and seconds of exchange.
+
+        The times are those of `time.time()`.
+        """
+        steps = min(int(self._steps.numpy()), _CAPACITY)
+        return self._arrivals.numpy()[:steps], self._seconds.numpy()[:steps]
+
+
+def _time_after(tensors: Sequence[Any]) -> Any:
+    tensors = [tensor for tensor in tensors if tensor is not None]
+    if tf.executing_eagerly():
+        return tf.timestamp()
+    with tf.control_dependencies(
+        [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]
+    ):
+        return tf.timestamp()
 
 
 @dataclass(frozen=True)
