@@ -10,7 +10,6 @@ import tensorflow as tf
 from keras_dist import comm, mixin
 from keras_dist.horovod.collectives import is_reduced, mark_reduced, no_autograph
 from keras_dist.horovod.ops import Average, Compression, ReduceOp, Sum, chosen
-from keras_dist.horovod.optimizer import layers_of
 from keras_dist.horovod.process_sets import ProcessSet, among, global_process_set
 from keras_dist.optimizer import Averaging, with_shape
 from keras_dist.optimizer.reduce import exchange
@@ -125,6 +124,24 @@ def reduce_gradients(
             dtype = gradients[index].dtype
             result[index] = mark_reduced(tf.cast(gradient, dtype))
         return result
+
+
+def layers_of(local_layers: Any) -> Sequence[Any]:
+    """A list of layers.
+
+    Raises:
+        ValueError: If it holds something else.
+    """
+    if isinstance(local_layers, keras.layers.Layer):
+        return [local_layers]
+    layers = list(local_layers or ())
+    for layer in layers:
+        if not isinstance(layer, keras.layers.Layer):
+            raise ValueError(
+                "`local_layers` must be a layer or a list of layers. "
+                f"Received: {layer!r} of type {type(layer).__name__}"
+            )
+    return layers
 
 
 def is_local(variable: Any, local: Collection[int]) -> bool:

@@ -9,7 +9,12 @@ import tensorflow as tf
 
 from keras_dist import comm, mixin
 from keras_dist.horovod.collectives import no_autograph
-from keras_dist.horovod.gradients import Settings, check_groups, reduce_gradients
+from keras_dist.horovod.gradients import (
+    Settings,
+    check_groups,
+    layers_of,
+    reduce_gradients,
+)
 from keras_dist.horovod.ops import Average, Compression, chosen
 from keras_dist.horovod.process_sets import ProcessSet, global_process_set
 from keras_dist.optimizer import (
@@ -127,24 +132,6 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's own name
     layers = layers_of(local_layers)
     comm.init()
     return average(_copied(optimizer), settings, local_layers=layers)
-
-
-def layers_of(local_layers: Any) -> Sequence[Any]:
-    """A list of layers.
-
-    Raises:
-        ValueError: If it holds something else.
-    """
-    if isinstance(local_layers, keras.layers.Layer):
-        return [local_layers]
-    layers = list(local_layers or ())
-    for layer in layers:
-        if not isinstance(layer, keras.layers.Layer):
-            raise ValueError(
-                "`local_layers` must be a layer or a list of layers. "
-                f"Received: {layer!r} of type {type(layer).__name__}"
-            )
-    return layers
 
 
 def _copied(optimizer: Any) -> Any:
