@@ -26,6 +26,7 @@ from keras_dist.tools.migrate.script import (
     canonical,
     dotted,
     method_of,
+    owner_of,
 )
 
 _METHODS = {
@@ -71,7 +72,7 @@ def change_compile(old: cst.Call, new: cst.Call, script: Script) -> Node:
     if _is_of_numbers(third.value, script):
         return new  # as in Keras 3
     if not _are_metrics(third.value, script):
-        if not script.is_model(old.func.value):  # type: ignore[attr-defined]
+        if not script.is_model(owner_of(old)):
             return new
         reason = "the third argument of compile was metrics, and is loss_weights now"
         script.left(old, reason, "Pass metrics= by its name")
@@ -327,14 +328,12 @@ def _list_rate(call: cst.Call, script: Script) -> None:
 
 def change_variables(old: cst.Call, new: cst.Call, script: Script) -> Node:
     """`optimizer.variables()`, which is a property of Keras 3."""
-    func = new.func
-    if old.args or not isinstance(func, cst.Attribute):
+    if old.args or method_of(old) != "variables":
         return new
-    before = cst.ensure_type(old.func, cst.Attribute)
-    if before.attr.value == "variables" and script.is_optimizer(before.value):
-        return func
-    is_known = script.names.of(before) is not None or "variables" in script.functions
-    if before.attr.value == "variables" and not is_known:
+    if script.is_optimizer(owner_of(old)):
+        return new.func
+    is_known = script.names.of(old.func) or "variables" in script.functions
+    if not is_known and isinstance(new.func, cst.Attribute):
         reason = "variables of Keras 3's optimizers is no method"
         script.left(old, reason, "Leave out the parentheses, if it is Keras's")
     return new

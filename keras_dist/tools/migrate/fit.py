@@ -17,7 +17,7 @@ from keras_dist.tools.migrate.arguments import (
 )
 from keras_dist.tools.migrate.command import Migrated
 from keras_dist.tools.migrate.plan import ADDS, AVERAGE, BROADCAST, OPTIMIZER, Plan
-from keras_dist.tools.migrate.script import Script, count_uses, dotted
+from keras_dist.tools.migrate.script import Script, count_uses, dotted, owner_of
 
 
 def migrate(source: bytes) -> Migrated:
@@ -57,13 +57,11 @@ def _lines_before(old: bytes, new: bytes) -> Callable[[int], int]:
     return lambda line: lines.get(line, line)
 
 
-def _added(line: cst.CSTNode) -> Sequence[cst.Arg]:
+def _added(line: Any) -> Sequence[cst.Arg]:
     """Return what a line such as `callbacks.append(…)` adds to a list, if it does."""
     if not m.matches(line, m.SimpleStatementLine([m.Expr(ADDS)])):
         return ()
-    statement = cst.ensure_type(line, cst.SimpleStatementLine).body[0]
-    call = cst.ensure_type(statement, cst.Expr).value
-    return cst.ensure_type(call, cst.Call).args
+    return line.body[0].value.args
 
 
 class _Rewrite(cst.CSTTransformer):
@@ -203,7 +201,7 @@ class _Rewrite(cst.CSTTransformer):
         """`dataset.shard(…)`, `hvd.DistributedOptimizer(…)`, `model.fit(…)`."""
         func = original_node.func
         if original_node in self._plan.data.shards:
-            return cst.ensure_type(updated_node.func, cst.Attribute).value
+            return owner_of(updated_node)
         is_size = self._script.is_call(original_node, "hvd.size")
         if is_size and original_node in self._plan.steps:
             self._plan.finish(original_node)
@@ -219,7 +217,7 @@ class _Rewrite(cst.CSTTransformer):
         comma = cst.Comma(whitespace_after=call.whitespace_before_args)
         if isinstance(call.whitespace_before_args, cst.SimpleWhitespace):
             comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-        model = cst.Arg(value=cst.ensure_type(call.func, cst.Attribute).value)
+        model = cst.Arg(value=owner_of(call))
         if call.args:
             model = model.with_changes(comma=comma)
         func = cst.Attribute(value=cst.Name("keras_dist"), attr=cst.Name("dist_fit"))

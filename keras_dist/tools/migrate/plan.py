@@ -3,14 +3,21 @@
 Whatever is not understood is a reason to leave the script as it is.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import libcst as cst
 from libcst import matchers as m
 
 from keras_dist.tools.migrate.arguments import keyword, literal, passed
 from keras_dist.tools.migrate.command import Finding
-from keras_dist.tools.migrate.script import Script, dotted, inside, method_of, walk
+from keras_dist.tools.migrate.script import (
+    Script,
+    dotted,
+    inside,
+    method_of,
+    owner_of,
+    walk,
+)
 
 BY_HAND = "Change it by hand, or migrate without --to"
 
@@ -133,7 +140,7 @@ class Plan:
         self.refusals: list[Finding] = []
         self._script = script
         self._compiled: cst.BaseExpression | None = None  # its optimizer
-        self.data = Data(script)
+        self.data = Data(script, self.refuse)
         self._refuse_what_differs()
         self.fits = [one for one in self._script.calls if self._is_fit(one)]
         if len(self.fits) != 1:
@@ -219,20 +226,14 @@ class Plan:
 
     def _is_fit(self, node: cst.Call) -> bool:
         """Tell whether this is `fit` of a model, or of what may be one."""
-        if not m.matches(node.func, m.Attribute(attr=m.Name("fit"))):
+        owner = owner_of(node)
+        if method_of(node) != "fit" or self._script.names.of(owner) is not None:
             return False
-        owner = cst.ensure_type(node.func, cst.Attribute).value
         values = self._script.values(dotted(owner) or "")
-        names = [self._maker(value) for value in values]
-        # Made by another library, as a `StandardScaler()`.
-        is_other = bool(names) and all(
-            name is not None and not name.startswith(("keras", "tf")) for name in names
-        )
-        return not is_other and self._script.names.of(owner) is None
-
-    def _maker(self, value: cst.BaseExpression | None) -> str | None:
-        return (
-            self._script.names.of(value.func) if isinstance(value, cst.Call) else None
+        names = [self._script.maker(value) for value in values]
+        # Another library makes its own, as a `StandardScaler()`.
+        return not names or any(
+            name is None or name.startswith(("keras", "tf")) for name in names
         )
 
     def _look_at_fit(self, fit: cst.Call) -> None:
@@ -285,9 +286,8 @@ class Plan:
         script = self._script
         compiles = [
             one
-            for one in self._script.calls
-            if m.matches(one.func, m.Attribute(attr=m.Name("compile")))
-            and script.names.of(one.func) is None
+            for one in script.calls
+            if method_of(one) == "compile" and script.names.of(one.func) is None
         ]
         if len(compiles) != 1:
             reason = (
@@ -296,12 +296,9 @@ class Plan:
             self.refuse(compiles[1] if compiles else fit, reason)
             return
         compiled = passed(compiles[0], "optimizer", 0)
-        by_name = self._reaching(compiled)
-        is_ours = all(self._maker(one) == OPTIMIZER for one in by_name)
-        fitted, made = (
-            cst.ensure_type(one.func, cst.Attribute).value for one in (fit, compiles[0])
-        )
-        if not is_ours or not self._is_same(fitted, made):
+        makers = [script.maker(one) for one in script.values_of(compiled)]
+        is_ours = all(maker == OPTIMIZER for maker in makers)
+        if not is_ours or not self._is_same(owner_of(fit), owner_of(compiles[0])):
             reason = "the model that is fitted is not the one that is compiled with "
             self.refuse(compiles[0], f"{reason}hvd.DistributedOptimizer here")
         self._compiled = compiled
@@ -311,9 +308,9 @@ class Plan:
     ) -> bool:
         """Tell whether two expressions are the same model, also through functions."""
         script = self._script
-        name, values = dotted(node), self._reaching(node)
+        name, values = dotted(node), script.values_of(node)
         own = script.values_at(dotted(model) or "", model)
-        loaded = [one for one in values if self._maker(one) in _LOADED]
+        loaded = [one for one in values if script.maker(one) in _LOADED]
         if isinstance(node, cst.Call):
             return self._is_made(node, node, model, depth)
         if depth > 8 or name is None or loaded:
@@ -363,31 +360,18 @@ class Plan:
             )
         return self._is_same(value, model, depth + 1)
 
-    def _reaching(
-        self, node: cst.BaseExpression | None
-    ) -> Sequence[cst.BaseExpression | None]:
-        """Return the values that an expression may have, where it is a name."""
-        name = dotted(node)
-        if node is None or name is None:
-            return [node]
-        return self._script.values_at(name, node)
-
     def _look_at_optimizer(self) -> None:
         """Look at the one optimizer, its rate, and how it averages."""
         script = self._script
-        ours = [
-            one for one in self._script.calls if script.names.of(one.func) == OPTIMIZER
-        ]
-        made = [
-            one for one in self._script.calls if script.optimizer_class(one) is not None
-        ]
+        ours = [one for one in script.calls if script.maker(one) == OPTIMIZER]
+        made = [one for one in script.calls if script.optimizer_class(one) is not None]
         if len(ours) != 1 or len(made) != 1:
             reason = "dist_fit needs one optimizer and one hvd.DistributedOptimizer of "
             reason += f"it, and there are {len(made)} and {len(ours)}"
             self.refuse([script.module, *made, *ours][-1], reason)
             return
         inner = passed(ours[0], "optimizer", 0)
-        values = [one for one in self._reaching(inner) if one is not ours[0]]
+        values = [one for one in script.values_of(inner) if one is not ours[0]]
         if values != made:
             self.refuse(ours[0], "which optimizer this is is not known here")
         for name in {dotted(inner), dotted(self._target_of(ours[0]))} - {None}:
@@ -456,11 +440,10 @@ class Plan:
             elements += [element.value for element in one.elements]
         order = [self._kind(element) for element in elements]
         known = {id(given)}
-        for call in self._script.calls:
-            owner = call.func.value if isinstance(call.func, cst.Attribute) else None
-            if owner is None or given is None or dotted(owner) != dotted(given):
-                continue
-            if m.matches(call, ADDS) and call.args:
+        for call in script.calls:
+            owner = owner_of(call)
+            is_same = owner is not None and dotted(owner) == dotted(given)
+            if is_same and given is not None and m.matches(call, ADDS) and call.args:
                 known.add(id(owner))
                 elements += _elements(call.args)
         for read in script.reads(dotted(given) or ""):
@@ -496,13 +479,11 @@ class Plan:
 
     def _kind(self, node: cst.BaseExpression) -> str | None:
         """Return the class of a callback, also through a name."""
-        kinds = {self._maker(one) for one in self._reaching(node)}
+        kinds = {self._script.maker(one) for one in self._script.values_of(node)}
         return kinds.pop() if len(kinds) == 1 else None
 
     def _look_at_data(self, fit: cst.Call) -> None:
         found = self.data.look(fit)
-        for node, reason in self.data.reasons:
-            self.refuse(node, reason)
         for node in self.data.shards:
             inner = node.args if isinstance(node, cst.Call) else node.slice  # type: ignore[attr-defined]
             for part in inner:
@@ -550,11 +531,11 @@ class Plan:
         self.done |= set(m.findall(node, m.Attribute()))
 
     def _is_scaled(self, node: cst.CSTNode) -> bool:
-        if not m.matches(node, m.BinaryOperation(operator=m.Multiply())):
+        if not isinstance(node, cst.BinaryOperation):
             return False
-        operation = cst.ensure_type(node, cst.BinaryOperation)
-        sides = (operation.left, operation.right)
-        return any(self._script.is_call(side, "hvd.size") for side in sides)
+        sides = (node.left, node.right)
+        is_by_size = any(self._script.is_call(side, "hvd.size") for side in sides)
+        return is_by_size and isinstance(node.operator, cst.Multiply)
 
 
 def _elements(args: Sequence[cst.Arg]) -> list[cst.BaseExpression]:
@@ -583,19 +564,20 @@ class Data:
 
     Args:
         script: The file.
+        refuse: Called with what speaks against a conversion: a node, and why.
     """
 
-    def __init__(self, script: Script):
+    def __init__(self, script: Script, refuse: Callable[[cst.CSTNode, str], None]):
         self.shards: set[cst.CSTNode] = set()
-        self.reasons: list[tuple[cst.CSTNode, str]] = []
         self._script = script
+        self._refuse = refuse
         self._all = {one for one in script.nodes if self.is_shard(one)}
         self._known: dict[cst.CSTNode, bool] = {}
         self._fit: cst.CSTNode = script.module
         self._read: set[cst.CSTNode] = set()
 
     def look(self, fit: cst.Call) -> bool:
-        """Tell whether the data is sharded; obstacles are in `reasons`.
+        """Tell whether the data is sharded.
 
         Args:
             fit: The call of `fit`.
@@ -610,12 +592,9 @@ class Data:
             _arrays_of(passed(fit, "validation_data", 7)), "of the validation data"
         )
         self._check(fit, bool(training), validation)
-        for node in self._all:
-            if node not in self.shards:
-                reason = (
-                    "a rank's part of some data is used for something else than fit"
-                )
-                self.reasons.append((node, reason))
+        reason = "a rank's part of some data is used for something else than fit"
+        for node in self._all - self.shards:
+            self._refuse(node, reason)
         self._check_reads()
         return bool(training)
 
@@ -623,28 +602,24 @@ class Data:
         """List what `dist_fit` reads differently, if it divides the data itself."""
         if validation and not is_sharded:
             reason = "only validation data is sharded, and dist_fit would shard all"
-            self.reasons.append((fit, reason))
+            self._refuse(fit, reason)
         if not is_sharded:
             return
-        split, steps = (
-            keyword(fit, "validation_split"),
-            keyword(fit, "validation_steps"),
-        )
+        split = keyword(fit, "validation_split")
         if split is not None and literal(split.value) != 0:
-            reason = (
-                "validation_split takes the end of each rank's rows here, and of all "
-            )
-            self.reasons.append((fit, f"{reason}rows with dist_fit"))
+            reason = "validation_split takes the end of each rank's rows here, and of "
+            self._refuse(fit, f"{reason}all rows with dist_fit")
+        steps = keyword(fit, "validation_steps")
         has_steps = steps is not None and literal(steps.value) is not None
         if has_steps and passed(fit, "validation_data", 7) and not validation:
             reason = "each rank reads the same validation_steps batches here, and with "
-            self.reasons.append((fit, f"{reason}dist_fit each rank others"))
+            self._refuse(fit, f"{reason}dist_fit each rank others")
 
     def is_shard(self, node: cst.CSTNode) -> bool:
         """Tell whether this is the part of some data that a rank reads."""
         if isinstance(node, cst.Call):
             values: list[cst.CSTNode | None] = [arg.value for arg in node.args]
-            is_method = m.matches(node.func, m.Attribute(attr=m.Name("shard")))
+            is_method = method_of(node) == "shard"
         elif isinstance(node, cst.Subscript) and len(node.slice) == 1:
             index = node.slice[0].slice
             is_method = isinstance(index, cst.Slice) and index.upper is None
@@ -688,11 +663,9 @@ class Data:
         kinds = {kind for _, kind in found}
         for node, kind in found:
             if kind is None:
-                self.reasons.append(
-                    (node, "how this data is sharded is not understood")
-                )
+                self._refuse(node, "how this data is sharded is not understood")
         if None not in kinds and len(kinds) > 1:
-            self.reasons.append((found[0][0], f"only a part {what} is sharded"))
+            self._refuse(found[0][0], f"only a part {what} is sharded")
         return True in kinds
 
     def _is_sharded(self, node: cst.BaseExpression, depth: int = 0) -> bool | None:
@@ -702,7 +675,7 @@ class Data:
         if depth > 8:
             return None
         if self.is_shard(node):
-            inner = _operand(node)
+            inner = node.value if isinstance(node, cst.Subscript) else owner_of(node)  # type: ignore[arg-type]
             if self._is_sharded(inner, depth + 1) is not False:
                 return None
             self.shards.add(node)
@@ -713,14 +686,13 @@ class Data:
             # A shard that is unpacked is not reached, and so a reason by itself.
             kinds = {v is not None and self._is_sharded(v, depth + 1) for v in values}
             return kinds.pop() if len(kinds) == 1 else None
-        if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+        if isinstance(node, cst.Call) and method_of(node):
             return self._is_chain_sharded(node, depth)
         return None
 
     def _is_chain_sharded(self, node: cst.Call, depth: int) -> bool | None:
         """`data.shard(…).map(f).batch(32)`."""
-        func = cst.ensure_type(node.func, cst.Attribute)
-        method, inner = func.attr.value, func.value
+        method, inner = method_of(node), owner_of(node)
         is_batched = self._is_batched(inner)
         allowed = _OF_BATCHES if is_batched else _OF_ELEMENTS
         # A seed gives an order of its own, and a dropped remainder another one.
@@ -738,10 +710,10 @@ class Data:
         if isinstance(node, cst.Name):
             values = self._script.values_at(node.value, node)
             return any(v is not None and self._is_batched(v, depth + 1) for v in values)
-        if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Attribute):
+        if not isinstance(node, cst.Call) or not method_of(node):
             return False
-        is_batch = node.func.attr.value == "batch"
-        return is_batch or self._is_batched(node.func.value, depth + 1)
+        is_batch = method_of(node) == "batch"
+        return is_batch or self._is_batched(owner_of(node), depth + 1)
 
     def _check_reads(self) -> None:
         """List reads of sharded data elsewhere, where it would no longer be a shard."""
@@ -753,18 +725,8 @@ class Data:
                 reaching = self._script.values_at(name, node)
                 is_part = any(v is not None and self._depends(v) for v in reaching)
                 if node not in self._read and is_part:
-                    reason = (
-                        f"{name} is a rank's part here, and all of it with dist_fit"
-                    )
-                    self.reasons.append((node, reason))
-
-
-def _operand(node: cst.CSTNode) -> cst.BaseExpression:
-    """Return the data of which a shard is taken."""
-    if isinstance(node, cst.Subscript):
-        return node.value
-    func = cst.ensure_type(cst.ensure_type(node, cst.Call).func, cst.Attribute)
-    return func.value
+                    reason = "is a rank's part here, and all of it with dist_fit"
+                    self._refuse(node, f"{name} {reason}")
 
 
 def _arrays_of(node: cst.BaseExpression | None) -> list[cst.BaseExpression | None]:

@@ -72,6 +72,11 @@ def method_of(call: cst.Call) -> str:
     return call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
 
 
+def owner_of(call: cst.Call) -> Any:
+    """Return the object of which a method is called, or `None`."""
+    return call.func.value if isinstance(call.func, cst.Attribute) else None
+
+
 @functools.cache
 def _fields(kind: type) -> tuple[str, ...]:
     """Return the fields of a kind of nodes that hold neither spaces nor commas."""
@@ -480,6 +485,17 @@ class Script:
                 found = self._reaching(found, node) if scope is innermost else found
                 return [binding.value for binding in found]
         return []
+
+    def values_of(self, node: Node | None) -> Sequence[Node | None]:
+        """Return the values that an expression may have, by its names; or itself."""
+        name = dotted(node)
+        if node is None or name is None:
+            return [node]
+        return self.values_at(name, node)
+
+    def maker(self, value: cst.CSTNode | None) -> str | None:
+        """Return the name of the function that a value is the result of, if any."""
+        return self.names.of(value.func) if isinstance(value, cst.Call) else None
 
     def _reaching(self, found: list[Binding], node: cst.CSTNode) -> list[Binding]:
         """Return those assignments in the function of a node that are up to date."""

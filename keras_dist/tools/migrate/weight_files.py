@@ -8,7 +8,7 @@ from typing import TypeAlias
 import libcst as cst
 
 from keras_dist.tools.migrate.arguments import keyword, literal, passed
-from keras_dist.tools.migrate.script import Script, dotted, inside, method_of
+from keras_dist.tools.migrate.script import Script, dotted, inside, method_of, owner_of
 
 _SUFFIX = ".weights.h5"
 _KERAS_3 = (_SUFFIX, ".weights.json")  # the second one names shards
@@ -98,8 +98,7 @@ class WeightFiles:
 
     def _list_folder(self, node: cst.Call, found: list[Text]) -> None:
         """`model.save("folder")`."""
-        func = cst.ensure_type(node.func, cst.Attribute)
-        if not self._script.is_model(func.value) or func.attr.value != "save":
+        if method_of(node) != "save" or not self._script.is_model(owner_of(node)):
             return
         for text in found:
             if not _value(text).endswith((*_WHOLE, ".hdf5")):
@@ -244,8 +243,8 @@ class WeightFiles:
         if not isinstance(node, cst.Call) or not node.args:
             return None
         name = dotted(node.func) or ""
-        if isinstance(node.func, cst.Attribute) and node.func.attr.value == "format":
-            return node.func.value
+        if method_of(node) == "format":
+            return owner_of(node)
         if name in ("os.path.join", "str", "Path", "pathlib.Path"):
             return node.args[-1].value
         return None
