@@ -398,7 +398,7 @@ def _with_least(meeting: Meeting, least: int, most: int) -> Meeting:
         raise ValueError(
             "Where a scheduler starts the hosts, `--nnodes` says how few of them are "
             f"enough, and at most as many as there are. Received: --nnodes "
-            f"{least}:{most}, and {meeting.num_hosts} hosts."
+            f"{least}:{most}, and {meeting.num_hosts} tasks."
         )
     return replace(meeting, min_hosts=least)
 
