@@ -2,7 +2,7 @@
 
 import importlib
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,9 @@ from keras_dist.launch.restarts import SETTLE_SECONDS
 
 # Seconds in which a cluster makes a group for which it has resources.
 _RESERVE_SECONDS = 2.0
+
+# Seconds in which the agent of each actor has to join the job.
+_AGENT_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,7 @@ class RayActors(Workers):
         self._growth: Growth | None = None
         self._actors: list[Any] = []
         self._pending: dict[Any, str] = {}  # agents by the answers that are to come
+        self._begun = 0.0
 
     def begin_wait(self) -> None:
         """Start an actor for each worker for which the cluster has resources."""
@@ -154,6 +158,7 @@ class RayActors(Workers):
         headers = self.begin(hosts, number=len(hosts))
         self._actors = _actors(self._ray, self._group, self._need.bundle)
         self._growth = Growth(self._ray, self._need, len(hosts))
+        self._begun = time.monotonic()
         run_agent = runner()
         for actor, header in zip(self._actors, headers, strict=True):
             answer = actor.run.remote(run_agent, header, self._call)
@@ -174,6 +179,13 @@ class RayActors(Workers):
                 ended = f"has ended ({type(error).__name__}: {reason})"
                 found = cause_in(str(error))
                 self.note_lost(name, found[1] if found else ended)
+
+    def look(self, joined: Collection[str], *, is_between_starts: bool) -> None:
+        super().look(joined, is_between_starts=is_between_starts)
+        if time.monotonic() - self._begun > _AGENT_SECONDS:
+            for name in self._pending.values():
+                if name not in self._joined:
+                    self.note_lost(name, f"has no agent after {_AGENT_SECONDS:g} s")
 
     def is_running(self) -> bool:
         return bool(self._pending)

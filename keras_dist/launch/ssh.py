@@ -344,10 +344,12 @@ class SshHosts(Starter):
         # What does not fit into the pipe is taken only when ssh is connected.
         words = [process, header.line()]
         threading.Thread(target=_write, args=words, daemon=True).start()
+        was_lost = host in self._lost
         for other, agent in list(self._agents.items()):
             if agent.host == host and not agent.has_joined:
                 del self._agents[other]
-        self._agents[name] = _Agent(host, process, host in self._lost)
+                was_lost = True  # or each attempt would let a start wait as long
+        self._agents[name] = _Agent(host, process, was_lost)
 
     def pause(self, seconds: float) -> None:
         self._output.pass_on_for(seconds)
