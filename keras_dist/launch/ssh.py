@@ -359,8 +359,8 @@ class SshHosts(Starter):
     ) -> list[str | None]:
         # Where hosts come and go, those of the last start are first: the first one's
         # first rank writes the checkpoints.
-        hosts = list(self._hosts.slots())
-        named = sorted(members, key=lambda name: hosts.index(members[name].host))
+        place = {host: number for number, host in enumerate(self._hosts.slots())}
+        named = sorted(members, key=lambda name: place.get(members[name].host, 0))
         if self._is_elastic:
             kept = [name for name in before if name in members]
             named = list(dict.fromkeys([*filter(None, kept), *named]))
