@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> None:
     report.check("connect", lambda: seen, group="environment")
     listed = gpus.gpus()
     product = _product()  # also makes the process one that nvidia-smi lists
-    found = comm.gather(_own(listed, product))
+    found = comm.gather(_facts(listed, product))
     hosts = [own["host"] for own in found]
     report.check("device", device, found, hosts)
     report.check("memory", memory, found, hosts)
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
     report.check("matmul", matmul, found, hosts)
 
 
-def _own(listed: Sequence[gpus.Gpu], product: Mapping[str, Any]) -> dict[str, Any]:
+def _facts(listed: Sequence[gpus.Gpu], product: Mapping[str, Any]) -> dict[str, Any]:
     """Describe the device of this rank."""
     device = comm.device()
     has_gpu = device.kind == "GPU"
@@ -91,7 +91,9 @@ def device(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
             "Start at most as many ranks on a host as it has GPUs, and give each rank "
             "its own: no CUDA_VISIBLE_DEVICES with one GPU for several ranks.",
         )
-    blind = [r for r, own in enumerate(found) if own["num_listed"] and not _has(own)]
+    blind = [
+        r for r, own in enumerate(found) if own["num_listed"] and not _has_gpu(own)
+    ]
     if blind:
         return failed(
             f"nvidia-smi lists {found[blind[0]]['num_listed']} GPUs, TensorFlow sees "
@@ -99,9 +101,9 @@ def device(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
             "pip install 'tensorflow[and-cuda]', and see that the driver is new enough "
             "for its CUDA; CUDA_VISIBLE_DEVICES must not be empty.",
         )
-    if not any(_has(own) for own in found):
+    if not any(_has_gpu(own) for own in found):
         return _without_gpus(found, hosts)
-    without = [rank for rank, own in enumerate(found) if not _has(own)]
+    without = [rank for rank, own in enumerate(found) if not _has_gpu(own)]
     if without:
         return failed(
             f"a GPU on some ranks, but none on {named(without, hosts)}",
@@ -149,18 +151,18 @@ def memory(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
     strangers = {
         f"{uuid} on {own['host']}: process {process}, {size_in_words(num_bytes)}"
         for own in found
-        if _has(own)
+        if _has_gpu(own)
         for uuid, process, num_bytes in own["computing"]
         if (own["host"], process) not in own_processes
     }
     least = min(found, key=lambda own: own["free"])
     text = f"at least {size_in_words(least['free'])} free"
-    if _has(least) and least["total"]:
+    if _has_gpu(least) and least["total"]:
         text += f" of {size_in_words(least['total'])}"
-    text += " on each GPU" if _has(least) else " on each host"
-    if strangers and len(strangers) > sum(map(_has, found)):
+    text += " on each GPU" if _has_gpu(least) else " on each host"
+    if strangers and len(strangers) > sum(map(_has_gpu, found)):
         strangers = set(sorted(strangers)[:3])
-    if strangers and _sees_itself(found):
+    if strangers and _lists_our_ranks(found):
         return warning(
             f"{text}; others compute on the same GPUs: {'; '.join(sorted(strangers))}",
             "End what is not needed, or choose other GPUs: CUDA_VISIBLE_DEVICES.",
@@ -194,7 +196,7 @@ def cores(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
     for host in dict.fromkeys(hosts):
         own = [each for each in found if each["host"] == host]
         used = [core for each in own for core in each["cores"]]
-        has_double = len(used) > len(set(used)) and not all(map(_has, own))
+        has_double = len(used) > len(set(used)) and not all(map(_has_gpu, own))
         doubled += [host] * has_double
         counts = sorted({len(each["cores"]) for each in own})
         threads = sorted({each["threads"] for each in own} - {0})
@@ -264,10 +266,10 @@ def _product() -> dict[str, Any]:
     }
 
 
-def _has(own: Mapping[str, Any]) -> bool:
+def _has_gpu(own: Mapping[str, Any]) -> bool:
     return bool(own["kind"] == "GPU")
 
 
-def _sees_itself(found: Sequence[Mapping[str, Any]]) -> bool:
+def _lists_our_ranks(found: Sequence[Mapping[str, Any]]) -> bool:
     """Tell whether nvidia-smi lists our ranks; containers have other process ids."""
     return any(own["process"] in [e[1] for e in own["computing"]] for own in found)

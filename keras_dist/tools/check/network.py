@@ -94,24 +94,24 @@ def reach(own: int, hosts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     count = len(hosts)
     others = [(own + step) % count for step in range(1, min(count, _MOST + 1))]
-    return [_reached(index, hosts[index]) for index in others]
+    return [_try_host(index, hosts[index]) for index in others]
 
 
-def _reached(index: int, host: Mapping[str, Any]) -> dict[str, Any]:
-    error, skew, doubt = _asked(host["address"], host)
+def _try_host(index: int, host: Mapping[str, Any]) -> dict[str, Any]:
+    error, skew, doubt = _ask(host["address"], host)
     wrong = {}
     names = dict.fromkeys([host["named"], host["hostname"]])
     for name in names:
-        found = _resolved(name)
+        found = _resolve(name)
         if name in _LOCAL or found in (None, host["address"]) or error:
             continue
-        reason, _, _ = _asked(found, host)
+        reason, _, _ = _ask(found, host)
         if reason:
             wrong[name] = f"{found} ({reason})"
     return {"host": index, "error": error, "wrong": wrong, "skew": skew, "doubt": doubt}
 
 
-def _asked(address: str, host: Mapping[str, Any]) -> tuple[str, float, float]:
+def _ask(address: str, host: Mapping[str, Any]) -> tuple[str, float, float]:
     """Return the error of connecting to a host, and the difference of the clocks.
 
     The last number is the uncertainty of the difference, in seconds.
@@ -130,7 +130,7 @@ def _asked(address: str, host: Mapping[str, Any]) -> tuple[str, float, float]:
     return "", float(clock) - (begin + end) / 2, (end - begin) / 2
 
 
-def _resolved(name: str) -> str | None:
+def _resolve(name: str) -> str | None:
     try:
         return socket.gethostbyname(name)
     except OSError:

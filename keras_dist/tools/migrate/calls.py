@@ -75,7 +75,7 @@ def change_compile(old: cst.Call, new: cst.Call, script: Script) -> Node:
         if not script.is_model(owner_of(old)):
             return new
         reason = "the third argument of compile was metrics, and is loss_weights now"
-        script.left(old, reason, "Pass metrics= by its name")
+        script.leave(old, reason, "Pass metrics= by its name")
         return new
     return _named(new, _COMPILE)
 
@@ -134,9 +134,9 @@ def change_weight(old: cst.Call, new: cst.Call, script: Script) -> Node:
 def list_flag(node: cst.SimpleString, script: Script) -> None:
     """`{"experimental_run_tf_function": False}`."""
     if node.evaluated_value == _FLAG:
-        script.left(node, f"compile of Keras 3 has no {_FLAG}", "Remove the entry")
+        script.leave(node, f"compile of Keras 3 has no {_FLAG}", "Remove the entry")
     if node.evaluated_value == "TF_USE_LEGACY_KERAS":
-        script.left(node, "this chooses Keras 2", "Remove the line")
+        script.leave(node, "this chooses Keras 2", "Remove the line")
 
 
 def change_generator(old: cst.Call, new: cst.Call, script: Script) -> Node:
@@ -147,7 +147,7 @@ def change_generator(old: cst.Call, new: cst.Call, script: Script) -> Node:
     names = _METHODS[method]
     unnamed = [arg for arg in new.args if arg.keyword is None]
     if len(unnamed) > len(names) or any(arg.star for arg in new.args):
-        script.left(
+        script.leave(
             old,
             f"Keras 3 has no {method}, and its arguments here have no names",
             f"Use {method.removesuffix('_generator')}, with arguments by their names",
@@ -199,7 +199,7 @@ def change_checkpoint(old: cst.Call, new: cst.Call, script: Script) -> Node:
             _factor(period.value), cst.Multiply(), _factor(steps)
         )
         return with_value(renamed(new, "period", "save_freq"), "save_freq", value)
-    script.left(
+    script.leave(
         old,
         "ModelCheckpoint of Keras 3 counts batches, not epochs, so it has no period=",
         "Use save_freq=period * steps_per_epoch, without names of val_ in the path",
@@ -253,7 +253,7 @@ def change_optimizer(old: cst.Call, new: cst.Call, script: Script) -> Node:
     rate = passed(new, "learning_rate", 0)
     reason = _why_no_schedule(rate, old, script)
     if reason is not None or rate is None:
-        script.left(
+        script.leave(
             old,
             f"Keras 3 ignores decay= of an optimizer, and {reason}",
             "Pass learning_rate=keras.optimizers.schedules.InverseTimeDecay("
@@ -323,7 +323,7 @@ def _list_rate(call: cst.Call, script: Script) -> None:
     is_class = re.search(r"(^|_)opt(imizer)?_?(type|cls|class|fn)$", words)
     if is_class and not is_known and keyword(call, "lr") is not None:
         reason = f"{name} may be a class of keras.optimizers, which takes no lr="
-        script.left(call, reason, "Pass learning_rate=")
+        script.leave(call, reason, "Pass learning_rate=")
 
 
 def change_variables(old: cst.Call, new: cst.Call, script: Script) -> Node:
@@ -335,7 +335,7 @@ def change_variables(old: cst.Call, new: cst.Call, script: Script) -> Node:
     is_known = script.names.of(old.func) or "variables" in script.functions
     if not is_known and isinstance(new.func, cst.Attribute):
         reason = "variables of Keras 3's optimizers is no method"
-        script.left(old, reason, "Leave out the parentheses, if it is Keras's")
+        script.leave(old, reason, "Leave out the parentheses, if it is Keras's")
     return new
 
 
@@ -347,7 +347,7 @@ def change_legacy_name(old: cst.Attribute, new: cst.Attribute, script: Script) -
     inner = new.value
     if isinstance(inner, cst.Attribute) and inner.attr.value == "legacy":
         return new.with_changes(value=inner.value)
-    script.left(
+    script.leave(
         old,
         "Keras 3 has no optimizers.legacy",
         f"Use keras.optimizers.{name}",
@@ -366,7 +366,7 @@ def change_legacy_import(
         dotted(one.name) in OPTIMIZERS for one in new.names
     ):
         advice = "Import the optimizers from keras.optimizers"
-        script.left(old, "Keras 3 has no optimizers.legacy", advice)
+        script.leave(old, "Keras 3 has no optimizers.legacy", advice)
         return new
     return new.with_changes(module=cst.ensure_type(module, cst.Attribute).value)
 
@@ -466,4 +466,4 @@ def _leave(node: cst.Call, name: str, script: Script) -> None:
         return
     short = name.rpartition(".")[2]
     instead = "variable.assign(value)" if name == _SETS else "variable.numpy()"
-    script.left(node, f"keras.backend of Keras 3 has no {short}", f"Use {instead}")
+    script.leave(node, f"keras.backend of Keras 3 has no {short}", f"Use {instead}")

@@ -111,7 +111,9 @@ class _Rewrite(cst.CSTTransformer):
             return updated_node
         if len(names) > 1:
             advice = "Import Horovod on a line of its own"
-            self._script.left(original_node, "this imports something else, too", advice)
+            self._script.leave(
+                original_node, "this imports something else, too", advice
+            )
         return cst.Import(names=[cst.ImportAlias(name=cst.Name("keras_dist"))])
 
     def leave_ImportFrom(self, original_node: Any, updated_node: Any) -> Any:
@@ -121,7 +123,7 @@ class _Rewrite(cst.CSTTransformer):
             return updated_node
         if module not in ("horovod.tensorflow", "horovod", "keras_dist"):
             advice = "Import the module, as hvd, and use its names by it"
-            self._script.left(original_node, f"single names of {module}", advice)
+            self._script.leave(original_node, f"single names of {module}", advice)
         return cst.Import(names=[cst.ImportAlias(name=cst.Name("keras_dist"))])
 
     def leave_SimpleStatementLine(self, original_node: Any, updated_node: Any) -> Any:

@@ -185,7 +185,7 @@ def _list(node: cst.CSTNode, raw: str, script: Script) -> None:
     advice += [f"Use {one}" for one in found if one is not None]
     advice.append("Look for it in the documentation of Keras 3")
     prefix = "tf." if is_tf else ""
-    script.left(node, f"Keras 3 has no {prefix}{gone}", advice[0])
+    script.leave(node, f"Keras 3 has no {prefix}{gone}", advice[0])
 
 
 def list_star_name(node: cst.Name, script: Script) -> None:
@@ -214,7 +214,7 @@ def list_member(node: cst.Attribute, script: Script) -> None:
         advice = advice or _OF_MODELS.get(word)
     if advice is not None and not script.is_guarded(node):
         reason = f"models, optimizers and metrics of Keras 3 have no {word}"
-        script.left(node, reason, advice)
+        script.leave(node, reason, advice)
 
 
 def list_method(old: cst.ClassDef, script: Script) -> None:
@@ -224,7 +224,7 @@ def list_method(old: cst.ClassDef, script: Script) -> None:
         for node in old.body.body:
             if isinstance(node, cst.FunctionDef) and node.name.value == "reset_states":
                 reason = "Keras 3 does not call reset_states"
-                script.left(node.name, reason, "Name it reset_state")
+                script.leave(node.name, reason, "Name it reset_state")
 
 
 def list_arguments(old: cst.Call, new: cst.Call, script: Script) -> cst.Call:
@@ -234,7 +234,7 @@ def list_arguments(old: cst.Call, new: cst.Call, script: Script) -> cst.Call:
     what = method_of(old) if name is None else name
     for argument, advice in known.get(what, {}).items():
         if keyword(new, argument) is not None:
-            script.left(old, f"{what} of Keras 3 has no {argument}=", advice)
+            script.leave(old, f"{what} of Keras 3 has no {argument}=", advice)
     return new
 
 
@@ -351,7 +351,7 @@ def list_operation(node: cst.Call, script: Script) -> None:
         short = _RENAMED.get(word) or word.rpartition(".")[2].removeprefix("reduce_")
         other = short if short.startswith("random.") else f"ops.{short}"
         advice = f"Use keras.{other}, if there is one, or a layer that calls it"
-        script.left(node, reason, advice)
+        script.leave(node, reason, advice)
 
 
 def _is_symbolic(

@@ -137,7 +137,7 @@ def change_from(
     if isinstance(new.names, cst.ImportStar):
         if module == _PLAIN:
             reason = f"all names of {module}, of which {_NEW} has not all"
-            script.left(old, reason, f"Import {_NEW} as hvd, and use its names")
+            script.leave(old, reason, f"Import {_NEW} as hvd, and use its names")
         _list_other(old, module, script)
         return new
     layers = [one for one in new.names if _is_layer(module, one, script)]
@@ -150,7 +150,7 @@ def change_from(
         rest = rest.with_changes(module=dotted_node(_NEW))
     elif module == "horovod.tensorflow":
         for name in sorted(names & set(MISSING)):
-            script.left(old, f"keras_dist.horovod has no {name}", MISSING[name])
+            script.leave(old, f"keras_dist.horovod has no {name}", MISSING[name])
     for name in sorted(names):
         _list_other(old, f"{module}.{name}", script)
     return _split(rest, layers) if layers else rest
@@ -230,7 +230,7 @@ def _has_all(script: Script, local: str) -> bool:
     uses = [(_used(node, local), node) for node in script.nodes]
     missing = [(name, node) for name, node in uses if name in MISSING]
     for name, node in missing:  # once, although asked for at each use
-        script.left(node, f"keras_dist.horovod has no {name}", MISSING[str(name)])
+        script.leave(node, f"keras_dist.horovod has no {name}", MISSING[str(name)])
     return not missing
 
 
@@ -263,14 +263,14 @@ def _split(
 def _list_other(node: cst.CSTNode, name: str, script: Script) -> None:
     for module, advice in _OTHERS.items():
         if name == module or name.startswith(f"{module}."):
-            script.left(node, f"{module} is left as it is", advice)
+            script.leave(node, f"{module} is left as it is", advice)
             return
 
 
 def _list_text(node: cst.CSTNode, name: str, script: Script) -> None:
     """List a module that is imported by its name in a string."""
     if name == _PLAIN or new_module(name) is not None:
-        script.left(node, f"{name} is imported by its text", f"Import {_NEW}")
+        script.leave(node, f"{name} is imported by its text", f"Import {_NEW}")
     else:
         _list_other(node, name, script)
 
@@ -310,7 +310,7 @@ def change_private(
     if isinstance(module, cst.Attribute) and is_private(text):
         if _are_public(canonical(text), names):
             return new.with_changes(module=module.value)
-        script.left(old, f"{text} is private in Keras 2, and gone", PUBLIC)
+        script.leave(old, f"{text} is private in Keras 2, and gone", PUBLIC)
     is_image = text == _IMAGES and names & _GENERATORS
     if is_image or (text == "keras.preprocessing" and _uses_generators(script)):
         return new.with_changes(module=dotted_node(f"tensorflow.{text}"))
@@ -354,7 +354,7 @@ def _package(
     }
     text = f"{dotted(package)}.{name.value}"
     if not _are_public(canonical(text), used):
-        script.left(old, f"{text} is private in Keras 2, and gone", PUBLIC)
+        script.leave(old, f"{text} is private in Keras 2, and gone", PUBLIC)
         return new
     asname = alias.asname or cst.AsName(name=name)
     alias = alias.with_changes(name=package.attr, asname=asname)

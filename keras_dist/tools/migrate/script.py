@@ -293,7 +293,7 @@ class Script:
         self._bindings: dict[tuple[str, cst.CSTNode], list[Binding]] = {}
         self._bind_all()
 
-    def left(self, node: cst.CSTNode, reason: str, advice: str) -> None:
+    def leave(self, node: cst.CSTNode, reason: str, advice: str) -> None:
         """Note that a line cannot be changed, and what to write instead."""
         self.findings.append(Finding(self.line(node), reason, advice))
 

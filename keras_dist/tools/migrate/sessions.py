@@ -71,10 +71,10 @@ def _list_gone(node: cst.Attribute, name: str, script: Script) -> None:
     line = script.line(node)
     lines = {one.line for one in script.findings if "TensorFlow 1" in one.reason}
     if line not in lines:  # of several names on one line, the innermost
-        script.left(node, f"{name} is of TensorFlow 1", advice)
+        script.leave(node, f"{name} is of TensorFlow 1", advice)
 
 
-class Blocks:
+class SessionLines:
     """Find the lines that give this rank's GPU to a session of Keras.
 
     Args:

@@ -79,9 +79,9 @@ def migrate(source: bytes) -> Migrated:
         imports.note_plain(script)
         return Migrated(source, tuple(script.findings))
     files = WeightFiles(script)
-    blocks = sessions.Blocks(script)
+    lines = sessions.SessionLines(script)
     try:
-        changed = module.visit(_Rewrite(script, files, blocks))
+        changed = module.visit(_Rewrite(script, files, lines))
     except RecursionError as error:
         return Migrated(source, (_unreadable(error),))
     changed = imports.added(changed, script)
@@ -110,11 +110,13 @@ def _unreadable(error: Exception) -> Finding:
 class _Rewrite(cst.CSTTransformer):
     """Apply all rules in one pass, from the inside of each statement out."""
 
-    def __init__(self, script: Script, files: WeightFiles, blocks: sessions.Blocks):
+    def __init__(
+        self, script: Script, files: WeightFiles, lines: sessions.SessionLines
+    ):
         super().__init__()
         self._script = script
         self._texts, self._names = files.changes()
-        self._blocks = blocks
+        self._lines = lines
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         """Try the rules for this kind of node."""
@@ -132,5 +134,5 @@ class _Rewrite(cst.CSTTransformer):
             if type(updated) is type(original):
                 updated = change(original, updated, self._script)
         if isinstance(original, (cst.Module, cst.IndentedBlock)):
-            return self._blocks.change(original, updated)
+            return self._lines.change(original, updated)
         return updated

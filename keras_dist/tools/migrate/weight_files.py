@@ -104,7 +104,7 @@ class WeightFiles:
             if not _value(text).endswith((*_WHOLE, ".hdf5")):
                 reason = f"save of Keras 3 writes no folder, as {_value(text)!r} is"
                 advice = "End the name in .keras, or use model.export"
-                self._script.left(node, reason, advice)
+                self._script.leave(node, reason, advice)
 
     def changes(self) -> tuple[dict[Text, str], dict[str, str]]:
         """Return new texts: of some nodes, and of each string equal to one of them."""
@@ -116,7 +116,7 @@ class WeightFiles:
             if new_name(old) == old:
                 continue
             if old in taken:
-                self._script.left(
+                self._script.leave(
                     text,
                     f"{old!r} is the name of a file of weights, and of a whole model",
                     f"Name the file of weights {new_name(old)!r}",
@@ -141,7 +141,7 @@ class WeightFiles:
                 if isinstance(text, cst.SimpleString) and not old.startswith("."):
                     names[old] = nodes[text]
             elif not old.endswith(_WHOLE):
-                self._script.left(
+                self._script.leave(
                     text,
                     f"ModelCheckpoint of Keras 3 writes no folder, as {old!r} is",
                     "End the name in .keras, also where it is loaded",
@@ -152,7 +152,7 @@ class WeightFiles:
         saved = dict(nodes)
         for call, texts in self._loads:
             if texts is None and nodes:
-                self._script.left(
+                self._script.leave(
                     call,
                     "the name of the file to load is not in this file, and names of "
                     "files of weights are changed",
@@ -163,7 +163,7 @@ class WeightFiles:
                 if text not in nodes and self._is_one_of(text, saved):
                     nodes[text] = new_name(old)
                 if text not in nodes and old not in names and not old.endswith(_READ):
-                    self._script.left(
+                    self._script.leave(
                         text,
                         f"Keras 3 reads no checkpoint of TensorFlow, as {old!r} is",
                         "Load it with Keras 2, and save it to a file .weights.h5",

@@ -163,12 +163,12 @@ class Launch:
         }
         training = folder.training(ranks, repeat)
         printed = folder.log_path(ranks, repeat).read_text(errors="replace")
-        outcome = {**run, **_judged(training, process.returncode, printed)}
+        outcome = {**run, **_judge(training, process.returncode, printed)}
         folder.keep(outcome)
         return {**outcome, "training": training}
 
 
-def _judged(training: dict[str, Any] | None, code: int, printed: str) -> dict[str, str]:
+def _judge(training: dict[str, Any] | None, code: int, printed: str) -> dict[str, str]:
     """Return the state of a run that has ended, and its cause, or a remark.
 
     A script may end with an error after its training, for example in a test of the
