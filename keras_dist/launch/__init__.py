@@ -7,11 +7,10 @@ the ranks, watches them, and is the only loop that starts them again.
 - `function`: `keras_dist.run`, which calls a function on many ranks
 - `command`: the command `keras-dist run`, its options, and which way starts the job
 - `coordinator`: one start after the other, and the first cause of each failure
-- `joined`: hosts whose agents have joined the store; what a `Starter` has to know
-- `agent`: what each host does; by ssh it is the command `host-agent`
+- `joined`: hosts whose agents have joined the store, and which are lost; `Starter`
+- `agent`: what each host does, and its heartbeats; by ssh the command `host-agent`
 - `store`: the key-value store in which hosts and ranks meet, and its client
 - `signing`: signatures and derived secrets
-- `heartbeat`: heartbeats of the agents, by which a lost host is noticed
 - `restarts`: how often and when a job is started again; hosts that are left out
 
 Ways to start:

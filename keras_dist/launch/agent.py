@@ -20,7 +20,6 @@ from typing import Any
 
 from keras_dist.launch import horovod_library, processes
 from keras_dist.launch.failures import LOST_SECONDS, Report, print_message
-from keras_dist.launch.heartbeat import Heartbeat
 from keras_dist.launch.hosts import Member, Slot
 from keras_dist.launch.network import check_own_name, check_reach
 from keras_dist.launch.processes import stopped_by_signals
@@ -33,8 +32,41 @@ from keras_dist.version import __version__
 # some; and between two lines about that.
 _LOOK_SECONDS, _WAIT_SECONDS, _SAY_SECONDS = 0.5, 0.2, 15.0
 
+# Seconds between two heartbeats; and between two looks at the clock: more means that this
+# host was suspended.
+_BEAT_SECONDS, _LONGEST_LOOK = 1.0, 5.0
+
 # Seconds in which an agent that was started by the launcher has to reach the store.
 JOIN_SECONDS = 60.0
+
+
+class Heartbeat(threading.Thread):
+    """In an agent: writes heartbeats to the store.
+
+    Args:
+        store: The store of the job.
+        name: Id of the agent.
+        on_lost: Called once if the store was out of reach for 15 s.
+    """
+
+    def __init__(
+        self, store: StoreClient, name: str, on_lost: Callable[[], None]
+    ) -> None:
+        super().__init__(name="keras_dist.heartbeat", daemon=True)
+        self._store, self._host, self._on_lost = store, name, on_lost
+
+    def run(self) -> None:
+        last, beats = time.monotonic(), 0
+        while True:
+            begin, beats = time.monotonic(), beats + 1
+            if begin - last > LOST_SECONDS + _LONGEST_LOOK:
+                last = begin  # this host was suspended
+            if self._store.put(f"beat.{self._host}", beats):
+                last = time.monotonic()
+            elif time.monotonic() - last > LOST_SECONDS:
+                self._on_lost()
+                return
+            time.sleep(_BEAT_SECONDS)
 
 
 class Agent:

@@ -20,7 +20,6 @@ from keras_dist.launch.failures import (
     ranks_in_words,
     report_of,
 )
-from keras_dist.launch.heartbeat import Presence
 from keras_dist.launch.hosts import Member, Slot, nnodes_text, numbered
 from keras_dist.launch.processes import is_saving, stopped_text
 from keras_dist.launch.ranks import seed_of
@@ -30,7 +29,12 @@ from keras_dist.launch.restarts import (
     taken_back_text,
     waiting_text,
 )
-from keras_dist.launch.store import OwnStoreClient, Store, secret_of_start
+from keras_dist.launch.store import (
+    OwnStoreClient,
+    Store,
+    StoreClient,
+    secret_of_start,
+)
 from keras_dist.version import __version__
 
 _TICK = 0.1
@@ -38,6 +42,9 @@ _TICK = 0.1
 # Seconds between two looks at who is there while ranks run, and between two lines about
 # hosts that are missing.
 _LOOK_SECONDS, _SAY_SECONDS = 0.5, 15.0
+
+# Between two looks at the heartbeats; more means that this machine was suspended.
+_LONGEST_LOOK = 5.0
 
 # Seconds in which a host has to end its ranks and report; the second number if they
 # may save before.
@@ -49,6 +56,51 @@ _SILENT_SECONDS = 5.0
 
 # Seconds for which the store stays until all hosts have seen the end.
 _LEAVE_SECONDS = 10.0
+
+
+class Presence:
+    """In the launcher: when each agent's last heartbeat was seen.
+
+    Args:
+        store: The store of the job.
+    """
+
+    def __init__(self, store: StoreClient) -> None:
+        self._store = store
+        self._begin = self._looked = time.monotonic()
+        # For each agent that has answered: its last heartbeat, and when it was seen.
+        self._seen: dict[str, tuple[int, float]] = {}
+        self._has_warned = False
+
+    def look(self, running: Sequence[str]) -> None:
+        """Read the heartbeats of agents that run, twice a second."""
+        now = time.monotonic()
+        if now - self._looked < _LOOK_SECONDS:
+            return
+        pause = now - self._looked
+        if pause > _LONGEST_LOOK:
+            self._seen = {k: (n, t + pause) for k, (n, t) in self._seen.items()}
+        self._looked = now
+        found = self._store.get_all("beat.") or {}  # one request, however many hosts
+        for number in running:
+            beats = found.get(f"beat.{number}")
+            if beats is not None and self._seen.get(number, (0, 0.0))[0] != beats:
+                self._seen[number] = beats, now
+
+    def lost(self, running: Sequence[str], seconds: float = LOST_SECONDS) -> list[str]:
+        """Return the agents that run, as far as is known, but were silent so long."""
+        return [
+            number
+            for number in running
+            if number in self._seen and self._looked - self._seen[number][1] > seconds
+        ]
+
+    def late(self, running: Sequence[str]) -> list[str]:
+        """Return, once, the agents that have not answered 15 s after the start."""
+        if self._has_warned or time.monotonic() - self._begin < LOST_SECONDS:
+            return []
+        self._has_warned = True
+        return [number for number in running if number not in self._seen]
 
 
 class Starter:

@@ -11,9 +11,8 @@ import pytest
 from keras_dist.launch import agent
 from keras_dist.launch.coordinator import Plan
 from keras_dist.launch.failures import Failure, Report, verdict
-from keras_dist.launch.heartbeat import Presence
 from keras_dist.launch.hosts import slots
-from keras_dist.launch.joined import JoinedHosts
+from keras_dist.launch.joined import JoinedHosts, Presence
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.store import (
     Store,

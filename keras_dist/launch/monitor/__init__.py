@@ -2,14 +2,12 @@
 
 - `record`: where this rank is (epoch, step, collective), readable by other processes
 - `stacks`: Python stacks, and the line of the user's code in them
-- `progress`: how long this rank has made no progress, by its record, CPU time and bytes
 - `watchdog`: a thread that ends the job if no rank makes progress, by the heartbeats
 - `seeds`: one seed for what the scripts of all ranks draw
 - `rank_process`: the process of a rank under `keras-dist run`, which runs the user's
   script; and the report that it writes for the launcher if it fails
 """
 
-from keras_dist.launch.monitor.progress import threads
 from keras_dist.launch.monitor.record import here
 from keras_dist.launch.monitor.watchdog import (
     EXIT_CODE,
@@ -18,6 +16,7 @@ from keras_dist.launch.monitor.watchdog import (
     limit_of,
     set_limit,
     start,
+    threads,
 )
 
 __all__ = [
