@@ -32,7 +32,7 @@ from keras_dist.version import __version__
 # some; and between two lines about that.
 _LOOK_SECONDS, _WAIT_SECONDS, _SAY_SECONDS = 0.5, 0.2, 15.0
 
-# Seconds between two heartbeats; and between two looks at the clock: more means that this
+# Seconds between two heartbeats; between two looks at the clock more means that this
 # host was suspended.
 _BEAT_SECONDS, _LONGEST_LOOK = 1.0, 5.0
 
