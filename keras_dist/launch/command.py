@@ -394,23 +394,24 @@ def _with_least(meeting: Meeting, least: int, most: int) -> Meeting:
     Raises:
         ValueError: If there is another number of hosts.
     """
-    if not 1 <= least <= meeting.num_hosts <= most:
+    if not 1 <= least <= meeting.plan.num_hosts <= most:
         raise ValueError(
             "Where a scheduler starts the hosts, `--nnodes` says how few of them are "
             f"enough, and at most as many as there are. Received: --nnodes "
-            f"{least}:{most}, and {meeting.num_hosts} tasks."
+            f"{least}:{most}, and {meeting.plan.num_hosts} tasks."
         )
-    return replace(meeting, min_hosts=least)
+    return replace(meeting, plan=replace(meeting.plan, min_hosts=least))
 
 
 def _with_restarts(
     command: Command, meeting: Meeting, options: argparse.Namespace
-) -> tuple[Command, Meeting, int]:
+) -> tuple[Command, Meeting]:
     """Return the arguments of `run_meeting`."""
-    command = _with_range(command, meeting.min_hosts, meeting.num_hosts)
-    usual = RESTARTS if meeting.is_elastic else 0
+    plan = meeting.plan
+    usual = RESTARTS if plan.is_elastic else 0
     restarts = usual if options.restarts is None else options.restarts
-    return command, meeting, restarts
+    command = _with_range(command, plan.min_hosts, plan.num_hosts)
+    return command, replace(meeting, plan=replace(plan, restarts=restarts))
 
 
 def _with_range(command: Command, least: int | None, most: int) -> Command:
@@ -431,15 +432,19 @@ def _meeting(options: argparse.Namespace) -> Meeting:
         )
     address, port = meeting_point(options.rdzv)
     least, most = host_range(options.nnodes)
+    plan = Plan(
+        num_hosts=most,
+        min_hosts=least,
+        timeout=options.rdzv_timeout,
+        meeting=f"{address}:{port}",
+    )
     return Meeting(
         address=address,
         port=port,
-        num_hosts=most,
-        min_hosts=least,
+        plan=plan,
         num_ranks=(num_gpus() or 1) if options.np is None else options.np,
         secret=secret_in(options.secret_file),
         number=options.node_rank,
-        timeout=options.rdzv_timeout,
         has_tls=options.tls,
         has_spares=options.spare,
     )

@@ -48,7 +48,7 @@ class Plan:
     """
 
     num_hosts: int
-    restarts: int
+    restarts: int = 0
     timeout: float = 0.0
     meeting: str = ""
     names: Sequence[str] = ()

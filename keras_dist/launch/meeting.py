@@ -43,44 +43,31 @@ class Meeting:
     Args:
         address: Name or address of the first host.
         port: Port of its store.
-        num_hosts: How many hosts the job has, at most.
+        plan: How many hosts the job has, and what the user has asked for.
         num_ranks: How many ranks this host starts.
         secret: Secret of the job.
         number: Number of this host; `None` to be numbered as it comes. Number 0 is the
             first host. Without a number it is the one that has the address.
-        timeout: Seconds to wait for the others.
         host: Name of this host.
-        names: Names of all hosts, if they are known.
         is_quiet: Whether all hosts print to one screen.
-        saved_code: Exit code when all ranks have saved at a signal; see `Plan`.
         has_munge: Whether the first host passes the secret by munge.
         signals: Signals that stop the job beside Ctrl-C, SIGTERM and SIGHUP.
-        min_hosts: How many hosts the job has, at least; `None` for as many as at most.
         has_tls: Whether the others reach the store by TLS.
         has_spares: Whether this host keeps processes for the next start.
     """
 
     address: str
     port: int
-    num_hosts: int
+    plan: Plan
     num_ranks: int
     secret: str
     number: int | None = None
-    timeout: float = TIMEOUT_SECONDS
     host: str = socket.gethostname()
-    names: Sequence[str] = ()
     is_quiet: bool = False
-    saved_code: int | None = None
     has_munge: bool = False
     signals: Sequence[Signals] = ()
-    min_hosts: int | None = None
     has_tls: bool = False
     has_spares: bool = False
-
-    @property
-    def is_elastic(self) -> bool:
-        """Whether hosts may come and go."""
-        return self.min_hosts not in (None, self.num_hosts)
 
 
 def meeting_in(
@@ -99,45 +86,48 @@ def meeting_in(
         secret: Secret of the job; empty for one that the environment passes.
         timeout: Seconds to wait for the other hosts.
     """
-    return Meeting(
-        address=environment.first_host,
-        port=environment.port,
+    address, port = environment.first_host, environment.port
+    plan = Plan(
         num_hosts=environment.num_hosts,
+        min_hosts=environment.min_hosts,
+        timeout=timeout,
+        meeting=f"{address}:{port}",
+        names=environment.host_names,
+        saved_code=environment.saved_code,
+    )
+    return Meeting(
+        address=address,
+        port=port,
+        plan=plan,
         num_ranks=num_ranks or environment.num_ranks or num_gpus() or 1,
         secret=secret,
         number=environment.host_number,
-        timeout=timeout,
         host=environment.host_name,
-        names=environment.host_names,
         is_quiet=environment.is_quiet,
-        saved_code=environment.saved_code,
         has_munge=environment.has_munge and not secret,
         signals=environment.signals,
-        min_hosts=environment.min_hosts,
     )
 
 
-def check(meeting: Meeting, restarts: int) -> None:
+def check(meeting: Meeting) -> None:
     """Check what the user has asked for.
 
     Raises:
         ValueError: If it cannot be used.
     """
-    number = meeting.number
-    least = meeting.num_hosts if meeting.min_hosts is None else meeting.min_hosts
-    has_hosts = 1 <= least <= meeting.num_hosts
-    if meeting.num_ranks < 1 or not has_hosts or restarts < 0:
+    number, plan = meeting.number, meeting.plan
+    nnodes = nnodes_text(plan.min_hosts, plan.num_hosts)
+    has_hosts = 1 <= plan.least <= plan.num_hosts
+    if meeting.num_ranks < 1 or not has_hosts or plan.restarts < 0:
         raise ValueError(
             "At least one host and one rank are needed, and no negative number of "
-            "restarts. Received: --nnodes "
-            f"{nnodes_text(meeting.min_hosts, meeting.num_hosts)} -np "
-            f"{meeting.num_ranks} --restarts {restarts}"
+            f"restarts. Received: --nnodes {nnodes} -np {meeting.num_ranks} "
+            f"--restarts {plan.restarts}"
         )
-    if number is not None and not 0 <= number < meeting.num_hosts:
+    if number is not None and not 0 <= number < plan.num_hosts:
         raise ValueError(
             "Hosts are numbered from 0 to one less than `--nnodes`. Received: "
-            f"--node-rank {number} --nnodes "
-            f"{nnodes_text(meeting.min_hosts, meeting.num_hosts)}"
+            f"--node-rank {number} --nnodes {nnodes}"
         )
     by_munge = meeting.has_munge and not meeting.has_tls
     is_open = not (is_loopback(meeting.address) or by_munge)
@@ -193,7 +183,7 @@ def meeting_point(text: str) -> tuple[str, int]:
     return address, int(port or "29400")
 
 
-def run_meeting(command: Command, meeting: Meeting, restarts: int = 0) -> int:
+def run_meeting(command: Command, meeting: Meeting) -> int:
     """Take part in a job whose hosts meet, and end what this host has started.
 
     It installs signal handlers, so call it from the main thread of a process that does
@@ -201,8 +191,7 @@ def run_meeting(command: Command, meeting: Meeting, restarts: int = 0) -> int:
 
     Args:
         command: The command that every rank runs.
-        meeting: Where the hosts meet.
-        restarts: The largest number of restarts; that of the first host counts.
+        meeting: Where the hosts meet; the plan of the first host counts.
 
     Returns:
         The exit code of the job, the same on all hosts.
@@ -212,7 +201,7 @@ def run_meeting(command: Command, meeting: Meeting, restarts: int = 0) -> int:
         RuntimeError: If Horovod is not installed.
         ValueError: If an argument cannot be used, or the hosts cannot meet.
     """
-    check(meeting, restarts)
+    check(meeting)
     job = secrets.token_hex(8)
     # The reaper is forked, so before the first thread.
     with processes.reaper(job), stopped_by_signals(*meeting.signals) as stopped:
@@ -223,13 +212,12 @@ def run_meeting(command: Command, meeting: Meeting, restarts: int = 0) -> int:
             agent = _agent(meeting, address, stopped, is_first=store is not None)
             coordinator = None
             if store is not None:  # the ranks need the main thread
-                plan = _plan(meeting, restarts)
-                hosts = JoinedHosts(store, secret, plan, first=agent.name)
+                hosts = JoinedHosts(store, secret, meeting.plan, first=agent.name)
                 coordinator = threading.Thread(
-                    target=run_job, args=[hosts, plan], daemon=True
+                    target=run_job, args=[hosts, meeting.plan], daemon=True
                 )
                 coordinator.start()
-            if not agent.join(meeting.timeout):
+            if not agent.join(meeting.plan.timeout):
                 return 128 + stopped[0]
             code = agent.follow(command, job)
             if coordinator is not None:
@@ -244,38 +232,26 @@ def _agent(
     meeting: Meeting, address: str, stopped: list[int], *, is_first: bool
 ) -> Agent:
     spares = None
-    if meeting.has_spares or meeting.is_elastic:
+    if meeting.has_spares or meeting.plan.is_elastic:
         # Where hosts come and go, some are started while one of them is silent.
         spares = Spares(is_lasting=meeting.has_spares)
     member = Member(
         host=meeting.host,
         num_ranks=meeting.num_ranks,
         number=0 if is_first else meeting.number,
-        num_hosts=meeting.num_hosts,
+        num_hosts=meeting.plan.num_hosts,
         version=__version__,
         is_quiet=meeting.is_quiet,
-        min_hosts=meeting.min_hosts,
+        min_hosts=meeting.plan.min_hosts,
     )
     return Agent(
         StoreClient(address, meeting.port, meeting.secret, has_tls=meeting.has_tls),
         meeting.secret,
         member,
         is_first=is_first,
-        timeout=meeting.timeout,
+        timeout=meeting.plan.timeout,
         stopped=stopped,
         spares=spares,
-    )
-
-
-def _plan(meeting: Meeting, restarts: int) -> Plan:
-    return Plan(
-        num_hosts=meeting.num_hosts,
-        restarts=restarts,
-        timeout=meeting.timeout,
-        meeting=f"{meeting.address}:{meeting.port}",
-        names=meeting.names,
-        saved_code=meeting.saved_code,
-        min_hosts=meeting.min_hosts,
     )
 
 
@@ -299,7 +275,7 @@ def secret_of(
     if meeting.secret or meeting.has_tls or not meeting.has_munge:
         return meeting.secret
     if store is None:
-        wait = meeting.timeout
+        wait = meeting.plan.timeout
         return munge.received(address, meeting.port, timeout=wait, stopped=stopped)
     secret = secrets.token_hex(16)
     store.publish(munge.PATH, lambda: munge.credential(secret))
@@ -369,7 +345,7 @@ def _resolved(meeting: Meeting, stopped: Sequence[int]) -> str | None:
         except OSError as error:
             if meeting.number is None:
                 return None  # a host knows its own name, so this is another one
-            if stopped or time.monotonic() - begin > meeting.timeout:
+            if stopped or time.monotonic() - begin > meeting.plan.timeout:
                 raise ValueError(
                     "The name of the first host is not known there. Received: "
                     f"{meeting.address} ({error})."

@@ -51,7 +51,7 @@ def serve() -> int:
         store.open(slots(list(zip(task.nodes, task.counts, strict=True))), secret)
         store.admit(job)
     client = StoreClient(address, meeting.port, job)
-    found = client.wait(meeting.host, timeout=meeting.timeout)
+    found = client.wait(meeting.host, timeout=meeting.plan.timeout)
     assert found is not None
     own, reached = found
     if store is not None and own.startswith("127.") and len(task.nodes) > 1:

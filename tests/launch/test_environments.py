@@ -58,7 +58,7 @@ def test_where_hosts_meet_is_in_the_variables(monkeypatch, variables, expected):
     ) == expected
     assert found.hosts is None
     meeting = meeting_in(found, secret="", timeout=1.0)
-    assert (meeting.num_hosts, meeting.number) == expected[1:3]
+    assert (meeting.plan.num_hosts, meeting.number) == expected[1:3]
     assert meeting.is_quiet == meeting.has_munge == (found.name == "SLURM")
 
 
