@@ -135,14 +135,17 @@ def in_words(source: Source, spec: ShardSpec) -> str:
 
 
 def _rule_of(source: Source, spec: ShardSpec, is_training: bool) -> str:
-    """Choose what happens to the batches that are left over: the rule of a `Tail`.
+    """Choose the rule of a `Tail`: what happens to the batches that are left over.
 
-    A batch can be cut where all its tensors have one length, which is open. Where it is
-    a constant, a train step may use it (noise of shape `(batch_size, …)`); where
-    tensors have different lengths, as in a batch that is one graph, the first axis does
-    not count rows, and it may not in a single array of a sequence. And where each rank
-    has another batch left over, one might have rows for all ranks, and another one too
-    few: they would make different steps.
+    A batch is cut where all its tensors have one length, and that length is open. It
+    stays whole where
+
+    - the length is a constant: a train step may rely on it (noise of shape
+      `(batch_size, …)`);
+    - the first axis may not count rows: tensors have different lengths, as in a batch
+      that is one graph, or a sequence has a single array;
+    - each rank has another batch left over: one might have rows for all ranks and
+      another one too few, and the ranks would make different steps.
     """
     # In an evaluation, a rank without a batch makes no step, and needs no mark.
     can_mark = spec.can_mark or not is_training
