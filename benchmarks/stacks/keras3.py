@@ -15,14 +15,14 @@ import levers
 import tensorflow as tf
 
 import keras_dist
-from keras_dist.comm import tensors
-from keras_dist.optimizer import gradients
+from keras_dist.comm import collectives
+from keras_dist.optimizer import attach
 
 arguments = common.arguments("both", "keras_dist", "alone")
 world = keras_dist.init()
 # Take back what keras_dist does by default.
 if os.environ.get("BENCH_PACK"):
-    tensors._LARGE = float("inf")
+    collectives._LARGE = float("inf")
 if os.environ.get("BENCH_PUSH"):
     for thread in map(int, os.listdir("/proc/self/task")):
         os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
@@ -36,7 +36,7 @@ if os.environ.get("BENCH_LATE"):
 
     keras_dist.comm.sum_tensors = late
 if os.environ.get("BENCH_WEIGH"):
-    gradients.weigh = lambda loss, state: loss
+    attach.weight_loss = lambda optimizer, loss: loss
 for name in arguments.models:
     x, y = common.rows_of(name, world.size, arguments.scale)
     own = x[world.rank :: world.size], y[world.rank :: world.size]

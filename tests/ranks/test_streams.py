@@ -137,7 +137,9 @@ def test_the_plan_says_how_batches_are_sharded(world, rows, make_model, capsys):
         keras_dist.dist_fit(make_model(), data.take(3), warmup_epochs=1, verbose=2)
         printed = capsys.readouterr().out
         assert (said in printed) == (world.rank == 0)
-        if said != "already split":  # the last batch may be shorter: about so many steps
+        if (
+            said != "already split"
+        ):  # the last batch may be shorter: about so many steps
             steps = f"3 → {-(-3 // world.size)} an epoch"
             assert (steps in printed) == (world.rank == 0)
 

@@ -11,7 +11,7 @@ from models import SUBJECTS
 import keras_dist
 from keras_dist import comm
 from keras_dist.comm import transport
-from keras_dist.optimizer import gradients
+from keras_dist.optimizer import reduce
 
 pytestmark = pytest.mark.several_ranks
 
@@ -68,7 +68,7 @@ def test_large_gradients_are_sent_alone(sent, monkeypatch):
 
 def test_the_loss_is_weighted_if_only_keras_code_follows_it(monkeypatch):
     """Not if the user's own code runs between the loss and the update."""
-    weights, plain = [], gradients.exchange
+    weights, plain = [], reduce.exchange
 
     def recorded(own, weight, options, *, name):
         weights.append(weight)
@@ -78,7 +78,7 @@ def test_the_loss_is_weighted_if_only_keras_code_follows_it(monkeypatch):
         def apply_gradients(self, *args, **kwargs):
             return super().apply_gradients(*args, **kwargs)
 
-    monkeypatch.setattr(gradients, "exchange", recorded)
+    monkeypatch.setattr(reduce, "exchange", recorded)
     models = []
     for optimizer, is_weighed in ((keras.optimizers.SGD(0.1), True), (Own(0.1), False)):
         weights.clear()
