@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether hosts may come and go."""
+        """True if hosts may come and go."""
         return self.least < self.num_hosts
 
 
@@ -154,7 +154,7 @@ def run_job(hosts: Hosts, plan: Plan) -> End:
     """Run a job to its end, and let all hosts know of it; errors are printed."""
     try:
         end = Coordinator(hosts, plan).run()
-    except Exception as error:  # or the hosts would wait for ever
+    except Exception as error:  # or the hosts would wait forever
         is_named = isinstance(error, _NAMED_ERRORS)
         text = str(error) if is_named else traceback.format_exc()
         end = End(1, f"keras-dist: {text}")

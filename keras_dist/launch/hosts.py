@@ -273,7 +273,7 @@ class Member:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether it expects that hosts come and go."""
+        """True if it expects that hosts come and go."""
         return self.min_hosts not in (None, self.num_hosts)
 
     @property

@@ -142,7 +142,7 @@ class _Lines:
 
     @property
     def has_part(self) -> bool:
-        """Whether a line has begun, and has no end yet."""
+        """True if a line has begun, and has no end yet."""
         return bool(self._rest) or self.is_in_line
 
     def add(self, data: bytes) -> list[bytes]:

@@ -279,7 +279,7 @@ class Ranks:
 
     @property
     def have_finished(self) -> bool:
-        """Whether all ranks have ended by themselves, with exit code 0."""
+        """True if all ranks have ended by themselves, with exit code 0."""
         return all(process.returncode == 0 for process in self._processes.values())
 
     @property

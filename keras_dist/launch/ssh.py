@@ -248,7 +248,7 @@ class _Agent:
 
     @property
     def is_joining(self) -> bool:
-        """Whether it may soon join the job."""
+        """True if it may soon join the job."""
         seconds = _LOST_JOIN_SECONDS if self.was_lost else _JOIN_SECONDS
         is_young = time.monotonic() - self.started < seconds
         return not self.has_joined and self.code is None and is_young

@@ -1,4 +1,4 @@
-"""Detect ranks that wait for ever, and record where each rank is. Needs no TensorFlow.
+"""Detect ranks that wait forever, and record where each rank is. Needs no TensorFlow.
 
 - `record`: where this rank is (epoch, step, collective), readable by other processes
 - `stacks`: Python stacks, and the line of the user's code in them

@@ -42,7 +42,7 @@ class RankPosition:
 
     @property
     def is_with_others(self) -> bool:
-        """Whether other ranks may wait for this one: in a fit or in a collective."""
+        """True if other ranks may wait for this one: in a fit or in a collective."""
         return bool(self.phase or self.collective)
 
     def __str__(self) -> str:

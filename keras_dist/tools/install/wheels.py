@@ -100,12 +100,12 @@ class Wheel:
 
     @property
     def mpi(self) -> bool:
-        """Whether the wheel has MPI."""
+        """True if the wheel has MPI."""
         return "_mpi" in self.transports
 
     @property
     def nccl(self) -> bool:
-        """Whether the wheel has NCCL."""
+        """True if the wheel has NCCL."""
         return "_nccl" in self.transports
 
 

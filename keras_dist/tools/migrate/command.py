@@ -58,7 +58,7 @@ class Migrated:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing was left for a person."""
+        """True if nothing was left for a person."""
         return not any(finding.is_left for finding in self.findings)
 
 
