@@ -17,7 +17,10 @@ FRACTIONS = ("computing", "averaging", "waiting", "input")
     "compiled",
     [
         {},
-        {"run_eagerly": False, "jit_compile": False, "steps_per_execution": 2},
+        pytest.param(
+            {"run_eagerly": False, "jit_compile": False, "steps_per_execution": 2},
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             {"run_eagerly": False, "jit_compile": True},
             marks=pytest.mark.several_ranks,

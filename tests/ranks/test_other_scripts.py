@@ -335,8 +335,8 @@ def shuffled(rows, batch_size, kind):
         "known",
         "unknown length",
         pytest.param("left over", marks=pytest.mark.three_ranks),
-        "two shuffles",
-        "cache",
+        pytest.param("two shuffles", marks=pytest.mark.long),
+        pytest.param("cache", marks=pytest.mark.long),
     ],
 )
 def test_a_seeded_shuffle_has_the_order_of_one_process(world, rows, make_model, kind):
@@ -583,7 +583,7 @@ class Listed(keras.utils.PyDataset):
         pytest.param("dataset", marks=pytest.mark.three_ranks),
         "shuffled",
         "sequence",
-        "generator",
+        pytest.param("generator", marks=pytest.mark.long),
     ],
 )
 def test_batches_whose_tensors_differ_in_length(world, source):
