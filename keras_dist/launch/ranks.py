@@ -156,8 +156,9 @@ def run_ranks(
         assignment: Which ranks they are.
         job: Id of the job, by which their processes are found.
         address: Address of this host, by which the others reach it.
-        stopped: Numbers of signals, to which others are appended; the ranks are ended
-            when it is not empty, by SIGTERM with time to save.
+        stopped: Numbers of signals, to which others are appended. When it is not empty,
+            the ranks get SIGTERM, and SIGKILL if they are still there after a while,
+            which is longest after SIGTERM, so that they can save.
         spares: Processes that become ranks at a start; `None` for none.
     """
     environment = {**command.environment, **assignment.variables(address)}

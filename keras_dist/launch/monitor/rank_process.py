@@ -180,7 +180,8 @@ def main(arguments: list[str]) -> None:
 
     Args:
         arguments: Process id of the launcher, kind of the command ("script", "module"
-            or "program"), and the words of the command; or "spare" alone.
+            or "program"), and the words of the command; or, of a spare process, the
+            process id and "spare".
     """
     parent, kind, *command = arguments
     end_with(int(parent))
