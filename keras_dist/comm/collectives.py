@@ -285,7 +285,9 @@ def gather_rows(tensor: Any, *, name: str) -> Any:
     link, _ = runtime.connection()
     if link is None:
         return tensor
-    result = transport.allgather(link, _sendable(tensor), name=name)
+    # Indices of rows are nearly always int32, and half of what an `Embedding` may send.
+    wire = _sendable(tensor, as_they_are=(tf.int32,))
+    result = transport.allgather(link, wire, name=name)
     return tf.cast(result, tensor.dtype)
 
 
@@ -347,17 +349,21 @@ def _outermost_graph() -> Any:
     return graph
 
 
-def _sendable(tensor: Any) -> Any:
+def _sendable(tensor: Any, *, as_they_are: Sequence[Any] = ()) -> Any:
     """Cast a tensor to a dtype that Horovod can send, and hide that it is constant.
 
     Horovod sends no bfloat16, no bool, and no small or unsigned integers. And while
     TensorFlow traces, it computes what depends on constants alone, a collective too,
     and not at the same time on all ranks.
+
+    Args:
+        tensor: The tensor.
+        as_they_are: Dtypes of integers, beside int64, that need no cast.
     """
     dtype = tensor.dtype
     if dtype in (tf.bfloat16, tf.float16):
         dtype = tf.float32
-    elif not dtype.is_floating:
+    elif not (dtype.is_floating or dtype in as_they_are):
         dtype = tf.int64
     tensor = tf.cast(tensor, dtype)
     if tf.executing_eagerly():

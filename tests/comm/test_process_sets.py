@@ -38,6 +38,14 @@ except ValueError as error:
     assert "there are [[0, 2], [1]]" in str(error)
 else:
     raise AssertionError("no error")
+class Told(keras.callbacks.CSVLogger):
+    begun = 0
+    def on_predict_begin(self, logs=None):
+        self.begun += 1
+told = Told(f"predict.{world.rank}.csv")
+found = keras_dist.DistributedModel(model, process_set=own).predict(
+    x, callbacks=[told], verbose=0)
+assert found.shape == (24, 1) and told.begun == (world.rank == own[0])
 import keras_dist.horovod as hvd
 own_set, other = hvd.ProcessSet(own), hvd.ProcessSet([1] if len(own) > 1 else [0, 2])
 hvd.init(process_sets=[own_set, other])

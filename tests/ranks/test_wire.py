@@ -5,6 +5,7 @@ from collections import Counter
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from claims import largest_difference, raises_everywhere
 from models import SUBJECTS
 
@@ -107,6 +108,25 @@ def test_repeated_rows_are_merged_before_they_are_sent(sent):
     _, moved = sent
     fit("large embedding", "sgd", rows=8)
     assert moved["allgather"] <= 10 * (3 * 4 + 4)
+
+
+@pytest.mark.parametrize("is_graph", [False, True])
+def test_indices_of_rows_are_sent_in_their_four_bytes(monkeypatch, is_graph):
+    """They are counted so where rows are compared with the whole table."""
+    sent_as, plain = [], transport.allgather
+
+    def noted(link, tensor, *, name):
+        sent_as.append(tensor.dtype)
+        return plain(link, tensor, name=name)
+
+    monkeypatch.setattr(transport, "allgather", noted)
+
+    def gather():
+        return comm.gather_rows(tf.constant([2, 3]), name="keras_dist.test_indices")
+
+    everyone = tf.function(gather)() if is_graph else gather()
+    assert sent_as == [tf.int32] and everyone.dtype == tf.int32
+    assert everyone.numpy().tolist() == [2, 3] * keras_dist.size()
 
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])
