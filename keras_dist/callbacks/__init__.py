@@ -1,4 +1,4 @@
-"""What happens around Keras's training loop: a file for each job.
+"""Callbacks around Keras's training loop: a file for each job.
 
 Public callbacks:
 

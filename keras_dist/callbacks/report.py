@@ -60,7 +60,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class FactsOfRank:
-    """What a rank sends to the first one at the end of an epoch.
+    """Facts that a rank sends to the first one at the end of an epoch.
 
     Args:
         rows: Rows that it has trained on in this epoch, before a resume too.

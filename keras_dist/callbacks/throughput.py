@@ -36,7 +36,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank has measured in an epoch.
+    """Measurements of one rank in an epoch.
 
     Args:
         rows: Rows that it has trained on.

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and how another number of ranks continues from it."""
+"""The content of a checkpoint, and how other numbers of ranks continue from it."""
 
 import contextlib
 import os

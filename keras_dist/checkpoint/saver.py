@@ -111,7 +111,7 @@ def warn_of(failures: Sequence[str]) -> None:
 
 
 class Agreed(NamedTuple):
-    """What all ranks have agreed to do now.
+    """Decisions that all ranks have agreed on.
 
     Args:
         save: Write a checkpoint: `save_seconds` have passed.
