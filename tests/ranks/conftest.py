@@ -26,8 +26,9 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """Deselects tests that would compare Keras with itself, or repeat another one.
 
-    Three ranks on two cores are slow: they run only tests that depend on the number,
-    and so does one rank, unless all of `make long` are asked for.
+    A test runs on one number of ranks: on three where the number may matter, else on
+    two, which are faster on two cores. One rank runs those where it may matter, too.
+    `make long` runs them on every number.
     """
 
     def is_left_out(item):
@@ -38,7 +39,10 @@ def pytest_collection_modifyitems(config, items):
         if size == 1:
             return "several_ranks" in marks or not (is_long or "three_ranks" in marks)
         is_quick = is_long or "slow_on_three" not in marks
-        return size > 2 and not ("three_ranks" in marks and is_quick)
+        is_for_three = "three_ranks" in marks and is_quick
+        if size == 2:
+            return is_for_three and not (is_long or "two_ranks" in marks)
+        return not is_for_three
 
     out = [item for item in items if is_left_out(item)]
     if out:

@@ -91,7 +91,9 @@ class Views(keras.Model):
         return [self.accuracy]
 
 
-@CONTRAST.way("SimCLR: views against a bank, a linear probe, then fine-tuning")
+@CONTRAST.way(
+    "SimCLR: views against a bank, a linear probe, then fine-tuning", is_tested=False
+)
 def views(run):
     def batches(*arrays):
         data = tf.data.Dataset.from_tensor_slices(

@@ -255,7 +255,7 @@ class WassersteinGan(keras.Model):
         return {"c_loss": loss, "g_loss": g_loss}
 
 
-@GENERATIVE.way("WGAN-GP with several critic steps", on_three=True)
+@GENERATIVE.way("WGAN-GP with several critic steps", is_tested=False, on_three=True)
 def wasserstein_gan(run):
     model = WassersteinGan()
     model.c_optimizer = keras.optimizers.Adam(0.01, beta_1=0.5, beta_2=0.9)
@@ -500,7 +500,9 @@ class Painter(keras.Model):
         return {"loss": loss}
 
 
-@GENERATIVE.way("score matching, one data set of endless batches", on_three=True)
+@GENERATIVE.way(
+    "score matching, one data set of endless batches", is_tested=False, on_three=True
+)
 def painter(run):
     model = run.compile(Painter(), keras.optimizers.Lion(0.001))
     data = tf.data.Dataset.from_tensor_slices(floats(4, rows=24))

@@ -74,7 +74,7 @@ def lookup_in_pipeline(run):
     return model, run.fit(model, data, validation_data=data)
 
 
-@STRUCTURED.way("FeatureSpace in the pipeline")
+@STRUCTURED.way("FeatureSpace in the pipeline", is_tested=False)
 def feature_space(run):
     columns, y = _table()
     columns = {name: column[:, 0] for name, column in columns.items()}
@@ -197,7 +197,6 @@ class Recommender(keras.Model):
 
 @STRUCTURED.way(
     "collaborative filtering: embeddings of users and films",
-    dtypes=("float64", "float32"),
     on_three=True,
 )
 def collaborative_filtering(run):

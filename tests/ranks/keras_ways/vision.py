@@ -16,7 +16,7 @@ from keras_ways.way import ROWS, Registry
 VISION = Registry("vision")
 
 
-@VISION.way("ConvLSTM: the next pictures of a film")
+@VISION.way("ConvLSTM: the next pictures of a film", is_tested=False)
 def conv_lstm(run):
     inputs = keras.Input((None, 5, 5, 1))
     x = keras.layers.ConvLSTM2D(2, 3, padding="same", return_sequences=True)(inputs)
