@@ -65,10 +65,11 @@ def dist_fit(
     validation_batch_size: int | None = None,
     validation_freq: int | list[int] = 1,
     *,
-    lr_scaling: LearningRateRule = "linear",
+    batch: str | None = None,
+    lr_scaling: LearningRateRule = "auto",
     warmup_epochs: float = 0,
-    steps_scaling: StepsRule = "divide",
-    validation_steps_scaling: StepsRule = "divide",
+    steps_scaling: StepsRule = "auto",
+    validation_steps_scaling: StepsRule = "auto",
     shard: str = "auto",
     leftover: str = "auto",
     target_accuracy: float | None = None,
@@ -89,24 +90,31 @@ def dist_fit(
 
     Every rank calls this with the same arguments. Gradients are averaged over the
     ranks before each update, so that all ranks hold the same weights at all times:
-    those of one process with the global batch, `batch_size` × ranks. When it returns,
-    the model is a plain Keras model again.
+    those of one process with the global batch: `batch_size` × ranks, or `batch_size`
+    itself with `batch="global"`. When it returns, the model is a plain Keras model
+    again.
 
     Args:
         model: A compiled `keras.Model`.
         x, y, batch_size, epochs, verbose, callbacks, validation_split,
             validation_data, shuffle, class_weight, sample_weight, initial_epoch,
             steps_per_epoch, validation_steps, validation_batch_size,
-            validation_freq: As in `keras.Model.fit`. `batch_size` is the batch of one
-            rank; steps are those of a script for one process. Callbacks that write
-            files run on the first rank only.
+            validation_freq: As in `keras.Model.fit`. Steps are those of a script for
+            one process. Callbacks that write files run on the first rank only.
+        batch: `"rank"`: `batch_size`, and a batch of a data set, a sequence or a
+            generator, is the batch of one rank. N ranks train on N of them in a step,
+            and rates and steps are scaled. `"global"`: it is the batch of all ranks
+            together, of which each computes its rows, and nothing is scaled: the script
+            gives the model that `model.fit` gives. Default: the environment variable
+            `KERAS_DIST_BATCH`, else `"rank"`.
         lr_scaling: Factor on the learning rate: `"linear"` (the number of ranks),
             `"sqrt"` (its square root), `"none"`, a positive number, or a function of
-            the number of ranks.
+            the number of ranks. `"auto"`: linear, or none with `batch="global"`.
         warmup_epochs: Epochs over which the factor rises from 1, batch by batch.
         steps_scaling: Rule for `steps_per_epoch`: `"divide"` by the number of ranks,
             rounded up; `"none"`; or a function of (steps, size). With `"divide"`, a
-            `LearningRateSchedule` is read at step × size.
+            `LearningRateSchedule` is read at step × size. `"auto"`: divide, or none
+            with `batch="global"`.
         validation_steps_scaling: The same for `validation_steps`, or a number m for
             m × steps / size.
         shard: `"auto"`: arrays are sharded by row; data that comes in batches is
@@ -120,7 +128,8 @@ def dist_fit(
             `"auto"`: whole where a batch has a constant number of rows or tensors of
             different lengths, else cut. Where a step cannot be made without rows
             (`class_weight`, local SGD): cut, or left out if it cannot be cut. `"cut"`
-            does not apply to data that each rank shuffles in another order.
+            does not apply to data that each rank shuffles in another order. With
+            `batch="global"` no batches are left over.
         target_accuracy: Stop when `val_accuracy` has reached it: adds
             `StopAtAccuracy(target_accuracy)`.
         op, compression, local_layers, process_set: How gradients are averaged, as in
@@ -190,6 +199,7 @@ def dist_fit(
         validation_freq=validation_freq,
     )
     options = Options(
+        batch=batch,
         lr_scaling=lr_scaling,
         warmup_epochs=warmup_epochs,
         steps_scaling=steps_scaling,
@@ -218,7 +228,7 @@ def _train(
 ) -> keras.callbacks.History:
     comm.announce_timeline(options.timeline)
     with comm.within(options.process_set):
-        given = comm.run_on_all(lambda: _opened(model, given, options))
+        given, options = comm.run_on_all(lambda: _opened(model, given, options))
         seed = comm.broadcast(_seed_of_order(model))
         with checkpoint.opened(options, given.callbacks, seed) as resumed:
             spec = sources.compare(
@@ -257,10 +267,13 @@ def _train(
                     return model.fit(**arguments)
 
 
-def _opened(model: Any, given: KerasArguments, options: Options) -> KerasArguments:
+def _opened(
+    model: Any, given: KerasArguments, options: Options
+) -> tuple[KerasArguments, Options]:
     check_model(model)
+    options = options.resolved()
     given = with_reports(given, options)
-    return sources.with_sources(given, options.shard)
+    return sources.with_sources(given, options.shard), options
 
 
 def _prepared(
@@ -294,8 +307,7 @@ def distributed(model: Any, setup: FitSetup) -> Iterator[None]:
         stack.callback(step.uninstall, model, is_end=True)
         session = step.install(model)
         session.holder.hold()
-        has_rows = setup.validation is None or setup.validation.part.has_rows
-        session.metrics.use(EvaluatedData(has_rows, tuple(setup.feeds)))
+        session.metrics.use(EvaluatedData.of(setup.validation, setup.training))
         session.training_data.use(setup.training)
         average = _averaging(model, setup, stack)
         average()
@@ -340,7 +352,7 @@ class DistributedModel:
     Args:
         model: A `keras.Model`.
         **options: Defaults for the arguments that `dist_fit` has and `Model.fit` does
-            not: `lr_scaling`, `warmup_epochs`, `steps_scaling`,
+            not: `batch`, `lr_scaling`, `warmup_epochs`, `steps_scaling`,
             `validation_steps_scaling`, `shard`, `leftover`, `target_accuracy`, `op`,
             `compression`, `local_layers`, `process_set`, `sync`, `outer_momentum`,
             `sparse`, `timeline`, `resume`, `save_steps`, `save_seconds`, `report`.
@@ -387,6 +399,7 @@ class DistributedModel:
             if comm.size() == 1:
                 given = x, y, batch_size, verbose, sample_weight, steps, callbacks
                 return self.model.evaluate(*given, return_dict=return_dict)
+            options = comm.run_on_all(options.resolved)
             x = comm.run_on_all(lambda: sources.opened(x, options.shard))
             spec = sources.compare({"validation": x}, options)
             pieces = x, y, sample_weight
@@ -526,7 +539,7 @@ def _evaluating(model: Any, feed: Feed) -> Iterator[None]:
     is_training = mixin.has(model, step.DistributedStep)
     try:
         scope = step.install(model).metrics
-        with scope.collective_evaluation(EvaluatedData(feed.part.has_rows, (feed,))):
+        with scope.collective_evaluation(EvaluatedData.of(feed)):
             yield
     finally:
         if not is_training:

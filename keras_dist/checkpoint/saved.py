@@ -196,10 +196,9 @@ def scale_of(plan: Plan) -> dict[str, Any]:
         `ranks`; `batch`, the rows of a global batch, or `None` where the data decides
         it; `rates`, the scaled learning rate of each optimizer, as the plan shows it.
     """
-    batch = plan.training.batch_size
     return {
         "ranks": plan.size,
-        "batch": None if batch is None else batch * plan.size,
+        "batch": plan.global_batch,
         "rates": [rate.after for rate in plan.rates],
     }
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_dist.data.division import Division, own_items
 from keras_dist.data.pipeline import with_length, without_auto_shard
+from keras_dist.data.round_robin import marked
 
 # Tensors whose rows differ in length, which cannot be sliced by row.
 UNEVEN = (tf.RaggedTensor, tf.SparseTensor)
@@ -119,9 +120,16 @@ class Arrays:
             )
         return self[slice(0, split_at)], self[slice(split_at, None)]
 
-    def in_batches(self, batch_size: int) -> tf.data.Dataset:
-        """Read all rows in order, batch by batch: for arrays larger than memory."""
-        rows = tf.data.Dataset.range(self.num_rows).batch(batch_size)
+    def in_batches(
+        self,
+        batch_size: int,
+        own: Callable[[tf.data.Dataset], tf.data.Dataset] = lambda rows: rows,
+    ) -> tf.data.Dataset:
+        """Read rows in order, batch by batch, also of arrays larger than memory.
+
+        `own` selects some of the batches of row indices, before they are read.
+        """
+        rows = own(tf.data.Dataset.range(self.num_rows).batch(batch_size))
         read = _reader_of(self.packed())
         return without_auto_shard(rows.map(read, tf.data.AUTOTUNE, deterministic=True))
 
@@ -178,27 +186,6 @@ def is_arrays(data: Any) -> bool:
     )
 
 
-def weights_of_rows(y: Any, class_weight: dict[int, float]) -> np.ndarray:
-    """Return the weight of each row's class, as Keras computes it for arrays.
-
-    For a data set, Keras takes only weights for all classes, and makes them float32. So
-    arrays that become one are given weights by row.
-
-    Args:
-        y: Classes of shape `(rows,)` or `(rows, 1)`, or one-hot `(rows, classes)`.
-        class_weight: Weights of classes; that of another class is 1.
-
-    Returns:
-        An array of Keras's float type, of shape `(rows,)`.
-    """
-    classes = np.asarray(y)
-    if classes.ndim > 1 and classes.shape[-1] != 1:
-        classes = classes.argmax(axis=-1)
-    classes = np.round(classes.reshape(len(classes))).astype("int32")
-    weights = [class_weight.get(int(found), 1.0) for found in classes]
-    return np.asarray(weights, dtype=keras.config.floatx())
-
-
 @dataclass(frozen=True)
 class RowOrder:
     """The order in which rows are read: one permutation for each pass.
@@ -211,12 +198,15 @@ class RowOrder:
         rank: This rank.
         shuffle: `True`, `False`, or `"batch"` to shuffle inside global batches only.
         seed: Seed of the permutations, the same on all ranks.
+        is_marked: Whether each batch comes with a mark (`marked`), because this
+            rank may have no row of a small last batch: then it reads the first one.
     """
 
     division: Division
     rank: int
     shuffle: bool | str
     seed: int
+    is_marked: bool = False
 
     def dataset(self, arrays: Arrays, epoch: tf.Variable) -> tf.data.Dataset:
         """Read this rank's rows of every global batch of an epoch.
@@ -231,8 +221,9 @@ class RowOrder:
 
         Returns:
             A data set of batches, `x` or `(x, …)`, of shape `(batch_size, …)`, one for
-            each step of the epoch. The last batch of each pass over the rows may be
-            smaller. The epoch in which a training is resumed has fewer batches.
+            each step of the epoch, each with a mark if `is_marked`. The last batch of
+            each pass over the rows may be smaller. The epoch in which a training is
+            resumed has fewer batches.
         """
         division = self.division
 
@@ -243,7 +234,8 @@ class RowOrder:
             rows = tf.cond(
                 tf.equal(number, last), lambda: rows, lambda: self._rows_of_pass(number)
             )
-            return (number, rows), self._own_rows(rows, number, begin, end)
+            own, has_rows = self._own_rows(rows, number, begin, end)
+            return (number, rows), marked(own, has_rows) if self.is_marked else own
 
         @tf.autograph.experimental.do_not_convert
         def rows_of_epoch(_: tf.Tensor) -> tf.data.Dataset:
@@ -276,7 +268,8 @@ class RowOrder:
         with tf.device("CPU:0"):  # the data set draws its random numbers there, too
             number, begin, end = (tf.constant(each, tf.int64) for each in span)
             rows = self._rows_of_pass(number)
-            return self._own_rows(rows, number, begin, end).numpy()
+            own, has_rows = self._own_rows(rows, number, begin, end)
+            return own.numpy()[: None if has_rows else 0]
 
     def _rows_of_pass(self, number: tf.Tensor) -> tf.Tensor:
         """Put the indices of all rows in their order in a pass."""
@@ -287,21 +280,25 @@ class RowOrder:
 
     def _own_rows(
         self, rows: tf.Tensor, number: tf.Tensor, begin: tf.Tensor, end: tf.Tensor
-    ) -> tf.Tensor:
-        """Select this rank's rows of a span of a pass."""
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Select this rank's rows of a span of a pass, and tell whether it has any."""
         division, global_batch = self.division, rows[begin:end]
         if self.shuffle == "batch":
             number = (division.first_pass + number) * division.steps_per_pass
-            number += begin // (division.batch_size * division.size)
+            number += begin // division.global_batch
             global_batch = self._permuted(global_batch, number)
-        return global_batch[own_items(self.rank, division.size)]
+        own = global_batch[own_items(self.rank, division.size)]
+        has_rows = tf.size(own) > 0
+        return tf.cond(has_rows, lambda: own, lambda: global_batch[:1]), has_rows
 
     def _permuted(self, rows: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
         return tf.random.experimental.stateless_shuffle(rows, [self.seed, number])
 
 
-def _reader_of(arrays: Any) -> Callable[[tf.Tensor], Any]:
+def _reader_of(arrays: Any) -> Callable[..., Any]:
     """Make a function of row indices that returns these rows of all arrays.
+
+    Its result has the mark of the indices, if they come with one.
 
     Arrays in memory are converted to tensors once. Memory-mapped files stay on disk,
     and only the requested rows are read. Rows come in the dtypes that Keras would use.
@@ -312,10 +309,11 @@ def _reader_of(arrays: Any) -> Callable[[tf.Tensor], Any]:
     )
 
     @tf.autograph.experimental.do_not_convert
-    def read(rows: tf.Tensor) -> Any:
-        return keras.tree.map_structure(
+    def read(rows: tf.Tensor, *mark: tf.Tensor) -> Any:
+        batch = keras.tree.map_structure(
             lambda reader: None if reader is None else reader(rows), readers
         )
+        return (batch, *mark) if mark else batch
 
     return read
 

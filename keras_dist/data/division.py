@@ -4,7 +4,11 @@ An *item* is a row of arrays, or a batch of data that comes in batches. One proc
 reads the items in order, the next global batch in each step. N ranks read the same
 global batches: rank r has the items r, r + N, … of each. All ranks make the same
 steps, so a last global batch with fewer items than ranks needs a rule of its own:
-rows are left out, and for batches `leftover.Tail` decides.
+rows are left out, and for batches `round_robin.Tail` decides.
+
+With `batch="global"` the global batch is the batch that the user asked for. A batch of
+data that comes in batches is then one global batch, of which each rank has rows; and a
+rank that has no row of a small last batch takes part in the step without rows.
 
 Arithmetic only: rank and size are arguments, and nothing is read here.
 """
@@ -70,10 +74,12 @@ class ShardSpec:
             the others take part in the step without rows; `"drop"`: they are left out;
             `"auto"`: they are cut where possible.
         can_mark: Whether a step can be told that its batch has no rows.
+        batch: Whose batch the user's batch is: `"rank"`, or `"global"` for the batch of
+            all ranks together.
 
     Raises:
-        ValueError: If `shard` or `leftover` is unknown, or `leftover` is `"whole"` and
-            steps cannot be marked.
+        ValueError: If `shard` or `leftover` is unknown, `leftover` is `"whole"` and
+            steps cannot be marked, or `leftover` has no meaning.
     """
 
     rank: int
@@ -85,8 +91,15 @@ class ShardSpec:
     position: DataPosition | None = None
     leftover: str = "auto"
     can_mark: bool = True
+    batch: str = "rank"
 
     def __post_init__(self) -> None:
+        if self.batch == "global" and self.leftover != "auto":
+            raise ValueError(
+                '`leftover` has no meaning with batch="global": no batches are left '
+                "over, since all ranks have rows of each batch. Received: "
+                f"leftover={self.leftover!r}. Leave it out."
+            )
         if self.shard not in ("auto", "source", "none"):
             raise ValueError(
                 '`shard` must be "auto", "source" or "none" (the data is already '
@@ -106,6 +119,17 @@ class ShardSpec:
                 'batches instead of `class_weight`, or leftover="drop".'
             )
 
+    @property
+    def is_global(self) -> bool:
+        """Tell whether ranks share the batches that the user asked for."""
+        return self.batch == "global" and self.size > 1
+
+    def local_batch(self, batch_size: int) -> int:
+        """Return this rank's rows of a full batch of the user's `batch_size`."""
+        if not self.is_global:
+            return batch_size
+        return len(range(batch_size)[own_items(self.rank, self.size)])
+
 
 def own_items(rank: int, size: int) -> slice:
     """Select the items of one rank: every `size`-th, starting at `rank`.
@@ -116,17 +140,16 @@ def own_items(rank: int, size: int) -> slice:
     return slice(rank, None, size)
 
 
-def steps_of_rows(num_rows: int, *, batch_size: int, size: int) -> int:
+def steps_of_rows(num_rows: int, *, global_batch: int, least: int) -> int:
     """Count the steps of a pass over `num_rows` rows, the same on every rank.
 
-    A rank needs a row for each step, so a last global batch with fewer rows than ranks
-    is left out.
+    A last global batch with fewer than `least` rows is left out.
 
-    >>> [steps_of_rows(n, batch_size=10, size=2) for n in (100, 101, 102)]
+    >>> [steps_of_rows(n, global_batch=20, least=2) for n in (100, 101, 102)]
     [5, 5, 6]
     """
-    full, tail = divmod(num_rows, batch_size * size)
-    return full + (tail >= size)
+    full, tail = divmod(num_rows, global_batch)
+    return full + (tail >= least)
 
 
 def batches_of_step(
@@ -164,7 +187,7 @@ class Division:
     Args:
         total: Items in a pass.
         size: Number of ranks.
-        batch_size: Items of one rank in a step.
+        global_batch: Items of all ranks in a step.
         steps: Steps of a whole epoch.
         steps_per_pass: Steps of a whole pass.
         steps_in_first_pass: Steps of what is left of the first pass.
@@ -177,7 +200,7 @@ class Division:
 
     total: int
     size: int
-    batch_size: int
+    global_batch: int
     steps: int
     steps_per_pass: int
     steps_in_first_pass: int
@@ -196,6 +219,7 @@ class Division:
         batch_size: int,
         size: int,
         steps: int | None = None,
+        is_global: bool = False,
     ) -> "Division":
         """Divide the rows of arrays.
 
@@ -206,18 +230,24 @@ class Division:
             batch_size: Rows of one rank's batch.
             size: Number of ranks.
             steps: Steps of an epoch; `None` for the steps of a pass.
+            is_global: Whether `batch_size` is that of all ranks together. Then a rank
+                may have no row of the last batch of a pass.
 
         Raises:
             ValueError: If `position` is in the middle of an epoch of other data.
         """
 
+        global_batch = batch_size if is_global else batch_size * size
+        least = 1 if is_global else size
+
         def steps_after(read: int) -> int:
-            return steps_of_rows(num_rows - read, batch_size=batch_size, size=size)
+            left = num_rows - read
+            return steps_of_rows(left, global_batch=global_batch, least=least)
 
         in_pass = steps_after(0)
         of_epoch = steps or in_pass
         whole = cls(
-            num_rows, size, batch_size, of_epoch, in_pass, in_pass, of_epoch, "rows"
+            num_rows, size, global_batch, of_epoch, in_pass, in_pass, of_epoch, "rows"
         )
         is_within = position is not None and bool(position.done or position.row)
         return whole._from(position, steps_after if is_within else None)
@@ -230,14 +260,17 @@ class Division:
         *,
         size: int,
         steps_after: Callable[[int], int],
+        per_step: int | None = None,
     ) -> "Division":
         """Divide batches; each epoch is one pass.
 
-        `length` is the number of batches in a pass, and `steps_after` counts the steps
-        of the rest of a pass of which some batches were read. See `of_rows`.
+        `length` is the number of batches in a pass, `steps_after` counts the steps of
+        the rest of a pass of which some batches were read, and all ranks together read
+        `per_step` batches in a step, by default one each. See `of_rows`.
         """
         steps = steps_after(0)
-        whole = cls(length, size, 1, steps, steps, steps, steps, "batches")
+        in_step = per_step or size
+        whole = cls(length, size, in_step, steps, steps, steps, steps, "batches")
         is_within = position is not None and position.done > 0
         return whole._from(position, steps_after if is_within else None)
 
@@ -258,7 +291,15 @@ class Division:
         >>> [rows.items_of_rank(rank) for rank in range(3)]
         [34, 34, 33]
         """
-        return len(range(self.total - self.left_out)[own_items(rank, self.size)])
+        full, tail = divmod(self.total - self.left_out, self.global_batch)
+        own = own_items(rank, self.size)
+        return full * len(range(self.global_batch)[own]) + len(range(tail)[own])
+
+    @property
+    def has_empty_parts(self) -> bool:
+        """Tell whether the last step of a pass may have fewer items than ranks."""
+        lengths = self.total, self.total - self.begin
+        return any(0 < length % self.global_batch < self.size for length in lengths)
 
     def first_step_of(self, epoch: Any) -> Any:
         """Return the first step of an epoch, which must not be before the first one."""
@@ -285,7 +326,7 @@ class Division:
         >>> [rows.span(step) for step in (0, 5, 6)]
         [(0, 0, 20), (0, 100, 105), (1, 0, 20)]
         """
-        global_size, per_pass = self.batch_size * self.size, self.steps_per_pass
+        global_size, per_pass = self.global_batch, self.steps_per_pass
         # The first pass ends as a whole one does: what is missing is its beginning.
         missing = per_pass - self.steps_in_first_pass
         number, step = (step + missing) // per_pass, (step + missing) % per_pass
@@ -314,7 +355,7 @@ class Division:
         return DataPosition(epoch, done, self.steps, number, begin, self.total)
 
     def _end_of_pass(self, begin: int, steps: int) -> int:
-        return min(self.total, begin + steps * self.batch_size * self.size)
+        return min(self.total, begin + steps * self.global_batch)
 
     def _from(
         self, position: DataPosition | None, steps_after: Callable[[int], int] | None

@@ -1,6 +1,7 @@
 """Feeds: the arguments for Keras that replace the user's data on one rank."""
 
 import contextlib
+import functools
 import math
 import re
 import warnings
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_dist.data.arrays import (
@@ -16,11 +18,11 @@ from keras_dist.data.arrays import (
     Arrays,
     RowOrder,
     is_arrays,
-    weights_of_rows,
 )
 from keras_dist.data.division import Division, ShardSpec, batches_of_step
 from keras_dist.data.parts import Part, in_words, is_dealt, makes_all_batches, part_of
-from keras_dist.data.pipeline import finite_or_none, skip_epochs
+from keras_dist.data.pipeline import finite_or_none, length_of, skip_epochs
+from keras_dist.data.round_robin import in_turns, weights_of_classes
 from keras_dist.data.sequence import ShardedSequence
 from keras_dist.data.source import Source
 from keras_dist.data.steps import StepsRule, scaled_steps
@@ -101,15 +103,16 @@ def training_feed(
         y: Targets, or `None`.
         sample_weight: Weights of the rows, or `None`.
         class_weight: Weights of the classes, as in `Model.fit`, or `None`.
-        batch_size: Rows of one rank's batch, or `None` for Keras's default.
+        batch_size: Rows of one rank's batch, with `batch="global"` of all ranks
+            together, or `None` for Keras's default.
         shuffle: As in `Model.fit`.
         steps_per_epoch: Steps of a script for one process, or `None` for all data.
         steps_rule: How `steps_per_epoch` changes with the number of ranks.
         spec: The ranks, and how data is divided among them.
 
     Raises:
-        ValueError: If there is no data, there are fewer rows than ranks, or the data is
-            infinite and `steps_per_epoch` is not given.
+        ValueError: If there is no data, there are fewer rows than ranks in it or in a
+            global batch, or the data is infinite and `steps_per_epoch` is not given.
     """
     if x is None:
         raise ValueError(
@@ -124,29 +127,32 @@ def training_feed(
         _check_trainable(source, pieces, steps, spec)
         arguments = pieces | {"batch_size": batch_size, "steps_per_epoch": steps}
         return _training_batches(
-            source, arguments, bool(shuffle), steps_per_epoch, rule, spec
+            source, arguments, bool(shuffle), steps_per_epoch, rule, spec, class_weight
         )
     arrays = Arrays.of(x, y, sample_weight)
-    _check_rows(arrays, spec)
     # Keras's default: all rows divided by the steps, or 32.
     per_step = -(-arrays.num_rows // steps_per_epoch) if steps_per_epoch else None
     batch_size = _checked_batch_size(batch_size or per_step or _BATCH_SIZE)
-    steps_per_pass = -(-arrays.num_rows // batch_size)
+    _check_rows(arrays, batch_size, spec)
+    is_sharded = spec.size > 1 or spec.keeps_position
+    is_plain = not is_sharded or spec.shard == "none"
+    own_batch = spec.local_batch(batch_size) if is_plain else batch_size
+    steps_per_pass = -(-arrays.num_rows // own_batch)
     plan = Rows(
         "arrays, already split" if spec.size > 1 else "arrays",
         batch_size=batch_size,
+        is_global=spec.is_global,
         total=arrays.num_rows,
         steps_before=steps_per_epoch,
         steps=min(steps or steps_per_pass, steps_per_pass),
         rule=rule,
     )
     facts: dict[str, Any] = {"the shapes of the rows": arrays.row_shapes()}
-    is_sharded = spec.size > 1 or spec.keeps_position
-    if not is_sharded or spec.shard == "none":
+    if is_plain:
         given = {"x": x, "y": y, "sample_weight": sample_weight, "shuffle": shuffle}
         facts["the batches of a pass over its rows"] = steps_per_pass
         return Feed(
-            given | {"batch_size": batch_size, "steps_per_epoch": steps},
+            given | {"batch_size": own_batch, "steps_per_epoch": steps},
             plan,
             Part(x, plan.steps),
             arrays,
@@ -159,6 +165,7 @@ def training_feed(
         batch_size=batch_size,
         size=spec.size,
         steps=steps,
+        is_global=spec.is_global,
     )
     facts["the number of rows"] = arrays.num_rows
     facts["the batch size"] = batch_size
@@ -167,10 +174,20 @@ def training_feed(
     replaced = ["y", "sample_weight", "batch_size", "steps_per_epoch"]
     has_classes = hasattr(y, "shape") and len(y.shape) <= 2
     if class_weight and has_classes and sample_weight is None:
-        arrays = replace(arrays, sample_weight=weights_of_rows(y, class_weight))
+        arrays = replace(
+            arrays, sample_weight=weights_of_classes(np.asarray(y), class_weight)
+        )
         facts["`class_weight`"] = class_weight
         replaced.append("class_weight")
-    order = RowOrder(division, spec.rank, shuffle, spec.seed)
+    is_marked = spec.is_global and division.has_empty_parts
+    if is_marked and class_weight and "class_weight" not in replaced:
+        raise ValueError(
+            "With `class_weight` for these targets each rank needs a row of the last "
+            "batch, which is too small for that. Received: "
+            f"{arrays.num_rows} rows in batches of {batch_size} for {spec.size} ranks. "
+            "Pass `sample_weight` instead, or another batch size."
+        )
+    order = RowOrder(division, spec.rank, shuffle, spec.seed, is_marked)
     epoch = tf.Variable(division.epoch, dtype=tf.int64, trainable=False)
     dataset = order.dataset(arrays, epoch)
     return Feed(
@@ -183,7 +200,7 @@ def training_feed(
             steps_before=steps_per_epoch or steps_per_pass,
             steps=division.steps,
         ),
-        Part(dataset, division.steps, division, epoch),
+        Part(dataset, division.steps, division, epoch, is_marked=is_marked),
         arrays,
         is_exact=not division.is_within_epoch,
         rows_at=lambda number, step, _: order.rows_at(number, step),
@@ -221,11 +238,13 @@ def validation_feed(
     pieces = {"x": x, "y": y, "sample_weight": sample_weight}
     if not is_arrays(tuple(pieces.values())) and x is not None:
         source = x if isinstance(x, Source) else Source(x)
-        part = part_of(source, spec, is_training=False)
+        part = part_of(source, spec, is_training=False, steps=own_steps)
+        if part.is_marked and own_steps is not None:
+            own_steps = -(-own_steps // spec.size)
         # With `steps`, a rank that has fewer rows left makes fewer of them.
         is_exact = part.length is not None and source.presharded is None
         plan = Rows(
-            in_words(source, spec),
+            in_words(source, spec, is_training=False),
             batch_size=batch_size,
             steps_before=steps or finite_or_none(source.length),
             steps=_fewer(own_steps, _steps_of_pass(part, source, spec)),
@@ -251,8 +270,10 @@ def validation_feed(
             "There is nothing to validate on. Received: arrays without rows. "
             "Pass at least one row, or no `validation_data`."
         )
-    own = arrays.own_or_first(rank=spec.rank, size=spec.size)
     rows_per_step = batch_size or _BATCH_SIZE
+    if spec.is_global:
+        return _validation_in_turns(arrays, rows_per_step, steps, own_steps, rule, spec)
+    own = arrays.own_or_first(rank=spec.rank, size=spec.size)
     steps_per_pass = -(-own.num_rows // rows_per_step)
     pieces = own.pieces()
     if own.is_on_disk:
@@ -267,6 +288,36 @@ def validation_feed(
     )
     part = Part(pieces["x"], steps_per_pass, has_rows=spec.rank < arrays.num_rows)
     facts = {"the number of validation rows": arrays.num_rows}
+    return Feed(pieces, plan, part, arrays, facts=facts)
+
+
+def _validation_in_turns(
+    arrays: Arrays,
+    batch_size: int,
+    steps_before: int | None,
+    steps: int | None,
+    rule: str,
+    spec: ShardSpec,
+) -> Feed:
+    """Deal whole batches of validation rows: the batches of one process."""
+    total = -(-arrays.num_rows // batch_size)
+    own = functools.partial(
+        in_turns, steps=min(steps or total, total), rank=spec.rank, size=spec.size
+    )
+    dataset = arrays.in_batches(batch_size, own)
+    own_steps = -(-min(steps or total, total) // spec.size)
+    plan = Rows(
+        "arrays, sharded by batch",
+        batch_size=batch_size,
+        is_global=True,
+        total=arrays.num_rows,
+        steps_before=steps_before or total,
+        steps=own_steps,
+        rule=rule,
+    )
+    pieces = {"x": dataset, "y": None, "sample_weight": None}
+    facts = {"the number of validation rows": arrays.num_rows}
+    part = Part(dataset, length_of(dataset), is_marked=True)
     return Feed(pieces, plan, part, arrays, facts=facts)
 
 
@@ -336,12 +387,17 @@ def _training_batches(
     steps_before: int | None,
     rule: str,
     spec: ShardSpec,
+    class_weight: dict[int, float] | None,
 ) -> Feed:
     """Make the feed of training data that comes in batches."""
     steps = arguments["steps_per_epoch"]
     if source.has_seeded_passes and steps is None and spec.position is not None:
         skip_epochs(source.data, spec.position.epoch)
-    part = part_of(source, spec, is_training=True, shuffle=shuffle)
+    part = part_of(
+        source, spec, is_training=True, shuffle=shuffle, class_weight=class_weight
+    )
+    if spec.is_global and part.is_marked:
+        arguments = arguments | {"class_weight": None}  # the batches have it
     is_sequence = isinstance(part.data, keras.utils.PyDataset)
     # A sequence that is not sharded is shuffled by Keras.
     is_shuffled = shuffle and part.data is source.data and is_sequence
@@ -355,8 +411,9 @@ def _training_batches(
     return Feed(
         arguments | {"x": part.data, "shuffle": is_shuffled},
         Rows(
-            in_words(source, spec),
+            in_words(source, spec, is_training=True),
             batch_size=arguments["batch_size"] or source.batch_size,
+            is_global=spec.is_global and is_dealt(source, spec),
             steps_before=steps_before or before,
             steps=_fewer(steps, _steps_of_pass(part, source, spec)),
             rule=rule,
@@ -386,6 +443,7 @@ def _batches_at(
     # Of each presharded batch of one process, all ranks have rows.
     is_mixed = presharded is not None and presharded.by == "rows" and total is not None
     is_own = (presharded is None or total is None) and not is_dealt(source, spec)
+    is_own = is_own or (spec.is_global and presharded is None)
     rank, size = (0, 1) if is_own else (spec.rank, spec.size)
 
     def batches_at(epoch: int, step: int) -> Sequence[int]:
@@ -451,13 +509,20 @@ def _check_trainable(
         )
 
 
-def _check_rows(arrays: Arrays, spec: ShardSpec) -> None:
+def _check_rows(arrays: Arrays, batch_size: int, spec: ShardSpec) -> None:
     if arrays.num_rows == 0:
         raise ValueError(
             "There is no data to train on. Received: arrays of 0 rows. Pass at least "
             "one row for each rank."
         )
-    if spec.shard != "none" and arrays.num_rows < spec.size:
+    if spec.is_global and batch_size < spec.size:
+        raise ValueError(
+            'With batch="global" all ranks share each batch, and a full batch needs a '
+            f"row for each rank. Received: batch_size={batch_size} for {spec.size} "
+            f"ranks. Pass a larger batch, or start at most {batch_size} processes."
+        )
+    is_sharded = spec.shard != "none" and not spec.is_global
+    if is_sharded and arrays.num_rows < spec.size:
         raise ValueError(
             "Each rank needs at least one row. "
             f"Received: {arrays.num_rows} rows for {spec.size} ranks. "

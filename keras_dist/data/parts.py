@@ -15,6 +15,7 @@ from keras_dist.data.pipeline import (
     finite_or_none,
     first_steps,
     is_reshuffled,
+    length_of,
     lengths_of_spec,
     rest_and_whole,
     rows_per_batch,
@@ -24,7 +25,9 @@ from keras_dist.data.presharded import Rest
 from keras_dist.data.round_robin import (
     Tail,
     have_one_length,
+    in_turns,
     marked,
+    num_rows,
     round_robin,
     rows_of_batches,
 )
@@ -73,7 +76,13 @@ def is_dealt(source: Source, spec: ShardSpec) -> bool:
 
 
 def part_of(
-    source: Source, spec: ShardSpec, *, is_training: bool, shuffle: bool = False
+    source: Source,
+    spec: ShardSpec,
+    *,
+    is_training: bool,
+    shuffle: bool = False,
+    steps: int | None = None,
+    class_weight: dict[int, float] | None = None,
 ) -> Part:
     """Find this rank's batches: those that it is dealt, or all if they are its own.
 
@@ -82,6 +91,9 @@ def part_of(
         spec: The ranks, and how data is divided among them.
         is_training: Whether all ranks have to make the same number of steps.
         shuffle: Whether a `PyDataset` is read in another order each epoch.
+        steps: Batches of all ranks in an evaluation; `None` for all.
+        class_weight: Weights of classes, which become weights of rows where all ranks
+            have rows of each batch.
 
     Raises:
         ValueError: If there are fewer rows to train on than ranks, no row to evaluate,
@@ -97,8 +109,12 @@ def part_of(
             return _of_stream(source, spec, None, is_training)
         return Part(_checked(source), source.length)
     rule = _rule_of(source, spec, is_training)
-    tail = Tail(rule, spec.rank, spec.size, is_training)
-    if (few := _of_few(source, tail)) is not None:
+    tail = Tail(rule, spec.rank, spec.size, is_training, class_weight)
+    if spec.is_global and is_training:
+        _check_divisible(source, spec)
+    elif spec.is_global and steps is not None:
+        return _in_turns(source, spec, steps)
+    elif (few := _of_few(source, tail)) is not None:
         return few
     if source.kind == "sequence":
         return _of_sequence(source, spec, tail, shuffle)
@@ -112,7 +128,7 @@ def makes_all_batches(source: Source, spec: ShardSpec) -> bool:
     return spec.size > 1 and source.agreed.is_same and source.kind != "sequence"
 
 
-def in_words(source: Source, spec: ShardSpec) -> str:
+def in_words(source: Source, spec: ShardSpec, *, is_training: bool) -> str:
     """Name the type of the data and how it is sharded, for the plan."""
     kind, note = source.type_name, source.agreed.note
     if spec.size == 1:
@@ -129,8 +145,10 @@ def in_words(source: Source, spec: ShardSpec) -> str:
         return f"{kind}, sharded before decoding, by batch"
     if spec.shard == "source" and source.kind == "dataset":
         note = f" (TensorFlow finds nothing that reads files){note}"
-    if makes_all_batches(source, spec):
+    if makes_all_batches(source, spec) or (spec.is_global and is_training):
         note = f"; every rank makes all of them{note}"
+    if spec.is_global and is_training:
+        return f"{kind}, each batch sharded by row{note}"
     return f"{kind}, sharded by batch, round robin{note}"
 
 
@@ -146,7 +164,12 @@ def _rule_of(source: Source, spec: ShardSpec, is_training: bool) -> str:
       that is one graph, or a sequence has a single array;
     - each rank has another batch left over: one might have rows for all ranks and
       another one too few, and the ranks would make different steps.
+
+    With `batch="global"`, all ranks have rows of each training batch. In an evaluation
+    each batch stays whole: its losses and metrics are those of one process.
     """
+    if spec.is_global:
+        return "rows" if is_training else "whole"
     # In an evaluation, a rank without a batch makes no step, and needs no mark.
     can_mark = spec.can_mark or not is_training
     whole_or_cut = "whole" if can_mark else "cut"
@@ -203,6 +226,38 @@ def _of_few(source: Source, tail: Tail) -> Part | None:
     return Part(tf.data.Dataset.from_tensors(row), 1, has_rows=False)
 
 
+def _check_divisible(source: Source, spec: ShardSpec) -> None:
+    """Check that a full batch has a row for each rank, where it can be known.
+
+    Data whose order of each pass follows from seeds is not read for it.
+    """
+    rows = source.batch_size
+    if rows is None and not source.has_seeded_passes:
+        first = source.first(1)
+        rows = num_rows(source.as_read(first[0])) if first else None
+        # It may be the last one, and a small one.
+        rows = None if source.length == 1 else rows
+    if rows is not None and rows < spec.size:
+        raise ValueError(
+            'With batch="global" all ranks share each batch, and a full batch needs a '
+            f"row for each rank. Received: batches of {rows} rows in a "
+            f"{source.type_name} for {spec.size} ranks. Make larger batches, or start "
+            f"at most {rows} processes."
+        )
+
+
+def _in_turns(source: Source, spec: ShardSpec, steps: int) -> Part:
+    """Deal the batches of evaluations of `steps` batches each, with marks."""
+    data = source.data
+    if source.kind != "dataset":
+        data = StreamReader(source, spec, None, is_training=False).dataset()
+        if (length := finite_or_none(source.length)) is not None:
+            data = checked_length(data, length)
+    own = in_turns(data, steps=steps, rank=spec.rank, size=spec.size)
+    length_of_own = length_of(own)
+    return Part(without_auto_shard(own), length_of_own, is_marked=True)
+
+
 def _of_sequence(source: Source, spec: ShardSpec, tail: Tail, shuffle: bool) -> Part:
     data = source.data
     own = ShardedSequence(
@@ -220,7 +275,7 @@ def _of_sequence(source: Source, spec: ShardSpec, tail: Tail, shuffle: bool) -> 
         epoch=own,
         division=own.division,
         is_marked=own.is_marked,
-        leftover=tail.in_words(int(data.num_batches or 0) % tail.size),
+        leftover=tail.in_words(int(data.num_batches or 0) % tail.per_step),
     )
 
 
@@ -228,16 +283,16 @@ def _of_dataset(
     source: Source, spec: ShardSpec, tail: Tail, keeps_position: bool
 ) -> Part:
     data, length = source.data, finite_or_none(source.length)
-    in_tail = 0 if length is None else length % tail.size
+    in_tail = 0 if length is None else length % tail.per_step
     is_resumed = length is not None and spec.position is not None
     is_marked = tail.is_marked(in_tail, is_resumed=is_resumed)
     dealt = functools.partial(round_robin, tail=tail, is_marked=is_marked)
     dataset, rows = dealt(data), rows_per_batch(data)
     if length is None:
-        return Part(without_auto_shard(dataset), math.inf)
+        return Part(without_auto_shard(dataset), math.inf, is_marked=is_marked)
 
     def steps_after(read: int) -> int | None:
-        full, count = divmod(length - read, tail.size)
+        full, count = divmod(length - read, tail.per_step)
         has_tail = tail.has_step(count, lambda: rows and count * rows)
         return None if has_tail is None else full + has_tail
 
@@ -256,6 +311,7 @@ def _of_dataset(
         spec.position,
         length,
         size=tail.size,
+        per_step=tail.per_step,
         steps_after=lambda read: steps_after(read) or 0,
     )
     begin = division.begin

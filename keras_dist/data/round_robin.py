@@ -3,6 +3,10 @@
 If the number of batches is not a multiple of N, fewer than N are left at the end of a
 pass: the *tail*. `Tail` is the one place that decides what a rank does with them, for
 data sets (`round_robin`), sequences (`sequence`) and streams (`stream`).
+
+With `batch="global"` no batch is dealt in training: all ranks have rows of each one, by
+the rule `"rows"`. In evaluations batches are dealt whole; where each reads only some of
+them (`validation_steps`), `in_turns` deals those of each evaluation.
 """
 
 import math
@@ -50,16 +54,26 @@ class Tail:
     Args:
         rule: `"cut"`: the rows are divided. `"whole"`: the first ranks have a batch
             each. `"drop"`: it is left out. `"either"`: cut or whole, which shows when
-            the batches are read.
+            the batches are read. `"rows"`: every batch is a step of its own, of which
+            each rank has the rows r, r + N, …; where its tensors differ in length, the
+            first rank has all of it.
         rank: This rank.
         size: Number of ranks.
         is_training: Whether all ranks have to make the same number of steps.
+        class_weight: With the rule `"rows"`, weights of classes, which `rows_of` turns
+            into weights of rows: Keras would take a mark for the targets.
     """
 
     rule: str
     rank: int
     size: int
     is_training: bool
+    class_weight: dict[int, float] | None = None
+
+    @property
+    def per_step(self) -> int:
+        """Batches that all ranks together read in a step."""
+        return 1 if self.rule == "rows" else self.size
 
     @property
     def rows_needed(self) -> int:
@@ -72,6 +86,8 @@ class Tail:
         `count` is the number of batches in the tail, `None` if unknown; the rest of a
         pass that is resumed may have another tail.
         """
+        if self.rule == "rows":
+            return True
         if self.size == 1 or not self.is_training or self.rule in ("cut", "drop"):
             return False
         return count != 0 or is_resumed
@@ -89,6 +105,8 @@ class Tail:
         """
         if count == 0 or self.rule == "drop":
             return False
+        if self.rule == "rows":
+            return True
         if self.rule == "whole":
             return count > (0 if self.is_training else self.rank)
         rows = num_rows()
@@ -102,8 +120,68 @@ class Tail:
         """
         if self.rule == "whole":
             return batch_at(self._index(count)), self.rank < count
+        if self.rule == "rows":
+            return self.rows_of(batch_at(0))
         batches = [batch_at(index) for index in range(count)]
         return rows_of_batches(batches, rank=self.rank, size=self.size), True
+
+    def rows_of(self, batch: Any) -> tuple[Any, Any]:
+        """Take this rank's rows of a batch, and tell whether they count.
+
+        Where it has none, it gets the first row, which does not count. In a graph the
+        second value is a tensor.
+        """
+        batch = self.weighted(batch)
+        leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+        if any(isinstance(leaf, tf.SparseTensor) for leaf in leaves):
+            return batch, self.rank == 0
+        lengths = [_rows_of_leaf(leaf) for leaf in leaves]
+        if all(isinstance(length, int) for length in lengths):
+            is_even: Any = len(set(lengths)) == 1
+            has_rows = self.rank < lengths[0] if is_even else self.rank == 0
+            span = _span_of_rows(self.rank, self.size, is_even, has_rows)
+        else:
+            lengths = tf.stack([tf.cast(length, tf.int32) for length in lengths])
+            is_even = tf.reduce_all(tf.equal(lengths, lengths[0]))
+            has_rows = tf.where(is_even, self.rank < lengths[0], self.rank == 0)
+            of_rank, first, whole = (
+                tf.constant(_span_of_rows(self.rank, self.size, *flags))
+                for flags in ((True, True), (True, False), (False, True))
+            )
+            span = tf.where(has_rows, of_rank, first)
+            span = tf.unstack(tf.where(is_even, span, whole))
+
+        def own(leaf: Any) -> Any:
+            if leaf is None:
+                return None
+            if isinstance(leaf, tf.RaggedTensor):
+                begin, end, step = span
+                rows = tf.range(begin, tf.minimum(end, _length(leaf, tf.int32)), step)
+                return tf.gather(leaf, rows)
+            rows = leaf[slice(*span)]
+            if tf.is_tensor(span[0]):  # then TensorFlow does not know the shape
+                rows = tf.ensure_shape(rows, [None, *leaf.shape[1:]])
+            return rows
+
+        return tf.nest.map_structure(own, batch), has_rows
+
+    def weighted(self, batch: Any) -> Any:
+        """Add the weights of the rows' classes to a batch `(x, y)`, if there are any.
+
+        Raises:
+            ValueError: If there are weights of rows already, or several targets.
+        """
+        if not self.class_weight:
+            return batch
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        if sample_weight is not None or y is None or keras.tree.is_nested(y):
+            raise ValueError(
+                "`class_weight` needs batches `(x, y)` with one target. Received: a "
+                f"batch of type {type(batch).__name__} with "
+                f"{'weights of rows' if sample_weight is not None else 'other targets'}"
+                ". Pass the weights of the rows with the batches instead."
+            )
+        return x, y, weights_of_classes(y, self.class_weight)
 
     def dataset(
         self, batches: tf.data.Dataset, is_tail: tf.Tensor, count: int | None
@@ -127,7 +205,7 @@ class Tail:
 
     def in_words(self, count: int | None) -> str:
         """Say in the plan what happens to a tail; `count` is `None` if unknown."""
-        if count == 0:
+        if count == 0 or self.rule == "rows":
             return ""
         batches = {None: "the last batches", 1: "1 batch"}.get(
             count, f"{count} batches"
@@ -163,6 +241,8 @@ def round_robin(
     Each rank reads all batches of a round, to the end of the data: a rank that stopped
     before it would cut a cache in `dataset` short (see `source.first_batches`).
     """
+    if tail.rule == "rows":
+        return _by_rows(dataset, tail)
     length = length_of(dataset)
     if length == math.inf:
         return dataset.shard(tail.size, tail.rank)
@@ -194,6 +274,93 @@ def round_robin(
         return found
 
     return by_window(dataset, tail.size, own)
+
+
+def _by_rows(dataset: tf.data.Dataset, tail: Tail) -> tf.data.Dataset:
+    """Take one rank's rows of every batch, each with a mark."""
+    is_tuple = type(dataset.element_spec) is tuple
+
+    @tf.autograph.experimental.do_not_convert
+    def own_rows(*batch: Any) -> Any:
+        return marked(*tail.rows_of(batch if is_tuple else batch[0]))
+
+    return dataset.map(own_rows, tf.data.AUTOTUNE, deterministic=True)
+
+
+def weights_of_classes(y: Any, class_weight: dict[int, float]) -> Any:
+    """Return the weight of each row's class, as Keras computes it.
+
+    Args:
+        y: Classes of shape `(rows,)` or `(rows, 1)`, or one-hot `(rows, classes)`: an
+            array, or a tensor of a data set.
+        class_weight: Weights of classes; that of another class is 1.
+
+    Returns:
+        Of shape `(rows,)`: for an array one of Keras's float type; for a tensor one of
+        float32, in which Keras weighs data sets.
+    """
+    if tf.is_tensor(y):
+        of_classes = [class_weight.get(c, 1.0) for c in range(max(class_weight) + 1)]
+        if y.shape.rank is not None and y.shape.rank > 1:
+            is_one_hot = y.shape[-1] is None or y.shape[-1] > 1
+            y = tf.argmax(y, axis=-1) if is_one_hot else tf.squeeze(y, axis=-1)
+        if y.dtype.is_floating:
+            y = tf.round(y)
+        return tf.gather(tf.constant(of_classes, tf.float32), tf.cast(y, tf.int32))
+    classes = np.asarray(y)
+    if classes.ndim > 1 and classes.shape[-1] != 1:
+        classes = classes.argmax(axis=-1)
+    classes = np.round(classes.reshape(len(classes))).astype("int32")
+    weights = [class_weight.get(int(found), 1.0) for found in classes]
+    return np.asarray(weights, dtype=keras.config.floatx())
+
+
+def in_turns(
+    dataset: tf.data.Dataset, *, steps: int, rank: int, size: int
+) -> tf.data.Dataset:
+    """Deal the batches of evaluations that each read `steps` batches.
+
+    As in Keras, an evaluation goes on in the data where the one before it ended. Its
+    batches are dealt in turn, and each comes with a mark. All ranks make the same
+    number of steps: where fewer batches than ranks are left, a rank without one reads
+    the last of them, which does not count.
+
+    Args:
+        dataset: The batches, the same on all ranks.
+        steps: Batches of all ranks in an evaluation.
+        rank: This rank.
+        size: Number of ranks.
+
+    >>> data = tf.data.Dataset.range(5)
+    >>> own = [in_turns(data, steps=3, rank=rank, size=2) for rank in range(2)]
+    >>> [[(int(batch), int(mark[0])) for batch, mark in part] for part in own]
+    [[(0, 1), (2, 1), (3, 1)], [(1, 1), (2, 0), (4, 1)]]
+    """
+    total = finite_or_none(length_of(dataset))
+
+    def place_of(index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the number of a batch in its round, and the batches of the round."""
+        number = index % steps
+        end = steps if total is None else tf.minimum(total - index + number, steps)
+        begin = number - number % size  # of a round of one batch for each rank
+        in_round = tf.minimum(end - begin, size)
+        return number - begin, in_round
+
+    @tf.autograph.experimental.do_not_convert
+    def is_read(index: tf.Tensor, _: Any) -> tf.Tensor:
+        place, in_round = place_of(index)
+        return tf.equal(place, tf.minimum(in_round - 1, rank))
+
+    @tf.autograph.experimental.do_not_convert
+    def with_mark(index: tf.Tensor, batch: Any) -> Any:
+        _, in_round = place_of(index)
+        return marked(batch, rank < in_round)
+
+    own = dataset.enumerate().filter(is_read).map(with_mark)
+    if total is None:
+        return own
+    full, rest = divmod(total, steps)
+    return checked_length(own, full * -(-steps // size) + -(-rest // size))
 
 
 def marked(batch: Any, has_rows: Any) -> tuple[Any, Any]:
@@ -261,10 +428,25 @@ def _are_even(batches: tf.data.Dataset) -> tf.Tensor:
     return batches.map(is_even).reduce(True, tf.logical_and)
 
 
-def _length(leaf: Any) -> tf.Tensor:
+def _length(leaf: Any, dtype: Any = tf.int64) -> tf.Tensor:
     if isinstance(leaf, tf.RaggedTensor):
-        return tf.cast(leaf.nrows(), tf.int64)
-    return tf.shape(leaf, tf.int64)[0]
+        return tf.cast(leaf.nrows(), dtype)
+    return tf.shape(leaf, dtype)[0]
+
+
+def _rows_of_leaf(leaf: Any) -> Any:
+    """Return the length of the first axis: an integer if it is known, else a tensor."""
+    known = None if isinstance(leaf, tf.RaggedTensor) else leaf.shape[0]
+    return _length(leaf, tf.int32) if known is None else int(known)
+
+
+def _span_of_rows(
+    rank: int, size: int, is_even: bool, has_rows: bool
+) -> tuple[int, int, int]:
+    """Return begin, end and step of the rows of a batch that a rank reads."""
+    if not is_even:
+        return 0, _ALL_ROWS, 1
+    return (rank, _ALL_ROWS, size) if has_rows else (0, 1, 1)
 
 
 def _joined(*leaves: Any) -> Any:

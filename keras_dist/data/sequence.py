@@ -19,7 +19,7 @@ class ShardedSequence(Declared, keras.utils.PyDataset):
     """This rank's batches of a `PyDataset`; no batch of another rank is made.
 
     In step i, rank r of N reads the batch of index i × N + r, and `tail` decides about
-    the last batches.
+    the last batches; or each rank makes every batch, and keeps its rows of it.
 
     With `seed`, the order of the batches is a function of the seed and the epoch alone,
     so it is the same on every rank and for every number of ranks. The last batch stays
@@ -27,7 +27,7 @@ class ShardedSequence(Declared, keras.utils.PyDataset):
 
     Args:
         data: The user's `PyDataset`, with the same batches on all ranks.
-        tail: What this rank makes of the batches that are left over.
+        tail: What this rank makes of the batches that are left over, or of each batch.
         seed: Seed of the order, which changes from epoch to epoch; `None` to keep it.
         channel: Collectives, to compare batches that the user's `on_epoch_end` changes.
         position: Where to resume, if a training is resumed.
@@ -60,13 +60,14 @@ class ShardedSequence(Declared, keras.utils.PyDataset):
         total = data.num_batches
         is_resumed = total is not None and position is not None
         self.is_marked = tail.is_marked(
-            int(total or 0) % tail.size, is_resumed=is_resumed
+            int(total or 0) % tail.per_step, is_resumed=is_resumed
         )
         if total is not None and keeps_position:
             self.division = Division.of_batches(
                 position,
                 int(total),
                 size=tail.size,
+                per_step=tail.per_step,
                 steps_after=lambda read: self._steps_after(first, read),
             )
             self._begin(first, 0)
@@ -81,7 +82,8 @@ class ShardedSequence(Declared, keras.utils.PyDataset):
 
     def batches_at(self, epoch: int, step: int) -> list[int]:
         """Name the user's batches that this rank reads at a step of an epoch."""
-        order, size, rank = self._order_of(epoch), self._tail.size, self._tail.rank
+        order, size = self._order_of(epoch), self._tail.per_step
+        rank = self._tail.rank % size
         begin, total = step * size + self._skipped_in(epoch), self.data.num_batches
         own = batches_of_step(begin, total=total, rank=rank, size=size)
         return [_index_in_order(order, index) for index in own]
@@ -93,7 +95,7 @@ class ShardedSequence(Declared, keras.utils.PyDataset):
             return None
         # Keras asks before `assign` was called, and again when it begins the epoch.
         total = int(self.data.num_batches)
-        full, count = divmod(total - self._skipped, self._tail.size)
+        full, count = divmod(total - self._skipped, self._tail.per_step)
         # Not before this is asked: batches that are left over are made to be counted.
         if self._has_tail is None:
             rows = (self._rows_of(number) for number in range(total - count, total))
@@ -101,13 +103,15 @@ class ShardedSequence(Declared, keras.utils.PyDataset):
         return full + self._has_tail
 
     def __getitem__(self, index: int) -> Any:
-        begin = index * self._tail.size + self._skipped
-        total = self.data.num_batches
+        per_step, total = self._tail.per_step, self.data.num_batches
+        begin = index * per_step + self._skipped
 
         def batch_at(number: int) -> Any:
             return self.data[_index_in_order(self._order, begin + number)]
 
-        if total is None or begin + self._tail.size <= total:
+        if self._tail.rule == "rows":
+            batch, has_rows = self._tail.rows_of(standardized(batch_at(0)))
+        elif total is None or begin + per_step <= total:
             batch, has_rows = batch_at(self._tail.rank), True
         else:
             batch, has_rows = self._tail.batch(total - begin, batch_at)

@@ -96,8 +96,11 @@ class StreamReader:
     def _round_robin(self, tail: Tail) -> Iterator[Any]:
         batches, read = iter(self._source), 0
         self.total = None
-        while whole := list(itertools.islice(batches, tail.size)):
+        while whole := list(itertools.islice(batches, tail.per_step)):
             read += len(whole)
+            if tail.rule == "rows":
+                yield self._marked(*tail.rows_of(self._source.as_read(whole[0])))
+                continue
             if len(whole) == tail.size:
                 yield self._marked(self._source.as_read(whole[tail.rank]), True)
                 continue
@@ -119,8 +122,13 @@ class StreamReader:
         if isinstance(data, tf.data.Dataset):
             if self._tail is not None and self._tail.rule == "whole":
                 return data.element_spec  # no batch is cut
-            return keras.tree.map_structure(_any_rows, data.element_spec)
+            spec = keras.tree.map_structure(_any_rows, data.element_spec)
+            if self._tail is not None and self._tail.class_weight:
+                spec = (*spec[:2], tf.TensorSpec([None], "float32"))
+            return spec
         looks = [self._source.as_read(batch) for batch in self._source.first(2)]
+        if self._tail is not None:
+            looks = [self._tail.weighted(batch) for batch in looks]
         if not looks:
             raise ValueError(
                 "There is no data. Received: "

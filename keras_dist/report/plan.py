@@ -20,6 +20,7 @@ class Rows:
     Args:
         kind: The type of the data and how it is sharded, in words.
         batch_size: Rows in a batch of one rank; `None` if the data decides it.
+        is_global: Whether it is the batch of all ranks together.
         total: Rows of all ranks, or of this rank if the data is already split; `None`
             if unknown.
         of_rank: Rows of the first rank; `None` unless the data is sharded by row.
@@ -33,6 +34,7 @@ class Rows:
 
     kind: str
     batch_size: int | None = None
+    is_global: bool = False
     total: int | None = None
     of_rank: int | None = None
     left_out: int = 0
@@ -108,12 +110,7 @@ class Plan:
             lines.append(("transport", self.transport))
         if self.size > 1 and self.every > 1:
             lines.append(("averaging", f"of the weights, every {self.every:,} steps"))
-        batch = self.training.batch_size
-        if batch is not None:
-            per_rank = f" per rank, {batch * self.size:,} global"
-            lines.append(("batch", f"{batch:,} rows" + per_rank * (self.size > 1)))
-        else:
-            lines.append(("batch", "as the data comes, per rank"))
+        lines.append(("batch", self._batch()))
         lines.append(("data", self.training.kind))
         lines += _rows_lines("rows", self.training, self.size)
         lines += _steps_lines("steps", self.training, self.size)
@@ -148,6 +145,28 @@ class Plan:
         Console(file=out, width=_WIDTH, force_terminal=False).print(box)
         return out.getvalue().rstrip("\n")
 
+    @property
+    def global_batch(self) -> int | None:
+        """Rows of all ranks in a step; `None` if the data decides it."""
+        batch, is_global = self.training.batch_size, self.training.is_global
+        return batch if batch is None or is_global else batch * self.size
+
+    def _batch(self) -> str:
+        batch, size = self.training.batch_size, self.size
+        if self.training.is_global:
+            if batch is None:
+                return "as the data comes, shared by all ranks"
+            least, more = divmod(batch, size)
+            shares = [(more, least + 1), (size - more, least)]
+            shown = [
+                f"{n} × {rows:,}" if n > 1 else f"{rows:,}" for n, rows in shares if n
+            ]
+            return f"{batch:,} global: {' + '.join(shown)} rows"
+        if batch is None:
+            return "as the data comes, per rank"
+        per_rank = f" per rank, {batch * size:,} global"
+        return f"{batch:,} rows" + per_rank * (size > 1)
+
     def _ranks(self) -> str:
         if self.size == 1:
             return f"1 (serial), {self.device}"
@@ -167,6 +186,8 @@ def format_number(value: float) -> str:
 def _rows_lines(label: str, rows: Rows, size: int) -> list[tuple[str, str]]:
     if rows.total is None:
         return []
+    if rows.is_global:
+        return [(label, f"{rows.total:,}")]
     if rows.of_rank is None:
         whose = " on this rank" if size > 1 else ""
         return [(label, f"{rows.total:,}{whose}")]
@@ -182,7 +203,8 @@ def _steps_lines(label: str, rows: Rows, size: int) -> list[tuple[str, str]]:
         return []
     rule = f" ({rows.rule})" if rows.rule else ""
     before = "" if rows.steps_before is None else f"{rows.steps_before:,} → "
-    if size == 1 and rows.steps_before in (None, rows.steps):
+    is_same = rows.is_global or size == 1
+    if is_same and rows.steps_before in (None, rows.steps):
         before = ""
     return [(label, f"{before}{rows.steps:,} an epoch{rule}")]
 

@@ -1,13 +1,15 @@
 """The arguments of `dist_fit`: those that `Model.fit` has too, and all others."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from keras_dist import optimizer
 from keras_dist.data.steps import StepsRule
 from keras_dist.optimizer.rate import LearningRateRule
+
+BATCH_VARIABLE = "KERAS_DIST_BATCH"
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,11 @@ class KerasArguments:
 class Options:
     """Every argument of `dist_fit` that `Model.fit` does not have, with its default."""
 
-    lr_scaling: LearningRateRule = "linear"
+    batch: str | None = None
+    lr_scaling: LearningRateRule = "auto"
     warmup_epochs: float = 0
-    steps_scaling: StepsRule = "divide"
-    validation_steps_scaling: StepsRule = "divide"
+    steps_scaling: StepsRule = "auto"
+    validation_steps_scaling: StepsRule = "auto"
     shard: str = "auto"
     leftover: str = "auto"
     target_accuracy: float | None = None
@@ -72,6 +75,41 @@ class Options:
     save_steps: int | None = None
     save_seconds: float | None = 300
     report: str | os.PathLike[str] | None = None
+
+    def resolved(self, environ: Mapping[str, str] = os.environ) -> "Options":
+        """Decide whose batch the user's batch is, and the rules that follow from it.
+
+        >>> options = Options(batch="global").resolved({})
+        >>> options.lr_scaling, options.steps_scaling
+        ('none', 'none')
+
+        Args:
+            environ: `KERAS_DIST_BATCH` is read, for a script that cannot be changed.
+
+        Raises:
+            ValueError: If `batch` is unknown, or local SGD is asked for beside
+                `"global"`.
+        """
+        batch = self.batch or environ.get(BATCH_VARIABLE) or "rank"
+        if batch not in ("rank", "global"):
+            raise ValueError(
+                '`batch` must be "rank" (the batch size is that of one rank) or '
+                f'"global" (it is that of all ranks together). Received: {batch!r}'
+                + ("" if self.batch else f" in {BATCH_VARIABLE}")
+            )
+        if batch == "global" and optimizer.every_of(self.sync) > 1:
+            raise ValueError(
+                'batch="global" gives the model of one process, and local SGD does '
+                f'not. Received: batch="global" and sync={self.sync!r}. Leave one out.'
+            )
+        is_global = batch == "global"
+        usual: dict[str, Any] = {
+            "lr_scaling": "none" if is_global else "linear",
+            "steps_scaling": "none" if is_global else "divide",
+            "validation_steps_scaling": "none" if is_global else "divide",
+        }
+        rules = {n: rule for n, rule in usual.items() if getattr(self, n) == "auto"}
+        return replace(self, batch=batch, **rules)
 
     def averaging(self) -> optimizer.Averaging:
         """Return the options that say how gradients are averaged, checked."""

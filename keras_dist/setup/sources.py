@@ -92,12 +92,13 @@ def compare(
             _channel(options.process_set),
             leftover=options.leftover,
             can_mark=can_mark,
+            batch=options.batch or "rank",
         )
     )
     sources = {n: data for n, data in given.items() if isinstance(data, Source)}
     if comm.size() == 1:
         return spec
-    facts: dict[str, Any] = {"`shard`": options.shard}
+    facts: dict[str, Any] = {"`shard`": options.shard, "`batch`": options.batch}
     for name, source in sources.items():
         presharded = source.presharded
         facts[f"the kind of the {name} data"] = source.type_name

@@ -24,7 +24,7 @@ class OwnStep:
     """The model's own train step, and the first batch that it gets.
 
     Args:
-        run: The `train_step` of Keras, or of the user's class.
+        run: The `train_step` (or `test_step`) of Keras, or of the user's class.
         data: The batch; tensors of a graph, perhaps.
         is_eager: Whether the step runs without a graph.
     """
@@ -79,6 +79,17 @@ def build(model: Any, step: OwnStep) -> None:
     else:
         _warn(model, errors[0])
     _build_optimizer(model)
+
+
+def build_metrics(model: Any, step: OwnStep) -> None:
+    """Make the variables of the model and its metrics before a first test step.
+
+    Args:
+        model: A `keras.Model`.
+        step: Its own `test_step`, which begins after this.
+    """
+    if _num_unbuilt(model) or not all(getattr(m, "built", True) for m in model.metrics):
+        (_by_running if step.is_eager else _by_tracing)(model, step)
 
 
 def holds_unbuilt_optimizers(model: Any) -> bool:

@@ -106,10 +106,8 @@ class TrainingData:
 
     def without_mark(self, data: Any) -> tuple[Any, Any]:
         """Split off the mark that tells whether a batch is this rank's; or `None`."""
-        if self.feed is None or not self.feed.part.is_marked:
-            return data, None
-        batch, mark = data
-        return batch, tf.cast(tf.reshape(mark, []), tf.bool)
+        is_marked = self.feed is not None and self.feed.part.is_marked
+        return split_mark(data) if is_marked else (data, None)
 
     def begin_epoch(self, epoch: int) -> None:
         """Let the data, and the number of the next step, begin an epoch."""
@@ -127,6 +125,12 @@ class TrainingData:
         _, begin, end = division.span(self._step.read_value())
         self._step.assign_add(1)
         return end - begin
+
+
+def split_mark(data: Any) -> tuple[Any, Any]:
+    """Split a marked batch into the batch, and whether it is this rank's: a tensor."""
+    batch, mark = data
+    return batch, tf.cast(tf.reshape(mark, []), tf.bool)
 
 
 def _counter(value: Any) -> tf.Variable:
@@ -199,10 +203,20 @@ class EvaluatedData:
         has_rows: `False` if this rank evaluates a row of another rank, since it has
             none.
         feeds: The feeds of the data, which hold errors that the user's data raised.
+        is_marked: Whether each of its batches comes with a mark.
     """
 
     has_rows: bool = True
     feeds: tuple[Feed, ...] = ()
+    is_marked: bool = False
+
+    @classmethod
+    def of(cls, validation: Feed | None, *others: Feed) -> "EvaluatedData":
+        """Return the facts about a validation feed, and hold the errors of others."""
+        if validation is None:
+            return cls(feeds=others)
+        part = validation.part
+        return cls(part.has_rows, (*others, validation), part.is_marked)
 
     def own_error(self, error: Exception) -> Exception:
         """Return the user's error, if TensorFlow raised `error` because of it."""
@@ -253,6 +267,11 @@ class MetricScope:
     def is_evaluating(self) -> bool:
         """True if an evaluation is running."""
         return self._evaluation is not None
+
+    def without_mark(self, data: Any) -> tuple[Any, Any]:
+        """Split off the mark of a batch that is evaluated; `None` if it has none."""
+        is_marked = self._evaluation is not None and self._evaluation.is_of_all
+        return split_mark(data) if is_marked and self._data.is_marked else (data, None)
 
     def is_waited_for(self) -> bool:
         """Tell whether the other ranks wait for the result of this evaluation."""

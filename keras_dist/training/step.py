@@ -105,10 +105,19 @@ class DistributedStep(atomic.SavesWhole):
         return logs
 
     def test_step(self: Any, data: Any) -> Any:
+        session = self._distributed_session
+        data, has_rows = session.metrics.without_mark(data)
         if comm.size() > 1:
-            self._distributed_session.rows_seen.add(num_rows(data))
+            rows = num_rows(data)
+            rows = rows if has_rows is None else tf.where(has_rows, rows, 0)
+            session.rows_seen.add(rows)
+        own_step = super().test_step  # type: ignore[misc]
         with step_context.entered(step_context.StepContext()):
-            return super().test_step(data)  # type: ignore[misc]
+            if has_rows is not None:
+                is_eager = tf.executing_eagerly()
+                build.build_metrics(self, build.OwnStep(own_step, data, is_eager))
+            with _without_counting(self, has_rows):
+                return own_step(data)
 
     def make_train_function(self: Any, force: bool = False) -> Any:
         session = self._distributed_session

@@ -121,7 +121,7 @@ def global_batches(data, schedule, shuffle, epoch):
     for of_ranks in zip(*batches_of_ranks, strict=True):
         global_batch = [None] * sum(map(len, of_ranks))
         for rank, batch in enumerate(of_ranks):
-            assert 0 < len(batch) <= schedule.batch_size
+            assert 0 < len(batch) <= schedule.global_batch // schedule.size
             global_batch[rank :: schedule.size] = batch
         batches.append(global_batch)
     return batches

@@ -48,6 +48,7 @@ class Case:
         orders: Runs of one process with other orders of summation, to measure rounding.
         dtype: Of the model, unless the subject sets another.
         on_three: Whether the tests run it on three ranks, too.
+        is_global: Whether the ranks share the batches, by `batch="global"`.
     """
 
     part: str
@@ -65,11 +66,25 @@ class Case:
     on_three: bool = False
     orders: int = 3
     dtype: str = "float32"
+    is_global: bool = False
 
     @property
     def title(self) -> str:
         """Part and name, which no other case has."""
-        return f"{self.part}: {self.name}"
+        shared = ', batch="global"' * self.is_global
+        return f"{self.part}: {self.name}{shared}"
+
+    @property
+    def shared(self) -> "Case":
+        """The same with `batch="global"`: one process is the same script."""
+        options = {"batch": "global"} | self.options
+        keeps_factor = "lr_scaling" in self.options
+        factor = self.factor if keeps_factor else lambda size: 1.0
+        return replace(self, options=options, factor=factor, is_global=True)
+
+    def global_batch(self, size: int) -> int:
+        """Rows of all ranks in a step; shared ones do not divide evenly."""
+        return self.batch_size * size - self.is_global
 
     def measure(self, size: int, expected: Any) -> tuple[float, float, Any]:
         """Largest relative difference, the tolerance that holds, and our model.
@@ -114,9 +129,9 @@ class Case:
         model = self._compiled(self.subject, RATE)
         options = {"shuffle": False, "epochs": EPOCHS} | self.arguments | self.options
         keras.utils.set_random_seed(5)  # determines the order of the rows
-        keras_dist.dist_fit(
-            model, x, y, batch_size=self.batch_size, verbose=0, **options
-        )
+        size = keras_dist.size()
+        batch_size = self.global_batch(size) if self.is_global else self.batch_size
+        keras_dist.dist_fit(model, x, y, batch_size=batch_size, verbose=0, **options)
         return model
 
     def on_one_process(self, size: int, seed: int | None = None) -> Any:
@@ -137,7 +152,7 @@ class Case:
             }
             model.fit(
                 *keras.tree.map_structure(lambda leaf, rows=rows: leaf[rows], (x, y)),
-                batch_size=self.batch_size * size,
+                batch_size=self.global_batch(size),
                 epochs=EPOCHS // fits,
                 verbose=0,
                 **arguments | {"shuffle": False},
@@ -161,9 +176,10 @@ class Case:
             drawn = random.Random(5).getrandbits(31)
             rows = tf.random.experimental.stateless_shuffle(rows, [drawn, epoch])
             rows = rows.numpy()
-        global_batch = self.batch_size * size
+        global_batch = self.global_batch(size)
         tail = self.rows % global_batch
-        rows = rows[: self.rows - (tail if tail < size else 0)]
+        is_left_out = tail < size and not self.is_global
+        rows = rows[: self.rows - (tail if is_left_out else 0)]
         if seed is None:
             return rows
         generator = np.random.default_rng(seed)
@@ -585,6 +601,18 @@ CASES: list[Case] = [
     *_losses(),
     *_options(),
 ]
+
+# With `batch="global"`, in the tests; `make equivalence` tries all.
+SHARED = {
+    "accumulation: two batches, 101 rows",
+    "data: 101 rows, shuffled",
+    "data: class_weight",
+    "embeddings: SGD, sent as rows",
+    'losses: reduction="sum"',
+    "mixed precision: mixed_float16",
+    "statistics: BatchNormalization(synchronized=True)",
+    "XLA: Adam, two batches an update",
+}
 
 # What `make equivalence` alone tries: other tests, or cases beside them, are so like
 # them that the tests can spare the time.

@@ -50,7 +50,7 @@ def _case(seed: int, draws: random.Random) -> Case:
         arguments["sample_weight"] = weights.astype("float32")
     name, optimizer = _optimizer(draws, is_shuffled="shuffle" in arguments)
     how, compiled = _compiled(draws)
-    return Case(
+    case = Case(
         "fuzz",
         f"{seed}: {subject}, {name}, {how}, {rows} rows, {', '.join(arguments)}",
         subject,
@@ -61,6 +61,7 @@ def _case(seed: int, draws: random.Random) -> Case:
         arguments=arguments,
         orders=12,
     )
+    return case.shared if draws.random() < 0.4 else case
 
 
 def _optimizer(draws: random.Random, *, is_shuffled: bool) -> tuple[str, Any]:

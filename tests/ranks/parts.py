@@ -108,6 +108,7 @@ class Parts:
         batch_size: Of one rank.
         is_regularized: Whether there is a loss of the weights, too.
         is_built: Whether the model is built before the fit.
+        is_global: Whether the ranks share the batches, by `batch="global"`.
     """
 
     number: int
@@ -123,6 +124,7 @@ class Parts:
     batch_size: int
     is_regularized: bool
     is_built: bool
+    is_global: bool = False
 
     part = "fuzz"
     tolerance = 1e-9
@@ -131,6 +133,7 @@ class Parts:
     def name(self) -> str:
         """All parts in words."""
         added = ["regularized"] * self.is_regularized + ["built"] * self.is_built
+        added += ["global"] * self.is_global
         return (
             f"{self.number}: {self.values}, {self.end}, in {self.where}, step: "
             f"{self.step}, {self.data}, {self.optimizer} in {self.holder}, "
@@ -151,6 +154,7 @@ class Parts:
                 epochs=self._epochs,
                 shuffle=False,
                 verbose=0,
+                batch="global" if self.is_global else "rank",
             )
         own = state_of(model, history)
         return difference_of_states(own, expected), self.tolerance, model
@@ -158,7 +162,7 @@ class Parts:
     def state_of_one_process(self, size: int) -> Any:
         """The state that plain Keras ends with, of global batches."""
         with models_in("float64"):
-            model = self._compiled(RATE * size)
+            model = self._compiled(RATE * (1 if self.is_global else size))
             history = model.fit(
                 self._global_batches(size),
                 epochs=self._epochs,
@@ -170,7 +174,7 @@ class Parts:
     def _global_batches(self, size: int) -> Any:
         """The batches of all ranks, joined step by step."""
         x, y = self._arrays()
-        ids = np.arange(self.rows)
+        ids, size = np.arange(self.rows), 1 if self.is_global else size
         of_ranks = [ids[i : i + self.batch_size] for i in ids[:: self.batch_size]]
         if not self.data.startswith("arrays"):
             of_ranks = ids_of_batches(KINDS[self.data](ids, ids, self.batch_size))
@@ -356,6 +360,9 @@ def draw(number: int, draws: random.Random) -> Parts:
         is_regularized=draws.random() < 0.3,
         is_built=draws.random() < 0.5,
     )
+    if draws.random() < 0.4:
+        batch_size = max(drawn.batch_size, 3)  # a row for each rank
+        drawn = dataclasses.replace(drawn, is_global=True, batch_size=batch_size)
     is_warned = drawn.mode == "eager" and _adds_sum_to_other(drawn)
     return dataclasses.replace(drawn, mode="graph") if is_warned else drawn
 

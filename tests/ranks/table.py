@@ -2,7 +2,8 @@
 
 Usage: python table.py FILE               all of `cases.CASES`
        python table.py FILE FIRST COUNT   random cases, those drawn for so many ranks
-       python table.py FILE ways [PATTERN]  ways of keras.io that match: title, dtype
+       python table.py FILE ways [PATTERN]  ways of keras.io that match: title, dtype,
+                                            and "global" where the ranks share batches
 """
 
 import json
@@ -44,6 +45,7 @@ def measure(chosen, size):
         )
         for case, expected in zip(chunk, oracles, strict=True):
             row = {"part": case.part, "name": case.name, "tolerance": case.tolerance}
+            row["is_global"] = getattr(case, "is_global", False)
             try:
                 row["difference"], row["tolerance"], model = case.measure(
                     size, expected
@@ -60,11 +62,12 @@ def measure(chosen, size):
 
 def measure_ways(pattern, size):
     """For each way and dtype the difference and the tolerance, or the error."""
-    pairs = [(way, dtype) for way in WAYS for dtype in TOLERANCES]
+    kinds = [*((dtype, False) for dtype in TOLERANCES), ("float64", True)]
     chosen = [
-        (way, dtype)
-        for way, dtype in pairs
-        if re.search(pattern, f"{way.title}, {dtype}")
+        (way, *kind)
+        for way in WAYS
+        for kind in kinds
+        if re.search(pattern, f"{way.title}, {kind[0]}{', global' * kind[1]}")
     ]
     found = []
     with tempfile.TemporaryDirectory() as own:
@@ -72,12 +75,13 @@ def measure_ways(pattern, size):
         for start in range(0, len(chosen), CHUNK):
             chunk = chosen[start : start + CHUNK]
             expected = oracles(chunk, size, folder / f"{start}")
-            for (way, dtype), arrays in zip(chunk, expected, strict=True):
+            for item, arrays in zip(chunk, expected, strict=True):
+                way, dtype, is_global = item
                 row = {"part": way.part, "name": way.name, "dtype": dtype}
-                row["tolerance"] = way.tolerance(dtype)
+                row |= {"tolerance": way.tolerance(dtype), "is_global": is_global}
                 begin = time.perf_counter()
                 try:
-                    run = way.run_of(size, folder, is_oracle=False)
+                    run = way.run_of(size, folder, is_oracle=False, is_global=is_global)
                     ours = way.arrays(run, dtype)
                     row["difference"], row["array"] = difference(ours, arrays)
                     if dtype == "float32" and is_rounding(ours, arrays):
@@ -105,7 +109,8 @@ def main(path, *chosen_by):
         rows = measure([case for ranks, case in drawn if ranks == size], size)
     else:
         warnings.filterwarnings("error", "Training without XLA")
-        rows = measure(cases.CASES, size)
+        shared = [case.shared for case in cases.CASES]
+        rows = measure([*cases.CASES, *shared], size)
     if keras_dist.rank() == 0:
         versions = {"TensorFlow": tf.__version__, "Keras": keras.__version__}
         with open(path, "w") as file:

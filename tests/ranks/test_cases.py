@@ -3,7 +3,14 @@
 from pathlib import Path
 
 import pytest
-from cases import CASES, OPTIMIZERS, OTHERS, TABLE_ONLY, optimizer_names
+from cases import (
+    CASES,
+    OPTIMIZERS,
+    OTHERS,
+    SHARED,
+    TABLE_ONLY,
+    optimizer_names,
+)
 from claims import assert_equal_to_the_bit, distribute_jobs
 
 import keras_dist
@@ -41,6 +48,11 @@ def test_every_optimizer_of_keras_is_tried():
         )
         for case in CASES
         if case.title not in TABLE_ONLY
+    ]
+    + [
+        pytest.param(case.shared, id=case.shared.title, marks=pytest.mark.three_ranks)
+        for case in CASES
+        if case.title in SHARED
     ],
 )
 def test_a_case_equals_one_process(world, oracles, case):

@@ -188,7 +188,7 @@ def test_a_distributed_model_is_the_model(world, rows, make_model):
     assert model.stop_training and "summary" in dir(many)
     assert (many(x[:2]) == model(x[:2])).numpy().all()
     with pytest.raises(TypeError):
-        keras_dist.DistributedModel(model, batch=3)
+        keras_dist.DistributedModel(model, batches=3)
 
 
 @pytest.mark.two_ranks

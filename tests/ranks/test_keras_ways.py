@@ -23,6 +23,16 @@ QUICK_ON_THREE = {
 }
 
 
+# With `batch="global"`, on three ranks; `make long` runs the others.
+QUICK_GLOBAL = {
+    "generative: GAN with two optimizers as attributes",
+    "text and speech: transformer with masks: a tag for each word",
+    "structured data: graph attention: the model is called with the whole graph",
+    "around fit: schedules: cosine with warm-up, read at the scaled step",
+    "around fit: batches of a PyDataset and of a generator",
+}
+
+
 def cases():
     """Each way, in each dtype that the tests have time for."""
     for way in WAYS:
@@ -33,7 +43,12 @@ def cases():
                 marks += [pytest.mark.three_ranks]
                 is_quick = way.title in QUICK_ON_THREE and dtype == "float64"
                 marks += [] if is_quick else [pytest.mark.slow_on_three]
-            yield pytest.param(way, dtype, id=f"{way.title}, {dtype}", marks=marks)
+            title = f"{way.title}, {dtype}"
+            yield pytest.param(way, dtype, False, id=title, marks=marks)
+        marks = [pytest.mark.several_ranks, pytest.mark.three_ranks]
+        marks += [] if way.title in QUICK_GLOBAL else [pytest.mark.long]
+        title = f'{way.title}, float64, batch="global"'
+        yield pytest.param(way, "float64", True, id=title, marks=marks)
 
 
 @pytest.fixture(scope="module")
@@ -47,24 +62,24 @@ def folder():
 def expected(request, folder):
     """What one process leaves of each way; every rank computes some of them."""
     chosen = [
-        (item.callspec.params["way"], item.callspec.params["dtype"])
+        tuple(item.callspec.params[name] for name in ("way", "dtype", "is_global"))
         for item in request.session.items
         if item.path == Path(__file__) and hasattr(item, "callspec")
     ]
     found = oracles(chosen, keras_dist.size(), folder)
     return {
-        (way.title, dtype): arrays
-        for (way, dtype), arrays in zip(chosen, found, strict=True)
+        (way.title, dtype, is_global): arrays
+        for (way, dtype, is_global), arrays in zip(chosen, found, strict=True)
     }
 
 
-@pytest.mark.parametrize(("way", "dtype"), cases())
-def test_a_way_equals_one_process(world, expected, folder, way, dtype):
+@pytest.mark.parametrize(("way", "dtype", "is_global"), cases())
+def test_a_way_equals_one_process(world, expected, folder, way, dtype, is_global):
     """Weights, state and logs, and the same bits on all ranks."""
-    run = way.run_of(world.size, folder, is_oracle=False)
+    run = way.run_of(world.size, folder, is_oracle=False, is_global=is_global)
     arrays = way.arrays(run, dtype)
     assert has_state(arrays), f"not all of its training is compared: {list(arrays)}"
-    largest, name = difference(arrays, expected[way.title, dtype])
+    largest, name = difference(arrays, expected[way.title, dtype, is_global])
     assert largest <= way.tolerance(dtype), f"{name}: {largest:.1e}"
     assert len(set(keras_dist.gather(digest(arrays)))) == 1
 

@@ -28,9 +28,11 @@ Written by `make equivalence`, with {versions}, Horovod over Gloo, on CPUs.
 
 Each case trains for two epochs: on one process with the global batch, by plain
 `keras.Model.fit` with the learning rate multiplied by hand, and by `dist_fit` on 2 and
-on 3 ranks. The numbers are the largest differences of any weight and any part of the
-optimizer's state, relative to the largest value of its tensor. After each case all
-ranks held the same bits.
+on 3 ranks. In the columns `batch="global"` the ranks share batches that do not divide
+evenly among them, and the script of one process is the same but for `fit`. The numbers
+are the largest differences of any weight and any part of the optimizer's state,
+relative to the largest value of its tensor. After each case all ranks held the same
+bits.
 
 A tolerance with a * belongs to an optimizer that amplifies rounding errors (by a sign,
 or a division by a small moment): it is the largest difference of three runs of one
@@ -91,14 +93,20 @@ def page(results):
     versions = results[2]["versions"]
     software = " and ".join(f"{name} {version}" for name, version in versions.items())
     lines = [_HEAD.format(versions=software)]
-    pairs = list(zip(results[2]["rows"], results[3]["rows"], strict=True))
-    for part, rows in groupby(pairs, key=lambda pair: pair[0]["part"]):
+    kinds = [(ranks, is_global) for ranks in (2, 3) for is_global in (False, True)]
+    columns = [
+        [row for row in results[ranks]["rows"] if row["is_global"] == is_global]
+        for ranks, is_global in kinds
+    ]
+    shared = ', batch="global"'
+    heads = [f"{ranks} ranks" + shared * is_global for ranks, is_global in kinds]
+    for part, rows in groupby(zip(*columns, strict=True), key=lambda c: c[0]["part"]):
         lines += [f"## {part[0].upper()}{part[1:]}", ""]
-        lines += ["| case | 2 ranks | tolerance | 3 ranks | tolerance |"]
-        lines += ["|---|---|---|---|---|"]
-        for pair in rows:
-            cells = [f"`{pair[0]['name']}`"]
-            for row in pair:
+        cells = [cell for head in heads for cell in (head, "tolerance")]
+        lines += [f"| case | {' | '.join(cells)} |", "|---" * 9 + "|"]
+        for found in rows:
+            cells = [f"`{found[0]['name']}`"]
+            for row in found:
                 mark = "*" if row["is_measured"] else ""
                 cells += [f"{row['difference']:.1e}", f"{row['tolerance']:.1e}{mark}"]
             lines += [f"| {' | '.join(cells)} |"]
@@ -109,16 +117,21 @@ def page(results):
 def ways_of_page(results):
     """The text of docs/equivalence.md about the ways of keras.io."""
     lines = [_WAYS]
+    kinds = [("float64", False), ("float32", False), ("float64", True)]
     rows = [
-        [row for row in results[ranks]["rows"] if row["dtype"] == dtype]
+        [
+            row
+            for row in results[ranks]["rows"]
+            if (row["dtype"], row["is_global"]) == kind
+        ]
         for ranks in (2, 3)
-        for dtype in ("float64", "float32")
+        for kind in kinds
     ]
     columns = list(zip(*rows, strict=True))
     for part, of_part in groupby(columns, key=lambda column: column[0]["part"]):
         lines += [f"### {part[0].upper()}{part[1:]}", ""]
-        lines += ["| way | 2 ranks, float64 | float32 | 3 ranks, float64 | float32 |"]
-        lines += ["|---|---|---|---|---|"]
+        cells = [f'{n} ranks, float64 | float32 | batch="global"' for n in (2, 3)]
+        lines += [f"| way | {' | '.join(cells)} |", "|---" * 7 + "|"]
         for column in of_part:
             is_single = column[0]["tolerance"] == SINGLE
             cells = [column[0]["name"] + (" *" if is_single else "")]

@@ -349,8 +349,8 @@ def _logs_of_last_step(
 
     A value that equals the result of a metric on each rank is replaced by its result
     over all ranks. Other values are averaged, weighted by the rows of the last batch,
-    over the ranks that made the last step: in an evaluation some ranks may have one
-    batch less.
+    over the ranks that had rows in the last step: in an evaluation some ranks may have
+    one batch less, and what a copied batch left is not that of any metric.
 
     Args:
         logs: What this rank's last step returned, also in dicts and lists inside.
@@ -365,9 +365,13 @@ def _logs_of_last_step(
         if array is not None
     }
     last = max(seen.steps for seen in everyone if seen.has_rows)
+    made = [seen.has_rows and seen.steps == last for seen in everyone]
+    counts = any(seen.last_rows for seen in everyone)
     last_batches = [
-        UpdateCounts(seen.last_rows, has_rows=seen.has_rows and seen.steps == last)
-        for seen in everyone
+        UpdateCounts(
+            seen.last_rows, has_rows=is_made and (seen.last_rows > 0 or not counts)
+        )
+        for seen, is_made in zip(everyone, made, strict=True)
     ]
     gathered = zip(comm.gather(values), last_batches, strict=True)
     counted = [(of_rank, seen) for of_rank, seen in gathered if seen.has_rows]

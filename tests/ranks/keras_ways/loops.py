@@ -70,7 +70,7 @@ class PerGlobalStep(keras.optimizers.schedules.LearningRateSchedule):
 
 
 def _schedule(run, schedule):
-    if run.is_oracle:
+    if run.is_oracle and not run.is_global:
         schedule = PerGlobalStep(schedule, run.size)
     optimizer = keras.optimizers.SGD(schedule, momentum=0.9)
     model = run.compile(perceptron(4, 1, inputs=5), optimizer, "mse")

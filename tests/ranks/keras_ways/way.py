@@ -41,25 +41,30 @@ class Run:
         is_traced: Whether models train in a graph, as by default; else eagerly, which
             is quicker for few steps.
         folder: For files; the same on all ranks that train one model.
+        is_global: Whether the ranks share the batches, by `batch="global"`: both kinds
+            are the same script.
     """
 
     size: int
     is_oracle: bool
     is_traced: bool
     folder: Path
+    is_global: bool = False
 
     @property
     def batch_size(self) -> int:
         """Rows of a batch of the data that `fit` is given."""
+        if self.is_global:
+            return BATCH_SIZE * self.size - 1  # which does not divide evenly
         return BATCH_SIZE * self.size if self.is_oracle else BATCH_SIZE
 
     def steps(self, count: int) -> int:
         """`steps_per_epoch` of a script for one process, for so many global batches."""
-        return count if self.is_oracle else count * self.size
+        return count if self.is_oracle or self.is_global else count * self.size
 
     def rate(self, rate: float) -> float:
         """The learning rate of one process, where ranks scale it by their number."""
-        return rate * self.size if self.is_oracle else rate
+        return rate * self.size if self.is_oracle and not self.is_global else rate
 
     def compile(self, model: Any, *args: Any, **arguments: Any) -> Any:
         """`model.compile`; returns the model."""
@@ -78,7 +83,11 @@ class Run:
         if self.is_oracle:
             arguments.pop("lr_scaling", None)
             return model.fit(x, y, **common | arguments)
-        return keras_dist.dist_fit(model, x, y, **_DIST_FIT | common | arguments)
+        options: dict[str, Any] = _DIST_FIT
+        if self.is_global:
+            options = {"batch": "global"}
+            arguments.pop("lr_scaling", None)
+        return keras_dist.dist_fit(model, x, y, **options | common | arguments)
 
 
 @dataclass(frozen=True)
@@ -123,9 +132,11 @@ class Way:
             keras.utils.set_random_seed(5)
             return dict(_named_arrays(self.train(run)))
 
-    def run_of(self, size: int, folder: Path, *, is_oracle: bool) -> Run:
+    def run_of(
+        self, size: int, folder: Path, *, is_oracle: bool, is_global: bool = False
+    ) -> Run:
         """A run of this way, by `size` ranks or by one process."""
-        return Run(size, is_oracle, self.is_traced, folder)
+        return Run(size, is_oracle, self.is_traced, folder, is_global)
 
 
 @dataclass
@@ -146,25 +157,27 @@ class Registry:
 
 
 def oracles(
-    chosen: list[tuple[Way, str]], size: int, folder: Path
+    chosen: list[tuple[Way, str, bool]], size: int, folder: Path
 ) -> list[dict[str, Any] | str]:
-    """What one process leaves, of each way and dtype; every rank computes some of them.
+    """What one process leaves, of each way, dtype and whether batches are shared.
 
-    An error is the text of it: the other ranks must not wait for the one that has it.
+    Every rank computes some of them. An error is the text of it: the other ranks must
+    not wait for the one that has it.
     """
 
-    def job(index: int, way: Way, dtype: str) -> dict[str, Any] | str:
+    def job(index: int, way: Way, dtype: str, is_global: bool) -> dict[str, Any] | str:
         own = folder / f"oracle{index}"
         own.mkdir(parents=True)
         try:
-            return way.arrays(way.run_of(size, own, is_oracle=True), dtype)
+            run = way.run_of(size, own, is_oracle=True, is_global=is_global)
+            return way.arrays(run, dtype)
         except Exception:
             return traceback.format_exc()
 
     return distribute_jobs(
         [
-            lambda index=index, way=way, dtype=dtype: job(index, way, dtype)
-            for index, (way, dtype) in enumerate(chosen)
+            lambda index=index, item=item: job(index, *item)
+            for index, item in enumerate(chosen)
         ]
     )
 

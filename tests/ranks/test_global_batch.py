@@ -1,0 +1,255 @@
+"""`batch="global"`: the same script as on one process, and the same model."""
+
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from claims import models_in, raises_everywhere, state_of
+
+import keras_dist
+
+pytestmark = [pytest.mark.several_ranks, pytest.mark.three_ranks]
+
+KINDS = ["arrays", "dataset", "shuffled", "endless", "sequence", "generator", "unknown"]
+
+
+@pytest.fixture(autouse=True)
+def exact():
+    """In float64, where rounding hides nothing."""
+    with models_in("float64"):
+        yield
+
+
+def rows_of(count, seed):
+    """Rows of two classes, which are not quite separable."""
+    generator = np.random.default_rng(seed)
+    x = generator.normal(size=(count, 5))
+    y = (x.sum(axis=1) + generator.normal(size=count) > 0).astype("float64")
+    return x, y
+
+
+class Batches(keras.utils.PyDataset):
+    """Batches by index."""
+
+    def __init__(self, x, y, size):
+        super().__init__()
+        self.x, self.y, self.size = x, y, size
+
+    def __len__(self):
+        return -(-len(self.x) // self.size)
+
+    def __getitem__(self, index):
+        span = slice(index * self.size, (index + 1) * self.size)
+        return self.x[span], self.y[span]
+
+
+def data_of(kind, count, batch_size, seed=0):
+    """Data of a kind, as arguments of `fit`; its last batch has one row."""
+    x, y = rows_of(count, seed)
+    keras.utils.set_random_seed(1)  # a part of the order of a shuffle
+    data = tf.data.Dataset.from_tensor_slices((x, y))
+    batches = Batches(x, y, batch_size)
+    if kind == "arrays":
+        return {"x": x, "y": y, "batch_size": batch_size}
+    if kind == "dataset":
+        return {"x": data.batch(batch_size)}
+    if kind == "shuffled":
+        return {"x": data.shuffle(count, seed=4).batch(batch_size)}
+    if kind == "endless":
+        return {"x": data.batch(batch_size).repeat(), "steps_per_epoch": 4}
+    if kind == "sequence":
+        return {"x": batches, "shuffle": False}
+    if kind == "generator":
+        endless = (batches[i % len(batches)] for i in range(1000))
+        return {"x": endless, "steps_per_epoch": len(batches)}
+    return {"x": data.batch(batch_size).filter(lambda *batch: True)}
+
+
+def compiled(optimizer=None, loss="binary_crossentropy", **options):
+    """A small model with metrics whose means are not means of batches.
+
+    It runs eagerly unless `options` say else: tracing takes longer than training.
+    """
+    keras.utils.set_random_seed(3)
+    layers = [keras.Input((5,)), keras.layers.Dense(8, activation="tanh")]
+    model = keras.Sequential([*layers, keras.layers.Dense(1, activation="sigmoid")])
+    metrics = ["accuracy", keras.metrics.AUC(name="auc")]
+    optimizer = optimizer or keras.optimizers.Adam(0.02, global_clipnorm=0.5)
+    options = {"run_eagerly": True, "jit_compile": False} | options
+    model.compile(optimizer, loss, metrics=metrics, **options)
+    return model
+
+
+def trained(arguments, *, is_ours, model=None, options=(), **more):
+    """What a fit leaves: states, and its logs."""
+    model = model or compiled()
+    keras.utils.set_random_seed(5)
+    given = {"verbose": 0, "epochs": 2} | arguments | more
+    if is_ours:
+        options = {"batch": "global"} | dict(options)
+        history = keras_dist.dist_fit(model, **given, **options)
+    else:
+        history = model.fit(**given)
+    logs = {k: v for k, v in history.history.items() if k != "rows_per_second"}
+    return [*state_of(model), *(np.asarray(logs[name]) for name in sorted(logs))]
+
+
+def assert_equal(ours, expected):
+    """Equal to rounding in float64."""
+    assert len(ours) == len(expected)
+    for own, other in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_script_gives_the_same_model_and_logs(kind):
+    """Of all kinds of data; the last batch has fewer rows than there are ranks."""
+    results = []
+    for is_ours in (True, False):
+        arguments = data_of(kind, 41, 10) | {"shuffle": False}
+        if kind not in ("generator", "endless"):
+            same = "dataset" if kind in ("shuffled", "unknown") else kind
+            given = data_of(same, 33, 8, seed=1)
+            data = (given["x"], given["y"]) if "y" in given else given["x"]
+            arguments |= {"validation_data": data}
+        results.append(trained(arguments, is_ours=is_ours))
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("kind", ["arrays", "dataset", "sequence"])
+def test_an_evaluation_of_some_batches_goes_on_where_the_last_one_ended(kind):
+    """`validation_steps` are those of all ranks; sums count as on one process."""
+    results = []
+    for is_ours in (True, False):
+        loss = keras.losses.BinaryCrossentropy(reduction="sum")
+        model = compiled(keras.optimizers.SGD(0.001), loss)
+        arguments = data_of(kind, 40, 10) | {"shuffle": False}
+        given = data_of(kind, 33, 4, seed=1)
+        data = (given["x"], given["y"]) if "y" in given else given["x"]
+        arguments |= {"validation_data": data, "validation_steps": 4}
+        if "y" in given:
+            arguments["validation_batch_size"] = 4
+        results.append(trained(arguments, is_ours=is_ours, model=model))
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("kind", ["dataset", "sequence"])
+def test_weights_of_classes_are_those_of_one_process(kind):
+    """Keras cannot weigh a batch that a rank has no row of: it is done before."""
+    results = []
+    for is_ours in (True, False):
+        arguments = data_of(kind, 41, 10) | {"shuffle": False}
+        arguments["class_weight"] = {0: 0.3, 1: 2.0}
+        results.append(trained(arguments, is_ours=is_ours))
+    assert_equal(*results)
+
+
+def test_decisions_and_files_are_those_of_one_process(tmp_path_factory):
+    """Stopped epoch, rates, a schedule, files and counts of batches."""
+    folder = keras_dist.broadcast(str(tmp_path_factory.mktemp("files")))
+    results, saved = [], []
+    for is_ours in (True, False):
+        path = f"{folder}/{is_ours}" + "-{epoch}-{batch}.weights.h5"
+        stopping = keras.callbacks.EarlyStopping("val_auc", mode="max", patience=1)
+        callbacks = [
+            stopping,
+            keras.callbacks.ReduceLROnPlateau("val_loss", patience=0, min_delta=0.5),
+            keras.callbacks.ModelCheckpoint(
+                path, save_weights_only=True, save_freq=5, verbose=0
+            ),
+        ]
+        x, y = rows_of(41, 0)
+        results.append(
+            trained(
+                {"x": x, "y": y, "batch_size": 12, "validation_split": 0.3},
+                is_ours=is_ours,
+                callbacks=callbacks,
+                epochs=6,
+                shuffle=False,
+            )
+        )
+        results[-1].append(np.array(stopping.stopped_epoch))
+        keras_dist.gather("written")
+        saved.append(sorted(p.name.partition("-")[2] for p in _files(folder, is_ours)))
+    assert_equal(*results)
+    assert saved[0] == saved[1] and saved[0]
+    schedule = keras.optimizers.schedules.CosineDecay(0.05, 12)
+    ours, expected = (
+        trained(
+            data_of("arrays", 41, 10) | {"shuffle": False},
+            is_ours=is_ours,
+            model=compiled(keras.optimizers.SGD(schedule, momentum=0.9)),
+        )
+        for is_ours in (True, False)
+    )
+    assert_equal(ours, expected)
+
+
+def _files(folder, is_ours):
+    return Path(folder).glob(f"{is_ours}-*")
+
+
+@pytest.mark.parametrize("kind", ["graph", pytest.param("XLA", marks=pytest.mark.long)])
+def test_in_a_graph_and_with_xla(kind):
+    """A rank without a row takes part in the step; one process runs eagerly."""
+    results = [
+        trained(
+            data_of("dataset", 41, 10)
+            | {"shuffle": False, "validation_data": data_of("dataset", 9, 4)["x"]},
+            is_ours=is_ours,
+            model=compiled(
+                run_eagerly=not is_ours, jit_compile=is_ours and kind == "XLA"
+            ),
+        )
+        for is_ours in (True, False)
+    ]
+    assert_equal(*results)
+
+
+def test_a_model_is_evaluated_before_it_was_trained():
+    """A rank without a batch makes the metrics, too, and they count nothing."""
+    data = data_of("dataset", 9, 10)["x"]
+    ours = keras_dist.DistributedModel(compiled(), batch="global")
+    expected = compiled().evaluate(data, verbose=0, steps=1)
+    np.testing.assert_allclose(ours.evaluate(data, verbose=0, steps=1), expected)
+    x, y = rows_of(9, 0)
+    np.testing.assert_allclose(ours.evaluate(x, y, verbose=0), expected, rtol=1e-10)
+
+
+def test_the_plan_and_the_variable_say_whose_batch_it_is(monkeypatch, capsys, world):
+    """A script that cannot be changed is told by the environment."""
+    monkeypatch.setenv("KERAS_DIST_BATCH", "global")
+    x, y = rows_of(41, 0)
+    keras_dist.dist_fit(compiled(), x, y, batch_size=10, epochs=1, verbose=2)
+    shown = capsys.readouterr().out
+    more, least = 10 % world.size, 10 // world.size
+    shares = f"{more} × {least + 1} + " if more > 1 else f"{least + 1} + " * (more > 0)
+    if world.rank == 0:
+        assert f"10 global: {shares}{world.size - more} × {least} rows" in shown
+        assert "5 an epoch" in shown and "→ 5 an epoch" not in shown
+
+
+def test_what_cannot_be_shared_is_an_error_before_the_first_step(world):
+    """On all ranks."""
+    x, y = rows_of(12, 0)
+
+    def fit(x=x, y=y, **options):
+        keras_dist.dist_fit(compiled(), x, y, verbose=0, **options)
+
+    few = {"batch": "global", "batch_size": world.size - 1}
+    [message, *_] = raises_everywhere(ValueError, lambda: fit(**few))
+    assert f"batch_size={world.size - 1} for {world.size} ranks" in message
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(world.size - 1)
+    [message, *_] = raises_everywhere(
+        ValueError, lambda: fit(batches, None, batch="global")
+    )
+    assert f"batches of {world.size - 1} rows" in message
+    for options, text in (
+        ({"batch": "all"}, "`batch` must be"),
+        ({"batch": "global", "leftover": "cut"}, "`leftover` has no meaning"),
+        ({"batch": "global", "sync": "every:2"}, "local SGD does not"),
+    ):
+        [message, *_] = raises_everywhere(ValueError, lambda o=options: fit(**o))
+        assert text in message
