@@ -34,6 +34,7 @@ __all__ = [
     "first_rank_only",
     "gather",
     "init",
+    "local_batch_size",
     "local_rank",
     "local_size",
     "rank",
@@ -93,7 +94,7 @@ if not _missing and not _is_command:
     from keras_dist.fit import DistributedModel, dist_fit
     from keras_dist.launch import run
     from keras_dist.optimizer import DistributedOptimizer
-    from keras_dist.setup.shard import shard
+    from keras_dist.setup.shard import local_batch_size, shard
     from keras_dist.training import saving
 
     prepare()

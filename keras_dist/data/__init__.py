@@ -40,7 +40,7 @@ from keras_dist.data.feed import (
     validation_feed,
 )
 from keras_dist.data.parts import Part
-from keras_dist.data.pipeline import length_of, seeds_of
+from keras_dist.data.pipeline import batch_size_of, length_of, seeds_of
 from keras_dist.data.presharded import (
     Presharded,
     divided,
@@ -66,6 +66,7 @@ __all__ = [
     "ShardedSequence",
     "Source",
     "Tail",
+    "batch_size_of",
     "divided",
     "divided_at_source",
     "hold_out",

@@ -412,8 +412,8 @@ def _training_batches(
         arguments | {"x": part.data, "shuffle": is_shuffled},
         Rows(
             in_words(source, spec, is_training=True),
-            batch_size=arguments["batch_size"] or source.batch_size,
-            is_global=spec.is_global and is_dealt(source, spec),
+            batch_size=arguments["batch_size"] or _batch_size_of(source),
+            is_global=_is_shared(source, spec),
             steps_before=steps_before or before,
             steps=_fewer(steps, _steps_of_pass(part, source, spec)),
             rule=rule,
@@ -439,11 +439,13 @@ def _batches_at(
     if isinstance(part.data, ShardedSequence):
         return part.data.batches_at
     presharded = source.presharded if spec.size > 1 else None
+    if presharded is not None and presharded.is_global:
+        presharded = None
     total = part.total if presharded else finite_or_none(source.length)
     # Of each presharded batch of one process, all ranks have rows.
     is_mixed = presharded is not None and presharded.by == "rows" and total is not None
     is_own = (presharded is None or total is None) and not is_dealt(source, spec)
-    is_own = is_own or (spec.is_global and presharded is None)
+    is_own = is_own or _is_shared(source, spec)
     rank, size = (0, 1) if is_own else (spec.rank, spec.size)
 
     def batches_at(epoch: int, step: int) -> Sequence[int]:
@@ -459,6 +461,20 @@ def _batches_at(
         )
 
     return batches_at
+
+
+def _batch_size_of(source: Source) -> int | None:
+    """Return the rows of a batch as the user thinks of it; `None` if unknown so far."""
+    presharded = source.presharded
+    if presharded is not None and presharded.is_global:
+        return presharded.batch_size
+    return source.batch_size
+
+
+def _is_shared(source: Source, spec: ShardSpec) -> bool:
+    """Tell whether all ranks have rows of each batch."""
+    is_presharded = source.presharded is not None and source.presharded.is_global
+    return spec.is_global and (is_presharded or is_dealt(source, spec))
 
 
 def _steps_of_pass(part: Part, source: Source, spec: ShardSpec) -> int | None:

@@ -353,18 +353,33 @@ def _of_presharded(source: Source, spec: ShardSpec, is_training: bool) -> Part:
             "and repeat them, before `shard`: put `filter`, `take`, `skip` and "
             "`repeat` above it."
         )
-    whole = _equal(data, own, steps)
+    is_global, is_marked = source.presharded.is_global, False
+    if is_global:
+        steps = max(counts)
+        is_marked = min(counts) < steps
+    whole = _marked_to(data, own, steps) if is_marked else _equal(data, own, steps)
     rest = Rest.of(source.presharded, data, counts)
-    part = Part(None, steps, total=None if rest is None else rest.total)
+    total = None if rest is None else rest.total
+    part = Part(None, steps, total=total, is_marked=is_marked)
     if rest is None or not (spec.keeps_position and _has_fixed_order(source)):
         return replace(part, data=without_auto_shard(whole))
     division = Division.of_batches(
-        spec.position, rest.total, size=spec.size, steps_after=rest.steps_after
+        spec.position,
+        rest.total,
+        size=spec.size,
+        steps_after=rest.steps_after,
+        per_step=1 if is_global else None,
     )
 
     def left() -> tf.data.Dataset:
-        own = rest.batches_after(division.begin, spec.rank)
-        return _equal(rest.after(division.begin, spec.rank), own, division.first_steps)
+        if is_global:
+            rows, read = rest.after(division.begin, spec.rank), division.begin
+            if is_marked:
+                return _marked_to(rows, own - read, division.first_steps)
+            return checked_length(rows, own - read)
+        own_after = rest.batches_after(division.begin, spec.rank)
+        rows = rest.after(division.begin, spec.rank)
+        return _equal(rows, own_after, division.first_steps)
 
     return _divided(part, division, whole, left)
 
@@ -400,6 +415,19 @@ def _divided(
 def _equal(dataset: tf.data.Dataset, count: int, needed: int) -> tf.data.Dataset:
     dataset = checked_length(dataset, count)
     return dataset if count == needed else first_steps(dataset, needed)
+
+
+def _marked_to(dataset: tf.data.Dataset, count: int, steps: int) -> tf.data.Dataset:
+    """Mark `count` batches, and repeat the last one, not to be counted, to `steps`."""
+
+    @tf.autograph.experimental.do_not_convert
+    def with_copies(number: tf.Tensor, batch: Any) -> tf.data.Dataset:
+        copies = tf.data.Dataset.from_tensors(marked(batch, tf.constant(False)))
+        is_last = tf.cast(tf.equal(number, count - 1), tf.int64)
+        own = tf.data.Dataset.from_tensors(marked(batch, tf.constant(True)))
+        return own.concatenate(copies.repeat(steps - count).take(is_last * steps))
+
+    return checked_length(dataset.enumerate().flat_map(with_copies), steps)
 
 
 def _checked(source: Source) -> Any:

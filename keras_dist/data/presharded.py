@@ -47,6 +47,8 @@ class Presharded:
         rank: The rank that has these elements.
         size: Number of ranks.
         source: The data set before it was divided, the same on all ranks.
+        is_global: Whether `batch_size` rows are the batch of all ranks, of which rank r
+            has the rows r, r + N, ….
     """
 
     by: str
@@ -54,6 +56,7 @@ class Presharded:
     rank: int
     size: int
     source: tf.data.Dataset
+    is_global: bool = False
 
     @property
     def length(self) -> float | None:
@@ -72,7 +75,8 @@ class Presharded:
 
     def facts(self) -> tuple[object, ...]:
         """Return what has to be equal on all ranks."""
-        return f"by {self.by}", self.batch_size, f"of {self.size} ranks", self.length
+        kind = "global" if self.is_global else f"of {self.size} ranks"
+        return f"by {self.by}", self.batch_size, kind, self.length
 
     def compared(self) -> list[tf.data.Dataset]:
         """Return what is compared over the ranks: cheap to read, and not random."""
@@ -86,6 +90,8 @@ class Presharded:
         Where the elements are batches, only those of full rounds are listed.
         """
         rows = np.arange(length)
+        if self.is_global:
+            return rows[rows % (self.batch_size or 1) % self.size == rank]
         if self.by != "batches":
             return rows[own_items(rank, self.size)]
         in_batch = self.batch_size or 1
@@ -108,7 +114,13 @@ _KNOWN = weakref.WeakKeyDictionary()
 
 
 def divided(
-    source: tf.data.Dataset, *, by: str, batch_size: int | None, rank: int, size: int
+    source: tf.data.Dataset,
+    *,
+    by: str,
+    batch_size: int | None,
+    rank: int,
+    size: int,
+    is_global: bool = False,
 ) -> tf.data.Dataset:
     """Return the elements of one rank, which `presharded_of` recognizes after a `map`.
 
@@ -122,10 +134,12 @@ def divided(
     >>> [int(row) for row in data]
     [2, 3, 6]
     """
-    presharded = Presharded(by, batch_size, rank, size, source)
+    presharded = Presharded(by, batch_size, rank, size, source, is_global)
     length = finite_or_none(presharded.length)
     own = None if length is None else presharded.rows_of(rank, length)
-    if by != "batches":
+    if is_global and batch_size is not None:
+        dataset = by_window(source, batch_size, lambda rows, _: rows.shard(size, rank))
+    elif by != "batches":
         dataset = _every(source, rank, size)
     elif batch_size is not None:
         dataset = _by_batch(source, batch_size, rank, size)
@@ -230,6 +244,10 @@ class Rest:
         the division.
         """
         length = finite_or_none(presharded.length)
+        if presharded.is_global and presharded.batch_size:
+            # Each element is this rank's rows of a batch, for any number of ranks.
+            total = max(lengths)
+            return cls(presharded, data, presharded.batch_size, int(total))
         rows = presharded.batch_size or rows_per_batch(data)
         rows = 1 if presharded.has_batches else rows
         if length is None or rows is None or presharded.is_by_file:
@@ -249,6 +267,8 @@ class Rest:
                 the data was divided by batch.
         """
         size = self.presharded.size
+        if self.presharded.is_global:
+            return self.total - read
         if read % size and self.presharded.by == "batches":
             raise ValueError(
                 "The training cannot go on in the middle of an epoch with data that "
@@ -267,6 +287,8 @@ class Rest:
 
     def after(self, read: int, rank: int) -> tf.data.Dataset:
         """Return the batches of one rank, after `read` batches of all ranks."""
+        if self.presharded.is_global:
+            return self.data.skip(read)
         if read % self.presharded.size == 0:
             return self.data.skip(read // self.presharded.size)
         rows = self.data.unbatch().skip(self._rows_read(read, rank))

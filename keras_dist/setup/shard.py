@@ -28,12 +28,18 @@ def shard(
     batch_size: int | None = None,
     by: str = "rows",
     process_set: Sequence[int] | None = None,
+    *,
+    batch: str = "rank",
 ) -> Callable[[tf.data.Dataset], tf.data.Dataset]: ...
 
 
 @overload
 def shard(
-    batch_size: Any, by: str = "rows", process_set: Sequence[int] | None = None
+    batch_size: Any,
+    by: str = "rows",
+    process_set: Sequence[int] | None = None,
+    *,
+    batch: str = "rank",
 ) -> Any: ...
 
 
@@ -41,6 +47,8 @@ def shard(
     batch_size: Any = None,
     by: str = "rows",
     process_set: Sequence[int] | None = None,
+    *,
+    batch: str = "rank",
 ) -> Any:
     """Divide data among the ranks before its rows are decoded.
 
@@ -68,6 +76,9 @@ def shard(
             affair how many rows they have. With fewer files than ranks, nothing is
             divided here, with a warning.
         process_set: The ranks that train on this data, as in `dist_fit`.
+        batch: As in `dist_fit`. `"global"`: `batch_size` rows are the batch of all
+            ranks together, and `.batch(keras_dist.local_batch_size(batch_size))`
+            follows: of 96 rows on five ranks, the first has 20 and the others 19.
 
     Returns:
         A function for `tf.data.Dataset.apply`. If data was passed, this rank's part: a
@@ -101,9 +112,53 @@ def shard(
         )
     with comm.within(process_set):
         rank, size = comm.rank(), comm.size()
+    if batch not in ("rank", "global"):
+        raise ValueError(f'`batch` must be "rank" or "global". Received: {batch!r}')
+    if batch == "global" and size > 1:
+        if by != "rows" or rows is None:
+            raise ValueError(
+                'With batch="global" `shard` divides the rows of each batch, and needs '
+                f"their number. Received: by={by!r}, batch_size={batch_size!r}. Apply "
+                '`shard(batch_size, batch="global")` to a tf.data.Dataset of rows.'
+            )
+        _check_global_batch(rows, size)
+        return lambda dataset: _divided(dataset, rows, by, rank, size, is_global=True)
     if rows is None and batch_size is not None:
         return _of_rank(batch_size, by, rank, size)
     return lambda dataset: _divided(dataset, rows, by, rank, size)
+
+
+def local_batch_size(batch_size: int, process_set: Sequence[int] | None = None) -> int:
+    """Count this rank's rows of a batch that all ranks share.
+
+    Use it behind `keras_dist.shard(batch_size, batch="global")`.
+
+    Args:
+        batch_size: Rows of all ranks together, at least one for each.
+        process_set: The ranks that share it, as in `dist_fit`.
+
+    Returns:
+        `batch_size` / ranks, rounded up on the first ranks, and down on the others.
+
+    Raises:
+        ValueError: If there are fewer rows than ranks.
+
+    >>> local_batch_size(96)
+    96
+    """
+    with comm.within(process_set):
+        rank, size = comm.rank(), comm.size()
+    _check_global_batch(batch_size, size)
+    return len(range(batch_size)[own_items(rank, size)])
+
+
+def _check_global_batch(rows: int, size: int) -> None:
+    if rows < size:
+        raise ValueError(
+            "A batch that all ranks share needs a row for each rank. "
+            f"Received: batch_size={rows} for {size} ranks. Pass a larger batch, or "
+            f"start at most {rows} processes."
+        )
 
 
 def _of_rank(data: Any, by: str, rank: int, size: int) -> Any:
@@ -128,7 +183,13 @@ def _of_rank(data: Any, by: str, rank: int, size: int) -> Any:
 
 
 def _divided(
-    dataset: tf.data.Dataset, batch_size: int | None, by: str, rank: int, size: int
+    dataset: tf.data.Dataset,
+    batch_size: int | None,
+    by: str,
+    rank: int,
+    size: int,
+    *,
+    is_global: bool = False,
 ) -> tf.data.Dataset:
     if not isinstance(dataset, tf.data.Dataset):
         raise TypeError(
@@ -149,7 +210,14 @@ def _divided(
             "`seed` to `shuffle` (and to `list_files`), or call "
             "keras.utils.set_random_seed with the same number on every rank before."
         )
-    return divided(dataset, by=by, batch_size=batch_size, rank=rank, size=size)
+    return divided(
+        dataset,
+        by=by,
+        batch_size=batch_size,
+        rank=rank,
+        size=size,
+        is_global=is_global,
+    )
 
 
 def _are_too_few(data: Any, size: int) -> bool:

@@ -16,10 +16,12 @@ from keras_dist.data import (
     Presharded,
     ShardSpec,
     Source,
+    batch_size_of,
     divided_at_source,
     is_arrays,
     is_source,
     length_before_repeat,
+    own_items,
     seeds_of,
 )
 from keras_dist.setup.arguments import KerasArguments, Options
@@ -116,7 +118,9 @@ def compare(
         _compare_batches(unknown)
     for name, source in sources.items():
         if source.presharded is not None:
-            source.agree(_compared_before_shard(name, source, source.presharded))
+            source.agree(
+                _compared_before_shard(name, source, source.presharded, options.batch)
+            )
     return spec
 
 
@@ -199,7 +203,9 @@ def _note_on_shuffles(name: str, source: Source) -> str:
     )
 
 
-def _compared_before_shard(name: str, source: Source, presharded: Presharded) -> Agreed:
+def _compared_before_shard(
+    name: str, source: Source, presharded: Presharded, batch: str | None
+) -> Agreed:
     """Compare data before it was divided. A collective.
 
     The first elements are compared, and the seeds of shuffles. Nothing that comes after
@@ -214,6 +220,7 @@ def _compared_before_shard(name: str, source: Source, presharded: Presharded) ->
                 f"{comm.rank()} of {comm.size()}. Pass the same `process_set` to "
                 "`shard` as to this call."
             )
+        _check_shares(name, source, presharded, is_global=batch == "global")
         is_by_rank = presharded.by != "source"  # else TensorFlow sees to the shuffles
         seeds = seeds_of(presharded.source) if is_by_rank else []
         first = source.fingerprint_of_sources(presharded.compared())
@@ -244,6 +251,31 @@ def _compared_before_shard(name: str, source: Source, presharded: Presharded) ->
         row = _row_of_another(source, lengths)
     has_rows = lengths[comm.rank()] != 0
     return Agreed(lengths=lengths, row=None if has_rows else row)
+
+
+def _check_shares(
+    name: str, source: Source, presharded: Presharded, *, is_global: bool
+) -> None:
+    """Check that training data was divided for the same kind of batches as the fit."""
+    if name != "training":
+        return
+    if presharded.is_global != is_global:
+        given, other = ("global", "rank") if is_global else ("rank", "global")
+        raise ValueError(
+            f'The fit has batch="{given}", and its data was divided by `shard` for '
+            f'batches of batch="{other}". Received: data divided by {presharded.by}. '
+            f"Pass the same `batch` to both."
+        )
+    rows, of_data = presharded.batch_size, batch_size_of(source.data)
+    if not is_global or rows is None or of_data is None:
+        return
+    own = len(range(rows)[own_items(presharded.rank, presharded.size)])
+    if of_data != own:
+        raise ValueError(
+            f"Each rank must batch its own rows of a batch of {rows} rows. Received: "
+            f"batches of {of_data} rows on rank {presharded.rank}, which has {own} of "
+            f"each. Write `.batch(keras_dist.local_batch_size({rows}))` after `shard`."
+        )
 
 
 def _row_of_another(source: Source, lengths: tuple[float | None, ...]) -> Any:

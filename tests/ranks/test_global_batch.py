@@ -146,6 +146,26 @@ def test_weights_of_classes_are_those_of_one_process(kind):
     assert_equal(*results)
 
 
+@pytest.mark.parametrize("count", [41, 48])
+def test_rows_divided_before_they_are_decoded_are_those_of_one_process(count):
+    """With a last batch without a row for some ranks, and as validation data."""
+    results = []
+    for is_ours in (True, False):
+        batch = keras_dist.shard(10, batch="global") if is_ours else lambda data: data
+        rows = keras_dist.local_batch_size(10) if is_ours else 10
+
+        def divided(data, batch=batch, rows=rows):
+            return data.apply(batch).map(lambda x, y: (x * 2, y)).batch(rows)
+
+        keras.utils.set_random_seed(1)
+        data = tf.data.Dataset.from_tensor_slices(rows_of(count, 0))
+        others = tf.data.Dataset.from_tensor_slices(rows_of(33, 1))
+        arguments = {"x": divided(data.shuffle(count, seed=3))}
+        arguments["validation_data"] = divided(others)
+        results.append(trained(arguments, is_ours=is_ours))
+    assert_equal(*results)
+
+
 def test_decisions_and_files_are_those_of_one_process(tmp_path_factory):
     """Stopped epoch, rates, a schedule, files and counts of batches."""
     folder = keras_dist.broadcast(str(tmp_path_factory.mktemp("files")))
@@ -231,6 +251,11 @@ def test_the_plan_and_the_variable_say_whose_batch_it_is(monkeypatch, capsys, wo
         assert "5 an epoch" in shown and "→ 5 an epoch" not in shown
 
 
+def _divided(x, y, **options):
+    rows = tf.data.Dataset.from_tensor_slices((x, y))
+    return rows.apply(keras_dist.shard(10, **options)).batch(7)
+
+
 def test_what_cannot_be_shared_is_an_error_before_the_first_step(world):
     """On all ranks."""
     x, y = rows_of(12, 0)
@@ -250,6 +275,12 @@ def test_what_cannot_be_shared_is_an_error_before_the_first_step(world):
         ({"batch": "all"}, "`batch` must be"),
         ({"batch": "global", "leftover": "cut"}, "`leftover` has no meaning"),
         ({"batch": "global", "sync": "every:2"}, "local SGD does not"),
+        ({"x": _divided(x, y), "y": None, "batch": "global"}, "`shard` for batches of"),
+        ({"x": _divided(x, y, batch="global"), "y": None}, "`shard` for batches of"),
+        (
+            {"x": _divided(x, y, batch="global"), "y": None, "batch": "global"},
+            "local_batch_size(10)",
+        ),
     ):
         [message, *_] = raises_everywhere(ValueError, lambda o=options: fit(**o))
         assert text in message
