@@ -33,13 +33,11 @@ from keras_dist.checkpoint.saver import (
     saves_within_epochs,
 )
 from keras_dist.checkpoint.states import with_history
+from keras_dist.launch.restarts import NNODES
 from keras_dist.report.lines import say
 from keras_dist.setup.fit_setup import FitSetup
 
 __all__ = ["EXIT_CODE", "Resume", "saving", "opened"]
-
-# The variable by which a launcher says that hosts come and go: `--nnodes`.
-_HOSTS_CHANGE = "KERAS_DIST_NNODES"
 
 
 @contextlib.contextmanager
@@ -83,7 +81,7 @@ def saving(resume: Resume | None, setup: FitSetup) -> Iterator[dict[str, Any]]:
 
 def _warn_of_restarts() -> None:
     """Warn on the first rank if this training starts over when its hosts change."""
-    hosts = os.environ.get(_HOSTS_CHANGE)
+    hosts = os.environ.get(NNODES)
     if hosts and comm.rank() == 0:
         warnings.warn(
             "`dist_fit` without `resume=` begins anew when a host is lost or comes. "

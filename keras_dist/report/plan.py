@@ -87,6 +87,8 @@ class Plan:
         metrics: Name and rule of each metric whose state is not summed.
         every: Steps from one averaging to the next: 1, or more with local SGD.
         changes: Differences from the checkpoint that is resumed, in words.
+        hosts_change: Least and most hosts, where they come and go, as `--nnodes` names
+            them; or "".
     """
 
     version: str
@@ -102,6 +104,7 @@ class Plan:
     metrics: tuple[tuple[str, str], ...] = ()
     every: int = 1
     changes: str = ""
+    hosts_change: str = ""
 
     def lines(self) -> list[tuple[str, str]]:
         """Return the lines of the box, as pairs of a label and a text."""
@@ -111,6 +114,9 @@ class Plan:
         if self.size > 1 and self.every > 1:
             lines.append(("averaging", f"of the weights, every {self.every:,} steps"))
         lines.append(("batch", self._batch()))
+        if self.hosts_change and not self.training.is_global:
+            text = 'the global batch changes with them; batch="global" keeps it'
+            lines.append(("elastic", f"{self.hosts_change} hosts: {text}"))
         lines.append(("data", self.training.kind))
         lines += _rows_lines("rows", self.training, self.size)
         lines += _steps_lines("steps", self.training, self.size)

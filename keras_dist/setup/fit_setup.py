@@ -18,6 +18,7 @@ from keras_dist.data import (
     validation_feed,
 )
 from keras_dist.data.steps import scaled_steps, step_multiplier_of
+from keras_dist.launch.restarts import NNODES
 from keras_dist.optimizer.rate import rate_factor
 from keras_dist.report import plan
 from keras_dist.report.training import path_of_fit, study_of
@@ -172,6 +173,7 @@ def prepare(
             outputs=ours.destinations(callbacks),
             metrics=metrics.exceptions(model.metrics),
             every=averaging.every,
+            hosts_change=os.environ.get(NNODES, ""),
         ),
     )
 

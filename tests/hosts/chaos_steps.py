@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-BATCH, ROWS, TEST_ROWS, RANKS, SAVE_STEPS = 8, 240, 400, 3, 3
+BATCH, ROWS, TEST_ROWS, RANKS, SAVE_STEPS = 25, 240, 400, 3, 3
 
 
 def steps_in(log):

@@ -2,8 +2,7 @@
 
     cnn.py FILE EPOCHS LOG PACE RESUME   on ranks; the first one writes the weights to
                                          FILE, and each step to LOG
-    cnn.py FILE EPOCHS LOG               plain Keras, with the batches that LOG has
-    cnn.py FILE EPOCHS                   plain Keras, undisturbed on three ranks
+    cnn.py FILE EPOCHS                   the same script with plain `model.fit`
 
 LOG gets a line `START STEP RANKS` for each step; PACE is a file with the seconds that
 a step takes.
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
-from chaos_steps import BATCH, RANKS, ROWS, SAVE_STEPS, TEST_ROWS, steps_in
+from chaos_steps import BATCH, ROWS, SAVE_STEPS, TEST_ROWS
 
 import keras_dist
 
@@ -58,25 +57,13 @@ def model_and_data():
     return model, x.astype("float32"), y
 
 
-def train_alone(model, x, y, epochs, sizes):
-    """Plain Keras, step by step, each with the batch of its number of ranks."""
-    step = 0
-    for _ in range(epochs):
-        row = 0
-        while row < ROWS:
-            step += 1
-            end = min(ROWS, row + BATCH * sizes.get(step, RANKS))
-            model.train_on_batch(x[row:end], y[row:end])
-            row = end
-
-
 def main(path, epochs, log=None, pace=None, resume=None):
     """Train, and write the weights; the last line is the accuracy."""
     model, x, y = model_and_data()
+    given = {"batch_size": BATCH, "epochs": int(epochs), "shuffle": False, "verbose": 0}
     is_first = True
     if pace is None:
-        sizes = {step: size for _, step, size in steps_in(log)} if log else {}
-        train_alone(model, x[:ROWS], y[:ROWS], int(epochs), sizes)
+        model.fit(x[:ROWS], y[:ROWS], **given)
     else:
         world = keras_dist.init()
         is_first = world.is_first
@@ -84,11 +71,8 @@ def main(path, epochs, log=None, pace=None, resume=None):
             model,
             x[:ROWS],
             y[:ROWS],
-            batch_size=BATCH,
-            epochs=int(epochs),
-            shuffle=False,
-            lr_scaling="none",
-            verbose=0,
+            **given,
+            batch="global",
             callbacks=[Paced(log, pace, world)],
             resume=resume,
             save_steps=SAVE_STEPS,

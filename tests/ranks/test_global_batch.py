@@ -22,6 +22,12 @@ def exact():
         yield
 
 
+@pytest.fixture
+def folder(tmp_path_factory):
+    """A folder that all ranks have."""
+    return keras_dist.broadcast(str(tmp_path_factory.mktemp("shared")))
+
+
 def rows_of(count, seed):
     """Rows of two classes, which are not quite separable."""
     generator = np.random.default_rng(seed)
@@ -166,9 +172,36 @@ def test_rows_divided_before_they_are_decoded_are_those_of_one_process(count):
     assert_equal(*results)
 
 
-def test_decisions_and_files_are_those_of_one_process(tmp_path_factory):
+@pytest.mark.parametrize("kind", ["arrays", "dataset", "divided"])
+def test_a_training_that_was_ended_goes_on_as_that_of_one_process(kind, folder):
+    """In the middle of an epoch, before a last batch without a row for some ranks."""
+
+    class Ends(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if int(self.model.optimizer.iterations) == 8:
+                raise KeyboardInterrupt
+
+    def data(batch, rows):
+        if kind == "divided":
+            found = tf.data.Dataset.from_tensor_slices(rows_of(41, 0))
+            return {"x": found.apply(batch).map(lambda x, y: (x, y)).batch(rows)}
+        return data_of(kind, 41, 10)
+
+    shared = keras_dist.shard(10, batch="global"), keras_dist.local_batch_size(10)
+    options = {"resume": f"{folder}/{kind}", "save_steps": 1}
+    with pytest.raises(KeyboardInterrupt):
+        trained(
+            data(*shared) | {"shuffle": False, "callbacks": [Ends()]},
+            is_ours=True,
+            options=options,
+        )
+    ours = trained(data(*shared) | {"shuffle": False}, is_ours=True, options=options)
+    expected = trained(data(lambda rows: rows, 10) | {"shuffle": False}, is_ours=False)
+    assert_equal(ours, expected)
+
+
+def test_decisions_and_files_are_those_of_one_process(folder):
     """Stopped epoch, rates, a schedule, files and counts of batches."""
-    folder = keras_dist.broadcast(str(tmp_path_factory.mktemp("files")))
     results, saved = [], []
     for is_ours in (True, False):
         path = f"{folder}/{is_ours}" + "-{epoch}-{batch}.weights.h5"
