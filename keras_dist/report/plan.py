@@ -20,7 +20,6 @@ class Rows:
     Args:
         kind: The type of the data and how it is sharded, in words.
         batch_size: Rows in a batch of one rank; `None` if the data decides it.
-        is_global: Whether it is the batch of all ranks together.
         total: Rows of all ranks, or of this rank if the data is already split; `None`
             if unknown.
         of_rank: Rows of the first rank; `None` unless the data is sharded by row.
@@ -30,11 +29,11 @@ class Rows:
         rule: The rule by which `steps` was computed from a number that the user gave,
             or "".
         leftover: What happens to leftover batches, in words, or "".
+        is_global: Whether `batch_size` is the batch of all ranks together.
     """
 
     kind: str
     batch_size: int | None = None
-    is_global: bool = False
     total: int | None = None
     of_rank: int | None = None
     left_out: int = 0
@@ -42,6 +41,7 @@ class Rows:
     steps: int | None = None
     rule: str = ""
     leftover: str = ""
+    is_global: bool = False
 
 
 @dataclass(frozen=True)
