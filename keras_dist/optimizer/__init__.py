@@ -60,7 +60,12 @@ from keras_dist.optimizer.rate import (
     schedule_of,
     unscale_rate,
 )
-from keras_dist.optimizer.reduce import AveragingState, reduce_gradients
+from keras_dist.optimizer.reduce import (
+    AveragingState,
+    of_piece,
+    of_pieces,
+    reduce_gradients,
+)
 from keras_dist.optimizer.sparse import with_shape
 
 __all__ = [
@@ -91,6 +96,8 @@ __all__ = [
     "local_ids",
     "only_attached",
     "optimizers_of",
+    "of_piece",
+    "of_pieces",
     "own_sums",
     "nested_optimizers",
     "rate_progress",

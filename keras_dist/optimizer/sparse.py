@@ -56,7 +56,7 @@ class Lookups:
         if not self._may_be_marked(gradient, variable):
             return gradient
         indices = gradient.indices
-        own = tf.where(indices < 0, -1 - indices, indices)
+        own = _unmarked(indices, variable.shape[0])
         return tf.IndexedSlices(gradient.values, own, gradient.dense_shape)
 
     def before_gather(self, gradient: Any, variable: Any) -> Any:
@@ -101,7 +101,24 @@ class Lookups:
                 return gradient
             numbered = [_numbered(-1 - part, variable.shape[0]) for part in per_rank]
             indices = tf.concat(numbered, 0)
-        values, indices = _added_up(gradient.values, indices, variable.shape[0])
+        values, indices = _added_up(gradient.values, indices)
+        indices = _unmarked(indices, variable.shape[0])
+        return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+    def added_up(self, gradient: Any, variable: Any, *, is_marked: bool) -> Any:
+        """Add up those slices of all pieces of a step that are sums over rows.
+
+        Args:
+            gradient: Slices as `before_gather` returns them for each piece; anything
+                else is returned as it is.
+            variable: The variable of the gradient.
+            is_marked: Whether marked slices stay marked, for the exchange.
+        """
+        if not self._may_be_marked(gradient, variable):
+            return gradient
+        values, indices = _added_up(gradient.values, gradient.indices)
+        if not is_marked:
+            indices = _unmarked(indices, variable.shape[0])
         return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
     def _may_be_marked(self, gradient: Any, variable: Any) -> bool:
@@ -128,23 +145,26 @@ def _numbered(indices: Any, count: int) -> Any:
     return tf.where(indices < 0, indices - repetition * count, indices)
 
 
-def _added_up(values: Any, indices: Any, count: int) -> tuple[Any, Any]:
-    """Add up those slices of all ranks that are sums over rows.
+def _added_up(values: Any, indices: Any) -> tuple[Any, Any]:
+    """Add up those slices of all ranks, or pieces, that are sums over rows.
 
     Args:
         values: The values of all ranks.
         indices: The indices of all ranks, `_numbered` by each.
-        count: The number of rows of the table.
 
     Returns:
-        Values and indices, none of them marked.
+        Values and indices, each marked one once.
     """
     positions = tf.range(tf.size(indices, tf.int64))
     keys, segments = tf.unique(tf.where(indices < 0, indices, positions))
     number = tf.size(keys)
     added = tf.math.unsorted_segment_sum(values, segments, number)
-    own = tf.math.unsorted_segment_max(indices, segments, number)
-    return added, tf.where(own < 0, (-1 - own) % count, own)
+    return added, tf.math.unsorted_segment_max(indices, segments, number)
+
+
+def _unmarked(indices: Any, count: int) -> Any:
+    """Indices without marks and numbers; `count` is the number of rows of the table."""
+    return tf.where(indices < 0, (-1 - indices) % count, indices)
 
 
 def _look_alike(per_rank: Sequence[np.ndarray], rows: np.ndarray) -> bool:

@@ -89,6 +89,7 @@ class Plan:
         changes: Differences from the checkpoint that is resumed, in words.
         hosts_change: Least and most hosts, where they come and go, as `--nnodes` names
             them; or "".
+        microbatch: The most rows that a rank computes at once; `None`: a batch.
     """
 
     version: str
@@ -105,6 +106,7 @@ class Plan:
     every: int = 1
     changes: str = ""
     hosts_change: str = ""
+    microbatch: int | None = None
 
     def lines(self) -> list[tuple[str, str]]:
         """Return the lines of the box, as pairs of a label and a text."""
@@ -113,7 +115,8 @@ class Plan:
             lines.append(("transport", self.transport))
         if self.size > 1 and self.every > 1:
             lines.append(("averaging", f"of the weights, every {self.every:,} steps"))
-        lines.append(("batch", self._batch()))
+        pieces = f", in pieces of {self.microbatch:,} rows" if self.microbatch else ""
+        lines.append(("batch", self._batch() + pieces))
         if self.hosts_change and not self.training.is_global:
             text = 'the global batch changes with them; batch="global" keeps it'
             lines.append(("elastic", f"{self.hosts_change} hosts: {text}"))

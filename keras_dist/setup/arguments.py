@@ -70,6 +70,7 @@ class Options:
     sync: str = "every:1"
     outer_momentum: float = 0.0
     sparse: str = "auto"
+    microbatch: int | None = None
     timeline: str | os.PathLike[str] | None = None
     resume: str | os.PathLike[str] | None = None
     save_steps: int | None = None

@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import optimizer
+from keras_dist.training import batch_norm
 from keras_dist.training.autotune import plain_strategy
 
 
@@ -50,6 +51,27 @@ def check_local_layers(model: Any, averaging: optimizer.Averaging) -> None:
                 "`local_layers` must be layers of the model. "
                 f"Received: {layer!r}, which {model.name!r} does not have."
             )
+
+
+def check_microbatch(model: Any, microbatch: int | None) -> None:
+    """Raise a `ValueError` if batches of `model` cannot be computed in such pieces."""
+    if microbatch is None:
+        return
+    is_whole = isinstance(microbatch, int) and not isinstance(microbatch, bool)
+    if not is_whole or microbatch < 1:
+        raise ValueError(
+            "`microbatch` must be a number of rows, at least 1, or None. "
+            f"Received: microbatch={microbatch!r}"
+        )
+    layers = batch_norm.synchronized_layers(model)
+    if layers:
+        raise ValueError(
+            "BatchNormalization(synchronized=True) needs the statistics of all rows of "
+            "the global batch, and `microbatch` computes them in pieces. Received: "
+            f"microbatch={microbatch} and the layer {layers[0].name!r}. Leave out "
+            "`microbatch`, or `synchronized`; GroupNormalization needs no statistics "
+            "of other rows."
+        )
 
 
 def _strategy_of(model: Any) -> Any:

@@ -23,7 +23,7 @@ from keras_dist.optimizer.rate import rate_factor
 from keras_dist.report import plan
 from keras_dist.report.training import path_of_fit, study_of
 from keras_dist.setup.arguments import KerasArguments, Options
-from keras_dist.setup.checks import check_local_layers
+from keras_dist.setup.checks import check_local_layers, check_microbatch
 from keras_dist.training import metrics
 from keras_dist.version import __version__
 
@@ -44,6 +44,7 @@ class FitSetup:
         factor: Full factor on the learning rate.
         step_multiplier: Schedules of the learning rate are read at step × this number.
         warmup_steps: Steps until the full factor is reached.
+        microbatch: The most rows that are computed at once; `None`: a batch.
         plan: The same decisions in words, to be printed.
     """
 
@@ -55,6 +56,7 @@ class FitSetup:
     factor: float
     step_multiplier: int
     warmup_steps: int
+    microbatch: int | None
     plan: plan.Plan
 
     @property
@@ -82,6 +84,7 @@ class FitSetup:
             "`sync` and `outer_momentum`": (averaging.every, averaging.outer_momentum),
             "the learning rate's factor": self.factor,
             "the steps of the warm-up": self.warmup_steps,
+            "`microbatch`": self.microbatch,
             "the callbacks of Keras and keras_dist": callbacks,
         }
 
@@ -140,6 +143,7 @@ def prepare(
     averaging = options.averaging()
     optimizer.check_usable(averaging)
     check_local_layers(model, averaging)
+    check_microbatch(model, options.microbatch)
     world = comm.init()
     callbacks, options = _take_over_warmup(fit.callbacks, options)
     factor = rate_factor(options.lr_scaling, size=world.size)
@@ -160,6 +164,7 @@ def prepare(
         factor=factor,
         step_multiplier=step_multiplier,
         warmup_steps=_warmup_steps(options.warmup_epochs, training.plan.steps),
+        microbatch=options.microbatch,
         plan=plan.Plan(
             version=__version__,
             size=world.size,
@@ -174,6 +179,7 @@ def prepare(
             metrics=metrics.exceptions(model.metrics),
             every=averaging.every,
             hosts_change=os.environ.get(NNODES, ""),
+            microbatch=options.microbatch,
         ),
     )
 

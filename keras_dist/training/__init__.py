@@ -8,7 +8,8 @@
 - `same_values`: compare what has to be equal on all ranks
 - `stray_variables`: variables that a step changes and the model does not keep
 - `batch_norm`: normalize by the statistics of the global batch
-- `xla_step`: a step in two functions compiled by XLA, with the allreduce in between
+- `recorded_step`: a step in parts, gradients, allreduce and update, where XLA compiles
+  the first and the last, or where `pieces` of a batch are computed one after the other
 - `predict`: predict shards of the rows, and gather the predictions
 - `autotune`: read data without TensorFlow's tuning thread
 """

@@ -15,13 +15,13 @@ def synchronize(model: Any) -> None:
     Keras synchronizes them only under `tf.distribute`. Under Horovod such a layer would
     silently normalize by the rows of its rank.
     """
-    for layer in _synchronized_layers(model):
+    for layer in synchronized_layers(model):
         mixin.add(layer, GlobalMoments)
 
 
 def desynchronize(model: Any) -> None:
     """Undo `synchronize`."""
-    for layer in _synchronized_layers(model):
+    for layer in synchronized_layers(model):
         mixin.remove(layer, GlobalMoments)
 
 
@@ -52,7 +52,8 @@ class GlobalMoments:
         )
 
 
-def _synchronized_layers(model: Any) -> list[Any]:
+def synchronized_layers(model: Any) -> list[Any]:
+    """List the layers that need the statistics of all rows of the global batch."""
     return [
         layer
         for layer in model._flatten_layers(include_self=False)

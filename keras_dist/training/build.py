@@ -281,7 +281,7 @@ class FirstStep:
         with step_context.entered(step_context.StepContext()):
             is_built_here = self._builds_on_one_rank or not is_plain
             if is_built_here or holds_unbuilt_optimizers(model):
-                _on_all(lambda: build(model, step))
+                on_all(lambda: build(model, step))
             # Outside of the graph that is being traced, so that this runs once, now.
             with tf.init_scope():
                 batch_norm.synchronize(model)
@@ -289,7 +289,7 @@ class FirstStep:
                     hook()
 
 
-def _on_all(work: Callable[[], None]) -> None:
+def on_all(work: Callable[[], Any]) -> None:
     """Run `work` in the graph that is being traced; raise an error of it on all."""
     failed: list[Exception] = []
     try:

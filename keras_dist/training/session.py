@@ -14,6 +14,7 @@ from keras_dist.optimizer.step_context import own_variable
 from keras_dist.training.build import FirstStep
 from keras_dist.training.loss_kind import EagerLog
 from keras_dist.training.metrics import UpdateCounts
+from keras_dist.training.pieces import PieceTrace, make_sums
 from keras_dist.training.stray_variables import StrayVariables
 
 
@@ -404,6 +405,36 @@ class Instruments:
         self.guard = guard
 
 
+class Microbatch:
+    """Whether a rank computes its batches in pieces.
+
+    `sums` is a variable for sums over all pieces.
+    """
+
+    def __init__(self) -> None:
+        self.sums = make_sums()
+        self._rows: int | None = None
+        self._trace: PieceTrace | None = None
+
+    @property
+    def rows(self) -> int | None:
+        """The most rows of a piece; `None`: a batch is computed at once."""
+        return self._rows
+
+    @property
+    def trace(self) -> PieceTrace | None:
+        """The first trace of the step for a piece; `None` before the first step."""
+        return self._trace
+
+    def use(self, rows: int | None) -> None:
+        """Compute batches in pieces of at most so many rows from now on."""
+        self._rows = rows
+
+    def keep(self, trace: PieceTrace | None) -> None:
+        """Keep the first trace, which has been checked on all ranks."""
+        self._trace = trace
+
+
 class XlaChoice:
     """Whether steps run in two functions compiled by XLA, with an allreduce between."""
 
@@ -504,6 +535,7 @@ class Session:
         stop_request: This rank's stop request, and whether all ranks have agreed.
         metrics: Whether a metric's result is one over all ranks.
         instruments: The stopwatch and the NaN guard of each step.
+        microbatch: Whether batches are computed in pieces.
         xla: Whether steps run in two functions compiled by XLA.
         eager_log: Which losses of a step that runs eagerly are sums over rows.
         stray: Variables that a step changes and the model does not keep.
@@ -520,6 +552,7 @@ class Session:
     stop_request: optimizer.StopRequest
     metrics: MetricScope
     instruments: Instruments
+    microbatch: Microbatch
     xla: XlaChoice
     eager_log: EagerLog
     stray: StrayVariables
@@ -530,7 +563,13 @@ class Session:
     @property
     def is_plain(self) -> bool:
         """True if the model's own train step is used unchanged."""
-        return comm.size() == 1 and self.instruments.guard is None
+        is_changed = self.instruments.guard is not None or self.microbatch.rows
+        return comm.size() == 1 and not is_changed
+
+    @property
+    def is_in_one(self) -> bool:
+        """True if a step computes its gradients and applies them in one."""
+        return self.microbatch.rows is None and not self.xla.is_split
 
 
 def begin(model: Any, last: Session | None) -> Session:
@@ -552,6 +591,7 @@ def begin(model: Any, last: Session | None) -> Session:
         stop_request=optimizer.StopRequest(),
         metrics=MetricScope(),
         instruments=Instruments(),
+        microbatch=Microbatch(),
         xla=XlaChoice(),
         eager_log=EagerLog(),
         stray=StrayVariables(),

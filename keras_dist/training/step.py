@@ -1,6 +1,7 @@
 """The train step on many ranks: weights by rows, and no collective inside XLA."""
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,9 +19,9 @@ from keras_dist.training import (
     saving,
 )
 from keras_dist.training.loss_kind import num_rows
+from keras_dist.training.recorded_step import RecordedStep
 from keras_dist.training.saving import atomic
 from keras_dist.training.session import Session, begin, raising_on_all, session_of
-from keras_dist.training.xla_step import XlaStep
 
 
 def install(model: Any) -> Session:
@@ -94,13 +95,13 @@ class DistributedStep(atomic.SavesWhole):
         is_exact = comm.size() > 1 and averages_every_step(self)
         with contextlib.ExitStack() as stack:
             stack.enter_context(step_context.entered(context))
-            if is_exact:
-                own_step = _of_all_rows(self, own_step, data, stack)
-            if comm.size() > 1:
+            if is_exact or session.microbatch.rows:
+                own_step = _of_all_rows(self, own_step, data)
+            if comm.size() > 1 or session.microbatch.rows:
                 stack.enter_context(only_attached())
             stack.enter_context(_not_before(session, data))
             stack.enter_context(_without_counting(self, has_rows))
-            logs = _run(session, own_step, data)
+            logs = _run(self, own_step, data, is_of_rank=not is_exact)
         end()
         return logs
 
@@ -183,7 +184,7 @@ def _context(
         length=length if isinstance(length, int) else None,
         has_rows=has_rows,
         rows_of_all=session.training_data.next_rows_of_all(),
-        is_keras_path=is_keras_path and not session.xla.is_split,
+        is_keras_path=is_keras_path and session.is_in_one,
         stop_request=session.stop_request,
         stopwatch=session.instruments.stopwatch,
         guard=session.instruments.guard,
@@ -219,10 +220,7 @@ def _without_counting(model: Any, has_rows: Any) -> Iterator[None]:
 
 
 def _of_all_rows(
-    model: Any,
-    own_step: Callable[[Any], Any],
-    data: Any,
-    stack: contextlib.ExitStack,
+    model: Any, own_step: Callable[[Any], Any], data: Any
 ) -> Callable[[Any], Any]:
     """Wrap the model's own step: its losses and logs are those of the global batch.
 
@@ -230,42 +228,64 @@ def _of_all_rows(
         model: The model.
         own_step: Its own `train_step`.
         data: The batch.
-        stack: Ends what this begins.
     """
     log = session_of(model).eager_log
-    row_losses = stack.enter_context(loss_kind.of_all_rows(model, log))
     is_of_keras = loss_kind.definer(model, "train_step", DistributedStep).startswith(
         "keras."
     )
 
     def step(data: Any) -> Any:
-        logs = own_step(data)
-        session_of(model).stray.find(model)
-        if is_of_keras:
-            return logs
-        return keras.tree.map_structure(row_losses.of_all_logged, logs)
-
-    if tf.executing_eagerly():
-        if not log.is_read:
-            if loss_kind.is_all_of_keras(model, DistributedStep):
-                log.skip()
-            else:
-                log.read(step, data)
         log.begin_step()
+        with loss_kind.of_all_rows(model, log) as row_losses:
+            logs = own_step(data)
+            session_of(model).stray.find(model)
+            if is_of_keras:
+                return logs
+            return keras.tree.map_structure(row_losses.of_all_logged, logs)
+
+    if tf.executing_eagerly() and not log.is_read:
+        if loss_kind.is_all_of_keras(model, DistributedStep):
+            log.skip()
+        else:
+            log.read(step, data)
     return step
 
 
-def _run(session: Session, own_step: Callable[[Any], Any], data: Any) -> Any:
-    """Run the model's own step, in two functions compiled by XLA if it is split."""
+def _run(
+    model: Any, own_step: Callable[[Any], Any], data: Any, *, is_of_rank: bool
+) -> Any:
+    """Run the model's own step: in parts, if XLA compiles it or it is in pieces."""
+    session = session_of(model)
+    if session.is_in_one:
+        return own_step(data)
+    in_parts = functools.partial(
+        RecordedStep,
+        model,
+        own_step,
+        microbatch=session.microbatch.rows,
+        is_of_rank=is_of_rank,
+        sums=session.microbatch.sums,
+    )
+    step = in_parts(is_compiled=session.xla.is_split)
     if session.xla.is_split:
-        xla_step = XlaStep(own_step)
-        reason = xla_step.why_not(data)
-        if reason is None:
-            return xla_step.run(data)
-        session.xla.give_up()
-        if comm.rank() == 0:
-            warnings.warn(f"Training without XLA: {reason}.", stacklevel=2)
-    return own_step(data)
+        reason = step.why_not(data)
+        if reason is not None:
+            session.xla.give_up()
+            if comm.rank() == 0:
+                warnings.warn(f"Training without XLA: {reason}.", stacklevel=2)
+            if session.is_in_one:
+                return own_step(data)
+            step = in_parts(is_compiled=False)
+    if session.microbatch.rows is None:
+        return step.run(data)
+    trace = session.microbatch.trace
+    if trace is None:
+        build.on_all(lambda: session.microbatch.keep(step.trace_piece(data)))
+        trace = session.microbatch.trace
+    elif not tf.executing_eagerly():
+        # Not on all ranks: one alone may have a batch of a new shape.
+        trace = step.trace_piece(data)
+    return step.run(data, trace)
 
 
 def _results(model: Any, own_result: Callable[[], Any], logs: Any = None) -> Any:

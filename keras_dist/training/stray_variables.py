@@ -1,6 +1,6 @@
 """Find variables that a train step changes and the model does not keep."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +69,7 @@ class StrayVariables:
         if tf.executing_eagerly():
             return
         graph = tf.compat.v1.get_default_graph()
-        handles = _handles(graph)
+        handles = handles_of(graph)
         values = [getattr(own, "value", own) for own in all_variables(model)]
         known = {id(getattr(value, "handle", None)) for value in values}
         strangers = {
@@ -79,19 +79,36 @@ class StrayVariables:
         }
         if not strangers:
             return
-        for op in graph.get_operations():
-            for index in _assigned(op, graph):
-                handle = strangers.get(id(op.inputs[index]))
-                if handle is not None:
-                    dtype = tf.as_dtype(_dtype_of(handle))
-                    found = StrayVariable(handle, dtype)
-                    self._found.setdefault(id(handle), found)
+        for _, handle in assignments(graph, strangers):
+            dtype = tf.as_dtype(dtype_of(handle))
+            self._found.setdefault(id(handle), StrayVariable(handle, dtype))
 
 
-def _handles(graph: Any) -> dict[int, Any]:
+def assignments(
+    graph: Any, handles: Mapping[int, Any], begin: int = 0
+) -> Iterator[tuple[int, Any]]:
+    """Find the operations of a graph that change some variables.
+
+    Args:
+        graph: The graph.
+        handles: The handles of the variables, by the ids of the tensors that stand for
+            them in the graph (`handles_of`).
+        begin: The index of the first operation to look at.
+
+    Yields:
+        The index of an operation, and the handle of a variable that it changes.
+    """
+    for number, op in enumerate(graph.get_operations()[begin:], begin):
+        for index in _assigned(op, graph):
+            handle = handles.get(id(op.inputs[index]))
+            if handle is not None:
+                yield number, handle
+
+
+def handles_of(graph: Any) -> dict[int, Any]:
     """Map each tensor that stands for a handle to the handle outside of any graph."""
     outer = getattr(graph, "outer_graph", None)
-    outside = {} if outer is None else _handles(outer)
+    outside = {} if outer is None else handles_of(outer)
     found = {}
     for handle, inner in getattr(graph, "captures", ()):
         if handle.dtype == tf.resource:
@@ -101,7 +118,7 @@ def _handles(graph: Any) -> dict[int, Any]:
     return found
 
 
-def _dtype_of(handle: Any) -> Any:
+def dtype_of(handle: Any) -> Any:
     """Return the dtype of the value of a variable."""
     return handle._handle_data.shape_and_type[0].dtype
 

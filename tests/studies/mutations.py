@@ -145,7 +145,7 @@ MUTATIONS = [
     ),
     Mutation(
         "XLA: averaging between the two compiled functions",
-        "training/xla_step.py",
+        "training/recorded_step.py",
         "reduce_gradients(call.optimizer, own, call.variables)",
         "own",
         ("test_equivalence.py", "sgd-True"),

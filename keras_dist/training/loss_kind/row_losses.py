@@ -158,7 +158,7 @@ class RowLosses:
             is_number = _rank_of(values) == 0
             values = self.of_all(values, is_loss=False)
             if sample_weight is None and is_number:
-                sample_weight = self._fraction() * comm.size()
+                sample_weight = self._fraction() * step_context.current().num_ranks()
         return plain(values, sample_weight)
 
     def of_all(self, value: Any, *, is_loss: bool = True) -> Any:
@@ -237,6 +237,14 @@ class RowLosses:
             return terms
         except Undecided as error:
             self._log.add_undecided(error)
+            if is_loss and step_context.current().sum_of_pieces is not None:
+                raise ValueError(
+                    "`microbatch` needs losses that are means or sums over rows, so "
+                    "that those of the pieces of a batch add up to that of the batch. "
+                    "Received: a loss of which the graph does not show that it is one, "
+                    f"{error}. Compute the loss by rows, and end with a mean or a sum "
+                    "over them; or leave out `microbatch`."
+                ) from error
             if is_loss and comm.rank() == 0:
                 warnings.warn(
                     "It cannot be seen from the graph of a loss whether it is a mean "
@@ -280,10 +288,10 @@ def _rank_of(value: Any) -> int | None:
 def _divisor(reduction: Any, mask: Any, sample_weight: Any) -> Any:
     """Return what a reduction of Keras divides by; `None` if by rows."""
     if reduction in ("sum_over_batch_size", "mean") and mask is not None:
-        return tf.reduce_sum(tf.cast(mask, tf.float32))
+        return tf.reduce_sum(tf.cast(mask, tf.float64))
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
-        weight = tf.cast(sample_weight, tf.float32)
+        weight = tf.cast(sample_weight, tf.float64)
         if mask is not None:
-            weight *= tf.cast(tf.reshape(mask, tf.shape(weight)), tf.float32)
+            weight *= tf.cast(tf.reshape(mask, tf.shape(weight)), tf.float64)
         return tf.reduce_sum(weight)
     return None

@@ -10,7 +10,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import comm
 from keras_dist.optimizer import step_context
 from keras_dist.training.build import restoring_generators
 from keras_dist.training.loss_kind.probe import (
@@ -57,8 +56,9 @@ class Term:
 
 
 def _part_of_all(divisor: Any) -> Any:
-    own = step_context.current().counted(tf.cast(divisor, tf.float64))
-    return tf.math.divide_no_nan(own, comm.total(own, purpose="losses"))
+    context = step_context.current()
+    own = context.counted(tf.cast(divisor, tf.float64))
+    return tf.math.divide_no_nan(own, context.total(own, purpose="losses"))
 
 
 def terms_of(value: Any, probe: Probe, *, sources: Sequence[Any] = ()) -> list[Term]:

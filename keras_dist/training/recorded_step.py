@@ -1,4 +1,4 @@
-"""A train step in two functions compiled by XLA, with an allreduce in between."""
+"""A train step in three parts: gradients, the exchange with other ranks, the update."""
 
 import contextvars
 import dataclasses
@@ -17,58 +17,106 @@ from keras_dist.optimizer import (
     reduce_gradients,
     step_context,
 )
+from keras_dist.training.pieces import Pieces, PieceTrace
 
 
-class XlaStep:
-    """Computes gradients and applies them in two compiled functions.
+class RecordedStep:
+    """Computes gradients, averages them, and applies them, one after the other.
 
-    XLA cannot compile a collective. So the model's own train step runs inside a
-    compiled function, where `apply` only records the gradients. They are averaged
-    outside, and a second compiled function applies them.
+    The model's own train step computes everything in one. Here it runs in a function of
+    its own, where `apply` only records the gradients. They are averaged outside, and
+    applied then. So XLA, which cannot compile a collective, compiles what is before it
+    and what is after it; and a batch may be computed in pieces before it.
 
     Args:
-        own_step: The model's own `train_step`; its variables must exist.
+        model: The model.
+        own_step: Its own `train_step`; its variables must exist.
+        is_compiled: Whether XLA compiles the first and the last part.
+        microbatch: The most rows that are computed at once; `None`: all.
+        is_of_rank: Whether losses are those of this rank's rows alone.
+        sums: See `Pieces`.
     """
 
-    def __init__(self, own_step: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        own_step: Callable[[Any], Any],
+        *,
+        is_compiled: bool,
+        microbatch: int | None,
+        is_of_rank: bool,
+        sums: Any,
+    ) -> None:
         self._own_step = own_step
         self._calls: list[Recorded] = []
-        self._compute_gradients = tf.function(
-            self._record, jit_compile=True, autograph=False
+        function = functools.partial(
+            tf.function, jit_compile=True if is_compiled else None, autograph=False
         )
-        self._apply_gradients = tf.function(
-            self._apply, jit_compile=True, autograph=False
-        )
+        self._pieces = None
+        self._compute_gradients = function(self._record)
+        if microbatch is not None:
+            self._pieces = Pieces(
+                model,
+                own_step,
+                microbatch=microbatch,
+                is_of_rank=is_of_rank,
+                sums=sums,
+                function=function,
+            )
+            self._compute_gradients = self._pieces.compute_piece
+        self._apply_gradients = function(self._apply) if is_compiled else self._apply
 
     def why_not(self, data: Any) -> str | None:
-        """Explain why the step cannot be split for such batches; `None` if it can.
+        """Explain why XLA cannot compile the step for such batches; `None` if it can.
 
         The step is not run. It is traced, and translated for XLA; an unknown number of
         rows is taken as two.
         """
-        specs = keras.tree.map_structure(_spec, data)
         # This is called while a graph is traced. Another thread is outside of that
         # graph; so is `tf.init_scope`, but there no tape records a gradient.
+        specs = self._specs(data)
         context = contextvars.copy_context()
         with futures.ThreadPoolExecutor(max_workers=1) as thread:
             return thread.submit(context.run, self._try, specs).result()
 
-    def _try(self, specs: Any) -> str | None:
+    def _specs(self, data: Any) -> tuple[Any, Any]:
+        if self._pieces is not None:
+            return self._pieces.specs(data)
+        return keras.tree.map_structure(_spec, (data, _counts()))
+
+    def _try(self, specs: tuple[Any, Any]) -> str | None:
         try:
-            counts = keras.tree.map_structure(_spec, _counts())
-            self._compute_gradients.get_concrete_function(specs, counts)
-            if len(self._calls) != 1:
+            self._compute_gradients.get_concrete_function(*specs)
+            if self._pieces is None and len(self._calls) != 1:
                 return f"its train step makes {len(self._calls)} updates, not one"
-            batch = keras.tree.map_structure(_two_rows, (specs, counts))
+            batch = keras.tree.map_structure(_two_rows, specs)
             self._compute_gradients.experimental_get_compiler_ir(*batch)(stage="hlo")
         except Exception as error:  # after any error, the step runs without XLA
             return f"XLA cannot compile this model ({_first_line(error)})"
         return None
 
-    def run(self, data: Any) -> Any:
-        """Run one train step, and return the logs of the model's own step."""
-        logs, gradients = self._compute_gradients(data, _counts())
-        [call], [own] = self._calls, gradients
+    def trace_piece(self, data: Any) -> PieceTrace:
+        """Trace the step for a piece of a batch, without running it.
+
+        Raises:
+            ValueError: If the step cannot be computed in pieces.
+        """
+        assert self._pieces is not None  # made with `microbatch`
+        return self._pieces.trace(self._pieces.specs(data))
+
+    def run(self, data: Any, trace: PieceTrace | None = None) -> Any:
+        """Run one train step, and return the logs of the model's own step.
+
+        Args:
+            data: The batch.
+            trace: What `trace_piece` returned for such a batch, if it is in pieces.
+        """
+        if self._pieces is None or trace is None:
+            logs, gradients = self._compute_gradients(data, _counts())
+            [call], [own] = self._calls, gradients
+        else:
+            logs, call, own = self._pieces.compute(data, trace)
+            self._calls = [call]
         averaged = reduce_gradients(call.optimizer, own, call.variables)
         make = functools.partial(self._apply_gradients, [averaged])
         guarded_update(call.optimizer, own, averaged, call.variables, make)
