@@ -394,10 +394,11 @@ class _Cut:
             shape = getattr(leaf, "shape", None)
             known = shape[0] if shape is not None and shape.rank else None
             if isinstance(rows, int) and known not in (None, rows):
+                shape = tuple(shape or ())
                 raise ValueError(
                     "`microbatch` cuts all arrays of a batch into pieces of rows. "
-                    f"Received: an array of shape {tuple(shape or ())} in a batch of {rows} "
-                    "rows. Leave out `microbatch`, or give each row its part of it."
+                    f"Received: an array of shape {shape} in a batch of {rows} rows. "
+                    "Leave out `microbatch`, or give each row its part of it."
                 )
 
     def piece(self, index: Any) -> Any:
