@@ -121,6 +121,7 @@ def begun(
         batch=plan.training.batch_size if plan is not None else None,
         epochs_planned=epochs,
         plan=[] if plan is None else [list(line) for line in plan.lines()],
+        is_shared=plan is not None and plan.training.is_global,
     )
 
 

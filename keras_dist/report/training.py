@@ -97,6 +97,7 @@ class Training:
         epochs: The epochs so far, each an `Epoch` as a dict.
         resumes: For each resume the epoch, the seconds, and the number of ranks.
         nan_reports: Findings of `NanReport`, in words.
+        is_shared: Whether `batch` is that of all ranks together (`batch="global"`).
     """
 
     title: str
@@ -115,6 +116,7 @@ class Training:
     epochs: Sequence[Mapping[str, Any]] = ()
     resumes: Sequence[Mapping[str, Any]] = field(default_factory=list)
     nan_reports: Sequence[str] = ()
+    is_shared: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """Return the content of the file."""

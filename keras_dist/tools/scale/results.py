@@ -173,6 +173,7 @@ def _of_ranks(
         "hosts": hosts,
         "runs": len(group),
         "devices": list(dict.fromkeys(trainings[0]["devices"])),
+        "is_shared": all(training.get("is_shared") for training in trainings),
         "rows_per_second": spread(rates),
         "efficiency": spread(efficiencies(rates, ranks, base)),
         "phases": phases_of(epochs),
@@ -390,8 +391,7 @@ def _learning_less(rows: Sequence[Row], metric: str | None) -> list[str]:
             words.append(
                 f"On {counted(row['ranks'], 'rank')} {metric} comes to "
                 f"{rounded(found)}, and on {counted(rows[0]['ranks'], 'rank')} to "
-                f"{rounded(base)} in the same epochs: the recipe loses with the larger "
-                "global batch. See docs/how_to/learning_rate.md."
+                f"{rounded(base)} in the same epochs: {_reason(row, 'loses with')}"
             )
     return words
 
@@ -407,18 +407,29 @@ def _learning_slower(rows: Sequence[Row], metric: str, target: float) -> list[st
             return []
         if found is None:
             words.append(
-                f"On {ranks} {metric} has not reached {target:g}: the recipe breaks "
-                "with the larger global batch. See docs/how_to/learning_rate.md."
+                f"On {ranks} {metric} has not reached {target:g}: "
+                + _reason(row, "breaks with")
             )
         elif found["median"] >= _GROWN * base["median"]:
             words.append(
                 f"On {ranks} {metric} reaches {target:g} after "
                 f"{found['median'] / base['median']:.2f} times as many rows as on "
-                f"{counted(rows[0]['ranks'], 'rank')}: the larger global batch costs "
-                "that much. A warm-up, or another rate, may help: see "
-                "docs/how_to/learning_rate.md."
+                f"{counted(rows[0]['ranks'], 'rank')}: {_reason(row, 'loses with')}"
             )
     return words
+
+
+def _reason(row: Row, verb: str) -> str:
+    """Name the reason why more ranks learn less."""
+    if row.get("is_shared"):
+        return (
+            "the batch is the same, so that only noise may differ which each rank "
+            "draws for itself, as with dropout; repeat the runs to see how much."
+        )
+    return (
+        f"the recipe {verb} the larger global batch. A warm-up, another rate, or "
+        'batch="global" may help: see docs/how_to/learning_rate.md.'
+    )
 
 
 @dataclass(frozen=True)
@@ -551,5 +562,6 @@ def _assumptions(several: Sequence[Step], fits: Sequence[Fitted]) -> list[str]:
         "The link between further ranks is the one between these. A network between "
         "hosts is slower than the memory of one host: measure two hosts, by -H.",
         "Stragglers cost as much as here. They cost more with each rank.",
-        "Nothing is said of the accuracy: larger global batches need another recipe.",
+        "Nothing is said of the accuracy: larger global batches need another recipe; "
+        'with batch="global" the batch, and the model, stay the same.',
     ]

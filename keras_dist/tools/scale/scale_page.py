@@ -330,17 +330,22 @@ def _learning(content: Content) -> list[Chart]:
             ranks="ranks", level=(metric, ".4~g"), seconds=("seconds", ",.1f")
         ),
     )
+    rows = content["by_ranks"]  # of an earlier version, without this
+    is_shared = bool(rows) and all(row.get("is_shared") for row in rows)
+    by_time = Chart(
+        f"{metric} over time",
+        _curve(values, "seconds", metric),
+        "since the first step began",
+    )
+    by_rows = Chart(
+        f"{metric} over rows",
+        _curve(values, "rows", metric),
+        "all ranks share the batch: the curves lie over each other"
+        if is_shared
+        else "a recipe that breaks with larger global batches is lower here",
+    )
     return [
-        Chart(
-            f"{metric} over time",
-            _curve(values, "seconds", metric),
-            "since the first step began",
-        ),
-        Chart(
-            f"{metric} over rows",
-            _curve(values, "rows", metric),
-            "a recipe that breaks with larger global batches is lower here",
-        ),
+        *([by_rows, by_time] if is_shared else [by_time, by_rows]),
         Chart(f"Time to each {metric}", reached, "median of the runs"),
     ]
 
