@@ -88,8 +88,8 @@ class Options:
             environ: `KERAS_DIST_BATCH` is read, for a script that cannot be changed.
 
         Raises:
-            ValueError: If `batch` is unknown, or local SGD is asked for beside
-                `"global"`.
+            ValueError: If `batch` is unknown, or local SGD or a sum of gradients is
+                asked for beside `"global"`.
         """
         batch = self.batch or environ.get(BATCH_VARIABLE) or "rank"
         if batch not in ("rank", "global"):
@@ -102,6 +102,12 @@ class Options:
             raise ValueError(
                 'batch="global" gives the model of one process, and local SGD does '
                 f'not. Received: batch="global" and sync={self.sync!r}. Leave one out.'
+            )
+        if batch == "global" and self.op != "average":
+            raise ValueError(
+                'batch="global" gives the model of one process, and a sum of gradients '
+                "depends on the number of ranks. Received: "
+                f'batch="global" and op={self.op!r}. Leave one out.'
             )
         is_global = batch == "global"
         usual: dict[str, Any] = {

@@ -109,7 +109,7 @@ def main(path, *chosen_by):
         rows = measure([case for ranks, case in drawn if ranks == size], size)
     else:
         warnings.filterwarnings("error", "Training without XLA")
-        shared = [case.shared for case in cases.CASES]
+        shared = [case.shared for case in cases.CASES if "op" not in case.options]
         rows = measure([*cases.CASES, *shared], size)
     if keras_dist.rank() == 0:
         versions = {"TensorFlow": tf.__version__, "Keras": keras.__version__}

@@ -308,6 +308,7 @@ def test_what_cannot_be_shared_is_an_error_before_the_first_step(world):
         ({"batch": "all"}, "`batch` must be"),
         ({"batch": "global", "leftover": "cut"}, "`leftover` has no meaning"),
         ({"batch": "global", "sync": "every:2"}, "local SGD does not"),
+        ({"batch": "global", "op": "sum"}, "depends on the number of ranks"),
         ({"x": _divided(x, y), "y": None, "batch": "global"}, "`shard` for batches of"),
         ({"x": _divided(x, y, batch="global"), "y": None}, "`shard` for batches of"),
         (

@@ -94,9 +94,14 @@ def page(results):
     software = " and ".join(f"{name} {version}" for name, version in versions.items())
     lines = [_HEAD.format(versions=software)]
     kinds = [(ranks, is_global) for ranks in (2, 3) for is_global in (False, True)]
+    found = {
+        (ranks, row["is_global"], row["part"], row["name"]): row
+        for ranks, result in results.items()
+        for row in result["rows"]
+    }
+    rows = [row for row in results[2]["rows"] if not row["is_global"]]
     columns = [
-        [row for row in results[ranks]["rows"] if row["is_global"] == is_global]
-        for ranks, is_global in kinds
+        [found.get((*kind, row["part"], row["name"])) for row in rows] for kind in kinds
     ]
     shared = ', batch="global"'
     heads = [f"{ranks} ranks" + shared * is_global for ranks, is_global in kinds]
@@ -104,9 +109,12 @@ def page(results):
         lines += [f"## {part[0].upper()}{part[1:]}", ""]
         cells = [cell for head in heads for cell in (head, "tolerance")]
         lines += [f"| case | {' | '.join(cells)} |", "|---" * 9 + "|"]
-        for found in rows:
-            cells = [f"`{found[0]['name']}`"]
-            for row in found:
+        for of_kinds in rows:
+            cells = [f"`{of_kinds[0]['name']}`"]
+            for row in of_kinds:
+                if row is None:
+                    cells += ["–", "–"]
+                    continue
                 mark = "*" if row["is_measured"] else ""
                 cells += [f"{row['difference']:.1e}", f"{row['tolerance']:.1e}{mark}"]
             lines += [f"| {' | '.join(cells)} |"]
