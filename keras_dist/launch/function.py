@@ -7,12 +7,16 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 # Files of a call: function and arguments; what a rank returned, or its error.
 CALL, _RESULT, _ERROR = "call.pickle", "result.{rank}.pickle", "error.{rank}.pickle"
+
+# What cloudpickle writes in place of the file of a function.
+_DYNAMIC = "<dynamic-code>"
 
 
 def run(
@@ -100,7 +104,9 @@ def pickled_call(
     Args:
         function, args, kwargs: See `run`.
     """
-    return _pickled((function, tuple(args), dict(kwargs or {})))
+    code = getattr(function, "__code__", None)
+    file = getattr(code, "co_filename", None)
+    return _pickled((function, tuple(args), dict(kwargs or {}), file))
 
 
 def _pickled(value: Any) -> bytes:
@@ -136,13 +142,38 @@ def call_and_keep(folder: str, rank: int) -> None:
         rank: This rank.
     """
     try:
-        function, args, kwargs = pickle.loads((Path(folder) / CALL).read_bytes())
+        content = (Path(folder) / CALL).read_bytes()
+        function, args, kwargs, file = pickle.loads(content)
+        _name_source(function, file)
         value = _pickled(function(*args, **kwargs))
     except Exception as error:
         with contextlib.suppress(Exception):  # not every error can be pickled
             _write(Path(folder) / _ERROR.format(rank=rank), _pickled(error))
         raise
     _write(Path(folder) / _RESULT.format(rank=rank), value)
+
+
+def _name_source(function: Any, file: str | None) -> None:
+    """Give functions that were sent the file of their lines, for a traceback.
+
+    cloudpickle leaves it out since 3.1.3: it writes "<dynamic-code>" instead.
+    """
+
+    def named(code: types.CodeType) -> types.CodeType:
+        parts = (
+            named(c) if isinstance(c, types.CodeType) else c for c in code.co_consts
+        )
+        is_unnamed = code.co_filename == _DYNAMIC
+        own = str(file) if is_unnamed else code.co_filename
+        return code.replace(co_filename=own, co_consts=tuple(parts))
+
+    others = list(getattr(function, "__globals__", {}).values())
+    for found in (function, *others):
+        is_sent = (
+            getattr(getattr(found, "__code__", None), "co_filename", "") == _DYNAMIC
+        )
+        if file is not None and is_sent and isinstance(found, types.FunctionType):
+            found.__code__ = named(found.__code__)
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 import uuid
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from launch import ROOT, launch
 
 import keras_dist
+from keras_dist.launch.function import CALL, call_and_keep, pickled_call
 from keras_dist.launch.hosts import hosts_in, hosts_of, hosts_of_lines
 from keras_dist.launch.meeting import meeting_point
 
@@ -398,6 +400,19 @@ def test_many_ranks_find_the_store_at_once():
     finally:
         store.kill()
         store.communicate()
+
+
+def test_a_function_that_was_sent_keeps_the_file_of_its_lines(tmp_path):
+    """cloudpickle drops it, and with it the line of a traceback."""
+
+    def fails():
+        return [1 / x for x in (1, 0)]
+
+    (tmp_path / CALL).write_bytes(pickled_call(fails, (), None))
+    with pytest.raises(ZeroDivisionError) as caught:
+        call_and_keep(str(tmp_path), 0)
+    lines = traceback.format_tb(caught.value.__traceback__)
+    assert __file__ in lines[-1] and "1 / x" in lines[-1]
 
 
 def test_a_function_runs_on_ranks_and_returns_their_values(capfd):
