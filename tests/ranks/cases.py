@@ -667,6 +667,8 @@ TABLE_ONLY = {
     "optimizers: MultiOptimizer of a map",
     "optimizers: RMSprop(momentum=0.5, centered=True, clipnorm=0.02)",
     'options: lr_scaling="sqrt"',
+    "options: microbatch=3 in mixed_float16, two batches an update",
+    "options: microbatch=3 of an embedding",
     "statistics: BatchNormalization(synchronized=True)",
     "statistics: the same, two steps an execution",
 }
