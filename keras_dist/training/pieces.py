@@ -98,8 +98,8 @@ class Pieces:
 
     def specs(self, data: Any) -> tuple[Any, Any]:
         """Return the specs of the arguments of `compute_piece`: a piece, and counts."""
-        length = _Cut(data, self._microbatch).length
-        piece = keras.tree.map_structure(lambda leaf: _spec_of(leaf, length), data)
+        _Cut(data, self._microbatch)  # raises an error if it cannot be cut
+        piece = keras.tree.map_structure(_spec_of, data)
         counts = [
             tf.TensorSpec(c.shape, c.dtype) if tf.is_tensor(c) else c
             for c in self._counts(data)
@@ -388,8 +388,6 @@ class _Cut:
         rows = tf.cast(rows, tf.int64) if tf.is_tensor(rows) else rows
         self.rows = rows
         self.number = -(-rows // microbatch)
-        is_even = isinstance(rows, int) and rows % self.number == 0
-        self.length = rows // self.number if is_even else None
         for leaf in keras.tree.flatten(data):
             shape = getattr(leaf, "shape", None)
             known = shape[0] if shape is not None and shape.rank else None
@@ -431,16 +429,17 @@ class _Cut:
         )
         with tf.control_dependencies([] if is_whole is None else [is_whole]):
             part = leaf[begin:end]
-        if self.length is not None and not isinstance(leaf, tf.RaggedTensor):
-            part.set_shape([self.length, *leaf.shape[1:]])
         return part
 
 
 _FLOATING = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
 
-def _spec_of(leaf: Any, length: int | None) -> Any:
-    """Return the spec of a piece of a tensor."""
+def _spec_of(leaf: Any) -> Any:
+    """Return the spec of a piece of a tensor: its number of rows is open.
+
+    A graph with a constant in its place may not show what is a sum over rows.
+    """
     if leaf is None or leaf.shape.rank == 0:
         return leaf if leaf is None else tf.TensorSpec([], leaf.dtype)
     spec = tf.type_spec_from_value(leaf)
@@ -452,7 +451,7 @@ def _spec_of(leaf: Any, length: int | None) -> Any:
         return tf.SparseTensorSpec([None, *spec.shape[1:]], spec.dtype)
     if leaf.shape.rank is None:
         return tf.TensorSpec(None, leaf.dtype)
-    return tf.TensorSpec([length, *leaf.shape[1:]], leaf.dtype)
+    return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
 
 
 def _tensor_or_none(leaf: Any) -> Any:
