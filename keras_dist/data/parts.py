@@ -109,7 +109,9 @@ def part_of(
             return _of_stream(source, spec, None, is_training)
         return Part(_checked(source), source.length)
     rule = _rule_of(source, spec, is_training)
-    tail = Tail(rule, spec.rank, spec.size, is_training, class_weight)
+    # Elsewhere Keras itself weighs the batches.
+    weights = class_weight if rule == "rows" else None
+    tail = Tail(rule, spec.rank, spec.size, is_training, weights)
     if spec.is_global and is_training:
         _check_divisible(source, spec)
     elif spec.is_global and steps is not None:

@@ -141,14 +141,22 @@ def test_an_evaluation_of_some_batches_goes_on_where_the_last_one_ended(kind):
     assert_equal(*results)
 
 
-@pytest.mark.parametrize("kind", ["dataset", "sequence"])
-def test_weights_of_classes_are_those_of_one_process(kind):
+@pytest.mark.parametrize("kind", ["dataset", "sequence", "unknown"])
+@pytest.mark.parametrize("batch", ["global", "rank"])
+def test_weights_of_classes_are_those_of_one_process(world, kind, batch):
     """Keras cannot weigh a batch that a rank has no row of: it is done before."""
+    if batch == "rank" and kind != "unknown":
+        return
     results = []
     for is_ours in (True, False):
-        arguments = data_of(kind, 41, 10) | {"shuffle": False}
+        rows = 4 * world.size if batch == "rank" and not is_ours else 4
+        count, rows = (48, rows) if batch == "rank" else (41, 10)
+        arguments = data_of(kind, count, rows) | {"shuffle": False}
         arguments["class_weight"] = {0: 0.3, 1: 2.0}
-        results.append(trained(arguments, is_ours=is_ours))
+        options = {"batch": batch, "lr_scaling": "none"}
+        model = compiled(run_eagerly=batch == "global")
+        found = trained(arguments, is_ours=is_ours, options=options, model=model)
+        results.append(found[:4])
     assert_equal(*results)
 
 
