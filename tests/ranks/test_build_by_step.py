@@ -434,6 +434,8 @@ def equals_one_process(world, kind, tolerance=1e-10, **arguments):
     [
         pytest.param(kind, marks=pytest.mark.three_ranks)
         if kind in (Lazy, OwnMetrics)
+        else pytest.param(kind, marks=pytest.mark.long)
+        if kind is Translator
         else kind
         for kind in MODELS
     ],

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+from claims import shortened
 
 from keras_dist.tools.migrate import fit, source
 
@@ -99,7 +100,17 @@ def _ran(text):
     return names
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script",
+    shortened(
+        SCRIPTS,
+        {
+            "arrays, a scaled rate, all validation rows",
+            "a data set, a scaled rate with decay of weights, steps",
+            "all rows on all ranks, odd steps, half precision",
+        },
+    ),
+)
 def test_a_converted_script_gives_the_numbers_of_horovod(script):
     """Weights, and what it logs; the oracle is the script on `keras_dist.horovod`."""
     text = (HEAD + SCRIPTS[script]).encode()

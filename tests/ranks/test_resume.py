@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from claims import shortened
 from resumable import (
     NUM_ROWS,
     Batches,
@@ -114,7 +115,7 @@ def test_a_graph_resumes_in_the_middle_of_an_epoch_to_the_bit(folder, is_dataset
 
 @pytest.mark.parametrize(
     "as_data",
-    [as_dataset, as_divided, pytest.param(Batches, marks=pytest.mark.long)],
+    shortened([as_dataset, as_divided, Batches], {as_divided}),
 )
 def test_data_in_batches_resumes_where_it_was(folder, as_data):
     """At a batch: none before it is read again, and none is left out."""
