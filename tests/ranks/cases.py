@@ -638,7 +638,6 @@ SHARED = {
     'losses: reduction="sum"',
     "mixed precision: mixed_float16",
     "statistics: BatchNormalization(synchronized=True)",
-    "XLA: Adam, two batches an update",
 }
 
 # What `make equivalence` alone tries: other tests, or cases beside them, are so like

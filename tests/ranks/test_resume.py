@@ -84,9 +84,8 @@ def test_a_training_that_was_ended_resumes_to_the_bit(folder):
 
 
 @pytest.mark.three_ranks
-@pytest.mark.parametrize(
-    "is_dataset", [False, pytest.param(True, marks=pytest.mark.slow_on_three)]
-)
+@pytest.mark.slow_on_three
+@pytest.mark.parametrize("is_dataset", shortened([False, True], {True}))
 def test_a_graph_resumes_in_the_middle_of_an_epoch_to_the_bit(folder, is_dataset):
     """Keras begins a step more at the end of it: no random number may be drawn then."""
     size = keras_dist.size()

@@ -57,6 +57,7 @@ def fit(model, data, **arguments):
 
 
 @pytest.mark.three_ranks
+@pytest.mark.slow_on_three
 @pytest.mark.several_ranks
 def test_every_kind_of_batches_is_sharded(world, rows, make_model):
     """Weights and metrics of one process with the global batch, tail and all."""
