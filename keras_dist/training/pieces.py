@@ -39,7 +39,7 @@ def make_sums() -> tf.Variable:
 
 @dataclass
 class PieceTrace:
-    """What one run of the model's own step on a piece has shown, in a graph or not.
+    """Findings of one run of the model's own step on a piece, in a graph or not.
 
     Args:
         graph: The graph in which it was traced; `None` if it ran eagerly.
@@ -372,7 +372,7 @@ class Pieces:
 
 
 class _Cut:
-    """How a batch is cut into pieces of nearly the same number of rows.
+    """Cut of a batch into pieces of nearly the same number of rows.
 
     Args:
         data: The batch.

@@ -406,7 +406,7 @@ class Instruments:
 
 
 class Microbatch:
-    """Whether a rank computes its batches in pieces.
+    """Choice of the pieces in which a rank computes its batches, if any.
 
     `sums` is a variable for sums over all pieces.
     """
