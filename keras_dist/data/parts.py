@@ -100,7 +100,7 @@ def part_of(
             or the numbers of presharded batches do not fit together.
     """
     if source.kind == "presharded" and spec.size > 1:
-        return _of_presharded(source, spec, is_training)
+        return _of_presharded(source, spec, is_training, class_weight)
     keeps_position = is_training and spec.keeps_position and _has_fixed_order(source)
     if spec.size == 1 and not keeps_position:
         return Part(source.data, source.length)
@@ -320,11 +320,18 @@ def _of_dataset(
     return _divided(part, division, dataset, lambda: dealt(data.skip(begin)))
 
 
-def _of_presharded(source: Source, spec: ShardSpec, is_training: bool) -> Part:
+def _of_presharded(
+    source: Source,
+    spec: ShardSpec,
+    is_training: bool,
+    class_weight: dict[int, float] | None,
+) -> Part:
     """Find this rank's batches, which are all that there are in its data set.
 
     Where fewer rows than ranks are left at the end of a pass, some ranks have a batch
-    more. In training they leave it out, as every rank does that is sharded later.
+    more. In training they leave it out, as every rank does that is sharded later; of
+    batches that all ranks share, the others make the step with a copy, and batches with
+    marks get the weights of their classes here.
     """
     assert source.presharded is not None
     lengths, data = source.agreed.lengths, source.data
@@ -359,6 +366,9 @@ def _of_presharded(source: Source, spec: ShardSpec, is_training: bool) -> Part:
     if is_global:
         steps = max(counts)
         is_marked = min(counts) < steps
+        if is_marked and class_weight:
+            tail = Tail("rows", spec.rank, spec.size, is_training, class_weight)
+            data = data.map(lambda *batch: tail.weighted(batch))
     whole = _marked_to(data, own, steps) if is_marked else _equal(data, own, steps)
     rest = Rest.of(source.presharded, data, counts)
     total = None if rest is None else rest.total
@@ -375,10 +385,13 @@ def _of_presharded(source: Source, spec: ShardSpec, is_training: bool) -> Part:
 
     def left() -> tf.data.Dataset:
         if is_global:
-            rows, read = rest.after(division.begin, spec.rank), division.begin
+            rows, count = data.skip(division.begin), own - division.begin
+            if is_marked and not count:  # no batch is left to be copied
+                first = _marked_to(first_steps(checked_length(data, own), 1), 1, 1)
+                return first.map(lambda batch, mark: (batch, 0 * mark))
             if is_marked:
-                return _marked_to(rows, own - read, division.first_steps)
-            return checked_length(rows, own - read)
+                return _marked_to(rows, count, division.first_steps)
+            return checked_length(rows, count)
         own_after = rest.batches_after(division.begin, spec.rank)
         rows = rest.after(division.begin, spec.rank)
         return _equal(rows, own_after, division.first_steps)

@@ -287,8 +287,6 @@ class Rest:
 
     def after(self, read: int, rank: int) -> tf.data.Dataset:
         """Return the batches of one rank, after `read` batches of all ranks."""
-        if self.presharded.is_global:
-            return self.data.skip(read)
         if read % self.presharded.size == 0:
             return self.data.skip(read // self.presharded.size)
         rows = self.data.unbatch().skip(self._rows_read(read, rank))

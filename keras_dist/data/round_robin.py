@@ -105,8 +105,6 @@ class Tail:
         """
         if count == 0 or self.rule == "drop":
             return False
-        if self.rule == "rows":
-            return True
         if self.rule == "whole":
             return count > (0 if self.is_training else self.rank)
         rows = num_rows()
@@ -120,8 +118,6 @@ class Tail:
         """
         if self.rule == "whole":
             return batch_at(self._index(count)), self.rank < count
-        if self.rule == "rows":
-            return self.rows_of(batch_at(0))
         batches = [batch_at(index) for index in range(count)]
         return rows_of_batches(batches, rank=self.rank, size=self.size), True
 

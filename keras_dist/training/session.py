@@ -91,6 +91,8 @@ class RowsSeen:
             has_rows: `False` if this rank evaluated a row of another rank.
         """
         steps, rows, last_rows = self.counts()
+        # All of its batches may have been copies.
+        has_rows = has_rows and (rows > 0 or not steps)
         return UpdateCounts(rows, steps, last_rows, has_rows)
 
 

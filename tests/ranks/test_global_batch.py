@@ -177,10 +177,11 @@ def test_rows_divided_before_they_are_decoded_are_those_of_one_process(count):
 
         keras.utils.set_random_seed(1)
         data = tf.data.Dataset.from_tensor_slices(rows_of(count, 0))
+        weights = {"class_weight": {0: 0.3, 1: 2.0}}
         others = tf.data.Dataset.from_tensor_slices(rows_of(33, 1))
         arguments = {"x": divided(data.shuffle(count, seed=3))}
         arguments["validation_data"] = divided(others)
-        results.append(trained(arguments, is_ours=is_ours))
+        results.append(trained(arguments | weights, is_ours=is_ours))
     assert_equal(*results)
 
 
@@ -192,7 +193,7 @@ def test_a_training_that_was_ended_goes_on_as_that_of_one_process(kind, folder):
 
     class Ends(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            if int(self.model.optimizer.iterations) == 8:
+            if int(self.model.optimizer.iterations) == 9:
                 raise KeyboardInterrupt
 
     def data(batch, rows):
