@@ -2,11 +2,20 @@
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
 # TensorFlow's start-up lines hide the results, and several ranks run on two cores.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+# Every process that a test starts would compile the package again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Every Python that a test starts collects garbage less often (startup/).
+_FIRST = str(Path(__file__).with_name("startup"))
+_PATHS = [_FIRST, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(_PATHS))
 
 collect_ignore = [] if "HOROVOD_SIZE" in os.environ else ["ranks"]
 

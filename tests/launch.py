@@ -12,6 +12,9 @@ import psutil
 
 ROOT = Path(__file__).parents[1]
 
+# For a process in another folder: this package, and what `startup/` does.
+PYTHONPATH = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'startup'}"
+
 _HOROVOD = {
     # A rank that waits for another one fails after a minute.
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "10",

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch import ROOT
+from launch import PYTHONPATH, ROOT
 
 _PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "munged", "munge", "runuser")
 _SECONDS = 30.0
@@ -102,7 +102,7 @@ class Slurm:
     names = ("n1", "n2")
 
     def __init__(self, config: Path) -> None:
-        self._env = {"SLURM_CONF": str(config), "PYTHONPATH": str(ROOT)}
+        self._env = {"SLURM_CONF": str(config), "PYTHONPATH": PYTHONPATH}
 
     def start(self, *words: object, **variables: str) -> "subprocess.Popen[bytes]":
         """Start a command that knows this SLURM."""

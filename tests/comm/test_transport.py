@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from launch import PYTHONPATH
 
 from keras_dist.launch import horovod_library, mpi, processes
 
@@ -151,7 +152,7 @@ def job(tmp_path):
                 [*command, *words],
                 env={
                     **os.environ,
-                    "PYTHONPATH": str(Path(__file__).parents[2]),
+                    "PYTHONPATH": PYTHONPATH,
                     "TMPDIR": str(tmp_path),
                 },
                 stdout=subprocess.PIPE,

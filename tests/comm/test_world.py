@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from launch import ROOT
+from launch import PYTHONPATH
 
 from keras_dist.comm import settings
 from keras_dist.comm.world import check_not_elastic, check_not_stranded
@@ -47,7 +47,7 @@ def run(code, **environ):
     """Run code in a new interpreter, with these variables."""
     return subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, **environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **environ, "PYTHONPATH": PYTHONPATH},
         capture_output=True,
         text=True,
         check=False,

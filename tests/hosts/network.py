@@ -25,6 +25,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parents[2]
+_PYTHONPATH = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'startup'}"
 
 LAUNCH = [sys.executable, "-m", "keras_dist", "run"]
 
@@ -197,7 +198,7 @@ class Network:
         process = subprocess.Popen(
             [*self._enter(name), "setpriv", "--pdeathsig", "KILL", *map(str, words)],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+            env={**os.environ, "PYTHONPATH": _PYTHONPATH, **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -10,7 +10,7 @@ import warnings
 import keras
 import numpy as np
 import pytest
-from launch import ROOT
+from launch import PYTHONPATH
 from test_launch import left_behind
 from test_launch import start as run
 from test_meeting import command, free_port
@@ -376,7 +376,7 @@ def by_ssh(tmp_path, monkeypatch):
     program = tmp_path / "ssh"
     program.write_text(_SSH)
     program.chmod(0o755)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     monkeypatch.setattr(ssh, "_RETRY_SECONDS", 0.5)
     monkeypatch.setattr(ssh, "_JOIN_SECONDS", 2.0)
     monkeypatch.setattr(ssh, "_LOST_JOIN_SECONDS", 0.5)

@@ -12,7 +12,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from launch import ROOT, launch
+from launch import PYTHONPATH, ROOT, launch
 
 import keras_dist
 from keras_dist.launch.function import CALL, call_and_keep, pickled_call
@@ -77,7 +77,7 @@ _CASES = {
 
 def start(*words, mark="", **variables):
     """Run `keras-dist run` to its end, with variables in its environment."""
-    env = {"PYTHONPATH": str(ROOT), "MARK_OF_TEST": mark, **variables}
+    env = {"PYTHONPATH": PYTHONPATH, "MARK_OF_TEST": mark, **variables}
     return launch([*RUN, *map(str, words)], ranks=None, timeout=240, env=env)
 
 

@@ -14,7 +14,7 @@ import uuid
 
 import psutil
 import pytest
-from launch import ROOT
+from launch import PYTHONPATH, ROOT
 from test_launch import RUN, left_behind
 from test_launch import start as run
 
@@ -47,7 +47,7 @@ def free_port():
 
 def command(*words, mark=""):
     """Start `keras-dist run`."""
-    env = {"PYTHONPATH": str(ROOT), "MARK_OF_TEST": mark, **SECRET}
+    env = {"PYTHONPATH": PYTHONPATH, "MARK_OF_TEST": mark, **SECRET}
     return subprocess.Popen(
         [*RUN, *map(str, words)],
         stdout=subprocess.PIPE,

@@ -7,7 +7,7 @@ import shlex
 import sys
 
 import pytest
-from launch import ROOT, launch
+from launch import PYTHONPATH, launch
 
 from keras_dist.launch.output import Output
 from keras_dist.launch.startup_noise import VARIABLE, has_nvidia, is_startup_noise
@@ -277,7 +277,7 @@ _RUN = [sys.executable, "-m", "keras_dist", "run"]
 
 
 def _run(*words, **variables):
-    env = {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "0", **variables}
+    env = {"PYTHONPATH": PYTHONPATH, "TF_CPP_MIN_LOG_LEVEL": "0", **variables}
     done = launch([*_RUN, *map(str, words)], ranks=None, timeout=120, env=env)
     assert done.returncode == 0, done.stderr
     return done

@@ -5,7 +5,7 @@ import re
 import sys
 
 import pytest
-from launch import ROOT, launch
+from launch import PYTHONPATH, launch
 
 from keras_dist.launch.hosts import slots
 from keras_dist.launch.monitor.watchdog import EXIT_CODE
@@ -49,7 +49,7 @@ def stopped(tmp_path, case, ranks, launcher):
     """The output of a job that only the watchdog ends."""
     script = tmp_path / "script.py"
     script.write_text(_STALLS)
-    env = {"PYTHONPATH": str(ROOT), "KERAS_DIST_STALL_SECONDS": "5"}
+    env = {"PYTHONPATH": PYTHONPATH, "KERAS_DIST_STALL_SECONDS": "5"}
     command = [*launcher, "-np", str(ranks)]
     if "keras_dist" not in launcher:
         command.append(sys.executable)
@@ -142,7 +142,7 @@ def test_ranks_that_work_are_left_alone(tmp_path):
     """A rank that computes, one that waits for a child, and one stuck in a library."""
     script = tmp_path / "script.py"
     script.write_text(_WORKS)
-    env = {"PYTHONPATH": str(ROOT)}
+    env = {"PYTHONPATH": PYTHONPATH}
     command = [*KERAS_DIST, "-np", "2", str(script)]
     done = launch(command, ranks=None, timeout=230, env=env)
     assert done.returncode == 0, done.stderr

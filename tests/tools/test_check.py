@@ -7,7 +7,7 @@ import re
 import sys
 
 import pytest
-from launch import ROOT, launch
+from launch import PYTHONPATH, launch
 
 from keras_dist import __main__ as command
 from keras_dist.tools.check import environment, gpus, network
@@ -85,7 +85,7 @@ def failed(results):
 def planted(tmp_path, code):
     """Variables with which this code runs in each Python process at its start."""
     (tmp_path / "sitecustomize.py").write_text(code)
-    return {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    return {"PYTHONPATH": f"{tmp_path}{os.pathsep}{PYTHONPATH}"}
 
 
 def test_env_finds_two_ranks_equal(tmp_path):

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from launch import PYTHONPATH
 
 import keras_dist.horovod
 from keras_dist.tools.migrate import fit
@@ -1097,7 +1098,7 @@ def _command(*arguments, folder, expected):
     done = subprocess.run(
         [sys.executable, "-m", "keras_dist", "migrate", *map(str, arguments)],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
         capture_output=True,
         text=True,
         errors="surrogateescape",
@@ -1172,7 +1173,7 @@ def test_without_libcst_the_command_says_how_to_install_it(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "keras_dist", "migrate", "train.py"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{PYTHONPATH}"},
         capture_output=True,
         text=True,
     )

@@ -9,6 +9,7 @@ script's first line (`rank_process`).
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import os
@@ -120,13 +121,18 @@ def _is_python_common(np: Any, seed: int) -> bool:
     Python and NumPy have the same generator (Matsumoto and Nishimura, 1998), whose
     state is a block of 624 numbers: it is looked for in what the seed gives.
     """
+    *now, _ = random.getstate()[1]
+    return _comes_from(seed, tuple(now), np)
+
+
+@functools.lru_cache(maxsize=8)  # the search takes 60 ms where the script has a seed
+def _comes_from(seed: int, now: tuple[int, ...], np: Any) -> bool:
     *key, position = random.Random(seed).getstate()[1]
+    if now == tuple(key):
+        return True
     twister = np.random.MT19937()
     state = {"key": np.array(key, np.uint32), "pos": position}
     twister.state = {"bit_generator": "MT19937", "state": state}
-    *now, _ = random.getstate()[1]
-    if now == key:
-        return True
     wanted = _tempered(np.array(now[:2], np.uint32))
     for _ in range(_MOST_BLOCKS // _BLOCKS):
         drawn = twister.random_raw(_BLOCKS * len(key)).reshape(_BLOCKS, len(key))
