@@ -76,7 +76,7 @@ from keras_dist.comm.timeline import (
     stop_timeline,
     timeline,
 )
-from keras_dist.comm.transport import explained, host_messages
+from keras_dist.comm.transport import explained, host_messages, waiting
 from keras_dist.comm.world import World, is_elastic
 
 __all__ = [
@@ -132,6 +132,7 @@ __all__ = [
     "timeline",
     "total",
     "transport_name",
+    "waiting",
     "within",
     "world_of_job",
 ]

@@ -219,6 +219,13 @@ def stop_timeline(link: Link) -> None:
 
 
 @contextlib.contextmanager
+def waiting(name: str) -> Iterator[None]:
+    """Inside the block, record that this rank waits in a collective; explain errors."""
+    with explained(), monitor.here.waiting(name):
+        yield
+
+
+@contextlib.contextmanager
 def explained() -> Iterator[None]:
     """Inside the block, the end of another rank is a short error instead of a long one.
 
@@ -247,7 +254,7 @@ def _collective(function: Callable[..., Any]) -> Callable[..., Any]:
     def recorded(*args: Any, name: str, **kwargs: Any) -> Any:
         link, tensor, *_ = args
         _check_size(link, tensor)
-        with explained(), monitor.here.waiting(name):
+        with waiting(name):
             return function(*args, name=name, **kwargs)
 
     return recorded

@@ -24,7 +24,8 @@ class Channel:
 
     Args:
         sum: Sums a whole number over all ranks.
-        gather: Returns the values of all ranks, in rank order.
+        gather: Returns the values of all ranks, in rank order: numbers, texts or
+            `None`.
     """
 
     sum: Callable[[int], int]

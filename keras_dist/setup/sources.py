@@ -1,5 +1,6 @@
 """Compare the ranks' data: the same batches on all ranks, or each rank its own."""
 
+import json
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -8,6 +9,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from keras_dist import comm, optimizer
 from keras_dist.data import (
@@ -125,16 +127,36 @@ def compare(
 
 
 def _channel(process_set: Sequence[int] | None) -> Channel:
-    """Make collectives for threads that read data: they inherit no process set."""
+    """Make collectives for threads that read data: they inherit no process set.
 
-    def within(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def call(value: Any) -> Any:
-            with comm.within(process_set):
-                return function(value)
+    They run in graphs, where Horovod knows a collective by its name. Outside of a graph
+    it knows the kind alone: where Keras reads ahead, it would take a sum of the reading
+    thread for one of an eager step.
+    """
+
+    def named(work: Callable[[Any], Any], shape: list[int | None]) -> Any:
+        function = tf.function(
+            work, input_signature=[tf.TensorSpec(shape, tf.int64)], autograph=False
+        )
+
+        def call(value: Any) -> np.ndarray:
+            with comm.within(process_set), comm.waiting("keras_dist.reader"):
+                return function(tf.constant(value, tf.int64)).numpy()
 
         return call
 
-    return Channel(sum=within(comm.sum), gather=within(comm.gather))
+    total = named(lambda number: comm.total(number, purpose="reader"), [])
+    rows = named(
+        lambda own: comm.gather_rows(own, name="keras_dist.reader_rows"), [None]
+    )
+
+    def gather(value: Any) -> list[Any]:
+        text = json.dumps(value).encode()
+        ends = np.cumsum(rows([len(text)]))
+        texts = np.split(rows(list(text)), ends[:-1])
+        return [json.loads(bytes(text.tolist())) for text in texts]
+
+    return Channel(sum=lambda number: int(total(number)), gather=gather)
 
 
 def _compare_batches(sources: Mapping[str, Source]) -> None:
