@@ -98,8 +98,7 @@ def test_the_data_set_yields_the_rows_of_the_schedule(shuffle, steps):
             whole,
             Division.of_rows(whole.position(1, 2), **sized(*after)),
         ):
-            for epoch in (1, 2):
-                batches = global_batches(data, schedule, shuffle, epoch)
+            for epoch, batches in global_batches(data, schedule, shuffle, (1, 2)):
                 positions = positions_of(schedule, epoch)
                 for (number, part), batch in zip(positions, batches, strict=True):
                     if shuffle == "batch":
@@ -108,23 +107,25 @@ def test_the_data_set_yields_the_rows_of_the_schedule(shuffle, steps):
                         assert orders.setdefault((number, position), row) == row
 
 
-def global_batches(data, schedule, shuffle, epoch):
-    """The global batches of an epoch, joined from the batches of all ranks."""
-    variable = tf.Variable(epoch, dtype=tf.int64)
-    batches_of_ranks = []
+def global_batches(data, schedule, shuffle, epochs):
+    """The global batches of each epoch, joined from the batches of all ranks."""
+    variable = tf.Variable(0, dtype=tf.int64)
+    of_all = []
     for rank in range(schedule.size):
         order = RowOrder(schedule, rank, shuffle=shuffle, seed=5)
-        dataset = order.dataset(data, variable)
-        assert int(dataset.cardinality()) == schedule.steps
-        batches_of_ranks.append([x.numpy().tolist() for x in dataset])
-    batches = []
-    for of_ranks in zip(*batches_of_ranks, strict=True):
-        global_batch = [None] * sum(map(len, of_ranks))
-        for rank, batch in enumerate(of_ranks):
-            assert 0 < len(batch) <= schedule.global_batch // schedule.size
-            global_batch[rank :: schedule.size] = batch
-        batches.append(global_batch)
-    return batches
+        of_all.append(order.dataset(data, variable))
+        assert int(of_all[-1].cardinality()) == schedule.steps
+    for epoch in epochs:
+        variable.assign(epoch)
+        batches_of_ranks = [[x.numpy().tolist() for x in dataset] for dataset in of_all]
+        batches = []
+        for of_ranks in zip(*batches_of_ranks, strict=True):
+            global_batch = [None] * sum(map(len, of_ranks))
+            for rank, batch in enumerate(of_ranks):
+                assert 0 < len(batch) <= schedule.global_batch // schedule.size
+                global_batch[rank :: schedule.size] = batch
+            batches.append(global_batch)
+        yield epoch, batches
 
 
 def test_resuming_within_an_epoch_of_other_data_is_an_error():

@@ -60,15 +60,12 @@ def test_the_data_set_yields_the_rows_of_the_schedule(shuffle):
     data = Arrays.of(np.arange(num_rows), np.arange(num_rows) * 2.0)
     for size, batch_size in ((1, 6), (2, 3), (3, 2)):
         passes = []
+        readers = [
+            reader(data, batch_size, rank, size, shuffle, None) for rank in range(size)
+        ]
         for number in range(2):
             order = []
-            batches_of_steps = zip(
-                *(
-                    read(data, batch_size, rank, size, shuffle, None, number)
-                    for rank in range(size)
-                ),
-                strict=True,
-            )
+            batches_of_steps = zip(*(read(number) for read in readers), strict=True)
             for step, of_ranks in enumerate(batches_of_steps):
                 global_batch = [None] * sum(len(batch[0]) for batch in of_ranks)
                 for rank, (x, y) in enumerate(of_ranks):
@@ -87,46 +84,45 @@ def test_the_data_set_yields_the_rows_of_the_schedule(shuffle):
     assert batches[1] == batches[2] == batches[3]
 
 
-def read(data, batch_size, rank, size, shuffle, steps, number):
-    """The batches of one rank in one epoch."""
+def reader(data, batch_size, rank, size, shuffle, steps):
+    """A function that reads the batches of one rank in an epoch."""
     sizes = {"num_rows": data.num_rows, "batch_size": batch_size, "size": size}
     division = Division.of_rows(None, steps=steps, **sizes)
     own = RowOrder(division, rank, shuffle=shuffle, seed=5)
-    epoch = tf.Variable(number, dtype=tf.int64)
+    epoch = tf.Variable(0, dtype=tf.int64)
     dataset = own.dataset(data, epoch)
     assert int(dataset.cardinality()) == division.steps
-    batches = list(dataset)
-    for step, batch in enumerate(batches):
-        rows = own.rows_at(number, step)
-        x = batch[0] if isinstance(batch, tuple) else batch
-        assert (x.numpy() == data.x[rows]).all()
-    return batches
+
+    def read(number):
+        epoch.assign(number)
+        batches = list(dataset)
+        for step, batch in enumerate(batches):
+            rows = own.rows_at(number, step)
+            x = batch[0] if isinstance(batch, tuple) else batch
+            assert (x.numpy() == data.x[rows]).all()
+        return batches
+
+    return read
 
 
 def test_an_epoch_begins_where_the_epoch_before_it_ended():
     """With any number of steps: the batches of all epochs are the same sequence."""
     data = Arrays.of(np.arange(11))
-    whole = [
-        batch.numpy().tolist()
-        for number in range(8)
-        for batch in read(data, 2, 1, 2, True, None, number)
-    ]
+
+    def epochs(steps, count):
+        read = reader(data, 2, 1, 2, True, steps)
+        return [batch.numpy().tolist() for n in range(count) for batch in read(n)]
+
+    whole = epochs(None, 8)
     for steps in range(1, 8):
-        cut = [
-            batch.numpy().tolist()
-            for number in range(3)
-            for batch in read(data, 2, 1, 2, True, steps, number)
-        ]
-        assert cut == whole[: 3 * steps]
+        assert epochs(steps, 3) == whole[: 3 * steps]
 
 
 def test_a_tail_smaller_than_the_ranks_is_left_out_and_changes():
     """If the rows are shuffled, other rows are left out in each pass."""
     data = Arrays.of(np.arange(7))
-    first = {
-        tuple(read(data, 2, 0, 3, True, 1, number)[0].numpy().tolist())
-        for number in range(12)
-    }
+    read = reader(data, 2, 0, 3, True, 1)
+    first = {tuple(read(number)[0].numpy().tolist()) for number in range(12)}
     assert all(len(batch) == 2 for batch in first) and len(first) > 3
 
 
