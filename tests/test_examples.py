@@ -90,6 +90,7 @@ def test_fashion_mnist_stops_itself_and_logs_once(tmp_path):
 
 
 @needs_fashion_mnist
+@pytest.mark.long
 def test_fashion_mnist_on_one_process_is_plain_keras():
     """The script to compare with trains without keras_dist."""
     lines = run("fashion_mnist_single", "--rows", "512", "--epochs", "2")

@@ -114,6 +114,7 @@ def test_hosts_that_would_meet_at_an_ipv6_address_end_at_once(net, shared):
         assert ended(process)[0] == 128 + signal.SIGINT
 
 
+@pytest.mark.long
 def test_a_host_that_is_lost_is_named_and_may_come_back(net, shared):
     """Two jobs: one goes on by the same command, one has lost its first host."""
     folder, mark = shared / "rdzv.lost", shared / "rdzv.first"

@@ -25,7 +25,10 @@ def described(net, way, number, shared):
     }
 
 
-@pytest.mark.parametrize("way", ["pbs", "skypilot", "kubeflow"])
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param("pbs", marks=pytest.mark.long), "skypilot", "kubeflow"],
+)
 def test_two_hosts_of_a_scheduler_are_one_job(net, shared, way):
     """PBS starts the command on the first one alone; SIGTERM lets all of them save."""
     folder, words = shared / f"scheduler.{way}", [*LAUNCH, STUB]

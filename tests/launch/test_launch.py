@@ -96,9 +96,12 @@ def left_behind(mark):
 @pytest.mark.parametrize(
     ("case", "ranks"),
     [
-        *((case, 2) for case in _CASES if case not in ("exit", "generator")),
-        pytest.param("exit", 2, marks=pytest.mark.long),
-        pytest.param("generator", 2, marks=pytest.mark.long),
+        *((case, 2) for case in ("raise", "kill")),
+        *(
+            pytest.param(case, 2, marks=pytest.mark.long)
+            for case in _CASES
+            if case not in ("raise", "kill")
+        ),
         pytest.param("raise", 3, marks=pytest.mark.long),
         pytest.param("kill", 3, marks=pytest.mark.long),
     ],

@@ -252,6 +252,7 @@ def test_a_study_goes_on_and_its_page_has_the_numbers_of_its_json(script):
         assert row["cost"]["run"] == pytest.approx(spent)
 
 
+@pytest.mark.long
 def test_a_study_with_repeats_compares_the_times_to_its_target(script):
     """Each run ends at the target; the page has medians and costs of both."""
     output = script.with_name("scale.html")
