@@ -25,7 +25,9 @@ FRACTIONS = ("computing", "averaging", "waiting", "input")
             {"run_eagerly": False, "jit_compile": True},
             marks=pytest.mark.several_ranks,
         ),
-        {"optimizer": {"gradient_accumulation_steps": 2}},
+        pytest.param(
+            {"optimizer": {"gradient_accumulation_steps": 2}}, marks=pytest.mark.long
+        ),
     ],
 )
 def test_fractions_add_up_and_the_model_is_the_same(world, rows, make_model, compiled):

@@ -68,6 +68,7 @@ def local_sgd(make, x, y, *, every, outer_momentum, epochs):
             0.5,
             lambda: keras.optimizers.Adam(0.01),
             {"run_eagerly": False, "jit_compile": False, "steps_per_execution": 2},
+            marks=pytest.mark.long,
         ),
         pytest.param(
             0.0,

@@ -106,7 +106,6 @@ def _ran(text):
         SCRIPTS,
         {
             "arrays, a scaled rate, all validation rows",
-            "a data set, a scaled rate with decay of weights, steps",
             "all rows on all ranks, odd steps, half precision",
         },
     ),

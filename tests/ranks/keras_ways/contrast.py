@@ -35,7 +35,7 @@ class Distiller(keras.Model):
         return 0.1 * cross(y, y_pred) + 0.9 * loss
 
 
-@CONTRAST.way("knowledge distillation", is_traced=True)
+@CONTRAST.way("knowledge distillation", is_traced=True, is_tested=False)
 def distillation(run):
     model = Distiller()
     optimizer = keras.optimizers.Adam(0.01)
@@ -270,7 +270,7 @@ class Proxies(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
-@CONTRAST.way("metric learning with a vector for each class")
+@CONTRAST.way("metric learning with a vector for each class", is_tested=False)
 def proxies(run):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model = run.compile(

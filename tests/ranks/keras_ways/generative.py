@@ -86,7 +86,7 @@ def autoencoder_with_mean(run):
     return _with_add_loss(run, ops.mean)
 
 
-@GENERATIVE.way("variational autoencoder with add_loss of a sum")
+@GENERATIVE.way("variational autoencoder with add_loss of a sum", is_tested=False)
 def autoencoder_with_sum(run):
     return _with_add_loss(run, ops.sum)
 
@@ -306,7 +306,7 @@ class CycleGan(keras.Model):
         return {"G_loss": g_loss, "F_loss": f_loss, "X_loss": x_loss, "Y_loss": y_loss}
 
 
-@GENERATIVE.way("CycleGAN: four models, four optimizers")
+@GENERATIVE.way("CycleGAN: four models, four optimizers", is_tested=False)
 def cycle_gan(run):
     optimizers = [keras.optimizers.Adam(0.01, beta_1=0.5) for _ in range(4)]
     model = run.compile(CycleGan(), optimizers)
@@ -420,7 +420,7 @@ class QuantizedTrainer(keras.Model):
         return {"loss": self.total.result(), "vqvae_loss": sum(self.vqvae.losses)}
 
 
-@GENERATIVE.way("VQ-VAE with a codebook", is_traced=True)
+@GENERATIVE.way("VQ-VAE with a codebook", is_traced=True, is_tested=False)
 def quantized_autoencoder(run):
     model = run.compile(QuantizedTrainer(), keras.optimizers.Adam(0.01))
     return model, run.fit(model, floats(6))

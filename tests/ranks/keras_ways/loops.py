@@ -25,7 +25,11 @@ class Centralized(keras.optimizers.RMSprop):
         super().update_step(gradient, variable, learning_rate)
 
 
-@LOOPS.way("gradient centralization: an optimizer of the user's", is_traced=True)
+@LOOPS.way(
+    "gradient centralization: an optimizer of the user's",
+    is_traced=True,
+    is_tested=False,
+)
 def centralized(run):
     model = run.compile(perceptron(4, 1, inputs=5), Centralized(0.01), "mse")
     return model, run.fit(model, floats(5), floats(1, seed=1), epochs=2)
@@ -92,7 +96,7 @@ def steps_of_rate(run):
     return _schedule(run, piecewise([4, 8], [0.05, 0.02, 0.01]))
 
 
-@LOOPS.way("rates set by callbacks")
+@LOOPS.way("rates set by callbacks", is_tested=False)
 def rates_by_callbacks(run):
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     model = run.compile(perceptron(4, 1, inputs=5), optimizer, "mse")

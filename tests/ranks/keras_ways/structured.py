@@ -198,6 +198,7 @@ class Recommender(keras.Model):
 @STRUCTURED.way(
     "collaborative filtering: embeddings of users and films",
     on_three=True,
+    is_tested=False,
 )
 def collaborative_filtering(run):
     model = Recommender()
@@ -208,7 +209,11 @@ def collaborative_filtering(run):
     return model, history
 
 
-@STRUCTURED.way("time series: windows of timeseries_dataset_from_array", on_three=True)
+@STRUCTURED.way(
+    "time series: windows of timeseries_dataset_from_array",
+    on_three=True,
+    is_tested=False,
+)
 def time_series(run):
     def windows(count, seed):
         values = floats(2, rows=count + 4, seed=seed)
@@ -249,7 +254,7 @@ def imbalanced(run):
     return model, run.fit(model, x, y, epochs=2, **given)
 
 
-@STRUCTURED.way("sample weights: of arrays, and of a data set")
+@STRUCTURED.way("sample weights: of arrays, and of a data set", is_tested=False)
 def sample_weights(run):
     model = perceptron(4, 1, inputs=5)
     run.compile(model, "adam", "mse", weighted_metrics=["mae"])
@@ -259,7 +264,7 @@ def sample_weights(run):
     return model, first, run.fit(model, _batches(run, x, y, weights))
 
 
-@STRUCTURED.way("quantiles: a loss function with one value a row")
+@STRUCTURED.way("quantiles: a loss function with one value a row", is_tested=False)
 def quantiles(run):
     def pinball(y_true, y_pred):
         gaps = y_true - y_pred

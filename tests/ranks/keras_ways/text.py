@@ -311,7 +311,7 @@ def _texts():
     return [" ".join(words[row]) for row in integers(9, 5)]
 
 
-@TEXT.way("TextVectorization in the model")
+@TEXT.way("TextVectorization in the model", is_tested=False)
 def vectorization_in_model(run):
     vectorize = keras.layers.TextVectorization(WORDS, output_sequence_length=5)
     vectorize.adapt(_texts())
@@ -347,6 +347,7 @@ def vectorization_in_pipeline(run):
 @TEXT.way(
     "LoRA: a trained model, and then its low-rank changes",
     is_single=True,
+    is_tested=False,
 )
 def low_rank(run):
     words = keras.layers.Embedding(WORDS, 4)

@@ -28,7 +28,9 @@ def conv_lstm(run):
     return model, run.fit(model, films[:, :-1], films[:, 1:])
 
 
-@VISION.way("object detection: dicts of boxes and classes", is_traced=True)
+@VISION.way(
+    "object detection: dicts of boxes and classes", is_traced=True, is_tested=False
+)
 def detection(run):
     inputs = keras.Input((6, 6, 3))
     x = keras.layers.Conv2D(3, 3, activation="relu")(inputs)
@@ -188,7 +190,7 @@ def loaded_weights(run):
     return model, other, first, run.fit(other, x, floats(seed=2))
 
 
-@VISION.way("pictures from image_dataset_from_directory")
+@VISION.way("pictures from image_dataset_from_directory", is_tested=False)
 def pictures_of_folder(run):
     with tempfile.TemporaryDirectory() as folder:
         pixels = np.random.default_rng(0).integers(0, 255, size=(ROWS + 6, 8, 8, 3))
