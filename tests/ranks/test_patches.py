@@ -87,7 +87,14 @@ def test_the_table_has_every_row_that_is_tried():
         assert row.startswith(key), row
 
 
-@pytest.mark.parametrize("moment", [None, "on_epoch_begin", "on_train_batch_end"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(None, marks=pytest.mark.long),
+        "on_epoch_begin",
+        "on_train_batch_end",
+    ],
+)
 def test_all_of_it_is_taken_back(rows, tmp_path, moment):
     """Also when the fit raised, in the middle of an epoch or at its edge."""
     x, y = rows

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from claims import shortened
 from keras.saving import save_model  # before keras_dist, as most scripts have it
 
 import keras_dist
@@ -120,7 +121,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", shortened(KINDS, {"keras", "weights", "unzipped", "sharded", "export"})
+)
 def test_what_all_ranks_save_at_once_is_whole(model, folder, store, kind):
     """Each time, for every function that saves, and on every rank when it returns."""
     save, name, load, times = KINDS[kind]
