@@ -89,8 +89,9 @@ def main(arguments):
     if arguments[:1] == ["train"]:
         return train(*arguments[1:])
     FOLDER.mkdir(parents=True, exist_ok=True)
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", FOLDER]
-    subprocess.run([*install, "matplotlib"], check=True)
+    if not (FOLDER / "matplotlib").is_dir():
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", FOLDER]
+        subprocess.run([*pip, "matplotlib"], check=True)
     if arguments[:1] == ["plot"]:
         sys.path.insert(0, str(FOLDER))
         return plot(json.loads(arguments[1]))
