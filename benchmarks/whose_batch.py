@@ -93,7 +93,6 @@ def main(arguments):
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", FOLDER]
         subprocess.run([*pip, "matplotlib"], check=True)
     if arguments[:1] == ["plot"]:
-        sys.path.insert(0, str(FOLDER))
         return plot(json.loads(arguments[1]))
     env = {**os.environ, "PYTHONPATH": str(FOLDER)}
     command = [sys.executable, __file__, "plot", json.dumps(measure())]

@@ -241,9 +241,9 @@ class RowOrder:
         def rows_of_epoch(_: tf.Tensor) -> tf.data.Dataset:
             current = tf.maximum(epoch.read_value(), division.epoch)
             first, end = map(division.first_step_of, (current, current + 1))
-            # Of the shape of a pass, with which `scan` traces `next_rows` once only.
-            no_pass = tf.constant(-1, tf.int64), self._in_order()
-            return tf.data.Dataset.range(first, end).scan(no_pass, next_rows)
+            number, _, _ = division.span(first)
+            state = number, self._rows_of_pass(number)
+            return tf.data.Dataset.range(first, end).scan(state, next_rows)
 
         # The variable is read inside `flat_map`, when an iterator is made.
         rows = tf.data.Dataset.range(1).flat_map(rows_of_epoch)
@@ -274,13 +274,10 @@ class RowOrder:
 
     def _rows_of_pass(self, number: tf.Tensor) -> tf.Tensor:
         """Put the indices of all rows in their order in a pass."""
-        rows = self._in_order()
+        rows = tf.range(self.division.total, dtype=tf.int64)
         if self.shuffle and self.shuffle != "batch":
             return self._permuted(rows, self.division.first_pass + number)
         return rows
-
-    def _in_order(self) -> tf.Tensor:
-        return tf.range(self.division.total, dtype=tf.int64)
 
     def _own_rows(
         self, rows: tf.Tensor, number: tf.Tensor, begin: tf.Tensor, end: tf.Tensor

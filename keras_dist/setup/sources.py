@@ -140,8 +140,10 @@ def _channel(process_set: Sequence[int] | None) -> Channel:
         )
 
         def call(value: Any) -> np.ndarray:
-            with comm.within(process_set), comm.waiting("keras_dist.reader"):
-                return function(tf.constant(value, tf.int64)).numpy()
+            with comm.within(process_set):
+                traced = function.get_concrete_function()  # no rank waits meanwhile
+                with comm.waiting("keras_dist.reader"):
+                    return traced(tf.constant(value, tf.int64)).numpy()
 
         return call
 

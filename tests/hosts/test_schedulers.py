@@ -27,7 +27,7 @@ def described(net, way, number, shared):
 
 @pytest.mark.parametrize(
     "way",
-    [pytest.param("pbs", marks=pytest.mark.long), "skypilot", "kubeflow"],
+    ["pbs", pytest.param("skypilot", marks=pytest.mark.long), "kubeflow"],
 )
 def test_two_hosts_of_a_scheduler_are_one_job(net, shared, way):
     """PBS starts the command on the first one alone; SIGTERM lets all of them save."""

@@ -1,9 +1,8 @@
-"""What each Python that the tests start does first, since they start several hundred.
+"""Collect garbage less often in every Python process that the tests start.
 
-Importing TensorFlow makes a million objects that stay. Python looks through them some
-hundred times while it imports, and once more at its end: two of the five seconds that
-such a process takes. With larger thresholds, and none of them looked at in the end, a
-test of ranks takes a fifth less, and no rank waits for another one's collection.
+TensorFlow's import makes many objects that stay. Python examines them again and again
+during the import, and once more at exit. Without that, a process that imports
+keras_dist takes 3.0 s of processor time instead of 4.0 (best of six, alternately).
 """
 
 import atexit
