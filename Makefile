@@ -13,7 +13,7 @@ KERAS2 := .venv-keras2
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test long demo docs equivalence fuzz mutations bench levers growth growth-start growth-hosts restarts slow-network input kills looks \
+.PHONY: help setup check test long demo docs equivalence fuzz mutations bench levers growth growth-start growth-hosts restarts slow-network stragglers input kills looks \
     rows hosts chaos clusters trackers recordings
 
 help:
@@ -41,6 +41,7 @@ help:
 	@echo "make growth-hosts  write its section on what more hosts cost the launcher"
 	@echo "make restarts  write its section on what a lost rank and a lost host cost (root)"
 	@echo "make slow-network  write docs/slow_network.md: local SGD where the network is slow (root)"
+	@echo "make stragglers  write docs/stragglers.md: shares by speed where one rank is slow"
 	@echo "make input   write docs/input.md: what decoding costs, late and early"
 	@echo "WHEEL_DIR=... a folder in which \`make setup\` keeps Horovod, and finds it the next time"
 	@echo "HOROVOD=...  more options of \`keras-dist install-horovod\`: HOROVOD=--no-mpi"
@@ -198,6 +199,9 @@ restarts: setup
 
 slow-network: setup
 	$(BIN)/python benchmarks/slow_network.py
+
+stragglers: setup
+	$(BIN)/python benchmarks/stragglers.py
 
 input: setup
 	$(BIN)/python benchmarks/input.py

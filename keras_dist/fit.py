@@ -66,6 +66,7 @@ def dist_fit(
     validation_freq: int | list[int] = 1,
     *,
     batch: str | None = None,
+    shares: str | Sequence[float] = "equal",
     lr_scaling: LearningRateRule = "auto",
     warmup_epochs: float = 0,
     steps_scaling: StepsRule = "auto",
@@ -108,6 +109,13 @@ def dist_fit(
             together, of which each computes its rows, and nothing is scaled: the script
             gives the model that `model.fit` gives. Default: the environment variable
             `KERAS_DIST_BATCH`, else `"rank"`.
+        shares: With `batch="global"`, how many rows of each batch a rank computes.
+            `"equal"`: as many as the others. `"measured"`: in proportion to the rows
+            per second that it computes, measured during the training, so that a slow
+            rank does not keep the others waiting. Or a list with a number for each
+            rank: `[2, 1]` gives the first one two thirds. Whatever they are, gradients
+            are weighted by rows. Data that was divided before it was decoded stays in
+            equal shares.
         lr_scaling: Factor on the learning rate: `"linear"` (the number of ranks),
             `"sqrt"` (its square root), `"none"`, a positive number, or a function of
             the number of ranks. `"auto"`: linear, or none with `batch="global"`.
@@ -206,6 +214,7 @@ def dist_fit(
     )
     options = Options(
         batch=batch,
+        shares=shares,
         lr_scaling=lr_scaling,
         warmup_epochs=warmup_epochs,
         steps_scaling=steps_scaling,
@@ -360,7 +369,7 @@ class DistributedModel:
     Args:
         model: A `keras.Model`.
         **options: Defaults for the arguments that `dist_fit` has and `Model.fit` does
-            not: `batch`, `lr_scaling`, `warmup_epochs`, `steps_scaling`,
+            not: `batch`, `shares`, `lr_scaling`, `warmup_epochs`, `steps_scaling`,
             `validation_steps_scaling`, `shard`, `leftover`, `target_accuracy`, `op`,
             `compression`, `local_layers`, `process_set`, `sync`, `outer_momentum`,
             `sparse`, `microbatch`, `timeline`, `resume`, `save_steps`, `save_seconds`,

@@ -21,6 +21,7 @@ _MARK = re.compile(r"<!-- generated: (\w+) -->")
 # Where each option of `dist_fit` is explained, from docs/reference/.
 PAGES = {
     "batch": "../concepts/batch.md",
+    "shares": "../concepts/batch.md",
     "lr_scaling": "../concepts/scaling.md",
     "warmup_epochs": "../concepts/scaling.md",
     "steps_scaling": "../concepts/scaling.md",

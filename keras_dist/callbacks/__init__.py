@@ -16,7 +16,7 @@ Public callbacks:
 Callbacks that `dist_fit` adds if they are needed:
 
 - `added`: `BackupAndRestore` gets weights and epoch that fit, `TensorBoard` the scaled
-  rate, sharded data the number of the epoch
+  rate, sharded data the number of the epoch, and each rank a share by its speed
 - `progress_bar`: Keras's progress bar, with rows per second of all ranks; and epoch and
   step for the reports of the watchdog.
 - `user_callbacks`: calls the user's callbacks, some on the first rank only; an error on
@@ -27,7 +27,7 @@ Which callbacks run, and in which order:
 - `callback_order`: the order of the list, and the callbacks of this rank.
 """
 
-from keras_dist.callbacks.added import NextEpoch
+from keras_dist.callbacks.added import MeasuredShares, NextEpoch
 from keras_dist.callbacks.average_statistics import AverageStatistics
 from keras_dist.callbacks.broadcast_variables import BroadcastVariables
 from keras_dist.callbacks.callback_order import on_this_rank, order_callbacks
@@ -52,6 +52,7 @@ __all__ = [
     "AverageStatistics",
     "BroadcastVariables",
     "LearningRateWarmup",
+    "MeasuredShares",
     "MetricAverage",
     "NanReport",
     "NextEpoch",

@@ -3,14 +3,19 @@
 import contextlib
 import json
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm, optimizer
+from keras_dist.callbacks.throughput import waits_for_input
 from keras_dist.callbacks.user_callbacks import first_rank_only
+from keras_dist.data import adjusted
+from keras_dist.report.lines import say
 from keras_dist.training import step
 from keras_dist.training.saving import atomic
 from keras_dist.training.session import session_of
@@ -142,3 +147,132 @@ class NextEpoch(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         session_of(self.model).training_data.begin_epoch(epoch)
+
+
+# Steps, and seconds, from one comparison of the ranks' speeds to the next, at least.
+_STEPS, _SECONDS = 16, 0.5
+
+# A step that takes longer than so many usual ones, such as one that is traced, counts
+# as these.
+_LONGEST = 20
+
+# Each shape of a batch is compiled anew by XLA, and tuned anew on a GPU: shares move in
+# multiples of so many rows, and are compared so many times more seldom.
+_COMPILED_ROWS, _COMPILED_SELDOM = 8, 8
+
+
+class MeasuredShares(keras.callbacks.Callback):
+    """Gives each rank rows of the next steps by the speed at which it computes.
+
+    Every few steps all ranks learn the seconds that each of them has computed in a
+    step: what is not averaging, nor waiting for other ranks or for input, which no
+    share changes. From these numbers each one finds the same shares (`adjusted`), and
+    uses them from the next step on.
+
+    The first rank logs a line after an epoch in which they changed.
+
+    Attributes:
+        changes: Epoch, step in it, and rows of each rank from there on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changes: list[tuple[int, int, list[int]]] = []
+        self._bounds: tuple[int, ...] = ()
+        self._quantum = self._seldom = 1
+        self._epoch = self._read = self._steps = self._next = 0
+        self._begins: list[float] = []
+        self._seconds: list[float] = []  # of the steps since the last comparison
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        session = step.install(model)
+        session.instruments.time_steps()
+        shares = session.training_data.shares
+        assert shares is not None  # else this callback is not added
+        self._bounds, self.changes = shares.bounds, []
+        is_compiled = model.jit_compile or tf.config.get_visible_devices("GPU")
+        self._quantum = _COMPILED_ROWS if is_compiled else 1
+        self._seldom = _COMPILED_SELDOM if is_compiled else 1
+        self._steps, self._next = 0, _STEPS * self._seldom
+        self._seconds.clear()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._say()
+        self._epoch, self._read = epoch, 0
+        self._stopwatch().reset()
+        self._begins.clear()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._begins.append(time.time())
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        steps = self._steps + batch + 1 - self._read
+        if steps < self._next:
+            return
+        self._read_times(batch + 1)
+        slowest = self._compare(batch + 1)
+        more = max(_STEPS, int(_SECONDS / max(slowest, 1e-6)))
+        self._steps, self._next = 0, more * self._seldom
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._read_times(None)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._say()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the shares of now, for a checkpoint."""
+        return {"bounds": list(self._bounds)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the shares, if there are as many ranks and rows as before."""
+        bounds = tuple(state["bounds"])
+        if len(bounds) == len(self._bounds) and bounds[-1] == self._bounds[-1]:
+            self._use(bounds)
+
+    def _stopwatch(self) -> optimizer.Stopwatch:
+        stopwatch = session_of(self.model).instruments.stopwatch
+        assert stopwatch is not None  # set by `set_model`
+        return stopwatch
+
+    def _read_times(self, done: int | None) -> None:
+        """Read how long this rank has computed in each step since it was last read.
+
+        `done` is the number of steps of this epoch; `None` at its end.
+        """
+        arrivals, exchanges = self._stopwatch().read(self._read)
+        waits = waits_for_input(arrivals, self._begins)
+        self._begins.clear()
+        self._seconds += (np.diff(arrivals) - exchanges[:-1] - waits[1:]).tolist()
+        self._steps += len(arrivals)
+        self._read = done or 0
+
+    def _compare(self, done: int) -> float:
+        """Let all ranks compare their speeds; return the seconds of the slowest."""
+        own = 0.0
+        if self._seconds:
+            most = _LONGEST * float(np.median(self._seconds))
+            own = float(np.minimum(self._seconds, most).mean())
+        self._seconds.clear()
+        seconds = comm.stack(tf.constant(own, tf.float64), purpose="shares").numpy()
+        bounds = adjusted(self._bounds, seconds.tolist(), quantum=self._quantum)
+        if bounds != self._bounds:
+            self.changes.append((self._epoch, done, np.diff(bounds).tolist()))
+            self._use(bounds)
+        return float(seconds.max())
+
+    def _use(self, bounds: tuple[int, ...]) -> None:
+        self._bounds = bounds
+        session_of(self.model).training_data.divide(bounds)
+
+    def _say(self) -> None:
+        # Called after the end of an epoch, when the progress bar has ended its line.
+        count = sum(epoch == self._epoch for epoch, _, _ in self.changes)
+        if count and comm.rank() == 0 and self.params.get("verbose"):
+            parts = np.diff(self._bounds) / self._bounds[-1]
+            shares = " + ".join(f"{part:.0%}" for part in parts)
+            times = "once" if count == 1 else f"{count} times"
+            say(
+                f"epoch {self._epoch + 1}: shares of a batch moved {times}, to {shares}"
+            )

@@ -159,6 +159,26 @@ def times_by_rank(ranks: Sequence[Times]) -> list[RankTimes]:
     ]
 
 
+def waits_for_input(arrivals: np.ndarray, begins: Sequence[float]) -> np.ndarray:
+    """Find the seconds that each step has waited for its batch.
+
+    With `steps_per_execution` several steps have one beginning. The wait of the later
+    ones is inside the execution, and counts as computing.
+
+    Args:
+        arrivals: Time at which the batch of each step was there.
+        begins: Time at which each execution began.
+
+    >>> waits_for_input(np.array([1.5, 3.0, 4.5, 6.0]), [1.0, 4.0]).tolist()
+    [0.5, 0.0, 0.5, 0.0]
+    """
+    waits = np.zeros(len(arrivals))
+    stride = max(1, -(-len(arrivals) // max(1, len(begins))))
+    first = arrivals[::stride][: len(begins)]
+    waits[::stride][: len(first)] = np.maximum(0.0, first - begins[: len(first)])
+    return waits
+
+
 # Of the time, above which the line says how to divide the input.
 _LARGE_INPUT = 0.1
 
@@ -296,15 +316,11 @@ class Throughput(keras.callbacks.Callback):
     def _times(self) -> Times:
         stopwatch = self._stopwatch()
         arrivals, exchanges = stopwatch.read()
-        # With `steps_per_execution`, several steps have one beginning. The wait of the
-        # later ones for input is inside the execution, and counts as computing.
-        stride = max(1, -(-len(arrivals) // max(1, len(self._begins))))
-        begins = np.array(self._begins)[: len(arrivals[::stride])]
-        waits = np.maximum(0.0, arrivals[::stride][: len(begins)] - begins)
-        first = 0.0
+        waits, first = waits_for_input(arrivals, self._begins), 0.0
         if stopwatch.has_traced:  # the first wait was tracing, not input
             waits[:1] = 0.0
-            first = float(arrivals[:2].max(initial=0.0) - begins[:1].sum())
+            begin = sum(self._begins[:1])
+            first = float(arrivals[:2].max(initial=0.0) - begin)
         return Times(self._measure()[1], float(waits.sum()), exchanges, max(0.0, first))
 
     def _stopwatch(self) -> Stopwatch:

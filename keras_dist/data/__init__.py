@@ -8,6 +8,7 @@ Keras. From the bottom:
 - `division`: `Division`, the arithmetic of passes, epochs and steps; `ShardSpec`
 - `pipeline`: what a `tf.data.Dataset` was made of: inputs, shuffles, caches
 - `arrays`: `Arrays`, rows in memory or in memory-mapped files, in a `RowOrder`
+- `shares`: `Shares`, how many rows of a global batch each rank computes
 - `round_robin`: deal batches in turn; `Tail` decides about those that are left over
 - `presharded`: data sets that `keras_dist.shard` divided before rows were decoded
 - `source`: `Source`, one view of all data that comes in batches
@@ -48,8 +49,9 @@ from keras_dist.data.presharded import (
     length_before_repeat,
     presharded_of,
 )
-from keras_dist.data.round_robin import Tail
+from keras_dist.data.round_robin import Tail, own_rows
 from keras_dist.data.sequence import ShardedSequence
+from keras_dist.data.shares import Shares, adjusted
 from keras_dist.data.source import Agreed, DeclaredIterable, Source, is_source
 
 __all__ = [
@@ -64,8 +66,10 @@ __all__ = [
     "Presharded",
     "ShardSpec",
     "ShardedSequence",
+    "Shares",
     "Source",
     "Tail",
+    "adjusted",
     "batch_size_of",
     "divided",
     "divided_at_source",
@@ -76,6 +80,7 @@ __all__ = [
     "length_of",
     "own_error",
     "own_items",
+    "own_rows",
     "presharded_of",
     "reading",
     "seeds_of",

@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras_dist.data.division import Division, own_items
 from keras_dist.data.pipeline import with_length, without_auto_shard
 from keras_dist.data.round_robin import marked
+from keras_dist.data.shares import Shares, first_row
 
 # Tensors whose rows differ in length, which cannot be sliced by row.
 UNEVEN = (tf.RaggedTensor, tf.SparseTensor)
@@ -200,6 +201,8 @@ class RowOrder:
         seed: Seed of the permutations, the same on all ranks.
         is_marked: Whether each batch comes with a mark (`marked`), because this
             rank may have no row of a small last batch: then it reads the first one.
+        shares: Each rank's share of a global batch; `None` for equal ones. If they are
+            measured, all rows of the batch are read, and the step takes its own.
     """
 
     division: Division
@@ -207,6 +210,7 @@ class RowOrder:
     shuffle: bool | str
     seed: int
     is_marked: bool = False
+    shares: Shares | None = None
 
     def dataset(self, arrays: Arrays, epoch: tf.Variable) -> tf.data.Dataset:
         """Read this rank's rows of every global batch of an epoch.
@@ -288,7 +292,14 @@ class RowOrder:
             number = (division.first_pass + number) * division.steps_per_pass
             number += begin // division.global_batch
             global_batch = self._permuted(global_batch, number)
-        own = global_batch[own_items(self.rank, division.size)]
+        if self.shares is None:
+            own = global_batch[own_items(self.rank, division.size)]
+        elif self.shares.is_measured:
+            return global_batch, tf.constant(True)
+        else:
+            length, bounds = end - begin, self.shares.bounds
+            first, last = (first_row(self.rank + n, length, bounds) for n in (0, 1))
+            own = global_batch[first:last]
         has_rows = tf.size(own) > 0
         return tf.cond(has_rows, lambda: own, lambda: global_batch[:1]), has_rows
 

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from keras_dist.data.shares import Shares
+
 
 @dataclass(frozen=True)
 class Channel:
@@ -77,10 +79,11 @@ class ShardSpec:
         can_mark: Whether a step can be told that its batch has no rows.
         batch: Whose batch the user's batch is: `"rank"`, or `"global"` for the batch of
             all ranks together.
+        shares: With a global batch, each rank's share of it; `None` for equal ones.
 
     Raises:
         ValueError: If `shard` or `leftover` is unknown, `leftover` is `"whole"` and
-            steps cannot be marked, or `leftover` has no meaning.
+            steps cannot be marked, or `leftover` or `shares` have no meaning.
     """
 
     rank: int
@@ -93,8 +96,14 @@ class ShardSpec:
     leftover: str = "auto"
     can_mark: bool = True
     batch: str = "rank"
+    shares: Shares | None = None
 
     def __post_init__(self) -> None:
+        if self.shard == "none" and self.shares is not None:
+            raise ValueError(
+                "`shares` divide each batch, and data that is already split is not "
+                'divided. Received: `shares` and shard="none". Leave one out.'
+            )
         if self.batch == "global" and self.leftover != "auto":
             raise ValueError(
                 '`leftover` has no meaning with batch="global": no batches are left '

@@ -138,10 +138,12 @@ def training_feed(
     is_plain = not is_sharded or spec.shard == "none"
     own_batch = spec.local_batch(batch_size) if is_plain else batch_size
     steps_per_pass = -(-arrays.num_rows // own_batch)
+    shares = None if spec.shares is None else spec.shares.of_batch(batch_size)
     plan = Rows(
         "arrays, already split" if spec.size > 1 else "arrays",
         batch_size=batch_size,
         is_global=spec.is_global,
+        shares="" if shares is None else shares.in_words(batch_size),
         total=arrays.num_rows,
         steps_before=steps_per_epoch,
         steps=min(steps or steps_per_pass, steps_per_pass),
@@ -187,7 +189,8 @@ def training_feed(
             f"{arrays.num_rows} rows in batches of {batch_size} for {spec.size} ranks. "
             "Pass `sample_weight` instead, or another batch size."
         )
-    order = RowOrder(division, spec.rank, shuffle, spec.seed, is_marked)
+    order = RowOrder(division, spec.rank, shuffle, spec.seed, is_marked, shares)
+    is_measured = shares is not None and shares.is_measured
     epoch = tf.Variable(division.epoch, dtype=tf.int64, trainable=False)
     dataset = order.dataset(arrays, epoch)
     return Feed(
@@ -200,10 +203,19 @@ def training_feed(
             steps_before=steps_per_epoch or steps_per_pass,
             steps=division.steps,
         ),
-        Part(dataset, division.steps, division, epoch, is_marked=is_marked),
+        Part(
+            dataset,
+            division.steps,
+            division,
+            epoch,
+            is_marked=is_marked,
+            shares=shares,
+        ),
         arrays,
         is_exact=not division.is_within_epoch,
-        rows_at=lambda number, step, _: order.rows_at(number, step),
+        rows_at=lambda number, step, batch: (
+            arrays.find_rows(batch) if is_measured else order.rows_at(number, step)
+        ),
         facts=facts,
     )
 
@@ -414,6 +426,7 @@ def _training_batches(
             in_words(source, spec, is_training=True),
             batch_size=arguments["batch_size"] or _batch_size_of(source),
             is_global=_is_shared(source, spec),
+            shares=_shares_in_words(part, source, spec),
             steps_before=steps_before or before,
             steps=_fewer(steps, _steps_of_pass(part, source, spec)),
             rule=rule,
@@ -475,6 +488,14 @@ def _is_shared(source: Source, spec: ShardSpec) -> bool:
     """Tell whether all ranks have rows of each batch."""
     is_presharded = source.presharded is not None and source.presharded.is_global
     return spec.is_global and (is_presharded or is_dealt(source, spec))
+
+
+def _shares_in_words(part: Part, source: Source, spec: ShardSpec) -> str:
+    if spec.shares is None:
+        return ""
+    if part.shares is None:
+        return "equal shares: the data was divided before"
+    return part.shares.in_words(source.batch_size)
 
 
 def _steps_of_pass(part: Part, source: Source, spec: ShardSpec) -> int | None:

@@ -32,6 +32,7 @@ from keras_dist.data.round_robin import (
     rows_of_batches,
 )
 from keras_dist.data.sequence import ShardedSequence
+from keras_dist.data.shares import Shares
 from keras_dist.data.source import Source
 from keras_dist.data.stream import StreamReader
 
@@ -52,6 +53,9 @@ class Part:
         has_rows: `False` if this rank has no rows of its own and evaluates a copy of
             another rank's row, which its metrics must not count.
         is_marked: Whether each element is a batch and a mark (`round_robin.marked`).
+        shares: Each rank's share of a global batch; `None` for equal shares. If they
+            are measured, each batch has all rows, and the step takes those of this
+            rank.
         leftover: What happens to the batches that are left over at the end of a pass,
             in the words of the plan; "" if there are none.
     """
@@ -64,6 +68,7 @@ class Part:
     total: int | None = None
     has_rows: bool = True
     is_marked: bool = False
+    shares: Shares | None = None
     leftover: str = ""
 
 
@@ -111,7 +116,10 @@ def part_of(
     rule = _rule_of(source, spec, is_training)
     # Elsewhere Keras itself weighs the batches.
     weights = class_weight if rule == "rows" else None
-    tail = Tail(rule, spec.rank, spec.size, is_training, weights)
+    shares = spec.shares if rule == "rows" else None
+    if shares is not None:
+        shares = shares.of_batch(source.batch_size)
+    tail = Tail(rule, spec.rank, spec.size, is_training, weights, shares)
     if spec.is_global and is_training:
         _check_divisible(source, spec)
     elif spec.is_global and steps is not None:
@@ -119,10 +127,12 @@ def part_of(
     elif (few := _of_few(source, tail)) is not None:
         return few
     if source.kind == "sequence":
-        return _of_sequence(source, spec, tail, shuffle)
-    if source.kind == "dataset" and source.length is not None:
-        return _of_dataset(source, spec, tail, keeps_position)
-    return _of_stream(source, spec, tail, is_training)
+        part = _of_sequence(source, spec, tail, shuffle)
+    elif source.kind == "dataset" and source.length is not None:
+        part = _of_dataset(source, spec, tail, keeps_position)
+    else:
+        part = _of_stream(source, spec, tail, is_training)
+    return replace(part, shares=shares)
 
 
 def makes_all_batches(source: Source, spec: ShardSpec) -> bool:

@@ -133,13 +133,13 @@ class Stopwatch:
         index = tf.minimum(self._steps.read_value(), _CAPACITY) - 1
         self._seconds.scatter_add(tf.IndexedSlices(seconds, index))
 
-    def read(self) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, begin: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """For each step, the time at which its data was ready, and seconds of exchange.
 
-        The times are those of `time.time()`.
+        The times are those of `time.time()`. Steps before `begin` are left out.
         """
-        steps = min(int(self._steps.numpy()), _CAPACITY)
-        return self._arrivals.numpy()[:steps], self._seconds.numpy()[:steps]
+        steps = slice(begin, min(int(self._steps.numpy()), _CAPACITY))
+        return self._arrivals[steps].numpy(), self._seconds[steps].numpy()
 
 
 def _time_after(tensors: Sequence[Any]) -> Any:

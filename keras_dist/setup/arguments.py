@@ -56,6 +56,7 @@ class Options:
     """Every argument of `dist_fit` that `Model.fit` does not have, with its default."""
 
     batch: str | None = None
+    shares: str | Sequence[float] = "equal"
     lr_scaling: LearningRateRule = "auto"
     warmup_epochs: float = 0
     steps_scaling: StepsRule = "auto"
@@ -88,8 +89,8 @@ class Options:
             environ: `KERAS_DIST_BATCH` is read, for a script that cannot be changed.
 
         Raises:
-            ValueError: If `batch` is unknown, or local SGD or a sum of gradients is
-                asked for beside `"global"`.
+            ValueError: If `batch` is unknown, local SGD or a sum of gradients is asked
+                for beside `"global"`, or `shares` are without it.
         """
         batch = self.batch or environ.get(BATCH_VARIABLE) or "rank"
         if batch not in ("rank", "global"):
@@ -110,6 +111,13 @@ class Options:
                 f'batch="global" and op={self.op!r}. Leave one out.'
             )
         is_global = batch == "global"
+        is_equal = isinstance(self.shares, str) and self.shares == "equal"
+        if not (is_equal or is_global):
+            raise ValueError(
+                "`shares` divide a global batch, and each rank has a batch of its own. "
+                f'Received: shares={self.shares!r} and batch="rank". Pass '
+                'batch="global".'
+            )
         usual: dict[str, Any] = {
             "lr_scaling": "none" if is_global else "linear",
             "steps_scaling": "none" if is_global else "divide",

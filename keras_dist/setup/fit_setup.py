@@ -149,6 +149,9 @@ def prepare(
     factor = rate_factor(options.lr_scaling, size=world.size)
     step_multiplier = step_multiplier_of(options.steps_scaling, size=world.size)
     training, validation = _feeds(fit, options, spec)
+    shares = training.part.shares
+    if shares is not None and shares.is_measured:
+        callbacks = [*callbacks, ours.MeasuredShares()]
     if options.target_accuracy is not None and not fit.has_validation:
         raise ValueError(
             "`target_accuracy` is an accuracy on validation data. Received: "

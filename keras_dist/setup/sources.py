@@ -17,6 +17,7 @@ from keras_dist.data import (
     Channel,
     Presharded,
     ShardSpec,
+    Shares,
     Source,
     batch_size_of,
     divided_at_source,
@@ -80,9 +81,9 @@ def compare(
         How the data is divided among the ranks.
 
     Raises:
-        ValueError: On all ranks, if `shard` or `leftover` is unknown, the ranks have
-            data of different kinds, validation data shuffles differently on each, or
-            presharded data differs or was divided for other ranks.
+        ValueError: On all ranks, if `shard`, `leftover` or `shares` is unusable, the
+            ranks have data of different kinds, validation data shuffles differently on
+            each, or presharded data differs or was divided for other ranks.
     """
     # Keras would take a mark for the targets; without an exchange in each step, a copy
     # of a batch would be trained on.
@@ -97,12 +98,17 @@ def compare(
             leftover=options.leftover,
             can_mark=can_mark,
             batch=options.batch or "rank",
+            shares=Shares.of(options.shares, comm.size()),
         )
     )
     sources = {n: data for n, data in given.items() if isinstance(data, Source)}
     if comm.size() == 1:
         return spec
-    facts: dict[str, Any] = {"`shard`": options.shard, "`batch`": options.batch}
+    facts: dict[str, Any] = {
+        "`shard`": options.shard,
+        "`batch`": options.batch,
+        "`shares`": None if spec.shares is None else spec.shares.in_words(None),
+    }
     for name, source in sources.items():
         presharded = source.presharded
         facts[f"the kind of the {name} data"] = source.type_name

@@ -74,7 +74,7 @@ class DistributedStep(atomic.SavesWhole):
     def train_step(self: Any, data: Any) -> Any:
         session = self._distributed_session
         own_step = super().train_step  # type: ignore[misc]
-        data, has_rows = session.training_data.without_mark(data)
+        data, has_rows = session.training_data.own_rows(data)
         if not session.first_step.has_started:
             session.first_step.start(self, data, own_step, is_plain=session.is_plain)
         length = rows = num_rows(data)

@@ -1,0 +1,155 @@
+"""`shares=`: ranks compute different numbers of rows of each global batch."""
+
+import time
+
+import keras
+import numpy as np
+import pytest
+from claims import raises_everywhere, shortened
+from test_global_batch import (
+    KINDS,
+    assert_equal,
+    compiled,
+    data_of,
+    exact,  # noqa: F401 - a fixture
+    folder,  # noqa: F401 - a fixture
+    rows_of,
+    trained,
+)
+
+import keras_dist
+from keras_dist.callbacks import added
+from keras_dist.training.session import session_of
+
+pytestmark = [pytest.mark.several_ranks, pytest.mark.three_ranks]
+
+
+def uneven(size):
+    """The first rank computes most of a batch."""
+    return [5, *range(1, size)]
+
+
+class Spy(keras.callbacks.Callback):
+    """Notes this rank's rows of each step, and sleeps before it on the first rank."""
+
+    def __init__(self, seconds=0.0):
+        super().__init__()
+        self.seconds, self.rows, self.before = seconds, [], 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.before = 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if keras_dist.rank() == 0:
+            time.sleep(self.seconds)
+
+    def on_train_batch_end(self, batch, logs=None):
+        so_far = session_of(self.model).rows_trained.total()
+        self.rows.append(so_far - self.before)
+        self.before = so_far
+
+
+@pytest.fixture
+def often(monkeypatch):
+    """Speeds are compared after every second step."""
+    monkeypatch.setattr(added, "_STEPS", 2)
+    monkeypatch.setattr(added, "_SECONDS", 0)
+    monkeypatch.setattr(added, "_COMPILED_SELDOM", 1)
+
+
+@pytest.mark.parametrize("kind", shortened(KINDS, {"arrays", "shuffled", "generator"}))
+@pytest.mark.parametrize("shares", ["given", "measured"])
+def test_any_shares_give_the_model_of_one_process(world, often, kind, shares):
+    """Of all kinds of data; the last batch has fewer rows than there are ranks."""
+    asked = uneven(world.size) if shares == "given" else "measured"
+    options = {"shares": asked}
+    given = data_of(kind, 41, 10) | {"shuffle": False, "epochs": 3}
+    spy = Spy(0.05)
+    ours = trained(given, is_ours=True, options=options, callbacks=[spy])
+    given = data_of(kind, 41, 10) | {"shuffle": False, "epochs": 3}
+    assert_equal(ours, trained(given, is_ours=False))
+    everyone = np.array(keras_dist.gather(spy.rows))
+    full = everyone[:, everyone.sum(axis=0) == 10]
+    assert set(everyone.sum(axis=0)) == {1, 10} and full.min() >= 1
+    if shares == "given":
+        expected = 10 * np.array(asked) / sum(asked)
+        assert (abs(full.T - expected) < 1).all()
+    else:
+        assert full[0].min() < 10 // world.size, "the slow rank has fewer rows"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"run_eagerly": False},
+        pytest.param({"jit_compile": True}, marks=pytest.mark.long),
+    ],
+)
+def test_shares_move_in_a_graph(often, options):
+    """With weights of classes, several steps in one call, and XLA."""
+    options = {"run_eagerly": False, "steps_per_execution": 2} | options
+    given = data_of("arrays", 120, 24) | {"shuffle": False, "epochs": 4}
+    given["class_weight"] = {0: 0.3, 1: 2.0}
+    spy = Spy(0.05)
+    ours = trained(
+        given,
+        is_ours=True,
+        model=compiled(**options),
+        options={"shares": "measured"},
+        callbacks=[spy],
+    )
+    assert_equal(ours, trained(given, is_ours=False, model=compiled()))
+    changed = keras_dist.gather(spy.rows[-2] != spy.rows[0])
+    assert any(changed)
+
+
+def test_a_training_that_is_resumed_has_the_shares_of_before(often, folder):  # noqa: F811
+    """On as many ranks; and it is that of one process."""
+    given = data_of("arrays", 41, 10) | {"shuffle": False}
+    options = {"shares": "measured", "resume": f"{folder}/shares"}
+    first, second = Spy(0.1), Spy()
+    added._STEPS = 4  # the last of 10 steps, then, has the shares that are saved
+    trained(given, is_ours=True, options=options, callbacks=[first], epochs=2)
+    added._STEPS = 1000  # no more changes
+    ours = trained(given, is_ours=True, options=options, callbacks=[second], epochs=4)
+    # The checkpoint has the notes of the first spy, too.
+    assert second.rows[:10] == first.rows
+    assert second.rows[10:14] == [first.rows[-2]] * 4
+    if keras_dist.rank() == 0:
+        assert first.rows[-2] < 10 // keras_dist.size()
+    assert_equal(ours, trained(given, is_ours=False, epochs=4))
+
+
+def test_the_plan_and_a_line_say_what_each_rank_computes(world, often, capsys):
+    """Before the first step, and when shares have moved."""
+    x, y = rows_of(40, 0)
+    for shares in (uneven(world.size), "measured"):
+        options = {"batch": "global", "shares": shares}
+        given = {"batch_size": 10, "epochs": 3, "verbose": 2, "callbacks": [Spy(0.1)]}
+        keras_dist.dist_fit(compiled(), x, y, **given, **options)
+        shown = capsys.readouterr().out
+        if world.rank == 0 and shares == "measured":
+            assert "rows at first, then by speed" in shown
+            assert "epoch 1: shares of a batch moved" in shown
+        elif world.rank == 0:
+            assert {2: "10 global: 8 + 2 rows", 3: "10 global: 6 + 2 + 2 rows"}[
+                world.size
+            ] in shown
+
+
+def test_shares_that_cannot_be_are_an_error_before_the_first_step(world):
+    """On all ranks."""
+    x, y = rows_of(12, 0)
+
+    def fit(**options):
+        keras_dist.dist_fit(compiled(), x, y, batch_size=6, verbose=0, **options)
+
+    for options, text in (
+        ({"batch": "global", "shares": "fast"}, "`shares` must be"),
+        ({"batch": "global", "shares": [1]}, f"shares=[1] and {world.size} ranks"),
+        ({"batch": "global", "shares": [1, 0, 1][: world.size]}, "positive number"),
+        ({"shares": "measured"}, 'Pass batch="global"'),
+        ({"batch": "global", "shares": "measured", "shard": "none"}, "already split"),
+    ):
+        [message, *_] = raises_everywhere(ValueError, lambda o=options: fit(**o))
+        assert text in message
