@@ -78,7 +78,7 @@ check: setup
 	    --ignore tests/test_examples.py --ignore tests/test_docs.py \
 	    --ignore tests/hosts
 
-# Two lanes: see tests/conftest.py.
+# On two workers: see tests/lanes.py.
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadscope tests
 

@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Two lanes for `make test`: what starts ranks often waits, if only for a core."""
+    """Lanes for `make test`: what starts ranks often waits, if only for a core."""
     from lanes import Lanes  # noqa: PLC0415 - where there is xdist
 
     return Lanes(config, log)

@@ -1,21 +1,38 @@
-"""The two lanes of `make test`; marks of xdist's own do not reach pytest 9.2."""
+"""The lanes of `make test`; marks of xdist's own do not reach pytest 9.2."""
+
+from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
 
+# The longest, in the order in which they begin.
+_FIRST = ("ranks", "hosts", "pages")
+
 
 def lane_of(test: str) -> str:
-    """The lane of a test, by its id.
+    """The lane of a test, by its id: one worker runs all of a lane, one by one.
 
-    One has the launches of `ranks/` on two and three ranks, the other one all else.
-    Within a lane one test runs at a time: a SLURM of the tests, say, has the same ports
-    each time.
+    "ranks" has the launches of `ranks/` on two and three ranks; "hosts" what starts
+    hosts and launchers, of which some have the same ports each time; "pages" what runs
+    the documentation. Every other file is a lane of its own, for whichever worker is
+    free.
     """
-    is_launch = "test_ranks.py" in test and "[1-" not in test
-    return "ranks" if is_launch else "others"
+    file = test.partition("::")[0]
+    if "test_ranks.py" in file and "[1-" not in test:
+        return "ranks"
+    if "tests/launch/" in file or "tests/hosts/" in file:
+        return "hosts"
+    is_page = file.endswith(("test_docs.py", "test_examples.py"))
+    return "pages" if is_page else file
 
 
 class Lanes(LoadScopeScheduling):
-    """Sends all tests of a lane to one worker."""
+    """Sends all tests of a lane to one worker, and begins with the longest lanes."""
 
     def _split_scope(self, nodeid: str) -> str:
         return lane_of(nodeid)
+
+    def _assign_work_unit(self, node: Any) -> None:
+        for lane in reversed(_FIRST):
+            if lane in self.workqueue:
+                self.workqueue.move_to_end(lane, last=False)
+        super()._assign_work_unit(node)

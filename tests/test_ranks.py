@@ -11,7 +11,7 @@ from launch import launch
 
 FILES = sorted((Path(__file__).parent / "ranks").glob("test_*.py"))
 
-# Those for two ranks are two launches, so that both lanes take as long.
+# Those for two ranks are two launches: one by `horovodrun`.
 _HALF = next(i for i, file in enumerate(FILES) if file.name > "test_n")
 _FILES = {"all": FILES, "a-m": FILES[:_HALF], "n-z": FILES[_HALF:]}
 
