@@ -85,7 +85,7 @@ def received(counted: dict, ranks: int) -> int:
         for kind, (_, size) in kinds.items():
             if kind == "allgather":
                 total += size * (ranks - 1)
-            elif kind == "allreduce_sum":
+            elif kind == "allreduce":
                 total += 2 * (ranks - 1) / ranks * size
             else:
                 total += size

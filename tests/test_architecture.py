@@ -4,6 +4,7 @@ import ast
 import doctest
 import importlib
 import os
+import types
 from pathlib import Path
 
 import pytest
@@ -191,3 +192,44 @@ def test_a_lane_has_one_worker(number, tmp_path_factory):
     (base / f"lane {worker}").touch()
     all_workers = base.parent.glob("popen-*/lane *") if worker else base.glob("lane *")
     assert len(list(all_workers)) == 1
+
+
+def scripts():
+    """What runs beside the package and its tests, and is seldom run."""
+    root = PACKAGE.parent
+    for folder in ("benchmarks", "examples", "tests/studies", "tests/hosts"):
+        yield from sorted((root / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", scripts(), ids=lambda path: path.name)
+def test_a_script_uses_names_that_are_there(path):
+    """A benchmark must not fail months later, because a module was renamed."""
+    tree = ast.parse(path.read_text())
+    modules = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "keras_dist":
+                    found = importlib.import_module(alias.name)
+                    modules[alias.asname or "keras_dist"] = (
+                        found if alias.asname else keras_dist
+                    )
+        elif isinstance(node, ast.ImportFrom):
+            if (node.module or "").split(".")[0] != "keras_dist":
+                continue
+            for alias in node.names:
+                try:
+                    found = importlib.import_module(f"{node.module}.{alias.name}")
+                except ModuleNotFoundError:
+                    found = getattr(importlib.import_module(node.module), alias.name)
+                modules[alias.asname or alias.name] = found
+    for node in ast.walk(tree):
+        names = (
+            ast.unparse(node).split(".") if isinstance(node, ast.Attribute) else [""]
+        )
+        owner = modules.get(names[0]) if all(map(str.isidentifier, names)) else None
+        for name in names[1:]:
+            if not isinstance(owner, types.ModuleType):
+                break
+            assert hasattr(owner, name), f"{path.name}: {ast.unparse(node)}"
+            owner = getattr(owner, name)

@@ -20,19 +20,19 @@ from keras_dist.comm import transport
 layer_counts, sizes, repetitions = map(json.loads, sys.argv[1:])
 world = keras_dist.init()
 calls, moved = Counter(), Counter()
-plain = transport.allreduce_sum
+plain = transport.allreduce
 
 
-def counted_sum(link, tensor, *, name):
+def counted_sum(link, tensor, *arguments, name):
     """Counts the collectives of gradients, and their bytes."""
     if "gradients" in name:
         calls[name] += 1
         moved[name] += tensor.dtype.size * int(tf.size(tensor))
-    return plain(link, tensor, name=name)
+    return plain(link, tensor, *arguments, name=name)
 
 
 counted = {}
-transport.allreduce_sum = counted_sum
+transport.allreduce = counted_sum
 for layers in layer_counts:
     calls.clear()
     moved.clear()
@@ -43,7 +43,7 @@ for layers in layer_counts:
     x = keras.ops.ones((8 * world.size, 16))
     keras_dist.dist_fit(model, x, x, batch_size=8, verbose=0)
     counted[layers] = calls.total(), moved.total()
-transport.allreduce_sum = plain
+transport.allreduce = plain
 
 times = {}
 for name, size in sizes.items() if world.size > 1 else ():

@@ -30,11 +30,11 @@ def counting(kind):
     """Count the calls of a collective of the transport."""
     plain = getattr(transport, kind)
 
-    def call(link, tensor, **options):
+    def call(link, tensor, *arguments, **options):
         found = counted.setdefault(purposes[-1], {}).setdefault(kind, [0, 0])
         found[0] += 1
         found[1] += tensor.dtype.size * int(np.prod(tensor.shape))
-        return plain(link, tensor, **options)
+        return plain(link, tensor, *arguments, **options)
 
     setattr(transport, kind, call)
 
@@ -53,9 +53,9 @@ def named(owner, name, purpose):
     setattr(owner, name, call)
 
 
-for kind in ("allreduce_sum", "allgather", "broadcast"):
+for kind in ("allreduce", "allgather", "broadcast"):
     counting(kind)
-named(fit.same_batches, "shard_spec_of", "compare batches")
+named(fit.sources, "compare", "compare batches")
 named(metrics, "global_result", "metrics")
 for name in ("agree", "run_on_all", "gather_or_raise"):
     named(comm, name, "agree")

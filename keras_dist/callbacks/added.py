@@ -152,13 +152,66 @@ class NextEpoch(keras.callbacks.Callback):
 # Steps, and seconds, from one comparison of the ranks' speeds to the next, at least.
 _STEPS, _SECONDS = 16, 0.5
 
+# Each shape of a batch is compiled anew by XLA, and tuned anew on a GPU: shares move in
+# multiples of so many rows, and are compared so many times more seldom.
+_COMPILED_ROWS, _COMPILED_SELDOM = 8, 8
+
+
 # A step that takes longer than so many usual ones, such as one that is traced, counts
 # as these.
 _LONGEST = 20
 
-# Each shape of a batch is compiled anew by XLA, and tuned anew on a GPU: shares move in
-# multiples of so many rows, and are compared so many times more seldom.
-_COMPILED_ROWS, _COMPILED_SELDOM = 8, 8
+
+class ComputingTimes:
+    """Seconds that this rank has computed in each step since the last comparison.
+
+    What is not averaging, nor waiting for other ranks or for input. A time is known
+    when the next step of the epoch has its batch.
+
+    Args:
+        stopwatch: Of the train step.
+    """
+
+    def __init__(self, stopwatch: optimizer.Stopwatch) -> None:
+        self._stopwatch = stopwatch
+        self._begins: list[float] = []
+        self._seconds: list[float] = []
+        self._read = self._steps = 0
+
+    def begin_epoch(self) -> None:
+        """An epoch begins; `end_epoch` was called after the one before."""
+        self._stopwatch.reset()
+        self._begins.clear()
+        self._read = 0
+
+    def begin_execution(self) -> None:
+        """One or several steps begin."""
+        self._begins.append(time.time())
+
+    def end_epoch(self) -> None:
+        """Read the steps of the epoch."""
+        self._steps += self._read_steps()
+
+    def steps(self, done: int) -> int:
+        """Count the steps since the last comparison, after `done` of this epoch."""
+        return self._steps + done - self._read
+
+    def take(self, done: int) -> float:
+        """Return the mean of them, 0 if there is none; begin again after this step."""
+        self._read_steps()
+        self._read = done
+        seconds, self._seconds, self._steps = self._seconds, [], 0
+        if not seconds:
+            return 0.0
+        most = _LONGEST * float(np.median(seconds))
+        return float(np.minimum(seconds, most).mean())
+
+    def _read_steps(self) -> int:
+        arrivals, exchanges = self._stopwatch.read(self._read)
+        waits = waits_for_input(arrivals, self._begins)
+        self._begins.clear()
+        self._seconds += (np.diff(arrivals) - exchanges[:-1] - waits[1:]).tolist()
+        return len(arrivals)
 
 
 class MeasuredShares(keras.callbacks.Callback):
@@ -180,43 +233,44 @@ class MeasuredShares(keras.callbacks.Callback):
         self.changes: list[tuple[int, int, list[int]]] = []
         self._bounds: tuple[int, ...] = ()
         self._quantum = self._seldom = 1
-        self._epoch = self._read = self._steps = self._next = 0
-        self._begins: list[float] = []
-        self._seconds: list[float] = []  # of the steps since the last comparison
+        self._epoch = self._next = 0
+        self._times: ComputingTimes
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
         session = step.install(model)
         session.instruments.time_steps()
-        shares = session.training_data.shares
-        assert shares is not None  # else this callback is not added
+        stopwatch, shares = session.instruments.stopwatch, session.training_data.shares
+        assert stopwatch is not None and shares is not None
+        self._times = ComputingTimes(stopwatch)
         self._bounds, self.changes = shares.bounds, []
         is_compiled = model.jit_compile or tf.config.get_visible_devices("GPU")
         self._quantum = _COMPILED_ROWS if is_compiled else 1
         self._seldom = _COMPILED_SELDOM if is_compiled else 1
-        self._steps, self._next = 0, _STEPS * self._seldom
-        self._seconds.clear()
+        self._next = _STEPS * self._seldom
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._say()
-        self._epoch, self._read = epoch, 0
-        self._stopwatch().reset()
-        self._begins.clear()
+        self._epoch = epoch
+        self._times.begin_epoch()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._begins.append(time.time())
+        self._times.begin_execution()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        steps = self._steps + batch + 1 - self._read
-        if steps < self._next:
+        if self._times.steps(batch + 1) < self._next:
             return
-        self._read_times(batch + 1)
-        slowest = self._compare(batch + 1)
-        more = max(_STEPS, int(_SECONDS / max(slowest, 1e-6)))
-        self._steps, self._next = 0, more * self._seldom
+        own = tf.constant(self._times.take(batch + 1), tf.float64)
+        seconds = comm.stack(own, purpose="shares").numpy()
+        bounds = adjusted(self._bounds, seconds.tolist(), quantum=self._quantum)
+        if bounds != self._bounds:
+            self.changes.append((self._epoch, batch + 1, np.diff(bounds).tolist()))
+            self._use(bounds)
+        more = int(_SECONDS / max(float(seconds.max()), 1e-6))
+        self._next = max(_STEPS, more) * self._seldom
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._read_times(None)
+        self._times.end_epoch()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._say()
@@ -230,37 +284,6 @@ class MeasuredShares(keras.callbacks.Callback):
         bounds = tuple(state["bounds"])
         if len(bounds) == len(self._bounds) and bounds[-1] == self._bounds[-1]:
             self._use(bounds)
-
-    def _stopwatch(self) -> optimizer.Stopwatch:
-        stopwatch = session_of(self.model).instruments.stopwatch
-        assert stopwatch is not None  # set by `set_model`
-        return stopwatch
-
-    def _read_times(self, done: int | None) -> None:
-        """Read how long this rank has computed in each step since it was last read.
-
-        `done` is the number of steps of this epoch; `None` at its end.
-        """
-        arrivals, exchanges = self._stopwatch().read(self._read)
-        waits = waits_for_input(arrivals, self._begins)
-        self._begins.clear()
-        self._seconds += (np.diff(arrivals) - exchanges[:-1] - waits[1:]).tolist()
-        self._steps += len(arrivals)
-        self._read = done or 0
-
-    def _compare(self, done: int) -> float:
-        """Let all ranks compare their speeds; return the seconds of the slowest."""
-        own = 0.0
-        if self._seconds:
-            most = _LONGEST * float(np.median(self._seconds))
-            own = float(np.minimum(self._seconds, most).mean())
-        self._seconds.clear()
-        seconds = comm.stack(tf.constant(own, tf.float64), purpose="shares").numpy()
-        bounds = adjusted(self._bounds, seconds.tolist(), quantum=self._quantum)
-        if bounds != self._bounds:
-            self.changes.append((self._epoch, done, np.diff(bounds).tolist()))
-            self._use(bounds)
-        return float(seconds.max())
 
     def _use(self, bounds: tuple[int, ...]) -> None:
         self._bounds = bounds
