@@ -70,6 +70,14 @@ if HAS_MPI:
         flags=("--mpi",),
     )
 
+# One global batch, shared by two ranks or by two devices of one process.
+SAME_BATCH = {
+    report.SHARED: Stack("same_batch.py", "keras_dist", "horovodrun"),
+    "one process": Stack("same_batch.py", "one", "python", ranks=1),
+    "MirroredStrategy": Stack("same_batch.py", "mirrored", "python", ranks=1),
+    "keras.distribution on JAX": Stack("same_batch.py", "jax", "python", ranks=1),
+}
+
 # Memory of a rank, and seconds until its first step: each in processes of its own.
 COSTS = {
     f"{method}, {ranks}": Stack("keras3.py", method, launcher, ranks=ranks)
@@ -86,6 +94,7 @@ def make_environments() -> None:
     for folder, packages in {
         "keras2": ["--no-deps", f"tf-keras=={version}.*"],
         "plot": ["matplotlib"],
+        "jax": ["jax==0.10.2"],
         "torch": ["torch==2.13.0", "numpy"],
     }.items():
         target = ENVIRONMENTS / folder
@@ -129,10 +138,12 @@ def run(
         env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     env |= variables or {}
     threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
-    if stack.script != "keras3.py" and ranks > 1:  # ours chooses for itself
+    # Ours chooses for itself.
+    if stack.script not in ("keras3.py", "same_batch.py") and ranks > 1:
         env["OMP_NUM_THREADS"] = threads
     paths = {"keras2.py": "keras2", "torch_ddp.py": "torch"}
-    path = [str(ENVIRONMENTS / paths[stack.script])] if stack.script in paths else []
+    folder = "jax" if stack.method == "jax" else paths.get(stack.script)
+    path = [str(ENVIRONMENTS / folder)] if folder else []
     if stack.script == "keras2.py":
         env["TF_USE_LEGACY_KERAS"] = "1"
     env["PYTHONPATH"] = os.pathsep.join([*path, str(ROOT)])
@@ -237,9 +248,10 @@ def main() -> int:
     begin = time.perf_counter()
     if arguments.costs:
         found = json.loads(measured.read_text())
-        rates, facts = found["rates"], found["facts"]
+        rates, facts, shared = found["rates"], found["facts"], found["shared"]
     else:
-        rates = speeds(arguments)
+        tables = {name: TABLE[name] for name in arguments.stacks}, SAME_BATCH
+        rates, shared = (speeds(arguments, table) for table in tables)
         facts = {
             "ranks": RANKS,
             "cores": len(os.sched_getaffinity(0)),
@@ -252,9 +264,11 @@ def main() -> int:
         if not arguments.costs:
             facts["minutes"] = (time.perf_counter() - begin) / 60
         measured.write_text(
-            json.dumps({"rates": rates, "facts": facts, "costs": costs})
+            json.dumps(
+                {"rates": rates, "shared": shared, "facts": facts, "costs": costs}
+            )
         )
-        report.write(rates, costs, facts)
+        report.write(rates, shared, costs, facts)
         env = {**os.environ, "PYTHONPATH": str(ENVIRONMENTS / "plot")}
         plot = [sys.executable, str(Path(__file__).with_name("plot.py"))]
         subprocess.run([*plot, str(measured)], env=env, check=True)
@@ -262,16 +276,19 @@ def main() -> int:
     return 0
 
 
-def speeds(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Rows per second of each round, by model and stack."""
+def speeds(
+    arguments: argparse.Namespace, table: dict[str, Stack]
+) -> dict[str, dict[str, list[float]]]:
+    """Rows per second of each round, by model and stack of a table."""
     options = ["--scale", str(arguments.scale), "--models", *arguments.models]
     rates: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for number in range(arguments.rounds):
         # Another order each round: no stack always follows the same one.
-        turn = number % len(arguments.stacks)
-        for name in arguments.stacks[turn:] + arguments.stacks[:turn]:
-            for (part, model), ranks in run(TABLE[name], options).items():
-                stack = name if part == "own" else TABLE[name].twin
+        names = list(table)
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            for (part, model), ranks in run(table[name], options).items():
+                stack = name if part == "own" else table[name].twin
                 measured = {stack: rate_of(ranks)}
                 if stack == "ceiling":
                     measured[report.IN_STEP] = rate_in_step(ranks)

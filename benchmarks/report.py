@@ -14,6 +14,7 @@ MODELS = {
 }
 
 OVER_MPI = "keras_dist over MPI"
+SHARED = 'keras_dist, `batch="global"`'
 
 # Of the ceiling, and of the best peer's rows per second.
 GOALS = {
@@ -90,6 +91,7 @@ def ratio(rates: Mapping[str, Sequence[float]], one: str, other: str) -> Spread:
 
 def write(
     rates: Rates,
+    shared: Rates,
     costs: Mapping[str, Mapping[str, Sequence[float]]],
     facts: Mapping[str, Any],
 ) -> None:
@@ -97,6 +99,7 @@ def write(
 
     Args:
         rates: What was measured.
+        shared: The same, of one global batch that ranks or devices share.
         costs: MiB of memory and seconds to the first step, by stack.
         facts: How, for the head of the document.
     """
@@ -108,6 +111,7 @@ def write(
             f"\n## {MODELS[model][0].upper()}{MODELS[model][1:]}\n",
             _table(found),
         ]
+    parts += ["\n## The same global batch\n", _SAME_BATCH, _shared(shared)]
     parts += ["\n## Goals\n", _goals(rates)]
     parts += ["\n## What a rank needs\n", _costs(costs, facts["one rank"])]
     (DOCS / "performance.md").write_text("\n".join(parts) + "\n")
@@ -130,6 +134,26 @@ def _table(found: Mapping[str, Sequence[float]]) -> str:
             f"| {stack} | {own.median:,.0f} ({own.low:,.0f} to {own.high:,.0f}) "
             f"| {share} |"
         )
+    return "\n".join(lines)
+
+
+_SAME_BATCH = """256 rows, and the script of one process: two ranks by
+`batch="global"`, each of which computes 128; and in one process, with all cores, plain
+`model.fit`, `MirroredStrategy` on two logical devices, and `keras.distribution` on two
+devices of JAX, which compiles the step by XLA. Rows per second, and in brackets the
+ratio to plain `model.fit` in the same round.
+"""
+
+
+def _shared(shared: Rates) -> str:
+    names = [MODELS[model].split(",")[0] for model in shared]
+    lines = [f"| stack | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
+    for stack in next(iter(shared.values())):
+        cells = [stack]
+        for found in shared.values():
+            own, of = spread(found[stack]), ratio(found, stack, "one process")
+            cells.append(f"{own.median:,.0f} ({of.median:.2f})")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
