@@ -79,14 +79,15 @@ def test_any_shares_give_the_model_of_one_process(world, often, kind, shares):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "microbatch"),
     [
-        {"run_eagerly": False},
-        pytest.param({"jit_compile": True}, marks=pytest.mark.long),
+        ({}, None),
+        pytest.param({"jit_compile": True}, None, marks=pytest.mark.long),
+        pytest.param({}, 3, marks=pytest.mark.long),
     ],
 )
-def test_shares_move_in_a_graph(often, options):
-    """With weights of classes, several steps in one call, and XLA."""
+def test_shares_move_in_a_graph(often, options, microbatch):
+    """With weights of classes, several steps in one call, XLA, and in pieces."""
     options = {"run_eagerly": False, "steps_per_execution": 2} | options
     given = data_of("arrays", 120, 24) | {"shuffle": False, "epochs": 4}
     given["class_weight"] = {0: 0.3, 1: 2.0}
@@ -95,7 +96,7 @@ def test_shares_move_in_a_graph(often, options):
         given,
         is_ours=True,
         model=compiled(**options),
-        options={"shares": "measured"},
+        options={"shares": "measured", "microbatch": microbatch},
         callbacks=[spy],
     )
     assert_equal(ours, trained(given, is_ours=False, model=compiled()))
