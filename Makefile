@@ -41,7 +41,7 @@ help:
 	@echo "make growth-hosts  write its section on what more hosts cost the launcher"
 	@echo "make restarts  write its section on what a lost rank and a lost host cost (root)"
 	@echo "make slow-network  write docs/slow_network.md: local SGD where the network is slow (root)"
-	@echo "make stragglers  write docs/stragglers.md: shares by speed where one rank is slow"
+	@echo "make stragglers  write docs/stragglers.md: shares by speed where one rank is slow (root)"
 	@echo "make input   write docs/input.md: what decoding costs, late and early"
 	@echo "WHEEL_DIR=... a folder in which \`make setup\` keeps Horovod, and finds it the next time"
 	@echo "HOROVOD=...  more options of \`keras-dist install-horovod\`: HOROVOD=--no-mpi"

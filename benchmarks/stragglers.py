@@ -2,11 +2,10 @@
 
     make stragglers
 
-Two ranks, each on a core of its own, train with `batch="global"`; a program that does
-nothing else competes with the second rank for its core. `shares="equal"` and
-`"measured"` are trained alternately in the same processes, and the same without the
-competing program; and once it comes and goes during a training. Writes
-docs/stragglers.md.
+Two ranks, each on a core of its own, train with `batch="global"`; a control group holds
+the second one to half of its core (root). `shares="equal"` and `"measured"` are trained
+alternately in the same processes, and the same without the brake; and once it comes and
+goes during a training. Writes docs/stragglers.md.
 """
 
 import argparse
@@ -20,9 +19,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 MARK = "measured: "
 SHARES = ("equal", "measured")
-MODELS = {"small CNN": 128, "MLP": 512}  # rows of a global batch
+MODELS = {"small CNN": 256, "MLP": 512}  # rows of a global batch
 STEPS = 40
-EPOCHS = 4
+EPOCHS = 5
+PERIOD = 4_000  # microseconds, of which the brake leaves half
 PHASES = 4  # epochs of each phase of the training during which a rank becomes slow
 
 _WORDS = """# A slow rank
@@ -30,9 +30,9 @@ _WORDS = """# A slow rank
 Written by `make stragglers`; do not edit. Two ranks on {cores} cores train with
 `batch="global"`, over Gloo. {rounds} rounds, `shares="equal"` and `shares="measured"`
 alternately in the same processes: medians (smallest to largest) of the rows per second
-of all ranks, after the first epoch. In the upper part another program competes with the
-second rank for its core, and takes half of it: the ranks together have 1.5 cores, and
-equal shares use 1.0. In the lower part both ranks are equally fast.
+of all ranks, after the first epoch. In the upper part a control group holds the second
+rank to half of its core: the ranks together have 1.5 cores, and equal shares use 1.0.
+In the lower part both ranks are equally fast.
 
 | model | rows of a batch | slow rank | equal | measured | measured ÷ equal |
 |---|---|---|---|---|---|
@@ -44,7 +44,7 @@ by {difference_of_equal}.
 
 ## A rank that becomes slow, and recovers
 
-One training of the MLP; the other program runs during its epochs {slow}. Rows of a
+One training of the MLP, held to half a core during its epochs {slow}. Rows of a
 batch that the second rank computes at the end of an epoch, of {batch}, and rows per
 second of all ranks:
 
@@ -132,21 +132,37 @@ def measure(name, rounds):
     raise RuntimeError(done.stdout + done.stderr)
 
 
-class Competitor:
-    """A program that competes with the second rank for its core, while it is on."""
+class Brake:
+    """Holds the second rank to half a core while it is on, by a control group."""
 
     def __init__(self, rank):
-        self.rank, self.process = rank, None
+        self.rank, self.folder = rank, None
+        if rank != 1:
+            return
+        first = Path("/sys/fs/cgroup/cpu")  # of version 1
+        root = first if first.is_dir() else Path("/sys/fs/cgroup")
+        self.is_first, self.folder = root == first, root / f"slow-{os.getpid()}"
+        self.root = root
+        self.folder.mkdir()
+        (self.folder / "cgroup.procs").write_text(str(os.getpid()))
 
     def turn(self, is_on):
-        """Start or end it; every rank calls this."""
-        if self.rank == 1 and is_on and self.process is None:
-            loop = [sys.executable, "-c", "while True: pass"]
-            self.process = subprocess.Popen(loop)  # on the core of this rank
-        elif self.process is not None and not is_on:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
+        """Put it on or take it off; every rank calls this."""
+        if self.folder is None:
+            return
+        if self.is_first:
+            (self.folder / "cpu.cfs_period_us").write_text(str(PERIOD))
+            quota = PERIOD // 2 if is_on else -1
+            (self.folder / "cpu.cfs_quota_us").write_text(str(quota))
+        else:
+            quota = str(PERIOD // 2) if is_on else "max"
+            (self.folder / "cpu.max").write_text(f"{quota} {PERIOD}")
+
+    def remove(self):
+        """Leave the group, and remove it."""
+        if self.folder is not None:
+            (self.root / "cgroup.procs").write_text(str(os.getpid()))
+            self.folder.rmdir()
 
 
 def worker(name, rounds):
@@ -160,7 +176,7 @@ def worker(name, rounds):
     import keras_dist  # noqa: PLC0415
 
     rank, batch = keras_dist.rank(), MODELS[name]
-    competitor = Competitor(rank)
+    brake = Brake(rank)
     generator = np.random.default_rng(0)
     x = generator.normal(size=(STEPS * batch, 28, 28, 1)).astype("float32")
     y = generator.integers(0, 10, len(x))
@@ -220,10 +236,9 @@ def worker(name, rounds):
     def difference():
         if expected is None:
             return 0.0
-        return max(
-            float(np.abs(own - other).max() / np.abs(other).max())
-            for own, other in zip(model.get_weights(), expected, strict=True)
-        )
+        pairs = zip(model.get_weights(), expected, strict=True)
+        gap = max(float(np.abs(own - other).max()) for own, other in pairs)
+        return gap / max(float(np.abs(other).max()) for other in expected)
 
     found = {
         "slow": {shares: [] for shares in SHARES},
@@ -233,31 +248,31 @@ def worker(name, rounds):
     try:
         for number in range(rounds):
             for kind in ("slow", "even"):
-                competitor.turn(kind == "slow")
+                brake.turn(kind == "slow")
                 for shares in SHARES[:: 1 if number % 2 else -1]:
                     speeds = fit(shares, EPOCHS)
                     found[kind][shares].append(statistics.mean(speeds[1:]))
                     found["differences"][shares].append(difference())
-        competitor.turn(False)
+        brake.turn(False)
         if name == "MLP":
-            found["phases"] = phases(fit, competitor, keras, keras_dist)
+            found["phases"] = phases(fit, brake, keras, keras_dist)
     finally:
-        competitor.turn(False)
+        brake.remove()
     if rank == 0:
         print(MARK + json.dumps(found), flush=True)
 
 
-def phases(fit, competitor, keras, keras_dist):
+def phases(fit, brake, keras, keras_dist):
     """A training during which the second rank becomes slow, and recovers."""
     from keras_dist.training.session import session_of  # noqa: PLC0415
 
     class Watch(keras.callbacks.Callback):
-        """Turns the competing program on and off; notes the rows of the last step."""
+        """Puts the brake on and takes it off; notes the rows of the last step."""
 
         own, rows = [], 0
 
         def on_epoch_begin(self, epoch, logs=None):
-            competitor.turn(PHASES <= epoch < 2 * PHASES)
+            brake.turn(PHASES <= epoch < 2 * PHASES)
 
         def on_train_batch_end(self, batch, logs=None):
             if batch >= STEPS - 2:
