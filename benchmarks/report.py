@@ -141,7 +141,7 @@ _SAME_BATCH = """256 rows, and the script of one process: two ranks by
 `batch="global"`, each of which computes 128; and in one process, with all cores, plain
 `model.fit`, `MirroredStrategy` on two logical devices, and `keras.distribution` on two
 devices of JAX, which compiles the step by XLA. Rows per second, and in brackets the
-ratio to plain `model.fit` in the same round.
+ratio to plain `model.fit` in the same round. –: JAX's runtime ended the process.
 """
 
 
@@ -151,6 +151,9 @@ def _shared(shared: Rates) -> str:
     for stack in next(iter(shared.values())):
         cells = [stack]
         for found in shared.values():
+            if not found.get(stack):
+                cells.append("–")
+                continue
             own, of = spread(found[stack]), ratio(found, stack, "one process")
             cells.append(f"{own.median:,.0f} ({of.median:.2f})")
         lines.append(f"| {' | '.join(cells)} |")

@@ -19,6 +19,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, report
+from keras_dist.callbacks.added import MeasuredShares
 from keras_dist.callbacks.nan_report import NanReport
 from keras_dist.callbacks.throughput import Measured, Throughput, times_by_rank
 from keras_dist.report.plan import Plan
@@ -238,6 +239,7 @@ class Report(keras.callbacks.Callback):
         self.title = title
         self._speed = Throughput()
         self._nan_reports: list[NanReport] = []
+        self._measured: list[MeasuredShares] = []
         self._is_own_speed = True
         self._plan: Plan | None = None
         self._training: report.Training
@@ -252,6 +254,7 @@ class Report(keras.callbacks.Callback):
         """
         self._plan = plan
         self._nan_reports = [c for c in callbacks if isinstance(c, NanReport)]
+        self._measured = [c for c in callbacks if isinstance(c, MeasuredShares)]
         speeds = [c for c in callbacks if isinstance(c, Throughput)]
         self._is_own_speed = not speeds
         self._speed = speeds[0] if speeds else Throughput()
@@ -331,6 +334,7 @@ class Report(keras.callbacks.Callback):
             epochs=before["epochs"],
             resumes=[*before["resumes"], resume],
             nan_reports=before["nan_reports"],
+            shares=before.get("shares", []),
         )
 
     def _add(self, epoch: int, logs: Any, facts: Sequence[FactsOfRank]) -> None:
@@ -343,8 +347,17 @@ class Report(keras.callbacks.Callback):
         self._change(
             epochs=[*self._training.epochs, dataclasses.asdict(added)],
             nan_reports=[*known, *found],
+            shares=[*self._training.shares, *self._changed_shares(epoch)],
             **gradient_facts(self.model),
         )
+
+    def _changed_shares(self, epoch: int) -> list[dict[str, Any]]:
+        return [
+            {"epoch": epoch + 1, "step": step, "rows": rows}
+            for measured in self._measured
+            for of_epoch, step, rows in measured.changes
+            if of_epoch == epoch
+        ]
 
     def _change(self, **changes: Any) -> None:
         self._training = dataclasses.replace(self._training, **changes)

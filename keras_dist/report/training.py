@@ -98,6 +98,8 @@ class Training:
         resumes: For each resume the epoch, the seconds, and the number of ranks.
         nan_reports: Findings of `NanReport`, in words.
         is_shared: Whether `batch` is that of all ranks together (`batch="global"`).
+        shares: Changes of the ranks' shares of a batch by their speed: the epoch, the
+            step in it after which they changed, and the rows of each rank.
     """
 
     title: str
@@ -117,6 +119,7 @@ class Training:
     resumes: Sequence[Mapping[str, Any]] = field(default_factory=list)
     nan_reports: Sequence[str] = ()
     is_shared: bool = False
+    shares: Sequence[Mapping[str, Any]] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Return the content of the file."""
@@ -258,7 +261,8 @@ _CURES = {
     ),
     "waiting": (
         "ranks that wait for the slowest one. Give all ranks the same device, cores "
-        "and input, and look for other programs on its host."
+        "and input, and look for other programs on its host; or give a slow one fewer "
+        'rows: batch="global" with shares="measured".'
     ),
     "input": (
         "waiting for the next batch. Divide the work of the input by "

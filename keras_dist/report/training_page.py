@@ -269,7 +269,12 @@ def _events(content: Content) -> list[str]:
         f"after {seconds(resume['seconds'])} of training."
         for resume in content["resumes"]
     ]
-    return [*resumes, *(f"- {text}" for text in content["nan_reports"])]
+    shares = [
+        f"- Epoch {change['epoch']}, after step {change['step']}: a batch is divided "
+        f"into {' + '.join(f'{rows:,}' for rows in change['rows'])} rows."
+        for change in content.get("shares", ())
+    ]
+    return [*resumes, *shares, *(f"- {text}" for text in content["nan_reports"])]
 
 
 def _table(epochs: Sequence[Content]) -> Table:

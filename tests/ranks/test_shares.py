@@ -1,5 +1,6 @@
 """`shares=`: ranks compute different numbers of rows of each global batch."""
 
+import json
 import time
 
 import keras
@@ -121,17 +122,22 @@ def test_a_training_that_is_resumed_has_the_shares_of_before(often, folder):  # 
     assert_equal(ours, trained(given, is_ours=False, epochs=4))
 
 
-def test_the_plan_and_a_line_say_what_each_rank_computes(world, often, capsys):
+def test_plan_line_and_report_say_what_each_rank_computes(
+    world, often, capsys, tmp_path
+):
     """Before the first step, and when shares have moved."""
     x, y = rows_of(40, 0)
+    report = tmp_path / "run.json"
     for shares in (uneven(world.size), "measured"):
-        options = {"batch": "global", "shares": shares}
+        options = {"batch": "global", "shares": shares, "report": report}
         given = {"batch_size": 10, "epochs": 3, "verbose": 2, "callbacks": [Spy(0.1)]}
         keras_dist.dist_fit(compiled(), x, y, **given, **options)
         shown = capsys.readouterr().out
         if world.rank == 0 and shares == "measured":
             assert "rows at first, then by speed" in shown
             assert "epoch 1: shares of a batch moved" in shown
+            first = json.loads(report.read_text())["shares"][0]
+            assert (first["epoch"], first["step"], sum(first["rows"])) == (1, 2, 10)
         elif world.rank == 0:
             assert {2: "10 global: 8 + 2 rows", 3: "10 global: 6 + 2 + 2 rows"}[
                 world.size
