@@ -41,8 +41,9 @@ _WORDS = """
 Written by `make growth-hosts`. `keras-dist run -H` with eight ranks on each host.
 Launcher and store are the real ones, on {cores} cores. A program on the same machine
 stands in for ssh, the agents and the ranks: it speaks their protocol (a heartbeat of
-each host every second, of each rank every five), and starts no Python. So what a host
-itself needs to connect and to import is not in these numbers. In seconds (of {rounds}:
+each host every second, of each rank every five, and each host asks for its orders twice
+a second), and starts no Python. So what a host itself needs to connect and to import is
+not in these numbers. In seconds (of {rounds}:
 median, smallest and largest):
 
 {seconds}
