@@ -152,7 +152,7 @@ class NextEpoch(keras.callbacks.Callback):
 # Steps, and seconds, from one comparison of the ranks' speeds to the next, at least.
 _STEPS, _SECONDS = 16, 0.5
 
-# Each shape of a batch is compiled anew by XLA, and tuned anew on a GPU: shares move in
+# XLA compiles each shape of a batch, and a GPU tunes for it: shares move in
 # multiples of so many rows, and are compared so many times more seldom.
 _COMPILED_ROWS, _COMPILED_SELDOM = 8, 8
 
@@ -166,7 +166,8 @@ class ComputingTimes:
     """Seconds that this rank has computed in each step since the last comparison.
 
     What is not averaging, nor waiting for other ranks or for input. A time is known
-    when the next step of the epoch has its batch.
+    when the next step of the epoch has its batch. Steps are counted by Keras's loop,
+    equally on all ranks: where data ends without notice, a graph may begin one more.
 
     Args:
         stopwatch: Of the train step.
@@ -176,13 +177,13 @@ class ComputingTimes:
         self._stopwatch = stopwatch
         self._begins: list[float] = []
         self._seconds: list[float] = []
-        self._read = self._steps = 0
+        self._read = self._done = self._steps = 0
 
     def begin_epoch(self) -> None:
         """An epoch begins; `end_epoch` was called after the one before."""
         self._stopwatch.reset()
         self._begins.clear()
-        self._read = 0
+        self._read = self._done = 0
 
     def begin_execution(self) -> None:
         """One or several steps begin."""
@@ -190,28 +191,32 @@ class ComputingTimes:
 
     def end_epoch(self) -> None:
         """Read the steps of the epoch."""
-        self._steps += self._read_steps()
+        self._read_steps()
+        self._steps += self._done - self._read
 
     def steps(self, done: int) -> int:
         """Count the steps since the last comparison, after `done` of this epoch."""
+        self._done = done
         return self._steps + done - self._read
 
-    def take(self, done: int) -> float:
+    def take(self) -> float:
         """Return the mean of them, 0 if there is none; begin again after this step."""
         self._read_steps()
-        self._read = done
+        self._read = self._done
         seconds, self._seconds, self._steps = self._seconds, [], 0
         if not seconds:
             return 0.0
         most = _LONGEST * float(np.median(seconds))
         return float(np.minimum(seconds, most).mean())
 
-    def _read_steps(self) -> int:
-        arrivals, exchanges = self._stopwatch.read(self._read)
+    def _read_steps(self) -> None:
+        steps = slice(self._done - self._read)
+        arrivals, exchanges = (
+            times[steps] for times in self._stopwatch.read(self._read)
+        )
         waits = waits_for_input(arrivals, self._begins)
         self._begins.clear()
         self._seconds += (np.diff(arrivals) - exchanges[:-1] - waits[1:]).tolist()
-        return len(arrivals)
 
 
 class MeasuredShares(keras.callbacks.Callback):
@@ -260,7 +265,7 @@ class MeasuredShares(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._times.steps(batch + 1) < self._next:
             return
-        own = tf.constant(self._times.take(batch + 1), tf.float64)
+        own = tf.constant(self._times.take(), tf.float64)
         seconds = comm.stack(own, purpose="shares").numpy()
         bounds = adjusted(self._bounds, seconds.tolist(), quantum=self._quantum)
         if bounds != self._bounds:

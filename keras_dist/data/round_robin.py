@@ -365,7 +365,7 @@ def own_rows(batch: Any, rank: int, size: int, bounds: Any = None) -> tuple[Any,
         batch: Arrays or tensors, in any structure.
         rank: The rank.
         size: Number of ranks.
-        bounds: As of `Shares`; `None` for the rows `rank`, `rank` + `size`, ….
+        bounds: The bounds of `Shares`; `None` for the rows `rank`, `rank` + `size`, ….
 
     Returns:
         The rows, and whether they count: in a graph a tensor.

@@ -121,7 +121,7 @@ def first_row(rank: int, length: Any, bounds: Any) -> Any:
     Args:
         rank: The rank.
         length: Rows of the batch: a whole number, or a scalar int64 tensor.
-        bounds: As of `Shares`, or an int64 tensor of them.
+        bounds: The bounds of `Shares`, or an int64 tensor of them.
 
     >>> [first_row(rank, 90, (0, 20, 60, 60)) for rank in range(4)]
     [0, 30, 89, 90]
@@ -152,7 +152,7 @@ def adjusted(
     changes while the slowest rank needs hardly more time than the mean of all.
 
     Args:
-        bounds: As of `Shares`.
+        bounds: The bounds of `Shares`.
         seconds: Seconds that each rank has computed in a step.
         quantum: The multiple of the whole in which bounds move.
 
