@@ -41,9 +41,10 @@ _WORDS = """
 Written by `make growth-hosts`. `keras-dist run -H` with eight ranks on each host.
 Launcher and store are the real ones, on {cores} cores. A program on the same machine
 stands in for ssh, the agents and the ranks: it speaks their protocol (a heartbeat of
-each host every second, of each rank every five, and each host asks for its orders twice
-a second), and starts no Python. So what a host itself needs to connect and to import is
-not in these numbers. In seconds (of {rounds}:
+each host every second, of each rank every five, and a request for orders that the store
+holds until there is another one, for five seconds at most), and starts no Python. So
+what a host itself needs to connect and to import is not in these numbers. In seconds
+(of {rounds}:
 median, smallest and largest):
 
 {seconds}
@@ -86,7 +87,7 @@ def main() -> None:
         program = Path(folder) / "stand_in"
         compiler = os.environ.get("CXX", "c++")
         version = f'-DVERSION="{__version__}"'
-        words = [compiler, "-O2", version, "-o", program, STAND_IN]
+        words = [compiler, "-O2", "-pthread", version, "-o", program, STAND_IN]
         subprocess.run(words, check=True)
         for number in range(arguments.rounds):
             for hosts in HOSTS:

@@ -3,9 +3,10 @@
 //
 //     stand_in FOLDER CASE SECONDS -- HOST COMMAND
 //
-// It reads the header of an agent, joins the store, and asks for its orders twice a
-// second. From the order `run` on it sends the heartbeat of an agent each second, and
-// one for each rank every five seconds, as the ranks' watchdogs do. The order `stop`
+// It reads the header of an agent, joins the store, and asks for its orders by requests
+// that the store holds until there is another one, for five seconds at most. It sends
+// the heartbeat of an agent each second, and from the order `run` on one for each rank
+// every five seconds, as the ranks' watchdogs do. The order `stop`
 // ends the ranks, with a report, and `exit` the agent. So many seconds after the order
 // `run`, in the case
 //     end    the ranks end well, with a report;
@@ -20,15 +21,18 @@
 #include <sys/time.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <string>
+#include <thread>
 
-static const double kLookSeconds = 0.5, kBeatSeconds = 1, kRankSeconds = 5;
+static const double kLookSeconds = 0.1, kBeatSeconds = 1, kRankSeconds = 5;
 static std::string address, port, token, key, id;
-static long sent = 0, received = 0;
+static std::atomic<long> sent(0), received(0);
 static FILE* record;
 
 // SHA-256 (FIPS 180-4) and HMAC (RFC 2104), by which values in the store are signed. Its
@@ -99,15 +103,19 @@ static std::string hmac(std::string secret, const std::string& text) {
   return sha256(outer + sha256(inner + text));
 }
 
-// As `derived` in signing.py.
-static std::string derived(const std::string& secret, const std::string& purpose) {
+static std::string hexadecimal(const std::string& bytes) {
   std::string text;
   char two[3];
-  for (unsigned char byte : hmac(secret, purpose).substr(0, 16)) {
+  for (unsigned char byte : bytes) {
     snprintf(two, sizeof two, "%02x", byte);
     text += two;
   }
   return text;
+}
+
+// As `derived` in signing.py.
+static std::string derived(const std::string& secret, const std::string& purpose) {
+  return hexadecimal(hmac(secret, purpose).substr(0, 16));
 }
 
 static double now() {
@@ -132,16 +140,17 @@ static std::string field(const std::string& message, const std::string& name) {
 
 // The body of the answer; empty if there is none.
 static std::string asked(const std::string& method, const std::string& path,
-                         const std::string& value) {
+                         const std::string& value, const std::string& headers = "") {
   std::string request = method + " /" + path + " HTTP/1.1\r\nHost: " + address + ":" +
-                        port + "\r\nAccept-Encoding: identity\r\nContent-Length: " +
+                        port + "\r\nAccept-Encoding: identity\r\n" + headers +
+                        "Content-Length: " +
                         std::to_string(value.size()) + "\r\n\r\n" + value;
   sockaddr_in to = {};
   to.sin_family = AF_INET;
   to.sin_port = htons(atoi(port.c_str()));
   inet_pton(AF_INET, address.c_str(), &to.sin_addr);
   int link = socket(AF_INET, SOCK_STREAM, 0);
-  timeval limit = {2, 0};
+  timeval limit = {headers.empty() ? 2 : 7, 0};
   setsockopt(link, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
   std::string all;
   if (connect(link, (sockaddr*)&to, sizeof to) == 0 &&
@@ -164,6 +173,22 @@ static std::string path_of(const std::string& of, const std::string& name) {
 
 static void put(const std::string& name, const std::string& value) {
   asked("PUT", path_of(token, name), hmac(key, name + "\n" + value) + value);
+}
+
+// As `StoreClient.follow`: what was ordered last, for the other threads.
+static std::mutex mutex;
+static std::string ordered;
+
+static void follow() {
+  std::string known;
+  for (;;) {
+    std::string headers = "Prefer: wait=5\r\nIf-None-Match: " + known + "\r\n";
+    std::string found = asked("GET", path_of(token, "order." + id), "", headers);
+    if (found.size() <= 32) continue;  // the same, or none
+    known = hexadecimal(sha256(found).substr(0, 8));
+    std::lock_guard<std::mutex> lock(mutex);
+    ordered = found.substr(32);  // behind its signature
+  }
 }
 
 static void report(const std::string& order, const std::string& failures) {
@@ -224,13 +249,15 @@ int main(int count, char** words) {
   std::string run, of_ranks;
   double begin = 0, beaten = now(), ranks_beaten = 0;
   bool is_over = false;
+  std::thread(follow).detach();
   for (int beat = 2;;) {
-    std::string order = asked("GET", path_of(token, "order." + id), "");
-    order = order.size() > 32 ? order.substr(32) : "";  // behind its signature
+    mutex.lock();
+    std::string order = ordered;
+    mutex.unlock();
     std::string to_do = field(order, "do");
     if (to_do == "exit") {
       put("left." + id, "true");
-      fprintf(record, "sent %ld\nreceived %ld\n", sent, received);
+      fprintf(record, "sent %ld\nreceived %ld\n", sent.load(), received.load());
       fclose(record);
       return atoi(field(order, "code").c_str());
     }

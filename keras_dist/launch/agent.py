@@ -28,9 +28,9 @@ from keras_dist.launch.spares import Spares
 from keras_dist.launch.store import NONCE, StoreClient, secret_of_start, variables_of
 from keras_dist.version import __version__
 
-# Seconds between two looks at the orders while ranks run, and while the agent waits for
-# some; and between two lines about that.
-_LOOK_SECONDS, _WAIT_SECONDS, _SAY_SECONDS = 0.5, 0.2, 15.0
+# Seconds between two looks at what has come from the coordinator, and at signals; and
+# for which this host waits for its start beyond the time that the first one has.
+_LOOK_SECONDS, _MORE_SECONDS = 0.1, 15.0
 
 # Seconds between two heartbeats; between two looks at the clock more means that this
 # host was suspended.
@@ -106,6 +106,8 @@ class Agent:
         # launcher has closed the connection.
         self._is_lost, self._is_replaced = threading.Event(), threading.Event()
         self._is_cut = threading.Event()
+        # What the coordinator orders now; empty for nothing.
+        self._order: Mapping[str, Any] = {}
 
     def join(self, timeout: float) -> bool:
         """Join the job; return `False` if a signal stopped this process first.
@@ -151,9 +153,10 @@ class Agent:
         Raises:
             ValueError: If the first host is lost, or has no use for this host.
         """
+        threading.Thread(target=self._listen, daemon=True).start()
         begin, last, said = time.monotonic(), -1, ""
         while not self._is_cut.is_set():
-            order = self._order()
+            order = self._order
             if order.get("do") == "exit":
                 if order["text"]:
                     print_message(order["text"])
@@ -177,15 +180,19 @@ class Agent:
             if self._stopped and last < 0 and not self._is_first:
                 self._store.put(f"left.{self.name}", True)
                 return 128 + self._stopped[0]  # nobody waits for this host
-            time.sleep(_WAIT_SECONDS)
+            time.sleep(_LOOK_SECONDS)
         return 128 + signal.SIGHUP
 
-    def _order(self) -> dict[str, Any]:
-        """Read what the coordinator orders now; empty for nothing."""
-        order = self._store.get(f"order.{self.name}")
-        if order is None and self._store.get(NONCE) not in (None, self._nonce):
-            self._is_replaced.set()
-        return order or {}
+    def _listen(self) -> None:
+        """In a thread: keep what the coordinator orders, to the end of the job."""
+        for order in self._store.follow(f"order.{self.name}"):
+            self._order = order or {}
+            if order is None and self._store.get(NONCE) not in (None, self._nonce):
+                self._is_replaced.set()
+            gone = (self._is_lost, self._is_replaced, self._is_cut)
+            is_over = self._order.get("do") == "exit"
+            if is_over or any(each.is_set() for each in gone):
+                return
 
     def _check_first_host(self) -> None:
         meeting = f"{self._store.address}:{self._store.port}"
@@ -206,7 +213,7 @@ class Agent:
         """Raise if this host has waited for its first start in vain."""
         # The first host says who is missing, before. Where hosts come and go, one may
         # wait for as long as the job.
-        is_late = seconds > self._timeout + _SAY_SECONDS
+        is_late = seconds > self._timeout + _MORE_SECONDS
         if is_late and not self._member.is_elastic:
             raise ValueError(
                 "The job has all its hosts. Received: one more, "
@@ -253,7 +260,7 @@ class Agent:
     def _watch(self, stops: list[int], is_over: threading.Event) -> None:
         """Stop the ranks at an order, a signal, or when the coordinator is gone."""
         while not (stops or is_over.wait(_LOOK_SECONDS)):
-            order = self._order() or {"do": "run"}
+            order = self._order or {"do": "run"}
             self._forward_stop()
             gone = (self._is_lost, self._is_replaced, self._is_cut)
             if self._stopped:

@@ -5,6 +5,7 @@ coordinator exchange orders and reports. `horovodrun` has one, too, without a se
 """
 
 import contextlib
+import hashlib
 import hmac
 import http.client
 import importlib
@@ -16,7 +17,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -42,7 +43,8 @@ _ALL = "*"
 # Name of the text that is another one for each job.
 NONCE = "nonce"
 
-_OK, _BAD_REQUEST, _FORBIDDEN, _NOT_FOUND, _TIMEOUT = 200, 400, 403, 404, 408
+_OK, _NOT_MODIFIED = 200, 304
+_BAD_REQUEST, _FORBIDDEN, _NOT_FOUND, _TIMEOUT = 400, 403, 404, 408
 
 # Nobody is admitted yet: who has the right secret is to ask again.
 _TOO_EARLY = 503
@@ -57,6 +59,10 @@ _SECONDS, _CONNECT_SECONDS = 2.0, 5.0
 # Seconds between two attempts to connect, and between two lines about it; and how often
 # what must arrive is sent.
 _RETRY_SECONDS, _SAY_SECONDS, _ATTEMPTS = 0.5, 15.0, 5
+
+# Seconds for which the store holds a request for a value that has not changed: then it
+# says so. The header by which a client asks for it is that of RFC 7240.
+_HELD_SECONDS, _HELD = 5, re.compile(r"wait=(\d)")
 
 _NO_TLS = "or `--tls` is missing on one host"
 
@@ -98,6 +104,10 @@ class Store:
         self._opened: tuple[str, int] | None = None
         # What strangers may read, too.
         self._public: dict[str, Callable[[], bytes]] = {}
+        # For each name that somebody follows: what tells of another value. No longer
+        # once the store closes.
+        self._changes: dict[str, threading.Condition] = {}
+        self._is_closing = threading.Event()
         self._entrance = Entrance(address, port) if has_tls else None
         certificate = make_certificate() if has_tls else None
         self._address = LOOPBACK if has_tls else address
@@ -117,6 +127,7 @@ class Store:
         handler = self._http.RendezvousHandler
         own = {"tokens": self._tokens, "public": self._public, "inherited": handler}
         own["one_at_a_time"] = threading.Lock()
+        own |= {"changes": self._changes, "is_closing": self._is_closing}
         guarded = type("Guarded", (_Guard, handler), own)
         server = self._http.RendezvousHTTPServer((self._address, port), guarded, 0)
         server.daemon_threads = True
@@ -166,9 +177,15 @@ class Store:
         """Write a value for those who were admitted."""
         with self._server.cache_lock:
             self._server.cache.setdefault(f"{_OF_JOB}{SCOPE}", {})[name] = value
+            if f"{_OF_JOB}{SCOPE}/{name}" in self._changes:
+                self._changes[f"{_OF_JOB}{SCOPE}/{name}"].notify_all()
 
     def close(self) -> None:
         """End the server."""
+        self._is_closing.set()
+        with self._server.cache_lock:
+            for change in self._changes.values():
+                change.notify_all()
         if self._entrance is not None:
             self._entrance.close()
         self._server.shutdown()
@@ -193,6 +210,8 @@ class _Guard:
     public: Mapping[str, Callable[[], bytes]]
     inherited: Any
     one_at_a_time: threading.Lock
+    changes: dict[str, threading.Condition]
+    is_closing: threading.Event
 
     # Of Python's handler.
     path: str
@@ -216,6 +235,8 @@ class _Guard:
         elif self._is_admitted():
             if self.path.endswith(_ALL):
                 self._answer(self._all_values())
+            elif held := _HELD.fullmatch(self.headers.get("Prefer") or ""):
+                self._answer_change(int(held[1]))
             else:
                 self.inherited.do_GET(self)
 
@@ -235,6 +256,9 @@ class _Guard:
             return
         _, scope, key = self.path.split("/")
         self._put_value(scope, key, value)
+        with self.server.cache_lock:
+            if f"{scope}/{key}" in self.changes:
+                self.changes[f"{scope}/{key}"].notify_all()
         self.send_status_code(_OK)
 
     def do_DELETE(self) -> None:
@@ -266,6 +290,28 @@ class _Guard:
             k: v.decode("latin-1") for k, v in values.items() if k.startswith(prefix)
         }
         return json.dumps(found).encode()
+
+    def _answer_change(self, seconds: int) -> None:
+        """Answer as soon as there is another value than the one that is known."""
+        _, scope, key = self.path.split("/")
+        known = self.headers.get("If-None-Match") or ""
+
+        def is_new() -> bool:
+            value = self.server.cache.get(scope, {}).get(key)
+            return _tag(value) != known or self.is_closing.is_set()
+
+        lock = self.server.cache_lock
+        with lock:
+            name = f"{scope}/{key}"
+            change = self.changes.setdefault(name, threading.Condition(lock))
+            change.wait_for(is_new, seconds)
+            value = self.server.cache.get(scope, {}).get(key)
+        if value is None:
+            self.send_status_code(_NOT_FOUND)
+        elif _tag(value) == known:
+            self.send_status_code(_NOT_MODIFIED)
+        else:
+            self._answer(value)
 
     def _answer(self, body: bytes) -> None:
         self.send_response(_OK)
@@ -321,6 +367,26 @@ class StoreClient:
     def get(self, name: str) -> Any:
         """Read a value; `None` if there is none, or the store cannot be reached."""
         return self._value(name, self._request("GET", name))
+
+    def follow(self, name: str) -> Iterator[Any]:
+        """Yield a value whenever it has changed, without an end.
+
+        The store holds each request until there is another value, for 5 s at most;
+        then the same one is yielded again. `None` stands for no value, and for a store
+        that cannot be reached.
+        """
+        value, known = None, ""
+        while True:
+            headers = {"Prefer": f"wait={_HELD_SECONDS}", "If-None-Match": known}
+            seconds = _HELD_SECONDS + _SECONDS
+            status, body = self._exchange("GET", name, headers=headers, seconds=seconds)
+            if status == _OK:
+                value, known = self._value(name, body), _tag(body)
+            elif status != _NOT_MODIFIED:
+                value, known = None, ""
+            yield value
+            if status not in (_OK, _NOT_MODIFIED, _NOT_FOUND):
+                time.sleep(_RETRY_SECONDS)
 
     def get_all(self, prefix: str) -> dict[str, Any] | None:
         """Read all values whose names begin with a prefix, by one request.
@@ -429,17 +495,28 @@ class StoreClient:
     def _request(
         self, method: str, name: str, body: bytes | None = None
     ) -> bytes | None:
+        status, text = self._exchange(method, name, body)
+        return text if status == _OK else None
+
+    def _exchange(
+        self,
+        method: str,
+        name: str,
+        body: bytes | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        seconds: float = _SECONDS,
+    ) -> tuple[int, bytes]:
+        """Send a request; return the status, 0 if there is no answer, and the body."""
         if self._host is None:
-            return None
-        connection = http.client.HTTPConnection(
-            self._host, self._port, timeout=_SECONDS
-        )
+            return 0, b""
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=seconds)
         try:
-            connection.request(method, self._path + name, body)
+            connection.request(method, self._path + name, body, dict(headers or {}))
             response = connection.getresponse()
-            return response.read() if response.status == _OK else None
+            return response.status, response.read()
         except (OSError, http.client.HTTPException):
-            return None
+            return 0, b""
         finally:
             connection.close()
 
@@ -517,6 +594,11 @@ def variables_of(address: str, port: int, secret: str) -> dict[str, str]:
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
     }
+
+
+def _tag(value: bytes | None) -> str:
+    """Return what a value is told apart from others by; empty for none."""
+    return "" if value is None else hashlib.sha256(value).hexdigest()[:16]
 
 
 def _digest_at(link: socket.socket, secret: str) -> str:

@@ -245,6 +245,35 @@ def test_a_value_that_this_job_has_not_signed_does_not_count():
         store.close()
 
 
+def test_an_order_comes_at_once_and_is_asked_for_seldom(monkeypatch):
+    """The store holds the request; a value that is the same is not sent again."""
+    store, counts = Store(), []
+    first = OwnStoreClient(store, "a secret")
+    host = StoreClient("127.0.0.1", store.port, "a secret")
+    exchange = host._exchange
+
+    def counted(*words, **options):
+        counts.append(exchange(*words, **options))
+        return counts[-1]
+
+    monkeypatch.setattr(host, "_exchange", counted)
+    orders = host.follow("order.b")
+    for text in ("x", "a long order " * 1000, None):
+        late = threading.Timer(0.5, first.put, ["order.b", text])
+        late.start()
+        begin = time.monotonic()
+        assert next(orders) == text
+        assert 0.4 < time.monotonic() - begin < 2
+    begin = time.monotonic()
+    assert next(orders) is None and counts[-1] == (304, b"")
+    assert 4 < time.monotonic() - begin < 7 and len(counts) == 4
+    late = threading.Timer(0.5, store.close)
+    late.start()
+    begin = time.monotonic()
+    next(orders)
+    assert next(orders) is None and time.monotonic() - begin < 3
+
+
 def test_a_host_that_comes_before_the_first_one_is_ready_is_not_refused():
     """The store listens a moment before it knows the secret; the host asks again."""
     store = Store()
