@@ -81,7 +81,7 @@ def dist_fit(
     sync: str = "every:1",
     outer_momentum: float = 0.0,
     sparse: str = "auto",
-    microbatch: int | None = None,
+    microbatch: int | str | None = None,
     timeline: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
     save_steps: int | None = None,
@@ -160,7 +160,9 @@ def dist_fit(
             memory. It computes its batch in pieces of at most so many rows, one after
             the other, adds up the gradients, and updates once: that is the step on the
             whole batch, except that layers compute statistics of each piece
-            (`BatchNormalization`). `None`: all rows at once.
+            (`BatchNormalization`). `None`: all rows at once. "auto": all of them, until
+            a step of the first epoch runs out of memory on any rank; then all ranks
+            halve the pieces until it fits, and take it again.
         timeline: A file for https://ui.perfetto.dev, to which the first rank writes
             how long each collective waited and took. Horovod keeps a core of that rank
             busy to write it. If the ranks have communicated before this fit, start the

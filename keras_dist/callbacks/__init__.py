@@ -27,7 +27,7 @@ Which callbacks run, and in which order:
 - `callback_order`: the order of the list, and the callbacks of this rank.
 """
 
-from keras_dist.callbacks.added import MeasuredShares, NextEpoch
+from keras_dist.callbacks.added import EndOfTrials, MeasuredShares, NextEpoch
 from keras_dist.callbacks.average_statistics import AverageStatistics
 from keras_dist.callbacks.broadcast_variables import BroadcastVariables
 from keras_dist.callbacks.callback_order import on_this_rank, order_callbacks
@@ -51,6 +51,7 @@ from keras_dist.callbacks.user_callbacks import (
 __all__ = [
     "AverageStatistics",
     "BroadcastVariables",
+    "EndOfTrials",
     "LearningRateWarmup",
     "MeasuredShares",
     "MetricAverage",

@@ -149,6 +149,16 @@ class NextEpoch(keras.callbacks.Callback):
         session_of(self.model).training_data.begin_epoch(epoch)
 
 
+class EndOfTrials(keras.callbacks.Callback):
+    """Ends the trials of `microbatch="auto"` after the first epoch of a fit."""
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        session = session_of(self.model)
+        if session.microbatch.trials is not None:
+            session.microbatch.end_trials()
+            self.model.make_train_function(force=True)
+
+
 # Steps, and seconds, from one comparison of the ranks' speeds to the next, at least.
 _STEPS, _SECONDS = 16, 0.5
 

@@ -108,7 +108,7 @@ class Plan:
     every: int = 1
     changes: str = ""
     hosts_change: str = ""
-    microbatch: int | None = None
+    microbatch: int | str | None = None
 
     def lines(self) -> list[tuple[str, str]]:
         """Return the lines of the box, as pairs of a label and a text."""
@@ -117,7 +117,11 @@ class Plan:
             lines.append(("transport", self.transport))
         if self.size > 1 and self.every > 1:
             lines.append(("averaging", f"of the weights, every {self.every:,} steps"))
-        pieces = f", in pieces of {self.microbatch:,} rows" if self.microbatch else ""
+        pieces = ""
+        if self.microbatch == "auto":
+            pieces = ", in pieces if memory runs out"
+        elif self.microbatch is not None:
+            pieces = f", in pieces of {self.microbatch:,} rows"
         lines.append(("batch", self._batch() + pieces))
         if self.hosts_change and not self.training.is_global:
             text = 'the global batch changes with them; batch="global" keeps it'

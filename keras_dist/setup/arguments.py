@@ -71,7 +71,7 @@ class Options:
     sync: str = "every:1"
     outer_momentum: float = 0.0
     sparse: str = "auto"
-    microbatch: int | None = None
+    microbatch: int | str | None = None
     timeline: str | os.PathLike[str] | None = None
     resume: str | os.PathLike[str] | None = None
     save_steps: int | None = None

@@ -53,14 +53,23 @@ def check_local_layers(model: Any, averaging: optimizer.Averaging) -> None:
             )
 
 
-def check_microbatch(model: Any, microbatch: int | None) -> None:
+def check_microbatch(
+    model: Any, microbatch: int | str | None, *, shares: Any = None
+) -> None:
     """Raise a `ValueError` if batches of `model` cannot be computed in such pieces."""
     if microbatch is None:
         return
-    is_whole = isinstance(microbatch, int) and not isinstance(microbatch, bool)
-    if not is_whole or microbatch < 1:
+    is_auto = microbatch == "auto"
+    if is_auto and (model.run_eagerly or shares == "measured"):
         raise ValueError(
-            "`microbatch` must be a number of rows, at least 1, or None. "
+            '`microbatch="auto"` tries steps that run in graphs, each of them on the '
+            f"rows that it will have. Received: run_eagerly={model.run_eagerly} and "
+            f"shares={shares!r}. Give `microbatch` as a number of rows."
+        )
+    is_whole = isinstance(microbatch, int) and not isinstance(microbatch, bool)
+    if not is_auto and not (is_whole and int(microbatch) >= 1):
+        raise ValueError(
+            '`microbatch` must be a number of rows, at least 1, "auto" or None. '
             f"Received: microbatch={microbatch!r}"
         )
     layers = batch_norm.synchronized_layers(model)
@@ -68,7 +77,7 @@ def check_microbatch(model: Any, microbatch: int | None) -> None:
         raise ValueError(
             "BatchNormalization(synchronized=True) needs the statistics of all rows of "
             "the global batch, and `microbatch` computes them in pieces. Received: "
-            f"microbatch={microbatch} and the layer {layers[0].name!r}. Leave out "
+            f"microbatch={microbatch!r} and the layer {layers[0].name!r}. Leave out "
             "`microbatch`, or `synchronized`; GroupNormalization needs no statistics "
             "of other rows."
         )

@@ -56,7 +56,7 @@ class FitSetup:
     factor: float
     step_multiplier: int
     warmup_steps: int
-    microbatch: int | None
+    microbatch: int | str | None
     plan: plan.Plan
 
     @property
@@ -143,7 +143,7 @@ def prepare(
     averaging = options.averaging()
     optimizer.check_usable(averaging)
     check_local_layers(model, averaging)
-    check_microbatch(model, options.microbatch)
+    check_microbatch(model, options.microbatch, shares=options.shares)
     world = comm.init()
     callbacks, options = _take_over_warmup(fit.callbacks, options)
     factor = rate_factor(options.lr_scaling, size=world.size)
@@ -152,6 +152,8 @@ def prepare(
     shares = training.part.shares
     if shares is not None and shares.is_measured:
         callbacks = [*callbacks, ours.MeasuredShares()]
+    if options.microbatch == "auto":
+        callbacks = [*callbacks, ours.EndOfTrials()]
     if options.target_accuracy is not None and not fit.has_validation:
         raise ValueError(
             "`target_accuracy` is an accuracy on validation data. Received: "

@@ -30,6 +30,10 @@ _READS = {"ReadVariableOp", "ResourceGather", "Placeholder"}
 
 _MOST_SUMS = 64
 
+# How the types of operations begin that may change something beside variables.
+_LASTING = ("PyFunc", "EagerPyFunc", "Write", "QueueEnqueue", "LookupTable", "Save")
+_LASTING_READS = ("PyFuncStateless", "LookupTableFind", "LookupTableSize")
+
 
 def make_sums() -> tf.Variable:
     """Make the variable for sums over the pieces of a step, outside of any graph."""
@@ -71,7 +75,7 @@ class Pieces:
     Args:
         model: The model.
         own_step: Its own `train_step`; its variables must exist.
-        microbatch: The most rows of a piece.
+        microbatch: The most rows of a piece: a number, or a variable.
         is_of_rank: Whether losses are those of this rank's rows alone.
         sums: A variable for sums over all pieces (`make_sums`).
         function: Makes a function of tensors from a function of Python.
@@ -82,7 +86,7 @@ class Pieces:
         model: Any,
         own_step: Callable[[Any], Any],
         *,
-        microbatch: int,
+        microbatch: Any,
         is_of_rank: bool,
         sums: Any,
         function: Callable[[Any], Any],
@@ -122,12 +126,15 @@ class Pieces:
             self._model._clear_losses()  # of this graph
         return self._traces[id(concrete.graph)]
 
-    def compute(self, data: Any, trace: PieceTrace) -> tuple[Any, Recorded, list[Any]]:
+    def compute(
+        self, data: Any, trace: PieceTrace, *, is_trial: bool = False
+    ) -> tuple[Any, Recorded, list[Any]]:
         """Compute the gradients of a batch.
 
         Args:
             data: The batch.
             trace: The trace for the specs of such a batch.
+            is_trial: Whether to leave out what needs the other ranks.
 
         Returns:
             The logs of the step, the call of `apply` that it makes, and the gradients.
@@ -141,7 +148,7 @@ class Pieces:
                 state = _added(trace, state, *self._record(cut.piece(index), counts))
             trace.calls = self._traces[0].calls
         else:
-            self._set_sums(trace, cut, counts)
+            self._set_sums(trace, cut, counts, is_trial=is_trial)
 
             def body(index: Any, state: Any) -> Any:
                 own = self.compute_piece(cut.piece(index), counts)
@@ -241,7 +248,9 @@ class Pieces:
         trace.sums.append(value)
         return tf.cast(self._sums.read_value()[len(trace.sums) - 1], value.dtype)
 
-    def _set_sums(self, trace: PieceTrace, cut: "_Cut", counts: Any) -> None:
+    def _set_sums(
+        self, trace: PieceTrace, cut: "_Cut", counts: Any, *, is_trial: bool
+    ) -> None:
         """Set the variable of `_sum`, by running of each piece what that needs."""
         if not trace.sums:
             return
@@ -256,7 +265,7 @@ class Pieces:
             (tf.constant(0, tf.int64), tf.zeros([len(trace.sums)], tf.float64)),
             parallel_iterations=1,
         )
-        if not self._is_of_rank:
+        if not (self._is_of_rank or is_trial):
             sums = comm.total(sums, purpose="sums_of_pieces")
         self._sums.assign(tf.pad(sums, [[0, _MOST_SUMS - len(trace.sums)]]))
 
@@ -317,8 +326,12 @@ class Pieces:
         [call] = calls
         if call.graph is not graph:
             self._refuse("whose update is inside a function, a condition or a loop")
-        if collective := _collective_in(graph):
+        operations = _operations_in(graph)
+        if collective := next((o for o in operations if o.startswith("Horovod")), None):
             self._refuse(f"that communicates with other ranks ({collective})")
+        lasting = next((o for o in operations if _is_lasting(o)), None)
+        if lasting and isinstance(self._microbatch, tf.Variable):
+            self._refuse(f"with an operation that cannot be taken back ({lasting})")
         self._check_changes(trace, call)
 
     def _check_changes(self, trace: PieceTrace, call: Recorded) -> None:
@@ -361,10 +374,12 @@ class Pieces:
                     self._refuse(f"that reads {name} after the update")
 
     def _refuse(self, reason: str) -> NoReturn:
+        is_auto = isinstance(self._microbatch, tf.Variable)
+        received = '"auto"' if is_auto else self._microbatch
         raise ValueError(
             "`microbatch` needs a train step that makes one update, by an optimizer, "
             "at its end, and changes nothing else that a piece must not change. "
-            f"Received: microbatch={self._microbatch} and a train step of "
+            f"Received: microbatch={received} and a train step of "
             f"{type(self._model).__name__} {reason}. Leave out `microbatch`; a smaller "
             "`batch_size` with `gradient_accumulation_steps` of Keras's optimizers "
             "needs less memory, too."
@@ -376,17 +391,19 @@ class _Cut:
 
     Args:
         data: The batch.
-        microbatch: The most rows of a piece.
+        microbatch: The most rows of a piece: a number, or a variable.
 
     Raises:
         ValueError: If not all arrays of the batch have a value for each row.
     """
 
-    def __init__(self, data: Any, microbatch: int) -> None:
+    def __init__(self, data: Any, microbatch: Any) -> None:
         self._data = data
         rows = num_rows(data)
         rows = tf.cast(rows, tf.int64) if tf.is_tensor(rows) else rows
         self.rows = rows
+        if isinstance(microbatch, tf.Variable):
+            microbatch = microbatch.read_value()
         self.number = -(-rows // microbatch)
         for leaf in keras.tree.flatten(data):
             shape = getattr(leaf, "shape", None)
@@ -614,10 +631,15 @@ def _reaches(tensor: Any, ends: set[int]) -> bool:
     return False
 
 
-def _collective_in(graph: Any) -> str | None:
-    """Return the type of an operation of Horovod in a graph; `None`: there is none."""
+def _is_lasting(operation: str) -> bool:
+    is_read = operation.startswith(_LASTING_READS)
+    return operation.startswith(_LASTING) and not is_read
+
+
+def _operations_in(graph: Any) -> list[str]:
+    """List the types of the operations in a graph, and in its functions."""
     definition = graph.as_graph_def()
     nodes = [*definition.node]
     for function in definition.library.function:
         nodes += function.node_def
-    return next((node.op for node in nodes if node.op.startswith("Horovod")), None)
+    return [node.op for node in nodes]

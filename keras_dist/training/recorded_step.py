@@ -32,7 +32,8 @@ class RecordedStep:
         model: The model.
         own_step: Its own `train_step`; its variables must exist.
         is_compiled: Whether XLA compiles the first and the last part.
-        microbatch: The most rows that are computed at once; `None`: all.
+        microbatch: The most rows that are computed at once: a number, or a variable;
+            `None`: all.
         is_of_rank: Whether losses are those of this rank's rows alone.
         sums: See `Pieces`.
     """
@@ -43,7 +44,7 @@ class RecordedStep:
         own_step: Callable[[Any], Any],
         *,
         is_compiled: bool,
-        microbatch: int | None,
+        microbatch: Any,
         is_of_rank: bool,
         sums: Any,
     ) -> None:
@@ -104,19 +105,25 @@ class RecordedStep:
         assert self._pieces is not None  # made with `microbatch`
         return self._pieces.trace(self._pieces.specs(data))
 
-    def run(self, data: Any, trace: PieceTrace | None = None) -> Any:
+    def run(
+        self, data: Any, trace: PieceTrace | None = None, *, is_trial: bool = False
+    ) -> Any:
         """Run one train step, and return the logs of the model's own step.
 
         Args:
             data: The batch.
             trace: What `trace_piece` returned for such a batch, if it is in pieces.
+            is_trial: Whether to return logs and gradients instead, without an exchange
+                and an update.
         """
         if self._pieces is None or trace is None:
             logs, gradients = self._compute_gradients(data, _counts())
             [call], [own] = self._calls, gradients
         else:
-            logs, call, own = self._pieces.compute(data, trace)
+            logs, call, own = self._pieces.compute(data, trace, is_trial=is_trial)
             self._calls = [call]
+            if is_trial:
+                return logs, own
         averaged = reduce_gradients(call.optimizer, own, call.variables)
         make = functools.partial(self._apply_gradients, [averaged])
         guarded_update(call.optimizer, own, averaged, call.variables, make)

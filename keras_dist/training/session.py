@@ -16,6 +16,7 @@ from keras_dist.training.loss_kind import EagerLog
 from keras_dist.training.metrics import UpdateCounts
 from keras_dist.training.pieces import PieceTrace, make_sums
 from keras_dist.training.stray_variables import StrayVariables
+from keras_dist.training.trials import Trials
 
 
 class RowsTrained:
@@ -443,22 +444,35 @@ class Microbatch:
 
     def __init__(self) -> None:
         self.sums = make_sums()
-        self._rows: int | None = None
+        self._rows: Any = None
         self._trace: PieceTrace | None = None
+        self._trials: Trials | None = None
 
     @property
-    def rows(self) -> int | None:
-        """The most rows of a piece; `None`: a batch is computed at once."""
+    def rows(self) -> Any:
+        """The most rows of a piece: a number, a variable, or `None` for a batch."""
         return self._rows
+
+    @property
+    def trials(self) -> Trials | None:
+        """What tries steps before they are made, in the first epoch, with "auto"."""
+        return self._trials
 
     @property
     def trace(self) -> PieceTrace | None:
         """The first trace of the step for a piece; `None` before the first step."""
         return self._trace
 
-    def use(self, rows: int | None) -> None:
+    def use(self, rows: int | str | None) -> None:
         """Compute batches in pieces of at most so many rows from now on."""
-        self._rows = rows
+        self._trials = Trials() if rows == "auto" else None
+        self._rows = self._trials.rows if self._trials is not None else rows
+
+    def end_trials(self) -> None:
+        """Keep the pieces that were found; a new train function has to be made."""
+        if self._trials is not None and not self._trials.has_pieces:
+            self._rows = self._trace = None
+        self._trials = None
 
     def keep(self, trace: PieceTrace | None) -> None:
         """Keep the first trace, which has been checked on all ranks."""
@@ -593,7 +607,9 @@ class Session:
     @property
     def is_plain(self) -> bool:
         """True if the model's own train step is used unchanged."""
-        is_changed = self.instruments.guard is not None or self.microbatch.rows
+        is_changed = (
+            self.instruments.guard is not None or self.microbatch.rows is not None
+        )
         return comm.size() == 1 and not is_changed
 
     @property

@@ -90,14 +90,16 @@ class DistributedStep(atomic.SavesWhole):
         data = _after_updates(self, data)
         session.rows_seen.add(rows)
         context = _context(self, rows, length, has_rows)
-        guard = session.instruments.guard
+        trials = session.microbatch.trials
+        is_trial = trials is not None and trials.is_trial
+        guard = None if is_trial else session.instruments.guard
         end = guard.begin_step(self, data) if guard is not None else lambda: None
         is_exact = comm.size() > 1 and averages_every_step(self)
         with contextlib.ExitStack() as stack:
             stack.enter_context(step_context.entered(context))
-            if is_exact or session.microbatch.rows:
+            if is_exact or session.microbatch.rows is not None:
                 own_step = _of_all_rows(self, own_step, data)
-            if comm.size() > 1 or session.microbatch.rows:
+            if comm.size() > 1 or session.microbatch.rows is not None:
                 stack.enter_context(only_attached())
             stack.enter_context(_not_before(session, data))
             stack.enter_context(_without_counting(self, has_rows))
@@ -127,7 +129,10 @@ class DistributedStep(atomic.SavesWhole):
         # XLA cannot compile a collective: `train_step` compiles what is around it.
         self.jit_compile = asked and not session.xla.is_split
         try:
-            return super().make_train_function(force)  # type: ignore[misc]
+            made = super().make_train_function(force)  # type: ignore[misc]
+            if session.microbatch.trials is not None:
+                self.train_function = session.microbatch.trials.train_function(self)
+            return made
         finally:
             self.jit_compile = asked
 
@@ -285,7 +290,8 @@ def _run(
     elif not tf.executing_eagerly():
         # Not on all ranks: one alone may have a batch of a new shape.
         trace = step.trace_piece(data)
-    return step.run(data, trace)
+    trials = session.microbatch.trials
+    return step.run(data, trace, is_trial=trials is not None and trials.is_trial)
 
 
 def _results(model: Any, own_result: Callable[[], Any], logs: Any = None) -> Any:

@@ -9,6 +9,7 @@ import tensorflow as tf
 from claims import assert_equal_to_the_bit, largest_difference, models_in
 
 import keras_dist
+from keras_dist.training.session import session_of
 
 pytestmark = pytest.mark.several_ranks
 
@@ -147,3 +148,70 @@ def test_a_step_that_cannot_be_divided_is_an_error_on_all_ranks(world, rows):
     with pytest.raises(ValueError, match="The ranks disagree on `microbatch`"):
         own = 3 + world.rank
         keras_dist.dist_fit(TwoUpdates(1), *rows, microbatch=own, verbose=0)
+
+
+class Hungry(keras.layers.Layer):
+    """Runs out of memory where a batch has more than `limit` rows."""
+
+    def __init__(self, limit):
+        super().__init__()
+        self.limit, self.supports_masking = limit, True
+
+    def call(self, x):
+        def needed(rows):
+            if rows > self.limit:
+                raise MemoryError  # TensorFlow makes a ResourceExhaustedError of it
+            return np.int32(0)
+
+        found = tf.numpy_function(needed, [tf.shape(x)[0]], tf.int32, stateful=False)
+        return x + tf.cast(tf.ensure_shape(found, []), x.dtype)
+
+
+def hungry_tagger(limit):
+    """`tagger` with a layer that needs memory."""
+    model = tagger()
+    model = keras.Sequential([*model.layers[:2], Hungry(limit), model.layers[2]])
+    model.compile(
+        keras.optimizers.Adam(0.01, clipnorm=0.1),
+        "mse",
+        weighted_metrics=["mae"],
+        jit_compile=False,
+    )
+    return model
+
+
+@pytest.mark.parametrize(
+    "kind", ["batches", pytest.param("without an end", marks=pytest.mark.long)]
+)
+def test_one_rank_runs_out_of_memory_and_all_halve_their_pieces(world, kind):
+    """In a later, larger batch too; before any rank waits for the update of others."""
+    with models_in("float64"):
+        x, y = words(40 * world.size)
+        # The first batch has four rows for each rank, the second has nine.
+        ends = np.cumsum([4, 9, 3, 8, 9]) * world.size
+        batches = list(zip(np.split(x, ends), np.split(y, ends), strict=True))
+        specs = (
+            tf.TensorSpec([None, 6], tf.int64),
+            tf.TensorSpec([None, 6, 1], tf.float64),
+        )
+        data = tf.data.Dataset.from_generator(
+            lambda: iter(batches), output_signature=specs
+        )
+        if kind == "batches":
+            data = data.apply(tf.data.experimental.assert_cardinality(len(batches)))
+        arguments = {"epochs": 2, "verbose": 0}
+        oracle = tagger()
+        expected = oracle.fit(data, **arguments)
+        model = hungry_tagger(5 if world.rank == world.size - 1 else 99)
+        history = keras_dist.dist_fit(
+            model, data, batch="global", microbatch="auto", **arguments
+        )
+        assert largest_difference(model, oracle) < 1e-10
+    assert_equal_to_the_bit(model)
+    assert int(session_of(model).microbatch.rows) == 5
+    for metric, values in expected.history.items():
+        assert history.history[metric] == pytest.approx(values, abs=1e-10), metric
+    model = hungry_tagger(0 if world.rank == world.size - 1 else 99)
+    with pytest.raises(MemoryError, match=f"on rank {world.size - 1}"):
+        keras_dist.dist_fit(model, x, y, batch_size=2, microbatch="auto", verbose=0)
+    assert int(model.optimizer.iterations) == 0

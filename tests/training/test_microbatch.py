@@ -377,3 +377,96 @@ def test_eight_pieces_need_a_third_of_the_memory():
     start, in_pieces, at_once = map(int, done.stdout.split())
     assert at_once - start > 300_000  # KB: what is measured is the activations
     assert in_pieces - start < 0.35 * (at_once - start)
+
+
+class Hungry(layers.Layer):
+    """Runs out of memory where a batch has more than `limit` rows."""
+
+    def __init__(self, limit, *, is_stateful=False):
+        super().__init__()
+        self.limit, self.is_stateful = limit, is_stateful
+        self.supports_masking = True
+
+    def call(self, x):
+        def needed(rows):
+            if rows > self.limit:
+                raise MemoryError  # TensorFlow makes a ResourceExhaustedError of it
+            return np.int32(0)
+
+        found = tf.numpy_function(
+            needed, [tf.shape(x)[0]], tf.int32, stateful=self.is_stateful
+        )
+        return x + tf.cast(tf.ensure_shape(found, []), x.dtype)
+
+
+def hungry_tagger(limit, **compiled):
+    """A model with masks, and random numbers where it fits as a whole."""
+    keras.utils.set_random_seed(1)
+    noise = [layers.Dropout(0.3), layers.BatchNormalization()] if limit is None else []
+    model = keras.Sequential(
+        [
+            keras.Input((6,), dtype="int32"),
+            layers.Embedding(7, 4, mask_zero=True),
+            layers.Dense(3, activation="tanh"),
+            *noise,
+            Hungry(limit or _ROWS),
+            layers.Dense(1),
+        ]
+    )
+    compiled = {"jit_compile": False, "weighted_metrics": ["mae"]} | compiled
+    model.compile(keras.optimizers.Adam(0.01, clipnorm=0.1), "mse", **compiled)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("limit", "steps", "rows_of_piece"), [(None, 2, None), (5, 1, 4), (5, 2, 4)]
+)
+def test_auto_takes_a_step_that_runs_out_of_memory_again(
+    limit, steps, rows_of_piece, capsys
+):
+    """From the same state, in pieces; if none does, all is as without it."""
+    x, y = words()
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+    arguments = {"epochs": 3, "verbose": 0}
+    oracle = hungry_tagger(None if limit is None else _ROWS, steps_per_execution=steps)
+    expected = oracle.fit(data, **arguments)
+    model = hungry_tagger(limit, steps_per_execution=steps)
+    found = keras_dist.dist_fit(model, data, microbatch="auto", **arguments)
+    state, own_state = (
+        [v.numpy() for v in [*m.variables, *m.optimizer.variables]]
+        for m in (oracle, model)
+    )
+    for own, value in zip(own_state, state, strict=True):
+        np.testing.assert_allclose(own, value, rtol=0, atol=1e-10)
+    for key, values in expected.history.items():
+        assert found.history[key] == pytest.approx(values, abs=1e-10), key
+    rows = session_of(model).microbatch.rows
+    assert (rows if rows is None else int(rows)) == rows_of_piece
+    assert capsys.readouterr().out.count("ran out of memory on rank 0") == bool(limit)
+
+
+def test_auto_ends_where_one_row_is_too_much():
+    """And leaves the model as it was; other errors are not those of memory."""
+    x, y = words()
+    model = hungry_tagger(0.5)
+    before = model.get_weights()
+    with pytest.raises(MemoryError, match="even in pieces of one row"):
+        keras_dist.dist_fit(model, x, y, microbatch="auto", verbose=0)
+    for own, expected in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(own, expected)
+    assert int(model.optimizer.iterations) == 0
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        keras_dist.dist_fit(tagger(), x + 100, y, microbatch="auto", verbose=0)
+
+
+def test_auto_refuses_what_cannot_be_taken_back():
+    """A function of Python in the step, and steps without a graph."""
+    x, y = words()
+    model = tagger()
+    model.compile("sgd", lambda t, p: Hungry(9, is_stateful=True)((t - p) ** 2))
+    with pytest.raises(ValueError, match=r"auto.* cannot be taken back \(PyFunc\)"):
+        keras_dist.dist_fit(model, x, y, microbatch="auto", verbose=0)
+    with pytest.raises(ValueError, match="run_eagerly=True"):
+        keras_dist.dist_fit(
+            tagger(run_eagerly=True), x, y, microbatch="auto", verbose=0
+        )
