@@ -39,6 +39,7 @@ if keras_dist.local_rank() == 0:
 keras_dist.gather("loaded")  # the others wait here
 (x, y), validation_data = load_fashion_mnist(arguments.rows)
 
+keras.utils.set_random_seed(0)
 model = wide_resnet(
     mean=x.mean(), variance=x.var(), width=arguments.width, wd=arguments.wd
 )

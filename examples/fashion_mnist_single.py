@@ -31,6 +31,7 @@ def learning_rate(epoch: int) -> float:
 
 (x, y), validation_data = load_fashion_mnist(arguments.rows)
 
+keras.utils.set_random_seed(0)
 model = wide_resnet(
     mean=x.mean(), variance=x.var(), width=arguments.width, wd=arguments.wd
 )

@@ -18,6 +18,7 @@ from keras_dist.data import (
     is_arrays,
     presharded_of,
     reading,
+    seed_of_keras,
     validation_feed,
 )
 from keras_dist.data.steps import StepsRule
@@ -247,12 +248,15 @@ def _train(
     comm.announce_timeline(options.timeline)
     with comm.within(options.process_set):
         given, options = comm.run_on_all(lambda: _opened(model, given, options))
-        seed = comm.broadcast(_seed_of_order(model))
-        with checkpoint.opened(options, given.callbacks, seed) as resumed:
+        seeds_of_order = _seed_of_order(model), seed_of_keras()
+        seed, keras_seed = comm.broadcast(seeds_of_order)
+        opened = checkpoint.opened(options, given.callbacks, seed, keras_seed)
+        with opened as resumed:
             spec = sources.compare(
                 {"training": given.x, "validation": given.validation_data},
                 options,
                 seed=seed,
+                keras_seed=keras_seed,
                 has_class_weight=given.class_weight is not None,
             )
             spec = spec if resumed is None else resumed.placed(spec)

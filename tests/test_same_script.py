@@ -53,7 +53,7 @@ files = keras.callbacks.ModelCheckpoint(folder + "/{epoch}.keras")
 model = compiled(keras.optimizers.Adam(0.05, global_clipnorm=0.5))
 history = model.fit(
     x, y, batch_size=24, epochs=12, validation_data=rows(33, 1),
-    callbacks=[stopping, plateau, files], shuffle=False, verbose=0
+    callbacks=[stopping, plateau, files], verbose=0
 )
 results = left(model, history) + [np.array(stopping.stopped_epoch)]
 

@@ -38,6 +38,8 @@ class Saved:
         arrays: Weights and optimizer state; on the first rank only.
         begun: When the training began, in seconds since 1970; 0 in files of before.
         scale: Ranks, global batch and learning rates; `None` in files of before.
+        keras_seed: The seed with which Keras shuffles arrays; `None` if it draws one,
+            and in files of before.
     """
 
     position: DataPosition
@@ -51,6 +53,7 @@ class Saved:
     arrays: list[Any]
     begun: float = 0.0
     scale: dict[str, Any] | None = None
+    keras_seed: int | None = None
 
     def tree(self) -> dict[str, Any]:
         """Return the content as a tree for a checkpoint file."""
@@ -78,6 +81,7 @@ class Resume:
         save_steps: Save after this many steps; `None` for not.
         save_seconds: Save after this many seconds; `None` for not.
         seed: Seed of the order of the rows.
+        keras_seed: The seed with which Keras shuffles arrays; `None` if it draws one.
         begun: When the training began, in seconds since 1970.
         saved: The checkpoint to resume from; `None` for a new training.
         source: The host from which the checkpoint was sent to others, if it was.
@@ -88,6 +92,7 @@ class Resume:
     save_steps: int | None
     save_seconds: float | None
     seed: int
+    keras_seed: int | None
     begun: float
     saved: Saved | None
     source: str = ""
@@ -100,7 +105,11 @@ class Resume:
     def placed(self, spec: ShardSpec) -> ShardSpec:
         """`spec` with the seed and position to resume from."""
         return replace(
-            spec, seed=self.seed, keeps_position=True, position=self.position
+            spec,
+            seed=self.seed,
+            keras_seed=self.keras_seed,
+            keeps_position=True,
+            position=self.position,
         )
 
     def compared(self, setup: FitSetup) -> FitSetup:
@@ -112,7 +121,9 @@ class Resume:
 
 
 @contextlib.contextmanager
-def opened(options: Options, callbacks: Any, seed: int) -> Iterator[Resume | None]:
+def opened(
+    options: Options, callbacks: Any, seed: int, keras_seed: int | None
+) -> Iterator[Resume | None]:
     """Read the newest checkpoint, and broadcast it from the first rank.
 
     Inside the block, no other training writes to the folder.
@@ -121,6 +132,8 @@ def opened(options: Options, callbacks: Any, seed: int) -> Iterator[Resume | Non
         options: Options of the fit.
         callbacks: The user's callbacks.
         seed: Seed of the order of the rows in a new training.
+        keras_seed: The seed with which Keras shuffles arrays in it; `None` if it draws
+            one.
 
     Yields:
         `None` if the option `resume` is not given.
@@ -145,10 +158,16 @@ def opened(options: Options, callbacks: Any, seed: int) -> Iterator[Resume | Non
         comm.run_on_all(
             lambda: explained(path, folder.prepare) if copies.is_writer else None
         )
-        yield _read(options, folder, copies, seed)
+        yield _read(options, folder, copies, seed, keras_seed)
 
 
-def _read(options: Options, folder: Folder, copies: Copies, seed: int) -> Resume:
+def _read(
+    options: Options,
+    folder: Folder,
+    copies: Copies,
+    seed: int,
+    keras_seed: int | None,
+) -> Resume:
     tree, source = read_newest(folder, copies)
     # Without the weights, which are broadcast when the model is built.
     small = None if tree is None else {**tree, "arrays": []}
@@ -160,6 +179,7 @@ def _read(options: Options, folder: Folder, copies: Copies, seed: int) -> Resume
         options.save_steps,
         options.save_seconds,
         seed=seed if saved is None else saved.seed,
+        keras_seed=keras_seed if saved is None else saved.keras_seed,
         begun=now if saved is None else saved.begun,
         saved=saved,
         source=source,

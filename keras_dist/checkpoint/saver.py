@@ -324,6 +324,7 @@ class Saver(keras.callbacks.Callback):
         saved = Saved(
             position=position,
             seed=self._resume.seed,
+            keras_seed=self._resume.keras_seed,
             is_finished=is_finished,
             rates=states.rates_of(self.model),
             warmup_steps=self._setup.warmup_steps,

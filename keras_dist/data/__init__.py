@@ -24,7 +24,7 @@ Nothing here imports Horovod or `comm`. Rank and size are arguments, and data th
 to communicate while it is read does so through a `Channel`.
 """
 
-from keras_dist.data.arrays import Arrays, is_arrays
+from keras_dist.data.arrays import Arrays, is_arrays, seed_of_keras
 from keras_dist.data.division import (
     Channel,
     DataPosition,
@@ -83,6 +83,7 @@ __all__ = [
     "own_rows",
     "presharded_of",
     "reading",
+    "seed_of_keras",
     "seeds_of",
     "training_feed",
     "validation_feed",

@@ -187,12 +187,65 @@ def is_arrays(data: Any) -> bool:
     )
 
 
+def seed_of_keras() -> int | None:
+    """Return the seed with which Keras shuffles arrays; `None` if it draws one.
+
+    It is that of TensorFlow (`tf.random.set_seed`, `keras.utils.set_random_seed`).
+    Nothing is drawn for it.
+    """
+    found = []
+
+    @tf.autograph.experimental.do_not_convert
+    def look(item: tf.Tensor) -> tf.Tensor:
+        found.append(tf.compat.v1.get_default_graph().seed)
+        return item
+
+    tf.data.Dataset.range(1).map(look)
+    return None if found[0] is None else int(found[0])
+
+
+def order_of_keras(seed: int, total: int, batch_size: int | None) -> tf.Tensor:
+    """Return the order in which `Model.fit` reads the rows of arrays in each epoch.
+
+    As in the data set that Keras makes of arrays, the seed of an operation follows from
+    the operations before it in the graph of its function. Each iterator begins anew, so
+    that all epochs have the same order.
+
+    Args:
+        seed: TensorFlow's global seed.
+        total: The number of rows.
+        batch_size: Rows of a batch inside of which rows are shuffled
+            (`shuffle="batch"`); `None` to shuffle all of them.
+
+    >>> order_of_keras(0, 8, None).numpy().tolist()
+    [6, 4, 7, 3, 2, 1, 5, 0]
+    """
+
+    @tf.autograph.experimental.do_not_convert
+    def permutation(_: tf.Tensor) -> tf.Tensor:
+        tf.compat.v1.get_default_graph().seed = seed
+        return tf.random.shuffle(tf.range(total, dtype=tf.int64))
+
+    @tf.autograph.experimental.do_not_convert
+    def shuffled(rows: tf.Tensor) -> tf.Tensor:
+        tf.compat.v1.get_default_graph().seed = seed
+        return tf.random.shuffle(rows)
+
+    if batch_size is None:
+        data = tf.data.Dataset.range(1).map(permutation)
+    else:
+        data = tf.data.Dataset.range(total).batch(batch_size).map(shuffled)
+    with tf.device("CPU:0"):
+        return tf.concat(list(data), 0)
+
+
 @dataclass(frozen=True)
 class RowOrder:
     """The order in which rows are read: one permutation for each pass.
 
-    The permutation is a function of `seed` and the number of the pass alone. So it is
-    the same on every rank and for every number of ranks.
+    It is the same on every rank and for every number of ranks: that of Keras where the
+    script has set TensorFlow's seed, so that Keras repeats it, too; else the
+    permutation is a function of `seed` and the number of the pass alone.
 
     Args:
         division: Which part of which pass is read at which step.
@@ -203,6 +256,7 @@ class RowOrder:
             rank may have no row of a small last batch: then it reads the first one.
         shares: Each rank's share of a global batch; `None` for equal ones. If they are
             measured, all rows of the batch are read, and the step takes its own.
+        fixed: The order of each pass, if it is that of Keras.
     """
 
     division: Division
@@ -211,6 +265,7 @@ class RowOrder:
     seed: int
     is_marked: bool = False
     shares: Shares | None = None
+    fixed: tf.Tensor | None = None
 
     def dataset(self, arrays: Arrays, epoch: tf.Variable) -> tf.data.Dataset:
         """Read this rank's rows of every global batch of an epoch.
@@ -278,6 +333,8 @@ class RowOrder:
 
     def _rows_of_pass(self, number: tf.Tensor) -> tf.Tensor:
         """Put the indices of all rows in their order in a pass."""
+        if self.fixed is not None:
+            return tf.identity(self.fixed)
         rows = tf.range(self.division.total, dtype=tf.int64)
         if self.shuffle and self.shuffle != "batch":
             return self._permuted(rows, self.division.first_pass + number)
@@ -288,7 +345,7 @@ class RowOrder:
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Select this rank's rows of a span of a pass, and tell whether it has any."""
         division, global_batch = self.division, rows[begin:end]
-        if self.shuffle == "batch":
+        if self.shuffle == "batch" and self.fixed is None:
             number = (division.first_pass + number) * division.steps_per_pass
             number += begin // division.global_batch
             global_batch = self._permuted(global_batch, number)

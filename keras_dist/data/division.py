@@ -68,6 +68,8 @@ class ShardSpec:
         shard: `"auto"` to shard the data; `"source"` to let TensorFlow divide files;
             `"none"` if the user has already split it.
         seed: Seed of the order of the rows, the same on all ranks.
+        keras_seed: The seed with which Keras shuffles arrays, the same on all ranks;
+            `None` if it draws one.
         channel: Collectives for data that needs them while it is read.
         keeps_position: Whether the order of the rows is ours on a single rank, too. A
             checkpoint needs that: another number of ranks may resume from it.
@@ -97,6 +99,7 @@ class ShardSpec:
     can_mark: bool = True
     batch: str = "rank"
     shares: Shares | None = None
+    keras_seed: int | None = None
 
     def __post_init__(self) -> None:
         if self.shard == "none" and self.shares is not None:

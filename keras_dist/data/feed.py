@@ -18,6 +18,7 @@ from keras_dist.data.arrays import (
     Arrays,
     RowOrder,
     is_arrays,
+    order_of_keras,
 )
 from keras_dist.data.division import Division, ShardSpec, batches_of_step
 from keras_dist.data.parts import Part, in_words, is_dealt, makes_all_batches, part_of
@@ -189,7 +190,8 @@ def training_feed(
             f"{arrays.num_rows} rows in batches of {batch_size} for {spec.size} ranks. "
             "Pass `sample_weight` instead, or another batch size."
         )
-    order = RowOrder(division, spec.rank, shuffle, spec.seed, is_marked, shares)
+    fixed = _order_of_keras(division, shuffle, spec.keras_seed)
+    order = RowOrder(division, spec.rank, shuffle, spec.seed, is_marked, shares, fixed)
     is_measured = shares is not None and shares.is_measured
     epoch = tf.Variable(division.epoch, dtype=tf.int64, trainable=False)
     dataset = order.dataset(arrays, epoch)
@@ -390,6 +392,18 @@ def own_error(feeds: Sequence[Feed], error: Exception) -> Exception:
             "data set anew before this call."
         )
     return error
+
+
+def _order_of_keras(
+    division: Division, shuffle: bool | str, seed: int | None
+) -> tf.Tensor | None:
+    if not shuffle or seed is None:
+        return None
+    if shuffle != "batch":
+        return order_of_keras(seed, division.total, None)
+    if division.begin % division.global_batch:
+        return None  # resumed: the batches before had another size
+    return order_of_keras(seed, division.total, division.global_batch)
 
 
 def _training_batches(

@@ -67,6 +67,7 @@ def compare(
     options: Options,
     *,
     seed: int = 0,
+    keras_seed: int | None = None,
     has_class_weight: bool = False,
 ) -> ShardSpec:
     """Check whether all ranks have the same batches. A collective of all ranks.
@@ -75,6 +76,7 @@ def compare(
         given: Data by name; each `Source` in it learns what was found.
         options: The options of `dist_fit`.
         seed: Seed of the order of the rows, the same on all ranks.
+        keras_seed: The seed with which Keras shuffles arrays; `None` if it draws one.
         has_class_weight: Whether Keras multiplies each batch by weights of classes.
 
     Returns:
@@ -99,6 +101,7 @@ def compare(
             can_mark=can_mark,
             batch=options.batch or "rank",
             shares=Shares.of(options.shares, comm.size()),
+            keras_seed=keras_seed,
         )
     )
     sources = {n: data for n, data in given.items() if isinstance(data, Source)}

@@ -4,15 +4,19 @@ Each case trains on one process with the global batch, by plain Keras, and on al
 """
 
 import inspect
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
-from claims import difference_of_states, distribute_jobs, models_in, state_of
+from claims import (
+    difference_of_states,
+    distribute_jobs,
+    models_in,
+    read_by_keras,
+    state_of,
+)
 from models import SUBJECTS
 
 import keras_dist
@@ -141,22 +145,18 @@ class Case:
         if type(model.optimizer).__name__ == "ScheduleFreeAdamW" and model.built:
             # Keras gives its state the first values only outside of a graph.
             model.optimizer.build(model.trainable_variables)
-        # A single fit if every epoch has the same order, because with `use_ema` the end
-        # of a fit changes weights.
-        fits = EPOCHS if self.arguments.get("shuffle") else 1
-        for epoch in range(fits):
-            rows = self._order(epoch, size, seed)
-            arguments = {
-                name: value[rows] if isinstance(value, np.ndarray) else value
-                for name, value in self.arguments.items()
-            }
-            model.fit(
-                *keras.tree.map_structure(lambda leaf, rows=rows: leaf[rows], (x, y)),
-                batch_size=self.global_batch(size),
-                epochs=EPOCHS // fits,
-                verbose=0,
-                **arguments | {"shuffle": False},
-            )
+        rows = self._order(size, seed)
+        arguments = {
+            name: value[rows] if isinstance(value, np.ndarray) else value
+            for name, value in self.arguments.items()
+        }
+        model.fit(
+            *keras.tree.map_structure(lambda leaf: leaf[rows], (x, y)),
+            batch_size=self.global_batch(size),
+            epochs=EPOCHS,
+            verbose=0,
+            **arguments | {"shuffle": False},
+        )
         for leaf in getattr(model.optimizer, "optimizers", [model.optimizer]):
             leaf.learning_rate = RATE
         return model
@@ -169,13 +169,11 @@ class Case:
         model.compile(self.optimizer(rate), **compiled)
         return model
 
-    def _order(self, epoch: int, size: int, seed: int | None) -> Any:
-        """The rows that one process reads in an epoch, in order."""
+    def _order(self, size: int, seed: int | None) -> Any:
+        """The rows that one process reads in each epoch, in order."""
         rows = np.arange(self.rows)
         if self.arguments.get("shuffle"):
-            drawn = random.Random(5).getrandbits(31)
-            rows = tf.random.experimental.stateless_shuffle(rows, [drawn, epoch])
-            rows = rows.numpy()
+            rows = np.concatenate(read_by_keras(self.rows, seed=5))
         global_batch = self.global_batch(size)
         tail = self.rows % global_batch
         is_left_out = tail < size and not self.is_global

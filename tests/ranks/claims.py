@@ -54,6 +54,23 @@ def difference_of_states(states, expected_states):
     return max(differences)
 
 
+def read_by_keras(count, seed, *, shuffle=True, batch_size=32, epochs=1):
+    """The batches of row numbers that `Model.fit` reads from arrays, with this seed."""
+    read = []
+
+    class Reader(keras.Model):
+        def train_step(self, data):
+            read.append(keras.utils.unpack_x_y_sample_weight(data)[0].numpy())
+            return {"loss": 0.0}
+
+    keras.utils.set_random_seed(seed)
+    model = Reader()
+    model.compile(run_eagerly=True)
+    options = {"batch_size": batch_size, "epochs": epochs, "shuffle": shuffle}
+    model.fit(np.arange(count), verbose=0, **options)
+    return read
+
+
 def distribute_jobs(jobs):
     """Run each of `jobs` on one rank; returns the results of all, on every rank."""
     rank, size = keras_dist.rank(), keras_dist.size()

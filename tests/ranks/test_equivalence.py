@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equal_to_the_bit, largest_difference
+from claims import assert_equal_to_the_bit, largest_difference, read_by_keras
 
 import keras_dist
 
@@ -106,45 +106,62 @@ def test_every_initial_weight_is_the_first_ranks(world, rows, make_model):
     assert seen == [steps] * 3
 
 
+class Watch(keras.Model):
+    """Keeps the rows that each step reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+        self.compile("sgd", "mse", run_eagerly=True)
+
+    def build(self, shape):
+        self.weight = self.add_weight(shape=())
+        self.built = True
+
+    def call(self, x):
+        return x * self.weight
+
+    def train_step(self, data):
+        self.seen.append(data[0].numpy().ravel().tolist())
+        return super().train_step(data)
+
+
+def batches_of_all(world, **options):
+    """The global batches of a fit on 20 rows, in the order of the rows."""
+    x, model = np.arange(20, dtype="float32")[:, None], Watch()
+    keras_dist.dist_fit(
+        model, x, x, batch_size=12, batch="global", epochs=2, verbose=0, **options
+    )
+    batches = []
+    for own in zip(*keras_dist.gather(list(model.seen)), strict=True):
+        batch = [None] * sum(map(len, own))
+        for rank, rows in enumerate(own):
+            batch[rank :: world.size] = rows
+        batches.append(batch)
+    return batches
+
+
 @pytest.mark.three_ranks
-def test_shuffled_rows_are_read_once_an_epoch_over_all_ranks(world):
-    """One permutation an epoch, another one the next, the same for every size."""
-    x = np.arange(20, dtype="float32")[:, None]
-    seen = []
+@pytest.mark.parametrize("shuffle", [True, "batch"])
+def test_rows_are_shuffled_as_on_one_process(world, shuffle):
+    """With the script's seed, in Keras's own order, in each fit."""
+    expected = read_by_keras(20, 5, shuffle=shuffle, batch_size=12, epochs=2)
+    for _ in range(2):
+        found = batches_of_all(world, shuffle=shuffle)
+        assert found == [batch.tolist() for batch in expected]
 
-    class Watch(keras.Model):
-        def call(self, x):
-            return x * self.weight
 
-        def build(self, shape):
-            self.weight = self.add_weight(shape=())
-            self.built = True
-
-        def train_step(self, data):
-            seen.append(data[0].numpy().ravel().tolist())
-            return super().train_step(data)
-
-    model = Watch()
-    model.compile("sgd", "mse", run_eagerly=True)
-    keras.utils.set_random_seed(5)
-    keras_dist.dist_fit(model, x, x, batch_size=12 // world.size, epochs=2, verbose=0)
-    by_rank = keras_dist.gather(seen)
-    per_epoch = len(seen) // 2
-    orders = []
-    for epoch in range(2):
-        order = []
-        for step in range(epoch * per_epoch, (epoch + 1) * per_epoch):
-            batch = [None] * sum(len(own[step]) for own in by_rank)
-            for rank, own in enumerate(by_rank):
-                batch[rank :: world.size] = own[step]
-            order += batch
-        assert sorted(order) == list(range(20))
-        orders.append(order)
+@pytest.mark.three_ranks
+def test_without_a_seed_each_epoch_has_another_order(world):
+    """The same for every size: what three ranks see is what two see."""
+    tf.random.set_seed(None)
+    random.seed(5)
+    batches = batches_of_all(world)
+    orders = [sum(batches[:2], []), sum(batches[2:], [])]
+    assert orders[0] != orders[1]
+    assert all(sorted(order) == list(range(20)) for order in orders)
     if world.size > 1:
-        assert orders[0] != orders[1]
-        # From the seed alone: what three ranks see is what two see.
-        keras.utils.set_random_seed(5)
-        seed = random.getrandbits(31)
+        seed = random.Random(5).getrandbits(31)
         expected = tf.random.experimental.stateless_shuffle(
             tf.range(20, dtype=tf.int64), [seed, 0]
         )

@@ -423,9 +423,9 @@ def _reason(row: Row, verb: str) -> str:
     """Name the reason why more ranks learn less."""
     if row.get("is_shared"):
         return (
-            "the batch is the same. What may differ is the start, if the script sets "
-            "no seed, the order of the rows, and what depends on a rank's own rows, as "
-            "BatchNormalization and dropout; repeat the runs to see how much."
+            "the batch is the same. What may differ is the start and the order of "
+            "the rows, if the script sets no seed, and what depends on a rank's own "
+            "rows, as BatchNormalization and dropout; repeat the runs to see how much."
         )
     return (
         f"the recipe {verb} the larger global batch. A warm-up, another rate, or "
