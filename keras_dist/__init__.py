@@ -53,6 +53,9 @@ _missing = [n for n in ("tensorflow", "keras") if importlib.util.find_spec(n) is
 if not _missing and not _is_command:
     import keras
 
+    from keras_dist.version import require_keras
+
+    require_keras(keras.__version__)
     if keras.backend.backend() != "tensorflow":
         raise ImportError(
             "keras_dist needs Keras's TensorFlow backend. "
@@ -99,14 +102,14 @@ if not _missing and not _is_command:
 
     prepare()
     saving.install()
-    del prepare, saving
+    del prepare, require_keras, saving
 elif _missing:
     # `keras-dist install-horovod` must start here too, and print what it needs.
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module 'keras_dist' has no attribute {name!r}")
         raise ImportError(
-            f"keras_dist.{name} needs TensorFlow 2.18 to 2.21 and Keras 3. "
+            f"keras_dist.{name} needs TensorFlow 2.18 to 2.21 and Keras 3.10 or newer. "
             f"Received: an environment without {' and '.join(_missing)}. "
-            "Run: pip install 'tensorflow>=2.18,<2.22' 'keras>=3.5'"
+            "Run: pip install 'tensorflow>=2.18,<2.22' 'keras>=3.10'"
         )

@@ -17,6 +17,7 @@ from pages import DOCS, ROOT, blocks, named, pages
 import keras_dist
 from keras_dist.setup.arguments import KerasArguments, Options
 from keras_dist.tools.migrate import fit, source
+from keras_dist.version import OLDEST_KERAS
 
 sys.path.append(str(DOCS / "_ext"))
 import generated  # noqa: E402 - lies beside the pages that it fills
@@ -208,6 +209,18 @@ def test_docstrings_are_made_readable_for_sphinx():
     for code in ("    f(\n        1)\n", "```python\nf(\n    1)\n```\n"):
         made = generated.restructured(f"F.\n\nExample:\n\n{code}")
         assert ".. code-block:: python\n\n    f(\n        1)" in made
+
+
+def test_the_oldest_keras_is_the_same_everywhere():
+    """The import, the dependency and the pages."""
+    oldest = ".".join(str(part) for part in OLDEST_KERAS)
+    assert f'"keras>={oldest}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"| Keras | {oldest} or newer" in README
+    assert f"Keras {oldest} or newer" in (DOCS / "concepts/limits.md").read_text()
+    assert (
+        f"| Keras | {oldest} and later"
+        in (DOCS / "reference" / "versions.md").read_text()
+    )
 
 
 def test_the_readme_is_short_and_its_links_lead_somewhere():

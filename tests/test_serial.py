@@ -256,6 +256,13 @@ def test_another_backend_is_refused():
     assert "needs Keras's TensorFlow backend. Received: the jax" in done.stderr
 
 
+def test_an_old_keras_is_refused():
+    """At the import, and not in the first step."""
+    pretend = "import keras; keras.__version__ = '3.9.2'; import keras_dist"
+    done = run(pretend)
+    assert "needs Keras 3.10 or newer. Received: Keras 3.9.2. Run: pip" in done.stderr
+
+
 def test_the_world_is_frozen_and_always_the_same():
     """`init` is idempotent, and its answer cannot be changed."""
     world = keras_dist.init()

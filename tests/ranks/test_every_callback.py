@@ -396,7 +396,7 @@ def read_scalars(folder):
                 number = tf.make_ndarray(value.tensor)
                 if number.dtype.kind == "f" and number.ndim == 0:
                     steps = found.setdefault(value.tag, {})
-                    # Keras 3.5 writes its own of all batches at step 0.
+                    # Older versions of Keras write their own of all batches at step 0.
                     is_once = event.step not in steps
                     assert is_once or value.tag in ("batch_loss", "batch_accuracy")
                     steps[event.step] = float(number)

@@ -151,7 +151,7 @@ def test_every_metric_of_keras_is_that_of_one_process(world):
     """All members, weighted or not, in uneven shards, and with a rank without a row."""
     known = all_of_keras()
     assert known <= set(CASES), f"no case for {known - set(CASES)}"
-    assert len(known) >= len(CASES) - 2  # the two of which Keras 3.5 has none yet
+    assert len(known) >= len(CASES) - 2  # two that an older Keras has not
     data, whole, own = kinds(), made(known), made(known)
     weights = np.random.default_rng(1).uniform(0, 2, NUM_ROWS).astype("float32")
     rows = np.arange(NUM_ROWS)
