@@ -26,6 +26,7 @@ __all__ = [
     "Throughput",
     "TrainingTime",
     "World",
+    "WritePredictions",
     "__version__",
     "average",
     "broadcast",
@@ -78,6 +79,7 @@ if not _missing and not _is_command:
         StopTogether,
         Throughput,
         TrainingTime,
+        WritePredictions,
         first_rank_only,
     )
     from keras_dist.comm import (

@@ -4,18 +4,26 @@ import contextlib
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import keras
 
 from keras_dist import checkpoint, comm, mixin, optimizer
-from keras_dist.callbacks import on_this_rank, runs_on_first_rank_only
+from keras_dist.callbacks import (
+    WritePredictions,
+    on_this_rank,
+    runs_on_first_rank_only,
+    writing,
+)
 from keras_dist.callbacks.learning_rate_warmup import rate_factor_of_step
 from keras_dist.callbacks.user_callbacks import autologged_once
 from keras_dist.data import (
     Feed,
     ShardSpec,
+    Source,
     is_arrays,
+    is_dealt,
     presharded_of,
     reading,
     seed_of_keras,
@@ -32,6 +40,10 @@ from keras_dist.setup.fit_setup import FitSetup, prepare, with_plan, with_report
 from keras_dist.training import step
 from keras_dist.training.autotune import without_autotune
 from keras_dist.training.predict import (
+    by_rows,
+    each_batch,
+    in_turns_of_ranks,
+    predict_in_turns,
     predict_presharded,
     predict_sharded,
     rows_to_predict,
@@ -471,23 +483,26 @@ class DistributedModel:
         steps: int | None = None,
         callbacks: Any = None,
         *,
-        gather: bool = True,
+        gather: bool | str = True,
     ) -> Any:
-        """Predict as `keras.Model.predict`: arrays are sharded, and results gathered.
+        """Predict as `keras.Model.predict`: each row on one rank, results gathered.
 
-        So are the results of a `tf.data.Dataset` that `keras_dist.shard` has divided by
-        rows or batches. For other data (`tf.data.Dataset`, `PyDataset`, generator,
-        ragged and sparse tensors), with `steps` for divided data, and for all data with
-        `shard="none"`, each rank predicts everything that it was given, and nothing is
-        gathered.
+        Of arrays rank r of N predicts the rows r, r + N, …; of other data that is the
+        same on all ranks (`tf.data.Dataset`, `PyDataset`, generator, loader) the
+        batches r, r + N, …; of data that `keras_dist.shard` has divided, its own. Data
+        that differs from rank to rank is taken for data that is already split: as with
+        `shard="none"`, and with `steps` for divided data, each rank then predicts
+        everything that it was given, and nothing is gathered.
 
         Args:
-            x, batch_size, verbose, steps, callbacks: As in `keras.Model.predict`.
+            x, batch_size, verbose, steps, callbacks: As in `keras.Model.predict`. With
+                a `WritePredictions` nothing is gathered, and `None` returned.
                 `batch_size` is the batch of one rank; `steps` are those of one process
                 with that batch. Only the first rank prints, and runs callbacks that
                 write files.
-            gather: `False` to return only this rank's predictions, those of rows
-                `[rank::size]`, if all are too large for memory or too slow to send.
+            gather: `"first"` to return them on the first rank alone, and `None` on the
+                others, whose memory does not grow. `False` to return only this rank's
+                predictions, if all are too large for memory or too slow to send.
 
         Returns:
             What `keras.Model.predict` returns for all rows, in their order, on every
@@ -495,40 +510,100 @@ class DistributedModel:
 
         Raises:
             ValueError: On all ranks, if there is no row, if rows or weights differ
-                between the ranks, or if an output does not have one value for each row.
+                between the ranks, if an output of arrays does not have one value for
+                each row, or if data is shuffled differently on each rank.
         """
+        if gather not in (True, False, "first"):
+            raise ValueError(
+                '`gather` must be True, False or "first" (the first rank alone gets '
+                f"the predictions). Received: gather={gather!r}"
+            )
         options = Options(**self.options)
         check_model(self.model, is_compiled=False)
         with comm.within(options.process_set), without_autotune(self.model):
             is_first = comm.rank() == 0  # of the process set
+            callbacks = [
+                callback
+                for callback in _flat(callbacks)
+                if is_first or not runs_on_first_rank_only(callback)
+            ]
             arguments = {
                 "batch_size": batch_size,
                 "verbose": verbose if is_first else 0,
-                "callbacks": [
-                    callback
-                    for callback in _flat(callbacks)
-                    if is_first or not runs_on_first_rank_only(callback)
-                ],
+                "callbacks": callbacks,
             }
-            if comm.size() == 1 or options.shard == "none":
-                return self.model.predict(x, steps=steps, **arguments)
-            local = {id(w) for layer in options.local_layers for w in layer.weights}
+            writers = [c for c in callbacks if isinstance(c, WritePredictions)]
 
-            def predict(rows: Any) -> Any:
-                return self.model.predict(rows, **arguments)
+            def predict(
+                rows: Any,
+                steps: int | None = None,
+                use: Callable[[Any], Any] | None = None,
+                place: Callable[..., Any] = in_turns_of_ranks,
+            ) -> Any:
+                with contextlib.ExitStack() as stack:
+                    if writers:
+                        use = stack.enter_context(writing(writers, place))
+                    if use is not None:
+                        stack.enter_context(each_batch(self.model, use))
+                    found = self.model.predict(rows, steps=steps, **arguments)
+                return None if writers else found
+
+            if writers:
+                gather = False
+            if comm.size() == 1 or options.shard == "none":
+                return predict(x, steps)
+            local = {id(w) for layer in options.local_layers for w in layer.weights}
 
             def weights() -> list[Any]:
                 return [w for w in self.model.weights if id(w) not in local]
 
             known = presharded_of(x) if gather and steps is None else None
             if known is not None and not known.is_by_file:
-                return predict_presharded(x, known, predict, weights)
+                return predict_presharded(x, known, predict, weights, gather=gather)
+            if (known := presharded_of(x)) is not None:
+                by_row = known.by == "rows"
+                return predict(x, steps, place=by_rows if by_row else in_turns_of_ranks)
             if not is_arrays(x):
-                return self.model.predict(x, steps=steps, **arguments)
+                return self._predict_batches(
+                    x, steps, options, predict, weights, gather
+                )
             arrays = comm.run_on_all(
                 lambda: rows_to_predict(x, batch_size=batch_size, steps=steps)
             )
             return predict_sharded(arrays, predict, weights, gather=gather)
+
+    def _predict_batches(
+        self,
+        x: Any,
+        steps: int | None,
+        options: Options,
+        predict: Callable[..., Any],
+        weights: Callable[[], Any],
+        gather: bool | str,
+    ) -> Any:
+        """Predict data that comes in batches, in turns if all ranks have the same."""
+        source = comm.run_on_all(lambda: sources.opened(x, options.shard))
+        if not isinstance(source, Source):
+            return predict(x, steps)
+        spec = sources.compare({"predicted": source}, options)
+        spec = replace(spec, batch="global", leftover="auto", shares=None)
+        feed = comm.run_on_all(
+            lambda: validation_feed(
+                (source, None, None),
+                batch_size=None,
+                steps=None,
+                steps_rule="none",
+                spec=spec,
+            )
+        )
+        facts = {"`steps`": steps, "`gather`": gather}
+        comm.agree(feed.facts | facts, advice=_ADVICE)
+        with comm.explained(), reading([feed]):
+            if not is_dealt(source, spec):
+                return predict(feed.part.data, steps)
+            return predict_in_turns(
+                feed.part, predict, weights, steps=steps, gather=gather
+            )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)

@@ -47,6 +47,7 @@ from keras_dist.callbacks.user_callbacks import (
     is_calling_callbacks,
     runs_on_first_rank_only,
 )
+from keras_dist.callbacks.write_predictions import WritePredictions, writing
 
 __all__ = [
     "AverageStatistics",
@@ -66,8 +67,10 @@ __all__ = [
     "StopTogether",
     "Throughput",
     "TrainingTime",
+    "WritePredictions",
     "autologged_once",
     "order_callbacks",
+    "writing",
     "destinations",
     "first_rank_only",
     "is_calling_callbacks",

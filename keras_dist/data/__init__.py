@@ -40,7 +40,7 @@ from keras_dist.data.feed import (
     training_feed,
     validation_feed,
 )
-from keras_dist.data.parts import Part
+from keras_dist.data.parts import Part, is_dealt
 from keras_dist.data.pipeline import batch_size_of, length_of, seeds_of
 from keras_dist.data.presharded import (
     Presharded,
@@ -75,6 +75,7 @@ __all__ = [
     "divided_at_source",
     "hold_out",
     "is_arrays",
+    "is_dealt",
     "is_source",
     "length_before_repeat",
     "length_of",

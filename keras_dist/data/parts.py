@@ -227,8 +227,9 @@ def _of_few(source: Source, tail: Tail) -> Part | None:
         )
     if found == 0:
         raise ValueError(
-            f"There is nothing to validate on. Received: a {source.type_name} without "
-            "rows. Pass at least one row, or no `validation_data`."
+            "There is nothing to validate on, or to predict. Received: a "
+            f"{source.type_name} without rows. Pass at least one row, or no "
+            "`validation_data`."
         )
     if found > tail.rank:
         return None

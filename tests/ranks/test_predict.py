@@ -1,10 +1,14 @@
 """Predictions of many ranks are those of one process, in the order of the rows."""
 
+from pathlib import Path
+
 import keras
 import numpy as np
+import pyarrow
 import pytest
 import tensorflow as tf
 from claims import raises_everywhere
+from pyarrow import parquet
 
 import keras_dist
 
@@ -73,14 +77,16 @@ def test_predictions_are_those_of_one_process(world):
         )
 
 
-def test_data_in_batches_is_predicted_by_every_rank(world, rows, make_model, capsys):
-    """And data that is already split; the first rank alone prints and writes."""
+def test_data_that_is_already_split_is_predicted_by_its_rank(
+    world, rows, make_model, capsys
+):
+    """And the first rank alone prints and writes."""
     x, _ = rows
     model = make_model()
     expected = model.predict(x, verbose=0)
-    dataset = tf.data.Dataset.from_tensor_slices(x).batch(16)
     many = keras_dist.DistributedModel(model)
-    assert_same(many.predict(dataset, verbose=0), expected)
+    own = tf.data.Dataset.from_tensor_slices(x[world.rank :]).batch(16)
+    assert_same(many.predict(own, verbose=0), expected[world.rank :])
     split = keras_dist.DistributedModel(model, shard="none")
     assert_same(split.predict(x[world.rank :], verbose=0), expected[world.rank :])
 
@@ -97,6 +103,134 @@ def test_data_in_batches_is_predicted_by_every_rank(world, rows, make_model, cap
     assert keras_dist.sum(counts.rows) == len(x)
     assert (logger.model is None) == (world.rank > 0)
     assert bool(capsys.readouterr().out) == (world.rank == 0)
+
+
+class Pieces(keras.utils.PyDataset):
+    """Batches of eight rows."""
+
+    def __init__(self, x):
+        super().__init__()
+        self.x = x
+
+    def __len__(self):
+        return -(-len(self.x) // 8)
+
+    def __getitem__(self, index):
+        return self.x[index * 8 : index * 8 + 8], np.zeros(8)
+
+
+class Ragged(keras.Model):
+    """Gives a ragged output, and others under nested names."""
+
+    def call(self, x):
+        lengths = tf.cast(x[:, 0] > 0, tf.int32) + 1
+        return {
+            "words": tf.RaggedTensor.from_tensor(x, lengths=lengths),
+            "sums": [keras.ops.sum(x, 1)],
+        }
+
+
+def in_batches(x, kind):
+    """Rows in batches of eight; the last one is smaller."""
+    dataset = tf.data.Dataset.from_tensor_slices(x).batch(8)
+    return {
+        "dataset": lambda: dataset,
+        "sequence": lambda: Pieces(x),
+        "generator": lambda: ((x[i : i + 8],) for i in range(0, len(x), 8)),
+        "unknown": lambda: dataset.filter(lambda rows: True),
+    }[kind]()
+
+
+@pytest.mark.three_ranks
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("dataset", "generator"),
+        *(
+            pytest.param(kind, marks=pytest.mark.long)
+            for kind in ("sequence", "unknown")
+        ),
+    ],
+)
+def test_batches_are_predicted_in_turns_and_gathered_in_order(world, kind):
+    """By any kind of data and `steps`; on all ranks, on the first one, or on none."""
+    x = np.random.default_rng(0).normal(size=(53, 4)).astype("float32")
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.set_weights(keras_dist.broadcast(model.get_weights()))
+    many = keras_dist.DistributedModel(model)
+    for steps in (3, 1, None):
+        # With `steps` Keras itself predicts whole executions of a graph.
+        model.compile(steps_per_execution=1 if steps else 2)
+        expected = model.predict(in_batches(x, kind), steps=steps, verbose=0)
+        options = {"steps": steps, "verbose": 0}
+        assert_same(many.predict(in_batches(x, kind), **options), expected)
+        first = many.predict(in_batches(x, kind), gather="first", **options)
+        if world.rank == 0:
+            assert_same(first, expected)
+        else:
+            assert first is None
+        own = many.predict(in_batches(x, kind), gather=False, **options)
+        batches = np.split(expected, range(8, len(expected), 8))
+        parts = [expected[:0], *batches[world.rank :: world.size]]
+        assert_same(own, np.concatenate(parts))
+    assert model.steps_per_execution == 2
+
+
+@pytest.mark.several_ranks
+def test_ragged_outputs_come_in_the_order_of_the_rows(world, tmp_path):
+    """From a few batches, too; an error on one rank is one on all."""
+    x = np.random.default_rng(0).normal(size=(53, 4)).astype("float32")
+    model = Ragged()
+    many = keras_dist.DistributedModel(model)
+    for count in (53, 8):
+        data = in_batches(x[:count], "dataset")
+        expected = model.predict(data, verbose=0)
+        given = many.predict(data, verbose=0)
+        assert given["words"].to_list() == expected["words"].to_list()
+        assert_same(given["sums"], expected["sums"])
+
+    class Fails(keras.callbacks.Callback):
+        def on_predict_batch_end(self, batch, logs=None):
+            if keras_dist.rank() == keras_dist.size() - 1:
+                raise OSError("no disk")
+
+    for message in raises_everywhere(
+        Exception, lambda: many.predict(data, verbose=0, callbacks=[Fails()])
+    ):
+        assert "no disk" in message
+
+
+@pytest.mark.three_ranks
+def test_predictions_are_written_as_they_come(world, tmp_path):
+    """From arrays and batches, to both formats, without a copy of the predictions."""
+    folder = keras_dist.broadcast(str(tmp_path))
+    x = np.random.default_rng(0).normal(size=(53, 4)).astype("float32")
+    model = Ragged()
+    many = keras_dist.DistributedModel(model)
+    expected = model.predict(in_batches(x, "dataset"), verbose=0)
+    for number, data in enumerate((x, in_batches(x, "dataset"), x[:2])):
+        path = f"{folder}/{number}"
+        writer = keras_dist.WritePredictions(path, "parquet")
+        options = {"batch_size": 5} if isinstance(data, np.ndarray) else {}
+        assert many.predict(data, verbose=0, callbacks=[writer], **options) is None
+        keras_dist.gather("written")
+        tables = [parquet.read_table(file) for file in Path(path).iterdir()]
+        table = pyarrow.concat_tables(tables)
+        table = table.sort_by([("batch", "ascending"), ("row", "ascending")])
+        rows = min(53, len(data) if number != 1 else 53)
+        assert table["words"].to_pylist() == expected["words"].to_list()[:rows]
+    dense = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    dense.set_weights(keras_dist.broadcast(dense.get_weights()))
+    many = keras_dist.DistributedModel(dense)
+    writer = keras_dist.WritePredictions(f"{folder}/npy")
+    assert many.predict(x, 5, verbose=0, callbacks=[writer]) is None
+    keras_dist.gather("written")
+    found = keras_dist.WritePredictions.read(f"{folder}/npy")
+    assert_same(found, dense.predict(x, verbose=0))
+    for message in raises_everywhere(
+        ValueError, lambda: many.predict(x, verbose=0, callbacks=[writer])
+    ):
+        assert "mixed with those of another run" in message
 
 
 @pytest.mark.several_ranks
