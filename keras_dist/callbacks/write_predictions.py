@@ -22,8 +22,6 @@ Place = Callable[[int, int], tuple[Any, Any] | None]
 # Rows that are collected before they are written to a Parquet file.
 _ROWS_OF_GROUP = 10_000
 
-_FORMATS = ("npy", "parquet")
-
 
 class WritePredictions(keras.callbacks.Callback):
     """Writes each rank's predictions to files as they come, however many they are.
@@ -52,10 +50,9 @@ class WritePredictions(keras.callbacks.Callback):
 
     def __init__(self, path: str | os.PathLike[str], format: str = "npy") -> None:
         super().__init__()
-        if format not in _FORMATS:
+        if format not in ("npy", "parquet"):
             raise ValueError(
-                f"`format` must be one of {', '.join(map(repr, _FORMATS))}. "
-                f"Received: format={format!r}"
+                f'`format` must be "npy" or "parquet". Received: format={format!r}'
             )
         self.path, self.format = Path(path), format
         self._is_fed = False
