@@ -8,13 +8,14 @@ DOCS := .venv/.docs
 CLUSTERS := .venv-clusters
 TRACKERS := .venv-trackers
 KERAS2 := .venv-keras2
+RELEASE := .venv-release
 
 # TensorFlow's start-up lines hide what these commands print.
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check test long demo docs equivalence fuzz mutations bench levers growth growth-start growth-hosts restarts slow-network stragglers input kills looks \
-    rows hosts chaos clusters trackers recordings
+    rows hosts chaos clusters trackers recordings release-check
 
 help:
 	@echo "make setup   a virtual environment in .venv, with Horovod built for its TensorFlow"
@@ -31,6 +32,7 @@ help:
 	@echo "make clusters  Ray, Spark (needs Java) and Kubernetes: installs them into $(CLUSTERS)"
 	@echo "make trackers  MLflow, Weights & Biases, KerasTuner and Optuna: installs them into $(TRACKERS)"
 	@echo "make recordings  what Horovod's own layer gives on Keras 2, into $(KERAS2) (tests/horovod_scripts, tests/horovod_files)"
+	@echo "make release-check  build sdist and wheel, and try them in an empty environment in $(RELEASE)"
 	@echo "make looks   look at each kind of pipeline 200 times, and see all of it be read"
 	@echo "make rows    count the rows of random data of all kinds: FIRST=0 COUNT=200"
 	@echo "make mutations   break one line at a time, and see a test fail"
@@ -161,6 +163,26 @@ $(KERAS2)/.ready: pyproject.toml $(READY)
 	$(BIN)/python -c "$$paths" > "$$($(KERAS2)/bin/python -c "$$paths")/first.pth"
 	$(KERAS2)/bin/python -m pip install --no-deps \
 	    "tf-keras==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("tensorflow").rpartition(".")[0])').*"
+	@touch $@
+
+# As for those who install from an index: nothing of this folder but what is in dist/.
+release-check: $(RELEASE)/.ready
+	rm -rf dist
+	$(RELEASE)/tools/bin/python -m build
+	$(RELEASE)/tools/bin/twine check --strict dist/*
+	$(PYTHON) -m venv --clear $(RELEASE)/empty
+	$(RELEASE)/empty/bin/python -m pip install dist/*.whl
+	cd $(RELEASE)/empty && bin/python -c 'import keras_dist; print(keras_dist.__file__)'
+	cd $(RELEASE)/empty && bin/keras-dist install-horovod --no-nccl $(HOROVOD) \
+	    $(if $(WHEEL_DIR),--wheel-dir '$(abspath $(WHEEL_DIR))')
+	cd $(RELEASE)/empty && bin/keras-dist check -np 2
+	$(RELEASE)/empty/bin/python -m pip install "$$(echo dist/*.whl)[dev]"
+	mkdir $(RELEASE)/empty/source && tar -xzf dist/*.tar.gz -C $(RELEASE)/empty/source --strip-components 1
+	cd $(RELEASE)/empty/source && ../bin/python -m pytest -qq --collect-only tests
+
+$(RELEASE)/.ready: pyproject.toml
+	$(PYTHON) -m venv --clear $(RELEASE)/tools
+	$(RELEASE)/tools/bin/python -m pip install 'build>=1.2' 'twine>=6.1'
 	@touch $@
 
 looks: setup

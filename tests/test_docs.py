@@ -4,8 +4,10 @@ import difflib
 import inspect
 import json
 import re
+import runpy
 import subprocess
 import sys
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 
@@ -228,6 +230,19 @@ def test_the_readme_is_short_and_its_links_lead_somewhere():
     assert len(README.splitlines()) <= 150
     for link in re.findall(r"\]\(([^)#]+)", README):
         assert link.startswith("https://") or (ROOT / link).exists(), link
+
+
+def test_the_readme_of_a_distribution_has_full_links():
+    """To files that there are; on PyPI others lead nowhere."""
+    readme = runpy.run_path(str(ROOT / "setup.py"))["readme"]()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    home = project["urls"]["Source"]
+    links = re.findall(r"\]\(([^)]+)", readme)
+    files = [link.removeprefix(home) for link in links if link.startswith(home)]
+    assert all(link.startswith("https://") for link in links) and len(files) > 20
+    assert "/raw/main/docs/performance.png" in files
+    for file in files:
+        assert (ROOT / re.sub("^/(blob|raw)/main/", "", file)).is_file(), file
 
 
 def test_the_commands_exist():
