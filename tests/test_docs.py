@@ -283,6 +283,15 @@ def test_settings_of_the_documentation_are_pinned_by_ranges():
     assert all(">=" in one and "<" in one for one in wanted)
 
 
+def test_each_supported_python_is_tried_by_the_workflow():
+    """Those of the metadata."""
+    text = (ROOT / "pyproject.toml").read_text()
+    supported = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)
+    workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text()
+    (tried,) = re.findall(r"python: (\[.*\])", workflow)
+    assert supported and json.loads(tried) == supported
+
+
 def test_contributing_is_short():
     """Nobody reads a long one."""
     assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) < 45
