@@ -5,8 +5,6 @@ HOROVOD ?=
 BIN := .venv/bin
 READY := .venv/.ready
 DOCS := .venv/.docs
-CLUSTERS := .venv-clusters
-TRACKERS := .venv-trackers
 KERAS2 := .venv-keras2
 RELEASE := .venv-release
 
@@ -15,7 +13,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check test long demo docs equivalence fuzz mutations bench levers growth growth-start growth-hosts restarts slow-network stragglers input kills looks \
-    rows hosts chaos clusters trackers recordings release-check
+    rows hosts chaos clusters trackers libraries recordings release-check
 
 help:
 	@echo "make setup   a virtual environment in .venv, with Horovod built for its TensorFlow"
@@ -29,8 +27,9 @@ help:
 	@echo "make long    make test, and variants for which it has no time"
 	@echo "make hosts   more launches and faults on hosts of our own (root)"
 	@echo "make chaos   random faults while three hosts of our own train (root): COUNT=50 SEED=1"
-	@echo "make clusters  Ray, Spark (needs Java) and Kubernetes: installs them into $(CLUSTERS)"
-	@echo "make trackers  MLflow, Weights & Biases, KerasTuner and Optuna: installs them into $(TRACKERS)"
+	@echo "make clusters  Ray, Spark (needs Java) and Kubernetes: installs them into .venv-clusters"
+	@echo "make trackers  MLflow, Weights & Biases, KerasTuner and Optuna: installs them into .venv-trackers"
+	@echo "make libraries  KerasHub, KerasRS, KerasTuner and keras.applications: installs them into .venv-libraries"
 	@echo "make recordings  what Horovod's own layer gives on Keras 2, into $(KERAS2) (tests/horovod_scripts, tests/horovod_files)"
 	@echo "make release-check  build sdist and wheel, and try them in an empty environment in $(RELEASE)"
 	@echo "make looks   look at each kind of pipeline 200 times, and see all of it be read"
@@ -122,30 +121,26 @@ chaos: COUNT = 50
 chaos: setup
 	$(BIN)/python tests/hosts/chaos.py $(COUNT) $(SEED) $(WAYS)
 
-# Ray and PySpark, in an environment of their own on top of the first one.
-clusters: setup $(CLUSTERS)/.ready
-	$(CLUSTERS)/bin/python -m pytest tests/clusters
+# What needs packages that nothing else does is tested in an environment of its own,
+# with the extra of that name, on top of the first one.
+clusters trackers libraries: %: setup .venv-%/.ready
+	.venv-$@/bin/python -m pytest tests/$@ $(ALSO)
 
-$(CLUSTERS)/.ready: pyproject.toml $(READY)
-	$(BIN)/python -m venv --clear $(CLUSTERS)
-	paths='import sysconfig; print(sysconfig.get_path("purelib"))'; \
-	$(BIN)/python -c "$$paths" > "$$($(CLUSTERS)/bin/python -c "$$paths")/first.pth"
-	$(CLUSTERS)/bin/python -m pip install -e '.[clusters]'
-	@touch $@
+libraries: ALSO := tests/trackers/test_keras_tuner.py
 
-# Experiment trackers and tuners, in an environment of their own on top of the first one.
-trackers: setup $(TRACKERS)/.ready
-	$(TRACKERS)/bin/python -m pytest tests/trackers
+define on_top_of_the_first
+$(BIN)/python -m venv --clear $(@D)
+paths='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+$(BIN)/python -c "$$paths" > "$$($(@D)/bin/python -c "$$paths")/first.pth"
+endef
 
-$(TRACKERS)/.ready: pyproject.toml $(READY)
-	$(BIN)/python -m venv --clear $(TRACKERS)
-	paths='import sysconfig; print(sysconfig.get_path("purelib"))'; \
-	$(BIN)/python -c "$$paths" > "$$($(TRACKERS)/bin/python -c "$$paths")/first.pth"
-	$(TRACKERS)/bin/python -m pip install -e '.[trackers]'
+.venv-%/.ready: pyproject.toml $(READY)
+	$(on_top_of_the_first)
+	$(@D)/bin/python -m pip install -e '.[$*]'
 	@touch $@
 
 # tests/horovod_scripts/ as they are, with Horovod itself on Keras 2, in an environment
-# of their own on top of the first one.
+# of their own.
 SCRIPTS := $(filter-out %/run.py %/results.py %/collect.py,$(wildcard tests/horovod_scripts/*.py))
 recordings: $(KERAS2)/.ready
 	rm -rf $(KERAS2)/results
@@ -158,9 +153,7 @@ recordings: $(KERAS2)/.ready
 	    tests/horovod_files
 
 $(KERAS2)/.ready: pyproject.toml $(READY)
-	$(BIN)/python -m venv --clear $(KERAS2)
-	paths='import sysconfig; print(sysconfig.get_path("purelib"))'; \
-	$(BIN)/python -c "$$paths" > "$$($(KERAS2)/bin/python -c "$$paths")/first.pth"
+	$(on_top_of_the_first)
 	$(KERAS2)/bin/python -m pip install --no-deps \
 	    "tf-keras==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("tensorflow").rpartition(".")[0])').*"
 	@touch $@

@@ -24,6 +24,7 @@ from keras_dist.data import (
     Source,
     is_arrays,
     is_dealt,
+    lists_to_arrays,
     presharded_of,
     reading,
     seed_of_keras,
@@ -436,9 +437,10 @@ class DistributedModel:
                 given = x, y, batch_size, verbose, sample_weight, steps, callbacks
                 return self.model.evaluate(*given, return_dict=return_dict)
             options = comm.run_on_all(options.resolved)
-            x = comm.run_on_all(lambda: sources.opened(x, options.shard))
+            given = lists_to_arrays((x, y, sample_weight))
+            x = comm.run_on_all(lambda: sources.opened(given[0], options.shard))
             spec = sources.compare({"validation": x}, options)
-            pieces = x, y, sample_weight
+            pieces = (x, *given[1:])
             feed = comm.run_on_all(
                 lambda: self._feed(pieces, batch_size, steps, options, spec)
             )
@@ -557,6 +559,7 @@ class DistributedModel:
             def weights() -> list[Any]:
                 return [w for w in self.model.weights if id(w) not in local]
 
+            x = lists_to_arrays(x)
             known = presharded_of(x) if gather and steps is None else None
             if known is not None and not known.is_by_file:
                 return predict_presharded(x, known, predict, weights, gather=gather)

@@ -66,7 +66,10 @@ def _run(path: Path, folder: Path) -> None:
     here = folder / name
     here.mkdir(parents=True, exist_ok=True)  # one for all ranks
     os.chdir(here)
-    parts = [(1, path.read_text())] if path.suffix == ".py" else blocks(path, "python")
+    if path.suffix == ".py":
+        parts = [(1, path.read_text())]
+    else:  # "py" are those that `make setup` alone cannot run
+        parts = blocks(path, "python") or blocks(path, "py")
     if path.suffix == ".md":
         exec(compile(PREAMBLE, "<preamble>", "exec"), vars(module))
     for line, code in parts:

@@ -24,7 +24,7 @@ Nothing here imports Horovod or `comm`. Rank and size are arguments, and data th
 to communicate while it is read does so through a `Channel`.
 """
 
-from keras_dist.data.arrays import Arrays, is_arrays, seed_of_keras
+from keras_dist.data.arrays import Arrays, is_arrays, lists_to_arrays, seed_of_keras
 from keras_dist.data.division import (
     Channel,
     DataPosition,
@@ -49,7 +49,7 @@ from keras_dist.data.presharded import (
     length_before_repeat,
     presharded_of,
 )
-from keras_dist.data.round_robin import Tail, own_rows
+from keras_dist.data.round_robin import Tail, is_mark, marked, own_rows
 from keras_dist.data.sequence import ShardedSequence
 from keras_dist.data.shares import Shares, adjusted
 from keras_dist.data.source import Agreed, DeclaredIterable, Source, is_source
@@ -76,9 +76,12 @@ __all__ = [
     "hold_out",
     "is_arrays",
     "is_dealt",
+    "is_mark",
     "is_source",
     "length_before_repeat",
     "length_of",
+    "lists_to_arrays",
+    "marked",
     "own_error",
     "own_items",
     "own_rows",

@@ -239,6 +239,25 @@ def order_of_keras(seed: int, total: int, batch_size: int | None) -> tf.Tensor:
         return tf.concat(list(data), 0)
 
 
+def lists_to_arrays(data: Any) -> Any:
+    """Make an array of each list of numbers or strings, as KerasHub's models take them.
+
+    A list of arrays stays a list: these are the inputs, or the outputs, of a model.
+
+    >>> lists_to_arrays((["one row", "another"], None))
+    (array(['one row', 'another'], dtype='<U7'), None)
+    """
+    if type(data) is tuple:
+        return tuple(map(lists_to_arrays, data))
+    if isinstance(data, dict):
+        return {name: lists_to_arrays(piece) for name, piece in data.items()}
+    if isinstance(data, list) and data:
+        leaves = keras.tree.flatten(data)
+        if all(isinstance(leaf, (str, bytes, int, float)) for leaf in leaves):
+            return np.asarray(data)
+    return data
+
+
 @dataclass(frozen=True)
 class RowOrder:
     """The order in which rows are read: one permutation for each pass.

@@ -347,6 +347,12 @@ def marked(batch: Any, has_rows: Any) -> tuple[Any, Any]:
     return batch, np.array([has_rows], "int32")
 
 
+def is_mark(leaf: Any) -> bool:
+    """Tell whether a tensor beside a batch of a data set may be its mark."""
+    is_tensor = tf.is_tensor(leaf) and leaf.dtype == tf.int32
+    return is_tensor and leaf.shape.as_list() == [1]
+
+
 def num_rows(batch: Any) -> int:
     """Count the rows in a batch: the length of the first axis of its first array."""
     for leaf in keras.tree.flatten(batch):

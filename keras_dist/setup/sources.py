@@ -24,6 +24,7 @@ from keras_dist.data import (
     is_arrays,
     is_source,
     length_before_repeat,
+    lists_to_arrays,
     own_items,
     seeds_of,
 )
@@ -43,15 +44,17 @@ _PRESHARDED_ADVICE = (
 
 
 def with_sources(given: KerasArguments, shard: str) -> KerasArguments:
-    """Put a `Source` in place of data that comes in batches."""
-    validation = opened(given.validation_data, shard)
-    return replace(given, x=opened(given.x, shard), validation_data=validation)
+    """Put a `Source` in place of data that comes in batches, and arrays for lists."""
+    pieces = {name: lists_to_arrays(piece) for name, piece in given.data().items()}
+    for name in ("x", "validation_data"):
+        pieces[name] = opened(pieces[name], shard)
+    return replace(given, **pieces)
 
 
 def opened(data: Any, shard: str) -> Any:
     """Make a `Source` of data that comes in batches, if there are several ranks."""
-    if comm.size() == 1 or isinstance(data, Source):
-        return data
+    if comm.size() == 1 or isinstance(data, Source) or is_arrays(data):
+        return data  # a list of arrays has any number of inputs
     x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
     if y is not None or is_arrays(x) or not is_source(x):
         return data

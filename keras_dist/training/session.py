@@ -605,6 +605,12 @@ class Session:
     holder: Holder
 
     @property
+    def has_marks(self) -> bool:
+        """True if batches to train on or to evaluate come with a mark (`marked`)."""
+        feed = self.training_data.feed
+        return self.metrics.data.is_marked or (feed is not None and feed.part.is_marked)
+
+    @property
     def is_plain(self) -> bool:
         """True if the model's own train step is used unchanged."""
         is_changed = (

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, mixin
+from keras_dist.data import is_mark, marked
 from keras_dist.optimizer import averages_every_step, only_attached, step_context
 from keras_dist.training import (
     batch_norm,
@@ -121,6 +122,15 @@ class DistributedStep(atomic.SavesWhole):
                 build.build_metrics(self, build.OwnStep(own_step, data, is_eager))
             with _without_counting(self, has_rows):
                 return own_step(data)
+
+    def preprocess_samples(
+        self: Any, x: Any, y: Any = None, sample_weight: Any = None
+    ) -> Any:
+        # KerasHub's `fit` and `evaluate` map this over the batches, marks and all.
+        own = super().preprocess_samples  # type: ignore[misc]
+        if self._distributed_session.has_marks and is_mark(y):
+            return marked(own(*keras.utils.unpack_x_y_sample_weight(x)), y)
+        return own(x, y, sample_weight)
 
     def make_train_function(self: Any, force: bool = False) -> Any:
         session = self._distributed_session

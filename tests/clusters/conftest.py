@@ -3,39 +3,27 @@
 `make clusters` installs it into an environment of its own, and runs these tests.
 """
 
-import importlib.util
 import os
-import shutil
 import time
-from pathlib import Path
 
 import pytest
 from leftover import MARK, left
+from needs import leave_out
 
 os.environ[MARK] = str(os.getpid())
 
 # What each file needs: modules, and programs.
-_NEEDS = {
-    "test_ray": (("ray",), ()),
-    "test_spark": (("pyspark",), ("java",)),
-    "test_schemas": (("kubernetes_validate",), ()),
+_MODULES = {
+    "test_ray": ("ray",),
+    "test_spark": ("pyspark",),
+    "test_schemas": ("kubernetes_validate",),
 }
-
-
-def _missing(stem):
-    modules, programs = _NEEDS[stem]
-    absent = [name for name in modules if importlib.util.find_spec(name) is None]
-    return absent + [name for name in programs if shutil.which(name) is None]
+_PROGRAMS = {"test_spark": ("java",)}
 
 
 def pytest_collection_modifyitems(items):
     """Leave out what cannot be run here, with the reason in the summary."""
-    for item in items:
-        if Path(__file__).parent == item.path.parent and (
-            missing := _missing(item.path.stem)
-        ):
-            reason = f"left out: {', '.join(missing)} missing (make clusters)"
-            item.add_marker(pytest.mark.skip(reason=reason))
+    leave_out(items, __file__, _MODULES, _PROGRAMS)
 
 
 @pytest.fixture

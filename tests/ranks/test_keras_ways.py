@@ -5,14 +5,10 @@ nothing; some of them in float32, too. `make equivalence` runs all ways in both,
 lists them in `docs/equivalence.md`.
 """
 
-import tempfile
-from pathlib import Path
-
 import pytest
 from keras_ways import WAYS
-from keras_ways.way import difference, digest, has_state, oracles
 
-import keras_dist
+pytest_plugins = ["keras_ways.comparison"]
 
 # On three ranks; the others that ask for it run there in `make long`.
 QUICK_ON_THREE = {
@@ -51,37 +47,10 @@ def cases():
         yield pytest.param(way, "float64", True, id=title, marks=marks)
 
 
-@pytest.fixture(scope="module")
-def folder():
-    """A folder that all ranks have."""
-    with tempfile.TemporaryDirectory() as own:
-        yield Path(keras_dist.broadcast(own))
-
-
-@pytest.fixture(scope="module")
-def expected(request, folder):
-    """What one process leaves of each way; every rank computes some of them."""
-    chosen = [
-        tuple(item.callspec.params[name] for name in ("way", "dtype", "is_global"))
-        for item in request.session.items
-        if item.path == Path(__file__) and hasattr(item, "callspec")
-    ]
-    found = oracles(chosen, keras_dist.size(), folder)
-    return {
-        (way.title, dtype, is_global): arrays
-        for (way, dtype, is_global), arrays in zip(chosen, found, strict=True)
-    }
-
-
 @pytest.mark.parametrize(("way", "dtype", "is_global"), cases())
-def test_a_way_equals_one_process(world, expected, folder, way, dtype, is_global):
+def test_a_way_equals_one_process(equals_one_process, way, dtype, is_global):
     """Weights, state and logs, and the same bits on all ranks."""
-    run = way.run_of(world.size, folder, is_oracle=False, is_global=is_global)
-    arrays = way.arrays(run, dtype)
-    assert has_state(arrays), f"not all of its training is compared: {list(arrays)}"
-    largest, name = difference(arrays, expected[way.title, dtype, is_global])
-    assert largest <= way.tolerance(dtype), f"{name}: {largest:.1e}"
-    assert len(set(keras_dist.gather(digest(arrays)))) == 1
+    equals_one_process(way, dtype, is_global)
 
 
 def test_at_least_forty_ways_are_tried():

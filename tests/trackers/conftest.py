@@ -3,10 +3,7 @@
 `make trackers` installs them into an environment of its own, and runs these tests.
 """
 
-import importlib.util
-from pathlib import Path
-
-import pytest
+from needs import leave_out
 
 # What each file needs.
 _NEEDS = {
@@ -19,10 +16,4 @@ _NEEDS = {
 
 def pytest_collection_modifyitems(items):
     """Leave out what cannot be run here, with the reason in the summary."""
-    for item in items:
-        if Path(__file__).parent == item.path.parent:
-            needs = _NEEDS[item.path.stem]
-            missing = [name for name in needs if importlib.util.find_spec(name) is None]
-            if missing:
-                reason = f"left out: {', '.join(missing)} missing (make trackers)"
-                item.add_marker(pytest.mark.skip(reason=reason))
+    leave_out(items, __file__, _NEEDS)

@@ -212,7 +212,7 @@ def bidirectional(run):
     return model, run.fit(model, padded(WORDS, 5), integers(2))
 
 
-@TEXT.way("CTC of speech", is_tested=False, on_three=True, is_single=True)
+@TEXT.way("CTC of speech", is_tested=False, on_three=True, rounds_as="float32")
 def ctc(run):
     model = _recognizer()
     run.compile(model, keras.optimizers.Adam(0.01), keras.losses.CTC())
@@ -230,7 +230,9 @@ class CtcLayer(keras.layers.Layer):
         return scores
 
 
-@TEXT.way("CTC in a layer that adds one loss a row", is_single=True, is_tested=False)
+@TEXT.way(
+    "CTC in a layer that adds one loss a row", rounds_as="float32", is_tested=False
+)
 def ctc_layer(run):
     pictures = keras.Input((8, 3), name="pictures")
     labels = keras.Input((3,), dtype="int32", name="labels")
@@ -346,7 +348,7 @@ def vectorization_in_pipeline(run):
 
 @TEXT.way(
     "LoRA: a trained model, and then its low-rank changes",
-    is_single=True,
+    rounds_as="float32",
     is_tested=False,
 )
 def low_rank(run):

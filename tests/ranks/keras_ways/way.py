@@ -22,7 +22,8 @@ import keras_dist
 BATCH_SIZE = 4
 ROWS = 22
 
-TOLERANCES = {"float64": 1e-10, "float32": 1e-5}
+# That of bfloat16, of eight bits, is a few roundings of a number.
+TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2.0**-5}
 
 # In float32, the rounding of a number near one: in a tensor that is nearly zero it is
 # large beside the values, and no error.
@@ -104,7 +105,7 @@ class Way:
         on_one: Whether the tests run it on one rank, too.
         on_three: The same on three.
         is_tested: Whether `make test` has time for it; `make long` runs all.
-        is_single: Whether Keras computes some of it in float32 in all models.
+        rounds_as: A coarser dtype, if some of it is computed in that in all models.
     """
 
     part: str
@@ -115,11 +116,11 @@ class Way:
     on_one: bool = False
     on_three: bool = False
     is_tested: bool = True
-    is_single: bool = False
+    rounds_as: str | None = None
 
     def tolerance(self, dtype: str) -> float:
         """The largest relative difference that is rounding."""
-        return TOLERANCES["float32" if self.is_single else dtype]
+        return TOLERANCES[self.rounds_as or dtype]
 
     @property
     def title(self) -> str:

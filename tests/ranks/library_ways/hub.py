@@ -1,0 +1,222 @@
+"""KerasHub: language models and classifiers."""
+
+from typing import Any
+
+import keras
+import keras_hub
+import numpy as np
+import tensorflow as tf
+from keras_ways.data import integers, padded
+from keras_ways.way import ROWS, Registry
+
+HUB = Registry("KerasHub")
+
+_LENGTH = 8
+_WORDS = ["the", "rank", "sends", "what", "it", "sums", "and", "waits"]
+
+
+def sentences() -> list[str]:
+    """A sentence for each row, of one to eight words."""
+    order = integers(len(_WORDS), len(_WORDS))
+    lengths = 1 + np.arange(ROWS) * 5 % len(_WORDS)
+    return [
+        " ".join(_WORDS[word] for word in row[:length])
+        for row, length in zip(order, lengths, strict=True)
+    ]
+
+
+def tokens(vocabulary_size: int) -> tuple[Any, Any, Any]:
+    """Padded tokens, the tokens that follow them, and which of these count."""
+    ids = padded(vocabulary_size, _LENGTH + 1)
+    x = {"token_ids": ids[:, :-1], "padding_mask": (ids[:, :-1] > 0).astype("int32")}
+    return x, ids[:, 1:], (ids[:, 1:] > 0).astype(keras.config.floatx())
+
+
+def gpt2(preprocessor: Any = None, vocabulary_size: int = 40, **kwargs: Any) -> Any:
+    """A GPT-2 of two layers."""
+    backbone = keras_hub.models.GPT2Backbone(
+        vocabulary_size=vocabulary_size,
+        num_layers=2,
+        num_heads=2,
+        hidden_dim=8,
+        intermediate_dim=16,
+        dropout=0.0,
+        max_sequence_length=_LENGTH,
+        **kwargs,
+    )
+    return keras_hub.models.GPT2CausalLM(backbone, preprocessor=preprocessor)
+
+
+def gpt2_preprocessor() -> Any:
+    """A tokenizer of letters and of some merged ones."""
+    letters = ["<|endoftext|>", *"abcdefghijklmnopqrstuvwxyz", "Ġ"]
+    pairs = ["t h", "th e", "Ġ the", "i t"]
+    pieces = [*letters, *(pair.replace(" ", "") for pair in pairs)]
+    return keras_hub.models.GPT2CausalLMPreprocessor(
+        keras_hub.models.GPT2Tokenizer(
+            {piece: index for index, piece in enumerate(pieces)}, pairs
+        ),
+        sequence_length=_LENGTH,
+    )
+
+
+def gemma(**kwargs: Any) -> Any:
+    """A Gemma of two layers."""
+    backbone = keras_hub.models.GemmaBackbone(
+        vocabulary_size=40,
+        num_layers=2,
+        num_query_heads=2,
+        num_key_value_heads=1,
+        hidden_dim=8,
+        intermediate_dim=16,
+        head_dim=4,
+        **kwargs,
+    )
+    return keras_hub.models.GemmaCausalLM(backbone, preprocessor=None)
+
+
+def next_token() -> dict[str, Any]:
+    """Loss and metrics of a language model."""
+    return {
+        "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        "weighted_metrics": [keras.metrics.SparseCategoricalAccuracy()],
+    }
+
+
+def train_tokens(run: Any, model: Any, **how: Any) -> Any:
+    """Two epochs from arrays of tokens, with a validation."""
+    optimizer = how.pop("optimizer", None) or keras.optimizers.Adam(1e-3)
+    run.compile(model, optimizer, metrics=None, **next_token(), **how)
+    x, y, weights = tokens(40)
+    some = {name: array[:9] for name, array in x.items()}
+    validation_data = some, y[:9], weights[:9]
+    history = run.fit(
+        model,
+        x,
+        y,
+        sample_weight=weights,
+        epochs=2,
+        lr_scaling="none",
+        validation_data=validation_data,
+    )
+    return model, history
+
+
+@HUB.way("GPT-2 from token arrays", is_traced=True)
+def gpt2_tokens(run):
+    return train_tokens(run, gpt2())
+
+
+@HUB.way("GPT-2 with XLA", is_traced=True)
+def gpt2_xla(run):
+    return train_tokens(run, gpt2(), jit_compile=True)
+
+
+@HUB.way("GPT-2 in mixed_bfloat16", is_traced=True, rounds_as="bfloat16")
+def gpt2_bfloat16(run):
+    return train_tokens(
+        run, gpt2(dtype="mixed_bfloat16"), optimizer=keras.optimizers.SGD(0.1)
+    )
+
+
+@HUB.way("Gemma from token arrays", is_traced=True, rounds_as="float32")
+def gemma_tokens(run):
+    return train_tokens(run, gemma())
+
+
+@HUB.way("Gemma with LoRA", is_traced=True, rounds_as="float32")
+def gemma_lora(run):
+    model = gemma()
+    model.backbone.enable_lora(rank=2)
+    return train_tokens(run, model)
+
+
+@HUB.way("GPT-2 from strings", is_traced=True)
+def gpt2_strings(run):
+    model = gpt2(gpt2_preprocessor())
+    run.compile(model, keras.optimizers.Adam(1e-3), metrics=None, **next_token())
+    history = run.fit(
+        model, sentences(), epochs=2, validation_data=(sentences()[:9], None)
+    )
+    return model, history
+
+
+@HUB.way("GPT-2 from a data set of strings", is_traced=True)
+def gpt2_dataset(run):
+    model = gpt2(gpt2_preprocessor())
+    run.compile(model, keras.optimizers.Adam(1e-3), metrics=None, **next_token())
+    data = tf.data.Dataset.from_tensor_slices(sentences()).batch(run.batch_size)
+    return model, run.fit(model, data, epochs=2)
+
+
+def bert() -> Any:
+    """A classifier of sentences in three classes."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    preprocessor = keras_hub.models.BertTextClassifierPreprocessor(
+        keras_hub.models.BertTokenizer(special + _WORDS, lowercase=True),
+        sequence_length=_LENGTH,
+    )
+    backbone = keras_hub.models.BertBackbone(
+        vocabulary_size=len(special) + len(_WORDS),
+        num_layers=2,
+        num_heads=2,
+        hidden_dim=8,
+        intermediate_dim=16,
+        dropout=0.0,
+        max_sequence_length=_LENGTH,
+    )
+    return keras_hub.models.BertTextClassifier(
+        backbone, num_classes=3, preprocessor=preprocessor, dropout=0.0
+    )
+
+
+def classifying() -> dict[str, Any]:
+    """Loss and metrics of a classifier."""
+    return {
+        "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        "metrics": [keras.metrics.SparseCategoricalAccuracy()],
+    }
+
+
+@HUB.way("BERT classifier from strings", is_traced=True)
+def bert_strings(run):
+    model, y = bert(), integers(3)
+    run.compile(model, keras.optimizers.AdamW(1e-3), **classifying())
+    history = run.fit(
+        model, sentences(), y, epochs=2, validation_data=(sentences()[:9], y[:9])
+    )
+    return model, history
+
+
+@HUB.way("BERT classifier from a data set of strings", is_traced=True)
+def bert_dataset(run):
+    model = bert()
+    run.compile(model, keras.optimizers.AdamW(1e-3), **classifying())
+    rows = tf.data.Dataset.from_tensor_slices((sentences(), integers(3)))
+    return model, run.fit(model, rows.batch(run.batch_size), epochs=2)
+
+
+def vit() -> Any:
+    """A classifier of pictures in three classes."""
+    converter = keras_hub.layers.ViTImageConverter(image_size=(16, 16), scale=1 / 255)
+    preprocessor = keras_hub.models.ViTImageClassifierPreprocessor(converter)
+    backbone = keras_hub.models.ViTBackbone(
+        image_shape=(16, 16, 3),
+        patch_size=(8, 8),
+        num_layers=2,
+        num_heads=2,
+        hidden_dim=8,
+        mlp_dim=16,
+    )
+    return keras_hub.models.ViTImageClassifier(
+        backbone, num_classes=3, pooling="token", preprocessor=preprocessor
+    )
+
+
+@HUB.way("ViT classifier with its preprocessor", is_traced=True)
+def vit_pictures(run):
+    model = vit()
+    run.compile(model, keras.optimizers.SGD(0.1), **classifying())
+    x, y = integers(256, 20, 20, 3).astype("uint8"), integers(3)
+    history = run.fit(model, x, y, epochs=2, validation_data=(x[:9], y[:9]))
+    return model, history

@@ -1,0 +1,60 @@
+"""Models of `keras.applications`, from a folder of pictures."""
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from keras_ways.data import integers
+from keras_ways.way import ROWS, Registry
+
+import keras_dist
+
+PICTURES = Registry("keras.applications")
+
+
+def write_pictures(folder: Path) -> None:
+    """A folder for each of two classes."""
+    values, labels = integers(256, 40, 40, 3).astype("uint8"), np.arange(ROWS) % 2
+    for index, (value, label) in enumerate(zip(values, labels, strict=True)):
+        path = folder / f"class{label}" / f"{index:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        keras.utils.save_img(path, value)
+
+
+def dataset(run: Any) -> Any:
+    """The pictures, in an order that a seed gives; one rank writes them for all."""
+    folder = run.folder / "pictures"
+    if run.is_oracle:
+        write_pictures(folder)
+    else:
+        with keras_dist.first_rank() as is_first:
+            if is_first:
+                write_pictures(folder)
+    return keras.utils.image_dataset_from_directory(
+        folder,
+        image_size=(32, 32),
+        batch_size=run.batch_size,
+        seed=3,
+        verbose=False,
+    )
+
+
+@PICTURES.way("MobileNetV2, from a folder of pictures", is_traced=True)
+def mobilenet(run):
+    base = keras.applications.MobileNetV2(
+        (32, 32, 3), alpha=0.35, include_top=False, weights=None, pooling="avg"
+    )
+    base.trainable = False
+    inputs = keras.Input((32, 32, 3))
+    x = keras.applications.mobilenet_v2.preprocess_input(inputs)
+    x = base(x, training=False)
+    model = keras.Model(inputs, keras.layers.Dense(2)(x))
+    run.compile(
+        model,
+        keras.optimizers.Adam(0.01),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    data = dataset(run)
+    return model, run.fit(model, data, epochs=2, validation_data=data)

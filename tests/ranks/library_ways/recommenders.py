@@ -1,0 +1,173 @@
+"""KerasRS: retrieval and ranking, from arrays and from data sets."""
+
+from typing import Any
+
+import keras
+import keras_rs
+import tensorflow as tf
+from keras import ops
+from keras_ways.data import floats, integers
+from keras_ways.way import Registry
+
+RECOMMENDERS = Registry("KerasRS")
+
+_USERS, _ITEMS, _WIDTH = 20, 30, 4
+
+
+def interactions() -> tuple[dict[str, Any], Any]:
+    """A user, an item and a rating in each row."""
+    x = {"user": integers(_USERS), "item": integers(_ITEMS, seed=1)}
+    return x, floats(1, seed=2)
+
+
+class TwoTowers(keras.Model):
+    """Scores all items for each user; the item of the row is the right one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = keras.layers.Embedding(_USERS, _WIDTH)
+        self.items = keras.layers.Embedding(_ITEMS, _WIDTH)
+        self.retrieval = keras_rs.layers.BruteForceRetrieval(k=5, return_scores=False)
+        self.loss_of_items = keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True
+        )
+
+    def build(self, input_shape: Any) -> None:
+        self.users.build(input_shape)
+        self.items.build(input_shape)
+        self.retrieval.candidate_embeddings = self.items.embeddings
+        self.retrieval.build(input_shape)
+        super().build(input_shape)
+
+    def call(self, users: Any, training: bool = False) -> Any:
+        embedded = self.users(users)
+        result = {"embedding": embedded}
+        if not training:
+            result["items"] = self.retrieval(embedded)
+        return result
+
+    def compute_loss(
+        self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, **_: Any
+    ) -> Any:
+        every_item = self.items(ops.arange(_ITEMS))
+        scores = ops.matmul(y_pred["embedding"], ops.transpose(every_item))
+        return self.loss_of_items(y, scores, sample_weight)
+
+
+@RECOMMENDERS.way("retrieval by two towers", is_traced=True)
+def retrieval(run):
+    keras.utils.set_random_seed(1)
+    model = run.compile(TwoTowers(), keras.optimizers.Adagrad(0.1))
+    x, _ = interactions()
+    history = run.fit(
+        model,
+        x["user"],
+        x["item"],
+        epochs=2,
+        validation_data=(x["user"][:9], x["item"][:9]),
+    )
+    return model, history, model.predict(x["user"][:9], verbose=0)["items"]
+
+
+def ranking(interaction: str) -> Any:
+    """A model of ratings, with the features of a user and an item combined."""
+    inputs = {
+        name: keras.Input((), dtype="int32", name=name) for name in ("user", "item")
+    }
+    embedded = [
+        keras.layers.Embedding(_USERS, _WIDTH)(inputs["user"]),
+        keras.layers.Embedding(_ITEMS, _WIDTH)(inputs["item"]),
+    ]
+    if interaction == "cross":
+        x = keras.layers.Concatenate()(embedded)
+        combined = keras_rs.layers.FeatureCross(projection_dim=2)(x, x)
+        combined = keras_rs.layers.FeatureCross()(x, combined)
+    else:
+        combined = keras_rs.layers.DotInteraction()(embedded)
+    return keras.Model(inputs, keras.layers.Dense(1)(combined))
+
+
+def train_ratings(run: Any, model: Any) -> Any:
+    """Two epochs from arrays, with a validation."""
+    run.compile(model, keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    x, y = interactions()
+    some = {name: array[:9] for name, array in x.items()}
+    history = run.fit(model, x, y, epochs=2, validation_data=(some, y[:9]))
+    return model, history
+
+
+@RECOMMENDERS.way("ranking by FeatureCross", is_traced=True)
+def feature_cross(run):
+    return train_ratings(run, ranking("cross"))
+
+
+@RECOMMENDERS.way("ranking by DotInteraction, from a data set", is_traced=True)
+def dot_interaction(run):
+    model = ranking("dot")
+    run.compile(model, keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    data = tf.data.Dataset.from_tensor_slices(interactions()).batch(run.batch_size)
+    return model, run.fit(model, data, epochs=2, validation_data=data)
+
+
+@RECOMMENDERS.way("ranking by a listwise loss", is_traced=True)
+def listwise(run):
+    model = keras.Sequential(
+        [
+            keras.Input((6, 3)),
+            keras.layers.Dense(4, "tanh"),
+            keras.layers.Dense(1, use_bias=False),  # a loss of differences
+            keras.layers.Flatten(),
+        ]
+    )
+    run.compile(
+        model,
+        keras.optimizers.Adam(0.01),
+        keras_rs.losses.ListMLELoss(),
+        metrics=[keras_rs.metrics.NDCG(k=3)],
+    )
+    y = integers(3, 6, seed=3).astype(keras.config.floatx())
+    return model, run.fit(model, floats(6, 3), y, epochs=2)
+
+
+def distributed_embedding() -> Any:
+    """Two tables, one of them for a feature of several items."""
+    tables = {
+        name: keras_rs.layers.TableConfig(name, rows, _WIDTH, combiner="mean")
+        for name, rows in (("users", _USERS), ("items", _ITEMS))
+    }
+    features = {
+        "user": keras_rs.layers.FeatureConfig(
+            "user", tables["users"], (None, 1), (None, _WIDTH)
+        ),
+        "bought": keras_rs.layers.FeatureConfig(
+            "bought", tables["items"], (None, 3), (None, _WIDTH)
+        ),
+    }
+    inputs = {
+        "user": keras.Input((1,), dtype="int32", name="user"),
+        "bought": keras.Input((3,), dtype="int32", name="bought"),
+    }
+    embedded = keras_rs.layers.DistributedEmbedding(features)(inputs)
+    combined = keras.layers.Concatenate()([embedded["user"], embedded["bought"]])
+    return keras.Model(inputs, keras.layers.Dense(1)(combined))
+
+
+def purchases() -> tuple[dict[str, Any], Any]:
+    """A user, three items and a rating in each row."""
+    x = {"user": integers(_USERS, 1), "bought": integers(_ITEMS, 3, seed=1)}
+    return x, floats(1, seed=2)
+
+
+@RECOMMENDERS.way("DistributedEmbedding", is_traced=True)
+def embedding_arrays(run):
+    model = distributed_embedding()
+    run.compile(model, keras.optimizers.Adam(0.01), "mse")
+    return model, run.fit(model, *purchases(), epochs=2)
+
+
+@RECOMMENDERS.way("DistributedEmbedding, from a data set", is_traced=True)
+def embedding_dataset(run):
+    model = distributed_embedding()
+    run.compile(model, keras.optimizers.Adagrad(0.1), "mse")
+    data = tf.data.Dataset.from_tensor_slices(purchases()).batch(run.batch_size)
+    return model, run.fit(model, data, epochs=2)

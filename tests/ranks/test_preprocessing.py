@@ -1,0 +1,123 @@
+"""Models that preprocess rows in their `fit`, and lists in place of arrays."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from claims import assert_equal_to_the_bit, largest_difference
+
+import keras_dist
+
+WORDS = ["what", "it", "the", "ranks", "waits", "sums", "a", "rank", "is", "read"]
+
+
+class Preprocesses(keras.Model):
+    """As KerasHub's models: `fit` maps `preprocess_samples` over batches of strings."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+        self.dense.build((None, 3))
+
+    def call(self, x):
+        return self.dense(x)
+
+    def preprocess_samples(self, x, y=None, sample_weight=None):
+        lengths = tf.strings.length(x)
+        columns = [lengths, lengths**2, lengths % 2]
+        features = tf.cast(tf.stack(columns, axis=1), "float32") / 10.0
+        return keras.utils.pack_x_y_sample_weight(features, y, sample_weight)
+
+    def _mapped(self, x, y, sample_weight, batch_size):
+        if not isinstance(x, tf.data.Dataset):
+            pieces = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+            x = tf.data.Dataset.from_tensor_slices(pieces).batch(batch_size or 32)
+        return x.map(self.preprocess_samples)
+
+    def fit(
+        self, x, y=None, batch_size=None, sample_weight=None, validation_data=None, **kw
+    ):
+        if validation_data is not None:
+            if not isinstance(validation_data, tuple):
+                validation_data = (validation_data,)
+            pieces = keras.utils.unpack_x_y_sample_weight(validation_data)
+            kw["validation_data"] = self._mapped(*pieces, batch_size)
+        return super().fit(self._mapped(x, y, sample_weight, batch_size), **kw)
+
+    def evaluate(self, x=None, y=None, batch_size=None, sample_weight=None, **kw):
+        if not kw.get("_use_cached_eval_dataset"):
+            x, y = self._mapped(x, y, sample_weight, batch_size), None
+        return super().evaluate(x, y, **kw)
+
+    def predict(self, x, batch_size=None, **kw):
+        return super().predict(self._mapped(x, None, None, batch_size), **kw)
+
+
+def compiled():
+    keras.utils.set_random_seed(1)
+    model = Preprocesses()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
+    return model
+
+
+@pytest.mark.parametrize("is_global", [True, False])
+@pytest.mark.parametrize("kind", ["lists", "dataset"])
+def test_a_model_may_preprocess_rows_in_fit(world, kind, is_global):
+    """With nine rows in batches of four, not every rank has one of the last batch."""
+    words = WORDS[:9] if is_global else WORDS
+    labels = [len(word) % 2 for word in words]
+
+    def given(batch_size):
+        if kind == "lists":
+            pieces = (words, labels)
+            validation = {"validation_data": (words[:5], labels[:5])}
+            return pieces, {"batch_size": batch_size} | validation
+        data = tf.data.Dataset.from_tensor_slices((words, labels)).batch(batch_size)
+        return (data,), {"validation_data": data}
+
+    how = {"epochs": 2, "verbose": 0, "shuffle": False}
+    total = 4 if is_global else 4 * world.size
+    oracle = compiled()
+    pieces, more = given(total)
+    expected = oracle.fit(*pieces, **more, **how)
+    model = compiled()
+    pieces, more = given(4)
+    options = {"batch": "global"} if is_global else {"lr_scaling": "none"}
+    history = keras_dist.dist_fit(model, *pieces, **more, **how, **options)
+    assert largest_difference(model, oracle) < 1e-5
+    assert_equal_to_the_bit(model)
+    for name, values in expected.history.items():
+        np.testing.assert_allclose(history.history[name], values, rtol=1e-5)
+    parallel = keras_dist.DistributedModel(model, batch="global")
+    how = {"batch_size": 4} if kind == "lists" else {}
+    found, wanted = (
+        each.evaluate(*pieces, verbose=0, **how) for each in (parallel, oracle)
+    )
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    found, wanted = (
+        each.predict(pieces[0], verbose=0, **how) for each in (parallel, oracle)
+    )
+    np.testing.assert_allclose(found, wanted, rtol=1e-4)
+
+
+def test_a_list_of_four_inputs_is_data(world):
+    """Keras takes a list of any number of arrays as the inputs of a model."""
+
+    def made():
+        keras.utils.set_random_seed(2)
+        inputs = [keras.Input((3,)) for _ in range(4)]
+        output = keras.layers.Dense(1)(keras.layers.Concatenate()(inputs))
+        model = keras.Model(inputs, output)
+        model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+        return model
+
+    generator = np.random.default_rng(0)
+    x = [generator.normal(size=(11, 3)).astype("float32") for _ in range(4)]
+    y = generator.normal(size=(11, 1)).astype("float32")
+    oracle, model = made(), made()
+    oracle.fit(x, y, batch_size=5, verbose=0, shuffle=False)
+    keras_dist.dist_fit(
+        model, x, y, batch_size=5, verbose=0, shuffle=False, batch="global"
+    )
+    assert largest_difference(model, oracle) < 1e-5
