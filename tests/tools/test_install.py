@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import sysconfig
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,19 @@ def test_all_missing_packages_are_in_one_message():
     assert "python -m ensurepip" in text
     assert "nvidia-nccl-cu12" in text
     assert len(missing) == 9
+
+
+@pytest.mark.parametrize("name", facts.TENSORFLOWS)
+def test_each_distribution_of_tensorflow_is_found(name, monkeypatch):
+    """Alone in its environment."""
+
+    def version(asked):
+        if asked != name:
+            raise PackageNotFoundError(asked)
+        return "2.21.0"
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    assert facts.installed_tensorflow() == (name, "2.21.0")
 
 
 def test_nccl_with_tensorflow_cpu_says_which_distribution_is_needed():

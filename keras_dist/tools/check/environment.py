@@ -33,7 +33,7 @@ from keras_dist.tools.check.checks import (
     warning,
 )
 from keras_dist.tools.check.gpus import gpus
-from keras_dist.tools.install.facts import is_supported
+from keras_dist.tools.install.facts import TENSORFLOWS, is_supported
 from keras_dist.version import __version__
 
 # Seconds for which a rank waits for the others, which import TensorFlow.
@@ -42,7 +42,7 @@ _SECONDS, _PAUSE = 240.0, 0.2
 _INSTALL = "Run `keras-dist install-horovod` there."
 
 _PACKAGES = {
-    "TensorFlow": ("tensorflow", "tensorflow-cpu"),
+    "TensorFlow": TENSORFLOWS,
     "Keras": ("keras",),
     "Horovod": ("horovod",),
     "NumPy": ("numpy",),

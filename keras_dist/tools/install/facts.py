@@ -22,6 +22,9 @@ _PIP_TENSORFLOW = "pip install 'tensorflow>=2.18,<2.22'"
 # The command that installs Open MPI on Debian and Ubuntu.
 OPEN_MPI = "apt-get install libopenmpi-dev openmpi-bin"
 
+# Distributions that have the module `tensorflow`.
+TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tf-nightly")
+
 # Folders that are searched after those in the user's environment variables.
 _SYSTEM_HOMES = (Path("/usr"), Path("/usr/local/cuda"))
 
@@ -45,7 +48,7 @@ class Facts:
 
     Args:
         tensorflow: Version of the installed TensorFlow; `None` if there is none.
-        distribution: Name of the distribution: `tensorflow` or `tensorflow-cpu`.
+        distribution: Name of the distribution, one of `TENSORFLOWS`.
         python: Major and minor version of this Python.
         has_pip: Whether this Python has pip.
         has_compiler: Whether there is a C++ compiler.
@@ -101,7 +104,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Facts:
 
 def installed_tensorflow() -> tuple[str, str | None]:
     """Return name and version of the installed distribution of TensorFlow."""
-    for name in ("tensorflow", "tensorflow-cpu"):
+    for name in TENSORFLOWS:
         try:
             return name, importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
