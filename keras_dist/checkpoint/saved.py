@@ -40,6 +40,7 @@ class Saved:
         scale: Ranks, global batch and learning rates; `None` in files of before.
         keras_seed: The seed with which Keras shuffles arrays; `None` if it draws one,
             and in files of before.
+        data_seeds: The seeds of a data set's shuffles, if the position depends on them.
     """
 
     position: DataPosition
@@ -54,6 +55,7 @@ class Saved:
     begun: float = 0.0
     scale: dict[str, Any] | None = None
     keras_seed: int | None = None
+    data_seeds: list[tuple[int, int]] | None = None
 
     def tree(self) -> dict[str, Any]:
         """Return the content as a tree for a checkpoint file."""
@@ -108,6 +110,7 @@ class Resume:
             spec,
             seed=self.seed,
             keras_seed=self.keras_seed,
+            seeds_before=None if self.saved is None else self.saved.data_seeds,
             keeps_position=True,
             position=self.position,
         )

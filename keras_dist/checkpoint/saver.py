@@ -325,6 +325,7 @@ class Saver(keras.callbacks.Callback):
             position=position,
             seed=self._resume.seed,
             keras_seed=self._resume.keras_seed,
+            data_seeds=self._setup.training.part.seeds,
             is_finished=is_finished,
             rates=states.rates_of(self.model),
             warmup_steps=self._setup.warmup_steps,

@@ -70,6 +70,8 @@ class ShardSpec:
         seed: Seed of the order of the rows, the same on all ranks.
         keras_seed: The seed with which Keras shuffles arrays, the same on all ranks;
             `None` if it draws one.
+        seeds_before: The seeds of the data's shuffles in the checkpoint to resume from;
+            `None` if the position does not depend on them.
         channel: Collectives for data that needs them while it is read.
         keeps_position: Whether the order of the rows is ours on a single rank, too. A
             checkpoint needs that: another number of ranks may resume from it.
@@ -100,6 +102,7 @@ class ShardSpec:
     batch: str = "rank"
     shares: Shares | None = None
     keras_seed: int | None = None
+    seeds_before: list[tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
         if self.shard == "none" and self.shares is not None:

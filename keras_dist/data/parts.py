@@ -10,10 +10,12 @@ import tensorflow as tf
 
 from keras_dist.data.division import Division, ShardSpec
 from keras_dist.data.pipeline import (
+    after_unread_pass,
     checked_length,
     ending_like_known,
     finite_or_none,
     first_steps,
+    is_read_anew,
     is_reshuffled,
     length_of,
     lengths_of_spec,
@@ -58,6 +60,7 @@ class Part:
             rank.
         leftover: What happens to the batches that are left over at the end of a pass,
             in the words of the plan; "" if there are none.
+        seeds: Where the position depends on them, the seeds of its shuffles.
     """
 
     data: Any
@@ -70,6 +73,7 @@ class Part:
     is_marked: bool = False
     shares: Shares | None = None
     leftover: str = ""
+    seeds: list[tuple[int, int]] | None = None
 
 
 def is_dealt(source: Source, spec: ShardSpec) -> bool:
@@ -311,10 +315,10 @@ def _of_dataset(
 
     steps = steps_after(0)
     part = Part(None, steps, is_marked=is_marked, leftover=tail.in_words(in_tail))
+    mark = functools.partial(marked, has_rows=True)
+    as_made = mark if is_marked else lambda batch: batch
     if steps is None:  # the last batch may be smaller
         if source.has_seeded_passes:
-            mark = functools.partial(marked, has_rows=True)
-            as_made = mark if is_marked else lambda batch: batch
             dataset = ending_like_known(dataset, data, as_made)
         return replace(part, data=without_auto_shard(dataset))
     dataset = checked_length(dataset, steps)
@@ -328,7 +332,28 @@ def _of_dataset(
         steps_after=lambda read: steps_after(read) or 0,
     )
     begin = division.begin
+    if source.has_seeded_passes:
+        part = replace(part, seeds=source.seeds)
+        _check_seeds(source, spec)
+    if begin and source.has_seeded_passes:
+        dataset = after_unread_pass(dataset, data, as_made)
     return _divided(part, division, dataset, lambda: dealt(data.skip(begin)))
+
+
+def _check_seeds(source: Source, spec: ShardSpec) -> None:
+    """Check that passes have the order that they had before a checkpoint."""
+    before = spec.seeds_before
+    if spec.position is None or not spec.position.done or before is None:
+        return
+    before = [(int(first), int(second)) for first, second in before]
+    if before != source.seeds:
+        raise ValueError(
+            "The training cannot go on in the middle of an epoch in another order of "
+            f"the data: rows would come twice. Received: shuffles with the seeds "
+            f"{source.seeds}, and {before} in the checkpoint. Set the same seeds as "
+            "before (`shuffle(seed=…)`, keras.utils.set_random_seed), or pass an empty "
+            "folder."
+        )
 
 
 def _of_presharded(
@@ -464,7 +489,7 @@ def _checked(source: Source) -> Any:
 
 
 def _has_fixed_order(source: Source) -> bool:
-    """Tell whether each pass yields the same batches, so that a rank can skip some.
+    """Tell whether it is known what each pass yields, so that a rank can skip some.
 
     Without that, a training cannot be resumed in the middle of an epoch. Of presharded
     data the rows are compared; what a `map` makes of them may be random.
@@ -475,7 +500,9 @@ def _has_fixed_order(source: Source) -> bool:
     if not is_dataset or finite_or_none(source.length) is None:
         return False
     if is_reshuffled(source.data):
-        return False
+        # The order of pass k follows from k; `skip_epochs` begins the ones before.
+        is_seeded = source.kind == "dataset" and source.has_seeded_passes
+        return is_seeded and is_read_anew(source.data)
 
     def look() -> str:
         if source.presharded is None:

@@ -124,6 +124,19 @@ def has_seeded_passes(dataset: tf.data.Dataset) -> bool:
     return is_reshuffled(dataset) and (0, 0) not in seeds_of(dataset)
 
 
+def is_read_anew(dataset: tf.data.Dataset) -> bool:
+    """Tell whether no data set that has another order in each pass is kept by `cache`.
+
+    What was kept has one order only, that of the pass in which it was read.
+
+    >>> data = tf.data.Dataset.range(9)
+    >>> [is_read_anew(d) for d in (data.cache().shuffle(9), data.shuffle(9).cache())]
+    [True, False]
+    """
+    caches = (node for node in nodes(dataset) if hasattr(node, "_filename"))
+    return not any(map(is_reshuffled, caches))
+
+
 def before_shuffles(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
     """List what a data set is made of, before the first shuffle.
 
@@ -143,10 +156,9 @@ _PASSES_OF_EPOCH = 2
 def skip_epochs(dataset: tf.data.Dataset, count: int) -> None:
     """Let the next epoch have the order that it has after `count` others.
 
-    `has_seeded_passes` must be true. A data set that keeps what it has read, by
-    `cache`, has one order only, and is left as it is.
+    `has_seeded_passes` must be true. One that is not `is_read_anew` is left as it is.
     """
-    if any(hasattr(node, "_filename") for node in nodes(dataset)):
+    if not is_read_anew(dataset):
         return
     for _ in range(count * (_PASSES_OF_EPOCH if dataset.cardinality() >= 0 else 1)):
         iter(dataset)
@@ -168,6 +180,23 @@ def ending_like_known(
         return as_made(batch)
 
     return batches.concatenate(nothing.map(batch_of))
+
+
+def after_unread_pass(
+    batches: tf.data.Dataset, dataset: tf.data.Dataset, as_made: Callable[[Any], Any]
+) -> tf.data.Dataset:
+    """Return the same batches; before the first one, a pass over `dataset` begins.
+
+    Use it where `batches` are only made when they are read, so that the iterator which
+    Keras does not read (`_PASSES_OF_EPOCH`) begins no pass; see `ending_like_known`.
+    """
+    nothing = tf.data.Dataset.zip(tf.data.Dataset.range(0), dataset)
+
+    @tf.autograph.experimental.do_not_convert
+    def batch_of(_: tf.Tensor, batch: Any) -> Any:
+        return as_made(batch)
+
+    return nothing.map(batch_of).concatenate(batches)
 
 
 def by_window(

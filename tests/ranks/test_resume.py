@@ -19,6 +19,7 @@ from resumable import (
     Dies,
     as_dataset,
     as_divided,
+    as_shuffled,
     make_model,
     rows_of_all,
     train,
@@ -114,23 +115,25 @@ def test_a_graph_resumes_in_the_middle_of_an_epoch_to_the_bit(folder, is_dataset
 
 @pytest.mark.parametrize(
     "as_data",
-    shortened([as_dataset, as_divided, Batches], {as_divided}),
+    shortened(
+        [as_dataset, as_shuffled, as_divided, Batches], {as_divided, as_shuffled}
+    ),
 )
 def test_data_in_batches_resumes_where_it_was(folder, as_data):
     """At a batch: none before it is read again, and none is left out."""
-    options = {"as_data": as_data, "is_equivalent": True, "epochs": 2}
+    options = {"as_data": as_data, "is_equivalent": True, "epochs": 3}
     expected_rows, rows = {}, {}
     expected, history = train(
         f"{folder}/whole", saw=expected_rows.__setitem__, **options
     )
-    steps = len(expected_rows) // 2
+    steps = len(expected_rows) // 3
     more = {"save_steps": 1, "die": die, "dies": steps + 3}
     with pytest.raises(Killed):
         train(f"{folder}/cut", saw=rows.__setitem__, **options, **more)
     rows_before = dict(rows)
     rows.clear()
     state, resumed = train(f"{folder}/cut", saw=rows.__setitem__, seed=77, **options)
-    assert sorted(rows) == list(range(steps + 2, 2 * steps))
+    assert sorted(rows) == list(range(steps + 2, 3 * steps))
     assert is_same(state, expected) and values_of(resumed) == values_of(history)
     assert rows_before | rows == expected_rows
 
@@ -262,3 +265,25 @@ def test_a_full_disk_is_a_warning_and_costs_no_checkpoint(folder):
             small(f"{folder}/none")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+
+
+@pytest.mark.several_ranks
+def test_data_shuffled_by_other_seeds_is_not_resumed_in_an_epoch(folder):
+    """Rows would come twice, and others not at all."""
+
+    def shuffled(seed):
+        tf.random.set_seed(seed)
+        x, y = rows_of_all()
+        data = tf.data.Dataset.from_tensor_slices((x / NUM_ROWS, y))
+        return data.shuffle(NUM_ROWS, seed=1).batch(5, drop_remainder=True)
+
+    def fit(seed, *callbacks):
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", run_eagerly=True)
+        options = {"resume": folder, "save_steps": 1, "verbose": 0}
+        keras_dist.dist_fit(model, shuffled(seed), callbacks=callbacks, **options)
+
+    with pytest.raises(Killed):
+        fit(1, Dies(3, die))
+    with pytest.raises(ValueError, match=r"rows would come twice.*\(2, 1\).*\(1, 1\)"):
+        fit(2)
