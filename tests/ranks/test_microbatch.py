@@ -16,13 +16,17 @@ pytestmark = pytest.mark.several_ranks
 _WORDS = 8
 
 
-def tagger():
-    """A model whose loss and metric are of the words that are no padding."""
+def tagger(*more):
+    """A model whose loss and metric are of the words that are no padding.
+
+    It may have more layers before the last one.
+    """
     keras.utils.set_random_seed(1)
     model = keras.Sequential(
         [
             keras.layers.Embedding(_WORDS, 4, mask_zero=True),
             keras.layers.Dense(3, activation="tanh", kernel_regularizer="l2"),
+            *more,
             keras.layers.Dense(1),
         ]
     )
@@ -167,19 +171,6 @@ class Hungry(keras.layers.Layer):
         return x + tf.cast(tf.ensure_shape(found, []), x.dtype)
 
 
-def hungry_tagger(limit):
-    """`tagger` with a layer that needs memory."""
-    model = tagger()
-    model = keras.Sequential([*model.layers[:2], Hungry(limit), model.layers[2]])
-    model.compile(
-        keras.optimizers.Adam(0.01, clipnorm=0.1),
-        "mse",
-        weighted_metrics=["mae"],
-        jit_compile=False,
-    )
-    return model
-
-
 @pytest.mark.parametrize(
     "kind", ["batches", pytest.param("without an end", marks=pytest.mark.long)]
 )
@@ -202,7 +193,7 @@ def test_one_rank_runs_out_of_memory_and_all_halve_their_pieces(world, kind):
         arguments = {"epochs": 2, "verbose": 0}
         oracle = tagger()
         expected = oracle.fit(data, **arguments)
-        model = hungry_tagger(5 if world.rank == world.size - 1 else 99)
+        model = tagger(Hungry(5 if world.rank == world.size - 1 else 99))
         history = keras_dist.dist_fit(
             model, data, batch="global", microbatch="auto", **arguments
         )
@@ -211,7 +202,7 @@ def test_one_rank_runs_out_of_memory_and_all_halve_their_pieces(world, kind):
     assert int(session_of(model).microbatch.rows) == 5
     for metric, values in expected.history.items():
         assert history.history[metric] == pytest.approx(values, abs=1e-10), metric
-    model = hungry_tagger(0 if world.rank == world.size - 1 else 99)
+    model = tagger(Hungry(0 if world.rank == world.size - 1 else 99))
     with pytest.raises(MemoryError, match=f"on rank {world.size - 1}"):
         keras_dist.dist_fit(model, x, y, batch_size=2, microbatch="auto", verbose=0)
     assert int(model.optimizer.iterations) == 0
