@@ -331,7 +331,8 @@ def _learning(content: Content) -> list[Chart]:
         ),
     )
     rows = content["by_ranks"]  # of an earlier version, without this
-    is_shared = bool(rows) and all(row.get("is_shared") for row in rows)
+    several = [row for row in rows if row["ranks"] > 1]  # one rank shares nothing
+    is_shared = bool(several) and all(row.get("is_shared") for row in several)
     by_time = Chart(
         f"{metric} over time",
         _curve(values, "seconds", metric),
@@ -340,7 +341,7 @@ def _learning(content: Content) -> list[Chart]:
     by_rows = Chart(
         f"{metric} over rows",
         _curve(values, "rows", metric),
-        "all ranks share the batch: the curves lie over each other"
+        "all ranks share the batch: without randomness the curves lie over each other"
         if is_shared
         else "a recipe that breaks with larger global batches is lower here",
     )
