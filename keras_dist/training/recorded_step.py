@@ -16,6 +16,8 @@ from keras_dist.optimizer import (
     guarded_update,
     reduce_gradients,
     step_context,
+    variables_of,
+    with_shape,
 )
 from keras_dist.training.pieces import Pieces, PieceTrace
 
@@ -124,6 +126,8 @@ class RecordedStep:
             self._calls = [call]
             if is_trial:
                 return logs, own
+        variables = variables_of(call.optimizer, call.variables)
+        own = [with_shape(*pair) for pair in zip(own, variables, strict=True)]
         averaged = reduce_gradients(call.optimizer, own, call.variables)
         make = functools.partial(self._apply_gradients, [averaged])
         guarded_update(call.optimizer, own, averaged, call.variables, make)

@@ -206,3 +206,28 @@ def test_one_rank_runs_out_of_memory_and_all_halve_their_pieces(world, kind):
     with pytest.raises(MemoryError, match=f"on rank {world.size - 1}"):
         keras_dist.dist_fit(model, x, y, batch_size=2, microbatch="auto", verbose=0)
     assert int(model.optimizer.iterations) == 0
+
+
+@pytest.mark.several_ranks
+@pytest.mark.parametrize("microbatch", [3, "auto"])
+def test_slices_of_an_embedding_are_accumulated_over_pieces_and_steps(
+    world, microbatch
+):
+    """Two batches make an update; with `"auto"`, memory runs out on one rank."""
+    trained = []
+    for rows in (None, microbatch):
+        with models_in("float64"):
+            is_short = rows == "auto" and world.rank == world.size - 1
+            model = tagger(Hungry(5 if is_short else 99))
+            model.compile(
+                keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
+                "mse",
+                weighted_metrics=["mae"],
+                jit_compile=False,
+            )
+            x, y = words(8 * world.size * 3 + 4)
+            options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+            keras_dist.dist_fit(model, x, y, microbatch=rows, **options)
+        trained.append(model)
+    assert largest_difference(*trained) < 1e-10
+    assert_equal_to_the_bit(trained[1])
