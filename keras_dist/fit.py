@@ -515,13 +515,7 @@ class DistributedModel:
                 between the ranks, if an output of arrays does not have one value for
                 each row, or if data is shuffled differently on each rank.
         """
-        if gather not in (True, False, "first"):
-            raise ValueError(
-                '`gather` must be True, False or "first" (the first rank alone gets '
-                f"the predictions). Received: gather={gather!r}"
-            )
         options = Options(**self.options)
-        check_model(self.model, is_compiled=False)
         with comm.within(options.process_set), without_autotune(self.model):
             is_first = comm.rank() == 0  # of the process set
             callbacks = [
@@ -550,20 +544,31 @@ class DistributedModel:
                     found = self.model.predict(rows, steps=steps, **arguments)
                 return None if writers else found
 
+            if comm.size() == 1 or options.shard == "none":
+                self._check_predict(gather)
+                return predict(x, steps)  # one rank may call it alone
+            comm.run_on_all(lambda: self._check_predict(gather))
+            x = lists_to_arrays(x)
+            known = presharded_of(x)
+            # What decides which collectives come.
+            facts = {
+                "`gather`": gather,
+                "`steps`": steps,
+                "the number of WritePredictions": len(writers),
+                "whether the data is arrays": is_arrays(x),
+                "whether the data was divided by `shard`": known is not None,
+            }
+            comm.agree(facts, advice=_ADVICE)
             if writers:
                 gather = False
-            if comm.size() == 1 or options.shard == "none":
-                return predict(x, steps)
             local = {id(w) for layer in options.local_layers for w in layer.weights}
 
             def weights() -> list[Any]:
                 return [w for w in self.model.weights if id(w) not in local]
 
-            x = lists_to_arrays(x)
-            known = presharded_of(x) if gather and steps is None else None
-            if known is not None and not known.is_by_file:
-                return predict_presharded(x, known, predict, weights, gather=gather)
-            if (known := presharded_of(x)) is not None:
+            if known is not None:
+                if gather and steps is None and not known.is_by_file:
+                    return predict_presharded(x, known, predict, weights, gather=gather)
                 by_row = known.by == "rows"
                 return predict(x, steps, place=by_rows if by_row else in_turns_of_ranks)
             if not is_arrays(x):
@@ -574,6 +579,14 @@ class DistributedModel:
                 lambda: rows_to_predict(x, batch_size=batch_size, steps=steps)
             )
             return predict_sharded(arrays, predict, weights, gather=gather)
+
+    def _check_predict(self, gather: bool | str) -> None:
+        check_model(self.model, is_compiled=False)
+        if gather not in (True, False, "first"):
+            raise ValueError(
+                '`gather` must be True, False or "first" (the first rank alone gets '
+                f"the predictions). Received: gather={gather!r}"
+            )
 
     def _predict_batches(
         self,
@@ -599,8 +612,7 @@ class DistributedModel:
                 spec=spec,
             )
         )
-        facts = {"`steps`": steps, "`gather`": gather}
-        comm.agree(feed.facts | facts, advice=_ADVICE)
+        comm.agree(feed.facts, advice=_ADVICE)
         with comm.explained(), reading([feed]):
             if not is_dealt(source, spec):
                 return predict(feed.part.data, steps)

@@ -19,6 +19,9 @@ from keras_dist.training.predict import each_batch
 # order of the data, and of its row in that; `None` if they are no rows of this rank.
 Place = Callable[[int, int], tuple[Any, Any] | None]
 
+# How the names of files end.
+_RANK = re.compile(r"\.?rank-(\d+)-of-(\d+)\.(?:npy|parquet)$")
+
 # Rows that are collected before they are written to a Parquet file.
 _ROWS_OF_GROUP = 10_000
 
@@ -30,21 +33,22 @@ class WritePredictions(keras.callbacks.Callback):
     gathers none, and returns `None`. With `Model.predict` on one process it writes the
     same files, and Keras keeps the predictions, too.
 
-    Each rank R writes `NAME.rank-R.npy` for each array of outputs, where NAME is
+    Rank R of N writes `NAME.rank-R-of-N.npy` for each array of outputs. NAME is
     `predictions`, or the names and indices in a dict, list or tuple of outputs, joined
-    by dots; and `batch.rank-R.npy` and `row.rank-R.npy`, the number of each row's batch
-    in the order of the data, and of the row in that batch. `read` puts the rows of all
-    ranks in order. With `format="parquet"` it is one file a rank, `rank-R.parquet`,
-    with these columns; outputs of several dimensions are nested lists.
+    by dots; `batch` and `row` are the number of each row's batch in the order of the
+    data, and of the row in that batch. `read` puts the rows of all ranks in order. With
+    `format="parquet"` each rank has one file, `rank-R-of-N.parquet`, with these
+    columns; outputs of several dimensions are nested lists.
 
     Args:
         path: A folder, which all ranks see or each host has; it is made if needed. It
-            must not have predictions of these ranks in it.
+            must not have predictions in it.
         format: `"npy"` or `"parquet"`, which needs pyarrow.
 
     Raises:
         ValueError: If `format` is unknown. In `predict`, if the folder has predictions
-            already, or NumPy files cannot hold the outputs (ragged ones, objects).
+            already, an output has not one value for each row, or NumPy files cannot
+            hold it (ragged, objects, another shape than in the batch before).
         ImportError: In `predict`, if pyarrow is missing.
     """
 
@@ -64,16 +68,16 @@ class WritePredictions(keras.callbacks.Callback):
         rank, size = comm.rank(), comm.size()
         self.path.mkdir(parents=True, exist_ok=True)
         for file in sorted(self.path.iterdir()):
-            found = re.search(r"(?:^|\.)rank-(\d+)\.(?:npy|parquet)$", file.name)
-            if found and (int(found[1]) == rank or int(found[1]) >= size):
+            found = _RANK.search(file.name)
+            # Another rank may have begun.
+            if found and (int(found[1]) == rank or int(found[2]) != size):
                 raise ValueError(
                     "Predictions would be mixed with those of another run. Received: "
                     f"path={os.fspath(self.path)!r}, which has {file.name!r}. Give "
                     "another folder, or delete these files."
                 )
         kind = _NpyFiles if self.format == "npy" else _ParquetFile
-        self._table, self._step = kind(self.path, rank), 0
-
+        self._table, self._step = kind(self.path, f"rank-{rank}-of-{size}"), 0
         if not self._is_fed:  # by `DistributedModel.predict`
             self._feeding.close()
             self._feeding.enter_context(each_batch(self.model, self._write))
@@ -87,13 +91,23 @@ class WritePredictions(keras.callbacks.Callback):
     def _write(self, outputs: Any, place: Place | None = None) -> Any:
         assert self._table is not None  # predict has begun
         columns = dict(_named(outputs))
-        count = max(int(leaf.shape[0]) for leaf in columns.values())
+        shapes = {name: tuple(values.shape) for name, values in columns.items()}
+        counts = {int(shape[0]) if shape else -1 for shape in shapes.values()}
+        if len(counts) != 1 or -1 in counts or {"batch", "row"} & set(columns):
+            raise ValueError(
+                "Outputs are written row by row, beside the columns `batch` and `row`. "
+                f"Received: outputs of the shapes {shapes}. Give each row one value of "
+                "each output, and outputs other names."
+            )
+        [count] = counts
         found = (place or _in_order)(self._step, count)
         self._step += 1
-        if found is not None:
-            batch, row = (np.broadcast_to(each, [count]) for each in found)
-            keys = {"batch": batch.astype("int64"), "row": row.astype("int64")}
-            self._table.append(keys | columns)
+        if found is None:  # files without rows: nothing is missing
+            columns = {name: values[:0] for name, values in columns.items()}
+            found, count = (0, np.arange(0)), 0
+        batch, row = (np.broadcast_to(np.asarray(each), [count]) for each in found)
+        keys = {"batch": batch.astype("int64"), "row": row.astype("int64")}
+        self._table.append(keys | columns)
         return outputs
 
     @staticmethod
@@ -108,20 +122,41 @@ class WritePredictions(keras.callbacks.Callback):
 
         Raises:
             FileNotFoundError: If there are none.
+            ValueError: If files of some ranks are missing, or were not written to their
+                end.
         """
-        by_name: dict[str, list[np.ndarray]] = {}
-        for file in sorted(Path(path).glob("*.rank-*.npy")):
-            name = file.name.rpartition(".rank-")[0]
-            by_name.setdefault(name, []).append(np.load(file, mmap_mode="r"))
+        sizes: set[int] = set()
+        by_name: dict[str, dict[int, np.ndarray]] = {}
+        for file in sorted(Path(path).glob("*.npy")):
+            if found := _RANK.search(file.name):
+                name, rank = file.name[: found.start()], int(found[1])
+                by_name.setdefault(name, {})[rank] = np.load(file, mmap_mode="r")
+                sizes.add(int(found[2]))
         if "batch" not in by_name:
             raise FileNotFoundError(
                 f"There are no predictions to read. Received: path={os.fspath(path)!r} "
                 "without files of WritePredictions. For Parquet use a reader of it, "
                 "and sort the rows by `batch` and `row`."
             )
-        batch, row = (np.concatenate(by_name.pop(name)) for name in ("batch", "row"))
-        order = np.lexsort((row, batch))
-        whole = {name: np.concatenate(parts)[order] for name, parts in by_name.items()}
+        ranks = range(max(sizes))
+        rows = {rank: len(part) for rank, part in by_name["batch"].items()}
+        is_whole = all(
+            {rank: len(part) for rank, part in parts.items()} == rows
+            for parts in by_name.values()
+        )
+        if len(sizes) > 1 or sorted(rows) != list(ranks) or not is_whole:
+            raise ValueError(
+                "Predictions are missing. Received: the files of ranks "
+                f"{sorted(rows)} of {', '.join(map(str, sorted(sizes)))}, with "
+                f"{list(rows.values())} rows. Copy the files of all hosts into one "
+                "folder, and let `predict` come to its end."
+            )
+        whole = {
+            name: np.concatenate([parts[rank] for rank in ranks])
+            for name, parts in by_name.items()
+        }
+        order = np.lexsort((whole.pop("row"), whole.pop("batch")))
+        whole = {name: values[order] for name, values in whole.items()}
         return whole["predictions"] if set(whole) == {"predictions"} else whole
 
 
@@ -153,6 +188,7 @@ def writing(
     finally:
         for writer in writers:
             writer._is_fed = False
+            writer.on_predict_end()  # after an error, too
 
 
 def _in_order(step: int, count: int) -> tuple[Any, Any]:
@@ -176,16 +212,22 @@ def _named(outputs: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from _named(part, f"{name}.{key}" if name else str(key))
 
 
+def _as_list(values: Any) -> Any:
+    if isinstance(values, tf.RaggedTensor):
+        return values.to_list()
+    return values if values.ndim == 1 else values.tolist()
+
+
 class _Table:
     """One rank's files.
 
     Args:
         path: The folder.
-        rank: This rank.
+        end: What their names end with.
     """
 
-    def __init__(self, path: Path, rank: int) -> None:
-        self._path, self._rank = path, rank
+    def __init__(self, path: Path, end: str) -> None:
+        self._path, self._end = path, end
 
     def append(self, columns: dict[str, Any]) -> None:
         """Add rows to all columns."""
@@ -198,23 +240,31 @@ class _Table:
 class _NpyFiles(_Table):
     """A file for each column, which is valid after each batch."""
 
-    def __init__(self, path: Path, rank: int) -> None:
-        super().__init__(path, rank)
+    def __init__(self, path: Path, end: str) -> None:
+        super().__init__(path, end)
         self._files: dict[str, Any] = {}
+        self._kinds: dict[str, tuple[Any, ...]] = {}
         self._rows = 0
 
     def append(self, columns: dict[str, Any]) -> None:
         for name, values in columns.items():
-            if isinstance(values, tf.RaggedTensor) or values.dtype.hasobject:
+            is_ragged = isinstance(values, tf.RaggedTensor)
+            kind = values.dtype, tuple(values.shape[1:])
+            if (
+                is_ragged
+                or values.dtype.hasobject
+                or (self._kinds.setdefault(name, kind) != kind)
+            ):
                 raise ValueError(
-                    "NumPy files hold arrays of numbers. Received: an output "
-                    f"{name!r} of type {type(values).__name__}. Write "
+                    "NumPy files hold arrays of numbers, with rows of one shape. "
+                    f"Received: an output {name!r}, {type(values).__name__} of "
+                    f"{values.dtype} and rows of shape {kind[1]}. Write "
                     'WritePredictions(path, format="parquet").'
                 )
         rows = self._rows + len(columns["batch"])
         for name, values in columns.items():
             if name not in self._files:
-                path = self._path / f"{name}.rank-{self._rank}.npy"
+                path = self._path / f"{name}.{self._end}.npy"
                 self._files[name] = open(path, "wb")  # noqa: SIM115 - till `close`
                 self._write_header(name, values, 0)
             self._files[name].write(np.ascontiguousarray(values).tobytes())
@@ -242,8 +292,8 @@ class _NpyFiles(_Table):
 class _ParquetFile(_Table):
     """One file with all columns."""
 
-    def __init__(self, path: Path, rank: int) -> None:
-        super().__init__(path, rank)
+    def __init__(self, path: Path, end: str) -> None:
+        super().__init__(path, end)
         try:
             self._arrow: Any = importlib.import_module("pyarrow")
             self._parquet: Any = importlib.import_module("pyarrow.parquet")
@@ -256,16 +306,9 @@ class _ParquetFile(_Table):
         self._waiting: list[Any] = []
 
     def append(self, columns: dict[str, Any]) -> None:
-        lists = {
-            name: values.to_list()
-            for name, values in columns.items()
-            if isinstance(values, tf.RaggedTensor)
-        }
-        lists |= {
-            name: values if values.ndim == 1 else values.tolist()
-            for name, values in columns.items()
-            if name not in lists
-        }
+        if not len(columns["batch"]):
+            return  # whose types nobody knows
+        lists = {name: _as_list(values) for name, values in columns.items()}
         self._waiting.append(self._arrow.table(lists))
         if sum(table.num_rows for table in self._waiting) >= _ROWS_OF_GROUP:
             self._flush()
@@ -276,7 +319,7 @@ class _ParquetFile(_Table):
         table = self._arrow.concat_tables(self._waiting)
         self._waiting.clear()
         if self._writer is None:
-            path = self._path / f"rank-{self._rank}.parquet"
+            path = self._path / f"{self._end}.parquet"
             self._writer = self._parquet.ParquetWriter(path, table.schema)
         self._writer.write_table(table)
 

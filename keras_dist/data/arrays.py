@@ -207,9 +207,9 @@ def seed_of_keras() -> int | None:
 def order_of_keras(seed: int, total: int, batch_size: int | None) -> tf.Tensor:
     """Return the order in which `Model.fit` reads the rows of arrays in each epoch.
 
-    As in the data set that Keras makes of arrays, the seed of an operation follows from
-    the operations before it in the graph of its function. Each iterator begins anew, so
-    that all epochs have the same order.
+    The seed of a shuffle follows from TensorFlow's seed and the number of operations
+    before it, here as in the data set that Keras makes of arrays. Each epoch starts
+    from that seed, so all of them have the same order.
 
     Args:
         seed: TensorFlow's global seed.
@@ -262,9 +262,9 @@ def lists_to_arrays(data: Any) -> Any:
 class RowOrder:
     """The order in which rows are read: one permutation for each pass.
 
-    It is the same on every rank and for every number of ranks: that of Keras where the
-    script has set TensorFlow's seed, so that Keras repeats it, too; else the
-    permutation is a function of `seed` and the number of the pass alone.
+    It is the same on every rank and for every number of ranks. Where the script has set
+    TensorFlow's seed, it is Keras's own (`fixed`). Otherwise the permutation is a
+    function of `seed` and the number of the pass alone.
 
     Args:
         division: Which part of which pass is read at which step.
@@ -275,7 +275,7 @@ class RowOrder:
             rank may have no row of a small last batch: then it reads the first one.
         shares: Each rank's share of a global batch; `None` for equal ones. If they are
             measured, all rows of the batch are read, and the step takes its own.
-        fixed: The order of each pass, if it is that of Keras.
+        fixed: The order of every pass (`order_of_keras`); `None` for one of ours.
     """
 
     division: Division

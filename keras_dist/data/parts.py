@@ -10,9 +10,7 @@ import tensorflow as tf
 
 from keras_dist.data.division import Division, ShardSpec
 from keras_dist.data.pipeline import (
-    after_unread_pass,
     checked_length,
-    ending_like_known,
     finite_or_none,
     first_steps,
     is_read_anew,
@@ -21,6 +19,7 @@ from keras_dist.data.pipeline import (
     lengths_of_spec,
     rest_and_whole,
     rows_per_batch,
+    unread_pass,
     without_auto_shard,
 )
 from keras_dist.data.presharded import Rest
@@ -110,7 +109,7 @@ def part_of(
     """
     if source.kind == "presharded" and spec.size > 1:
         return _of_presharded(source, spec, is_training, class_weight)
-    keeps_position = is_training and spec.keeps_position and _has_fixed_order(source)
+    keeps_position = is_training and spec.keeps_position and _has_known_order(source)
     if spec.size == 1 and not keeps_position:
         return Part(source.data, source.length)
     if not is_dealt(source, spec):
@@ -319,7 +318,7 @@ def _of_dataset(
     as_made = mark if is_marked else lambda batch: batch
     if steps is None:  # the last batch may be smaller
         if source.has_seeded_passes:
-            dataset = ending_like_known(dataset, data, as_made)
+            dataset = dataset.concatenate(unread_pass(data, as_made))
         return replace(part, data=without_auto_shard(dataset))
     dataset = checked_length(dataset, steps)
     if not keeps_position:
@@ -332,27 +331,28 @@ def _of_dataset(
         steps_after=lambda read: steps_after(read) or 0,
     )
     begin = division.begin
-    if source.has_seeded_passes:
-        part = replace(part, seeds=source.seeds)
-        _check_seeds(source, spec)
-    if begin and source.has_seeded_passes:
-        dataset = after_unread_pass(dataset, data, as_made)
+    seeds = source.seeds if source.has_seeded_passes else None
+    _check_seeds(seeds, spec)
+    part = replace(part, seeds=seeds)
+    if begin and seeds is not None:
+        dataset = unread_pass(data, as_made).concatenate(dataset)
     return _divided(part, division, dataset, lambda: dealt(data.skip(begin)))
 
 
-def _check_seeds(source: Source, spec: ShardSpec) -> None:
+def _check_seeds(seeds: list[tuple[int, int]] | None, spec: ShardSpec) -> None:
     """Check that passes have the order that they had before a checkpoint."""
-    before = spec.seeds_before
-    if spec.position is None or not spec.position.done or before is None:
+    if spec.position is None or not spec.position.done:
         return
-    before = [(int(first), int(second)) for first, second in before]
-    if before != source.seeds:
+    before = spec.seeds_before
+    if before is not None:  # a checkpoint has lists
+        before = [(int(first), int(second)) for first, second in before]
+    if before != seeds:
         raise ValueError(
             "The training cannot go on in the middle of an epoch in another order of "
             f"the data: rows would come twice. Received: shuffles with the seeds "
-            f"{source.seeds}, and {before} in the checkpoint. Set the same seeds as "
-            "before (`shuffle(seed=…)`, keras.utils.set_random_seed), or pass an empty "
-            "folder."
+            f"{seeds or 'none'}, and {before or 'none'} in the checkpoint. Set the "
+            "same seeds as before (`shuffle(seed=…)`, keras.utils.set_random_seed), or "
+            "pass an empty folder."
         )
 
 
@@ -409,7 +409,7 @@ def _of_presharded(
     rest = Rest.of(source.presharded, data, counts)
     total = None if rest is None else rest.total
     part = Part(None, steps, total=total, is_marked=is_marked)
-    if rest is None or not (spec.keeps_position and _has_fixed_order(source)):
+    if rest is None or not (spec.keeps_position and _has_known_order(source)):
         return replace(part, data=without_auto_shard(whole))
     division = Division.of_batches(
         spec.position,
@@ -488,7 +488,7 @@ def _checked(source: Source) -> Any:
     return checked_length(source.data, length)
 
 
-def _has_fixed_order(source: Source) -> bool:
+def _has_known_order(source: Source) -> bool:
     """Tell whether it is known what each pass yields, so that a rank can skip some.
 
     Without that, a training cannot be resumed in the middle of an epoch. Of presharded

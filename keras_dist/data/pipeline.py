@@ -164,14 +164,19 @@ def skip_epochs(dataset: tf.data.Dataset, count: int) -> None:
         iter(dataset)
 
 
-def ending_like_known(
-    batches: tf.data.Dataset, dataset: tf.data.Dataset, as_made: Callable[[Any], Any]
+def unread_pass(
+    dataset: tf.data.Dataset, as_made: Callable[[Any], Any]
 ) -> tf.data.Dataset:
-    """Return the same batches; at their end, a pass more over `dataset` begins.
+    """Return a data set without batches, which begins a pass over `dataset`.
 
-    Keras does so on one process, where it sees how long `dataset` is. Use it for
-    batches of unknown number, made of a `dataset` for which `has_seeded_passes` is
-    true; `as_made` gives a batch of it their structure.
+    Keras begins one of each epoch that it does not read (`_PASSES_OF_EPOCH`): at the
+    end of an epoch, where it sees how long `dataset` is. Put this behind batches of
+    which it does not, and before batches that are only made when they are read. The
+    order of the next pass is then that on one process.
+
+    Args:
+        dataset: `has_seeded_passes` must be true.
+        as_made: Gives a batch of it the structure of those that this stands beside.
     """
     nothing = tf.data.Dataset.zip(tf.data.Dataset.range(0), dataset)
 
@@ -179,24 +184,7 @@ def ending_like_known(
     def batch_of(_: tf.Tensor, batch: Any) -> Any:
         return as_made(batch)
 
-    return batches.concatenate(nothing.map(batch_of))
-
-
-def after_unread_pass(
-    batches: tf.data.Dataset, dataset: tf.data.Dataset, as_made: Callable[[Any], Any]
-) -> tf.data.Dataset:
-    """Return the same batches; before the first one, a pass over `dataset` begins.
-
-    Use it where `batches` are only made when they are read, so that the iterator which
-    Keras does not read (`_PASSES_OF_EPOCH`) begins no pass; see `ending_like_known`.
-    """
-    nothing = tf.data.Dataset.zip(tf.data.Dataset.range(0), dataset)
-
-    @tf.autograph.experimental.do_not_convert
-    def batch_of(_: tf.Tensor, batch: Any) -> Any:
-        return as_made(batch)
-
-    return nothing.map(batch_of).concatenate(batches)
+    return nothing.map(batch_of)
 
 
 def by_window(

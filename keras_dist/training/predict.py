@@ -75,7 +75,6 @@ def predict_sharded(
         {
             "the number of rows": arrays.num_rows,
             "the shapes of the rows": arrays.row_shapes(),
-            "`gather`": gather,
         },
         advice=_ADVICE,
     )
@@ -94,7 +93,10 @@ def predict_sharded(
 
     outputs = comm.run_on_all(outputs_of_rows)
     _agree_on_outputs(outputs, weights())
-    return _gathered(outputs, arrays.num_rows, gather) if gather else outputs
+    if not gather:
+        return outputs
+    rows = [np.arange(first, arrays.num_rows, size) for first in range(size)]
+    return _all_in_order(outputs, rows, gather)
 
 
 def predict_presharded(
@@ -140,16 +142,8 @@ def predict_presharded(
     empty = comm.broadcast(empty if comm.rank() == 0 else None)
     outputs = empty if outputs is None else outputs
     _agree_on_outputs(outputs, weights())
-    if presharded.by == "rows":
-        return _gathered(outputs, total, gather)
-    by_rank = [presharded.rows_at(rank, total) for rank in range(size)]
-    order = np.argsort(np.concatenate(by_rank))
-
-    def in_order(leaf: Any) -> Any:
-        return None if leaf is None else np.concatenate(comm.gather(leaf))[order]
-
-    whole = keras.tree.map_structure(in_order, outputs)
-    return whole if _keeps(gather) else None
+    rows = [presharded.rows_at(rank, total) for rank in range(size)]
+    return _all_in_order(outputs, rows, gather)
 
 
 def predict_in_turns(
@@ -199,9 +193,14 @@ def predict_in_turns(
     if not gather:
         return outputs
     by_rank = comm.gather(counts if has_rows else [])
+    # Arrays of outputs may have other numbers of rows than the batches.
+    rows = [
+        _rows_in_turns([[batch[index] for batch in own] for own in by_rank])
+        for index in range(len(keras.tree.flatten(outputs)))
+    ]
     leaves = [
-        None if leaf is None else _batches_in_order(leaf, index, by_rank, gather)
-        for index, leaf in enumerate(keras.tree.flatten(outputs))
+        None if leaf is None else _in_order(leaf, own, gather)
+        for leaf, own in zip(keras.tree.flatten(outputs), rows, strict=True)
     ]
     return keras.tree.pack_sequence_as(outputs, leaves) if _keeps(gather) else None
 
@@ -244,61 +243,63 @@ def each_batch(model: Any, use: Callable[[Any], Any]) -> Iterator[None]:
         model.predict_function = plain if before == 1 else None
 
 
-def _batches_in_order(
-    leaf: Any, index: int, by_rank: list[list[list[int]]], gather: bool | str
-) -> Any:
-    """Gather the batches of all ranks, some steps at a time, in their order.
+def _in_order(leaf: Any, rows: Sequence[np.ndarray], gather: bool | str) -> Any:
+    """Gather an array of all ranks, piece by piece, and put its rows in order.
 
     Args:
         leaf: This rank's outputs: an array, or a `tf.RaggedTensor`.
-        index: Index of the leaf.
-        by_rank: For each rank and batch, the rows of each leaf.
+        rows: For each rank, the index of each of its rows among all of them.
         gather: `True` or `"first"`.
     """
-    counts = [[rows[index] for rows in own] for own in by_rank]
-    steps = max(map(len, counts))
-    starts: dict[tuple[int, int], int] = {}
-    total = 0
-    for step in range(steps):
-        for rank, own in enumerate(counts):
-            if step < len(own):
-                starts[rank, step] = total
-                total += own[step]
     is_ragged = isinstance(leaf, tf.RaggedTensor)
     row_bytes = max(comm.gather(_bytes_of_row(leaf)))  # rows may differ in length
+    piece = max(1, _MESSAGE_BYTES // row_bytes)
     whole = None
     if _keeps(gather) and not is_ragged:
-        whole = np.empty((total, *leaf.shape[1:]), leaf.dtype)
-    parts: dict[int, Any] = {}
-    sent, step = 0, 0
-    while step < steps:
-        end, rows = step + 1, _most_rows(counts, step)
-        while end < steps and (rows + _most_rows(counts, end)) * row_bytes <= (
-            _MESSAGE_BYTES
-        ):
-            rows += _most_rows(counts, end)
-            end += 1
-        length = sum(counts[comm.rank()][step:end])
-        pieces = comm.gather(_packed(leaf[sent : sent + length]))
-        sent += length
-        for rank, piece in enumerate(pieces):
-            begin = 0
-            for number in range(step, min(end, len(counts[rank]))):
-                length = counts[rank][number]
-                start = starts[rank, number]
-                if whole is not None:
-                    whole[start : start + length] = piece[begin : begin + length]
-                elif _keeps(gather):
-                    parts[start] = _unpacked(piece)[begin : begin + length]
-                begin += length
-        step = end
+        whole = np.empty((sum(map(len, rows)), *leaf.shape[1:]), leaf.dtype)
+    read: list[np.ndarray] = []
+    ragged: list[Any] = []
+    for begin in range(0, max(map(len, rows)), piece):
+        parts = comm.gather(_packed(leaf[begin : begin + piece]))
+        for own, part in zip(rows, parts, strict=True):
+            indices = own[begin : begin + piece]
+            if whole is not None:
+                whole[indices] = part
+            elif _keeps(gather):
+                read.append(indices)
+                ragged.append(tf.RaggedTensor.from_nested_row_splits(*part))
     if is_ragged and _keeps(gather):
-        return tf.concat([parts[start] for start in sorted(parts)], 0)
+        return tf.gather(tf.concat(ragged, 0), np.argsort(np.concatenate(read)))
     return whole
 
 
-def _most_rows(counts: list[list[int]], step: int) -> int:
-    return max(own[step] if step < len(own) else 0 for own in counts)
+def _all_in_order(
+    outputs: Any, rows: Sequence[np.ndarray], gather: bool | str
+) -> Any | None:
+    """Gather all arrays, whose rows are those of the data; see `_in_order`."""
+    whole = keras.tree.map_structure(
+        lambda leaf: None if leaf is None else _in_order(leaf, rows, gather), outputs
+    )
+    return whole if _keeps(gather) else None
+
+
+def _rows_in_turns(counts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """Find each rank's rows where rank r of N has the batches r, r + N, ….
+
+    Args:
+        counts: For each rank, the rows of each of its batches.
+
+    >>> [rows.tolist() for rows in _rows_in_turns([[2, 1], [2]])]
+    [[0, 1, 4], [2, 3]]
+    """
+    found: list[list[np.ndarray]] = [[np.empty(0, np.int64)] for _ in counts]
+    total = 0
+    for step in range(max(map(len, counts))):
+        for own, batches in zip(found, counts, strict=True):
+            if step < len(batches):
+                own.append(np.arange(total, total + batches[step]))
+                total += batches[step]
+    return [np.concatenate(own) for own in found]
 
 
 def _packed(leaf: Any) -> Any:
@@ -307,10 +308,6 @@ def _packed(leaf: Any) -> Any:
         return leaf
     splits = [part.numpy() for part in leaf.nested_row_splits]
     return leaf.flat_values.numpy(), splits
-
-
-def _unpacked(packed: Any) -> Any:
-    return tf.RaggedTensor.from_nested_row_splits(*packed)
 
 
 def _bytes_of_row(leaf: Any) -> int:
@@ -333,31 +330,6 @@ def _agree_on_outputs(outputs: Any, weights: Sequence[Any]) -> None:
         advice=_ADVICE,
         names={"the weights": "these are checksums"},
     )
-
-
-def _gathered(outputs: Any, num_rows: int, gather: bool | str) -> Any:
-    """Gather the outputs of all ranks: rank r of N has the rows r, r + N, …."""
-    whole = keras.tree.map_structure(
-        lambda leaf: None if leaf is None else _gathered_leaf(leaf, num_rows, gather),
-        outputs,
-    )
-    return whole if _keeps(gather) else None
-
-
-def _gathered_leaf(
-    leaf: np.ndarray, num_rows: int, gather: bool | str
-) -> np.ndarray | None:
-    """Put the rows of all ranks in the order of the data, piece by piece."""
-    size, whole = comm.size(), None
-    if _keeps(gather):
-        whole = np.empty((num_rows, *leaf.shape[1:]), leaf.dtype)
-    piece = max(1, _MESSAGE_BYTES // _bytes_of_row(leaf))
-    for begin in range(0, math.ceil(num_rows / size), piece):
-        for rank, part in enumerate(comm.gather(leaf[begin : begin + piece])):
-            first = begin * size + rank
-            if whole is not None:
-                whole[first : first + len(part) * size : size] = part
-    return whole
 
 
 def _check_rows(leaf: Any, num_rows: int) -> None:

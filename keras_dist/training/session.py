@@ -455,8 +455,13 @@ class Microbatch:
 
     @property
     def trials(self) -> Trials | None:
-        """What tries steps before they are made, in the first epoch, with "auto"."""
+        """With "auto", until the end of the first epoch: what tries each step first."""
         return self._trials
+
+    @property
+    def is_trial(self) -> bool:
+        """True while the step is traced that is tried, and not made."""
+        return self._trials is not None and self._trials.is_trial
 
     @property
     def trace(self) -> PieceTrace | None:

@@ -91,8 +91,7 @@ class DistributedStep(atomic.SavesWhole):
         data = _after_updates(self, data)
         session.rows_seen.add(rows)
         context = _context(self, rows, length, has_rows)
-        trials = session.microbatch.trials
-        is_trial = trials is not None and trials.is_trial
+        is_trial = session.microbatch.is_trial
         guard = None if is_trial else session.instruments.guard
         end = guard.begin_step(self, data) if guard is not None else lambda: None
         is_exact = comm.size() > 1 and averages_every_step(self)
@@ -300,8 +299,7 @@ def _run(
     elif not tf.executing_eagerly():
         # Not on all ranks: one alone may have a batch of a new shape.
         trace = step.trace_piece(data)
-    trials = session.microbatch.trials
-    return step.run(data, trace, is_trial=trials is not None and trials.is_trial)
+    return step.run(data, trace, is_trial=session.microbatch.is_trial)
 
 
 def _results(model: Any, own_result: Callable[[], Any], logs: Any = None) -> Any:

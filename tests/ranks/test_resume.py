@@ -275,7 +275,8 @@ def test_data_shuffled_by_other_seeds_is_not_resumed_in_an_epoch(folder):
         tf.random.set_seed(seed)
         x, y = rows_of_all()
         data = tf.data.Dataset.from_tensor_slices((x / NUM_ROWS, y))
-        return data.shuffle(NUM_ROWS, seed=1).batch(5, drop_remainder=True)
+        data = data if seed is None else data.shuffle(NUM_ROWS, seed=1)
+        return data.batch(5, drop_remainder=True)
 
     def fit(seed, *callbacks):
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
@@ -287,3 +288,5 @@ def test_data_shuffled_by_other_seeds_is_not_resumed_in_an_epoch(folder):
         fit(1, Dies(3, die))
     with pytest.raises(ValueError, match=r"rows would come twice.*\(2, 1\).*\(1, 1\)"):
         fit(2)
+    with pytest.raises(ValueError, match=r"come twice.*none, and \[\(1, 1\)"):
+        fit(None)
