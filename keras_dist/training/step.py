@@ -63,7 +63,7 @@ def build_now(model: Any, data: Any) -> None:
         model: A model on which `install` was called.
         data: Its first batch.
     """
-    own_step = super(DistributedStep, model).train_step  # type: ignore[misc]
+    own_step = _of_a_copy(super(DistributedStep, model).train_step)  # type: ignore[misc]
     build.build(model, build.OwnStep(own_step, data, is_eager=model.run_eagerly))
 
 
@@ -74,7 +74,7 @@ class DistributedStep(atomic.SavesWhole):
 
     def train_step(self: Any, data: Any) -> Any:
         session = self._distributed_session
-        own_step = super().train_step  # type: ignore[misc]
+        own_step = _of_a_copy(super().train_step)  # type: ignore[misc]
         data, has_rows = session.training_data.own_rows(data)
         if not session.first_step.has_started:
             session.first_step.start(self, data, own_step, is_plain=session.is_plain)
@@ -185,6 +185,19 @@ class DistributedStep(atomic.SavesWhole):
         stop_request.ask(bool(value))
         if not (value and stop_request.is_collective):
             self.__dict__["stop_training"] = bool(value)
+
+
+def _of_a_copy(own_step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Let a step change the lists and dicts of its batch; a `tf.function` may not.
+
+    Object detectors convert their boxes so.
+    """
+
+    @functools.wraps(own_step)
+    def step(data: Any) -> Any:
+        return own_step(keras.tree.map_structure(lambda leaf: leaf, data))
+
+    return step
 
 
 def _context(

@@ -6,7 +6,7 @@ Run by `tests/pages.py` on all ranks, before that page.
 from pathlib import Path
 
 import keras_hub
-from library_ways.hub import bert, gpt2, gpt2_preprocessor, vit
+from library_ways.hub import bert, gpt2, gpt2_preprocessor, retinanet, vit
 
 import keras_dist
 
@@ -14,6 +14,7 @@ for task, name, make in (
     ("CausalLM", "gpt2_base_en", lambda: gpt2(gpt2_preprocessor())),
     ("TextClassifier", "bert_tiny_en_uncased", bert),
     ("ImageClassifier", "vit_base_patch16_224_imagenet", vit),
+    ("ObjectDetector", "retinanet_resnet50_fpn_coco", retinanet),
 ):
     folder = Path(name).resolve()
     with keras_dist.first_rank() as is_first:

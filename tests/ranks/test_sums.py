@@ -119,6 +119,35 @@ def squares(y, p):
     return (y - p) ** 2
 
 
+class Detects(keras.Sequential):
+    """Divides weights by the number of elements that count, as detectors do."""
+
+    function = None
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+        """A loss of Keras, with weights for each element."""
+        weights = self.function(ops.cast(x[:, :3] > 1, "float64"))
+        return super().compute_loss(x, y[..., None], y_pred[..., None], weights)
+
+
+def detecting(reduction):
+    """A function that makes such a model."""
+
+    def made(function):
+        model = Detects(layers())
+        model.function = function
+        return model, keras.losses.MeanSquaredError(reduction=reduction)
+
+    return made
+
+
+def shared_out(mask):
+    """Weights as RetinaNet has them: all elements count if there is one at all."""
+    count = ops.sum(mask)
+    weights = (mask + 0.5) / ops.maximum(count, 1.0)
+    return ops.cond(count == 0, lambda: ops.zeros_like(weights), lambda: weights)
+
+
 def rows_of(x):
     """The number of rows."""
     return ops.cast(ops.shape(x)[0], "float64")
@@ -159,6 +188,26 @@ CASES = {
     "compiled_mean": (compiled, lambda y, p: ops.mean(squares(y, p))),
     "compiled_masked": (compiled, lambda y, p: masked_mean(y, y, p)),
     "Loss_sum": (summed, "sum"),
+    "weights_sum": (detecting("sum"), shared_out),
+    "weights_mean": (detecting("sum_over_batch_size"), shared_out),
+    "weights_by_mean": (
+        detecting("sum_over_batch_size"),
+        lambda mask: mask / (0.1 + ops.mean(mask)),
+    ),
+    "own_masked_at_least_one": (
+        stepped,
+        lambda x, y, p: (
+            ops.sum(squares(y, p) * ops.cast(x[:, :3] > 1, "float64"))
+            / ops.maximum(ops.sum(ops.cast(x[:, :3] > 1, "float64")), 1.0)
+        ),
+    ),
+    "own_masked_means": (
+        stepped,
+        lambda x, y, p: (
+            ops.mean(squares(y, p) * ops.cast(x[:, :3] > 0, "float64"))
+            / ops.mean(ops.cast(x[:, :3] > 0, "float64"))
+        ),
+    ),
 }
 
 
@@ -191,7 +240,7 @@ def assert_equal(models, logs):
 
 
 QUICK = {"add_sum", "add_vector", "compute_vector", "compute_mixed", "own_vector"}
-QUICK |= {"own_mean", "compiled_sum"}
+QUICK |= {"own_mean", "compiled_sum", "weights_sum", "own_masked_at_least_one"}
 
 
 @pytest.mark.parametrize("name", shortened(sorted(CASES), QUICK))
@@ -260,6 +309,14 @@ def test_a_sum_and_a_mean_in_one_loss_is_said_when_run_eagerly(world, name):
     """Without a graph, the sum cannot be multiplied by itself."""
     _, _, messages = trained(name, world.size, run_eagerly=True)
     found = [m for m in messages if "the step runs eagerly, and the loss has both" in m]
+    assert bool(found) == (world.rank == 0), messages
+    assert not [m for m in messages if "Error" in m]
+
+
+def test_divided_weights_are_said_when_run_eagerly(world):
+    """Without a graph, nothing shows by what the weights were divided."""
+    _, _, messages = trained("weights_sum", world.size, run_eagerly=True)
+    found = [m for m in messages if "because of weights that are divided" in m]
     assert bool(found) == (world.rank == 0), messages
     assert not [m for m in messages if "Error" in m]
 

@@ -249,6 +249,13 @@ MUTATIONS = [
         ("test_cases.py", "padded"),
     ),
     Mutation(
+        "losses: weights that are divided by a number of the batch",
+        "training/loss_kind/row_losses.py",
+        "return found, True",
+        "return weight, True",
+        ("test_sums.py", "weights_sum"),
+    ),
+    Mutation(
         "losses: sums outside of Loss objects",
         "training/loss_kind/probe.py",
         "return Kind.MEAN if is_mean else Kind.SUM",
@@ -258,8 +265,8 @@ MUTATIONS = [
     Mutation(
         "losses: masked means by a user's code",
         "training/loss_kind/terms.py",
-        "return below",
-        "return tf.ones_like(below)",
+        "term = Term(tensor, coefficient, below, probe, kind)",
+        "term = Term(tensor, coefficient)",
         ("test_sums.py", "masked"),
     ),
     Mutation(

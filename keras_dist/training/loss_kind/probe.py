@@ -155,6 +155,10 @@ def is_input(tensor: Any) -> bool:
 _ELEMENTWISE = {"Add", "AddV2", "Sub", "Mul", "RealDiv", "DivNoNan", "Cast", "Neg"}
 _ELEMENTWISE |= {"Identity", "Square", "Maximum", "Minimum", "SelectV2", "BroadcastTo"}
 _ELEMENTWISE |= {"ExpandDims", "Squeeze", "Reshape", "Fill", "Tile"}
+_BRANCHES = {"If", "StatelessIf"}
+# And those of scalars alone.
+_DECISIONS = _BRANCHES | {"Equal", "NotEqual", "Less", "LessEqual", "Greater"}
+_DECISIONS |= {"GreaterEqual", "LogicalAnd", "LogicalOr", "LogicalNot"}
 _ROWS = ((2,), (3,))  # the two sets of rows; those of a selection are (4,) and (1,)
 _SELECTED = ((4,), (1,))
 _MOST_NUMBERS = 2**24
@@ -205,7 +209,9 @@ class Probe:
             return False
         if self._graph.is_read(tensor):
             return False
-        _, inner = Probe(RowGraph())._cut(tensor)
+        leaves, inner = Probe(RowGraph())._cut(tensor)
+        if leaves:
+            return False  # a loss whose kind is known
         return _function(tensor, {}, inner)() == self._graph.rows
 
     def kind_of(self, scalar: Any) -> Kind:
@@ -219,6 +225,63 @@ class Probe:
         if id(scalar) not in self._kinds:
             self._kinds[id(scalar)] = self._try(scalar)
         return self._kinds[id(scalar)]
+
+    def of_all(
+        self,
+        tensor: Any,
+        total: Callable[[Any, Kind], Any],
+        sources: Sequence[Any] = (),
+    ) -> Any:
+        """Compute a divisor of the global batch, or weights that were divided by it.
+
+        Scalars in it that are sums or means over rows are replaced by those of all
+        ranks, and what was computed from them, element by element, is computed again.
+
+        Args:
+            tensor: A scalar, or a tensor with rows.
+            total: Returns a scalar of all ranks, given this rank's and its kind.
+            sources: Variables on which such a scalar may not depend.
+
+        Returns:
+            `tensor` itself if there is no such scalar in it.
+
+        Raises:
+            Undecided: If a scalar is neither a sum nor a mean, or has a gradient.
+        """
+        made: dict[int, Any] = {}
+
+        def again(tensor: Any) -> Any:
+            if id(tensor) not in made:
+                made[id(tensor)] = compute(tensor)
+            return made[id(tensor)]
+
+        def compute(tensor: Any) -> Any:
+            op, is_scalar = tensor.op, tensor.shape.rank == 0
+            if not (self._graph.has_rows(tensor) or is_scalar):
+                return tensor
+            if step_context.known_as(tensor) or not self._graph.depends_on_rows(tensor):
+                return tensor
+            inputs = list(op.inputs)
+            is_inner = op.type in _ELEMENTWISE or op.type in (
+                _DECISIONS if is_scalar else _BRANCHES
+            )
+            if is_scalar:
+                is_inner &= all(part.shape.rank == 0 for part in inputs)
+            if is_inner and inputs:
+                others = [again(part) for part in inputs]
+                if all(a is b for a, b in zip(inputs, others, strict=True)):
+                    return tensor
+                return _copy(op, others)[tensor.value_index]
+            if not is_scalar or tensor.dtype in (tf.bool, tf.resource, tf.variant):
+                return tensor
+            kind = self.kind_of(tensor)
+            if kind is Kind.OTHER:
+                raise Undecided(f"because of {op.type}, in a divisor")
+            if self._graph.depends_on(tensor, sources):
+                raise Undecided(f"because of {op.type}, a divisor with a gradient")
+            return tf.cast(total(tensor, kind), tensor.dtype)
+
+        return again(tensor)
 
     def _try(self, scalar: Any) -> Kind:
         leaves, inner = self._cut(scalar)
@@ -379,6 +442,16 @@ def _function(scalar: Any, leaves: dict[int, _Leaf], inner: list[Any]) -> Any:
             raise Undecided(_cause(error)) from error
 
     return run
+
+
+def _copy(op: Any, inputs: list[Any]) -> list[Any]:
+    """Add an operation to its graph again, with other inputs."""
+    attributes = {k: v for k, v in op.node_def.attr.items() if k != "_class"}
+    dtypes = [output.dtype for output in op.outputs]
+    made = op.graph.create_op(op.type, inputs, dtypes, attrs=attributes).outputs
+    for one, other in zip(op.outputs, made, strict=True):
+        other.set_shape(one.shape)
+    return list(made)
 
 
 def _kind(values: list[float], *, half: bool) -> Kind:

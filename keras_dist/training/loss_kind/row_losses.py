@@ -9,7 +9,13 @@ import tensorflow as tf
 from keras_dist import comm
 from keras_dist.optimizer import step_context
 from keras_dist.training.loss_kind.probe import Kind, Probe, RowGraph, rows_fixed_in
-from keras_dist.training.loss_kind.terms import EagerLog, Term, Undecided, terms_of
+from keras_dist.training.loss_kind.terms import (
+    EagerLog,
+    Term,
+    Undecided,
+    of_all_ranks,
+    terms_of,
+)
 
 # Losses of Keras that are one number for the whole batch, whatever its reduction.
 _OF_WHOLE_BATCH = (keras.losses.Dice, keras.losses.Tversky)
@@ -91,9 +97,14 @@ class RowLosses:
         sample_weight: Any = None,
     ) -> Any:
         """`keras.losses.Loss.__call__`."""
+        if step_context.current().rows is None:
+            return plain(y_true, y_pred, sample_weight)
+        sample_weight, is_decided = self._weight_of_all(sample_weight)
         value = plain(y_true, y_pred, sample_weight)
-        if step_context.current().rows is None or value.shape.rank != 0:
+        if value.shape.rank != 0:
             return value
+        if not is_decided:
+            return step_context.make_known(value, "mean")
         mask = getattr(y_pred, "_keras_mask", None)
         divisor = _divisor(loss.reduction, mask, sample_weight)
         if divisor is not None:
@@ -177,6 +188,32 @@ class RowLosses:
         """Do the same for a value that a train step returns to be logged."""
         return self.of_all(value, is_loss=False)
 
+    def _weight_of_all(self, weight: Any) -> tuple[Any, bool]:
+        """Weights divided by a sum over this rank's rows, by that of all ranks instead.
+
+        An object detector divides so by the anchors that match in the batch.
+
+        Returns:
+            The weights, and whether it is known what they were divided by.
+        """
+        is_tensor = isinstance(weight, tf.Tensor) and weight.dtype.is_floating
+        if not is_tensor or not weight.shape.rank:
+            return weight, True
+        try:
+            if tf.executing_eagerly():
+                self._log.check_weights()
+                return weight, True
+            total = of_all_ranks(self._fraction())
+            probe = self._probe(weight.graph)
+            found = probe.of_all(weight, total, self._variables)
+            if found is not weight:
+                self._log.add_divided_weights()
+            return found, True
+        except Undecided as error:
+            self._log.add_divided_weights()
+            self._warn(error)
+            return weight, False
+
     def _weighted_targets(
         self, target: Any, factor: Any, variables: list[Any]
     ) -> list[tuple[Any, Any]]:
@@ -245,16 +282,20 @@ class RowLosses:
                     f"{error}. Compute the loss by rows, and end with a mean or a sum "
                     "over them; or leave out `microbatch`."
                 ) from error
-            if is_loss and comm.rank() == 0:
-                warnings.warn(
-                    "It cannot be seen from the graph of a loss whether it is a mean "
-                    f"or a sum over rows, {error}. The ranks average it, weighted by "
-                    "rows, as if it were a mean: the result may differ from that of "
-                    "one process. Compute the loss by rows, and end with a mean or a "
-                    "sum over them.",
-                    stacklevel=2,
-                )
+            if is_loss:
+                self._warn(error)
             return []
+
+    def _warn(self, error: Undecided) -> None:
+        if comm.rank() == 0:
+            warnings.warn(
+                "It cannot be seen from the graph of a loss whether it is a mean "
+                f"or a sum over rows, {error}. The ranks average it, weighted by "
+                "rows, as if it were a mean: the result may differ from that of "
+                "one process. Compute the loss by rows, and end with a mean or a "
+                "sum over them.",
+                stacklevel=3,
+            )
 
     def _probe(self, graph: Any) -> Probe:
         if graph not in self._probes:

@@ -34,12 +34,16 @@ class Term:
             a sum divided by it.
         coefficient: A number or a scalar tensor without rows.
         divisor: Another sum over the rows of this rank, such as the number of unmasked
-            elements; `None`: there is none.
+            elements, or computed from such sums; `None`: there is none.
+        probe: Tries what `divisor` is computed from; `None`: it is a sum.
+        dividend: What is divided, a sum or a mean over the rows of this rank.
     """
 
     value: Any
     coefficient: Any = 1.0
     divisor: Any = None
+    probe: Probe | None = None
+    dividend: Kind = Kind.SUM
 
     def change(self, fraction: Any) -> Any:
         """Compute what to add to `coefficient`, so that the weighted mean is the whole.
@@ -47,18 +51,40 @@ class Term:
         Args:
             fraction: This rank's fraction of the rows; a scalar tensor.
         """
-        part = 1.0 if self.divisor is None else _part_of_all(self.divisor)
-        factor = tf.math.divide_no_nan(
-            tf.cast(part, tf.float64), tf.cast(fraction, tf.float64)
-        )
+        fraction = tf.cast(fraction, tf.float64)
+        factor = tf.math.divide_no_nan(self._part_of_all(fraction), fraction)
         factor -= 1
         return tf.cast(self.coefficient, tf.float64) * factor
 
+    def _part_of_all(self, fraction: Any) -> Any:
+        if self.divisor is None:
+            return tf.ones((), tf.float64)
+        total = of_all_ranks(fraction)
+        if self.probe is None:
+            whole = total(self.divisor, Kind.SUM)
+        else:
+            whole = self.probe.of_all(self.divisor, total)
+        own = step_context.current().counted(tf.cast(self.divisor, tf.float64))
+        if self.dividend is Kind.MEAN:
+            own *= fraction
+        return tf.math.divide_no_nan(own, tf.cast(whole, tf.float64))
 
-def _part_of_all(divisor: Any) -> Any:
-    context = step_context.current()
-    own = context.counted(tf.cast(divisor, tf.float64))
-    return tf.math.divide_no_nan(own, context.total(own, purpose="losses"))
+
+def of_all_ranks(fraction: Any) -> Callable[[Any, Kind], Any]:
+    """Return a function of a scalar and its kind, which is that of all ranks.
+
+    Args:
+        fraction: This rank's fraction of the rows; a scalar tensor.
+    """
+
+    def total(scalar: Any, kind: Kind) -> Any:
+        context = step_context.current()
+        own = context.counted(tf.cast(scalar, tf.float64))
+        if kind is Kind.MEAN:
+            own *= fraction
+        return context.total(own, purpose="losses")
+
+    return total
 
 
 def terms_of(value: Any, probe: Probe, *, sources: Sequence[Any] = ()) -> list[Term]:
@@ -90,12 +116,7 @@ def terms_of(value: Any, probe: Probe, *, sources: Sequence[Any] = ()) -> list[T
         if kind is Kind.SUM:
             terms.append(Term(tensor, coefficient))
         elif kind is Kind.OTHER:
-            divisor = _divisor(tensor, probe)
-            if graph.depends_on(divisor, sources):
-                raise Undecided(
-                    f"because of {divisor.op.type}, a divisor with a gradient"
-                )
-            terms.append(Term(tensor, coefficient, divisor))
+            terms.append(_quotient(tensor, coefficient, probe, sources))
     return terms
 
 
@@ -147,16 +168,27 @@ def _scaled(
         yield one, other if op.type == "Mul" else 1 / tf.cast(other, tf.float64)
 
 
-def _divisor(tensor: Any, probe: Probe) -> Any:
-    """Return the sum over rows by which another one is divided in `tensor`."""
+def _quotient(
+    tensor: Any, coefficient: Any, probe: Probe, sources: Sequence[Any]
+) -> Term:
+    """Return the term of a scalar that is divided by a number of this rank's rows."""
     op = tensor.op
+    term = None
     if op.type in ("RealDiv", "DivNoNan"):
         above, below = op.inputs
-        if probe.kind_of(above) is probe.kind_of(below) is Kind.SUM:
-            return below
-    if op.type == "Mean" and op.inputs[0].shape.rank is not None:
-        return tf.shape(op.inputs[0])[0]  # of rows that were selected
-    raise Undecided(f"because of {op.type} of {tensor.dtype.name}")
+        kind = probe.kind_of(above)
+        if kind is not Kind.OTHER:
+            probe.of_all(below, lambda own, kind: own, sources)
+            term = Term(tensor, coefficient, below, probe, kind)
+    elif op.type == "Mean" and op.inputs[0].shape.rank is not None:
+        # Of rows that were selected.
+        term = Term(tensor, coefficient, tf.shape(op.inputs[0])[0])
+    if term is None:
+        raise Undecided(f"because of {op.type} of {tensor.dtype.name}")
+    if probe.graph.depends_on(term.divisor, sources):
+        reason = f"because of {term.divisor.op.type}, a divisor with a gradient"
+        raise Undecided(reason)
+    return term
 
 
 class EagerLog:
@@ -170,6 +202,7 @@ class EagerLog:
         self._answers: list[bool | str] | None = None
         self._next = 0
         self._is_open = False
+        self._has_divided_weights = False
 
     @property
     def is_read(self) -> bool:
@@ -224,6 +257,22 @@ class EagerLog:
         """Keep that there is no answer, while a step is traced by `read`."""
         if self._is_open and self._answers is not None:
             self._answers.append(str(error))
+
+    def add_divided_weights(self) -> None:
+        """Keep that weights are divided by a number of the rows, in such a trace."""
+        self._has_divided_weights |= self._is_open
+
+    def check_weights(self) -> None:
+        """Check weights of which no graph tells what they were divided by.
+
+        Raises:
+            Undecided: If some are divided by a number of this rank's rows.
+        """
+        if self._has_divided_weights:
+            raise Undecided(
+                "because of weights that are divided by a number of the rows, in a "
+                "step that runs eagerly"
+            )
 
     def is_sum(self) -> bool:
         """Tell by the next answer whether the whole loss is a sum.

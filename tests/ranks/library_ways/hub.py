@@ -220,3 +220,57 @@ def vit_pictures(run):
     x, y = integers(256, 20, 20, 3).astype("uint8"), integers(3)
     history = run.fit(model, x, y, epochs=2, validation_data=(x[:9], y[:9]))
     return model, history
+
+
+@keras.saving.register_keras_serializable()
+class Pyramid(keras.Model):
+    """Convolutions, and their outputs of three sizes."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        image = keras.Input((64, 64, 3))
+        conv = {"padding": "same", "activation": "tanh"}
+        x = keras.layers.Conv2D(4, 3, strides=4, **conv)(image)
+        levels = {}
+        for level in (3, 4, 5):
+            x = keras.layers.Conv2D(4, 3, strides=2, **conv)(x)
+            levels[f"P{level}"] = x
+        super().__init__(image, x, **kwargs)
+        self.pyramid_outputs = levels
+
+    def get_config(self) -> dict[str, Any]:
+        """Its name."""
+        return {"name": self.name}
+
+
+def retinanet() -> Any:
+    """A detector of three classes in pictures of 64 by 64."""
+    backbone = keras_hub.models.RetinaNetBackbone(
+        Pyramid(), min_level=3, max_level=5, use_p5=False, image_shape=(64, 64, 3)
+    )
+    return keras_hub.models.RetinaNetObjectDetector(
+        backbone, num_classes=3, pre_logits_num_conv_layers=1
+    )
+
+
+def boxes() -> dict[str, Any]:
+    """Up to three boxes for each picture, and none in some."""
+    low, size = integers(28, 3, 2), 8 + integers(28, 3, 2, seed=1)
+    labels = integers(3, 3)
+    counts = np.arange(ROWS) * 5 % 4 * (np.arange(ROWS) % 8 < 4)
+    is_there = np.arange(3) < counts[:, None]
+    corners = np.concatenate([low, low + size], axis=-1).astype("float32")
+    return {
+        "boxes": np.where(is_there[..., None], corners, -1.0).astype("float32"),
+        "labels": np.where(is_there, labels, -1).astype("float32"),
+    }
+
+
+@HUB.way("RetinaNet", is_traced=True)
+def retinanet_arrays(run):
+    # With SGD, which shows a wrong factor.
+    model, y = retinanet(), boxes()
+    x = integers(256, 64, 64, 3) / 255
+    run.compile(model, keras.optimizers.SGD(1e-3, momentum=0.9))
+    some = {name: array[:9] for name, array in y.items()}
+    history = run.fit(model, x, y, epochs=2, lr_scaling="none")
+    return model, history, model.evaluate(x[:9], some, verbose=0)
