@@ -9,6 +9,8 @@ this machine; bytes for more ranks than it can have are computed from the counte
 import argparse
 import json
 import os
+import re
+import statistics
 import subprocess
 import sys
 import time
@@ -19,6 +21,8 @@ from growth_page import table, write_section
 ROOT = Path(__file__).parents[1]
 RANK = Path(__file__).parent / "stacks" / "growth_start_rank.py"
 MARK = "measured: "
+WAYS = ("plain", "keras-dist", "horovodrun")
+ROUNDS = 3
 RANKS = (1, 2, 4, 8, 16)
 MORE = (64, 256, 1000)
 PURPOSES = ("agree", "compare batches", "broadcast", "metrics", "other")
@@ -28,6 +32,11 @@ Written by `make growth-start`. A fit of one layer, one epoch of two steps, star
 `keras-dist run` on {cores} cores{busy}. Seconds since the command, on the slowest rank:
 
 {seconds}
+
+The same fit by plain Keras, started by `python`, has made its first step after
+{plain} s, and on two ranks of `horovodrun` after {horovodrun} s; on two ranks of
+`keras-dist run` after {two} s, {ratio} × plain Keras (medians of {rounds} starts of
+each, in turn).
 
 Collectives of each rank, and bytes that it hands to them, by what they are for. The
 number of collectives does not depend on the number of ranks:
@@ -55,11 +64,40 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--busy", action="store_true", help="others use the machine")
     arguments = parser.parse_args()
+    started = {way: [] for way in WAYS}
+    for _ in range(ROUNDS):
+        for way, seconds in started.items():
+            seconds.append(first_step(way))
+            print(way, seconds[-1], flush=True)
     found = {}
     for ranks in arguments.ranks:
         found[ranks] = launched(ranks)
         print(ranks, found[ranks], flush=True)
-    write(found, is_busy=arguments.busy)
+    write(found, started, is_busy=arguments.busy)
+
+
+def first_step(way: str) -> float:
+    """Seconds from a command to the end of its first step, on the slowest rank."""
+    bin_folder = Path(sys.executable).parent
+    command = [sys.executable, str(RANK.with_name("first_step.py"))]
+    if way == "keras-dist":
+        launcher = [sys.executable, "-m", "keras_dist", "run", "--transport", "gloo"]
+        command = [*launcher, "-np", "2", *command]
+    elif way == "horovodrun":
+        command = [str(bin_folder / "horovodrun"), "--gloo", "-np", "2", *command]
+    begin = time.time()
+    done = subprocess.run(
+        command,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)}
+        | {"IS_PLAIN": str(int(way == "plain"))},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    ends = re.findall(r"measured: (\d+\.\d+)", done.stdout)
+    if not ends:
+        raise RuntimeError(done.stdout + done.stderr)
+    return max(map(float, ends)) - begin
 
 
 def launched(ranks: int) -> dict:
@@ -92,8 +130,9 @@ def received(counted: dict, ranks: int) -> int:
     return round(total)
 
 
-def write(found: dict, *, is_busy: bool) -> None:
+def write(found: dict, started: dict, *, is_busy: bool) -> None:
     """The section of the page."""
+    first = {way: statistics.median(seconds) for way, seconds in started.items()}
     several = [ranks for ranks in found if ranks > 1]
     largest = max(several)
     names = list(found[largest]["times"])
@@ -119,6 +158,11 @@ def write(found: dict, *, is_busy: bool) -> None:
         cores=len(os.sched_getaffinity(0)),
         busy=", which others used, too" if is_busy else "",
         seconds=seconds,
+        plain=f"{first['plain']:.1f}",
+        horovodrun=f"{first['horovodrun']:.1f}",
+        two=f"{first['keras-dist']:.1f}",
+        ratio=f"{first['keras-dist'] / first['plain']:.2f}",
+        rounds=ROUNDS,
         counted=counted,
         largest=largest,
         received=table(

@@ -57,6 +57,14 @@ Of a model whose step takes next to nothing, and of the small CNN of `make bench
 | model | ranks | late | early | late ÷ one process | early ÷ one process |
 |---|---|---|---|---|---|
 {epochs}
+
+## Rows per second of `predict`
+
+Of the small CNN, from the same files; `Model.predict` on one process, with all cores.
+
+| ranks | late | early | late ÷ one process | early ÷ one process |
+|---|---|---|---|---|
+{predicted}
 """
 
 
@@ -93,6 +101,7 @@ def main() -> None:
                 *lines_of(found, "seconds of the CNN", "| small CNN "),
             ]
         ),
+        predicted="\n".join(lines_of(found, "rows per second of predict")),
     )
     (ROOT / "docs" / "input.md").write_text(page)
 
@@ -229,6 +238,19 @@ def worker(folder: Path) -> None:
                 pairs = zip(processor[way], processor["memory"], strict=True)
                 decoding = statistics.median(own - floor for own, floor in pairs)
                 measured[f"{way}: decoding"] = decoding
+    many = model if size == 1 else keras_dist.DistributedModel(model)
+    spent = {"late": [], "early": []}
+    for number in range(REPEATS + 1):
+        for way, seconds in spent.items():
+            keras_dist.gather("all begin")
+            begin = time.perf_counter()
+            many.predict(data[way].prefetch(2), verbose=0)
+            everyone = keras_dist.gather(time.perf_counter() - begin)
+            if number:  # the first one traces
+                seconds.append(max(everyone))
+    for way, seconds in spent.items():
+        rate = len(names) / statistics.median(seconds)
+        measured[f"{way}: rows per second of predict"] = rate
     if keras_dist.rank() == 0:
         print(MARK + json.dumps(measured), flush=True)
 

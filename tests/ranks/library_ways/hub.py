@@ -131,6 +131,14 @@ def gemma_lora(run):
     return train_tokens(run, model)
 
 
+@HUB.way("Gemma with LoRA in int8", is_traced=True, rounds_as="float32")
+def gemma_int8(run):
+    model = gemma()
+    model.quantize("int8")
+    model.backbone.enable_lora(rank=2)
+    return train_tokens(run, model)
+
+
 @HUB.way("GPT-2 from strings", is_traced=True)
 def gpt2_strings(run):
     model = gpt2(gpt2_preprocessor())
