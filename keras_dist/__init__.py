@@ -7,7 +7,7 @@ time, not the model.
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keras_dist.version import __version__
 
@@ -105,7 +105,7 @@ if not _missing and not _is_command:
     prepare()
     saving.install()
     del prepare, require_keras, saving
-elif _missing:
+elif _missing and not TYPE_CHECKING:  # a type checker would take any name
     # `keras-dist install-horovod` must start here too, and print what it needs.
     def __getattr__(name: str) -> Any:
         if name not in __all__:

@@ -1,11 +1,12 @@
 """`dist_fit`, and `DistributedModel`, whose methods use all ranks."""
 
 import contextlib
+import inspect
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import keras
 
@@ -32,6 +33,7 @@ from keras_dist.data import (
 )
 from keras_dist.data.steps import StepsRule
 from keras_dist.launch.monitor import seeds
+from keras_dist.optimizer.options import Compression, Op, Sparse
 from keras_dist.optimizer.rate import LearningRateRule
 from keras_dist.report.lines import show
 from keras_dist.setup import sources
@@ -79,23 +81,23 @@ def dist_fit(
     validation_batch_size: int | None = None,
     validation_freq: int | list[int] = 1,
     *,
-    batch: str | None = None,
-    shares: str | Sequence[float] = "equal",
+    batch: Literal["rank", "global"] | None = None,
+    shares: Literal["equal", "measured"] | Sequence[float] = "equal",
     lr_scaling: LearningRateRule = "auto",
     warmup_epochs: float = 0,
     steps_scaling: StepsRule = "auto",
     validation_steps_scaling: StepsRule = "auto",
-    shard: str = "auto",
-    leftover: str = "auto",
+    shard: Literal["auto", "source", "none"] = "auto",
+    leftover: Literal["auto", "cut", "whole", "drop"] = "auto",
     target_accuracy: float | None = None,
-    op: str = "average",
-    compression: str | None = None,
+    op: Op = "average",
+    compression: Compression | None = None,
     local_layers: Sequence[Any] = (),
     process_set: Sequence[int] | None = None,
     sync: str = "every:1",
     outer_momentum: float = 0.0,
-    sparse: str = "auto",
-    microbatch: int | str | None = None,
+    sparse: Sparse = "auto",
+    microbatch: int | Literal["auto"] | None = None,
     timeline: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
     save_steps: int | None = None,
@@ -379,6 +381,27 @@ def _scale_rates(model: Any, setup: FitSetup) -> None:
             optimizer.scale_rate(found, factor, step_multiplier=setup.step_multiplier)
 
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _with_arguments_of(
+    function: Callable[Concatenate[Any, _P], _R],
+) -> Callable[[Callable[..., _R]], Callable[Concatenate[Any, _P], _R]]:
+    """Give a method the signature of a function of a model, for tools and `help`."""
+
+    def given(method: Callable[..., _R]) -> Callable[Concatenate[Any, _P], _R]:
+        found = inspect.signature(function)
+        own, *others = found.parameters.values()
+        own = own.replace(name="self", annotation=inspect.Parameter.empty)
+        method.__signature__ = found.replace(  # type: ignore[attr-defined]
+            parameters=[own, *others]
+        )
+        return method
+
+    return given
+
+
 class DistributedModel:
     """A Keras model whose `fit`, `evaluate` and `predict` use all ranks.
 
@@ -408,6 +431,7 @@ class DistributedModel:
         object.__setattr__(self, "model", model)
         object.__setattr__(self, "options", options)
 
+    @_with_arguments_of(dist_fit)
     def fit(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
         """`dist_fit(model, …)`: it has all arguments of `keras.Model.fit` and more."""
         return dist_fit(self.model, *args, **{**self.options, **kwargs})

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
-StepsRule = str | float | Callable[[int, int], int]
+StepsRule = Literal["auto", "divide", "none"] | float | Callable[[int, int], int]
 
 
 def scaled_steps(

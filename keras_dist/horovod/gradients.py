@@ -115,8 +115,9 @@ def reduce_gradients(
         if not shared:
             return result
         own = [_prepared(gradients[i], variables[i], settings) for i in shared]
-        kind = "fp16" if settings.compression is Compression.fp16 else None
-        options = Averaging(settings.op.name, kind, sparse="merged")
+        op: Any = settings.op.name  # one of those of `Averaging`
+        kind: Any = "fp16" if settings.compression is Compression.fp16 else None
+        options = Averaging(op, kind, sparse="merged")
         key = tuple(id(variables[index]) for index in shared)
         name = comm.name_by("horovod.gradients", key)
         everyone, _ = exchange(own, 1, options, name=name)

@@ -14,7 +14,13 @@ from keras_dist import comm, mixin
 from keras_dist.optimizer import step_context
 from keras_dist.optimizer.local_steps import after_update, uses_local_sgd
 from keras_dist.optimizer.nested import nested_optimizers, optimizers_of, variables_of
-from keras_dist.optimizer.options import Averaging, check_usable
+from keras_dist.optimizer.options import (
+    Averaging,
+    Compression,
+    Op,
+    Sparse,
+    check_usable,
+)
 from keras_dist.optimizer.reduce import (
     AveragingState,
     mark_recorded,
@@ -51,11 +57,11 @@ class Recorded:
 def DistributedOptimizer(  # noqa: N802 - Horovod's own name
     optimizer: Any,
     *,
-    op: str = "average",
-    compression: str | None = None,
+    op: Op = "average",
+    compression: Compression | None = None,
     local_layers: Sequence[Any] = (),
     process_set: Sequence[int] | None = None,
-    sparse: str = "auto",
+    sparse: Sparse = "auto",
 ) -> Any:
     """Make `optimizer` average its gradients over all ranks before each update.
 

@@ -2,15 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import keras
 
 from keras_dist import comm
 
-OPS = ("average", "sum", "adasum")
-COMPRESSIONS = (None, "fp16", "bf16")
-SPARSE = ("auto", "merged", "repeated")
+# Values of the arguments `op`, `compression` and `sparse`.
+Op = Literal["average", "sum", "adasum"]
+Compression = Literal["fp16", "bf16"]
+Sparse = Literal["auto", "merged", "repeated"]
+OPS = get_args(Op)
+COMPRESSIONS = (None, *get_args(Compression))
+SPARSE = get_args(Sparse)
 
 
 @dataclass(frozen=True)
@@ -34,13 +38,13 @@ class Averaging:
         TypeError: If `local_layers` holds something other than layers.
     """
 
-    op: str = "average"
-    compression: str | None = None
+    op: Op = "average"
+    compression: Compression | None = None
     local_layers: Sequence[Any] = ()
     process_set: Sequence[int] | None = None
     every: int = 1
     outer_momentum: float = 0.0
-    sparse: str = "auto"
+    sparse: Sparse = "auto"
 
     def __post_init__(self) -> None:
         if self.op not in OPS:

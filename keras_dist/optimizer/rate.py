@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import keras
 
@@ -11,7 +11,9 @@ from keras_dist import mixin
 from keras_dist.data.steps import is_number
 from keras_dist.optimizer.nested import leaves, optimizers_of
 
-LearningRateRule = str | float | Callable[[int], float]
+LearningRateRule = (
+    Literal["auto", "linear", "sqrt", "none"] | float | Callable[[int], float]
+)
 
 _LOGGED = "effective_learning_rate"
 

@@ -20,7 +20,7 @@ from keras_dist.optimizer.local_steps import (
     uses_local_sgd,
 )
 from keras_dist.optimizer.nested import nested_optimizers, variables_of
-from keras_dist.optimizer.options import Averaging
+from keras_dist.optimizer.options import Averaging, Sparse
 from keras_dist.optimizer.sparse import Lookups, with_shape
 
 
@@ -258,7 +258,7 @@ def _scaled_local(gradient: Any, weight: Any, total: Any, options: Averaging) ->
     return tf.convert_to_tensor(gradient) * factor
 
 
-def _form_of_rows(optimizer: Any, gradients: Sequence[Any]) -> str:
+def _form_of_rows(optimizer: Any, gradients: Sequence[Any]) -> Sparse:
     """Choose how repeated rows are sent, the same on all ranks."""
     state: AveragingState = optimizer._averaging
     asked = state.options.sparse

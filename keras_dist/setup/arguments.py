@@ -3,10 +3,11 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from keras_dist import optimizer
 from keras_dist.data.steps import StepsRule
+from keras_dist.optimizer.options import Compression, Op, Sparse
 from keras_dist.optimizer.rate import LearningRateRule
 
 BATCH_VARIABLE = "KERAS_DIST_BATCH"
@@ -55,23 +56,23 @@ class KerasArguments:
 class Options:
     """Every argument of `dist_fit` that `Model.fit` does not have, with its default."""
 
-    batch: str | None = None
-    shares: str | Sequence[float] = "equal"
+    batch: Literal["rank", "global"] | None = None
+    shares: Literal["equal", "measured"] | Sequence[float] = "equal"
     lr_scaling: LearningRateRule = "auto"
     warmup_epochs: float = 0
     steps_scaling: StepsRule = "auto"
     validation_steps_scaling: StepsRule = "auto"
-    shard: str = "auto"
-    leftover: str = "auto"
+    shard: Literal["auto", "source", "none"] = "auto"
+    leftover: Literal["auto", "cut", "whole", "drop"] = "auto"
     target_accuracy: float | None = None
-    op: str = "average"
-    compression: str | None = None
+    op: Op = "average"
+    compression: Compression | None = None
     local_layers: Sequence[Any] = ()
     process_set: Sequence[int] | None = None
     sync: str = "every:1"
     outer_momentum: float = 0.0
-    sparse: str = "auto"
-    microbatch: int | str | None = None
+    sparse: Sparse = "auto"
+    microbatch: int | Literal["auto"] | None = None
     timeline: str | os.PathLike[str] | None = None
     resume: str | os.PathLike[str] | None = None
     save_steps: int | None = None
@@ -92,7 +93,7 @@ class Options:
             ValueError: If `batch` is unknown, local SGD or a sum of gradients is asked
                 for beside `"global"`, or `shares` are without it.
         """
-        batch = self.batch or environ.get(BATCH_VARIABLE) or "rank"
+        batch: Any = self.batch or environ.get(BATCH_VARIABLE) or "rank"
         if batch not in ("rank", "global"):
             raise ValueError(
                 '`batch` must be "rank" (the batch size is that of one rank) or '

@@ -303,7 +303,7 @@ def _rates(
     model: Any, options: Options, factor: float, step_multiplier: int
 ) -> tuple[plan.Rate, ...]:
     """Describe the learning rate of each optimizer, before and after scaling."""
-    rule = options.lr_scaling
+    rule: Any = options.lr_scaling
     if not isinstance(rule, str):
         rule = "your function" if callable(rule) else "your factor"
     times = f"× {plan.format_number(factor)}"

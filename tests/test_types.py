@@ -1,0 +1,58 @@
+"""A type checker finds the mistakes in a user's script, and nothing else."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+
+from launch import ROOT
+
+import keras_dist
+
+SCRIPT = """
+import keras
+import numpy as np
+
+import keras_dist
+
+x, y = np.ones((8, 2)), np.ones((8, 1))
+model = keras.Sequential([keras.layers.Dense(1)])
+keras_dist.dist_fit(model, x, y, batch_size=4, lr_scaling="linear", microbatch="auto")
+keras_dist.dist_fit(model, x, y, lr_scaling=lambda size: size**0.5, shares=[2, 1])
+many = keras_dist.DistributedModel(model, lr_scaling="none")
+history = many.fit(x, y, epochs=2, callbacks=[keras_dist.StopTogether()])
+print(history.history["loss"], keras_dist.size() + 1)
+
+keras_dist.dist_fitt(model, x, y)
+keras_dist.dist_fit(model, x, y, lr_scaling="liner")
+many.fit(x, y, lr_scaling="liner")
+many.fit(x, y, epoch=2)
+"""
+
+
+def test_a_type_checker_finds_the_mistakes_of_a_script(tmp_path):
+    """By the last four lines, each of which is one."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    checker = [sys.executable, "-m", "mypy", "--strict", "--cache-dir"]
+    options = ["--ignore-missing-imports", "--follow-imports=silent", str(script)]
+    done = subprocess.run(
+        [*checker, str(tmp_path / "cache"), *options],
+        cwd=tmp_path,
+        env={**os.environ, "MYPYPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    found = [int(line) for line in re.findall(r"script\.py:(\d+): error", done.stdout)]
+    last = len(SCRIPT.splitlines())
+    assert found == list(range(last - 3, last + 1)), done.stdout + done.stderr
+
+
+def test_fit_of_a_distributed_model_has_the_signature_of_dist_fit():
+    """For `help`, and for the completion of an editor."""
+    _, *own = inspect.signature(keras_dist.DistributedModel.fit).parameters.values()
+    _, *expected = inspect.signature(keras_dist.dist_fit).parameters.values()
+    assert own == expected
