@@ -22,6 +22,7 @@ release = version = __version__
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "generated",
@@ -44,6 +45,19 @@ nb_execution_show_tb = True
 nb_merge_streams = True
 nb_output_stderr = "remove"  # a cell that fails ends the build, and is printed by it
 
+# A page for each public name, in docs/reference/api/; of classes, the methods that
+# users call.
+templates_path = ["_templates"]
+autosummary_context = {
+    "methods": {
+        "keras_dist.DistributedModel": "fit, evaluate, predict",
+        "keras_dist.WritePredictions": "read",
+        "keras_dist.tune.Trial": (
+            "suggest_float, suggest_int, suggest_categorical, report, should_prune, "
+            "set_user_attr"
+        ),
+    }
+}
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"

@@ -140,8 +140,8 @@ def dist_fit(
             rounded up; `"none"`; or a function of (steps, size). With `"divide"`, a
             `LearningRateSchedule` is read at step × size. `"auto"`: divide, or none
             with `batch="global"`.
-        validation_steps_scaling: The same for `validation_steps`, or a number m for
-            m × steps / size.
+        validation_steps_scaling: As `steps_scaling`, for `validation_steps`; or a
+            number m for m × steps / size.
         shard: `"auto"`: arrays are sharded by row; data that comes in batches is
             sharded by batch if all ranks have the same batches. `"source"`: TensorFlow
             divides the files that a `tf.data.Dataset` reads, so that no rank reads

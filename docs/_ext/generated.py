@@ -4,18 +4,27 @@ A page holds `<!-- generated: NAME -->` where the text of the function NAME belo
 """
 
 import argparse
+import collections.abc
+import inspect
 import json
+import os
 import re
 import textwrap
-from collections.abc import Iterator
+import types
+import typing
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import keras_dist
 from keras_dist import __main__ as command
 from keras_dist.setup.arguments import KerasArguments, Options
 from keras_dist.tools.scale.command import page_of
 
+# An argument, or several that go on in a deeper line, and a text in deeper lines.
+_ARGUMENT = re.compile(
+    r"^ {4}([\w*]+(?:,\s+[\w*]+)*): (.*\n(?: {8}.*\n)*)", re.MULTILINE
+)
 _MARK = re.compile(r"<!-- generated: (\w+) -->")
 
 # Where each option of `dist_fit` is explained, from docs/reference/.
@@ -47,28 +56,62 @@ PAGES = {
 
 def keras_arguments() -> str:
     """The arguments of `Model.fit`, as a table."""
+    hints = typing.get_type_hints(keras_dist.dist_fit)
     rows = [
-        f"| `{item.name}` | `{item.default!r}` |" for item in fields(KerasArguments)
+        f"| `{item.name}` | {in_words(hints[item.name])} | `{shown(item.default)}` |"
+        for item in fields(KerasArguments)
     ]
-    return "\n".join(["| argument | default |", "|---|---|", *rows])
+    return "\n".join(["| argument | type | default |", "|---|---|---|", *rows])
 
 
 def options() -> str:
-    """The keyword arguments that only `dist_fit` has, as a table."""
-    head = ["| argument | default | more |", "|---|---|---|"]
-    return "\n".join(head + list(_option_rows()))
+    """The keyword arguments that only `dist_fit` has, each with what it does."""
+    hints = typing.get_type_hints(keras_dist.dist_fit)
+    described = arguments_of(inspect.getdoc(keras_dist.dist_fit) or "")
+    sections = []
+    for item in fields(Options):
+        page = PAGES[item.name]
+        title = page.rpartition("/")[2].removesuffix(".md").replace("_", " ")
+        sections.append(
+            f"### {item.name}\n\n{in_words(hints[item.name])}; default "
+            f"`{shown(item.default)}`\n\n{described[item.name]} "
+            f"More: [{title}]({page}).\n"
+        )
+    return "\n".join(sections)
+
+
+def arguments_of(docstring: str) -> dict[str, str]:
+    """The text of each argument in the section "Args" of a docstring."""
+    section = docstring.split("Args:\n", 1)[1]
+    found: dict[str, str] = {}
+    for names, text in _ARGUMENT.findall(section.split("\n\n", 1)[0] + "\n"):
+        for name in names.replace("\n", " ").split(","):
+            found[name.strip().lstrip("*")] = " ".join(text.split())
+    return found
+
+
+def in_words(hint: Any) -> str:
+    """A type as a reader knows it: its values, or what kind of object."""
+    kind, inner = typing.get_origin(hint), typing.get_args(hint)
+    if kind is typing.Literal:
+        return ", ".join(f"`{shown(value)}`" for value in inner)
+    if kind in (typing.Union, types.UnionType):
+        return ", ".join(map(in_words, inner))
+    if kind is collections.abc.Callable:
+        taken = ", ".join(map(in_words, inner[0]))
+        return f"function of {taken} to {in_words(inner[1])}"
+    if kind in (collections.abc.Sequence, list):
+        return f"list of {in_words(inner[0])}"
+    if kind is dict:
+        return f"dict from {in_words(inner[0])} to {in_words(inner[1])}"
+    if kind is os.PathLike:
+        return "path"
+    return {Any: "any", type(None): "`None`"}.get(hint) or hint.__name__
 
 
 def shown(default: Any) -> str:
     """A default as it is written in Python, text in double quotes."""
     return f'"{default}"' if isinstance(default, str) else repr(default)
-
-
-def _option_rows() -> Iterator[str]:
-    for item in fields(Options):
-        page = PAGES[item.name]
-        title = page.rpartition("/")[2].removesuffix(".md").replace("_", " ")
-        yield f"| `{item.name}` | `{shown(item.default)}` | [{title}]({page}) |"
 
 
 def command_line() -> str:
