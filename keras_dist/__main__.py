@@ -5,6 +5,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+import shtab
+
 from keras_dist.launch.command import add_run
 from keras_dist.tools.check.command import add_check
 from keras_dist.tools.install import InstallError, install_horovod
@@ -40,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--version", action="version", version=f"keras-dist {__version__}"
     )
+    shtab.add_argument_to(parser, "--print-completion")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add_run(commands)
     add_check(commands)

@@ -33,7 +33,7 @@ from keras_dist.launch.meeting import (
 from keras_dist.launch.monitor.rank_process import end_with
 from keras_dist.launch.monitor.watchdog import VARIABLE, limit_of
 from keras_dist.launch.processes import SAVED
-from keras_dist.launch.ranks import Command, command_of, connect_timeout
+from keras_dist.launch.ranks import Command, command_of, connect_timeout, dry_run_text
 from keras_dist.launch.restarts import NNODES, RESTARTS, begin_text
 from keras_dist.launch.signing import VARIABLE as SECRET
 from keras_dist.launch.ssh import DiscoveredHosts, NamedHosts, Ssh, run_by_ssh
@@ -200,6 +200,11 @@ def add_run(commands: argparse._SubParsersAction) -> None:
     _add_transport(command)
     add_limits(command)
     _add_spare(command)
+    command.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the ranks, their hosts, devices, variables and command; start none",
+    )
     command.add_argument("--with-parent", type=int, help=argparse.SUPPRESS)
     command.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
@@ -246,6 +251,9 @@ def _run(options: argparse.Namespace) -> int:
     elif environment is None and not (is_meeting or is_elastic):
         hosts = dict(hosts_of(_named_hosts(options), options.np))
     command = _command(words, hosts, options)
+    if options.dry_run:
+        print(dry_run_text(command, hosts))
+        return 0
     if is_elastic:
         return _run_elastic(command, options)
     if environment is not None and not hosts:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from keras_dist.launch.failures import (
     first_of,
     print_message,
 )
-from keras_dist.launch.hosts import Slot, num_gpus
+from keras_dist.launch.hosts import Slot, is_here, num_gpus, slots
 from keras_dist.launch.monitor import rank_process, record, seeds, stacks
 from keras_dist.launch.network import interface
 from keras_dist.launch.output import Output
@@ -378,6 +379,33 @@ class Ranks:
 
     def _path(self, rank: int, name: str) -> Path:
         return self._folder / f"{rank}.{name}"
+
+
+def dry_run_text(command: Command, hosts: Mapping[str, int]) -> str:
+    """Say what a launcher would start.
+
+    Args:
+        command: The command that every rank would run.
+        hosts: Ranks of each host, by name; empty if they are known only at the start.
+    """
+    python = {"script": "python ", "module": "python -m ", "program": ""}
+    told = {"PYTHONUNBUFFERED": "1", **command.environment}
+    lines = [f"command    {python[command.kind]}{shlex.join(command.words)}"]
+    if not hosts:
+        lines += ["ranks      known when the hosts have met"]
+    for slot in slots(list(hosts.items())):
+        own = {**slot.environment(), **told}
+        device = f"GPU {slot.local_rank} if its host has GPUs, else CPU"
+        if is_here(slot.host):
+            own = {**{n: str(_threads(slot)) for n in _THREADS}, **os.environ, **own}
+            own = {n: own[n] for n in (*_THREADS, *slot.environment(), *told)}
+            count = num_gpus()
+            device = f"GPU {slot.local_rank % count}" if count else "CPU"
+        values = " ".join(f"{name}={value}" for name, value in own.items())
+        lines += [f"rank {slot.rank:<6}{slot.host}, {device}", f"           {values}"]
+    return "\n".join(
+        [*lines, f"transport  {command.transport}", "Nothing was started."]
+    )
 
 
 def _threads(slot: Slot) -> int:

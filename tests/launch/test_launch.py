@@ -207,6 +207,28 @@ def test_a_failed_job_is_started_again(tmp_path):
     assert start("-np", 2, "--restarts", 1, script, 2).returncode == 5
 
 
+def test_a_dry_run_tells_what_would_start(tmp_path):
+    """And starts nothing."""
+    script = tmp_path / "script.py"
+    script.write_text(f"open({str(tmp_path / 'started')!r}, 'w')")
+    done = start("--dry-run", "-H", "away:1,localhost:2", script, "--epochs", 3)
+    assert done.returncode == 0, done.stderr
+    assert f"python {script} --epochs 3" in done.stdout
+    assert "rank 0     away, GPU 0 if its host has GPUs" in done.stdout
+    assert re.search(r"rank 2 +localhost, (CPU|GPU 1)\n.*HOROVOD_RANK=2", done.stdout)
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_shell_can_complete_commands():
+    """The completion is a script that bash reads, and has the commands."""
+    words = [sys.executable, "-m", "keras_dist", "--print-completion", "bash"]
+    made = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    asked = "COMP_WORDS=(keras-dist ''); COMP_CWORD=1; _shtab_keras_dist"
+    shown = f"{made}\n{asked} keras-dist '' keras-dist\necho ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", shown], capture_output=True, text=True)
+    assert "run check" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
