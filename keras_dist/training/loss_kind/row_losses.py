@@ -287,7 +287,8 @@ class RowLosses:
             return []
 
     def _warn(self, error: Undecided) -> None:
-        if comm.rank() == 0:
+        # Keras may trace a step several times.
+        if self._log.is_new(str(error)) and comm.rank() == 0:
             warnings.warn(
                 "It cannot be seen from the graph of a loss whether it is a mean "
                 f"or a sum over rows, {error}. The ranks average it, weighted by "

@@ -203,6 +203,7 @@ class EagerLog:
         self._next = 0
         self._is_open = False
         self._has_divided_weights = False
+        self._warned: set[str] = set()
 
     @property
     def is_read(self) -> bool:
@@ -257,6 +258,12 @@ class EagerLog:
         """Keep that there is no answer, while a step is traced by `read`."""
         if self._is_open and self._answers is not None:
             self._answers.append(str(error))
+
+    def is_new(self, warning: str) -> bool:
+        """Tell whether a warning is given for the first time in this fit."""
+        is_new = warning not in self._warned
+        self._warned.add(warning)
+        return is_new
 
     def add_divided_weights(self) -> None:
         """Keep that weights are divided by a number of the rows, in such a trace."""
