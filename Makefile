@@ -13,7 +13,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check test long demo docs equivalence fuzz mutations bench levers growth growth-start growth-hosts restarts slow-network stragglers input kills looks \
-    rows hosts chaos clusters trackers libraries recordings release-check
+    rows hosts chaos clusters trackers libraries nightly recordings release-check
 
 help:
 	@echo "make setup   a virtual environment in .venv, with Horovod built for its TensorFlow"
@@ -30,6 +30,7 @@ help:
 	@echo "make clusters  Ray, Spark (needs Java) and Kubernetes: installs them into .venv-clusters"
 	@echo "make trackers  MLflow, Weights & Biases, KerasTuner and Optuna: installs them into .venv-trackers"
 	@echo "make libraries  KerasHub, KerasRS, KerasTuner and keras.applications: installs them into .venv-libraries"
+	@echo "make nightly the tests of ranks with Keras's nightly build, into .venv-nightly"
 	@echo "make recordings  what Horovod's own layer gives on Keras 2, into $(KERAS2) (tests/horovod_scripts, tests/horovod_files)"
 	@echo "make release-check  build sdist and wheel, and try them in an empty environment in $(RELEASE)"
 	@echo "make looks   look at each kind of pipeline 200 times, and see all of it be read"
@@ -127,6 +128,17 @@ clusters trackers libraries: %: setup .venv-%/.ready
 	.venv-$@/bin/python -m pytest tests/$@ $(ALSO)
 
 libraries: ALSO := tests/trackers/test_keras_tuner.py
+
+# What users will install next: Keras's build of last night.
+nightly: .venv-nightly/.ready
+	.venv-nightly/bin/keras-dist run -np 2 examples/digits.py
+	.venv-nightly/bin/python -m pytest -n 2 --dist loadscope tests/test_ranks.py
+
+.venv-nightly/.ready: pyproject.toml $(READY)
+	$(on_top_of_the_first)
+	$(@D)/bin/python -m pip install --no-deps -e .
+	$(@D)/bin/python -m pip install --no-deps --pre --upgrade keras-nightly
+	@touch $@
 
 define on_top_of_the_first
 $(BIN)/python -m venv --clear $(@D)
