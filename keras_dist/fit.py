@@ -274,7 +274,10 @@ def _train(
                 keras_seed=keras_seed,
                 has_class_weight=given.class_weight is not None,
             )
-            spec = spec if resumed is None else resumed.placed(spec)
+            if resumed is not None:
+                spec = resumed.placed(spec)
+                resumed, given = checkpoint.reopened(resumed, given, options, spec)
+                spec = resumed.placed(spec)
             setup = comm.run_on_all(
                 lambda: _prepared(model, given, options, spec, resumed)
             )

@@ -17,7 +17,7 @@ from keras_dist.checkpoint import states
 from keras_dist.checkpoint.files import Folder, decoded
 from keras_dist.checkpoint.saved import Resume, Saved, scale_of
 from keras_dist.checkpoint.states import CallbackStates, gathered
-from keras_dist.data import DataPosition, Source
+from keras_dist.data import ENDLESS, DataPosition, Mark, Source
 from keras_dist.report.lines import say
 from keras_dist.setup.fit_setup import FitSetup
 from keras_dist.training import step
@@ -208,10 +208,11 @@ class SavedExit(SystemExit):
 def saves_within_epochs(setup: FitSetup) -> bool:
     """Tell whether checkpoints are also saved in the middle of an epoch.
 
-    Not for data of unknown length, which has no schedule to continue. And not with
-    local SGD, where the weights of the ranks differ until the end of the epoch.
+    Not for data of unknown length that does not say where it is: it has no schedule to
+    continue. And not with local SGD, where the weights of the ranks differ until the
+    end of the epoch.
     """
-    return setup.training.division is not None and setup.averaging.every == 1
+    return setup.has_position and setup.averaging.every == 1
 
 
 class Saver(keras.callbacks.Callback):
@@ -237,12 +238,19 @@ class Saver(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         self._resume, self._setup, self._feed = resume, setup, setup.training
+        reader = self._feed.part.reader
+        self._reader = reader if reader is not None and reader.is_tracked else None
         self._saves_within = saves_within_epochs(setup)
         self._callbacks, self._states = callbacks, CallbackStates(callbacks)
         self._requests, self._writer = requests, writer
         self._epoch = self._done = 0
         self._random: Any = None
         self._has_restored = False
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        super().set_params(params)
+        if params["steps"] == ENDLESS:
+            params["steps"] = None  # for all callbacks: they share it
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
@@ -278,6 +286,8 @@ class Saver(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         before, self._done = self._done, batch + 1
         division = self._feed.division
+        if self._reader is not None:
+            self._reader.forget(self._done)
         if division is not None and self._done >= division.steps_of_epoch(self._epoch):
             return  # the end of the epoch saves
         agreed = self._requests.agreed(self.model)
@@ -300,6 +310,12 @@ class Saver(keras.callbacks.Callback):
     def _position(self, epoch: int, done: int) -> DataPosition:
         """Return the position after `done` steps of an epoch."""
         division = self._feed.division
+        if division is None and done and self._reader is not None:
+            row = self._reader.mark(done).row
+            before = self._resume.position
+            if before is not None and before.epoch == epoch and self._is_within_epoch():
+                done += before.done
+            return DataPosition(epoch, done, 0, 0, row, 0)
         if division is None:
             return DataPosition(epoch, 0, 1, 0, 0, 0)
         if done:
@@ -312,6 +328,7 @@ class Saver(keras.callbacks.Callback):
         found = gathered(
             self.model,
             self._states.collected(),
+            mark=self._mark(position),
             failure=self._take_failure(),
             is_writer=copies.is_writer,
             are_several=copies.are_several,
@@ -337,6 +354,12 @@ class Saver(keras.callbacks.Callback):
             scale=scale_of(self._setup.plan),
         )
         self._writer.submit(saved.tree())
+
+    def _mark(self, position: DataPosition) -> Mark | None:
+        """Return the position in data that says where it is; `None` between epochs."""
+        if self._reader is None or not position.done:
+            return None
+        return self._reader.mark(self._done)
 
     def _exit(self) -> NoReturn:
         """End this process after all checkpoints are written; all ranks call this."""
@@ -369,8 +392,10 @@ class Saver(keras.callbacks.Callback):
     def _is_within_epoch(self) -> bool:
         """Tell whether the training is resumed in the middle of an epoch."""
         position, division = self._resume.position, self._feed.division
-        if position is None or division is None:
+        if position is None:
             return False
+        if division is None:
+            return self._reader is not None and self._reader.is_resumed
         return position.done > 0 and position.epoch == division.epoch
 
     def _own(self, saved: Saved) -> Any:

@@ -12,6 +12,7 @@ Keras. From the bottom:
 - `round_robin`: deal batches in turn; `Tail` decides about those that are left over
 - `presharded`: data sets that `keras_dist.shard` divided before rows were decoded
 - `source`: `Source`, one view of all data that comes in batches
+- `stateful`: data that says where it is, and can begin there
 - `sequence`: read a `PyDataset` by index
 - `stream`: read data of unknown length, of which all ranks agree on the end
 - `parts`: choose among these for each kind of source
@@ -53,8 +54,18 @@ from keras_dist.data.round_robin import Tail, is_mark, marked, own_rows
 from keras_dist.data.sequence import ShardedSequence
 from keras_dist.data.shares import Shares, adjusted
 from keras_dist.data.source import Agreed, DeclaredIterable, Source, is_source
+from keras_dist.data.stateful import (
+    Mark,
+    Reading,
+    has_state_dict,
+    restored,
+    skipped,
+    track,
+)
+from keras_dist.data.stream import ENDLESS
 
 __all__ = [
+    "ENDLESS",
     "Agreed",
     "Arrays",
     "Channel",
@@ -62,8 +73,10 @@ __all__ = [
     "DeclaredIterable",
     "Division",
     "Feed",
+    "Mark",
     "Part",
     "Presharded",
+    "Reading",
     "ShardSpec",
     "ShardedSequence",
     "Shares",
@@ -73,6 +86,7 @@ __all__ = [
     "batch_size_of",
     "divided",
     "divided_at_source",
+    "has_state_dict",
     "hold_out",
     "is_arrays",
     "is_dealt",
@@ -87,8 +101,11 @@ __all__ = [
     "own_rows",
     "presharded_of",
     "reading",
+    "restored",
     "seed_of_keras",
     "seeds_of",
+    "skipped",
+    "track",
     "training_feed",
     "validation_feed",
 ]

@@ -434,6 +434,7 @@ def _training_batches(
         # Keras may read ahead, into batches of the next epoch.
         part = replace(part, epoch=None, division=None)
     is_within_epoch = part.division is not None and part.division.is_within_epoch
+    is_within_epoch |= part.reader is not None and part.reader.is_resumed
     return Feed(
         arguments | {"x": part.data, "shuffle": is_shuffled},
         Rows(
@@ -482,6 +483,7 @@ def _batches_at(
         step = step % length if steps and length else step
         begin = step * size
         begin += 0 if part.division is None else part.division.skipped_in(epoch)
+        begin += 0 if part.reader is None else part.reader.begin
         end = part.reader.total if total is None and part.reader else total
         return batches_of_step(
             begin, total=end, rank=rank, size=size, is_mixed=is_mixed

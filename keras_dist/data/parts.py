@@ -112,8 +112,9 @@ def part_of(
     keeps_position = is_training and spec.keeps_position and _has_known_order(source)
     if spec.size == 1 and not keeps_position:
         return Part(source.data, source.length)
-    if not is_dealt(source, spec):
-        if source.length is None:
+    is_own = not is_dealt(source, spec)
+    if is_own or (spec.size == 1 and source.is_tracked):
+        if source.length is None or source.is_tracked:
             return _of_stream(source, spec, None, is_training)
         return Part(_checked(source), source.length)
     rule = _rule_of(source, spec, is_training)
@@ -494,7 +495,7 @@ def _has_known_order(source: Source) -> bool:
     Without that, a training cannot be resumed in the middle of an epoch. Of presharded
     data the rows are compared; what a `map` makes of them may be random.
     """
-    if source.kind == "sequence":
+    if source.kind == "sequence" or source.is_tracked:
         return True
     is_dataset = source.kind in ("dataset", "presharded")
     if not is_dataset or finite_or_none(source.length) is None:

@@ -91,6 +91,8 @@ class Source:
         length: Batches in a pass: a number, `math.inf`, or `None` for unknown.
         has_seeded_passes: Whether the order of each pass follows from seeds and its
             number, so that beginning one changes all later ones.
+        is_tracked: Whether its state is remembered while it is read (`stateful`).
+        resumed: Where it is resumed, the `stateful.Reading` of its first pass.
     """
 
     def __init__(
@@ -106,6 +108,9 @@ class Source:
         self.length = length_of(data)
         is_dataset = isinstance(data, tf.data.Dataset)
         self.has_seeded_passes = is_dataset and has_seeded_passes(data)
+        self.is_tracked = False
+        self.resumed: Any = None
+        self._looks: list[Any] | None = None
         self._buffered: list[Any] = []
         self._held: list[Any] = []
         self._shapes_of_first: list[tuple[int, ...]] | None = None
@@ -164,8 +169,14 @@ class Source:
         """Tell whether there may be fewer batches than ranks."""
         return self.length is None or self.length < size
 
+    def hold(self, count: int) -> None:
+        """Read the first batches for `first`, which reads none from now on."""
+        self._looks = self.first(count)
+
     def first(self, count: int) -> list[Any]:
         """Read the first `count` batches, or as many as there are."""
+        if self._looks is not None:
+            return self._looks[:count]
         if self.has_seeded_passes and self.length is None:
             self._begun = self._begun or iter(self.data)
         if self._begun is not None:

@@ -10,10 +10,16 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.data.division import ShardSpec
+from keras_dist.data.pipeline import with_length
 from keras_dist.data.round_robin import Tail, marked, num_rows
 from keras_dist.data.source import Source
+from keras_dist.data.stateful import Mark, Reading, Step
 
 _MORE, _END, _ERROR = 0, 1, 2**20
+
+# Keras takes the steps of the first epoch for those of all later ones, if it knows of
+# none. Where that epoch is the rest of one, it is told of so many.
+ENDLESS = 2**40
 
 
 class StreamReader:
@@ -33,6 +39,9 @@ class StreamReader:
     Attributes:
         failure: The error that the user's data raised, if any.
         total: Batches of all ranks in this pass, once all of them were read and dealt.
+        begin: Batches of this pass that were read before the training was resumed.
+        is_tracked: Whether `mark` tells the position.
+        is_resumed: Whether the first pass is the rest of one.
     """
 
     def __init__(
@@ -40,9 +49,13 @@ class StreamReader:
     ) -> None:
         self.failure: Exception | None = None
         self.total: int | None = None
+        self.begin = 0
+        self.is_tracked = source.is_tracked and is_training
+        self.is_resumed = self.is_tracked and source.resumed is not None
+        self._steps: dict[int, Step] = {}
         self.is_marked = tail is not None and tail.is_marked(None)
         self._source, self._spec, self._tail = source, spec, tail
-        self._channel = spec.channel if is_training else None
+        self._channel = spec.channel if is_training and spec.size > 1 else None
 
     def dataset(self) -> tf.data.Dataset:
         """Return the batches as a data set; each iterator over it is one pass."""
@@ -55,17 +68,53 @@ class StreamReader:
         signature = self._signature()
         if self.is_marked:
             signature = signature, tf.TensorSpec([1], "int32")
-        return tf.data.Dataset.from_generator(
+        dataset = tf.data.Dataset.from_generator(
             self._batches, output_signature=signature
-        ).with_options(options)
+        )
+        if self.is_resumed:
+            dataset = with_length(dataset, ENDLESS, may_be_shorter=True)
+        return dataset.with_options(options)
+
+    def mark(self, step: int) -> Mark:
+        """Return the position after a number of steps of this pass.
+
+        Batches may have been read ahead of it.
+        """
+        is_dealt = self._tail is not None or self._spec.size == 1
+        return self._steps[step].mark(is_dealt=is_dealt)
+
+    def forget(self, step: int) -> None:
+        """Forget the steps before one that was trained."""
+        for number in [each for each in list(self._steps) if each < step]:
+            del self._steps[number]
+
+    def _pass(self) -> Iterator[Any]:
+        """Begin a pass, or the rest of one that is resumed."""
+        self._steps, self.begin = {}, 0
+        if not self.is_tracked:
+            return iter(self._source)
+        resumed, self._source.resumed = self._source.resumed, None
+        reading: Reading = resumed or Reading(self._source.data)
+        self.begin = reading.read
+        return reading
 
     def _batches(self) -> Iterator[Any]:
-        own = self._unsharded() if self._tail is None else self._round_robin(self._tail)
+        batches = self._pass()
+        reading = batches if isinstance(batches, Reading) else None
+        own = (
+            map(self._source.as_read, batches)
+            if self._tail is None
+            else self._round_robin(self._tail, batches)
+        )
         for step in itertools.count():
             batch, state, message = None, _MORE, None
             try:
+                if reading is not None:
+                    reading.begin_step()
                 batch = next(own, None)
                 state = _END if batch is None else _MORE
+                if reading is not None and batch is not None:
+                    self._steps[step + 1] = reading.step()
             except Exception as error:  # any error is sent to the other ranks
                 self.failure = error
                 state, message = _ERROR, f"{type(error).__name__}: {error}"
@@ -93,9 +142,8 @@ class StreamReader:
                 _warn_of_dropped(step, rows)
         return total == 0
 
-    def _round_robin(self, tail: Tail) -> Iterator[Any]:
-        batches, read = iter(self._source), 0
-        self.total = None
+    def _round_robin(self, tail: Tail, batches: Iterator[Any]) -> Iterator[Any]:
+        read, self.total = self.begin, None
         while whole := list(itertools.islice(batches, tail.per_step)):
             read += len(whole)
             if tail.rule == "rows":
@@ -110,9 +158,6 @@ class StreamReader:
             own = tail.resolved(left)
             if own.has_step(len(left), lambda rows=rows: rows):  # type: ignore[misc]
                 yield self._marked(*own.batch(len(left), left.__getitem__))
-
-    def _unsharded(self) -> Iterator[Any]:
-        return map(self._source.as_read, self._source)
 
     def _marked(self, batch: Any, has_rows: bool) -> Any:
         return marked(batch, has_rows) if self.is_marked else batch

@@ -13,6 +13,7 @@ from keras_dist.data import (
     Feed,
     Part,
     ShardSpec,
+    Source,
     hold_out,
     training_feed,
     validation_feed,
@@ -63,6 +64,11 @@ class FitSetup:
     def feeds(self) -> list[Feed]:
         """The training data and, if there is any, the validation data."""
         return [feed for feed in (self.training, self.validation) if feed is not None]
+
+    @property
+    def has_position(self) -> bool:
+        """Tell whether a position in the middle of an epoch can be saved."""
+        return self.training.division is not None or _is_tracked(self.training)
 
     def facts(self) -> dict[str, Any]:
         """Return name and value of everything that has to be equal on all ranks."""
@@ -218,7 +224,8 @@ def _arguments(
     if is_first and fit.verbose != 0 and not has_bar:
         throughput = next(c for c in callbacks if isinstance(c, ours.Throughput))
         arguments["callbacks"].append(ours.ProgressBar(throughput))
-    if comm.size() == 1 and not training.has_epochs:
+    is_as_given = not training.has_epochs and not _is_tracked(training)
+    if comm.size() == 1 and is_as_given:
         # The user's data as it is: Keras decides what it accepts.
         changed = {
             "callbacks": arguments["callbacks"],
@@ -239,6 +246,11 @@ def _arguments(
             "validation_batch_size": validation.plan.batch_size,
         }
     return arguments
+
+
+def _is_tracked(feed: Feed) -> bool:
+    """Tell whether data of unknown length says where it is."""
+    return feed.part.reader is not None and feed.part.reader.is_tracked
 
 
 def _feeds(
@@ -276,7 +288,7 @@ def _feeds(
             spec=spec,
         )
     except ValueError:
-        if spec.size > 1:
+        if spec.size > 1 or isinstance(fit.x, Source):
             raise
         # One process: Keras raises its own error, if it rejects the data, too.
         kind = type(fit.x).__name__.lstrip("_")

@@ -112,6 +112,103 @@ def as_divided(x, y):
     return rows.map(lambda x, y: (x, y)).batch(6)
 
 
+class Stateful:
+    """Rows in batches of six, in another order in each pass.
+
+    As of torchdata's `StatefulDataLoader`, a state is where the pass that was begun
+    last has come, and the next pass begins there.
+    """
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+        self.passes = self.done = 0
+        self.loaded = None
+
+    def state_dict(self):
+        return {"passes": self.passes, "done": self.done}
+
+    def load_state_dict(self, state):
+        self.loaded = state
+
+    def __iter__(self):
+        state, self.loaded = self.loaded, None
+        self.passes = state["passes"] if state else self.passes + 1
+        self.done = state["done"] if state else 0
+        order = np.random.default_rng(self.passes).permutation(len(self.x))
+        return self.rest(np.array_split(order, range(6, len(order), 6)))
+
+    def rest(self, batches):
+        """The batches that are left, of lists of rows."""
+        while self.done < len(batches):
+            self.done += 1
+            rows = batches[self.done - 1]
+            yield self.x[rows], self.y[rows]
+
+
+class Keeps(Stateful):
+    """The same rows in each pass; all passes begin at a state that was loaded.
+
+    As of Hugging Face's `IterableDataset`.
+    """
+
+    def __iter__(self):
+        self.done = self.loaded["done"] if self.loaded else 0
+        return self.rest(np.array_split(np.arange(len(self.x)), range(6, 101, 6)))
+
+
+class Loses(Keeps):
+    """Its state does not lead to the next batch, as where a buffer shuffles."""
+
+    def state_dict(self):
+        return {"done": self.done + 2}
+
+
+class HasNoTree(Keeps):
+    """Its state is nothing that a checkpoint can hold."""
+
+    def state_dict(self):
+        return {"done": self.done, "order": {1, 2}}
+
+
+class ByIterators:
+    """Rows in batches of six; its iterators say where they are, as those of Grain."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __iter__(self):
+        return Places(self.x, self.y)
+
+
+class Places:
+    """An iterator over rows, with a state of bytes."""
+
+    def __init__(self, x, y):
+        self.x, self.y, self.done = x, y, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        rows = slice(6 * self.done, 6 * self.done + 6)
+        if not len(self.x[rows]):
+            raise StopIteration
+        self.done += 1
+        return self.x[rows], self.y[rows]
+
+    def get_state(self):
+        return f"{self.done}".encode()
+
+    def set_state(self, state):
+        self.done = int(state)
+
+
+def as_own(x, y):
+    """A part of the rows for each rank."""
+    own = slice(keras_dist.rank(), 6 * 15, keras_dist.size())
+    return Stateful(x[own], y[own])
+
+
 def train(
     folder,
     *,

@@ -16,9 +16,15 @@ from claims import shortened
 from resumable import (
     NUM_ROWS,
     Batches,
+    ByIterators,
     Dies,
+    HasNoTree,
+    Keeps,
+    Loses,
+    Stateful,
     as_dataset,
     as_divided,
+    as_own,
     as_shuffled,
     make_model,
     rows_of_all,
@@ -136,6 +142,46 @@ def test_data_in_batches_resumes_where_it_was(folder, as_data):
     assert sorted(rows) == list(range(steps + 2, 3 * steps))
     assert is_same(state, expected) and values_of(resumed) == values_of(history)
     assert rows_before | rows == expected_rows
+
+
+@pytest.mark.parametrize(
+    "as_data",
+    shortened(
+        [Stateful, Keeps, Loses, HasNoTree, ByIterators, as_own],
+        {Stateful, Loses},
+    ),
+)
+def test_data_that_says_where_it_is_resumes_there(folder, capsys, as_data):
+    """At the batch behind the one that was trained, in this epoch and the next ones.
+
+    Where its state does not lead there, the batches before it are read and left out.
+    """
+    options = {"as_data": as_data, "epochs": 3, "verbose": 2}
+    options |= {"shard": "none"} if as_data is as_own else {}
+    expected_rows, rows = {}, {}
+    expected, history = train(
+        f"{folder}/whole", saw=expected_rows.__setitem__, **options
+    )
+    steps = len(expected_rows) // 3
+    for seed, dies in enumerate((steps + 3, steps + 5)):
+        more = {"save_steps": 1, "die": die, "dies": dies, "seed": 100 + seed}
+        with pytest.raises(Killed):
+            train(f"{folder}/cut", saw=rows.__setitem__, **options, **more)
+    rows_before = dict(rows)
+    rows.clear()
+    capsys.readouterr()
+    state, resumed = train(f"{folder}/cut", saw=rows.__setitem__, seed=77, **options)
+    assert sorted(rows) == list(range(steps + 4, 3 * steps))
+    assert is_same(state, expected) and values_of(resumed) == values_of(history)
+    assert rows_before | rows == expected_rows
+    said = capsys.readouterr().out
+    if keras_dist.rank() == 0:
+        count = 4 * (1 if as_data is as_own else keras_dist.size())
+        assert f"resumed in epoch 2, after {count} batches, from" in said
+        is_skipped = as_data in (Loses, HasNoTree)
+        assert (f"{count} batches of epoch 2 are read and left out" in said) == (
+            is_skipped
+        )
 
 
 def small(folder, units=1, **options):

@@ -1,0 +1,139 @@
+"""Data that says where it is (`data.stateful`) begins where a checkpoint ends."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from keras_dist import comm, optimizer
+from keras_dist.checkpoint.files import decoded
+from keras_dist.checkpoint.saved import Resume, Saved
+from keras_dist.data import (
+    Mark,
+    Reading,
+    ShardSpec,
+    Source,
+    is_arrays,
+    is_dealt,
+    is_source,
+    restored,
+    skipped,
+    track,
+)
+from keras_dist.report.lines import say
+from keras_dist.setup.arguments import KerasArguments, Options
+
+
+def reopened(
+    resume: Resume, given: KerasArguments, options: Options, spec: ShardSpec
+) -> tuple[Resume, KerasArguments]:
+    """Let such data begin where a checkpoint ends. A collective of all ranks.
+
+    By the state of each rank; where that does not bring the batches back, by reading
+    from the beginning, without training on it, to the batch where the training was.
+    Where neither leads to the batch that was trained last, the epoch begins again.
+
+    Args:
+        resume: The checkpoint to resume from, if any.
+        given: The arguments of the fit.
+        options: Its options.
+        spec: The ranks.
+
+    Returns:
+        `resume` with the position that was found, and `given` with a `Source` that is
+        read from there; or both as they were, if the data is of another kind.
+    """
+    source = _source_of(given)
+    is_usable = given.steps_per_epoch is None and optimizer.every_of(options.sync) == 1
+    if source is None or not is_usable:
+        return resume, given
+    if not all(comm.gather_or_raise(lambda: track(source, spec.size))):
+        return resume, given
+    source.is_tracked = True
+    given = replace(given, x=source)
+    saved = resume.saved
+    if saved is None or not saved.position.done or saved.is_finished:
+        return resume, given
+    if any(rank.get("data") is None for rank in saved.ranks):
+        return resume, given  # of other data: an error, later
+    is_loud = comm.rank() == 0 and given.verbose != 0
+    reading: Reading | None
+    reading, reason = _found(source, saved, is_dealt(source, spec), is_loud)
+    epoch, done, row = saved.position.epoch, saved.position.done, saved.position.row
+    if reading is None:
+        done = row = 0
+        if is_loud:
+            say(f"epoch {epoch + 1} begins again: {reason}")
+    elif not all(comm.gather_or_raise(reading.peek)):
+        warn_of_lost_epoch(epoch)
+        epoch, done, row, reading = epoch + 1, 0, 0, None
+    source.resumed = reading
+    position = replace(saved.position, epoch=epoch, done=done, row=row)
+    return replace(resume, saved=replace(saved, position=position)), given
+
+
+def warn_of_lost_epoch(epoch: int) -> None:
+    """Warn on the first rank that nothing is left to train of an epoch."""
+    if comm.rank() == 0:
+        warnings.warn(
+            f"Epoch {epoch + 1} has fewer rows left than there are ranks. These rows "
+            "are skipped, and `History` has no entry for the epoch.",
+            stacklevel=2,
+        )
+
+
+def _source_of(given: KerasArguments) -> Source | None:
+    """Return training data that comes in batches; one rank alone has it as it is."""
+    x = given.x
+    if isinstance(x, Source):
+        return x
+    is_whole = given.y is None and given.sample_weight is None
+    return Source.of(x) if is_whole and not is_arrays(x) and is_source(x) else None
+
+
+def _found(
+    source: Source, saved: Saved, is_dealt_now: bool, is_loud: bool
+) -> tuple[Reading | None, str]:
+    """Find the position in the data; `None`, and why, where it is not found."""
+    mark = _own_mark(saved, is_dealt_now)
+    if mark is None:
+        return None, (
+            "each rank has batches of its own, and there were "
+            f"{len(saved.ranks)} ranks or other ones"
+        )
+    if (reading := _on_all(restored, source.data, mark)) is not None:
+        return reading, ""
+    if is_loud:
+        say(
+            f"{mark.row:,} batches of epoch {saved.position.epoch + 1} are read and "
+            f"left out: the state of {source.type_name} does not lead there"
+        )
+    reading = _on_all(skipped, source.data, mark)
+    return reading, "its data has other batches, or another order, than before"
+
+
+def _own_mark(saved: Saved, is_dealt_now: bool) -> Mark | None:
+    """Return the mark that leads this rank to its batches, if there is one."""
+    marks = [rank["data"] for rank in saved.ranks]
+    if is_dealt_now != marks[0]["is_dealt"]:
+        return None
+    if is_dealt_now:
+        own = marks[0]  # they are all equal
+    elif len(marks) == comm.size():
+        own = marks[comm.rank()]
+    else:
+        return None
+    return Mark(**own | {"state": decoded(own["state"])})
+
+
+def _on_all(
+    work: Callable[[Any, Mark], Reading | None], data: Any, mark: Mark
+) -> Reading | None:
+    """Return what was found, if something was found on all ranks."""
+    found: list[Reading | None] = []
+
+    def has_found() -> bool:
+        found.append(work(data, mark))
+        return found[0] is not None
+
+    return found[0] if all(comm.gather_or_raise(has_found)) else None
