@@ -434,7 +434,7 @@ def _training_batches(
         # Keras may read ahead, into batches of the next epoch.
         part = replace(part, epoch=None, division=None)
     is_within_epoch = part.division is not None and part.division.is_within_epoch
-    is_within_epoch |= part.reader is not None and part.reader.is_resumed
+    is_within_epoch |= part.reader is not None and part.reader.is_tracked
     return Feed(
         arguments | {"x": part.data, "shuffle": is_shuffled},
         Rows(

@@ -144,6 +144,8 @@ def test_data_in_batches_resumes_where_it_was(folder, as_data):
     assert rows_before | rows == expected_rows
 
 
+@pytest.mark.three_ranks
+@pytest.mark.slow_on_three
 @pytest.mark.parametrize(
     "as_data",
     shortened(
