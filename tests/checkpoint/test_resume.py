@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
@@ -128,6 +128,37 @@ def test_another_number_of_ranks_resumes_the_same_training(tmp_path):
     }
     assert rows_of_all["cut"] == rows_of_all["whole"]
     assert [len(rows_of(tmp_path, "cut")[n]) for n in (0, 8, 20)] == [2, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("as_data", "said"),
+    [
+        ("ByIterators", ["epoch 1, after 1[02] batch", "epoch 2, after [69] batch"]),
+        ("as_own", ["epoch 1 begins again: each rank has batches of its own"]),
+    ],
+)
+def test_data_that_says_where_it_is_goes_on_on_other_ranks(tmp_path, as_data, said):
+    """Each row of an epoch once, on two ranks, then three, then two again.
+
+    Where each rank has batches of its own, the epoch begins again, and that is said.
+    """
+    options = {"as_data": as_data, "save_steps": 1, "verbose": 2}
+    options |= {"shard": "none"} if as_data == "as_own" else {}
+    options |= {"is_equivalent": True}
+    run(tmp_path, 0, 2, ("SIGTERM", 5), **options)
+    second = run(tmp_path, 1, 3, ("SIGTERM", 10), **options)
+    assert re.search(said[0], second.stdout), second.stdout
+    if as_data == "as_own":
+        return
+    done = run(tmp_path, 2, 2, None, **options)
+    assert re.search(said[1], done.stdout), done.stdout
+    read = [
+        row
+        for of_rank in rows_of(tmp_path, "cut").values()
+        for rows in of_rank.values()
+        for row in rows
+    ]
+    assert Counter(read) == dict.fromkeys(range(NUM_ROWS), 3)
 
 
 _TRAINS = """

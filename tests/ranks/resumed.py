@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import resumable
 from resumable import train, values_of
 
 import keras_dist
@@ -37,6 +38,8 @@ def main(given):
         own.mkdir(exist_ok=True)
         os.chdir(own)
     options = {"is_equivalent": given["is_equivalent"], **given["options"]}
+    if "as_data" in options:
+        options["as_data"] = getattr(resumable, options["as_data"])
 
     def trained(name, **more):
         with open(folder / f"{name}.rows.{part}", "w") as file:
