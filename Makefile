@@ -13,7 +13,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check test long demo docs equivalence fuzz mutations bench levers growth growth-start growth-hosts restarts slow-network stragglers input kills looks \
-    rows hosts chaos clusters trackers libraries nightly recordings release-check
+    rows hosts chaos clusters trackers libraries pipelines nightly recordings release-check
 
 help:
 	@echo "make setup   a virtual environment in .venv, with Horovod built for its TensorFlow"
@@ -31,6 +31,7 @@ help:
 	@echo "make trackers  MLflow, Weights & Biases, KerasTuner and Optuna: installs them into .venv-trackers"
 	@echo "make libraries  KerasHub, KerasRS, KerasTuner and keras.applications: installs them into .venv-libraries"
 	@echo "make nightly the tests of ranks with Keras's nightly build, into .venv-nightly"
+	@echo "make pipelines  Grain and Hugging Face datasets: installs them into .venv-pipelines"
 	@echo "make recordings  what Horovod's own layer gives on Keras 2, into $(KERAS2) (tests/horovod_scripts, tests/horovod_files)"
 	@echo "make release-check  build sdist and wheel, and try them in an empty environment in $(RELEASE)"
 	@echo "make looks   look at each kind of pipeline 200 times, and see all of it be read"
@@ -124,7 +125,7 @@ chaos: setup
 
 # What needs packages that nothing else does is tested in an environment of its own,
 # with the extra of that name, on top of the first one.
-clusters trackers libraries: %: setup .venv-%/.ready
+clusters trackers libraries pipelines: %: setup .venv-%/.ready
 	.venv-$@/bin/python -m pytest tests/$@ $(ALSO)
 
 libraries: ALSO := tests/trackers/test_keras_tuner.py

@@ -1,0 +1,14 @@
+"""Grain and Hugging Face datasets; left out, with a line, where one is not installed.
+
+`make pipelines` installs them into an environment of its own, and runs these tests.
+"""
+
+from needs import leave_out
+
+# What each file needs.
+_NEEDS = {"test_pipelines": ("grain", "datasets")}
+
+
+def pytest_collection_modifyitems(items):
+    """Leave out what cannot be run here, with the reason in the summary."""
+    leave_out(items, __file__, _NEEDS)
