@@ -31,9 +31,15 @@ def hugging_face(x, y):
 
 def hugging_face_shuffled(x, y):
     """With a buffer that shuffles: its rows are not in the state."""
-    rows = datasets.Dataset.from_dict({"x": x, "y": y}).with_format("numpy")
-    streamed = rows.to_iterable_dataset(num_shards=3)
-    return Pairs(streamed.shuffle(seed=1, buffer_size=20).batch(6))
+
+    def rows():
+        for own in zip(x, y, strict=True):
+            yield dict(zip("xy", own, strict=True))
+
+    shuffled = datasets.IterableDataset.from_generator(rows).shuffle(
+        seed=1, buffer_size=20
+    )
+    return Pairs(shuffled.batch(6).with_format("numpy"))
 
 
 def grain_map(x, y):
