@@ -32,7 +32,6 @@ from keras_dist.checkpoint.saver import (
     Saver,
     SaveRequests,
     Writer,
-    saves_within_epochs,
 )
 from keras_dist.checkpoint.states import with_history
 from keras_dist.launch.restarts import NNODES
@@ -69,7 +68,7 @@ def saving(resume: Resume | None, setup: FitSetup) -> Iterator[dict[str, Any]]:
     callbacks = with_history(arguments["callbacks"])
     histories = [c for c in callbacks if isinstance(c, keras.callbacks.History)]
     others = [c for c in setup.callbacks if not isinstance(c, keras.callbacks.History)]
-    requests = SaveRequests(resume.save_seconds if saves_within_epochs(setup) else None)
+    requests = SaveRequests(resume.save_seconds if setup.saves_within_epochs else None)
     writer = Writer(resume.folder) if resume.copies.is_writer else None
     saver = Saver(resume, setup, others + histories, requests, writer)
     try:

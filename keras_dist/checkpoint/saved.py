@@ -116,11 +116,12 @@ class Resume:
         )
 
     def compared(self, setup: FitSetup) -> FitSetup:
-        """`setup` with a plan that says what has changed since the checkpoint."""
-        if self.saved is None:
-            return setup
-        found = changes(self.saved.scale, scale_of(setup.plan))
-        return replace(setup, plan=replace(setup.plan, changes=found))
+        """`setup` with a plan that says where a resume goes on and what changed."""
+        plan = replace(setup.plan, resume=setup.resume_in_words)
+        if self.saved is not None:
+            found = changes(self.saved.scale, scale_of(setup.plan))
+            plan = replace(plan, changes=found)
+        return replace(setup, plan=plan)
 
 
 @contextlib.contextmanager

@@ -205,16 +205,6 @@ class SavedExit(SystemExit):
     """
 
 
-def saves_within_epochs(setup: FitSetup) -> bool:
-    """Tell whether checkpoints are also saved in the middle of an epoch.
-
-    Not for data of unknown length that does not say where it is: it has no schedule to
-    continue. And not with local SGD, where the weights of the ranks differ until the
-    end of the epoch.
-    """
-    return setup.has_position and setup.averaging.every == 1
-
-
 class Saver(keras.callbacks.Callback):
     """Saves in the middle and at the end of epochs, and restores before the first step.
 
@@ -240,7 +230,7 @@ class Saver(keras.callbacks.Callback):
         self._resume, self._setup, self._feed = resume, setup, setup.training
         reader = self._feed.part.reader
         self._reader = reader if reader is not None and reader.is_tracked else None
-        self._saves_within = saves_within_epochs(setup)
+        self._saves_within = setup.saves_within_epochs
         self._callbacks, self._states = callbacks, CallbackStates(callbacks)
         self._requests, self._writer = requests, writer
         self._epoch = self._done = 0

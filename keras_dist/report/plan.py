@@ -89,6 +89,7 @@ class Plan:
         metrics: Name and rule of each metric whose state is not summed.
         every: Steps from one averaging to the next: 1, or more with local SGD.
         changes: Differences from the checkpoint that is resumed, in words.
+        resume: Where an interrupted epoch goes on, in words; "" without `resume`.
         hosts_change: Least and most hosts, where they come and go, as `--nnodes` names
             them; or "".
         microbatch: The most rows that a rank computes at once; `None`: a batch.
@@ -107,6 +108,7 @@ class Plan:
     metrics: tuple[tuple[str, str], ...] = ()
     every: int = 1
     changes: str = ""
+    resume: str = ""
     hosts_change: str = ""
     microbatch: int | str | None = None
 
@@ -136,6 +138,8 @@ class Plan:
         lines += [
             ("learning rate", text) for rate in self.rates for text in _rate_texts(rate)
         ]
+        if self.resume:
+            lines.append(("resume", self.resume))
         if self.changes:
             lines.append(("changed", f"since the checkpoint: {self.changes}"))
         if self.is_compiled and self.size > 1:

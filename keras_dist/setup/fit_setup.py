@@ -66,9 +66,30 @@ class FitSetup:
         return [feed for feed in (self.training, self.validation) if feed is not None]
 
     @property
-    def has_position(self) -> bool:
-        """Tell whether a position in the middle of an epoch can be saved."""
-        return self.training.division is not None or _is_tracked(self.training)
+    def saves_within_epochs(self) -> bool:
+        """Tell whether checkpoints are also saved in the middle of an epoch.
+
+        Not for data of unknown length that does not say where it is: it has no schedule
+        to continue. And not with local SGD, where the weights of the ranks differ until
+        the end of the epoch.
+        """
+        has_position = self.training.division is not None or _is_tracked(self.training)
+        return has_position and self.averaging.every == 1
+
+    @property
+    def resume_in_words(self) -> str:
+        """Say in the plan where an interrupted epoch goes on, and why there."""
+        if self.saves_within_epochs:
+            division = self.training.division
+            unit = "batches" if division is None else division.unit
+            next_one = {"rows": "row", "batches": "batch"}[unit]
+            return f"an interrupted epoch goes on at the next {next_one}"
+        why = "its data has no known position"
+        if self.averaging.every > 1:
+            why = "the ranks' weights differ in it"
+        elif self.training.arguments.get("steps_per_epoch"):
+            why = "`steps_per_epoch` with batches"
+        return f"an interrupted epoch begins again: {why}"
 
     def facts(self) -> dict[str, Any]:
         """Return name and value of everything that has to be equal on all ranks."""

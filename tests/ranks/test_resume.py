@@ -18,6 +18,7 @@ from resumable import (
     Batches,
     ByIterators,
     Dies,
+    Generated,
     HasNoTree,
     Keeps,
     Loses,
@@ -256,6 +257,26 @@ def test_the_plan_says_what_is_another_than_in_the_checkpoint(folder, capsys):
         assert epochs == 3 and text.startswith(f"{expected} ")
     else:
         assert not found
+
+
+def test_the_plan_says_where_an_interrupted_epoch_goes_on(folder, capsys):
+    """At a row, at a batch, or at its beginning, with the reason."""
+    goes_on, begins = "goes on at the next", "begins again:"
+    for number, (as_data, options, text) in enumerate(
+        [
+            (None, {}, f"{goes_on} row"),
+            (as_dataset, {}, f"{goes_on} batch"),
+            (Keeps, {}, f"{goes_on} batch"),
+            (Keeps, {"steps_per_epoch": 4}, f"{begins} `steps_per_epoch` with batches"),
+            (Generated, {}, f"{begins} its data has no known position"),
+        ]
+    ):
+        options = options | {"epochs": 1, "verbose": 2}
+        saw = {}.__setitem__
+        train(f"{folder}/{number}", saw=saw, as_data=as_data, **options)
+        words = " ".join(capsys.readouterr().out.replace("│", "").split())
+        is_said = f"resume an interrupted epoch {text} " in words
+        assert is_said == (keras_dist.rank() == 0), words
 
 
 @pytest.mark.several_ranks
