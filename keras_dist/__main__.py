@@ -62,7 +62,8 @@ def _add_install_horovod(commands: argparse._SubParsersAction) -> None:
         description=(
             "Build Horovod for the TensorFlow that is installed in this environment, "
             "with Gloo, and with MPI and NCCL if they are found. Takes about two "
-            "minutes on two cores; with --wheel-dir only the first time."
+            "minutes on two cores; with --wheel-dir only the first time, and with "
+            "--find-links never where a wheel fits."
         ),
     )
     command.add_argument(
@@ -78,13 +79,19 @@ def _add_install_horovod(commands: argparse._SubParsersAction) -> None:
     command.add_argument(
         "--if-needed",
         action="store_true",
-        help="do nothing if a Horovod for exactly this TensorFlow is installed",
+        help="do nothing if a Horovod for this TensorFlow is installed",
     )
     command.add_argument(
         "--wheel-dir",
         metavar="DIR",
         help="take the wheel in DIR that fits, without a compiler and a network; if "
         "there is none, build it, and keep it there",
+    )
+    command.add_argument(
+        "--find-links",
+        metavar="DIR|URL",
+        help="take the wheel that fits from a folder or an address with SHA256SUMS, "
+        "without a compiler, after checking its sum; if there is none, build it",
     )
     command.set_defaults(run=_install_horovod)
 
@@ -124,6 +131,7 @@ def _install_horovod(options: argparse.Namespace) -> int:
         nccl=options.nccl,
         only_if_needed=options.if_needed,
         wheel_dir=options.wheel_dir,
+        find_links=options.find_links,
     )
     return 0
 

@@ -329,6 +329,12 @@ def test_a_horovod_is_enough_if_it_fits_tensorflow_and_has_the_requested_parts()
     for field in ("tensorflow", "built_for", "horovod"):
         other = dataclasses.replace(BUILT, **{field: "2.20.0"})
         assert not wheels.is_enough(other, mpi=None, nccl=None)
+    for field in ("tensorflow", "built_for"):
+        other = dataclasses.replace(BUILT, **{field: "2.21.1"})
+        assert wheels.is_enough(other, mpi=None, nccl=None)
+    assert not wheels.is_enough(
+        dataclasses.replace(BUILT, built_for=None), mpi=None, nccl=None
+    )
 
 
 # What stands around the line in question in Horovod 0.28.1.
@@ -442,6 +448,7 @@ def test_the_options_reach_the_build(monkeypatch):
             "nccl": nccl,
             "only_if_needed": False,
             "wheel_dir": None,
+            "find_links": None,
         }
 
 

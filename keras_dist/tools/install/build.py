@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from keras_dist.tools.install.facts import Choice, Facts
+from keras_dist.tools.install.facts import Choice, Facts, minor_of
 from keras_dist.tools.install.steps import PIP, InstallError, Steps
 
 HOROVOD = "0.28.1"
@@ -82,10 +82,20 @@ def build_wheel(facts: Facts, choice: Choice, folder: Path, steps: Steps) -> Pat
     steps.run(
         "Building Horovod",
         [*PIP, "wheel", *options, "-v", "-w", str(wheels), str(source)],
-        env=env,
+        # Not while it is fetched: pip wants the version that it has asked for.
+        env=env | {"HOROVOD_LOCAL_VERSION": local_version(facts.tensorflow)},
         has_percent=True,
     )
     return next(wheels.glob("horovod-*.whl"))
+
+
+def local_version(tensorflow: str | None) -> str:
+    """Return what follows the `+` in the version of our Horovod.
+
+    >>> local_version("2.21.0")
+    'keras.dist.tf2.21'
+    """
+    return f"keras.dist.tf{minor_of(tensorflow)}"
 
 
 def runtime_requirements(python: tuple[int, int]) -> list[str]:

@@ -112,6 +112,17 @@ def installed_tensorflow() -> tuple[str, str | None]:
     return "tensorflow", None
 
 
+def minor_of(version: str | None) -> str:
+    """Return a version without its patch release.
+
+    Patch releases of TensorFlow take the same Horovod.
+
+    >>> [minor_of(version) for version in ("2.21.0", "2.21.1rc2", None)]
+    ['2.21', '2.21', 'none']
+    """
+    return ".".join((version or "none").split(".")[:2])
+
+
 def compilers(environ: Mapping[str, str]) -> list[str]:
     """Return the commands that CMake tries as C++ compiler: `CXX`, or the usual ones.
 

@@ -1,4 +1,4 @@
-"""Install Horovod: a wheel that was kept, or one that is built now; and verify it."""
+"""Install Horovod: a wheel that is there, or one that is built now; and verify it."""
 
 import contextlib
 import importlib
@@ -6,10 +6,12 @@ import importlib.metadata
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from keras_dist.launch import horovod_library
+from keras_dist.launch.hosts import num_gpus
 from keras_dist.tools.install import wheels
 from keras_dist.tools.install.build import HOROVOD, build_wheel, runtime_requirements
 from keras_dist.tools.install.facts import (
@@ -23,8 +25,12 @@ from keras_dist.tools.install.facts import (
     find_missing,
     missing_python,
 )
+from keras_dist.tools.install.links import Links
 from keras_dist.tools.install.steps import PIP, InstallError, Steps, remedy_for
 from keras_dist.tools.install.wheels import Built, is_enough, probe
+
+# A folder or an address, the names of its wheels, and what returns the file of a name.
+Place = tuple[str, Iterable[str], Callable[[str], Path]]
 
 _REPLACE = (*PIP, "install", "--force-reinstall", "--no-deps")
 _REQUIREMENTS = "Installing what Horovod imports"
@@ -36,23 +42,28 @@ def install_horovod(
     nccl: bool | None = None,
     only_if_needed: bool = False,
     wheel_dir: str | os.PathLike[str] | None = None,
+    find_links: str | os.PathLike[str] | None = None,
 ) -> None:
     """Install Horovod for the TensorFlow of this environment.
 
-    It is built here, or taken from `wheel_dir` without a compiler and a network.
+    It is built here, or taken without a compiler: from `wheel_dir`, where that was done
+    before, or from `find_links`.
 
     Args:
         mpi: Whether to build with MPI; `None`: if Open MPI is found.
         nccl: Whether to build with NCCL; `None`: if NCCL and nvcc are found.
         only_if_needed: Whether to do nothing if the installed Horovod was built for
-            exactly this TensorFlow with our patch, and has MPI and NCCL if they are
-            requested.
+            this TensorFlow with our patch, and has MPI and NCCL if they are requested.
         wheel_dir: Folder of wheels. One that fits is installed. If there is none,
             Horovod is built, and its wheel kept there, with those that it imports; by
             default nothing is kept.
+        find_links: Folder or address with wheels and their `SHA256SUMS`, which is only
+            read. One that fits is installed after its sum was checked; if there is
+            none, Horovod is built.
 
     Raises:
-        InstallError: If something is missing, or a step of the build fails.
+        InstallError: If something is missing, a sum is wrong, or a step of the build
+            fails.
     """
     if only_if_needed:
         installed, _ = probe()
@@ -60,43 +71,85 @@ def install_horovod(
             print(installed)
             return
     facts = detect()
-    stored, refused = None, dict[str, str]()
-    if wheel_dir is not None:
-        stored, refused = wheels.find(Path(wheel_dir), facts, mpi=mpi, nccl=nccl)
-        for name, reason in refused.items():
-            print(f"Not taken: {name}\n    {reason}")
-    if stored is not None:
-        _require(missing_python(facts))
-        take(stored, facts)
-        how = f"taken from {stored}"
-    else:
+    with tempfile.TemporaryDirectory(prefix="keras-dist-") as copies:
+        places = _places(wheel_dir, find_links, Path(copies))
+        found, unfit = _find(places, facts, mpi=mpi, nccl=nccl)
+        if found is not None:
+            _require(missing_python(facts))
+            take(found, facts)
+            how = f"taken from {found.origin}"
+    if found is None:
         missing = find_missing(facts, mpi=bool(mpi), nccl=bool(nccl))
-        _require(missing, wheel_dir, list(refused))
+        _require(missing, unfit)
         choice = choose(facts, mpi=mpi, nccl=nccl)
         if nccl is None and facts.cuda_home and facts.nccl and not choice.nccl:
             print(
                 "NCCL was found, but is not used: it needs the distribution "
                 f"`tensorflow`. Received: {facts.distribution}."
             )
+        for line in unfit:
+            print(f"{line} It is built.")
         build_and_install(facts, choice, wheel_dir)
         how = "built"
     installed = _checked(how)
     print(installed)
     if mpi is None and not installed.mpi:
         print(_what_mpi_brings(facts))
+    if found is not None and nccl is None and not installed.nccl and num_gpus():
+        print(
+            "This machine has GPUs, and this Horovod has no NCCL: gradients go over "
+            "the CPUs. keras-dist install-horovod --nccl"
+        )
 
 
-def _require(
-    missing: Sequence[Missing], folder: object = None, refused: Sequence[str] = ()
-) -> None:
-    """Raise if something is missing, with what was refused of a folder of wheels."""
-    if not missing:
-        return
-    lines = []
-    if folder is not None:
+@dataclass(frozen=True)
+class Found:
+    """A wheel that fits.
+
+    Args:
+        path: The file.
+        origin: Where it comes from, in words: the file, or its address.
+    """
+
+    path: Path
+    origin: str
+
+
+def _find(
+    places: Iterable[Place], facts: Facts, *, mpi: bool | None, nccl: bool | None
+) -> tuple[Found | None, list[str]]:
+    """Return the first wheel that fits, and a sentence for each place without one."""
+    unfit = list[str]()
+    for place, names, fetch in places:
+        path, refused = wheels.find(names, fetch, facts, mpi=mpi, nccl=nccl)
+        for name, reason in refused.items():
+            print(f"Not taken: {name}\n    {reason}")
+        if path is not None:
+            return Found(path, f"{place}/{path.name}"), unfit
         count = f", of {len(refused)}," if refused else ""
-        lines = [f"No wheel of Horovod{count} in {folder} fits this environment."]
-    raise InstallError("\n".join([*lines, explain(missing)]))
+        unfit.append(f"No wheel of Horovod{count} in {place} fits this environment.")
+    return None, unfit
+
+
+def _places(
+    wheel_dir: str | os.PathLike[str] | None,
+    find_links: str | os.PathLike[str] | None,
+    copies: Path,
+) -> Iterator[Place]:
+    """Yield where wheels may be; each is read when it is asked for."""
+    if wheel_dir is not None:
+        kept = Path(wheel_dir)
+        names = [path.name for path in kept.glob("horovod-*.whl")]
+        yield str(kept), names, kept.joinpath
+    if find_links is not None:
+        links = Links(os.fspath(find_links), copies)
+        yield links.place, links.names, links.fetch
+
+
+def _require(missing: Sequence[Missing], unfit: Sequence[str] = ()) -> None:
+    """Raise if something is missing, with sentences about places without a wheel."""
+    if missing:
+        raise InstallError("\n".join([*unfit, explain(missing)]))
 
 
 def _what_mpi_brings(facts: Facts) -> str:
@@ -162,16 +215,16 @@ def build_and_install(
             steps.run("Keeping what Horovod imports", [*fetch, *exact])
 
 
-def take(wheel: Path, facts: Facts) -> None:
-    """Install a wheel that was kept, without a network if its folder has the rest."""
+def take(found: Found, facts: Facts) -> None:
+    """Install a wheel that is there, without a network if its folder has the rest."""
     with _steps() as steps:
-        print(f"Horovod {HOROVOD} is taken, and not built: {wheel}", flush=True)
+        print(f"Horovod {HOROVOD} is taken, and not built: {found.origin}", flush=True)
         install = [*PIP, "install"]
         requirements = runtime_requirements(facts.python)
-        offline = ["--no-index", "--find-links", str(wheel.parent)]
+        offline = ["--no-index", "--find-links", str(found.path.parent)]
         if not steps.try_to_run(_REQUIREMENTS, [*install, *offline, *requirements]):
             steps.run(f"{_REQUIREMENTS}, from the index", [*install, *requirements])
-        steps.run("Installing Horovod", [*_REPLACE, str(wheel)])
+        steps.run("Installing Horovod", [*_REPLACE, str(found.path)])
 
 
 @contextlib.contextmanager

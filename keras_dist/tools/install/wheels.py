@@ -1,10 +1,11 @@
 """The installed Horovod, and wheels that were built once for several hosts and images.
 
-The build number in the name of such a wheel says for what it was built: the version of
-TensorFlow, the transports, the oldest C library that it runs with, and eight digits for
-our patches. Python, its ABI and the processor are in each wheel's name:
+The name of such a wheel says for what it was built. The local version names
+TensorFlow. The build number has the transports, the oldest C library that it runs with,
+and eight digits for our patches. Python, its ABI and the processor are in each wheel's
+name:
 
-    horovod-0.28.1-1_tf2.21.0_gloo_mpi_glibc2.34_5f0c2a91-cp311-cp311-linux_x86_64.whl
+    horovod-0.28.1+keras.dist.tf2.21-1_gloo_mpi_glibc2.34_5f0c2a91-cp311-cp311-linux_x86_64.whl
 """
 
 import ctypes
@@ -16,13 +17,13 @@ import shutil
 import subprocess
 import sysconfig
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from keras_dist.launch import horovod_library
-from keras_dist.tools.install.build import HOROVOD, fingerprint
-from keras_dist.tools.install.facts import OPEN_MPI, Choice, Facts
+from keras_dist.tools.install.build import HOROVOD, fingerprint, local_version
+from keras_dist.tools.install.facts import OPEN_MPI, Choice, Facts, minor_of
 from keras_dist.tools.install.steps import PYTHON
 
 # Run in a new interpreter. Its last line of output describes the installed Horovod.
@@ -56,10 +57,13 @@ _NOT_PATCHED = (
 )
 
 _NAME = re.compile(
-    r"horovod-(?P<horovod>[^-]+)-1_tf(?P<tensorflow>[^_-]+)_(?P<transports>gloo\w*?)"
-    r"_glibc(?P<glibc>\d+\.\d+)_(?P<patches>[0-9a-f]{8})"
+    r"horovod-(?P<horovod>[^-+]+)\+keras\.dist\.tf(?P<tensorflow>[^-]+)"
+    r"-1_(?P<transports>gloo\w*?)_glibc(?P<glibc>\d+\.\d+)_(?P<patches>[0-9a-f]{8})"
     r"-(?P<python>[^-]+)-(?P<abi>[^-]+)-(?P<platform>[^-]+)\.whl"
 )
+
+# A platform of which a wheel's tag names the oldest C library (PEP 600).
+_MANYLINUX = re.compile(r"manylinux_(\d+)_(\d+)_(\w+)")
 
 # Texts in a library: versions of the C library's functions, and libraries of transports
 # that the linker has noted.
@@ -73,13 +77,14 @@ class Wheel:
 
     Args:
         horovod: Version of Horovod.
-        tensorflow: Version of TensorFlow.
+        tensorflow: Version of TensorFlow, without its patch release.
         transports: "gloo", with "_mpi", "_nccl" or both behind it.
         glibc: Version of the oldest C library that it runs with.
         patches: Digits for our changes; see `build.fingerprint`.
         python: Tag of the Python, such as "cp311".
         abi: Tag of the ABI of the Python.
-        platform: Tag of system and processor, such as "linux_x86_64".
+        platform: Tag of system and processor, such as "linux_x86_64" or
+            "manylinux_2_34_x86_64"; there may be several, with dots between them.
     """
 
     horovod: str
@@ -94,9 +99,9 @@ class Wheel:
     @property
     def name(self) -> str:
         """Name of the file."""
-        build = f"1_tf{self.tensorflow}_{self.transports}_glibc{self.glibc}"
-        tags = f"{self.python}-{self.abi}-{self.platform}"
-        return f"horovod-{self.horovod}-{build}_{self.patches}-{tags}.whl"
+        version = f"{self.horovod}+{local_version(self.tensorflow)}"
+        build = f"1_{self.transports}_glibc{self.glibc}_{self.patches}"
+        return f"horovod-{version}-{build}-{self.python}-{self.abi}-{self.platform}.whl"
 
     @property
     def mpi(self) -> bool:
@@ -112,8 +117,9 @@ class Wheel:
 def wheel_of(name: str) -> Wheel | None:
     """Parse the name of a wheel; `None` if it does not say for what it was built.
 
-    >>> name = "1_tf2.21.0_gloo_mpi_glibc2.34_5f0c2a91-cp311-cp311-linux_x86_64.whl"
-    >>> wheel_of(f"horovod-0.28.1-{name}").transports
+    >>> version = "0.28.1+keras.dist.tf2.21"
+    >>> name = "1_gloo_mpi_glibc2.34_5f0c2a91-cp311-cp311-linux_x86_64.whl"
+    >>> wheel_of(f"horovod-{version}-{name}").transports
     'gloo_mpi'
     >>> wheel_of("horovod-0.28.1-cp311-cp311-linux_x86_64.whl")
     """
@@ -137,9 +143,9 @@ def keep(built: Path, facts: Facts, choice: Choice, folder: Path) -> Path:
     python, abi, platform = built.stem.split("-")[-3:]
     wheel = Wheel(
         horovod=HOROVOD,
-        tensorflow=str(facts.tensorflow),
+        tensorflow=minor_of(facts.tensorflow),
         transports="gloo" + "_mpi" * choice.mpi + "_nccl" * choice.nccl,
-        glibc=".".join(map(str, _oldest_glibc(built))),
+        glibc=_text(_oldest_glibc(built)),
         patches=fingerprint(),
         python=python,
         abi=abi,
@@ -154,12 +160,19 @@ def keep(built: Path, facts: Facts, choice: Choice, folder: Path) -> Path:
 
 
 def find(
-    folder: Path, facts: Facts, *, mpi: bool | None, nccl: bool | None
+    names: Iterable[str],
+    fetch: Callable[[str], Path],
+    facts: Facts,
+    *,
+    mpi: bool | None,
+    nccl: bool | None,
 ) -> tuple[Path | None, dict[str, str]]:
-    """Find the wheel of a folder that fits this environment.
+    """Find the wheel that fits this environment.
 
     Args:
-        folder: The folder, which may be missing.
+        names: Names of the wheels to choose from.
+        fetch: Returns the path of a wheel. Called with the name of one that fits, as
+            far as names say, and after that only if its libraries are missing.
         facts: What this environment has.
         mpi: Whether MPI is requested; `None` for either.
         nccl: Whether NCCL is requested; `None` for either.
@@ -168,44 +181,50 @@ def find(
         The wheel with the most transports, or `None`; and for each wheel of Horovod
         that does not fit a sentence that says why.
     """
-    fitting, refused = [], {}
-    for path in sorted(folder.glob("horovod-*.whl")):
-        wheel = wheel_of(path.name)
+    fitting, refused = list[tuple[int, str, Wheel]](), dict[str, str]()
+    for name in sorted(names):
+        wheel = wheel_of(name)
         reason = (
             "Its name does not say for what it was built: it was not kept by "
             "`install-horovod --wheel-dir` of this version of keras_dist."
             if wheel is None
-            else next(_misfits(wheel, path, facts, mpi=mpi, nccl=nccl), "")
+            else next(_misfits(wheel, facts, mpi=mpi, nccl=nccl), "")
         )
         if reason:
-            refused[path.name] = reason
+            refused[name] = reason
         elif wheel is not None:
-            fitting.append((wheel.nccl + wheel.mpi, path))
-    return max(fitting)[1] if fitting else None, refused
+            fitting.append((wheel.nccl + wheel.mpi, name, wheel))
+    for _, name, wheel in sorted(fitting, key=lambda item: item[:2], reverse=True):
+        path = fetch(name)
+        refused[name] = next(_unloadable(wheel, path, facts), "")
+        if not refused[name]:
+            del refused[name]
+            return path, refused
+    return None, refused
 
 
 def _misfits(
-    wheel: Wheel, path: Path, facts: Facts, *, mpi: bool | None, nccl: bool | None
+    wheel: Wheel, facts: Facts, *, mpi: bool | None, nccl: bool | None
 ) -> Iterator[str]:
-    """Yield sentences that say why a wheel does not fit; none if it does."""
+    """Yield what a wheel's name says against it, in sentences; nothing if it fits."""
     if wheel.horovod != HOROVOD:
         yield f"It is Horovod {wheel.horovod}, and {HOROVOD} is needed."
-    if wheel.tensorflow != facts.tensorflow:
+    if wheel.tensorflow != minor_of(facts.tensorflow):
         yield (
             f"It was built for TensorFlow {wheel.tensorflow}, and here is "
             f"{facts.tensorflow or 'none'}."
         )
     python = f"cp{facts.python[0]}{facts.python[1]}"
-    tags = (wheel.python, wheel.abi, wheel.platform)
-    if tags != (python, python, facts.platform):
+    is_platform = any(_is_platform(tag, facts) for tag in wheel.platform.split("."))
+    if (wheel.python, wheel.abi) != (python, python) or not is_platform:
         yield (
-            f"It was built for {' '.join(tags)}, and this Python is "
-            f"{python} {facts.platform}."
+            f"It was built for {wheel.python} {wheel.abi} {wheel.platform}, and this "
+            f"Python is {python} {facts.platform} with glibc {_text(facts.glibc)}."
         )
     if _numbers(wheel.glibc) > facts.glibc:
         yield (
-            f"It needs glibc {wheel.glibc}, and here is "
-            f"{'.'.join(map(str, facts.glibc))}: build it on the oldest system."
+            f"It needs glibc {wheel.glibc}, and here is {_text(facts.glibc)}: build it "
+            "on the oldest system."
         )
     if wheel.patches != fingerprint():
         yield "It was built with other patches, by another version of keras_dist."
@@ -213,7 +232,15 @@ def _misfits(
         if asked is not None and asked != has:
             option = f"--{'no-' * has}{name.lower()}"
             yield f"It has {'' if has else 'no '}{name}, and {option} was given."
-    yield from _unloadable(wheel, path, facts)
+
+
+def _is_platform(tag: str, facts: Facts) -> bool:
+    """Tell whether wheels with this tag are for this system, processor and glibc."""
+    match = _MANYLINUX.fullmatch(tag)
+    if match is None:
+        return tag == facts.platform
+    is_old_enough = (int(match[1]), int(match[2])) <= facts.glibc
+    return is_old_enough and f"linux_{match[3]}" == facts.platform
 
 
 def _unloadable(wheel: Wheel, path: Path, facts: Facts) -> Iterator[str]:
@@ -265,6 +292,10 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in version.split("."))
 
 
+def _text(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
 @dataclass(frozen=True)
 class Built:
     """An installed Horovod.
@@ -291,7 +322,7 @@ class Built:
         transports = (("Gloo", self.gloo), ("MPI", self.mpi), ("NCCL", self.nccl))
         text = ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in transports)
         return (
-            f"Horovod {self.horovod} is built for TensorFlow {self.tensorflow}: {text}."
+            f"Horovod {self.horovod} is built for TensorFlow {self.built_for}: {text}."
             f"\n{_PATCHED if self.is_patched else _NOT_PATCHED}"
         )
 
@@ -304,8 +335,8 @@ def is_enough(installed: Built, *, mpi: bool | None, nccl: bool | None) -> bool:
         mpi: Whether MPI is requested.
         nccl: Whether NCCL is requested.
     """
-    fits = installed.horovod == HOROVOD and installed.built_for == installed.tensorflow
-    fits = fits and installed.is_patched
+    fits = minor_of(installed.built_for) == minor_of(installed.tensorflow)
+    fits = fits and installed.horovod == HOROVOD and installed.is_patched
     return fits and installed.mpi >= bool(mpi) and installed.nccl >= bool(nccl)
 
 
