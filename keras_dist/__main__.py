@@ -1,11 +1,10 @@
 """The command `keras-dist`, also as `python -m keras_dist`."""
 
 import argparse
+import contextlib
 import importlib
 import sys
 from collections.abc import Sequence
-
-import shtab
 
 from keras_dist.launch.command import add_run
 from keras_dist.tools.check.command import add_check
@@ -42,7 +41,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--version", action="version", version=f"keras-dist {__version__}"
     )
-    shtab.add_argument_to(parser, "--print-completion")
+    # Without its dependencies the command still says which to install.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("shtab").add_argument_to(parser, "--print-completion")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add_run(commands)
     add_check(commands)
