@@ -16,6 +16,7 @@ from keras_dist.data import (
     is_arrays,
     is_dealt,
     is_source,
+    makes_step,
     restored,
     skipped,
     track,
@@ -64,12 +65,17 @@ def reopened(
         done = row = 0
         if is_loud:
             say(f"epoch {epoch + 1} begins again: {reason}")
-    elif not all(comm.gather_or_raise(reading.peek)):
+    elif not _has_step(source, spec, reading):
         warn_of_lost_epoch(epoch)
         epoch, done, row, reading = epoch + 1, 0, 0, None
     source.resumed = reading
     position = replace(saved.position, epoch=epoch, done=done, row=row)
     return replace(resume, saved=replace(saved, position=position)), given
+
+
+def _has_step(source: Source, spec: ShardSpec, reading: Reading) -> bool:
+    """Tell whether all ranks can make a step of what is left of the epoch."""
+    return all(comm.gather_or_raise(lambda: makes_step(source, spec, reading.peek)))
 
 
 def warn_of_lost_epoch(epoch: int) -> None:

@@ -41,7 +41,7 @@ from keras_dist.data.feed import (
     training_feed,
     validation_feed,
 )
-from keras_dist.data.parts import Part, is_dealt
+from keras_dist.data.parts import Part, is_dealt, makes_step
 from keras_dist.data.pipeline import batch_size_of, length_of, seeds_of
 from keras_dist.data.presharded import (
     Presharded,
@@ -90,6 +90,7 @@ __all__ = [
     "hold_out",
     "is_arrays",
     "is_dealt",
+    "makes_step",
     "is_mark",
     "is_source",
     "length_before_repeat",

@@ -139,6 +139,25 @@ def part_of(
     return replace(part, shares=shares)
 
 
+def makes_step(
+    source: Source, spec: ShardSpec, read: Callable[[int], list[Any]]
+) -> bool:
+    """Tell whether what is left of a pass is enough for a step of training.
+
+    Args:
+        source: The user's data.
+        spec: The ranks, and how data is divided among them.
+        read: Reads so many of the batches that are left, or as many as there are.
+    """
+    if spec.size == 1 or spec.is_global or not is_dealt(source, spec):
+        return bool(read(1))
+    left = [source.as_read(batch) for batch in read(spec.size)]
+    rule = _rule_of(source, spec, is_training=True)
+    tail = Tail(rule, spec.rank, spec.size, is_training=True).resolved(left)
+    rows = sum(map(num_rows, left))
+    return len(left) == spec.size or bool(tail.has_step(len(left), lambda: rows))
+
+
 def makes_all_batches(source: Source, spec: ShardSpec) -> bool:
     """Tell whether each rank makes the batches of all ranks, and leaves out most."""
     return spec.size > 1 and source.agreed.is_same and source.kind != "sequence"

@@ -70,16 +70,20 @@ class Reading:
         return self
 
     def __next__(self) -> Any:
-        batch = self._peeked.pop() if self._peeked else next(self._iterator)
+        batch = self._peeked.pop(0) if self._peeked else next(self._iterator)
         self._first = batch if self._first is None else self._first
         self.read += 1
         return batch
 
-    def peek(self) -> bool:
-        """Tell whether there is another batch; to be called before `begin_step`."""
+    def peek(self, count: int) -> list[Any]:
+        """Read batches of the next step ahead; to be called before `begin_step`.
+
+        Args:
+            count: At most as many as the step has.
+        """
         self._before = self._state()
-        self._peeked = list(itertools.islice(self._iterator, 1))
-        return bool(self._peeked)
+        self._peeked = list(itertools.islice(self._iterator, count))
+        return list(self._peeked)
 
     def begin_step(self) -> None:
         """Remember the state: the batches that are read next are those of one step."""

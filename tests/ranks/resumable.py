@@ -153,7 +153,9 @@ class Keeps(Stateful):
 
     def __iter__(self):
         self.done = self.loaded["done"] if self.loaded else 0
-        return self.rest(np.array_split(np.arange(len(self.x)), range(6, 101, 6)))
+        return self.rest(
+            np.array_split(np.arange(len(self.x)), range(6, len(self.x), 6))
+        )
 
 
 class Loses(Keeps):

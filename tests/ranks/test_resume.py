@@ -190,6 +190,47 @@ def test_data_that_says_where_it_is_resumes_there(folder, capsys, as_data):
         )
 
 
+class DiesAfterSteps(keras.callbacks.Callback):
+    """Ends the training after the last step of the second epoch, before its end."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1:
+            raise Killed
+
+
+@pytest.mark.three_ranks
+def test_a_rest_without_a_step_is_no_epoch(world, folder):
+    """Else an epoch of no step would be in `History`, with a loss of zero."""
+    if world.size == 1:
+        return  # every batch is a step
+    x, y = (part[: 6 * (2 * world.size + 1)] for part in rows_of_all())
+
+    def fit(name, callbacks=()):
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        options = {"resume": f"{folder}/{name}", "save_steps": 1, "leftover": "drop"}
+        data = Keeps(x / NUM_ROWS, y)
+        history = keras_dist.dist_fit(
+            model, data, epochs=3, verbose=0, callbacks=list(callbacks), **options
+        )
+        return model, history
+
+    whole, expected = fit("whole")
+    with pytest.raises(Killed):
+        fit("cut", [DiesAfterSteps()])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, history = fit("cut")
+    for own, other in zip(model.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_array_equal(own, other)
+    assert history.epoch == [0, 2]
+    losses = expected.history["loss"]
+    assert history.history["loss"] == [losses[0], losses[2]]
+    found = [w for w in caught if "fewer rows left" in str(w.message)]
+    assert len(found) == (world.rank == 0)
+
+
 def small(folder, units=1, **options):
     """A quick fit, and the model."""
     keras.utils.set_random_seed(3)
