@@ -46,9 +46,12 @@ def reopened(
     """
     source = _source_of(given)
     is_usable = given.steps_per_epoch is None and optimizer.every_of(options.sync) == 1
-    if source is None or not is_usable:
-        return resume, given
-    if not all(comm.gather_or_raise(lambda: track(source, spec.size))):
+
+    def can_track() -> bool:
+        return source is not None and is_usable and track(source, spec.size)
+
+    # With `shard="none"` one rank may have such data, and another one arrays.
+    if not all(comm.gather_or_raise(can_track)) or source is None:
         return resume, given
     source.is_tracked = True
     given = replace(given, x=source)

@@ -94,7 +94,7 @@ def training_feed(
     batch_size: int | None,
     shuffle: bool | str,
     steps_per_epoch: int | None,
-    steps_rule: StepsRule,
+    steps_rule: StepsRule | float,
     spec: ShardSpec,
 ) -> Feed:
     """Make the arguments of `Model.fit` for this rank's training data.
@@ -227,7 +227,7 @@ def validation_feed(
     *,
     batch_size: int | None,
     steps: int | None,
-    steps_rule: StepsRule,
+    steps_rule: StepsRule | float,
     spec: ShardSpec,
 ) -> Feed:
     """Make the arguments of `Model.evaluate` for this rank's validation data.
@@ -529,7 +529,7 @@ def _fewer(*steps: int | None) -> int | None:
     return min(filter(None, steps), default=None)
 
 
-def _scaling(rule: StepsRule, steps: int | None) -> str:
+def _scaling(rule: StepsRule | float, steps: int | None) -> str:
     """Name in the plan the rule by which a given number of steps was changed."""
     if steps is None:
         return ""

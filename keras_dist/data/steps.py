@@ -4,11 +4,11 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
-StepsRule = Literal["auto", "divide", "none"] | float | Callable[[int, int], int]
+StepsRule = Literal["auto", "divide", "none"] | Callable[[int, int], int]
 
 
 def scaled_steps(
-    rule: StepsRule,
+    rule: StepsRule | float,
     steps: int | None,
     *,
     size: int,

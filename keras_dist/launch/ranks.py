@@ -319,18 +319,8 @@ class Ranks:
 
     def _environment(self, slot: Slot) -> dict[str, str]:
         """Return the environment of a rank, but for its files."""
-        environment = {
-            **{name: str(_threads(slot)) for name in _THREADS},
-            **os.environ,
-            "PYTHONUNBUFFERED": "1",
-            **self._command.environment,
-            **slot.environment(),
-            **self._own.get(slot.rank, {}),
-            processes.mark(self._job): "1",
-        }
-        if self._command.log_dir is None:
-            environment[rank_process.QUIET] = "1"
-        return environment
+        own = {**self._own.get(slot.rank, {}), processes.mark(self._job): "1"}
+        return _environment_of(self._command, slot) | own
 
     def _poll(self) -> None:
         """Collect the exit codes of ranks that have ended."""
@@ -389,23 +379,35 @@ def dry_run_text(command: Command, hosts: Mapping[str, int]) -> str:
         hosts: Ranks of each host, by name; empty if they are known only at the start.
     """
     python = {"script": "python ", "module": "python -m ", "program": ""}
-    told = {"PYTHONUNBUFFERED": "1", **command.environment}
     lines = [f"command    {python[command.kind]}{shlex.join(command.words)}"]
     if not hosts:
-        lines += ["ranks      known when the hosts have met"]
+        lines.append("ranks      known when the hosts have met")
     for slot in slots(list(hosts.items())):
-        own = {**slot.environment(), **told}
+        variables = _environment_of(command, slot).items()
+        told = {n: v for n, v in variables if os.environ.get(n) != v}
         device = f"GPU {slot.local_rank} if its host has GPUs, else CPU"
         if is_here(slot.host):
-            own = {**{n: str(_threads(slot)) for n in _THREADS}, **os.environ, **own}
-            own = {n: own[n] for n in (*_THREADS, *slot.environment(), *told)}
             count = num_gpus()
             device = f"GPU {slot.local_rank % count}" if count else "CPU"
-        values = " ".join(f"{name}={value}" for name, value in own.items())
-        lines += [f"rank {slot.rank:<6}{slot.host}, {device}", f"           {values}"]
-    return "\n".join(
-        [*lines, f"transport  {command.transport}", "Nothing was started."]
-    )
+        else:  # by its own cores
+            told = {n: v for n, v in told.items() if n not in _THREADS}
+        lines.append(f"rank {slot.rank:<6}{slot.host}, {device}")
+        lines.append(" " * 11 + " ".join(f"{n}={v}" for n, v in told.items()))
+    lines += [f"transport  {command.transport}", "Nothing was started."]
+    return "\n".join(lines)
+
+
+def _environment_of(command: Command, slot: Slot) -> dict[str, str]:
+    """Return the environment of a rank, but for what is known only at the start."""
+    quiet = {rank_process.QUIET: "1"} if command.log_dir is None else {}
+    return {
+        **{name: str(_threads(slot)) for name in _THREADS},
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        **command.environment,
+        **slot.environment(),
+        **quiet,
+    }
 
 
 def _threads(slot: Slot) -> int:

@@ -11,9 +11,7 @@ from keras_dist import mixin
 from keras_dist.data.steps import is_number
 from keras_dist.optimizer.nested import leaves, optimizers_of
 
-LearningRateRule = (
-    Literal["auto", "linear", "sqrt", "none"] | float | Callable[[int], float]
-)
+LearningRateRule = Literal["linear", "sqrt", "none"] | float | Callable[[int], float]
 
 _LOGGED = "effective_learning_rate"
 

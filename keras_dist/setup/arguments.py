@@ -58,10 +58,10 @@ class Options:
 
     batch: Literal["rank", "global"] | None = None
     shares: Literal["equal", "measured"] | Sequence[float] = "equal"
-    lr_scaling: LearningRateRule = "auto"
+    lr_scaling: LearningRateRule | Literal["auto"] = "auto"
     warmup_epochs: float = 0
     steps_scaling: StepsRule = "auto"
-    validation_steps_scaling: StepsRule = "auto"
+    validation_steps_scaling: StepsRule | float = "auto"
     shard: Literal["auto", "source", "none"] = "auto"
     leftover: Literal["auto", "cut", "whole", "drop"] = "auto"
     target_accuracy: float | None = None

@@ -173,7 +173,8 @@ def prepare(
     check_microbatch(model, options.microbatch, shares=options.shares)
     world = comm.init()
     callbacks, options = _take_over_warmup(fit.callbacks, options)
-    factor = rate_factor(options.lr_scaling, size=world.size)
+    rule: Any = options.lr_scaling  # which is "auto" no more
+    factor = rate_factor(rule, size=world.size)
     step_multiplier = step_multiplier_of(options.steps_scaling, size=world.size)
     training, validation = _feeds(fit, options, spec)
     shares = training.part.shares

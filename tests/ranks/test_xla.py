@@ -1,5 +1,7 @@
 """`jit_compile=True`: the same weights, and one warning if XLA cannot compile it."""
 
+import warnings
+
 import keras
 import pytest
 import tensorflow as tf
@@ -58,6 +60,27 @@ def test_a_model_that_xla_cannot_compile_trains_without(world, rows, make_model)
         assert len(lines) == 1 and "XLA cannot compile this model" in lines[0]
     assert_equal_to_the_bit(model)
     assert model.jit_compile
+
+
+class ChangesItsBatch(keras.Sequential):
+    """Takes its targets out of the dict that it is given."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+        """The loss of one of them."""
+        y["other"] = y.pop("own")
+        return keras.ops.mean((y["other"] - y_pred[:, 0]) ** 2)
+
+
+def test_a_step_may_change_the_dicts_of_its_batch(rows):
+    """In parts, too: a `tf.function` would be an error, and XLA left out."""
+    x, y = rows
+    keras.utils.set_random_seed(1)
+    model = ChangesItsBatch([keras.Input((5,)), keras.layers.Dense(1)])
+    model.compile("sgd", jit_compile=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        keras_dist.dist_fit(model, x, {"own": y}, batch_size=8, **ARGUMENTS)
+    assert_equal_to_the_bit(model)
 
 
 @pytest.mark.filterwarnings("ignore:Training without XLA")

@@ -58,8 +58,7 @@ class Links:
             raise InstallError(
                 f"{name} is not the file that SHA256SUMS names: its SHA-256 sum "
                 f"differs. Received: {received} from {self.place}, instead of "
-                f"{self._sums[name]}. Nothing was installed. Copy both files anew from "
-                "where they were built."
+                f"{self._sums[name]}. Nothing was installed. Copy both files again."
             )
         path = self._copies / name
         path.write_bytes(content)

@@ -187,6 +187,7 @@ class Probe:
     def __init__(self, graph: RowGraph) -> None:
         self._graph = graph
         self._kinds: dict[int, Kind] = {}
+        self._of_all: dict[int, Any] = {}
 
     @property
     def graph(self) -> RowGraph:
@@ -229,17 +230,19 @@ class Probe:
     def of_all(
         self,
         tensor: Any,
-        total: Callable[[Any, Kind], Any],
+        total: Callable[[Any, Kind], Any] | None,
         sources: Sequence[Any] = (),
     ) -> Any:
         """Compute a divisor of the global batch, or weights that were divided by it.
 
         Scalars in it that are sums or means over rows are replaced by those of all
-        ranks, and what was computed from them, element by element, is computed again.
+        ranks, once in each graph, and what was computed from them, element by element,
+        is computed again.
 
         Args:
             tensor: A scalar, or a tensor with rows.
-            total: Returns a scalar of all ranks, given this rank's and its kind.
+            total: Returns a scalar of all ranks, given this rank's and its kind; `None`
+                to replace nothing, and only to see whether it could be done.
             sources: Variables on which such a scalar may not depend.
 
         Returns:
@@ -248,7 +251,7 @@ class Probe:
         Raises:
             Undecided: If a scalar is neither a sum nor a mean, or has a gradient.
         """
-        made: dict[int, Any] = {}
+        made = {} if total is None else self._of_all
 
         def again(tensor: Any) -> Any:
             if id(tensor) not in made:
@@ -279,7 +282,9 @@ class Probe:
                 raise Undecided(f"because of {op.type}, in a divisor")
             if self._graph.depends_on(tensor, sources):
                 raise Undecided(f"because of {op.type}, a divisor with a gradient")
-            return tf.cast(total(tensor, kind), tensor.dtype)
+            return (
+                tensor if total is None else tf.cast(total(tensor, kind), tensor.dtype)
+            )
 
         return again(tensor)
 
@@ -330,7 +335,7 @@ class Probe:
 
         An example is `losses / tf.shape(losses)[0]`.
         """
-        if tensor.op.type not in _ELEMENTWISE or not depth:
+        if tensor.op.type not in _ELEMENTWISE | _BRANCHES or not depth:
             return False
         return self.counts_rows(tensor.op) or any(
             self._mixes(part, depth - 1)

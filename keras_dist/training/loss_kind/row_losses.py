@@ -203,7 +203,7 @@ class RowLosses:
             if tf.executing_eagerly():
                 self._log.check_weights()
                 return weight, True
-            total = of_all_ranks(self._fraction())
+            total = of_all_ranks(self._fraction)
             probe = self._probe(weight.graph)
             found = probe.of_all(weight, total, self._variables)
             if found is not weight:
@@ -211,7 +211,7 @@ class RowLosses:
             return found, True
         except Undecided as error:
             self._log.add_divided_weights()
-            self._warn(error)
+            self._tell(error)
             return weight, False
 
     def _weighted_targets(
@@ -274,19 +274,20 @@ class RowLosses:
             return terms
         except Undecided as error:
             self._log.add_undecided(error)
-            if is_loss and step_context.current().sum_of_pieces is not None:
-                raise ValueError(
-                    "`microbatch` needs losses that are means or sums over rows, so "
-                    "that those of the pieces of a batch add up to that of the batch. "
-                    "Received: a loss of which the graph does not show that it is one, "
-                    f"{error}. Compute the loss by rows, and end with a mean or a sum "
-                    "over them; or leave out `microbatch`."
-                ) from error
             if is_loss:
-                self._warn(error)
+                self._tell(error)
             return []
 
-    def _warn(self, error: Undecided) -> None:
+    def _tell(self, error: Undecided) -> None:
+        """Warn that a loss is averaged, whatever it is; in pieces it cannot be."""
+        if step_context.current().sum_of_pieces is not None:
+            raise ValueError(
+                "`microbatch` needs losses that are means or sums over rows, so "
+                "that those of the pieces of a batch add up to that of the batch. "
+                "Received: a loss of which the graph does not show that it is one, "
+                f"{error}. Compute the loss by rows, and end with a mean or a sum "
+                "over them; or leave out `microbatch`."
+            ) from error
         # Keras may trace a step several times.
         if self._log.is_new(str(error)) and comm.rank() == 0:
             warnings.warn(

@@ -59,7 +59,7 @@ class Term:
     def _part_of_all(self, fraction: Any) -> Any:
         if self.divisor is None:
             return tf.ones((), tf.float64)
-        total = of_all_ranks(fraction)
+        total = of_all_ranks(lambda: fraction)
         if self.probe is None:
             whole = total(self.divisor, Kind.SUM)
         else:
@@ -70,18 +70,19 @@ class Term:
         return tf.math.divide_no_nan(own, tf.cast(whole, tf.float64))
 
 
-def of_all_ranks(fraction: Any) -> Callable[[Any, Kind], Any]:
+def of_all_ranks(fraction: Callable[[], Any]) -> Callable[[Any, Kind], Any]:
     """Return a function of a scalar and its kind, which is that of all ranks.
 
     Args:
-        fraction: This rank's fraction of the rows; a scalar tensor.
+        fraction: Returns this rank's fraction of the rows, a scalar tensor; it may need
+            a collective.
     """
 
     def total(scalar: Any, kind: Kind) -> Any:
         context = step_context.current()
         own = context.counted(tf.cast(scalar, tf.float64))
         if kind is Kind.MEAN:
-            own *= fraction
+            own *= fraction()
         return context.total(own, purpose="losses")
 
     return total
@@ -178,7 +179,7 @@ def _quotient(
         above, below = op.inputs
         kind = probe.kind_of(above)
         if kind is not Kind.OTHER:
-            probe.of_all(below, lambda own, kind: own, sources)
+            probe.of_all(below, None, sources)
             term = Term(tensor, coefficient, below, probe, kind)
     elif op.type == "Mean" and op.inputs[0].shape.rank is not None:
         # Of rows that were selected.
@@ -195,7 +196,8 @@ class EagerLog:
     """Whether each loss of a step is a sum, in the order in which the step asks.
 
     Without a graph, nothing shows how a number was computed. So a step that runs
-    eagerly is traced once, in a graph that never runs, and the answers are kept.
+    eagerly is traced once, in a graph that never runs, and the answers are kept. Beside
+    them it keeps which warnings were given.
     """
 
     def __init__(self) -> None:
