@@ -50,7 +50,7 @@ def reopened(
     def can_track() -> bool:
         return source is not None and is_usable and track(source, spec.size)
 
-    # With `shard="none"` one rank may have such data, and another one arrays.
+    # On all ranks: whether their arguments are equal is compared only later.
     if not all(comm.gather_or_raise(can_track)) or source is None:
         return resume, given
     source.is_tracked = True
