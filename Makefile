@@ -111,6 +111,7 @@ COUNT ?= 200
 fuzz: setup
 	PYTHONPATH=tests $(BIN)/python tests/studies/equivalence.py fuzz $(FIRST) $(COUNT)
 
+kills: export LONG_TESTS = 1
 kills: setup
 	KILLS=20 $(BIN)/python -m pytest tests/checkpoint/test_resume.py -k killed
 

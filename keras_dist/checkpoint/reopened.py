@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from keras_dist import comm, optimizer
 from keras_dist.checkpoint.files import decoded
@@ -47,8 +46,10 @@ def reopened(
     source = _source_of(given)
     is_usable = given.steps_per_epoch is None and optimizer.every_of(options.sync) == 1
 
+    epoch = 0 if resume.saved is None else resume.saved.position.epoch
+
     def can_track() -> bool:
-        return source is not None and is_usable and track(source, spec.size)
+        return source is not None and is_usable and track(source, spec.size, epoch)
 
     # On all ranks: whether their arguments are equal is compared only later.
     if not all(comm.gather_or_raise(can_track)) or source is None:
@@ -63,7 +64,7 @@ def reopened(
     is_loud = comm.rank() == 0 and given.verbose != 0
     reading: Reading | None
     reading, reason = _found(source, saved, is_dealt(source, spec), is_loud)
-    epoch, done, row = saved.position.epoch, saved.position.done, saved.position.row
+    done, row = saved.position.done, saved.position.row
     if reading is None:
         done = row = 0
         if is_loud:
@@ -110,14 +111,14 @@ def _found(
             "each rank has batches of its own, and there were "
             f"{len(saved.ranks)} ranks or other ones"
         )
-    if (reading := _on_all(restored, source.data, mark)) is not None:
+    if (reading := _on_all(restored, source, mark)) is not None:
         return reading, ""
     if is_loud:
         say(
             f"{mark.row:,} batches of epoch {saved.position.epoch + 1} are read and "
             f"left out: the state of {source.type_name} does not lead there"
         )
-    reading = _on_all(skipped, source.data, mark)
+    reading = _on_all(skipped, source, mark)
     return reading, "its data has other batches, or another order, than before"
 
 
@@ -126,23 +127,23 @@ def _own_mark(saved: Saved, is_dealt_now: bool) -> Mark | None:
     marks = [rank["data"] for rank in saved.ranks]
     if is_dealt_now != marks[0]["is_dealt"]:
         return None
-    if is_dealt_now:
-        own = marks[0]  # they are all equal
-    elif len(marks) == comm.size():
+    if len(marks) == comm.size():
         own = marks[comm.rank()]
+    elif is_dealt_now:
+        own = marks[0]  # equal to the others, or of a pass with other random rows
     else:
         return None
     return Mark(**own | {"state": decoded(own["state"])})
 
 
 def _on_all(
-    work: Callable[[Any, Mark], Reading | None], data: Any, mark: Mark
+    work: Callable[[Source, Mark], Reading | None], source: Source, mark: Mark
 ) -> Reading | None:
     """Return what was found, if something was found on all ranks."""
     found: list[Reading | None] = []
 
     def has_found() -> bool:
-        found.append(work(data, mark))
+        found.append(work(source, mark))
         return found[0] is not None
 
     return found[0] if all(comm.gather_or_raise(has_found)) else None

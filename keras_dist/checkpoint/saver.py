@@ -301,7 +301,7 @@ class Saver(keras.callbacks.Callback):
         """Return the position after `done` steps of an epoch."""
         division = self._feed.division
         if division is None and done and self._reader is not None:
-            row = self._reader.mark(done).row
+            row = self._reader.row_after(done)
             before = self._resume.position
             if before is not None and before.epoch == epoch and self._is_within_epoch():
                 done += before.done

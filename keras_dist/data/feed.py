@@ -417,7 +417,8 @@ def _training_batches(
 ) -> Feed:
     """Make the feed of training data that comes in batches."""
     steps = arguments["steps_per_epoch"]
-    if source.has_seeded_passes and steps is None and spec.position is not None:
+    is_begun = source.has_begun or source.resumed is not None
+    if source.has_seeded_passes and steps is None and spec.position and not is_begun:
         skip_epochs(source.data, spec.position.epoch)
     part = part_of(
         source, spec, is_training=True, shuffle=shuffle, class_weight=class_weight

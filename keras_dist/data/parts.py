@@ -439,6 +439,14 @@ def _of_presharded(
         per_step=1 if is_global else None,
     )
 
+    seeds = source.seeds if source.has_seeded_passes else None
+    _check_seeds(seeds, spec)
+    part = replace(part, seeds=seeds)
+    if division.begin and seeds is not None:
+        mark = functools.partial(marked, has_rows=True)
+        unread = unread_pass(data, mark if is_marked else lambda batch: batch)
+        whole = unread.concatenate(whole)
+
     def left() -> tf.data.Dataset:
         if is_global:
             rows, count = data.skip(division.begin), own - division.begin
@@ -521,8 +529,7 @@ def _has_known_order(source: Source) -> bool:
         return False
     if is_reshuffled(source.data):
         # The order of pass k follows from k; `skip_epochs` begins the ones before.
-        is_seeded = source.kind == "dataset" and source.has_seeded_passes
-        return is_seeded and is_read_anew(source.data)
+        return source.has_seeded_passes and is_read_anew(source.data)
 
     def look() -> str:
         if source.presharded is None:

@@ -1,7 +1,9 @@
 """See what a `tf.data.Dataset` was made of, and change how one is read.
 
 `_inputs`, `_seed`, `_filename` and `_batch_size` of a data set are private names of
-TensorFlow, which has no public way to look into a pipeline (docs/decisions.md).
+TensorFlow, which has no public way to look into a pipeline (docs/decisions.md). So is
+`_iterator_resource`: `tf.train.Checkpoint` refuses an iterator whose `map` draws random
+numbers.
 """
 
 import math
@@ -10,6 +12,9 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+
+# A value of TensorFlow's `ExternalStatePolicy`.
+_IGNORE = 1
 
 
 def length_of(data: Any) -> float | None:
@@ -185,6 +190,33 @@ def unread_pass(
         return as_made(batch)
 
     return nothing.map(batch_of)
+
+
+def iterator_state(iterator: Any) -> list[bytes]:
+    """Return the state of an iterator over a data set, with all rows in its buffers.
+
+    What a stateful function in it has done, such as a random number that `map` draws,
+    is no part of it.
+
+    Raises:
+        tf.errors.OpError: If it has none, as one that reads a Python generator.
+    """
+    parts = tf.raw_ops.SerializeIterator(
+        resource_handle=iterator._iterator_resource, external_state_policy=_IGNORE
+    )
+    return [tf.io.serialize_tensor(part).numpy() for part in tf.unstack(parts)]
+
+
+def set_iterator_state(iterator: Any, state: list[bytes]) -> None:
+    """Let a new iterator go on where the one went on whose `iterator_state` is given.
+
+    Raises:
+        tf.errors.OpError: If it is an iterator over another pipeline.
+    """
+    parts = tf.stack([tf.io.parse_tensor(part, tf.variant) for part in state])
+    tf.raw_ops.DeserializeIterator(
+        resource_handle=iterator._iterator_resource, serialized=parts
+    )
 
 
 def by_window(

@@ -16,6 +16,7 @@ from keras_dist.data.pipeline import (
     before_shuffles,
     has_cache_in_memory,
     has_seeded_passes,
+    iterator_state,
     length_of,
     seeds_of,
 )
@@ -93,6 +94,7 @@ class Source:
             number, so that beginning one changes all later ones.
         is_tracked: Whether its state is remembered while it is read (`stateful`).
         resumed: Where it is resumed, the `stateful.Reading` of its first pass.
+        state_bytes: Bytes of the state of an iterator, if it was looked at.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Source:
         self.has_seeded_passes = is_dataset and has_seeded_passes(data)
         self.is_tracked = False
         self.resumed: Any = None
+        self.state_bytes = 0
         self._looks: list[Any] | None = None
         self._buffered: list[Any] = []
         self._held: list[Any] = []
@@ -172,6 +175,34 @@ class Source:
     def hold(self, count: int) -> None:
         """Read the first batches for `first`, which reads none from now on."""
         self._looks = self.first(count)
+
+    @property
+    def has_begun(self) -> bool:
+        """Tell whether batches were read of the pass that is read next."""
+        return self._begun is not None
+
+    def begin(self) -> tuple[Iterator[Any], list[Any]]:
+        """Begin a pass over a data set: an iterator, and what was read of it before."""
+        begun, buffered = self._begun, self._buffered
+        self._begun, self._buffered = None, []
+        return begun or iter(self.data), buffered
+
+    def has_iterator_state(self) -> bool:
+        """Tell whether an iterator over a data set can say where it is.
+
+        It is looked at behind the first batch: before it, no generator has begun. Where
+        beginning a pass changes all later ones, it is the iterator of the first pass.
+        """
+        iterator = self._begun
+        if iterator is None:
+            iterator = iter(self.data)
+            next(iterator, None)
+            self._held.append(iterator)
+        try:
+            self.state_bytes = sum(map(len, iterator_state(iterator)))
+        except tf.errors.OpError:
+            return False
+        return True
 
     def first(self, count: int) -> list[Any]:
         """Read the first `count` batches, or as many as there are."""

@@ -1,22 +1,32 @@
 """Data that says where it is, and that can begin there.
 
-Two protocols are known. The data has `state_dict()` and `load_state_dict(state)`, which
-speak of the pass that was begun last: torchdata's `StatefulDataLoader`, Hugging Face
-`IterableDataset`. Or its iterators have `get_state()` and `set_state(state)`: Grain.
+Three protocols are known. The data has `state_dict()` and `load_state_dict(state)`,
+which speak of the pass that was begun last: torchdata's `StatefulDataLoader`, Hugging
+Face `IterableDataset`. Or its iterators have `get_state()` and `set_state(state)`:
+Grain. Or it is a `tf.data.Dataset`, whose iterators TensorFlow can save.
 
 A library may promise less than a checkpoint needs: a shuffle buffer is not in the state
 of `IterableDataset`. So a `Mark` is made of the state *before* the last step that was
 trained, with a digest of a batch of that step: to begin there, the step is read again,
-and compared.
+and compared. TensorFlow keeps its promise, and its state has all rows of its buffers:
+it is taken only when a checkpoint is written, *after* the step.
 """
 
 import copy
+import functools
 import itertools
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import tensorflow as tf
+
+from keras_dist.data.pipeline import (
+    iterator_state,
+    set_iterator_state,
+    skip_epochs,
+)
 from keras_dist.data.source import Source, fingerprint_of
 
 
@@ -25,11 +35,13 @@ class Mark:
     """The position after a step. Names of the fields are names in the file format.
 
     Args:
-        state: Of the data before that step; `None` at the beginning of a pass.
+        state: Of the data before that step; `None` at the beginning of a pass, and
+            where there is none.
         at: Batches of the pass that were read before that step.
         row: Batches of the pass that were read after it.
         digest: Of the first batch of the step.
         is_dealt: Whether the batches are the same on all ranks, and dealt to them.
+        is_after: Whether `state` is that after the step.
     """
 
     state: Any
@@ -37,13 +49,14 @@ class Mark:
     row: int
     digest: str
     is_dealt: bool
+    is_after: bool = False
 
 
 class Reading:
     """One pass over data that says where it is.
 
     Args:
-        data: The data.
+        source: The data.
         state: Where to begin; `None` for the beginning.
         read: Batches of the pass before that.
 
@@ -51,12 +64,21 @@ class Reading:
         read: Batches of the pass that were read, without one that was peeked at.
     """
 
-    def __init__(self, data: Any, state: Any = None, read: int = 0) -> None:
+    def __init__(self, source: Source, state: Any = None, read: int = 0) -> None:
+        data = source.data
         self.read = read
         self._peeked: list[Any] = []
         self._before: tuple[Any, int] = (None, 0)
         self._first: Any = None
-        if has_state_dict(data):
+        self._is_dataset = isinstance(data, tf.data.Dataset)
+        self._iterator: Any
+        if self._is_dataset:
+            self._iterator, self._peeked = source.begin()
+            if state is not None:
+                self._iterator, self._peeked = iter(data), []
+                set_iterator_state(self._iterator, state)
+            self._state_of = functools.partial(iterator_state, self._iterator)
+        elif has_state_dict(data):
             if state is not None:
                 data.load_state_dict(copy.deepcopy(state))
             self._iterator, self._state_of = iter(data), data.state_dict
@@ -82,8 +104,9 @@ class Reading:
             count: At most as many as the step has.
         """
         self._before = self._state()
-        self._peeked = list(itertools.islice(self._iterator, count))
-        return list(self._peeked)
+        more = max(count - len(self._peeked), 0)
+        self._peeked += itertools.islice(self._iterator, more)
+        return self._peeked[:count]
 
     def begin_step(self) -> None:
         """Remember the state: the batches that are read next are those of one step."""
@@ -93,9 +116,20 @@ class Reading:
 
     def step(self) -> "Step":
         """Return what is to be known of the step whose batches were read."""
-        return Step(*self._before, self.read, self._first)
+        return Step(*self._before, self.read, self._first, self)
+
+    def state_after(self, row: int) -> Any:
+        """Return the state after so many batches, if it is known: of a data set."""
+        if not self._is_dataset or self._peeked or self.read != row:
+            return None
+        try:
+            return self._state_of()
+        except tf.errors.OpError:
+            return None
 
     def _state(self) -> tuple[Any, int]:
+        if self._is_dataset:
+            return None, self.read
         # Before its first batch, `state_dict` may speak of the pass before.
         state = copy.deepcopy(self._state_of()) if self.read else None
         return state, self.read
@@ -103,17 +137,24 @@ class Reading:
 
 @dataclass(frozen=True)
 class Step:
-    """A step that was read: state and count before it, count after it, its batch."""
+    """A step that was read: state and count before it, count after it, its batch.
+
+    And what has read it, which may have read more since.
+    """
 
     state: Any
     at: int
     row: int
     first: Any
+    reading: Reading
 
     def mark(self, *, is_dealt: bool) -> Mark:
         """Return the position after it."""
         digest = fingerprint_of([self.first])
-        return Mark(self.state, self.at, self.row, digest, is_dealt)
+        after = self.reading.state_after(self.row)
+        is_after = after is not None
+        state = after if is_after else self.state
+        return Mark(state, self.at, self.row, digest, is_dealt, is_after)
 
 
 def has_state_dict(value: Any) -> bool:
@@ -121,22 +162,34 @@ def has_state_dict(value: Any) -> bool:
     return _has_all(value, "state_dict", "load_state_dict")
 
 
-def track(source: Source, size: int) -> bool:
+def track(source: Source, size: int, epoch: int) -> bool:
     """Let a source be read by `Reading`, if it can be; tell whether it can.
 
     What has to be known of its first batches is read now: later, that would be another
     pass than the one that `state_dict` speaks of.
+
+    Args:
+        source: The data.
+        size: Number of ranks.
+        epoch: The epoch that is read next.
     """
     data = source.data
-    if source.kind != "stream" or not source.is_repeatable:
+    if source.kind == "sequence" or not source.is_repeatable:
         return False
+    if source.kind != "stream":
+        if source.length is not None:
+            return False
+        if source.has_seeded_passes:
+            skip_epochs(source.data, epoch)
+        source.hold(max(2, size))
+        return source.has_iterator_state()
     if not has_state_dict(data) and not _has_all(iter(data), "get_state", "set_state"):
         return False
     source.hold(max(2, size))
     return True
 
 
-def restored(data: Any, mark: Mark) -> Reading | None:
+def restored(source: Source, mark: Mark) -> Reading | None:
     """Begin after a mark by its state; `None` if it does not bring the batches back.
 
     Raises:
@@ -144,19 +197,34 @@ def restored(data: Any, mark: Mark) -> Reading | None:
     """
     if mark.state is None:
         return None
+    if mark.is_after:
+        return _continued(source, mark)
+    data = source.data
     is_kept = has_state_dict(data) and _keeps_state(data, mark.state)
-    reading = Reading(data, mark.state, mark.at)
+    reading = Reading(source, mark.state, mark.at)
     first = list(itertools.islice(reading, 1))
     if is_kept:
         data.load_state_dict(None)  # for later passes; this one has begun
     return _after(reading, first, mark)
 
 
-def skipped(data: Any, mark: Mark) -> Reading | None:
+def skipped(source: Source, mark: Mark) -> Reading | None:
     """Read from the beginning to a mark; `None` if the batches are other ones."""
-    reading = Reading(data)
+    reading = Reading(source)
     deque(itertools.islice(reading, mark.at), maxlen=0)
     return _after(reading, list(itertools.islice(reading, 1)), mark)
+
+
+def _continued(source: Source, mark: Mark) -> Reading | None:
+    """Begin after a step by the state after it; `None` for another pipeline."""
+    if not isinstance(source.data, tf.data.Dataset):
+        return None
+    try:
+        reading = Reading(source, mark.state, mark.row)
+        reading.peek(1)  # files that it needs may be missing
+    except tf.errors.OpError:
+        return None
+    return reading
 
 
 def _after(reading: Reading, first: list[Any], mark: Mark) -> Reading | None:

@@ -83,6 +83,10 @@ class StreamReader:
         is_dealt = self._tail is not None or self._spec.size == 1
         return self._steps[step].mark(is_dealt=is_dealt)
 
+    def row_after(self, step: int) -> int:
+        """Count the batches that were read of this pass after a number of its steps."""
+        return self._steps[step].row
+
     def forget(self, step: int) -> None:
         """Forget the steps before one that was trained."""
         for number in [each for each in list(self._steps) if each < step]:
@@ -94,7 +98,7 @@ class StreamReader:
         if not self.is_tracked:
             return iter(self._source)
         resumed, self._source.resumed = self._source.resumed, None
-        reading: Reading = resumed or Reading(self._source.data)
+        reading: Reading = resumed or Reading(self._source)
         self.begin = reading.read
         return reading
 

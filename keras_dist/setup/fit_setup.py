@@ -83,7 +83,11 @@ class FitSetup:
             division = self.training.division
             unit = "batches" if division is None else division.unit
             next_one = {"rows": "row", "batches": "batch"}[unit]
-            return f"an interrupted epoch goes on at the next {next_one}"
+            source = self.training.source
+            mebibytes = source.state_bytes // 2**20 if isinstance(source, Source) else 0
+            size = f", with {mebibytes:,} MiB of its buffers for each rank"
+            where = f"an interrupted epoch goes on at the next {next_one}"
+            return where + (size if mebibytes else "")
         why = "its data has no known position"
         if self.averaging.every > 1:
             why = "the ranks' weights differ in it"

@@ -1,6 +1,7 @@
 """A small training with every kind of state, for tests that end and resume it."""
 
 import glob
+import tempfile
 
 import keras
 import numpy as np
@@ -110,6 +111,60 @@ def as_divided(x, y):
     """Rows that each rank divides before they come in batches of six."""
     rows = tf.data.Dataset.from_tensor_slices((x, y)).apply(keras_dist.shard(6))
     return rows.map(lambda x, y: (x, y)).batch(6)
+
+
+def kept(*_):
+    """For `filter`: TensorFlow cannot know how many rows remain."""
+    return True
+
+
+def as_filtered(x, y):
+    """Rows in batches of six of unknown number, shuffled anew for each pass."""
+    tf.random.set_seed(5)  # a part of the seeds of a shuffle
+    rows = tf.data.Dataset.from_tensor_slices((x, y)).filter(kept)
+    return rows.shuffle(50, seed=4).batch(6).prefetch(2)
+
+
+def as_files(x, y):
+    """Rows of records in three files, in turn; a `map` draws random numbers."""
+    tf.random.set_seed(5)
+    folder = tempfile.mkdtemp()
+    names = [f"{folder}/{part}" for part in range(3)]
+    for part, name in enumerate(names):
+        with tf.io.TFRecordWriter(name) as file:
+            for row in range(part, len(x), 3):
+                file.write(tf.io.serialize_tensor([*x[row], y[row]]).numpy())
+
+    def decoded(record):
+        row = tf.ensure_shape(tf.io.parse_tensor(record, tf.float32), [x.shape[1] + 1])
+        return row[:-1] + 0 * tf.random.uniform([]), row[-1]
+
+    files = tf.data.Dataset.from_tensor_slices(names)
+    records = files.interleave(
+        tf.data.TFRecordDataset, cycle_length=3, num_parallel_calls=2
+    )
+    return records.map(decoded, num_parallel_calls=2).shuffle(9, seed=2).batch(6)
+
+
+def as_filtered_and_divided(x, y):
+    """Rows of unknown number, which each rank divides, and shuffles its own."""
+    rows = tf.data.Dataset.from_tensor_slices((x, y)).filter(kept)
+    return rows.apply(keras_dist.shard(6)).shuffle(20).batch(6)
+
+
+def as_counted(x, y):
+    """Rows in batches of six that a Python generator makes, and a data set holds."""
+    signature = [tf.TensorSpec([None, *a.shape[1:]], a.dtype) for a in (x, y)]
+    return tf.data.Dataset.from_generator(
+        lambda: iter(Generated(x, y)), output_signature=tuple(signature)
+    )
+
+
+def as_shuffled_and_divided(x, y):
+    """Rows that are shuffled anew for each pass before each rank divides them."""
+    tf.random.set_seed(5)
+    rows = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(50, seed=4)
+    return rows.apply(keras_dist.shard(6)).map(lambda x, y: (x, y)).batch(6)
 
 
 class Stateful:

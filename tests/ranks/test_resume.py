@@ -23,10 +23,14 @@ from resumable import (
     Keeps,
     Loses,
     Stateful,
+    as_counted,
     as_dataset,
     as_divided,
+    as_files,
+    as_filtered,
     as_own,
     as_shuffled,
+    as_shuffled_and_divided,
     make_model,
     rows_of_all,
     train,
@@ -123,7 +127,8 @@ def test_a_graph_resumes_in_the_middle_of_an_epoch_to_the_bit(folder, is_dataset
 @pytest.mark.parametrize(
     "as_data",
     shortened(
-        [as_dataset, as_shuffled, as_divided, Batches], {as_divided, as_shuffled}
+        [as_dataset, as_shuffled, as_divided, as_shuffled_and_divided, Batches],
+        {as_shuffled_and_divided, as_shuffled},
     ),
 )
 def test_data_in_batches_resumes_where_it_was(folder, as_data):
@@ -150,8 +155,17 @@ def test_data_in_batches_resumes_where_it_was(folder, as_data):
 @pytest.mark.parametrize(
     "as_data",
     shortened(
-        [Stateful, Keeps, Loses, HasNoTree, ByIterators, as_own],
-        {Stateful, Loses, ByIterators},
+        [
+            Stateful,
+            Keeps,
+            Loses,
+            HasNoTree,
+            ByIterators,
+            as_own,
+            as_filtered,
+            as_files,
+        ],
+        {Stateful, Loses, ByIterators, as_files},
     ),
 )
 def test_data_that_says_where_it_is_resumes_there(folder, capsys, as_data):
@@ -309,7 +323,9 @@ def test_the_plan_says_where_an_interrupted_epoch_goes_on(folder, capsys):
             (as_dataset, {}, f"{goes_on} batch"),
             (Keeps, {}, f"{goes_on} batch"),
             (Keeps, {"steps_per_epoch": 4}, f"{begins} `steps_per_epoch` with batches"),
+            (as_filtered, {}, f"{goes_on} batch"),
             (Generated, {}, f"{begins} its data has no known position"),
+            (as_counted, {}, f"{begins} its data has no known position"),
         ]
     ):
         options = options | {"epochs": 1, "verbose": 2}
