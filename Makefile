@@ -136,7 +136,7 @@ libraries: ALSO := tests/trackers/test_keras_tuner.py
 # What users will install next: Keras's build of last night.
 nightly: .venv-nightly/.ready
 	.venv-nightly/bin/keras-dist run -np 2 examples/digits.py
-	.venv-nightly/bin/python -m pytest -n 2 --dist loadscope tests/test_ranks.py
+	.venv-nightly/bin/python -m pytest -n 2 --dist loadscope tests/test_private.py tests/test_ranks.py
 
 .venv-nightly/.ready: pyproject.toml $(READY)
 	$(on_top_of_the_first)

@@ -19,6 +19,7 @@ PACKAGE = Path(keras_dist.__file__).parent
 LAYERS = {
     "version": 0,
     "mixin": 0,
+    "private": 0,
     "report": 0,
     "data": 0,
     "launch": 1,

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist import comm, optimizer
+from keras_dist import comm, optimizer, private
 from keras_dist.report.lines import say
 from keras_dist.training import step
 from keras_dist.training.same_values import agree_on_constants
@@ -61,11 +61,9 @@ class BroadcastVariables(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         # If the root rank has restored a backup, all ranks start at its epoch.
-        epoch = comm.broadcast(
-            getattr(self.model, "_initial_epoch", None), self.root_rank
-        )
+        epoch = comm.broadcast(private.initial_epoch(self.model), self.root_rank)
         if epoch is not None:
-            self.model._initial_epoch = epoch
+            private.set_initial_epoch(self.model, epoch)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if comm.size() > 1 and not session_of(self.model).first_step.has_started:

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist import comm, optimizer
+from keras_dist import comm, optimizer, private
 from keras_dist.callbacks import runs_on_first_rank_only
 from keras_dist.callbacks.average_statistics import variables_by_rule
 from keras_dist.checkpoint.files import decoded, digest_of, encoded
@@ -212,7 +212,7 @@ def _accumulators(model: Any) -> list[Any]:
         accumulator
         for outer in optimizer.optimizers_of(model)
         if optimizer.is_between_updates(outer)
-        for accumulator in outer._accumulated_gradients
+        for accumulator in private.accumulators(outer)
     ]
 
 
@@ -299,7 +299,7 @@ def _first_difference(before: Sequence[Any], now: Sequence[Any]) -> tuple[Any, A
 
 # Keras negates `min_delta` when it finds out that less is better. If it were restored,
 # Keras would negate it again.
-_NOT_STATE = ("params", "model", "_model", "min_delta")
+_NOT_STATE = ("params", "model", private.CALLBACK_MODEL, "min_delta")
 
 
 class CallbackStates:

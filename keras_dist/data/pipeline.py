@@ -1,9 +1,6 @@
 """See what a `tf.data.Dataset` was made of, and change how one is read.
 
-`_inputs`, `_seed`, `_filename` and `_batch_size` of a data set are private names of
-TensorFlow, which has no public way to look into a pipeline (docs/decisions.md). So is
-`_iterator_resource`: `tf.train.Checkpoint` refuses an iterator whose `map` draws random
-numbers.
+TensorFlow has no public way to look into a pipeline (docs/decisions.md).
 """
 
 import math
@@ -12,6 +9,9 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+
+from keras_dist import private
+from keras_dist.private import inputs_of
 
 # A value of TensorFlow's `ExternalStatePolicy`.
 _IGNORE = 1
@@ -47,12 +47,6 @@ def finite_or_none(length: float | None) -> int | None:
     return None if length is None or length == math.inf else int(length)
 
 
-def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
-    """List the data sets that `dataset` was made of."""
-    # `apply` of a function that returns its argument makes some their own input.
-    return [one for one in dataset._inputs() if one is not dataset]
-
-
 def nodes(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
     """Yield a data set, and all that it was made of."""
     yield dataset
@@ -62,8 +56,8 @@ def nodes(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
 
 def has_cache_in_memory(dataset: tf.data.Dataset) -> bool:
     """Tell whether a data set, or one that it was made of, is cached in memory."""
-    names = (getattr(node, "_filename", None) for node in nodes(dataset))
-    return any(tf.get_static_value(name) == b"" for name in names)
+    files = map(private.cache_file, nodes(dataset))
+    return any(tf.get_static_value(file) == b"" for file in files)
 
 
 def batch_size_of(dataset: tf.data.Dataset) -> int | None:
@@ -74,8 +68,9 @@ def batch_size_of(dataset: tf.data.Dataset) -> int | None:
     4
     """
     for node in nodes(dataset):
-        if hasattr(node, "_batch_size"):
-            found = tf.get_static_value(node._batch_size)
+        rows = private.rows_of_batch(node)
+        if rows is not None:
+            found = tf.get_static_value(rows)
             return None if found is None else int(found)
     return None
 
@@ -106,18 +101,18 @@ def seeds_of(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
     >>> seeds_of(tf.data.Dataset.range(9).shuffle(9, seed=2).batch(2))
     [(1, 2)]
     """
-    seeded = filter(_has_seed, nodes(dataset))
-    return [(int(node._seed), int(node._seed2)) for node in seeded]
+    found = map(private.seeds_of, nodes(dataset))
+    return [(int(pair[0]), int(pair[1])) for pair in found if pair is not None]
 
 
 def is_reshuffled(dataset: tf.data.Dataset) -> bool:
-    """Tell whether each pass has another order, as after `shuffle`."""
-    names = ("_reshuffle_each_iteration", "_rerandomize_each_iteration")
-    return any(
-        getattr(node, name, False) is not False
-        for node in filter(_has_seed, nodes(dataset))
-        for name in names
-    )
+    """Tell whether each pass has another order, as after `shuffle`.
+
+    >>> random = tf.data.Dataset.random
+    >>> [is_reshuffled(random(1, rerandomize_each_iteration=b)) for b in (False, True)]
+    [False, True]
+    """
+    return any(map(private.is_reshuffled, nodes(dataset)))
 
 
 def has_seeded_passes(dataset: tf.data.Dataset) -> bool:
@@ -138,7 +133,7 @@ def is_read_anew(dataset: tf.data.Dataset) -> bool:
     >>> [is_read_anew(d) for d in (data.cache().shuffle(9), data.shuffle(9).cache())]
     [True, False]
     """
-    caches = (node for node in nodes(dataset) if hasattr(node, "_filename"))
+    caches = (node for node in nodes(dataset) if private.cache_file(node) is not None)
     return not any(map(is_reshuffled, caches))
 
 
@@ -147,7 +142,7 @@ def before_shuffles(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
 
     Reading it changes no order: the next pass of a shuffle has another one.
     """
-    if not any(map(_has_seed, nodes(dataset))):
+    if not seeds_of(dataset):
         return [dataset]
     return [found for one in inputs_of(dataset) for found in before_shuffles(one)]
 
@@ -202,7 +197,7 @@ def iterator_state(iterator: Any) -> list[bytes]:
         tf.errors.OpError: If it has none, as one that reads a Python generator.
     """
     parts = tf.raw_ops.SerializeIterator(
-        resource_handle=iterator._iterator_resource, external_state_policy=_IGNORE
+        resource_handle=private.handle_of(iterator), external_state_policy=_IGNORE
     )
     return [tf.io.serialize_tensor(part).numpy() for part in tf.unstack(parts)]
 
@@ -215,7 +210,7 @@ def set_iterator_state(iterator: Any, state: list[bytes]) -> None:
     """
     parts = tf.stack([tf.io.parse_tensor(part, tf.variant) for part in state])
     tf.raw_ops.DeserializeIterator(
-        resource_handle=iterator._iterator_resource, serialized=parts
+        resource_handle=private.handle_of(iterator), serialized=parts
     )
 
 
@@ -323,7 +318,3 @@ def without_auto_shard(dataset: tf.data.Dataset) -> tf.data.Dataset:
         tf.data.experimental.AutoShardPolicy.OFF
     )
     return dataset.with_options(options).prefetch(tf.data.AUTOTUNE)
-
-
-def _has_seed(dataset: tf.data.Dataset) -> bool:
-    return hasattr(dataset, "_seed") and hasattr(dataset, "_seed2")

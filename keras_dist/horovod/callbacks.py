@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist import comm, mixin
+from keras_dist import comm, mixin, private
 from keras_dist.horovod import metrics
 from keras_dist.horovod.collectives import broadcast_variables
 from keras_dist.horovod.optimizer import average_outermost, is_next_an_update
@@ -186,14 +186,14 @@ def _variables(found: Any) -> list[Any]:
 
 
 def _is_built(model: Any) -> bool:
-    layers = model._flatten_layers()
+    layers = private.layers_of(model)
     return model.built and all(layer.built or layer.weights for layer in layers)
 
 
 def _without(variables: Sequence[Any], local: Sequence[Any]) -> list[Any]:
     """Return the variables, each once, without local ones and their optimizer state."""
     ids = {id(variable) for variable in local}
-    left_out = [v for v in variables if {id(v), id(getattr(v, "_value", None))} & ids]
+    left_out = [v for v in variables if {id(v), id(private.value_of(v))} & ids]
     # Keras does not record which variable a slot belongs to, but names it after it.
     paths = tuple(variable.path.replace("/", "_") + "_" for variable in left_out)
     shared = [v for v in variables if not paths or not v.name.startswith(paths)]
@@ -418,8 +418,6 @@ def _scale_momentum(optimizer: Any, factor: float) -> None:
     for leaf in leaves(optimizer):
         if not getattr(leaf, "momentum", 0):
             continue
-        names = ("momentums", "_momentums")  # of SGD, of RMSprop
-        slots = next((vars(leaf)[name] for name in names if name in vars(leaf)), ())
-        for slot in slots:
+        for slot in private.momentums_of(leaf):
             if slot is not None:
                 slot.assign(slot.value * factor)

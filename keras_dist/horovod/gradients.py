@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import comm, mixin
+from keras_dist import comm, mixin, private
 from keras_dist.horovod.collectives import is_reduced, mark_reduced, no_autograph
 from keras_dist.horovod.ops import Average, Compression, ReduceOp, Sum, chosen
 from keras_dist.horovod.process_sets import ProcessSet, among, global_process_set
@@ -147,7 +147,7 @@ def layers_of(local_layers: Any) -> Sequence[Any]:
 
 def is_local(variable: Any, local: Collection[int]) -> bool:
     """Tell whether a variable of Keras, or TensorFlow's inside it, is local."""
-    return id(variable) in local or id(getattr(variable, "_value", None)) in local
+    return id(variable) in local or id(private.value_of(variable)) in local
 
 
 def _prepared(gradient: Any, variable: Any, settings: Settings) -> Any:

@@ -14,7 +14,7 @@ import h5py
 import keras
 import numpy as np
 
-from keras_dist import comm
+from keras_dist import comm, private
 from keras_dist.horovod.gradients import Settings
 from keras_dist.horovod.ops import Compression
 from keras_dist.horovod.optimizer import average, average_outermost, averages
@@ -185,7 +185,7 @@ def adapt(model: Any) -> None:
 
 
 def _get_compile_config(model: Any, own: Any) -> Any:
-    config = getattr(getattr(model, "_compile_config", None), "config", None)
+    config = private.compile_config(model)
     if config is not None and model.compiled and "optimizer" not in config:
         optimizer = model.optimizer
         if getattr(optimizer, "name", "") == "loss_scale_optimizer":
@@ -306,7 +306,7 @@ def _of_keras_2(optimizer: Any, values: Mapping[str, np.ndarray]) -> list[np.nda
     found = []
     for variable in optimizer.variables:
         kinds = [kind for kind in listed if f"_{variable.name}".endswith(f"_{kind}")]
-        if variable is optimizer._learning_rate:
+        if variable is private.rate_of(optimizer):
             found.append(keras.ops.convert_to_numpy(variable))
         elif kinds and listed[kinds[0]]:
             found.append(listed[kinds[0]].pop(0))

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import comm, mixin
+from keras_dist import comm, mixin, private
 from keras_dist.horovod.collectives import no_autograph
 from keras_dist.horovod.gradients import (
     Settings,
@@ -147,7 +147,7 @@ def _copied(optimizer: Any) -> Any:
     except Exception:  # for example a rate of a class that Keras does not know
         return optimizer  # and is then changed in place
     if optimizer.built:
-        copied.build(list(optimizer._trainable_variables))
+        copied.build(private.trainable_variables_of(optimizer))
         pairs = zip(copied.variables, optimizer.variables, strict=True)
         for variable, own in pairs:
             variable.assign(own)
@@ -328,7 +328,7 @@ def _add(
     def only_count() -> Any:
         # Horovod counts batches, and so do the rates that depend on the count.
         for leaf in leaves(optimizer):
-            leaf._iterations.assign_add(1)
+            private.batches_of(leaf).assign_add(1)
         return tf.constant(False)
 
     tf.cond(tf.equal(count, settings.passes), make_update, only_count)

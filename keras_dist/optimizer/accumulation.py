@@ -1,11 +1,10 @@
 """Gradient accumulation: one allreduce for each update, not for each batch."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_dist import comm
+from keras_dist import comm, private
 from keras_dist.optimizer.nested import leaves
 
 
@@ -24,25 +23,17 @@ def accumulates(optimizer: Any) -> bool:
     return is_single and bool(optimizer.gradient_accumulation_steps)
 
 
-def accumulators_of(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
-    """Return the variables in which Keras adds up the gradients of some variables."""
-    return [
-        optimizer._accumulated_gradients[optimizer._get_variable_index(variable)]
-        for variable in variables
-    ]
-
-
 def own_sums(optimizer: Any) -> list[Any]:
     """Accumulators that hold sums of this rank only."""
     if not (optimizer.built and accumulates(optimizer)):
         return []
-    return list(optimizer._accumulated_gradients)
+    return private.accumulators(optimizer)
 
 
 def is_update(optimizer: Any) -> Any:
     """Tell whether this batch ends with an update; the same on all ranks."""
-    batches = optimizer.gradient_accumulation_steps
-    return (tf.convert_to_tensor(optimizer._iterations.value) + 1) % batches == 0
+    done = tf.convert_to_tensor(private.batches_of(optimizer).value)
+    return (done + 1) % optimizer.gradient_accumulation_steps == 0
 
 
 def take(accumulator: Any, gradient: Any) -> Any:
@@ -56,7 +47,8 @@ def is_between_updates(optimizer: Any) -> bool:
     """Tell whether the accumulators hold gradients that no update has used yet."""
     if not (optimizer.built and accumulates(optimizer)):
         return False
-    return int(optimizer._iterations.value) % optimizer.gradient_accumulation_steps != 0
+    done = int(private.batches_of(optimizer).value)
+    return done % optimizer.gradient_accumulation_steps != 0
 
 
 def sum_accumulated(optimizer: Any) -> None:
@@ -83,5 +75,6 @@ def divide_accumulated(optimizer: Any) -> None:
 
 def _shared(optimizer: Any) -> list[Any]:
     local = optimizer._averaging.options.local_ids()
-    variables = [v for v in optimizer._trainable_variables if id(v) not in local]
-    return accumulators_of(optimizer, variables)
+    variables = private.trainable_variables_of(optimizer)
+    shared = [variable for variable in variables if id(variable) not in local]
+    return private.accumulators(optimizer, shared)

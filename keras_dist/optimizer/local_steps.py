@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist import comm
+from keras_dist import comm, private
 from keras_dist.optimizer import step_context
 from keras_dist.optimizer.nested import leaves, optimizers_of
 from keras_dist.optimizer.step_context import own_variable
@@ -144,7 +144,7 @@ def _weights(optimizer: Any) -> list[Any]:
     return [
         weight
         for leaf in leaves(optimizer)
-        for weight in leaf._trainable_variables
+        for weight in private.trainable_variables_of(leaf)
         if id(weight) not in local
     ]
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import keras
 
+from keras_dist import private
+
 # Nobody keeps optimizers in a longer list; a user's data may be in one.
 _LONGEST = 1000
 
@@ -96,4 +98,6 @@ def nested_optimizers(optimizer: Any) -> list[Any]:
 
 def variables_of(optimizer: Any, variables: Sequence[Any] | None) -> list[Any]:
     """Return the variables of an update: by default all of the optimizer."""
-    return list(optimizer._trainable_variables if variables is None else variables)
+    if variables is None:
+        return private.trainable_variables_of(optimizer)
+    return list(variables)

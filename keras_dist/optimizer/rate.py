@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import keras
 
-from keras_dist import mixin
+from keras_dist import mixin, private
 from keras_dist.data.steps import is_number
 from keras_dist.optimizer.nested import leaves, optimizers_of
 
@@ -160,7 +160,7 @@ def restore_rate_progress(leaf: Any, progress: dict[str, float], warmup: float) 
 def _counts(leaf: Any) -> tuple[int, int]:
     """Steps, and batches as warm-up counts them."""
     updates = int(keras.ops.convert_to_numpy(leaf.iterations))
-    steps = int(keras.ops.convert_to_numpy(leaf._iterations))
+    steps = int(keras.ops.convert_to_numpy(private.batches_of(leaf)))
     return steps, updates * (leaf.gradient_accumulation_steps or 1)
 
 
@@ -202,7 +202,7 @@ def effective_rates(model: Any) -> dict[str, float]:
 
 def schedule_of(leaf: Any) -> Any:
     """Return the `LearningRateSchedule` of an optimizer, or `None`."""
-    rate = getattr(leaf, "_learning_rate", None)
+    rate = private.rate_of(leaf)
     is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
     return rate if is_schedule else None
 
@@ -226,7 +226,7 @@ class ScalesRate:
         step_multiplier, factor = self._rate.step_multiplier, self._rate.factor
         offset, ahead = self._rate.offset, self._rate.ahead
         if (step_multiplier != 1 or offset) and schedule is not None:
-            rate = schedule(self._iterations * step_multiplier + offset)  # type: ignore[attr-defined]
+            rate = schedule(private.batches_of(self) * step_multiplier + offset)
         if not self._rate.is_updating or factor is None:
             return rate
         # `iterations` counts updates; warm-up counts batches, as Keras's schedules do.

@@ -6,14 +6,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist import comm
+from keras_dist import comm, private
 from keras_dist.optimizer import sparse, step_context
-from keras_dist.optimizer.accumulation import (
-    accumulates,
-    accumulators_of,
-    is_update,
-    take,
-)
+from keras_dist.optimizer.accumulation import accumulates, is_update, take
 from keras_dist.optimizer.local_steps import (
     LocalProgress,
     before_update,
@@ -179,7 +174,7 @@ def weight_loss(optimizer: Any, loss: Any) -> Any:
 
 def _keeps_digits(loss: Any, optimizer: Any) -> bool:
     """Tell whether a fraction in the loss's dtype is precise enough."""
-    variables = getattr(optimizer, "_trainable_variables", None) or []
+    variables = private.trainable_variables_of(optimizer)
     is_double = any(str(v.dtype).endswith("float64") for v in variables)
     return loss.dtype == tf.float64 or (loss.dtype == tf.float32 and not is_double)
 
@@ -301,7 +296,8 @@ def _accumulated(
     ]
     indices = [index for index, counts in enumerate(is_shared) if counts]
     own: list[Any] = [weighted[index] for index in indices]
-    accumulators = accumulators_of(optimizer, [variables[index] for index in indices])
+    shared = [variables[index] for index in indices]
+    accumulators = private.accumulators(optimizer, shared)
 
     def update() -> list[Any]:
         added_up = [take(a, g) for a, g in zip(accumulators, own, strict=True)]

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import optimizer
+from keras_dist import optimizer, private
 from keras_dist.training import batch_norm
 from keras_dist.training.autotune import plain_strategy
 
@@ -44,7 +44,7 @@ def check_model(model: Any, *, is_compiled: bool = True) -> None:
 
 def check_local_layers(model: Any, averaging: optimizer.Averaging) -> None:
     """Raise a `ValueError` if one of `local_layers` is not a layer of `model`."""
-    known = {id(layer) for layer in model._flatten_layers(include_self=False)}
+    known = {id(layer) for layer in private.layers_of(model, include_self=False)}
     for layer in averaging.local_layers:
         if id(layer) not in known:
             raise ValueError(

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import comm, mixin
+from keras_dist import comm, mixin, private
 from keras_dist.optimizer import step_context
 
 
@@ -56,7 +56,7 @@ def synchronized_layers(model: Any) -> list[Any]:
     """List the layers that need the statistics of all rows of the global batch."""
     return [
         layer
-        for layer in model._flatten_layers(include_self=False)
+        for layer in private.layers_of(model, include_self=False)
         if isinstance(layer, keras.layers.BatchNormalization)
         and getattr(layer, "synchronized", False)
     ]

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist import comm
+from keras_dist import comm, private
 from keras_dist.optimizer import nested_optimizers, optimizers_of, step_context
 from keras_dist.training import batch_norm
 
@@ -116,7 +116,7 @@ def _num_unbuilt(model: Any) -> int:
 
     A model of which a train step only calls the layers has weights, and is never built.
     """
-    layers = model._flatten_layers()
+    layers = private.layers_of(model)
     return sum(not layer.built and not layer.weights for layer in layers)
 
 
@@ -128,7 +128,7 @@ def _is_complete(model: Any) -> bool:
 
 def _by_keras(model: Any, step: OwnStep) -> None:
     with tf.init_scope():
-        model._symbolic_build(data_batch=step.data)
+        private.build_by_keras(model, step.data)
     _build_optimizer(model)
 
 
@@ -161,7 +161,7 @@ def _by_tracing(model: Any, step: OwnStep) -> None:
         with restoring_generators(), step_context.entered(context), _inlined():
             tf.function(trace, autograph=False).get_concrete_function(specs)
     finally:
-        model._clear_losses()  # of this graph
+        private.clear_losses(model)  # of this graph
 
 
 def _made_now(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
@@ -216,7 +216,7 @@ def _by_running(model: Any, step: OwnStep) -> None:
 def all_variables(model: Any) -> list[Any]:
     """List weights, states of random generators, metrics and optimizers' variables."""
     found = list(model.variables)
-    for layer in model._flatten_layers():
+    for layer in private.layers_of(model):
         if isinstance(layer, keras.Model):
             found += layer.metrics_variables
     for optimizer in optimizers_of(model):

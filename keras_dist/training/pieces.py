@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import keras
 import tensorflow as tf
 
-from keras_dist import comm
+from keras_dist import comm, private
 from keras_dist.optimizer import (
     Recorded,
     leaves,
@@ -123,7 +123,7 @@ class Pieces:
             with restoring_generators():
                 concrete = self.compute_piece.get_concrete_function(*specs)
         finally:
-            self._model._clear_losses()  # of this graph
+            private.clear_losses(self._model)  # of this graph
         return self._traces[id(concrete.graph)]
 
     def compute(
@@ -362,7 +362,7 @@ class Pieces:
             if is_whole and not is_free and id(handle) not in summed:
                 self._refuse(f"with a layer that counts its calls in {name}")
         rates = {
-            _handle_id(getattr(leaf, "_learning_rate", None))
+            _handle_id(private.rate_of(leaf))
             for optimizer in optimizers
             for leaf in leaves(optimizer)
         }
@@ -584,7 +584,7 @@ def _noting_layers(trace: PieceTrace) -> Iterator[None]:
 
 def _metric_variables(model: Any) -> list[Any]:
     found = [v for metric in model.metrics for v in metric.variables]
-    for layer in model._flatten_layers():
+    for layer in private.layers_of(model):
         if isinstance(layer, keras.Model):
             found += layer.metrics_variables
     return found
@@ -606,7 +606,7 @@ def _without(handles: dict[int, Any], left_out: set[int]) -> dict[int, Any]:
 
 def _is_of_generator(handle: Any) -> bool:
     """Tell whether a variable is the state of a random generator of Keras or TF."""
-    [variable] = handle._handle_data.shape_and_type
+    variable = private.type_of_handle(handle)
     shape = [dim.size for dim in variable.shape.dim]
     return shape in ([2], [3]) and tf.as_dtype(variable.dtype).is_integer
 

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist import comm
+from keras_dist import comm, private
 from keras_dist.data import is_arrays
 
 # Of each array so many rows are compared, spread over all of it, and of each row so
@@ -79,7 +79,7 @@ def agree_on_constants(model: Any, *, local: Collection[int] = ()) -> None:
     """
     layers = [
         layer
-        for layer in model._flatten_layers()
+        for layer in private.layers_of(model)
         if not layer.weights or any(id(each) not in local for each in layer.weights)
     ]
     constants = comm.run_on_all(

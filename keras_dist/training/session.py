@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
-from keras_dist import comm, optimizer
+from keras_dist import comm, optimizer, private
 from keras_dist.data import Feed, Shares, own_error, own_rows
 from keras_dist.optimizer import step_context
 from keras_dist.optimizer.step_context import own_variable
@@ -206,7 +206,7 @@ class TracedFunctions:
 
 def _compiled(model: Any) -> tuple[Any, ...]:
     """List what `compile` makes, and options for which Keras traces again."""
-    made = [getattr(model, n, None) for n in ("_compile_loss", "_compile_metrics")]
+    made = private.compiled_parts(model)
     return *made, model.run_eagerly, model.jit_compile, model.steps_per_execution
 
 

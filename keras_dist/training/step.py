@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import comm, mixin
+from keras_dist import comm, mixin, private
 from keras_dist.data import is_mark, marked
 from keras_dist.optimizer import averages_every_step, only_attached, step_context
 from keras_dist.training import (
@@ -147,7 +147,7 @@ class DistributedStep(atomic.SavesWhole):
 
     def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
         scope = self._distributed_session.metrics
-        is_of_loop = kwargs.get("_use_cached_eval_dataset", False)  # Keras's own
+        is_of_loop = kwargs.get(private.OF_FIT, False)
         with scope.evaluation(is_of_loop=is_of_loop):  # noqa: SIM117 - in this order
             with raising_on_all(scope.data.own_error, scope.is_waited_for):
                 return super().evaluate(*args, **kwargs)  # type: ignore[misc]
@@ -236,7 +236,7 @@ def _without_counting(model: Any, has_rows: Any) -> Iterator[None]:
         for variable in model.non_trainable_weights
         if getattr(variable, "aggregation", None) == "sum"
     ]
-    for layer in model._flatten_layers():
+    for layer in private.layers_of(model):
         if isinstance(layer, keras.Model):
             counters += layer.metrics_variables
     counters = list({id(variable): variable for variable in counters}.values())

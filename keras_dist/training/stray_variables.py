@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist import private
 from keras_dist.optimizer.step_context import known_as
 from keras_dist.training.build import all_variables
 
@@ -120,7 +121,7 @@ def handles_of(graph: Any) -> dict[int, Any]:
 
 def dtype_of(handle: Any) -> Any:
     """Return the dtype of the value of a variable."""
-    return handle._handle_data.shape_and_type[0].dtype
+    return private.type_of_handle(handle).dtype
 
 
 def _assigned(op: Any, graph: Any) -> list[int]:

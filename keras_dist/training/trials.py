@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import comm
+from keras_dist import comm, private
 from keras_dist.optimizer.step_context import own_variable
 from keras_dist.report.lines import say
 from keras_dist.training.stray_variables import StrayVariable, assignments, handles_of
@@ -141,8 +141,8 @@ def _changes(graph: Any) -> list[StrayVariable]:
     changed = {id(handle) for _, handle in assignments(graph, handles)}
     found = {}
     for handle in handles.values():
-        kinds = handle._handle_data.shape_and_type if handle._handle_data else ()
-        dtype = tf.as_dtype(kinds[0].dtype) if kinds else tf.resource
+        kind = private.type_of_handle(handle)
+        dtype = tf.resource if kind is None else tf.as_dtype(kind.dtype)
         # A generator of TensorFlow's changes its state by other operations.
         is_counter = dtype.is_integer and dtype != tf.resource
         if id(handle) in changed or is_counter:

@@ -390,14 +390,14 @@ class Script:
             return self._made.get(dotted(node.value) or "") == {"optimizers"}
         if name is None:
             return isinstance(node, cst.Attribute) and node.attr.value == "optimizer"
-        if name.rpartition(".")[2] in ("optimizer", "_optimizer"):
+        if name.rpartition(".")[2].lstrip("_") == "optimizer":
             return True
         return self._made.get(name) == {"optimizer"}
 
     def is_model(self, node: cst.BaseExpression) -> bool:
         """Tell whether an expression is a model, by its name or by its maker."""
         name = dotted(node) or ""
-        if name.rpartition(".")[2] in ("model", "_model"):
+        if name.rpartition(".")[2].lstrip("_") == "model":
             return True
         return self._made.get(name) == {"model"}
 

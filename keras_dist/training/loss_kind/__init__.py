@@ -28,6 +28,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_dist import private
 from keras_dist.optimizer.replaced_methods import replaced_methods
 from keras_dist.training.loss_kind.probe import num_rows
 from keras_dist.training.loss_kind.row_losses import (
@@ -68,7 +69,7 @@ def of_all_rows(model: Any, log: EagerLog) -> Iterator[RowLosses]:
         (keras.losses.Loss, "__call__"): losses.call,
         (tf.GradientTape, "gradient"): losses.gradient,
         (keras.metrics.Mean, "update_state"): losses.update_state,
-        (keras.Model, "_aggregate_additional_loss"): losses.additional,
+        (keras.Model, private.ADDITIONAL_LOSS): losses.additional,
     }
     with replaced_methods(methods):
         yield losses

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import comm
+from keras_dist import comm, private
 from keras_dist.optimizer import step_context
 from keras_dist.training.loss_kind.probe import Kind, Probe, RowGraph, rows_fixed_in
 from keras_dist.training.loss_kind.terms import (
@@ -45,7 +45,7 @@ def is_all_of_keras(model: Any, ours: type) -> bool:
         all(definer(model, name, ours).startswith("keras.") for name in methods)
         and all(
             type(layer).__module__.startswith("keras.")
-            for layer in model._flatten_layers(include_self=False)
+            for layer in private.layers_of(model, include_self=False)
         )
         and all(map(is_mean_of_keras, keras.tree.flatten(getattr(model, "loss", None))))
     )
@@ -83,7 +83,7 @@ class RowLosses:
     def __init__(self, model: Any, log: EagerLog) -> None:
         self._variables = model.trainable_variables
         self._log = log
-        layers = model._flatten_layers()
+        layers = private.layers_of(model)
         self._is_narrow = any(layer.compute_dtype == "float16" for layer in layers)
         self._fractions: dict[Any, Any] = {}
         self._probes: dict[Any, Probe] = {}
@@ -105,7 +105,7 @@ class RowLosses:
             return value
         if not is_decided:
             return step_context.make_known(value, "mean")
-        mask = getattr(y_pred, "_keras_mask", None)
+        mask = private.mask_of(y_pred)
         divisor = _divisor(loss.reduction, mask, sample_weight)
         if divisor is not None:
             term = Term(value, divisor=divisor)

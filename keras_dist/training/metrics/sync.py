@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist import comm
+from keras_dist import comm, private
 from keras_dist.training.metrics.step_logs import Path, leaves_of, map_leaves, names_of
 
 _ADVICE = "Compile and track the same metrics on every rank."
@@ -469,21 +469,13 @@ def _is_without_state(metric: Any) -> bool:
 
 
 def _given_to_compile(metrics: Sequence[Any]) -> list[Any]:
-    # `Model.metrics` lists them after the first batch only, and there is no public
-    # attribute for them before.
-    given = [
-        getattr(metric, name, None) or []
-        for metric in metrics
-        for name in ("_user_metrics", "_user_weighted_metrics")
-    ]
-    leaves = keras.tree.flatten(given)
+    leaves = keras.tree.flatten([private.given_metrics(metric) for metric in metrics])
     return [leaf for leaf in leaves if isinstance(leaf, keras.metrics.Metric)]
 
 
 def _inner(metric: Any) -> list[Any]:
-    # Keras's container for the metrics of `compile` lists them in `metrics`. A metric
-    # lists those among its attributes in `_metrics`; there is no public name for it.
-    nested = [*_list(metric, "metrics"), *_list(metric, "_metrics")]
+    # Keras's container for the metrics of `compile` lists them in `metrics`.
+    nested = [*_list(metric, "metrics"), *_list(metric, private.METRICS)]
     return [inner for inner in nested if isinstance(inner, keras.metrics.Metric)]
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import keras
 
-from keras_dist import comm
+from keras_dist import comm, private
 from keras_dist.comm import World
 from keras_dist.launch import monitor
 from keras_dist.launch.store import StoreClient, client_of
@@ -89,7 +89,7 @@ def begin_interval() -> None:
 def _variables_of_modules() -> Iterator[dict[str, Any]]:
     for name, module in list(sys.modules.items()):
         # Keras itself calls its own functions in methods that are replaced as well.
-        if module is not None and not name.startswith("keras.src"):
+        if module is not None and not name.startswith(private.MODULES):
             # Not `vars`: a module that is loaded when it is used would be loaded.
             yield object.__getattribute__(module, "__dict__")
 

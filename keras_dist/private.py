@@ -1,0 +1,164 @@
+"""Every private name of Keras and TensorFlow that this package uses.
+
+Such names change without notice. So they stand in this file alone: the test
+`tests/test_private.py` looks for each of them in the installed Keras and TensorFlow,
+and for others in the rest of the package. A method that Keras calls on a mixin of this
+package has to be defined in the mixin: `OVERRIDDEN`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+# The methods that mixins define, and attributes of `self` that they read there.
+OVERRIDDEN = {
+    "_get_metrics_result_or_logs": "`Model`: what the loops log after an epoch",
+    "_moments": "`BatchNormalization`: mean and variance of the batch",
+    "_reduction_axes": "`BatchNormalization`: the axes of `_moments`",
+}
+
+# `Model`: the method whose calls are losses of `add_loss`, replaced in one step.
+ADDITIONAL_LOSS = "_aggregate_additional_loss"
+
+# An argument of `Model.evaluate`: whether `fit` calls it, for its validation.
+OF_FIT = "_use_cached_eval_dataset"
+
+# `Metric`: the list of those metrics that are attributes of this one.
+METRICS = "_metrics"
+
+# Keras's own code is in modules whose names begin so.
+MODULES = "keras.src"
+
+# `Callback`: the attribute that its property `model` returns.
+CALLBACK_MODEL = "_model"
+
+
+def layers_of(model: Any, *, include_self: bool = True) -> list[Any]:
+    """List all layers of a model; `model.layers` has only the outermost."""
+    return list(model._flatten_layers(include_self=include_self))
+
+
+def clear_losses(model: Any) -> None:
+    """Forget the losses that layers have added, such as those of another graph."""
+    model._clear_losses()
+
+
+def build_by_keras(model: Any, data: Any) -> None:
+    """Build model, metrics and losses from a batch, as Keras's `fit` does."""
+    model._symbolic_build(data_batch=data)
+
+
+def compiled_parts(model: Any) -> tuple[Any, Any]:
+    """Return the containers of losses and metrics that the last `compile` has made."""
+    names = ("_compile_loss", "_compile_metrics")
+    loss, metrics = (getattr(model, name, None) for name in names)
+    return loss, metrics
+
+
+def compile_config(model: Any) -> Any:
+    """Return the arguments of `compile` that are saved, a dict, or `None`."""
+    return getattr(getattr(model, "_compile_config", None), "config", None)
+
+
+def initial_epoch(model: Any) -> int | None:
+    """Return the epoch to which `BackupAndRestore` has set a model."""
+    return getattr(model, "_initial_epoch", None)
+
+
+def set_initial_epoch(model: Any, epoch: int) -> None:
+    """Let `fit` begin at an epoch, as `BackupAndRestore` does."""
+    model._initial_epoch = epoch
+
+
+def mask_of(tensor: Any) -> Any:
+    """Return the mask that a layer gave its output; `None` for none."""
+    return getattr(tensor, "_keras_mask", None)
+
+
+def given_metrics(metric: Any) -> list[Any]:
+    """List what `compile` was given as metrics; `Model.metrics` does after a batch."""
+    names = ("_user_metrics", "_user_weighted_metrics")
+    return [getattr(metric, name, None) or [] for name in names]
+
+
+def trainable_variables_of(optimizer: Any) -> list[Any]:
+    """List the variables that an optimizer updates; empty before it is built."""
+    return list(getattr(optimizer, "_trainable_variables", None) or ())
+
+
+def batches_of(optimizer: Any) -> Any:
+    """Return the variable that counts batches; `iterations` counts updates."""
+    return optimizer._iterations
+
+
+def rate_of(optimizer: Any) -> Any:
+    """Return the schedule, function or variable behind `learning_rate`."""
+    return getattr(optimizer, "_learning_rate", None)
+
+
+def accumulators(optimizer: Any, variables: Sequence[Any] | None = None) -> list[Any]:
+    """List the variables in which Keras adds up the gradients of several batches.
+
+    Args:
+        optimizer: An optimizer with `gradient_accumulation_steps`, which is built.
+        variables: The variables of the gradients; all of the optimizer for `None`.
+    """
+    sums = optimizer._accumulated_gradients
+    if variables is None:
+        return list(sums)
+    return [sums[optimizer._get_variable_index(variable)] for variable in variables]
+
+
+def momentums_of(optimizer: Any) -> list[Any]:
+    """List the momentums of SGD, which are public, or of RMSprop."""
+    names = ("momentums", "_momentums")
+    return next((vars(optimizer)[n] for n in names if n in vars(optimizer)), [])
+
+
+def value_of(variable: Any) -> Any:
+    """Return the variable of TensorFlow inside one of Keras; `None` for another."""
+    return getattr(variable, "_value", None)
+
+
+def type_of_handle(handle: Any) -> Any:
+    """Return shape and dtype of the variable behind a handle; `None` if unknown."""
+    data = handle._handle_data
+    return data.shape_and_type[0] if data and data.shape_and_type else None
+
+
+def handle_of(iterator: Any) -> Any:
+    """Return the handle of an iterator over a `tf.data.Dataset`.
+
+    `tf.train.Checkpoint` refuses an iterator whose `map` draws random numbers; the
+    operations below it do not.
+    """
+    return iterator._iterator_resource
+
+
+def inputs_of(dataset: Any) -> list[Any]:
+    """List the data sets that a `tf.data.Dataset` was made of."""
+    # `apply` of a function that returns its argument makes some their own input.
+    return [one for one in dataset._inputs() if one is not dataset]
+
+
+def cache_file(dataset: Any) -> Any:
+    """Return where a data set is cached, as a tensor; `None` if it is not."""
+    return getattr(dataset, "_filename", None)
+
+
+def rows_of_batch(dataset: Any) -> Any:
+    """Return the argument of `batch`, as a tensor; `None` for other data sets."""
+    return getattr(dataset, "_batch_size", None)
+
+
+def seeds_of(dataset: Any) -> tuple[Any, Any] | None:
+    """Return both seeds of a shuffle or a random source; `None` for other data sets."""
+    if hasattr(dataset, "_seed") and hasattr(dataset, "_seed2"):
+        return dataset._seed, dataset._seed2
+    return None
+
+
+def is_reshuffled(dataset: Any) -> bool:
+    """Tell whether a shuffle or a random source has another order in each pass."""
+    names = ("_reshuffle_each_iteration", "_rerandomize")
+    has_order = any(getattr(dataset, name, False) for name in names)
+    return has_order and seeds_of(dataset) is not None
