@@ -205,6 +205,8 @@ def _rule_of(source: Source, spec: ShardSpec, is_training: bool) -> str:
     """
     if spec.is_global:
         return "rows" if is_training else "whole"
+    if not is_training and _is_not_read_before(source, spec.size):
+        return "whole"  # to cut them, their rows would have to be counted
     # In an evaluation, a rank without a batch makes no step, and needs no mark.
     can_mark = spec.can_mark or not is_training
     whole_or_cut = "whole" if can_mark else "cut"
@@ -238,6 +240,14 @@ def _of_few(source: Source, tail: Tail) -> Part | None:
     """
     if not source.is_short(tail.size):
         return None
+    if (
+        source.length
+        and not tail.is_training
+        and _is_not_read_before(source, tail.size)
+    ):
+        if source.length > tail.rank:
+            return None
+        return Part(_first_of_each_pass(source.data), 1, has_rows=False)
     are_whole = tail.rule in ("whole", "drop")
     first = source.first(tail.size) if are_whole else []
     found = len(first) if are_whole else source.num_first_rows(tail.size)
@@ -260,6 +270,31 @@ def _of_few(source: Source, tail: Tail) -> Part | None:
     if not are_whole:
         row = rows_of_batches([row], rank=0, size=2**30)
     return Part(tf.data.Dataset.from_tensors(row), 1, has_rows=False)
+
+
+def _is_not_read_before(source: Source, size: int) -> bool:
+    """Tell whether a look at one of few batches would change the order of later passes.
+
+    A rank that has no batch begins a pass in each evaluation, as the others do: it may
+    be the training data, too, and one more pass would give this rank another order.
+    """
+    is_known = source.length is not None
+    return is_known and source.has_seeded_passes and source.is_short(size)
+
+
+def _first_of_each_pass(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Read a whole pass, as a cache in the data set needs it, for its first batch."""
+
+    @tf.autograph.experimental.do_not_convert
+    def keep(number: tf.Tensor, *_: Any) -> tf.Tensor:
+        return tf.equal(number, 0)
+
+    @tf.autograph.experimental.do_not_convert
+    def batch_of(_: tf.Tensor, batch: Any) -> Any:
+        return batch
+
+    first = dataset.enumerate().filter(keep).map(batch_of)
+    return without_auto_shard(first.apply(tf.data.experimental.assert_cardinality(1)))
 
 
 def _check_divisible(source: Source, spec: ShardSpec) -> None:

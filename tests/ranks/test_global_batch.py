@@ -124,6 +124,21 @@ def test_the_same_script_gives_the_same_model_and_logs(kind):
     assert_equal(*results)
 
 
+@pytest.mark.three_ranks
+@pytest.mark.several_ranks
+@pytest.mark.parametrize("batch", ["global", "rank"])
+def test_a_look_at_validation_data_does_not_change_the_order(world, batch):
+    """It is the shuffled training data, with fewer batches than there are ranks."""
+    results = []
+    for is_ours in (True, False):
+        count = 20 if batch == "rank" and not is_ours else 20 // (world.size - 1)
+        data = data_of("shuffled", 20, count)["x"]
+        given = {"x": data, "validation_data": data, "epochs": 3, "shuffle": False}
+        options = {"batch": batch, "lr_scaling": "none"}
+        results.append(trained(given, is_ours=is_ours, options=options))
+    assert_equal(*results)
+
+
 @pytest.mark.parametrize(
     "kind", shortened(["arrays", "dataset", "sequence"], {"arrays", "sequence"})
 )
