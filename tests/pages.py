@@ -17,7 +17,10 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 NOTEBOOK = DOCS / "notebook.md"  # executed when the site is built
 
-# What the snippets of a page take for granted.
+# Pages whose snippets are one script, which runs as it stands.
+ALONE = DOCS / "how_to" / "libraries"
+
+# What the snippets of other pages take for granted.
 PREAMBLE = """
 import os
 import keras
@@ -70,7 +73,7 @@ def _run(path: Path, folder: Path) -> None:
         parts = [(1, path.read_text())]
     else:  # "py" are those that `make setup` alone cannot run
         parts = blocks(path, "python") or blocks(path, "py")
-    if path.suffix == ".md":
+    if path.suffix == ".md" and ALONE not in path.parents:
         exec(compile(PREAMBLE, "<preamble>", "exec"), vars(module))
     for line, code in parts:
         # Numbered as in the page, which a traceback then shows.

@@ -1,6 +1,6 @@
-"""Small models in place of the presets that `docs/how_to/libraries.md` downloads.
+"""Small models in place of the presets that `docs/how_to/libraries/` downloads.
 
-Run by `tests/pages.py` on all ranks, before that page.
+Run by `tests/pages.py` on all ranks, before these pages.
 """
 
 from pathlib import Path

@@ -1,12 +1,15 @@
-"""Models of libraries are those of one process, after a training on two ranks."""
+"""Models of libraries are those of one process, after a training on several ranks."""
 
 import sys
 
+import pytest
 from launch import launch
 
 
-def test_all_models_equal_one_process():
-    """Both ranks train each model of `tests/ranks/library_ways/`, in one launch."""
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_models_equal_one_process(ranks):
+    """All ranks train each model of `tests/ranks/library_ways/`, in one launch."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "tests/ranks/libraries.py"]
-    done = launch(command, ranks=2, timeout=1800)
+    # Else a test runs on one number of ranks alone.
+    done = launch(command, ranks=ranks, timeout=1800, env={"LONG_TESTS": "1"})
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-5000:]

@@ -1,26 +1,55 @@
 """Models of libraries train on all ranks as on one process.
 
 Not a file that pytest finds by itself: `make libraries` names it, since it needs these
-libraries.
+libraries. On three ranks it runs the ways with `on_three`, with LONG_TESTS all.
 """
 
+import os
+import warnings
+
+import numpy as np
 import pytest
+from keras_ways.way import Run
 from library_ways import WAYS
+from library_ways.hub import mixtral, train_tokens
+
+import keras_dist
 
 pytest_plugins = ["keras_ways.comparison"]
+
+_IS_LONG = "LONG_TESTS" in os.environ
 
 
 def cases():
     """Each way, with the batch of each rank and with that of all ranks."""
     for way in WAYS:
+        is_for_three = keras_dist.size() == 3 and (way.on_three or _IS_LONG)
+        marks = [pytest.mark.three_ranks] if is_for_three else []
         for dtype in way.dtypes:
             for is_global in (False, True):
                 batch = "global" if is_global else "rank"
                 title = f'{way.title}, {dtype}, batch="{batch}"'
-                yield pytest.param(way, dtype, is_global, id=title)
+                yield pytest.param(way, dtype, is_global, id=title, marks=marks)
 
 
 @pytest.mark.parametrize(("way", "dtype", "is_global"), cases())
 def test_a_model_equals_one_process(equals_one_process, way, dtype, is_global):
     """Weights, state and logs, and the same bits on all ranks."""
     equals_one_process(way, dtype, is_global)
+
+
+def test_each_way_has_a_name_of_its_own():
+    """By which its result of one process is found."""
+    assert len({way.title for way in WAYS}) == len(WAYS)
+
+
+def test_the_loss_that_balances_experts_is_averaged_with_a_warning(folder):
+    """It multiplies two means of the batch: here, of the rows of each rank."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = Run(keras_dist.size(), False, True, folder, is_global=True)
+        _, history = train_tokens(run, mixtral(0.5))
+    texts = [str(warning.message) for warning in caught]
+    found = [text for text in texts if "whether it is a mean or a sum" in text]
+    assert len(found) == (keras_dist.rank() == 0), texts
+    assert np.isfinite(history.history["loss"]).all()

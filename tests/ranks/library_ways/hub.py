@@ -75,6 +75,25 @@ def gemma(**kwargs: Any) -> Any:
     return keras_hub.models.GemmaCausalLM(backbone, preprocessor=None)
 
 
+def mixtral(balancing: float) -> Any:
+    """A Mixtral of two layers, each of four experts of which a token takes two.
+
+    Args:
+        balancing: Coefficient of the loss that balances the load of the experts.
+    """
+    backbone = keras_hub.models.MixtralBackbone(
+        vocabulary_size=40,
+        num_layers=2,
+        num_query_heads=2,
+        num_key_value_heads=1,
+        hidden_dim=8,
+        intermediate_dim=16,
+        num_experts=4,
+        router_aux_loss_coef=balancing,
+    )
+    return keras_hub.models.MixtralCausalLM(backbone, preprocessor=None)
+
+
 def next_token() -> dict[str, Any]:
     """Loss and metrics of a language model."""
     return {
@@ -102,7 +121,7 @@ def train_tokens(run: Any, model: Any, **how: Any) -> Any:
     return model, history
 
 
-@HUB.way("GPT-2 from token arrays", is_traced=True)
+@HUB.way("GPT-2 from token arrays", is_traced=True, on_three=True)
 def gpt2_tokens(run):
     return train_tokens(run, gpt2())
 
@@ -112,11 +131,38 @@ def gpt2_xla(run):
     return train_tokens(run, gpt2(), jit_compile=True)
 
 
-@HUB.way("GPT-2 in mixed_bfloat16", is_traced=True, rounds_as="bfloat16")
+@HUB.way("GPT-2 in mixed_bfloat16", is_traced=True, on_three=True, rounds_as="bfloat16")
 def gpt2_bfloat16(run):
     return train_tokens(
         run, gpt2(dtype="mixed_bfloat16"), optimizer=keras.optimizers.SGD(0.1)
     )
+
+
+# Keras makes the weights of LoRA in float32.
+@HUB.way("GPT-2 with LoRA", is_traced=True, on_three=True, rounds_as="float32")
+def gpt2_lora(run):
+    model = gpt2()
+    model.backbone.enable_lora(rank=2)
+    return train_tokens(run, model)
+
+
+@HUB.way("GPT-2 with LoRA in int8", is_traced=True, rounds_as="float32")
+def gpt2_int8(run):
+    model = gpt2()
+    model.quantize("int8")
+    model.backbone.enable_lora(rank=2)
+    return train_tokens(run, model)
+
+
+# A Mixtral of another dtype is an error of KerasHub, which mixes it with float32.
+@HUB.way(
+    "Mixtral without its load-balancing loss",
+    is_traced=True,
+    on_three=True,
+    dtypes=("float32",),
+)
+def mixtral_unbalanced(run):
+    return train_tokens(run, mixtral(0.0))
 
 
 @HUB.way("Gemma from token arrays", is_traced=True, rounds_as="float32")
@@ -124,7 +170,7 @@ def gemma_tokens(run):
     return train_tokens(run, gemma())
 
 
-@HUB.way("Gemma with LoRA", is_traced=True, rounds_as="float32")
+@HUB.way("Gemma with LoRA", is_traced=True, on_three=True, rounds_as="float32")
 def gemma_lora(run):
     model = gemma()
     model.backbone.enable_lora(rank=2)
@@ -149,7 +195,13 @@ def gpt2_strings(run):
     return model, history
 
 
-@HUB.way("GPT-2 from a data set of strings", is_traced=True)
+@HUB.way("GPT-2 from strings, by its own compile and with XLA", is_traced=True)
+def gpt2_default(run):
+    model = run.compile(gpt2(gpt2_preprocessor()), jit_compile=True)
+    return model, run.fit(model, sentences(), epochs=2, lr_scaling="none")
+
+
+@HUB.way("GPT-2 from a data set of strings", is_traced=True, on_three=True)
 def gpt2_dataset(run):
     model = gpt2(gpt2_preprocessor())
     run.compile(model, keras.optimizers.Adam(1e-3), metrics=None, **next_token())
@@ -196,12 +248,19 @@ def bert_strings(run):
     return model, history
 
 
-@HUB.way("BERT classifier from a data set of strings", is_traced=True)
+@HUB.way("BERT classifier from a data set of strings", is_traced=True, on_three=True)
 def bert_dataset(run):
     model = bert()
     run.compile(model, keras.optimizers.AdamW(1e-3), **classifying())
     rows = tf.data.Dataset.from_tensor_slices((sentences(), integers(3)))
     return model, run.fit(model, rows.batch(run.batch_size), epochs=2)
+
+
+@HUB.way("BERT classifier from strings, by its own compile", is_traced=True)
+def bert_default(run):
+    model = run.compile(bert())
+    history = run.fit(model, sentences(), integers(3), epochs=2, lr_scaling="none")
+    return model, history
 
 
 def vit() -> Any:
@@ -221,13 +280,21 @@ def vit() -> Any:
     )
 
 
-@HUB.way("ViT classifier with its preprocessor", is_traced=True)
+@HUB.way("ViT classifier with its preprocessor", is_traced=True, on_three=True)
 def vit_pictures(run):
     model = vit()
     run.compile(model, keras.optimizers.SGD(0.1), **classifying())
     x, y = integers(256, 20, 20, 3).astype("uint8"), integers(3)
     history = run.fit(model, x, y, epochs=2, validation_data=(x[:9], y[:9]))
     return model, history
+
+
+@HUB.way("ViT classifier by its own compile, from a data set, with XLA", is_traced=True)
+def vit_default(run):
+    model = run.compile(vit(), jit_compile=True)
+    rows = integers(256, 20, 20, 3).astype("uint8"), integers(3)
+    data = tf.data.Dataset.from_tensor_slices(rows).batch(run.batch_size)
+    return model, run.fit(model, data, epochs=2, lr_scaling="none")
 
 
 @keras.saving.register_keras_serializable()
@@ -273,7 +340,7 @@ def boxes() -> dict[str, Any]:
     }
 
 
-@HUB.way("RetinaNet", is_traced=True)
+@HUB.way("RetinaNet", is_traced=True, on_three=True)
 def retinanet_arrays(run):
     # With SGD, which shows a wrong factor.
     model, y = retinanet(), boxes()

@@ -54,7 +54,7 @@ class TwoTowers(keras.Model):
         return self.loss_of_items(y, scores, sample_weight)
 
 
-@RECOMMENDERS.way("retrieval by two towers", is_traced=True)
+@RECOMMENDERS.way("retrieval by two towers", is_traced=True, on_three=True)
 def retrieval(run):
     keras.utils.set_random_seed(1)
     model = run.compile(TwoTowers(), keras.optimizers.Adagrad(0.1))
@@ -67,6 +67,17 @@ def retrieval(run):
         validation_data=(x["user"][:9], x["item"][:9]),
     )
     return model, history, model.predict(x["user"][:9], verbose=0)["items"]
+
+
+@RECOMMENDERS.way("retrieval by two towers, from a data set", is_traced=True)
+def retrieval_dataset(run):
+    keras.utils.set_random_seed(1)
+    model = run.compile(TwoTowers(), keras.optimizers.Adagrad(0.1))
+    x, _ = interactions()
+    rows = tf.data.Dataset.from_tensor_slices((x["user"], x["item"]))
+    data = rows.batch(run.batch_size)
+    history = run.fit(model, data, epochs=2, validation_data=data)
+    return model, history, model.predict(data, verbose=0)["items"]
 
 
 def ranking(interaction: str) -> Any:
@@ -96,12 +107,14 @@ def train_ratings(run: Any, model: Any) -> Any:
     return model, history
 
 
-@RECOMMENDERS.way("ranking by FeatureCross", is_traced=True)
+@RECOMMENDERS.way("ranking by FeatureCross", is_traced=True, on_three=True)
 def feature_cross(run):
     return train_ratings(run, ranking("cross"))
 
 
-@RECOMMENDERS.way("ranking by DotInteraction, from a data set", is_traced=True)
+@RECOMMENDERS.way(
+    "ranking by DotInteraction, from a data set", is_traced=True, on_three=True
+)
 def dot_interaction(run):
     model = ranking("dot")
     run.compile(model, keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
@@ -109,7 +122,7 @@ def dot_interaction(run):
     return model, run.fit(model, data, epochs=2, validation_data=data)
 
 
-@RECOMMENDERS.way("ranking by a listwise loss", is_traced=True)
+@RECOMMENDERS.way("ranking by a listwise loss", is_traced=True, on_three=True)
 def listwise(run):
     model = keras.Sequential(
         [
@@ -158,14 +171,16 @@ def purchases() -> tuple[dict[str, Any], Any]:
     return x, floats(1, seed=2)
 
 
-@RECOMMENDERS.way("DistributedEmbedding", is_traced=True)
+@RECOMMENDERS.way("DistributedEmbedding", is_traced=True, on_three=True)
 def embedding_arrays(run):
     model = distributed_embedding()
     run.compile(model, keras.optimizers.Adam(0.01), "mse")
     return model, run.fit(model, *purchases(), epochs=2)
 
 
-@RECOMMENDERS.way("DistributedEmbedding, from a data set", is_traced=True)
+@RECOMMENDERS.way(
+    "DistributedEmbedding, from a data set", is_traced=True, on_three=True
+)
 def embedding_dataset(run):
     model = distributed_embedding()
     run.compile(model, keras.optimizers.Adagrad(0.1), "mse")
