@@ -201,7 +201,7 @@ def gpt2_default(run):
     return model, run.fit(model, sentences(), epochs=2, lr_scaling="none")
 
 
-@HUB.way("GPT-2 from a data set of strings", is_traced=True, on_three=True)
+@HUB.way("GPT-2 from a data set of strings", is_traced=True)
 def gpt2_dataset(run):
     model = gpt2(gpt2_preprocessor())
     run.compile(model, keras.optimizers.Adam(1e-3), metrics=None, **next_token())
