@@ -141,3 +141,25 @@ def test_a_pass_that_ends_too_early_is_an_error(tmp_path, size, batches, is_know
                 list(own.data)
             error = own_error([], caught.value)
             assert "another number of batches" in str(error), caught.value
+
+
+@pytest.mark.parametrize("batch", ["rank", "global"])
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_rank_without_a_batch_begins_a_pass_where_the_others_do(batch, is_cached):
+    """Else it would read a data set that also trains in another order than they."""
+
+    def make():
+        tf.random.set_seed(3)
+        data = tf.data.Dataset.range(8).shuffle(8, seed=1).batch(4)
+        return data.cache() if is_cached else data
+
+    dataset, same = make(), make()
+    expected = [[batch.numpy().tolist() for batch in same] for _ in range(3)]
+    source = Source(dataset, agreed=Agreed(is_same=True))
+    spec = ShardSpec(2, 3, batch=batch)
+    own = part_of(source, spec, is_training=False)
+    assert not own.has_rows
+    for index in range(2):
+        found = [batch.numpy().tolist() for batch in own.data]
+        assert found == expected[index][:1]
+    assert [batch.numpy().tolist() for batch in dataset] == expected[2]
