@@ -1,4 +1,4 @@
-"""Grain and Hugging Face datasets; left out, with a line, where one is not installed.
+"""Grain, Hugging Face datasets, torchdata; left out, with a line, where one is missing.
 
 `make pipelines` installs them into an environment of its own, and runs these tests.
 """
@@ -6,7 +6,7 @@
 from needs import leave_out
 
 # What each file needs.
-_NEEDS = {"test_pipelines": ("grain", "datasets")}
+_NEEDS = {"test_pipelines": ("grain", "datasets", "torchdata")}
 
 
 def pytest_collection_modifyitems(items):

@@ -3,6 +3,8 @@
 import datasets
 import grain
 import numpy as np
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 datasets.disable_progress_bars()
 
@@ -70,3 +72,15 @@ def grain_loader(x, y):
         sampler=grain.samplers.IndexSampler(len(x), shuffle=True, seed=3, num_epochs=1),
         operations=[Rows(x, y), grain.transforms.Batch(6)],
     )
+
+
+def torchdata_loader(x, y, **options):
+    """A `StatefulDataLoader`, which shuffles."""
+    torch.manual_seed(3)
+    rows = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    return StatefulDataLoader(rows, batch_size=6, shuffle=True, **options)
+
+
+def torchdata_workers(x, y):
+    """The same, with two processes that read ahead."""
+    return torchdata_loader(x, y, num_workers=2)

@@ -1,4 +1,4 @@
-"""Data of Grain and Hugging Face resumes in the middle of an epoch."""
+"""Data of Grain, Hugging Face and torchdata resumes in the middle of an epoch."""
 
 import json
 import sys
@@ -16,6 +16,8 @@ _SCRIPT = "tests/pipelines/trains.py"
         ("grain_map", False),
         ("grain_iter", False),
         ("grain_loader", False),
+        ("torchdata_loader", False),
+        ("torchdata_workers", False),
         ("hugging_face", False),
         ("hugging_face_shuffled", True),
     ],
