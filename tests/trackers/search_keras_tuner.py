@@ -54,8 +54,8 @@ class FailsAtTwo(keras.callbacks.Callback):
             raise ValueError("sixteen")
 
 
-def search(name, make, hypermodel):
-    """Search, and write what the trials were."""
+def search(name, make, hypermodel, *, is_global=False):
+    """Search, and write what the trials were; `is_global` is by `batch="global"`."""
     (x, y), validation_data = data()
     given = {"epochs": EPOCHS, "shuffle": False, "verbose": 0}
     given |= {"validation_data": validation_data, "callbacks": [FailsAtTwo()]}
@@ -72,6 +72,9 @@ def search(name, make, hypermodel):
             )
     if _IS_PLAIN:
         tuner.search(x, y, batch_size=2 * BATCH, **given)
+    elif is_global:
+        given["batch"] = "global"
+        keras_dist.tune.search(tuner, hypermodel, x, y, batch_size=2 * BATCH, **given)
     else:
         given["lr_scaling"] = "none"
         keras_dist.tune.search(tuner, hypermodel, x, y, batch_size=BATCH, **given)
@@ -91,5 +94,6 @@ if __name__ == "__main__":
         return keras_tuner.Hyperband(*args, max_epochs=3, factor=3, **kwargs)
 
     search("random", make_random, build)
+    search("global", make_random, build, is_global=True)
     search("own_fit", make_random, HasFit())
     search("hyperband", make_hyperband, build)

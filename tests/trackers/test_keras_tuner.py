@@ -23,7 +23,7 @@ def folders(tmp_path_factory):
     return folders
 
 
-@pytest.mark.parametrize("name", ["random", "own_fit", "hyperband"])
+@pytest.mark.parametrize("name", ["random", "global", "own_fit", "hyperband"])
 def test_trials_are_those_of_one_process(folders, name):
     """Values, states and scores; some of them have failed on one rank."""
     ours, plain = (json.loads((f / f"{name}.json").read_text()) for f in folders)
@@ -34,7 +34,7 @@ def test_trials_are_those_of_one_process(folders, name):
     assert {status for _, status, _ in plain} == {"COMPLETED", "FAILED"}
 
 
-@pytest.mark.parametrize("name", ["random", "own_fit", "hyperband"])
+@pytest.mark.parametrize("name", ["random", "global", "own_fit", "hyperband"])
 def test_the_first_rank_writes_the_folder(folders, name):
     """The same files; but the first rank has saved the epoch in which another fails."""
     ours, plain = (
