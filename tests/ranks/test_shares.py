@@ -1,6 +1,7 @@
 """`shares=`: ranks compute different numbers of rows of each global batch."""
 
 import json
+import re
 import time
 
 import keras
@@ -136,9 +137,11 @@ def test_plan_line_and_report_say_what_each_rank_computes(
         shown = capsys.readouterr().out
         if world.rank == 0 and shares == "measured":
             assert "rows at first, then by speed" in shown
-            assert "epoch 1: shares of a batch moved" in shown
+            # When they move depends on the clock.
+            found = re.search(r"epoch (\d): shares of a batch moved", shown)
             first = json.loads(report.read_text())["shares"][0]
-            assert (first["epoch"], first["step"], sum(first["rows"])) == (1, 2, 10)
+            assert found and first["epoch"] == int(found[1])
+            assert first["step"] > 0 and sum(first["rows"]) == 10
         elif world.rank == 0:
             assert {2: "10 global: 8 + 2 rows", 3: "10 global: 6 + 2 + 2 rows"}[
                 world.size
