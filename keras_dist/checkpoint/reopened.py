@@ -64,6 +64,8 @@ def reopened(
     is_loud = comm.rank() == 0 and given.verbose != 0
     reading: Reading | None
     reading, reason = _found(source, saved, is_dealt(source, spec), is_loud)
+    if reading is not None:
+        source.forget_begun()
     done, row = saved.position.done, saved.position.row
     if reading is None:
         done = row = 0
@@ -146,4 +148,14 @@ def _on_all(
         found.append(work(source, mark))
         return found[0] is not None
 
-    return found[0] if all(comm.gather_or_raise(has_found)) else None
+    everyone = comm.gather_or_raise(has_found)
+    if any(everyone) and not all(everyone) and source.has_seeded_passes:
+        # A state sets the number of a pass, too: the ranks would differ from then on.
+        raise ValueError(
+            "The training cannot go on in the middle of an epoch: the state of its "
+            f"data fits on some ranks only. Received: a {source.type_name} of another "
+            f"pipeline, or without its files, on rank {everyone.index(False)}. Give "
+            "all ranks the pipeline and files of before, "
+            "or pass an empty folder."
+        )
+    return found[0] if all(everyone) else None

@@ -417,8 +417,8 @@ def _training_batches(
 ) -> Feed:
     """Make the feed of training data that comes in batches."""
     steps = arguments["steps_per_epoch"]
-    is_begun = source.has_begun or source.resumed is not None
-    if source.has_seeded_passes and steps is None and spec.position and not is_begun:
+    has_skipped = source.is_tracked or source.has_begun  # `stateful.track` did
+    if source.has_seeded_passes and steps is None and spec.position and not has_skipped:
         skip_epochs(source.data, spec.position.epoch)
     part = part_of(
         source, spec, is_training=True, shuffle=shuffle, class_weight=class_weight

@@ -247,7 +247,8 @@ def _of_few(source: Source, tail: Tail) -> Part | None:
     ):
         if source.length > tail.rank:
             return None
-        return Part(_first_of_each_pass(source.data), 1, has_rows=False)
+        one = first_steps(source.data, 1)
+        return Part(without_auto_shard(one), 1, has_rows=False)
     are_whole = tail.rule in ("whole", "drop")
     first = source.first(tail.size) if are_whole else []
     found = len(first) if are_whole else source.num_first_rows(tail.size)
@@ -280,21 +281,6 @@ def _is_not_read_before(source: Source, size: int) -> bool:
     """
     is_known = source.length is not None
     return is_known and source.has_seeded_passes and source.is_short(size)
-
-
-def _first_of_each_pass(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Read a whole pass, as a cache in the data set needs it, for its first batch."""
-
-    @tf.autograph.experimental.do_not_convert
-    def keep(number: tf.Tensor, *_: Any) -> tf.Tensor:
-        return tf.equal(number, 0)
-
-    @tf.autograph.experimental.do_not_convert
-    def batch_of(_: tf.Tensor, batch: Any) -> Any:
-        return batch
-
-    first = dataset.enumerate().filter(keep).map(batch_of)
-    return without_auto_shard(first.apply(tf.data.experimental.assert_cardinality(1)))
 
 
 def _check_divisible(source: Source, spec: ShardSpec) -> None:

@@ -184,8 +184,12 @@ class Source:
     def begin(self) -> tuple[Iterator[Any], list[Any]]:
         """Begin a pass over a data set: an iterator, and what was read of it before."""
         begun, buffered = self._begun, self._buffered
-        self._begun, self._buffered = None, []
+        self.forget_begun()
         return begun or iter(self.data), buffered
+
+    def forget_begun(self) -> None:
+        """Let the next pass be another one than that of which batches were read."""
+        self._begun, self._buffered = None, []
 
     def has_iterator_state(self) -> bool:
         """Tell whether an iterator over a data set can say where it is.

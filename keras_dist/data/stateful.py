@@ -73,9 +73,10 @@ class Reading:
         self._is_dataset = isinstance(data, tf.data.Dataset)
         self._iterator: Any
         if self._is_dataset:
-            self._iterator, self._peeked = source.begin()
-            if state is not None:
-                self._iterator, self._peeked = iter(data), []
+            if state is None:
+                self._iterator, self._peeked = source.begin()
+            else:
+                self._iterator = iter(data)
                 set_iterator_state(self._iterator, state)
             self._state_of = functools.partial(iterator_state, self._iterator)
         elif has_state_dict(data):

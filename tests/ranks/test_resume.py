@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import shortened
+from claims import raises_everywhere, shortened
 from resumable import (
     NUM_ROWS,
     Batches,
@@ -39,6 +39,7 @@ from resumable import (
 
 import keras_dist
 from keras_dist.checkpoint import files
+from keras_dist.data import stateful
 
 BATCH = 12
 
@@ -202,6 +203,25 @@ def test_data_that_says_where_it_is_resumes_there(folder, capsys, as_data):
         assert (f"{count} batches of epoch 2 are read and left out" in said) == (
             is_skipped
         )
+
+
+@pytest.mark.several_ranks
+def test_a_state_that_fits_on_some_ranks_only_is_an_error(folder, monkeypatch):
+    """Otherwise the ranks would read later passes in different orders."""
+    options = {"as_data": as_filtered, "epochs": 2, "save_steps": 1}
+    with pytest.raises(Killed):
+        train(folder, saw={}.__setitem__, die=die, dies=4, **options)
+    if keras_dist.rank() == 1:
+        monkeypatch.setattr(stateful, "set_iterator_state", refuse)
+    messages = raises_everywhere(
+        ValueError, lambda: train(folder, saw={}.__setitem__, **options)
+    )
+    assert all("fits on some ranks only" in message for message in messages)
+
+
+def refuse(*_):
+    """As TensorFlow does for a state of another pipeline."""
+    raise tf.errors.InvalidArgumentError(None, None, "another pipeline")
 
 
 class DiesAfterSteps(keras.callbacks.Callback):
