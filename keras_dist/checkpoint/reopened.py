@@ -12,6 +12,7 @@ from keras_dist.data import (
     Reading,
     ShardSpec,
     Source,
+    has_division,
     is_arrays,
     is_dealt,
     is_source,
@@ -44,12 +45,16 @@ def reopened(
         read from there; or both as they were, if the data is of another kind.
     """
     source = _source_of(given)
-    is_usable = given.steps_per_epoch is None and optimizer.every_of(options.sync) == 1
-
-    epoch = 0 if resume.saved is None else resume.saved.position.epoch
+    has_steps = given.steps_per_epoch is not None
+    before = resume.position
+    passes = 0 if before is None else before.number if has_steps else before.epoch
 
     def can_track() -> bool:
-        return source is not None and is_usable and track(source, spec.size, epoch)
+        if source is None or optimizer.every_of(options.sync) != 1:
+            return False
+        # A number of batches is a smaller state, and any number of ranks has one.
+        is_counted = not has_steps and has_division(source, spec)
+        return not is_counted and track(source, spec, passes)
 
     # On all ranks: whether their arguments are equal is compared only later.
     if not all(comm.gather_or_raise(can_track)) or source is None:
@@ -57,7 +62,11 @@ def reopened(
     source.is_tracked = True
     given = replace(given, x=source)
     saved = resume.saved
-    if saved is None or not saved.position.done or saved.is_finished:
+    if saved is None or saved.is_finished:
+        return resume, given
+    # With `steps_per_epoch`, the beginning of an epoch may be one, too.
+    is_within = saved.position.row if has_steps else saved.position.done
+    if not is_within:
         return resume, given
     if any(rank.get("data") is None for rank in saved.ranks):
         return resume, given  # of other data: an error, later
@@ -66,12 +75,12 @@ def reopened(
     reading, reason = _found(source, saved, is_dealt(source, spec), is_loud)
     if reading is not None:
         source.forget_begun()
-    done, row = saved.position.done, saved.position.row
+    epoch, done, row = (saved.position.epoch, saved.position.done, saved.position.row)
     if reading is None:
         done = row = 0
         if is_loud:
             say(f"epoch {epoch + 1} begins again: {reason}")
-    elif not _has_step(source, spec, reading):
+    elif done and not _has_step(source, spec, reading):
         warn_of_lost_epoch(epoch)
         epoch, done, row, reading = epoch + 1, 0, 0, None
     source.resumed = reading

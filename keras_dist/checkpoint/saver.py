@@ -275,10 +275,9 @@ class Saver(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         before, self._done = self._done, batch + 1
-        division = self._feed.division
         if self._reader is not None:
             self._reader.forget(self._done)
-        if division is not None and self._done >= division.steps_of_epoch(self._epoch):
+        if self._is_last_step():
             return  # the end of the epoch saves
         agreed = self._requests.agreed(self.model)
         if agreed.end:
@@ -300,17 +299,37 @@ class Saver(keras.callbacks.Callback):
     def _position(self, epoch: int, done: int) -> DataPosition:
         """Return the position after `done` steps of an epoch."""
         division = self._feed.division
-        if division is None and done and self._reader is not None:
-            row = self._reader.row_after(done)
-            before = self._resume.position
-            if before is not None and before.epoch == epoch and self._is_within_epoch():
-                done += before.done
-            return DataPosition(epoch, done, 0, 0, row, 0)
+        if division is None and self._reader is not None:
+            return self._position_of_reader(epoch, done)
         if division is None:
             return DataPosition(epoch, 0, 1, 0, 0, 0)
         if done:
             return division.position(epoch, done)
         return division.position(epoch - 1, division.steps_of_epoch(epoch - 1))
+
+    def _position_of_reader(self, epoch: int, done: int) -> DataPosition:
+        reader = self._reader
+        assert reader is not None
+        if reader.steps is not None:  # the next epoch goes on in the same pass
+            number, row = reader.place(self._done)
+            done += reader.steps_before(epoch) if done else 0
+            return DataPosition(epoch, done, reader.steps, number, row, 0)
+        if not done:
+            return DataPosition(epoch, 0, 1, 0, 0, 0)
+        number, row = reader.place(done)
+        before = self._resume.position
+        if before is not None and before.epoch == epoch and self._is_within_epoch():
+            done += before.done
+        return DataPosition(epoch, done, 0, number, row, 0)
+
+    def _is_last_step(self) -> bool:
+        """Tell whether the epoch has no more steps, where their number is known."""
+        division, reader = self._feed.division, self._reader
+        if division is not None:
+            return self._done >= division.steps_of_epoch(self._epoch)
+        if reader is None or reader.steps is None:
+            return False
+        return reader.steps_before(self._epoch) + self._done >= reader.steps
 
     def _save(self, position: DataPosition, *, is_finished: bool = False) -> None:
         """Gather the state of all ranks, and let some of them write a checkpoint."""
@@ -346,8 +365,8 @@ class Saver(keras.callbacks.Callback):
         self._writer.submit(saved.tree())
 
     def _mark(self, position: DataPosition) -> Mark | None:
-        """Return the position in data that says where it is; `None` between epochs."""
-        if self._reader is None or not position.done:
+        """Return the position in data that says where it is; `None` between passes."""
+        if self._reader is None or not position.row:
             return None
         return self._reader.mark(self._done)
 
@@ -385,7 +404,8 @@ class Saver(keras.callbacks.Callback):
         if position is None:
             return False
         if division is None:
-            return self._reader is not None and self._reader.is_resumed
+            is_resumed = self._reader is not None and self._reader.is_resumed
+            return is_resumed and position.done > 0
         return position.done > 0 and position.epoch == division.epoch
 
     def _own(self, saved: Saved) -> Any:
@@ -449,13 +469,17 @@ class Saver(keras.callbacks.Callback):
     def _build(self) -> None:
         """Build the model and its optimizers without a step."""
         if not self.model.built:
-            if self._feed.division is None:
+            source = self._feed.source
+            if self._reader is not None and isinstance(source, Source):
+                first = source.as_read(source.first(1)[0])
+            elif self._feed.division is not None:
+                [first] = Source(self._feed.part.data).first(1)
+            else:
                 raise ValueError(
                     "The training is finished, and there is no data to build the model "
                     "from before it is restored. Received: a model that is not built. "
                     "Build it before, for example with an `Input` as its first layer."
                 )
-            [first] = Source(self._feed.part.data).first(1)
             step.build_now(self.model, first)
         for each in optimizer.optimizers_of(self.model):
             if not each.built:

@@ -41,7 +41,7 @@ from keras_dist.data.feed import (
     training_feed,
     validation_feed,
 )
-from keras_dist.data.parts import Part, is_dealt, makes_step
+from keras_dist.data.parts import Part, has_division, is_dealt, makes_step
 from keras_dist.data.pipeline import batch_size_of, length_of, seeds_of
 from keras_dist.data.presharded import (
     Presharded,
@@ -86,6 +86,7 @@ __all__ = [
     "batch_size_of",
     "divided",
     "divided_at_source",
+    "has_division",
     "has_state_dict",
     "hold_out",
     "is_arrays",

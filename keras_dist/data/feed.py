@@ -421,21 +421,34 @@ def _training_batches(
     if source.has_seeded_passes and steps is None and spec.position and not has_skipped:
         skip_epochs(source.data, spec.position.epoch)
     part = part_of(
-        source, spec, is_training=True, shuffle=shuffle, class_weight=class_weight
+        source,
+        spec,
+        is_training=True,
+        shuffle=shuffle,
+        epoch_steps=steps,
+        class_weight=class_weight,
     )
-    if spec.is_global and part.is_marked:
+    reader = part.reader if source.is_tracked else None
+    if reader is not None:  # it ends each epoch, and weighs its batches
+        arguments = arguments | {"steps_per_epoch": None}
+    if (spec.is_global and part.is_marked) or reader is not None:
         arguments = arguments | {"class_weight": None}  # the batches have it
     is_sequence = isinstance(part.data, keras.utils.PyDataset)
     # A sequence that is not sharded is shuffled by Keras.
     is_shuffled = shuffle and part.data is source.data and is_sequence
-    batches_at = None if is_shuffled else _batches_at(part, source, steps, spec)
+    steps_of_keras = arguments["steps_per_epoch"]
+    batches_at = None
+    if not is_shuffled:
+        batches_at = _batches_at(part, source, steps_of_keras, spec)
     is_of_own = source.presharded is not None and spec.size > 1
     before = part.total if is_of_own else finite_or_none(source.length)
-    if steps is not None:
+    if steps_of_keras is not None:
         # Keras may read ahead, into batches of the next epoch.
         part = replace(part, epoch=None, division=None)
     is_within_epoch = part.division is not None and part.division.is_within_epoch
-    is_within_epoch |= part.reader is not None and part.reader.is_tracked
+    is_exact = part.length is not None or spec.size == 1
+    if reader is not None:
+        is_exact = reader.steps is not None and not reader.is_resumed
     return Feed(
         arguments | {"x": part.data, "shuffle": is_shuffled},
         Rows(
@@ -450,12 +463,13 @@ def _training_batches(
         ),
         part,
         source,
-        is_exact=(part.length is not None or spec.size == 1) and not is_within_epoch,
+        is_exact=is_exact and not is_within_epoch,
         made_by_all=source if makes_all_batches(source, spec) else None,
         batches_at=batches_at,
         facts={
             "the batches of a pass over its data": finite_or_none(part.length),
             "the steps of an epoch": steps,
+            "`class_weight`": class_weight,
             "whether the data can be read from the middle": part.division is not None,
         },
     )
@@ -521,9 +535,10 @@ def _steps_of_pass(part: Part, source: Source, spec: ShardSpec) -> int | None:
     Where `part.length` is unknown it is an estimate, one too high at most: the last
     step is left out if its batches have too few rows.
     """
-    if part.length is not None or source.length is None:
+    length = finite_or_none(source.length)
+    if part.length is not None or length is None:
         return finite_or_none(part.length)
-    return math.ceil(source.length / (spec.size if is_dealt(source, spec) else 1))
+    return math.ceil(length / (spec.size if is_dealt(source, spec) else 1))
 
 
 def _fewer(*steps: int | None) -> int | None:

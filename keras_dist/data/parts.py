@@ -13,8 +13,6 @@ from keras_dist.data.pipeline import (
     checked_length,
     finite_or_none,
     first_steps,
-    is_read_anew,
-    is_reshuffled,
     length_of,
     lengths_of_spec,
     rest_and_whole,
@@ -90,6 +88,7 @@ def part_of(
     is_training: bool,
     shuffle: bool = False,
     steps: int | None = None,
+    epoch_steps: int | None = None,
     class_weight: dict[int, float] | None = None,
 ) -> Part:
     """Find this rank's batches: those that it is dealt, or all if they are its own.
@@ -100,22 +99,27 @@ def part_of(
         is_training: Whether all ranks have to make the same number of steps.
         shuffle: Whether a `PyDataset` is read in another order each epoch.
         steps: Batches of all ranks in an evaluation; `None` for all.
+        epoch_steps: Steps of an epoch of training; `None` for a pass.
         class_weight: Weights of classes, which become weights of rows where all ranks
-            have rows of each batch.
+            have rows of each batch, and where Keras would read ahead to add them.
 
     Raises:
         ValueError: If there are fewer rows to train on than ranks, no row to evaluate,
             or the numbers of presharded batches do not fit together.
     """
     if source.kind == "presharded" and spec.size > 1:
-        return _of_presharded(source, spec, is_training, class_weight)
-    keeps_position = is_training and spec.keeps_position and _has_known_order(source)
-    if spec.size == 1 and not keeps_position:
+        return _of_presharded(source, spec, is_training, epoch_steps, class_weight)
+    is_tracked = is_training and source.is_tracked
+    keeps_position = is_training and spec.keeps_position and not is_tracked
+    keeps_position = keeps_position and source.has_known_order()
+    if spec.size == 1 and not keeps_position and not is_tracked:
         return Part(source.data, source.length)
     is_own = not is_dealt(source, spec)
-    if is_own or (spec.size == 1 and source.is_tracked):
-        if source.length is None or source.is_tracked:
-            return _of_stream(source, spec, None, is_training)
+    if is_own or (spec.size == 1 and is_tracked):
+        if source.length is None or is_tracked:
+            return _of_stream(
+                source, spec, None, is_training, epoch_steps, class_weight
+            )
         return Part(_checked(source), source.length)
     rule = _rule_of(source, spec, is_training)
     # Elsewhere Keras itself weighs the batches.
@@ -132,10 +136,10 @@ def part_of(
         return few
     if source.kind == "sequence":
         part = _of_sequence(source, spec, tail, shuffle)
-    elif source.kind == "dataset" and source.length is not None:
+    elif source.kind == "dataset" and source.length is not None and not is_tracked:
         part = _of_dataset(source, spec, tail, keeps_position)
     else:
-        part = _of_stream(source, spec, tail, is_training)
+        part = _of_stream(source, spec, tail, is_training, epoch_steps, class_weight)
     return replace(part, shares=shares)
 
 
@@ -156,6 +160,17 @@ def makes_step(
     tail = Tail(rule, spec.rank, spec.size, is_training=True).resolved(left)
     rows = sum(map(num_rows, left))
     return len(left) == spec.size or bool(tail.has_step(len(left), lambda: rows))
+
+
+def has_division(source: Source, spec: ShardSpec) -> bool:
+    """Tell whether a position in training data is a number of batches.
+
+    Any number of ranks can begin there, without a state.
+    """
+    is_dataset = source.kind in ("dataset", "presharded")
+    if not is_dataset or finite_or_none(source.length) is None:
+        return False
+    return part_of(source, spec, is_training=True).division is not None
 
 
 def makes_all_batches(source: Source, spec: ShardSpec) -> bool:
@@ -344,14 +359,12 @@ def _of_dataset(
     is_resumed = length is not None and spec.position is not None
     is_marked = tail.is_marked(in_tail, is_resumed=is_resumed)
     dealt = functools.partial(round_robin, tail=tail, is_marked=is_marked)
-    dataset, rows = dealt(data), rows_per_batch(data)
+    dataset = dealt(data)
     if length is None:
         return Part(without_auto_shard(dataset), math.inf, is_marked=is_marked)
 
     def steps_after(read: int) -> int | None:
-        full, count = divmod(length - read, tail.per_step)
-        has_tail = tail.has_step(count, lambda: rows and count * rows)
-        return None if has_tail is None else full + has_tail
+        return _steps_of(data, length - read, tail)
 
     steps = steps_after(0)
     part = Part(None, steps, is_marked=is_marked, leftover=tail.in_words(in_tail))
@@ -380,6 +393,22 @@ def _of_dataset(
     return _divided(part, division, dataset, lambda: dealt(data.skip(begin)))
 
 
+def _steps_of(data: tf.data.Dataset, count: int, tail: Tail) -> int | None:
+    """Count the steps of so many batches; `None` if the last one's rows decide."""
+    full, in_tail = divmod(count, tail.per_step)
+    rows = rows_per_batch(data)
+    has_tail = tail.has_step(in_tail, lambda: rows and in_tail * rows)
+    return None if has_tail is None else full + has_tail
+
+
+def _most_steps(source: Source, tail: Tail | None) -> int | None:
+    """Count the steps of a pass over a data set for Keras's bar, if it is known."""
+    length = finite_or_none(source.length)
+    if length is None or not isinstance(source.data, tf.data.Dataset):
+        return None
+    return length if tail is None else _steps_of(source.data, length, tail)
+
+
 def _check_seeds(seeds: list[tuple[int, int]] | None, spec: ShardSpec) -> None:
     """Check that passes have the order that they had before a checkpoint."""
     if spec.position is None or not spec.position.done:
@@ -401,6 +430,7 @@ def _of_presharded(
     source: Source,
     spec: ShardSpec,
     is_training: bool,
+    epoch_steps: int | None,
     class_weight: dict[int, float] | None,
 ) -> Part:
     """Find this rank's batches, which are all that there are in its data set.
@@ -425,8 +455,9 @@ def _of_presharded(
     if source.agreed.row is not None:
         row = tf.data.Dataset.from_tensors(source.agreed.row)
         return Part(row, 1, has_rows=False)
-    if None in lengths:
-        return _of_stream(source, spec, None, is_training)
+    is_tracked = is_training and source.is_tracked
+    if None in lengths or (is_tracked and math.inf in lengths):
+        return _of_stream(source, spec, None, is_training, epoch_steps, class_weight)
     if math.inf in lengths:
         return Part(without_auto_shard(data), math.inf)
     counts = [int(length or 0) for length in lengths]
@@ -439,6 +470,8 @@ def _of_presharded(
             "and repeat them, before `shard`: put `filter`, `take`, `skip` and "
             "`repeat` above it."
         )
+    if is_tracked:
+        return _of_stream(source, spec, None, is_training, epoch_steps, class_weight)
     is_global, is_marked = source.presharded.is_global, False
     if is_global:
         steps = max(counts)
@@ -450,7 +483,7 @@ def _of_presharded(
     rest = Rest.of(source.presharded, data, counts)
     total = None if rest is None else rest.total
     part = Part(None, steps, total=total, is_marked=is_marked)
-    if rest is None or not (spec.keeps_position and _has_known_order(source)):
+    if rest is None or not (spec.keeps_position and source.has_known_order()):
         return replace(part, data=without_auto_shard(whole))
     division = Division.of_batches(
         spec.position,
@@ -485,9 +518,25 @@ def _of_presharded(
 
 
 def _of_stream(
-    source: Source, spec: ShardSpec, tail: Tail | None, is_training: bool
+    source: Source,
+    spec: ShardSpec,
+    tail: Tail | None,
+    is_training: bool,
+    epoch_steps: int | None,
+    class_weight: dict[int, float] | None,
 ) -> Part:
-    reader = StreamReader(source, spec, tail, is_training=is_training)
+    is_tracked = is_training and source.is_tracked
+    # Elsewhere Keras ends an epoch and weighs the batches, and may read ahead.
+    is_weighed = tail is not None and tail.class_weight
+    reader = StreamReader(
+        source,
+        spec,
+        tail,
+        is_training=is_training,
+        steps=epoch_steps if is_tracked else None,
+        at_most=_most_steps(source, tail) if is_tracked else None,
+        class_weight=class_weight if is_tracked and not is_weighed else None,
+    )
     return Part(
         reader.dataset(),
         None,
@@ -535,26 +584,3 @@ def _checked(source: Source) -> Any:
     if source.kind != "dataset" or length is None:
         return source.data
     return checked_length(source.data, length)
-
-
-def _has_known_order(source: Source) -> bool:
-    """Tell whether it is known what each pass yields, so that a rank can skip some.
-
-    Without that, a training cannot be resumed in the middle of an epoch. Of presharded
-    data the rows are compared; what a `map` makes of them may be random.
-    """
-    if source.kind == "sequence" or source.is_tracked:
-        return True
-    is_dataset = source.kind in ("dataset", "presharded")
-    if not is_dataset or finite_or_none(source.length) is None:
-        return False
-    if is_reshuffled(source.data):
-        # The order of pass k follows from k; `skip_epochs` begins the ones before.
-        return source.has_seeded_passes and is_read_anew(source.data)
-
-    def look() -> str:
-        if source.presharded is None:
-            return source.fingerprint(1)
-        return source.fingerprint_of_sources(source.presharded.compared())
-
-    return look() == look()

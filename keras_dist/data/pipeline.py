@@ -56,8 +56,11 @@ def nodes(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
 
 def has_cache_in_memory(dataset: tf.data.Dataset) -> bool:
     """Tell whether a data set, or one that it was made of, is cached in memory."""
-    files = map(private.cache_file, nodes(dataset))
-    return any(tf.get_static_value(file) == b"" for file in files)
+    return any(map(_is_cache_in_memory, nodes(dataset)))
+
+
+def _is_cache_in_memory(dataset: tf.data.Dataset) -> bool:
+    return tf.get_static_value(private.cache_file(dataset)) == b""
 
 
 def batch_size_of(dataset: tf.data.Dataset) -> int | None:
@@ -160,7 +163,14 @@ def skip_epochs(dataset: tf.data.Dataset, count: int) -> None:
     """
     if not is_read_anew(dataset):
         return
-    for _ in range(count * (_PASSES_OF_EPOCH if dataset.cardinality() >= 0 else 1)):
+    skip_passes(
+        dataset, count * (_PASSES_OF_EPOCH if dataset.cardinality() >= 0 else 1)
+    )
+
+
+def skip_passes(dataset: tf.data.Dataset, count: int) -> None:
+    """Let the next pass have the order that it has after `count` others."""
+    for _ in range(count):
         iter(dataset)
 
 
@@ -185,6 +195,23 @@ def unread_pass(
         return as_made(batch)
 
     return nothing.map(batch_of)
+
+
+def bytes_of_caches(dataset: tf.data.Dataset) -> int:
+    """Count the bytes that caches in memory will hold, where that is known.
+
+    >>> bytes_of_caches(tf.data.Dataset.range(900).batch(300).cache().repeat()) // 900
+    8
+    """
+    total = 0
+    for node in nodes(dataset):
+        length = finite_or_none(length_of(node))
+        if not _is_cache_in_memory(node) or not length or has_seeded_passes(node):
+            continue
+        [before] = inputs_of(node)
+        tensors = tf.nest.flatten(next(iter(before)), expand_composites=True)
+        total += length * sum(len(tf.io.serialize_tensor(t).numpy()) for t in tensors)
+    return total
 
 
 def iterator_state(iterator: Any) -> list[bytes]:

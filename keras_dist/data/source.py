@@ -14,8 +14,12 @@ from keras_dist.data.arrays import UNEVEN
 from keras_dist.data.pipeline import (
     batch_size_of,
     before_shuffles,
+    bytes_of_caches,
+    finite_or_none,
     has_cache_in_memory,
     has_seeded_passes,
+    is_read_anew,
+    is_reshuffled,
     iterator_state,
     length_of,
     seeds_of,
@@ -94,7 +98,8 @@ class Source:
             number, so that beginning one changes all later ones.
         is_tracked: Whether its state is remembered while it is read (`stateful`).
         resumed: Where it is resumed, the `stateful.Reading` of its first pass.
-        state_bytes: Bytes of the state of an iterator, if it was looked at.
+        state_bytes: Bytes of the state of an iterator, if it was looked at: with all
+            rows of its caches in memory, where their number is known.
     """
 
     def __init__(
@@ -114,6 +119,7 @@ class Source:
         self.resumed: Any = None
         self.state_bytes = 0
         self._looks: list[Any] | None = None
+        self._has_known_order: bool | None = None
         self._buffered: list[Any] = []
         self._held: list[Any] = []
         self._shapes_of_first: list[tuple[int, ...]] | None = None
@@ -173,7 +179,12 @@ class Source:
         return self.length is None or self.length < size
 
     def hold(self, count: int) -> None:
-        """Read the first batches for `first`, which reads none from now on."""
+        """Read the first batches for `first`, which reads none from now on.
+
+        Where beginning a pass changes all later ones, they are those of the next pass.
+        """
+        if self.has_seeded_passes:
+            self._begun = self._begun or iter(self.data)
         self._looks = self.first(count)
 
     @property
@@ -204,6 +215,7 @@ class Source:
             self._held.append(iterator)
         try:
             self.state_bytes = sum(map(len, iterator_state(iterator)))
+            self.state_bytes += bytes_of_caches(self.data)
         except tf.errors.OpError:
             return False
         return True
@@ -233,6 +245,32 @@ class Source:
             indices = itertools.count() if is_endless else range(self.data.num_batches)
             return (self.data[index] for index in indices)
         return iter(self.data)
+
+    def has_known_order(self) -> bool:
+        """Tell whether it is known what each pass yields, so that a rank can skip some.
+
+        Of presharded data the rows are compared; what a `map` makes of them may be
+        random.
+        """
+        if self._has_known_order is None:
+            self._has_known_order = self._finds_known_order()
+        return self._has_known_order
+
+    def _finds_known_order(self) -> bool:
+        if self.kind == "sequence":
+            return True
+        if self.kind == "stream" or finite_or_none(self.length) is None:
+            return False
+        if is_reshuffled(self.data):
+            # The order of pass k follows from k; `skip_epochs` begins the ones before.
+            return self.has_seeded_passes and is_read_anew(self.data)
+
+        def look() -> str:
+            if self.presharded is None:
+                return self.fingerprint(1)
+            return self.fingerprint_of_sources(self.presharded.compared())
+
+        return look() == look()
 
     def as_read(self, batch: Any) -> Any:
         """Convert a batch to what Keras hands to a step; of a data set it is that."""

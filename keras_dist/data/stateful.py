@@ -22,10 +22,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist.data.division import ShardSpec
 from keras_dist.data.pipeline import (
+    finite_or_none,
     iterator_state,
     set_iterator_state,
-    skip_epochs,
+    skip_passes,
 )
 from keras_dist.data.source import Source, fingerprint_of
 
@@ -163,7 +165,7 @@ def has_state_dict(value: Any) -> bool:
     return _has_all(value, "state_dict", "load_state_dict")
 
 
-def track(source: Source, size: int, epoch: int) -> bool:
+def track(source: Source, spec: ShardSpec, passes: int) -> bool:
     """Let a source be read by `Reading`, if it can be; tell whether it can.
 
     What has to be known of its first batches is read now: later, that would be another
@@ -171,23 +173,25 @@ def track(source: Source, size: int, epoch: int) -> bool:
 
     Args:
         source: The data.
-        size: Number of ranks.
-        epoch: The epoch that is read next.
+        spec: The ranks.
+        passes: Passes that were begun before the one that is read next.
     """
-    data = source.data
+    data, presharded = source.data, source.presharded
     if source.kind == "sequence" or not source.is_repeatable:
         return False
-    if source.kind != "stream":
-        if source.length is not None:
+    if source.kind == "stream":
+        by_iterators = ("get_state", "set_state")
+        if not has_state_dict(data) and not _has_all(iter(data), *by_iterators):
             return False
-        if source.has_seeded_passes:
-            skip_epochs(source.data, epoch)
-        source.hold(max(2, size))
-        return source.has_iterator_state()
-    if not has_state_dict(data) and not _has_all(iter(data), "get_state", "set_state"):
-        return False
-    source.hold(max(2, size))
-    return True
+        source.hold(max(2, spec.size))
+        return True
+    has_marks = presharded is not None and presharded.is_global and spec.size > 1
+    if has_marks and finite_or_none(source.length) is not None:
+        return False  # the last batch may have no row for a rank
+    if source.has_seeded_passes:
+        skip_passes(data, passes)
+    source.hold(max(2, spec.size))
+    return source.has_iterator_state()
 
 
 def restored(source: Source, mark: Mark) -> Reading | None:

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.data.division import ShardSpec
+from keras_dist.data.division import DataPosition, ShardSpec
 from keras_dist.data.pipeline import with_length
 from keras_dist.data.round_robin import Tail, marked, num_rows
 from keras_dist.data.source import Source
@@ -28,30 +28,55 @@ class StreamReader:
     If one rank ended earlier, the others would wait for it in the next allreduce. So
     one number is summed over the ranks before each batch.
 
+    Keras reads one epoch from each iterator. Where its position is kept and an epoch
+    has a number of steps, it ends after so many, and the next one goes on behind it in
+    the same pass; it ends early where the pass does, as in Keras.
+
     Args:
         source: The data.
-        spec: The ranks, and their collectives.
+        spec: The ranks, their collectives, and the position to resume from.
         tail: What this rank makes of the tail of batches that are the same on all
             ranks; `None` if all batches are this rank's own.
         is_training: Whether all ranks have to make the same number of steps. If not,
             each rank reads to the end of its own batches, without a collective.
+        steps: Steps of an epoch whose position is kept; `None` for a pass.
+        at_most: An upper bound of the steps of a pass, for Keras's bar; `None` if there
+            is none.
+        class_weight: Weights that the batches get here, if there are any: Keras would
+            read ahead to add them.
 
     Attributes:
         failure: The error that the user's data raised, if any.
         total: Batches of all ranks in this pass, once all of them were read and dealt.
-        begin: Batches of this pass that were read before the training was resumed.
+        begin: Batches of this pass that were read before this epoch.
         is_tracked: Whether `mark` tells the position.
-        is_resumed: Whether the first pass is the rest of one.
+        is_resumed: Whether the first epoch begins in the middle of a pass.
+        steps: Steps of an epoch; `None` for a pass.
     """
 
     def __init__(
-        self, source: Source, spec: ShardSpec, tail: Tail | None, *, is_training: bool
+        self,
+        source: Source,
+        spec: ShardSpec,
+        tail: Tail | None,
+        *,
+        is_training: bool,
+        steps: int | None = None,
+        at_most: int | None = None,
+        class_weight: dict[int, float] | None = None,
     ) -> None:
         self.failure: Exception | None = None
         self.total: int | None = None
         self.begin = 0
         self.is_tracked = source.is_tracked and is_training
         self.is_resumed = self.is_tracked and source.resumed is not None
+        self.steps, self._at_most = steps, at_most
+        self._class_weight = class_weight
+        self._first_steps = self._steps_in_first(spec.position)
+        self._passes = -1 if spec.position is None else spec.position.number - 1
+        self._is_first = True
+        self._unfinished: Reading | None = None
+        self._has_ended = False
         self._steps: dict[int, Step] = {}
         self.is_marked = tail is not None and tail.is_marked(None)
         self._source, self._spec, self._tail = source, spec, tail
@@ -71,46 +96,71 @@ class StreamReader:
         dataset = tf.data.Dataset.from_generator(
             self._batches, output_signature=signature
         )
-        if self.is_resumed:
-            dataset = with_length(dataset, ENDLESS, may_be_shorter=True)
+        if self._class_weight:
+            dataset = dataset.map(weighing(self._class_weight))
+        length = ENDLESS if self.is_resumed else None
+        length = self.steps or self._at_most or length
+        if length is not None:
+            dataset = with_length(dataset, length, may_be_shorter=True)
         return dataset.with_options(options)
 
     def mark(self, step: int) -> Mark:
-        """Return the position after a number of steps of this pass.
-
-        Batches may have been read ahead of it.
-        """
+        """Return the position after a number of steps of this epoch."""
         is_dealt = self._tail is not None or self._spec.size == 1
         return self._steps[step].mark(is_dealt=is_dealt)
 
-    def row_after(self, step: int) -> int:
-        """Count the batches that were read of this pass after a number of its steps."""
-        return self._steps[step].row
+    def place(self, step: int) -> tuple[int, int]:
+        """Return the position after a number of steps of this epoch.
+
+        Returns:
+            The number of the pass, and how many batches were read of it.
+        """
+        if self._has_ended:
+            return self._passes + 1, 0
+        return self._passes, self._steps[step].row
+
+    def steps_before(self, epoch: int) -> int:
+        """Count the steps of an epoch that were trained before it was resumed."""
+        is_rest = self._resumed_epoch == epoch
+        return (self.steps or 0) - (self._first_steps or 0) if is_rest else 0
+
+    def _steps_in_first(self, position: DataPosition | None) -> int | None:
+        """Count what is left of the epoch in which the training goes on."""
+        self._resumed_epoch = -1
+        if self.steps is None or position is None or not position.done:
+            return self.steps
+        self._resumed_epoch = position.epoch
+        if not position.steps:  # a pass was an epoch
+            return self.steps
+        left = position.steps - position.done
+        return -(-left * self.steps // position.steps)
 
     def forget(self, step: int) -> None:
         """Forget the steps before one that was trained."""
         for number in [each for each in list(self._steps) if each < step]:
             del self._steps[number]
 
-    def _pass(self) -> Iterator[Any]:
-        """Begin a pass, or the rest of one that is resumed."""
-        self._steps, self.begin = {}, 0
-        if not self.is_tracked:
-            return iter(self._source)
-        resumed, self._source.resumed = self._source.resumed, None
-        reading: Reading = resumed or Reading(self._source)
-        self.begin = reading.read
-        return reading
+    def _begun(self) -> tuple[Reading | None, Iterator[Any]]:
+        """Begin a pass, or the rest of one; return what reads it, and own batches."""
+        self._steps, self.begin, self._has_ended = {}, 0, False
+        reading = None
+        if self.is_tracked:
+            resumed, self._source.resumed = self._source.resumed, None
+            left, self._unfinished = self._unfinished, None
+            self._passes += left is None
+            reading = resumed or left or Reading(self._source)
+            self.begin = reading.read
+        batches = iter(self._source) if reading is None else reading
+        if self._tail is None:
+            return reading, map(self._source.as_read, batches)
+        return reading, self._round_robin(self._tail, batches)
 
     def _batches(self) -> Iterator[Any]:
-        batches = self._pass()
-        reading = batches if isinstance(batches, Reading) else None
-        own = (
-            map(self._source.as_read, batches)
-            if self._tail is None
-            else self._round_robin(self._tail, batches)
-        )
-        for step in itertools.count():
+        steps = self._first_steps if self._is_first else self.steps
+        self._is_first = False
+        reading, own = self._begun()
+        step = 0
+        while steps is None or step < steps:
             batch, state, message = None, _MORE, None
             try:
                 if reading is not None:
@@ -122,9 +172,16 @@ class StreamReader:
             except Exception as error:  # any error is sent to the other ranks
                 self.failure = error
                 state, message = _ERROR, f"{type(error).__name__}: {error}"
-            if not self._goes_on(step, state, message, batch):
+            if self._goes_on(step, state, message, batch):
+                step += 1
+                if step == steps:  # no more is asked for
+                    self._unfinished = reading
+                yield batch
+            elif self.begin and step == 0 and steps is not None:
+                reading, own = self._begun()  # the pass ended with the epoch before
+            else:
+                self._has_ended = True
                 return
-            yield batch
 
     def _goes_on(self, step: int, state: int, message: str | None, batch: Any) -> bool:
         channel, size = self._channel, self._spec.size
@@ -184,6 +241,17 @@ class StreamReader:
                 f"a {self._source.type_name} without a batch."
             )
         return keras.tree.map_structure(_spec_of, *looks)
+
+
+def weighing(class_weight: dict[int, float]) -> Any:
+    """Return a function that adds the weights of the rows' classes to a batch."""
+    tail = Tail("rows", 0, 1, True, class_weight)
+
+    @tf.autograph.experimental.do_not_convert
+    def weighted(*batch: Any) -> Any:
+        return tail.weighted(batch)
+
+    return weighted
 
 
 def _warn_of_dropped(step: int, rows: list[int | None]) -> None:

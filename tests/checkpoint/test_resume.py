@@ -24,7 +24,7 @@ KILLS = int(os.environ.get("KILLS", "0"))
 
 # Functions of `resumable.py`, each of another kind of pipeline.
 PIPELINES = ["as_shuffled", "as_filtered", "as_files", "Stateful", "ByIterators"]
-PIPELINES += ["as_shuffled_and_divided"]
+PIPELINES += ["as_shuffled_and_divided", "as_repeated"]
 
 
 def run(folder, number, ranks, end, *, is_equivalent=False, is_local=False, **options):
@@ -84,6 +84,8 @@ def test_killed_processes_resume_to_the_bit(tmp_path, ranks, as_data):
     options = {"save_steps": 2, "is_local": is_local}
     options |= {} if as_data is None else {"as_data": as_data}
     steps = -(-NUM_ROWS // (6 * ranks)) - (as_data == "as_shuffled")
+    if as_data == "as_repeated":
+        options |= {"steps_per_epoch": steps, "steps_scaling": "none"}
     choose = random.Random(ranks)
     count = KILLS or (2 if ranks == 2 else 1)
     updates = sorted(choose.sample(range(1, 3 * steps), min(count, 3 * steps - 1)))
@@ -99,7 +101,7 @@ def test_killed_processes_resume_to_the_bit(tmp_path, ranks, as_data):
     assert cut[1] == whole[1]
     rows = rows_of(tmp_path, "cut")
     assert rows == rows_of(tmp_path, "whole") and len(rows) == 3 * steps
-    for epoch in range(3):
+    for epoch in range(3 if as_data != "as_repeated" else 0):
         read = [
             row
             for update in range(epoch * steps, (epoch + 1) * steps)
@@ -149,6 +151,7 @@ def test_another_number_of_ranks_resumes_the_same_training(tmp_path):
     [
         ("ByIterators", ["epoch 1, after 1[02] batch", "epoch 2, after [69] batch"]),
         ("as_files", ["epoch 1, after 1[02] batch", "epoch 2, after [69] batch"]),
+        ("as_endless", ["epoch 2, after 1[02] batch", "epoch 3, after 2.|3. batch"]),
         ("as_filtered_and_divided", ["epoch 1 begins again: each rank has batches"]),
         ("as_own", ["epoch 1 begins again: each rank has batches of its own"]),
     ],
@@ -156,11 +159,15 @@ def test_another_number_of_ranks_resumes_the_same_training(tmp_path):
 def test_data_that_says_where_it_is_goes_on_on_other_ranks(tmp_path, as_data, said):
     """Each row of an epoch once, on two ranks, then three, then two again.
 
+    Of an endless data set, each batch of its order.
+
     Where each rank has batches of its own, the epoch begins again, and that is said.
     """
     options = {"as_data": as_data, "save_steps": 1, "verbose": 2}
     options |= {"shard": "none"} if as_data == "as_own" else {}
     options |= {"is_equivalent": True}
+    if as_data == "as_endless":
+        options |= {"steps_per_epoch": 4, "steps_scaling": "none"}
     run(tmp_path, 0, 2, ("SIGTERM", 5), **options)
     second = run(tmp_path, 1, 3, ("SIGTERM", 10), **options)
     assert re.search(said[0], second.stdout), second.stdout
@@ -170,11 +177,14 @@ def test_data_that_says_where_it_is_goes_on_on_other_ranks(tmp_path, as_data, sa
     assert re.search(said[1], done.stdout), done.stdout
     read = [
         row
-        for of_rank in rows_of(tmp_path, "cut").values()
-        for rows in of_rank.values()
+        for _, of_rank in sorted(rows_of(tmp_path, "cut").items())
+        for _, rows in sorted(of_rank.items())
         for row in rows
     ]
-    assert Counter(read) == dict.fromkeys(range(NUM_ROWS), 3)
+    if as_data == "as_endless":
+        assert len(read) > 96 and read == [n % 96 for n in range(len(read))]
+    else:
+        assert Counter(read) == dict.fromkeys(range(NUM_ROWS), 3)
 
 
 _TRAINS = """

@@ -152,6 +152,31 @@ def as_filtered_and_divided(x, y):
     return rows.apply(keras_dist.shard(6)).shuffle(20).batch(6)
 
 
+def as_repeated(x, y):
+    """Rows of an endless data set in batches of six."""
+    tf.random.set_seed(5)
+    rows = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(50).repeat()
+    return rows.batch(6, drop_remainder=True).prefetch(2)
+
+
+def as_endless(x, y):
+    """Batches of an endless data set, in order."""
+    return as_dataset(x, y).repeat()
+
+
+def as_unseeded(x, y):
+    """Rows that are shuffled without a seed, in batches of six of known number."""
+    tf.random.set_seed(None)
+    return tf.data.Dataset.from_tensor_slices((x, y)).shuffle(50).batch(6).prefetch(2)
+
+
+def as_cached(x, y):
+    """Rows that have the order of the first pass in all passes."""
+    tf.random.set_seed(5)
+    rows = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(50, seed=4).cache()
+    return rows.batch(6, drop_remainder=True)
+
+
 def as_counted(x, y):
     """Rows in batches of six that a Python generator makes, and a data set holds."""
     signature = [tf.TensorSpec([None, *a.shape[1:]], a.dtype) for a in (x, y)]
