@@ -95,7 +95,7 @@ def interleaved(x, y, size):
     rows = rows_of(x, y)
     return (
         tf.data.Dataset.range(3)
-        .interleave(lambda source: rows.shard(3, source), num_parallel_calls=2)
+        .interleave(lambda source: rows.shard(3, source), 3, num_parallel_calls=2)
         .batch(size)
     )
 

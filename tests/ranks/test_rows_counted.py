@@ -3,6 +3,7 @@
 `tests/data/test_rows_counted.py` tries more, on all ranks of one process.
 """
 
+import contextlib
 import os
 import warnings
 from collections import Counter
@@ -77,7 +78,23 @@ def evaluated(model, case) -> Counter[int]:
     return times(logs["counted"])
 
 
-def trained(model, case, validation, epochs):
+class Ended(BaseException):
+    """Ends a fit at once; nothing of the package catches it."""
+
+
+class EndsAfter(keras.callbacks.Callback):
+    """Ends a fit on all ranks after so many batches; no attribute of it is saved."""
+
+    def __init__(self, batches):
+        super().__init__()
+        self.batches = iter(range(batches))
+
+    def on_train_batch_end(self, batch, logs=None):
+        if next(self.batches, None) is None:
+            raise Ended
+
+
+def trained(model, case, validation, epochs, **options):
     """For each epoch, rows that training and validation have counted."""
     x, y = case.data() if case.kind in ARRAYS else (case.data(), None)
     history = keras_dist.dist_fit(
@@ -90,6 +107,7 @@ def trained(model, case, validation, epochs):
         validation_data=validation.data(),
         validation_batch_size=validation.batch_size,
         verbose=0,
+        **options,
     ).history
     names = ("counted", "val_counted")
     return zip(*([times(c) for c in history[name]] for name in names), strict=True)
@@ -109,11 +127,20 @@ def check_evaluation(model, case):
     assert evaluated(model, case) == counted([case.batches()])
 
 
-def check_training(model, training, validation):
+def check_resumed(model, training, validation, folder, batches):
+    """The same of a training that was ended after some batches."""
+    with contextlib.suppress(Ended):
+        ends = [EndsAfter(batches)]
+        options = {"resume": folder, "save_steps": 1, "callbacks": ends}
+        trained(model, training, validation, 2, **options)
+    check_training(model, training, validation, resume=folder)
+
+
+def check_training(model, training, validation, **options):
     """In each epoch the rows that the plan promises, and all rows of the validation."""
     rows = counted([validation.batches()])
     once = "generator" in (training.kind, validation.kind)
-    epochs = trained(model, training, validation, 1 if once else 2)
+    epochs = trained(model, training, validation, 1 if once else 2, **options)
     for of_training, of_validation in epochs:
         assert of_validation == rows
         all_rows = counted([training.batches()])
@@ -124,8 +151,9 @@ def check_training(model, training, validation):
 
 
 @pytest.mark.parametrize("begin", range(FIRST, FIRST + COUNT, 20))
-def test_metrics_count_every_row_once(model, world, begin):
-    """In evaluations and in trainings with validation, of all kinds of data."""
+def test_metrics_count_every_row_once(model, world, begin, tmp_path_factory):
+    """In evaluations and in trainings, also resumed ones, of all kinds of data."""
+    folder = keras_dist.broadcast(str(tmp_path_factory.mktemp("rows")))
     for seed in range(begin, min(begin + 20, FIRST + COUNT)):
         cases = drawn(seed, world.size)
         if cases is None:
@@ -136,5 +164,8 @@ def test_metrics_count_every_row_once(model, world, begin):
                 check_evaluation(model, cases[1])
                 if seed % TRAINS == 0:
                     check_training(model, *cases)
+                kinds = [case.kind for case in cases]
+                if seed % TRAINS == 1 and "generator" not in kinds:
+                    check_resumed(model, *cases, f"{folder}/{seed}", seed % 7)
         except Exception as error:
             raise AssertionError(f"seed {seed}: {cases}") from error
