@@ -72,7 +72,10 @@ class StreamReader:
         self.is_resumed = self.is_tracked and source.resumed is not None
         self.steps, self._at_most = steps, at_most
         self._class_weight = class_weight
-        self._first_steps = self._steps_in_first(spec.position)
+        position = spec.position
+        is_within = position is not None and position.done > 0
+        self._resumed_epoch = position.epoch if position and is_within else -1
+        self._first_steps = self._steps_in_first(position)
         self._passes = -1 if spec.position is None else spec.position.number - 1
         self._is_first = True
         self._unfinished: Reading | None = None
@@ -126,10 +129,8 @@ class StreamReader:
 
     def _steps_in_first(self, position: DataPosition | None) -> int | None:
         """Count what is left of the epoch in which the training goes on."""
-        self._resumed_epoch = -1
         if self.steps is None or position is None or not position.done:
             return self.steps
-        self._resumed_epoch = position.epoch
         if not position.steps:  # a pass was an epoch
             return self.steps
         left = position.steps - position.done
