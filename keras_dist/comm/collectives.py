@@ -16,9 +16,9 @@ import tensorflow as tf
 from keras_dist.comm import runtime, transport
 from keras_dist.comm.signed import sign, verify
 
-# Many arrays are broadcast in buffers of at most this many bytes, so that the buffer
-# that they are copied to stays small compared with the model.
-_MESSAGE_BYTES = 8 * 2**20
+# Small arrays are broadcast together, in buffers of at most this many bytes. There are
+# five copies of one for a moment, which the process keeps as its own (docs/decisions.md).
+_MESSAGE_BYTES = 2**20
 
 # A gather of Python objects begins with one allgather of this many bytes per rank: 8
 # bytes for the length of the pickled object, and then the object itself if it fits.
@@ -438,7 +438,7 @@ def _buffers(sizes: Sequence[int]) -> list[tuple[int, int]]:
         Ranges [start, stop) of the arrays of each buffer. A buffer has at most
         `_MESSAGE_BYTES` bytes, unless it holds one larger array.
 
-    >>> _buffers([10, 20, 8 * 2**20, 5])
+    >>> _buffers([10, 20, 2**20, 5])
     [(0, 2), (2, 3), (3, 4)]
     """
     ranges, start, filled = [], 0, 0
