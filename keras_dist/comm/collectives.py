@@ -16,8 +16,8 @@ import tensorflow as tf
 from keras_dist.comm import runtime, transport
 from keras_dist.comm.signed import sign, verify
 
-# Small arrays are broadcast together, in buffers of at most this many bytes. There are
-# five copies of one for a moment, which the process keeps as its own (docs/decisions.md).
+# Small arrays are broadcast together, in buffers of at most this many bytes. A buffer has
+# five copies for a moment, and the process keeps their memory (docs/decisions.md).
 _MESSAGE_BYTES = 2**20
 
 # A gather of Python objects begins with one allgather of this many bytes per rank: 8
