@@ -25,6 +25,7 @@ from keras_dist.data import (
     Source,
     is_arrays,
     is_dealt,
+    is_uneven,
     lists_to_arrays,
     presharded_of,
     reading,
@@ -49,6 +50,7 @@ from keras_dist.training.predict import (
     predict_in_turns,
     predict_presharded,
     predict_sharded,
+    rows_in_batches,
     rows_to_predict,
 )
 from keras_dist.training.same_values import agree_on_arrays
@@ -517,11 +519,12 @@ class DistributedModel:
         """Predict as `keras.Model.predict`: each row on one rank, results gathered.
 
         Of arrays rank r of N predicts the rows r, r + N, …; of other data that is the
-        same on all ranks (`tf.data.Dataset`, `PyDataset`, generator, loader) the
-        batches r, r + N, …; of data that `keras_dist.shard` has divided, its own. Data
-        that differs from rank to rank is taken for data that is already split: as with
-        `shard="none"`, and with `steps` for divided data, each rank then predicts
-        everything that it was given, and nothing is gathered.
+        same on all ranks (`tf.data.Dataset`, `PyDataset`, generator, loader), and of
+        ragged or sparse tensors, the batches r, r + N, …; of data that
+        `keras_dist.shard` has divided, its own. Data that differs from rank to rank is
+        taken for data that is already split: as with `shard="none"`, and with `steps`
+        for divided data, each rank then predicts everything that it was given, and
+        nothing is gathered.
 
         Args:
             x, batch_size, verbose, steps, callbacks: As in `keras.Model.predict`. With
@@ -576,6 +579,8 @@ class DistributedModel:
                 return predict(x, steps)  # one rank may call it alone
             comm.run_on_all(lambda: self._check_predict(gather))
             x = lists_to_arrays(x)
+            if is_uneven(x):
+                x = comm.run_on_all(lambda: rows_in_batches(x, batch_size, steps))
             known = presharded_of(x)
             # What decides which collectives come.
             facts = {

@@ -25,7 +25,13 @@ Nothing here imports Horovod or `comm`. Rank and size are arguments, and data th
 to communicate while it is read does so through a `Channel`.
 """
 
-from keras_dist.data.arrays import Arrays, is_arrays, lists_to_arrays, seed_of_keras
+from keras_dist.data.arrays import (
+    Arrays,
+    is_arrays,
+    is_uneven,
+    lists_to_arrays,
+    seed_of_keras,
+)
 from keras_dist.data.division import (
     Channel,
     DataPosition,
@@ -94,6 +100,7 @@ __all__ = [
     "makes_step",
     "is_mark",
     "is_source",
+    "is_uneven",
     "length_before_repeat",
     "length_of",
     "lists_to_arrays",

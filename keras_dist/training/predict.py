@@ -48,6 +48,30 @@ def rows_to_predict(x: Any, *, batch_size: int | None, steps: int | None) -> Arr
     return arrays[slice(0, steps * global_batch_size)]
 
 
+def rows_in_batches(
+    x: Any, batch_size: int | None, steps: int | None
+) -> tf.data.Dataset:
+    """Return the batches of one process of tensors, of which some are ragged or sparse.
+
+    Args:
+        x: A structure of tensors with one entry for each row.
+        batch_size: Rows of a batch.
+        steps: Batches, or `None` for all.
+
+    Raises:
+        ValueError: If there is no row, or other numbers of them.
+    """
+    rows = tf.data.Dataset.from_tensor_slices((keras.tree.lists_to_tuples(x),))
+    if not len(rows):
+        raise ValueError(
+            "There is nothing to predict. Received: tensors of 0 rows. Pass at least "
+            "one row."
+        )
+    if steps is not None:
+        batch_size = batch_size or math.ceil(len(rows) / steps)
+    return rows.batch(batch_size or 32)
+
+
 def predict_sharded(
     arrays: Arrays,
     predict: Callable[..., Any],
