@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras_dist.comm import runtime, transport
 from keras_dist.comm.signed import sign, verify
 
-# Small arrays are broadcast together, in buffers of at most this many bytes. A buffer has
+# Small arrays are broadcast together, in buffers of at most this many bytes. There are
 # five copies for a moment, and the process keeps their memory (docs/decisions.md).
 _MESSAGE_BYTES = 2**20
 
