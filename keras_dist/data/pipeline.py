@@ -59,6 +59,14 @@ def has_cache_in_memory(dataset: tf.data.Dataset) -> bool:
     return any(map(_is_cache_in_memory, nodes(dataset)))
 
 
+def has_cache_in_file(dataset: tf.data.Dataset) -> bool:
+    """Tell whether a data set, or one that it was made of, is cached in a file."""
+    return any(
+        private.cache_file(node) is not None and not _is_cache_in_memory(node)
+        for node in nodes(dataset)
+    )
+
+
 def _is_cache_in_memory(dataset: tf.data.Dataset) -> bool:
     return tf.get_static_value(private.cache_file(dataset)) == b""
 

@@ -16,6 +16,7 @@ from keras_dist.data.pipeline import (
     before_shuffles,
     bytes_of_caches,
     finite_or_none,
+    has_cache_in_file,
     has_cache_in_memory,
     has_seeded_passes,
     is_read_anew,
@@ -207,7 +208,10 @@ class Source:
 
         It is looked at behind the first batch: before it, no generator has begun. Where
         beginning a pass changes all later ones, it is the iterator of the first pass.
+        While one fills a cache in a file, there can be no other: it has none.
         """
+        if has_cache_in_file(self.data):
+            return False
         iterator = self._begun
         if iterator is None:
             iterator = iter(self.data)

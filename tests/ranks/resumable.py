@@ -177,6 +177,12 @@ def as_cached(x, y):
     return rows.batch(6, drop_remainder=True)
 
 
+def as_cached_in_a_file(x, y):
+    """Rows of unknown number, which are kept in a file of this rank."""
+    rows = tf.data.Dataset.from_tensor_slices((x, y)).filter(kept)
+    return rows.cache(f"{tempfile.mkdtemp()}/rows").batch(6)
+
+
 def as_counted(x, y):
     """Rows in batches of six that a Python generator makes, and a data set holds."""
     signature = [tf.TensorSpec([None, *a.shape[1:]], a.dtype) for a in (x, y)]

@@ -24,6 +24,7 @@ from resumable import (
     Loses,
     Stateful,
     as_cached,
+    as_cached_in_a_file,
     as_counted,
     as_dataset,
     as_divided,
@@ -397,6 +398,7 @@ def test_the_plan_says_where_an_interrupted_epoch_goes_on(folder, capsys):
             (as_filtered, {}, f"{goes_on} batch"),
             (Generated, {}, f"{begins} its data has no known position"),
             (as_counted, {}, f"{begins} its data has no known position"),
+            (as_cached_in_a_file, {}, f"{begins} its data has no known position"),
         ]
     ):
         if as_data is Generated and keras_dist.size() == 1:
