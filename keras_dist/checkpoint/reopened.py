@@ -17,6 +17,7 @@ from keras_dist.data import (
     is_dealt,
     is_source,
     makes_step,
+    pass_over,
     restored,
     skipped,
     track,
@@ -66,10 +67,13 @@ def reopened(
         return resume, given
     # With `steps_per_epoch`, the beginning of an epoch may be one, too.
     is_within = saved.position.row if has_steps else saved.position.done
-    if not is_within:
-        return resume, given
     if any(rank.get("data") is None for rank in saved.ranks):
-        return resume, given  # of other data: an error, later
+        return resume, given  # within an epoch, it is of other data: an error, later
+    if not is_within:
+        mark = _own_mark(saved, is_dealt(source, spec))
+        if mark is not None:
+            comm.run_on_all(lambda: pass_over(source, mark))
+        return resume, given
     is_loud = comm.rank() == 0 and given.verbose != 0
     reading: Reading | None
     reading, reason = _found(source, saved, is_dealt(source, spec), is_loud)

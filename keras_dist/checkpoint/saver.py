@@ -365,10 +365,15 @@ class Saver(keras.callbacks.Callback):
         self._writer.submit(saved.tree())
 
     def _mark(self, position: DataPosition) -> Mark | None:
-        """Return the position in data that says where it is; `None` between passes."""
-        if self._reader is None or not position.row:
+        """Return the position in data that says where it is.
+
+        Between two passes it is the end of the first one, if the second one may have
+        another order; else there is none.
+        """
+        reader = self._reader
+        if reader is None or not (position.row or reader.counts_passes):
             return None
-        return self._reader.mark(self._done)
+        return reader.mark(self._done)
 
     def _exit(self) -> NoReturn:
         """End this process after all checkpoints are written; all ranks call this."""

@@ -213,6 +213,17 @@ def restored(source: Source, mark: Mark) -> Reading | None:
     return _after(reading, first, mark)
 
 
+def pass_over(source: Source, mark: Mark) -> None:
+    """Let the next pass be the one after a mark, whose step was the last of a pass.
+
+    So it has the order that it would have had. If the state does not lead there, it is
+    the first pass of this process.
+    """
+    reading = restored(source, mark)
+    if reading is not None:
+        deque(reading, maxlen=0)
+
+
 def skipped(source: Source, mark: Mark) -> Reading | None:
     """Read from the beginning to a mark; `None` if the batches are other ones."""
     reading = Reading(source)

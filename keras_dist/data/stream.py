@@ -52,6 +52,7 @@ class StreamReader:
         is_tracked: Whether `mark` tells the position.
         is_resumed: Whether the first epoch begins in the middle of a pass.
         steps: Steps of an epoch; `None` for a pass.
+        counts_passes: Whether the data itself knows which pass comes next.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class StreamReader:
         self.begin = 0
         self.is_tracked = source.is_tracked and is_training
         self.is_resumed = self.is_tracked and source.resumed is not None
+        self.counts_passes = source.kind == "stream"
         self.steps, self._at_most = steps, at_most
         self._class_weight = class_weight
         position = spec.position
