@@ -4,6 +4,7 @@
 time, not the model.
 """
 
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -64,9 +65,6 @@ if not _missing and not _is_command:
             "Set KERAS_BACKEND=tensorflow before Keras is imported."
         )
 
-    from keras_dist import ray as ray
-    from keras_dist import spark as spark
-    from keras_dist import tune as tune
     from keras_dist.callbacks import (
         AverageStatistics,
         BroadcastVariables,
@@ -97,7 +95,6 @@ if not _missing and not _is_command:
         sum,
     )
     from keras_dist.fit import DistributedModel, dist_fit
-    from keras_dist.launch import run
     from keras_dist.optimizer import DistributedOptimizer
     from keras_dist.setup.shard import local_batch_size, shard
     from keras_dist.training import saving
@@ -105,6 +102,24 @@ if not _missing and not _is_command:
     prepare()
     saving.install()
     del prepare, require_keras, saving
+
+    if TYPE_CHECKING:
+        from keras_dist import ray as ray
+        from keras_dist import spark as spark
+        from keras_dist import tune as tune
+        from keras_dist.launch.function import run
+    else:  # a type checker would take any name
+
+        def __getattr__(name: str) -> Any:
+            # Few ranks need them, and they take 30 ms.
+            if name == "run":
+                return importlib.import_module("keras_dist.launch.function").run
+            if name in ("ray", "spark", "tune"):
+                return importlib.import_module(f"keras_dist.{name}")
+            raise AttributeError(f"module 'keras_dist' has no attribute {name!r}")
+
+        def __dir__() -> list[str]:
+            return sorted({*globals(), *__all__, "ray", "spark", "tune"})
 elif _missing and not TYPE_CHECKING:  # a type checker would take any name
     # `keras-dist install-horovod` must start here too, and print what it needs.
     def __getattr__(name: str) -> Any:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from keras_dist import comm as collectives
-from keras_dist import launch
 from keras_dist.horovod.process_sets import ProcessSet, made
+from keras_dist.launch import function
 
 
 def init(
@@ -224,7 +224,7 @@ def run(
             f"Received: {given}. Use `keras-dist run` or `horovodrun` for more."
         )
     ranks = np or num_proc
-    return launch.run(func, args, kwargs, np=ranks, log_dir=output_filename)
+    return function.run(func, args, kwargs, np=ranks, log_dir=output_filename)
 
 
 def _is_here(hosts: str | None) -> bool:

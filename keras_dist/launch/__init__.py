@@ -35,7 +35,3 @@ wait for the next start), `mpi` and `mpi_ports` (ranks that find each other by M
 `horovod_library` (what the installed Horovod was built with), and `monitor/`
 (where each rank is, and whether the job still makes progress).
 """
-
-from keras_dist.launch.function import run
-
-__all__ = ["run"]

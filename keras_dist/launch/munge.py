@@ -1,6 +1,6 @@
 """Pass a secret to other tasks of this user, by the munge that SLURM itself uses."""
 
-import http.client
+import importlib
 import os
 import subprocess
 import time
@@ -55,11 +55,13 @@ def received(
     """
     begin = time.monotonic()
     while not stopped:
-        connection = http.client.HTTPConnection(address, port, timeout=_SECONDS)
+        # Few launches need it, and it takes 10 ms.
+        client = importlib.import_module("http.client")
+        connection = client.HTTPConnection(address, port, timeout=_SECONDS)
         try:
             connection.request("GET", f"/{PATH}")
             return secret_in(connection.getresponse().read())
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, client.HTTPException) as error:
             if time.monotonic() - begin > timeout:
                 raise ValueError(
                     "The tasks of this step have no secret in common. Received: "
