@@ -187,6 +187,32 @@ def test_data_that_says_where_it_is_goes_on_on_other_ranks(tmp_path, as_data, sa
         assert Counter(read) == dict.fromkeys(range(NUM_ROWS), 3)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "as_data", [name for name in PIPELINES if name != "as_repeated"]
+)
+def test_killed_processes_go_on_on_other_ranks(tmp_path, as_data):
+    """SIGKILL at random steps, on two or three ranks: each row once an epoch."""
+    options = {"as_data": as_data, "save_steps": 1, "is_equivalent": True}
+    choose = random.Random(as_data)
+    updates = 2
+    for number in range(KILLS or 3):
+        ranks = choose.choice([2, 3])
+        run(tmp_path, number, ranks, ("SIGKILL", updates), **options)
+        updates += choose.choice([0, 1, 1])
+    run(tmp_path, KILLS or 3, 2, None, **options)
+    read = Counter(
+        row
+        for of_rank in rows_of(tmp_path, "cut").values()
+        for rows in of_rank.values()
+        for row in rows
+    )
+    if as_data == "as_shuffled":  # the last rows of each order are left out
+        assert read.total() == 3 * 96 and max(read.values()) == 3
+    else:
+        assert read == dict.fromkeys(range(NUM_ROWS), 3)
+
+
 _TRAINS = """
 import sys, time
 import keras, keras_dist, numpy as np
