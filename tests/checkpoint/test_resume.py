@@ -201,15 +201,17 @@ def test_killed_processes_go_on_on_other_ranks(tmp_path, as_data):
         run(tmp_path, number, ranks, ("SIGKILL", updates), **options)
         updates += choose.choice([0, 1, 1])
     run(tmp_path, KILLS or 3, 2, None, **options)
-    read = Counter(
-        row
+    steps = [
+        [row for rows in of_rank.values() for row in rows]
         for of_rank in rows_of(tmp_path, "cut").values()
-        for rows in of_rank.values()
-        for row in rows
-    )
-    if as_data == "as_shuffled":  # the last rows of each order are left out
+    ]
+    if as_data == "as_shuffled":
+        # The last rows of each order are left out, and a rank may have a copy of a
+        # batch in a step, without counting it.
+        read = Counter(row for rows in steps for row in set(rows))
         assert read.total() == 3 * 96 and max(read.values()) == 3
     else:
+        read = Counter(row for rows in steps for row in rows)
         assert read == dict.fromkeys(range(NUM_ROWS), 3)
 
 
