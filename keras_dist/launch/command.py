@@ -1,8 +1,11 @@
 """The command `keras-dist run`: its options, and which way starts the job."""
 
 import argparse
+import importlib.util
+import json
 import os
 import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -30,7 +33,7 @@ from keras_dist.launch.meeting import (
     run_meeting,
     secret_in,
 )
-from keras_dist.launch.monitor.rank_process import end_with
+from keras_dist.launch.monitor.rank_process import DEBUG, end_with
 from keras_dist.launch.monitor.watchdog import VARIABLE, limit_of
 from keras_dist.launch.processes import SAVED
 from keras_dist.launch.ranks import Command, command_of, connect_timeout, dry_run_text
@@ -201,6 +204,13 @@ def add_run(commands: argparse._SubParsersAction) -> None:
     add_limits(command)
     _add_spare(command)
     command.add_argument(
+        "--debug",
+        metavar="RANK[:PORT]",
+        help="stop one rank in the first line of the script, with pdb on this "
+        "terminal; with a port, let it wait there for a client of debugpy, such as VS "
+        "Code. The others wait for it, without limits. On this host alone",
+    )
+    command.add_argument(
         "--dry-run",
         action="store_true",
         help="print the ranks, their hosts, devices, variables and command; start none",
@@ -251,6 +261,8 @@ def _run(options: argparse.Namespace) -> int:
     elif environment is None and not (is_meeting or is_elastic):
         hosts = dict(hosts_of(_named_hosts(options), options.np))
     command = _command(words, hosts, options)
+    if options.debug is not None:
+        command = _debugged(command, hosts, options)
     if options.dry_run:
         print(dry_run_text(command, hosts))
         return 0
@@ -283,6 +295,45 @@ def _command(
         transport=transport,
         may_use_gloo=options.transport == "auto",
     )
+
+
+def _debugged(
+    command: Command, hosts: dict[str, int], options: argparse.Namespace
+) -> Command:
+    """Let one rank be debugged, and all others wait as long as that takes."""
+    rank, _, port = options.debug.partition(":")
+    count = sum(hosts.values()) if all(is_here(host) for host in hosts) else 0
+    is_number = rank.isdecimal() and (port.isdecimal() or not options.debug.count(":"))
+    if not is_number or not int(rank) < count or command.kind == "program":
+        raise ValueError(
+            "`--debug` names a rank of this host that runs Python, and perhaps a port. "
+            f"Received: --debug {options.debug}, {count} ranks here, and a "
+            f"{command.kind}. For example: keras-dist run -np 2 --debug 1 script.py"
+        )
+    given: dict[str, object] = {"rank": int(rank)}
+    if port:
+        given["port"] = int(port)
+        if importlib.util.find_spec("debugpy") is None:
+            raise ValueError(
+                "`--debug RANK:PORT` needs debugpy, which is not installed. Received: "
+                f"--debug {options.debug}. Run: pip install debugpy"
+            )
+    elif sys.stdin.isatty():
+        given["terminal"] = os.ttyname(sys.stdin.fileno())
+    else:
+        raise ValueError(
+            "`--debug RANK` needs a terminal for pdb. Received: "
+            f"--debug {options.debug}, and an input that is none. Start it on a "
+            "terminal, or pass a port for debugpy."
+        )
+    without_limits = {
+        DEBUG: json.dumps(given),
+        VARIABLE: "0",
+        "HOROVOD_STALL_CHECK_DISABLE": "1",
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(7 * 24 * 3600),
+    }
+    environment = {**command.environment, **without_limits}
+    return replace(command, environment=environment)
 
 
 def _environment(options: argparse.Namespace) -> Environment | None:

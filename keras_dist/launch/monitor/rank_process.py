@@ -50,6 +50,10 @@ _IMPORTS = ("tensorflow", "keras", "horovod.tensorflow")
 # Seeds what all ranks draw; run by its path, since the package is not imported here.
 _SEEDS = str(Path(__file__).with_name("seeds.py"))
 
+# If this variable is set, one rank has a debugger; it is run by its path, too.
+DEBUG = "KERAS_DIST_DEBUG"
+_DEBUGGER = str(Path(__file__).with_name("debugger.py"))
+
 # At this signal a rank writes its stacks. It is one that no scheduler sends.
 DUMP_SIGNAL = signal.SIGRTMIN + 7
 
@@ -197,6 +201,10 @@ def main(arguments: list[str]) -> None:
     sys.argv = command
     try:
         runpy.run_path(_SEEDS)["seed_generators"]()
+        if DEBUG in os.environ:
+            script = command[0] if kind == "script" else None
+            given = json.loads(os.environ[DEBUG])
+            runpy.run_path(_DEBUGGER)["attach"](given, script)
         if kind == "module":
             sys.path[0] = os.getcwd()
             runpy.run_module(command[0], run_name="__main__", alter_sys=True)
