@@ -216,7 +216,8 @@ class Source:
         if iterator is None:
             iterator = iter(self.data)
             next(iterator, None)
-            self._held.append(iterator)
+            if has_cache_in_memory(self.data):  # see `first_batches`
+                self._held.append(iterator)
         try:
             self.state_bytes = sum(map(len, iterator_state(iterator)))
             self.state_bytes += bytes_of_caches(self.data)
