@@ -1,8 +1,9 @@
 """Data that says where it is (`data.stateful`) begins where a checkpoint ends."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from keras_dist import comm, optimizer
 from keras_dist.checkpoint.files import decoded
@@ -126,9 +127,12 @@ def _found(
             "each rank has batches of its own, and there were "
             f"{len(saved.ranks)} ranks or other ones"
         )
-    if (reading := _on_all(restored, source, mark)) is not None:
+    if mark.previous is not None:  # it was the first step of a pass
+        previous = mark.previous
+        comm.run_on_all(lambda: pass_over(source, previous))
+    elif (reading := _on_all(restored, source, mark)) is not None:
         return reading, ""
-    if is_loud:
+    if is_loud and mark.at:
         say(
             f"{mark.row:,} batches of epoch {saved.position.epoch + 1} are read and "
             f"left out: the state of {source.type_name} does not lead there"
@@ -148,7 +152,18 @@ def _own_mark(saved: Saved, is_dealt_now: bool) -> Mark | None:
         own = marks[0]  # equal to the others, or of a pass with other random rows
     else:
         return None
-    return Mark(**own | {"state": decoded(own["state"])})
+    return _mark_of(own)
+
+
+def _mark_of(tree: Mapping[str, Any]) -> Mark:
+    previous = tree.get("previous")  # not in files of before
+    return Mark(
+        **{
+            **tree,
+            "state": decoded(tree["state"]),
+            "previous": None if previous is None else _mark_of(previous),
+        }
+    )
 
 
 def _on_all(

@@ -472,6 +472,8 @@ def gathered(
 def _tree_of(mark: Mark) -> dict[str, Any]:
     """Return a mark as a tree; a state that is no tree is left out of it."""
     tree = {**vars(mark), "state": None}
+    if mark.previous is not None:
+        tree["previous"] = _tree_of(mark.previous)
     with contextlib.suppress(TypeError):
         tree["state"] = encoded(mark.state)
     return tree

@@ -99,6 +99,7 @@ class Source:
             number, so that beginning one changes all later ones.
         is_tracked: Whether its state is remembered while it is read (`stateful`).
         resumed: Where it is resumed, the `stateful.Reading` of its first pass.
+        passed: The `stateful.Mark` of the end of the last pass before this process.
         state_bytes: Bytes of the state of an iterator, if it was looked at: with all
             rows of its caches in memory, where their number is known.
     """
@@ -118,6 +119,7 @@ class Source:
         self.has_seeded_passes = is_dataset and has_seeded_passes(data)
         self.is_tracked = False
         self.resumed: Any = None
+        self.passed: Any = None
         self.state_bytes = 0
         self._looks: list[Any] | None = None
         self._has_known_order: bool | None = None

@@ -44,6 +44,7 @@ class Mark:
         digest: Of the first batch of the step.
         is_dealt: Whether the batches are the same on all ranks, and dealt to them.
         is_after: Whether `state` is that after the step.
+        previous: The end of the pass before, where that is what leads to this pass.
     """
 
     state: Any
@@ -52,6 +53,7 @@ class Mark:
     digest: str
     is_dealt: bool
     is_after: bool = False
+    previous: "Mark | None" = None
 
 
 class Reading:
@@ -61,14 +63,21 @@ class Reading:
         source: The data.
         state: Where to begin; `None` for the beginning.
         read: Batches of the pass before that.
+        previous: The end of the pass before, if this data counts them.
 
     Attributes:
         read: Batches of the pass that were read, without one that was peeked at.
     """
 
-    def __init__(self, source: Source, state: Any = None, read: int = 0) -> None:
+    def __init__(
+        self,
+        source: Source,
+        state: Any = None,
+        read: int = 0,
+        previous: Mark | None = None,
+    ) -> None:
         data = source.data
-        self.read = read
+        self.read, self.previous = read, previous
         self._peeked: list[Any] = []
         self._before: tuple[Any, int] = (None, 0)
         self._first: Any = None
@@ -157,7 +166,8 @@ class Step:
         after = self.reading.state_after(self.row)
         is_after = after is not None
         state = after if is_after else self.state
-        return Mark(state, self.at, self.row, digest, is_dealt, is_after)
+        previous = self.reading.previous if state is None else None
+        return Mark(state, self.at, self.row, digest, is_dealt, is_after, previous)
 
 
 def has_state_dict(value: Any) -> bool:
@@ -222,6 +232,7 @@ def pass_over(source: Source, mark: Mark) -> None:
     reading = restored(source, mark)
     if reading is not None:
         deque(reading, maxlen=0)
+        source.passed = mark
 
 
 def skipped(source: Source, mark: Mark) -> Reading | None:

@@ -3,6 +3,7 @@
 import itertools
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -145,18 +146,27 @@ class StreamReader:
 
     def _begun(self) -> tuple[Reading | None, Iterator[Any]]:
         """Begin a pass, or the rest of one; return what reads it, and own batches."""
+        previous = self._previous()
         self._steps, self.begin, self._has_ended = {}, 0, False
         reading = None
         if self.is_tracked:
             resumed, self._source.resumed = self._source.resumed, None
             left, self._unfinished = self._unfinished, None
             self._passes += left is None
-            reading = resumed or left or Reading(self._source)
+            reading = resumed or left or Reading(self._source, None, 0, previous)
             self.begin = reading.read
         batches = iter(self._source) if reading is None else reading
         if self._tail is None:
             return reading, map(self._source.as_read, batches)
         return reading, self._round_robin(self._tail, batches)
+
+    def _previous(self) -> Mark | None:
+        """Return the end of the pass before; `None` where no later pass needs it."""
+        if not self.counts_passes or not self.is_tracked:
+            return None
+        if not self._steps:
+            return self._source.passed
+        return replace(self.mark(max(self._steps)), previous=None)
 
     def _batches(self) -> Iterator[Any]:
         steps = self._first_steps if self._is_first else self.steps

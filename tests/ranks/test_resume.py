@@ -189,7 +189,7 @@ def test_data_that_says_where_it_is_resumes_there(folder, capsys, as_data):
         f"{folder}/whole", saw=expected_rows.__setitem__, **options
     )
     steps = len(expected_rows) // 3
-    for seed, dies in enumerate((steps + 3, steps + 5)):
+    for seed, dies in enumerate((steps + 2, steps + 5)):
         more = {"save_steps": 1, "die": die, "dies": dies, "seed": 100 + seed}
         with pytest.raises(Killed):
             train(f"{folder}/cut", saw=rows.__setitem__, **options, **more)
