@@ -5,6 +5,7 @@ the standard library, and debugpy where a port is given.
 """
 
 import importlib
+import inspect
 import os
 import pdb
 import sys
@@ -53,8 +54,8 @@ def _stop_in_first_line(terminal: str, path: str | None) -> None:
     debugger.use_rawinput = False
 
     def stop(*arguments: Any, **options: Any) -> None:
-        frame = sys._getframe(1)
-        debugger.set_trace(frame)
+        here = inspect.currentframe()
+        debugger.set_trace(here and here.f_back)
 
     def after_error(
         kind: type[BaseException], error: BaseException, trace: Any
@@ -68,7 +69,7 @@ def _stop_in_first_line(terminal: str, path: str | None) -> None:
     if path is None:
         return
     debugger.reset()
-    debugger.botframe = sys._getframe()
+    debugger.botframe = inspect.currentframe()
     debugger.set_break(path, _first_line(path), temporary=True)
     debugger.set_continue()
     sys.settrace(debugger.trace_dispatch)
