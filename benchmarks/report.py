@@ -204,9 +204,8 @@ def _costs(
             ours, plain = (
                 costs[what][f"{method}, {ranks}"] for method in ("keras_dist", "alone")
             )
-            more[what, ranks] = statistics.median(
-                a - b for a, b in zip(ours, plain, strict=True)
-            )
+            found = statistics.median(a - b for a, b in zip(ours, plain, strict=True))
+            more[what, ranks] = round(found, 1) + 0.0  # never "-0.0"
             both = " | ".join(
                 f"{found.median:.1f} ({found.low:.1f} to {found.high:.1f})"
                 for found in map(spread, (ours, plain))
