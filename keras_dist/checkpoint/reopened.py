@@ -18,7 +18,7 @@ from keras_dist.data import (
     is_dealt,
     is_source,
     makes_step,
-    pass_over,
+    passed_over,
     restored,
     skipped,
     track,
@@ -56,7 +56,7 @@ def reopened(
             return False
         # A number of batches is a smaller state, and any number of ranks has one.
         is_counted = not has_steps and has_division(source, spec)
-        return not is_counted and track(source, spec, passes)
+        return not is_counted and track(source, spec, passes, has_steps=has_steps)
 
     # On all ranks: whether their arguments are equal is compared only later.
     if not all(comm.gather_or_raise(can_track)) or source is None:
@@ -72,8 +72,8 @@ def reopened(
         return resume, given  # within an epoch, it is of other data: an error, later
     if not is_within:
         mark = _own_mark(saved, is_dealt(source, spec))
-        if mark is not None:
-            comm.run_on_all(lambda: pass_over(source, mark))
+        if mark is not None and not saved.position.row:
+            _on_all(passed_over, source, mark)
         return resume, given
     is_loud = comm.rank() == 0 and given.verbose != 0
     reading: Reading | None
@@ -127,10 +127,7 @@ def _found(
             "each rank has batches of its own, and there were "
             f"{len(saved.ranks)} ranks or other ones"
         )
-    if mark.previous is not None:  # it was the first step of a pass
-        previous = mark.previous
-        comm.run_on_all(lambda: pass_over(source, previous))
-    elif (reading := _on_all(restored, source, mark)) is not None:
+    if (reading := _on_all(restored, source, mark)) is not None:
         return reading, ""
     if is_loud and mark.at:
         say(
@@ -177,7 +174,8 @@ def _on_all(
         return found[0] is not None
 
     everyone = comm.gather_or_raise(has_found)
-    if any(everyone) and not all(everyone) and source.has_seeded_passes:
+    counts_passes = source.has_seeded_passes or source.kind == "stream"
+    if any(everyone) and not all(everyone) and counts_passes and mark.is_dealt:
         # A state sets the number of a pass, too: the ranks would differ from then on.
         raise ValueError(
             "The training cannot go on in the middle of an epoch: the state of its "

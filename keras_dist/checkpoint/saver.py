@@ -311,7 +311,7 @@ class Saver(keras.callbacks.Callback):
         reader = self._reader
         assert reader is not None
         if reader.steps is not None:  # the next epoch goes on in the same pass
-            number, row = reader.place(self._done)
+            number, row = reader.place(done or reader.last_step)
             done += reader.steps_before(epoch) if done else 0
             return DataPosition(epoch, done, reader.steps, number, row, 0)
         if not done:
@@ -373,7 +373,7 @@ class Saver(keras.callbacks.Callback):
         reader = self._reader
         if reader is None or not (position.row or reader.counts_passes):
             return None
-        return reader.mark(self._done)
+        return reader.mark(self._done if position.done else reader.last_step)
 
     def _exit(self) -> NoReturn:
         """End this process after all checkpoints are written; all ranks call this."""

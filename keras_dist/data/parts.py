@@ -137,7 +137,7 @@ def part_of(
     if source.kind == "sequence":
         part = _of_sequence(source, spec, tail, shuffle)
     elif source.kind == "dataset" and source.length is not None and not is_tracked:
-        part = _of_dataset(source, spec, tail, keeps_position)
+        part = _of_dataset(source, spec, tail, keeps_position, epoch_steps)
     else:
         part = _of_stream(source, spec, tail, is_training, epoch_steps, class_weight)
     return replace(part, shares=shares)
@@ -352,7 +352,11 @@ def _of_sequence(source: Source, spec: ShardSpec, tail: Tail, shuffle: bool) -> 
 
 
 def _of_dataset(
-    source: Source, spec: ShardSpec, tail: Tail, keeps_position: bool
+    source: Source,
+    spec: ShardSpec,
+    tail: Tail,
+    keeps_position: bool,
+    epoch_steps: int | None,
 ) -> Part:
     data, length = source.data, finite_or_none(source.length)
     in_tail = 0 if length is None else length % tail.per_step
@@ -371,7 +375,8 @@ def _of_dataset(
     mark = functools.partial(marked, has_rows=True)
     as_made = mark if is_marked else lambda batch: batch
     if steps is None:  # the last batch may be smaller
-        if source.has_seeded_passes:
+        # With `steps_per_epoch` Keras begins each pass that it reads, and no other.
+        if source.has_seeded_passes and epoch_steps is None:
             dataset = dataset.concatenate(unread_pass(data, as_made))
         return replace(part, data=without_auto_shard(dataset))
     dataset = checked_length(dataset, steps)

@@ -165,21 +165,23 @@ _PASSES_OF_EPOCH = 2
 
 
 def skip_epochs(dataset: tf.data.Dataset, count: int) -> None:
-    """Let the next epoch have the order that it has after `count` others.
+    """Let the next epoch have the order that it has after `count` others."""
+    skip_passes(dataset, count * (1 + unread_passes(dataset)))
 
-    `has_seeded_passes` must be true. One that is not `is_read_anew` is left as it is.
-    """
-    if not is_read_anew(dataset):
-        return
-    skip_passes(
-        dataset, count * (_PASSES_OF_EPOCH if dataset.cardinality() >= 0 else 1)
-    )
+
+def unread_passes(dataset: tf.data.Dataset) -> int:
+    """Count the passes between two epochs that Keras begins and does not read."""
+    return _PASSES_OF_EPOCH - 1 if dataset.cardinality() >= 0 else 0
 
 
 def skip_passes(dataset: tf.data.Dataset, count: int) -> None:
-    """Let the next pass have the order that it has after `count` others."""
-    for _ in range(count):
-        iter(dataset)
+    """Let the next pass have the order that it has after `count` others.
+
+    One that is not `is_read_anew` is left as it is.
+    """
+    if is_read_anew(dataset):
+        for _ in range(count):
+            iter(dataset)
 
 
 def unread_pass(

@@ -210,22 +210,34 @@ class Source:
 
         It is looked at behind the first batch: before it, no generator has begun. Where
         beginning a pass changes all later ones, it is the iterator of the first pass.
-        While one fills a cache in a file, there can be no other: it has none.
+        """
+        found = self._bytes_of_state(self.data, self._begun)
+        self.state_bytes = (found or 0) + bytes_of_caches(self.data)
+        return found is not None
+
+    def may_have_state(self) -> bool:
+        """Tell the same without beginning a pass, if that would change later ones.
+
+        Then what comes before the shuffles is looked at. While an iterator fills a
+        cache in a file, there can be no other one: none of them has a state.
         """
         if has_cache_in_file(self.data):
             return False
-        iterator = self._begun
+        sources = before_shuffles(self.data) if self.has_seeded_passes else []
+        return None not in map(self._bytes_of_state, sources)
+
+    def _bytes_of_state(
+        self, dataset: tf.data.Dataset, iterator: Any = None
+    ) -> int | None:
         if iterator is None:
-            iterator = iter(self.data)
+            iterator = iter(dataset)
             next(iterator, None)
-            if has_cache_in_memory(self.data):  # see `first_batches`
+            if has_cache_in_memory(dataset):  # see `first_batches`
                 self._held.append(iterator)
         try:
-            self.state_bytes = sum(map(len, iterator_state(iterator)))
-            self.state_bytes += bytes_of_caches(self.data)
+            return sum(map(len, iterator_state(iterator)))
         except tf.errors.OpError:
-            return False
-        return True
+            return None
 
     def first(self, count: int) -> list[Any]:
         """Read the first `count` batches, or as many as there are."""

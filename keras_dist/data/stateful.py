@@ -27,6 +27,7 @@ from keras_dist.data.pipeline import (
     finite_or_none,
     iterator_state,
     set_iterator_state,
+    skip_epochs,
     skip_passes,
 )
 from keras_dist.data.source import Source, fingerprint_of
@@ -175,7 +176,7 @@ def has_state_dict(value: Any) -> bool:
     return _has_all(value, "state_dict", "load_state_dict")
 
 
-def track(source: Source, spec: ShardSpec, passes: int) -> bool:
+def track(source: Source, spec: ShardSpec, passes: int, *, has_steps: bool) -> bool:
     """Let a source be read by `Reading`, if it can be; tell whether it can.
 
     What has to be known of its first batches is read now: later, that would be another
@@ -184,7 +185,8 @@ def track(source: Source, spec: ShardSpec, passes: int) -> bool:
     Args:
         source: The data.
         spec: The ranks.
-        passes: Passes that were begun before the one that is read next.
+        passes: Passes that were read before the one that is read next.
+        has_steps: Whether epochs have a number of steps, and passes go on in the next.
     """
     data, presharded = source.data, source.presharded
     if source.kind == "sequence" or not source.is_repeatable:
@@ -198,8 +200,10 @@ def track(source: Source, spec: ShardSpec, passes: int) -> bool:
     has_marks = presharded is not None and presharded.is_global and spec.size > 1
     if has_marks and finite_or_none(source.length) is not None:
         return False  # the last batch may have no row for a rank
+    if not source.may_have_state():
+        return False
     if source.has_seeded_passes:
-        skip_passes(data, passes)
+        (skip_passes if has_steps else skip_epochs)(data, passes)
     source.hold(max(2, spec.size))
     return source.has_iterator_state()
 
@@ -207,9 +211,15 @@ def track(source: Source, spec: ShardSpec, passes: int) -> bool:
 def restored(source: Source, mark: Mark) -> Reading | None:
     """Begin after a mark by its state; `None` if it does not bring the batches back.
 
+    After the first step of a pass it is the end of the pass before that leads there.
+
     Raises:
         ValueError: If the data would begin all later passes there, too.
     """
+    if mark.previous is not None:
+        if passed_over(source, mark.previous) is None:
+            return None
+        return skipped(source, mark)
     if mark.state is None:
         return None
     if mark.is_after:
@@ -223,16 +233,18 @@ def restored(source: Source, mark: Mark) -> Reading | None:
     return _after(reading, first, mark)
 
 
-def pass_over(source: Source, mark: Mark) -> None:
+def passed_over(source: Source, mark: Mark) -> Reading | None:
     """Let the next pass be the one after a mark, whose step was the last of a pass.
 
-    So it has the order that it would have had. If the state does not lead there, it is
-    the first pass of this process.
+    So it has the order that it would have had. `None` if the state does not lead there:
+    then it is the first pass of this process.
     """
     reading = restored(source, mark)
     if reading is not None:
-        deque(reading, maxlen=0)
+        # A rank may have more batches than others, which it would not have read.
+        deque(itertools.islice(reading, mark.row - mark.at), maxlen=0)
         source.passed = mark
+    return reading
 
 
 def skipped(source: Source, mark: Mark) -> Reading | None:

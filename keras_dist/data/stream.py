@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.data.division import DataPosition, ShardSpec
-from keras_dist.data.pipeline import with_length
+from keras_dist.data.pipeline import skip_passes, unread_passes, with_length
 from keras_dist.data.round_robin import Tail, marked, num_rows
 from keras_dist.data.source import Source
 from keras_dist.data.stateful import Mark, Reading, Step
@@ -125,6 +125,11 @@ class StreamReader:
             return self._passes + 1, 0
         return self._passes, self._steps[step].row
 
+    @property
+    def last_step(self) -> int:
+        """The last step of this epoch that was read, counted from 1."""
+        return max(self._steps)
+
     def steps_before(self, epoch: int) -> int:
         """Count the steps of an epoch that were trained before it was resumed."""
         is_rest = self._resumed_epoch == epoch
@@ -153,6 +158,9 @@ class StreamReader:
             resumed, self._source.resumed = self._source.resumed, None
             left, self._unfinished = self._unfinished, None
             self._passes += left is None
+            if not self._is_first and left is None and self.steps is None:
+                self._skip_unread()
+            self._is_first = False
             reading = resumed or left or Reading(self._source, None, 0, previous)
             self.begin = reading.read
         batches = iter(self._source) if reading is None else reading
@@ -166,11 +174,16 @@ class StreamReader:
             return None
         if not self._steps:
             return self._source.passed
-        return replace(self.mark(max(self._steps)), previous=None)
+        return replace(self.mark(self.last_step), previous=None)
+
+    def _skip_unread(self) -> None:
+        """Begin the pass that Keras begins between two epochs, and does not read."""
+        source = self._source
+        if source.has_seeded_passes:
+            skip_passes(source.data, unread_passes(source.data))
 
     def _batches(self) -> Iterator[Any]:
         steps = self._first_steps if self._is_first else self.steps
-        self._is_first = False
         reading, own = self._begun()
         step = 0
         while steps is None or step < steps:

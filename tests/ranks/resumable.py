@@ -107,6 +107,13 @@ def as_shuffled(x, y):
     return rows.batch(6, drop_remainder=True)
 
 
+def as_shuffled_unevenly(x, y):
+    """The same with the last rows, of which it shows late what the ranks make."""
+    tf.random.set_seed(5)
+    rows = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(50, seed=4)
+    return rows.batch(6)
+
+
 def as_divided(x, y):
     """Rows that each rank divides before they come in batches of six."""
     rows = tf.data.Dataset.from_tensor_slices((x, y)).apply(keras_dist.shard(6))
@@ -174,7 +181,7 @@ def as_cached(x, y):
     """Rows that have the order of the first pass in all passes."""
     tf.random.set_seed(5)
     rows = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(50, seed=4).cache()
-    return rows.batch(6, drop_remainder=True)
+    return rows.batch(6)  # whose last one completes the cache, in Keras, too
 
 
 def as_cached_in_a_file(x, y):

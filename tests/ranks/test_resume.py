@@ -34,6 +34,7 @@ from resumable import (
     as_repeated,
     as_shuffled,
     as_shuffled_and_divided,
+    as_shuffled_unevenly,
     as_unseeded,
     make_model,
     rows_of_all,
@@ -248,6 +249,22 @@ def test_an_order_without_a_seed_goes_on(world, folder):
     train(folder, saw=rows.__setitem__, seed=77, **options)
     read = sum(rows.values(), [])
     assert world.size > 1 or sorted(read) == sorted([*range(NUM_ROWS)] * 2)
+
+
+@pytest.mark.parametrize("as_data", [as_shuffled_unevenly, as_cached])
+@pytest.mark.parametrize("more", [{}, {"steps_per_epoch": 5, "steps_scaling": "none"}])
+def test_a_resume_does_not_change_the_order_of_passes(folder, as_data, more):
+    """Checkpoints change nothing, also where one is that of the end of an epoch."""
+    options = {"as_data": as_data, "epochs": 3} | more
+    plain, whole, cut = {}, {}, {}
+    train(None, saw=plain.__setitem__, **options)
+    train(f"{folder}/whole", saw=whole.__setitem__, **options)
+    assert whole == plain
+    ends = {"die": die, "dies": len(whole) // 3 + 1}
+    with pytest.raises(Killed):
+        train(f"{folder}/cut", saw=cut.__setitem__, **options, **ends)
+    train(f"{folder}/cut", saw=cut.__setitem__, seed=77, **options)
+    assert cut == whole
 
 
 @pytest.mark.several_ranks
