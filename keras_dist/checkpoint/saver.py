@@ -373,7 +373,8 @@ class Saver(keras.callbacks.Callback):
         reader = self._reader
         if reader is None or not (position.row or reader.counts_passes):
             return None
-        return reader.mark(self._done if position.done else reader.last_step)
+        step = self._done if position.done else reader.last_step
+        return reader.mark(step) if step else None
 
     def _exit(self) -> NoReturn:
         """End this process after all checkpoints are written; all ranks call this."""

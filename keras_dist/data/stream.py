@@ -127,8 +127,8 @@ class StreamReader:
 
     @property
     def last_step(self) -> int:
-        """The last step of this epoch that was read, counted from 1."""
-        return max(self._steps)
+        """The last step of this epoch that was read, counted from 1; 0 for none."""
+        return max(self._steps, default=0)
 
     def steps_before(self, epoch: int) -> int:
         """Count the steps of an epoch that were trained before it was resumed."""
