@@ -1,7 +1,7 @@
 """Train Keras 3 models on many processes over Horovod.
 
-`model.fit(…)` becomes `keras_dist.dist_fit(model, …)`: the number of ranks changes the
-time, not the model.
+`model.fit(…)` becomes `keras_dist.dist_fit(model, …, batch="global")`: the number of
+ranks changes the time, not the model.
 """
 
 import importlib

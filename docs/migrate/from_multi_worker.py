@@ -36,5 +36,4 @@ keras_dist.dist_fit(
     validation_data=data_val,
     verbose=2,
 )
-if keras_dist.rank() == 0:
-    model.save("digits.keras")
+model.save("digits.keras")
