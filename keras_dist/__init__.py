@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from keras_dist import version
 from keras_dist.version import __version__
 
 __all__ = [
@@ -54,10 +55,10 @@ _missing = [n for n in ("tensorflow", "keras") if importlib.util.find_spec(n) is
 
 if not _missing and not _is_command:
     import keras
+    import tensorflow
 
-    from keras_dist.version import require_keras
-
-    require_keras(keras.__version__)
+    version.require("Keras", keras.__version__, version.OLDEST_KERAS)
+    version.require("TensorFlow", tensorflow.__version__, version.FIRST_TENSORFLOW)
     if keras.backend.backend() != "tensorflow":
         raise ImportError(
             "keras_dist needs Keras's TensorFlow backend. "
@@ -101,7 +102,7 @@ if not _missing and not _is_command:
 
     prepare()
     saving.install()
-    del prepare, require_keras, saving
+    del prepare, saving, tensorflow
 
     if TYPE_CHECKING:
         from keras_dist import ray as ray
@@ -126,7 +127,8 @@ elif _missing and not TYPE_CHECKING:  # a type checker would take any name
         if name not in __all__:
             raise AttributeError(f"module 'keras_dist' has no attribute {name!r}")
         raise ImportError(
-            f"keras_dist.{name} needs TensorFlow 2.18 to 2.21 and Keras 3.10 or newer. "
+            f"keras_dist.{name} needs TensorFlow {version.TENSORFLOW_RANGE} and "
+            f"Keras {version.dotted(version.OLDEST_KERAS)} or newer. "
             f"Received: an environment without {' and '.join(_missing)}. "
-            "Run: pip install 'tensorflow>=2.18,<2.22' 'keras>=3.10'"
+            f"Run: pip install '{version.TENSORFLOW}' '{version.KERAS}'"
         )

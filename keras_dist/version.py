@@ -1,4 +1,4 @@
-"""The version of keras_dist, and the oldest Keras that it works with."""
+"""The version of keras_dist, and those of Keras and TensorFlow that it works with."""
 
 import re
 
@@ -6,26 +6,60 @@ __version__ = "0.1.0"
 
 OLDEST_KERAS = (3, 10)
 
+# Horovod 0.28.1 was built and tested with each TensorFlow of this range.
+FIRST_TENSORFLOW = (2, 18)
+LAST_TENSORFLOW = (2, 22)
 
-def require_keras(version: str) -> None:
-    """Raise an `ImportError` if this version of Keras is too old.
 
-    Older ones lack what makes sums exact and the saving of models safe. A dependency in
-    the metadata does not stop `pip install --no-deps`, or a package that pins Keras.
+def dotted(version: tuple[int, int]) -> str:
+    """Write a version.
+
+    >>> dotted((3, 10))
+    '3.10'
+    """
+    return ".".join(str(part) for part in version)
+
+
+def parsed(version: str) -> tuple[int, ...]:
+    """Return major and minor version; `()` for what is no version.
+
+    >>> [parsed(text) for text in ("3.16.0.dev2026010103", "2.22.0rc0", "unknown")]
+    [(3, 16), (2, 22), ()]
+    """
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else ()
+
+
+# In sentences, and for pip.
+TENSORFLOW_RANGE = f"{dotted(FIRST_TENSORFLOW)} to {dotted(LAST_TENSORFLOW)}"
+TENSORFLOW = (
+    f"tensorflow>={dotted(FIRST_TENSORFLOW)},"
+    f"<{LAST_TENSORFLOW[0]}.{LAST_TENSORFLOW[1] + 1}"
+)
+KERAS = f"keras>={dotted(OLDEST_KERAS)}"
+
+
+def require(package: str, version: str, oldest: tuple[int, int]) -> None:
+    """Raise an `ImportError` if a version is too old.
+
+    An older Keras lacks what makes sums exact and the saving of models safe. A
+    dependency in the metadata does not stop `pip install --no-deps`, or a package that
+    pins another version; and TensorFlow is the user's own.
 
     Args:
-        version: That of the Keras that is installed.
+        package: Name of the package, as in a sentence.
+        version: The version that is installed.
+        oldest: The oldest that keras_dist works with.
 
     Raises:
-        ImportError: It is older than `OLDEST_KERAS`.
+        ImportError: It is older than `oldest`.
 
-    >>> require_keras("3.10.0")
-    >>> require_keras("3.16.0.dev2026010103")
+    >>> require("Keras", "3.10.0", OLDEST_KERAS)
+    >>> require("TensorFlow", "2.23.0-dev20261026", FIRST_TENSORFLOW)
     """
-    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    oldest = ".".join(str(part) for part in OLDEST_KERAS)
-    if found < OLDEST_KERAS:
+    if parsed(version) < oldest:
         raise ImportError(
-            f"keras_dist needs Keras {oldest} or newer. Received: Keras {version}. "
-            f"Run: pip install 'keras>={oldest}'"
+            f"keras_dist needs {package} {dotted(oldest)} or newer. "
+            f"Received: {package} {version}. "
+            f"Run: pip install '{package.lower()}>={dotted(oldest)}'"
         )

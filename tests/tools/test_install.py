@@ -15,8 +15,17 @@ from pathlib import Path
 import pytest
 
 from keras_dist import __main__ as command
+from keras_dist import version
 from keras_dist.launch import horovod_library
-from keras_dist.tools.install import InstallError, build, facts, recipe, steps, wheels
+from keras_dist.tools.install import (
+    InstallError,
+    build,
+    facts,
+    recipe,
+    steps,
+    systems,
+    wheels,
+)
 from keras_dist.tools.screen import Screen
 
 NCCL = facts.Nccl(Path("/opt/n c/include"), Path("/opt/n c/lib/libnccl.so.2"))
@@ -94,12 +103,13 @@ def test_nvcc_counts_only_if_it_runs_and_has_headers(tmp_path):
     assert facts.find_cuda(homes[:3]) is None
 
 
-def test_exactly_the_tensorflow_versions_from_2_18_to_2_21_are_supported():
+def test_exactly_the_tensorflow_versions_of_the_range_are_supported():
     """Also their patch releases and release candidates; no others."""
-    supported = {(2, 18), (2, 19), (2, 20), (2, 21)}
+    first, last = version.FIRST_TENSORFLOW, version.LAST_TENSORFLOW
+    supported = {(first[0], minor) for minor in range(first[1], last[1] + 1)}
     for major, minor, rest in itertools.product(range(4), range(30), (".0", ".1rc2")):
-        version = f"{major}.{minor}{rest}"
-        assert facts.is_supported(version) == ((major, minor) in supported)
+        text = f"{major}.{minor}{rest}"
+        assert facts.is_supported(text) == ((major, minor) in supported)
     assert not facts.is_supported("unknown")
 
 
@@ -116,7 +126,7 @@ def test_all_missing_packages_are_in_one_message():
     """One message, with one command for all the Debian packages, each named once."""
     missing = facts.find_missing(BARE, mpi=True, nccl=True)
     text = facts.explain(missing)
-    assert "TensorFlow, 2.18 to 2.21. Received: none for Python 3.12." in text
+    assert "TensorFlow, 2.18 to 2.22. Received: none for Python 3.12." in text
     assert "apt-get install python3-venv g++ make libopenmpi-dev openmpi-bin\n" in text
     assert "python -m ensurepip" in text
     assert "nvidia-nccl-cu12" in text
@@ -134,6 +144,58 @@ def test_each_distribution_of_tensorflow_is_found(name, monkeypatch):
 
     monkeypatch.setattr("importlib.metadata.version", version)
     assert facts.installed_tensorflow() == (name, "2.21.0")
+
+
+@pytest.mark.parametrize(
+    ("release", "environ", "line"),
+    [
+        ("ID=debian", {}, "apt-get install g++ make libopenmpi-dev openmpi-bin"),
+        ('ID=mint\nID_LIKE="ubuntu debian"', {}, "apt-get install g++ make"),
+        ("ID=nixos", {}, "apt-get install g++ make"),
+        ("ID=fedora", {}, "dnf install gcc-c++ make openmpi-devel openmpi"),
+        ('ID="rocky"\nID_LIKE="rhel centos fedora"', {}, "dnf install gcc-c++ make"),
+        ("ID=alpine", {}, "apk add g++ make openmpi-dev openmpi"),
+        (
+            "ID=debian",
+            {"CONDA_PREFIX": "/opt/conda/envs/a"},
+            "conda install -c conda-forge gxx make openmpi\n(no `sudo` is needed)",
+        ),
+    ],
+)
+def test_packages_are_those_of_the_system(release, environ, line):
+    """Where nothing else is known, Debian's."""
+    lacking = dataclasses.replace(
+        COMPLETE, has_compiler=False, has_make=False, has_open_mpi=False
+    )
+    missing = facts.find_missing(lacking, mpi=True, nccl=False)
+    assert line in facts.explain(missing, systems.system_of(environ, release))
+
+
+def test_remedies_name_packages_of_the_system(monkeypatch):
+    """Also those of a step that has failed."""
+    fedora = systems.system_of({}, "ID=fedora")
+    monkeypatch.setattr(steps, "this_system", lambda: fedora)
+    remedy = steps.remedy_for("fatal error: Python.h: No such file or directory")
+    assert str(InstallError(remedy)).endswith("dnf install python3-devel")
+
+
+def test_a_compiler_that_cxx_names_wrongly_is_named():
+    """Another package would not help."""
+    found = facts.detect({"CXX": "ccache-14 g++", "PATH": os.environ["PATH"]})
+    (missing,) = facts.find_missing(
+        dataclasses.replace(COMPLETE, has_compiler=False, cxx=found.cxx),
+        mpi=False,
+        nccl=False,
+    )
+    assert not found.has_compiler
+    assert "CXX names: ccache-14 is not on the PATH" in missing.what
+
+
+def test_a_tensorflow_that_was_not_tried_is_built_for():
+    """With a line that says so; an older one is refused."""
+    for tensorflow, count in (("2.23.0-dev20261026", 0), ("2.17.1", 1)):
+        found = dataclasses.replace(COMPLETE, tensorflow=tensorflow)
+        assert len(facts.find_missing(found, mpi=False, nccl=False)) == count
 
 
 def test_nccl_with_tensorflow_cpu_says_which_distribution_is_needed():
@@ -485,6 +547,6 @@ def test_without_tensorflow_the_command_says_which_package_to_install():
 
     done = run("-m", "keras_dist", "install-horovod")
     assert done.returncode == 1
-    assert "pip install 'tensorflow>=2.18,<2.22'" in done.stderr
+    assert "pip install 'tensorflow>=2.18,<2.23'" in done.stderr
     done = run("-c", "import keras_dist; keras_dist.dist_fit")
     assert "without tensorflow and keras. Run: pip install" in done.stderr

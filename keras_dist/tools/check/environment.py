@@ -34,7 +34,7 @@ from keras_dist.tools.check.checks import (
 )
 from keras_dist.tools.check.gpus import gpus
 from keras_dist.tools.install.facts import TENSORFLOWS, is_supported
-from keras_dist.version import __version__
+from keras_dist.version import KERAS, TENSORFLOW, TENSORFLOW_RANGE, __version__
 
 # Seconds for which a rank waits for the others, which import TensorFlow.
 _SECONDS, _PAUSE = 240.0, 0.2
@@ -231,8 +231,8 @@ def versions(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
     if errors or missing:
         return failed(
             errors or f"not installed: {', '.join(missing)}",
-            "Install it in this environment: pip install 'tensorflow>=2.18,<2.22' "
-            "'keras>=3.5', then keras-dist install-horovod.",
+            f"Install it in this environment: pip install '{TENSORFLOW}' '{KERAS}', "
+            "then keras-dist install-horovod.",
         )
     texts = [f"{name} {version}" for name, version in own.items()]
     seen = ", ".join(texts)
@@ -244,7 +244,9 @@ def versions(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
             "Two installations are mixed: look at PYTHONPATH and `pip list` there.",
         )
     if not all(each["is_supported"] for each in found):
-        return warning(seen, "keras_dist was tried with TensorFlow 2.18 to 2.21.")
+        return warning(
+            seen, f"keras_dist was tried with TensorFlow {TENSORFLOW_RANGE}."
+        )
     return ok(seen, **own)
 
 

@@ -13,11 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Horovod 0.28.1 was built and tested with each TensorFlow of this range.
-FIRST_TENSORFLOW = (2, 18)
-LAST_TENSORFLOW = (2, 21)
-
-_PIP_TENSORFLOW = "pip install 'tensorflow>=2.18,<2.22'"
+from keras_dist.tools.install.systems import DEBIAN, System, translated
+from keras_dist.version import (
+    FIRST_TENSORFLOW,
+    LAST_TENSORFLOW,
+    TENSORFLOW,
+    TENSORFLOW_RANGE,
+    parsed,
+)
 
 # The command that installs Open MPI on Debian and Ubuntu.
 OPEN_MPI = "apt-get install libopenmpi-dev openmpi-bin"
@@ -52,6 +55,7 @@ class Facts:
         python: Major and minor version of this Python.
         has_pip: Whether this Python has pip.
         has_compiler: Whether there is a C++ compiler.
+        cxx: The command that `CXX` names; empty if it is not set.
         has_make: Whether there is make.
         is_managed: Whether pip refuses to install into this Python (PEP 668).
         has_open_mpi: Whether there is Open MPI, with its compiler wrapper.
@@ -67,6 +71,7 @@ class Facts:
     python: tuple[int, int] = (3, 12)
     has_pip: bool = True
     has_compiler: bool = True
+    cxx: str = ""
     has_make: bool = True
     is_managed: bool = False
     has_open_mpi: bool = False
@@ -91,6 +96,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Facts:
         python=sys.version_info[:2],
         has_pip=importlib.util.find_spec("pip") is not None,
         has_compiler=any(_is_on_path(name, environ) for name in compilers(environ)),
+        cxx=" ".join(environ.get("CXX", "").split()[:1]),
         has_make=_is_on_path("make", environ),
         is_managed=_is_managed(environ),
         has_open_mpi=_has_open_mpi(environ),
@@ -268,15 +274,12 @@ class Missing:
 
 
 def is_supported(version: str) -> bool:
-    """Tell whether Horovod 0.28.1 compiles with this version of TensorFlow.
+    """Tell whether Horovod 0.28.1 was tried with this version of TensorFlow.
 
-    >>> [is_supported(version) for version in ("2.17.1", "2.18.0", "2.21.1", "2.22.0")]
+    >>> [is_supported(version) for version in ("2.17.1", "2.18.0", "2.22.1", "2.23.0")]
     [False, True, True, False]
     """
-    match = re.match(r"(\d+)\.(\d+)", version)
-    if match is None:
-        return False
-    return FIRST_TENSORFLOW <= (int(match[1]), int(match[2])) <= LAST_TENSORFLOW
+    return FIRST_TENSORFLOW <= parsed(version) <= LAST_TENSORFLOW
 
 
 def find_missing(facts: Facts, *, mpi: bool, nccl: bool) -> list[Missing]:
@@ -288,7 +291,10 @@ def find_missing(facts: Facts, *, mpi: bool, nccl: bool) -> list[Missing]:
         nccl: Whether the user requests NCCL.
     """
     missing = missing_python(facts)
-    if not facts.has_compiler:
+    if not facts.has_compiler and facts.cxx:
+        what = f"the C++ compiler that CXX names: {facts.cxx} is not on the PATH"
+        missing.append(Missing(what, "Correct CXX, or unset it to use g++."))
+    elif not facts.has_compiler:
         missing.append(Missing("a C++ compiler (g++)", debian=("g++",)))
     if not facts.has_make:
         missing.append(Missing("make", debian=("make",)))
@@ -302,8 +308,13 @@ def find_missing(facts: Facts, *, mpi: bool, nccl: bool) -> list[Missing]:
     return [*missing, *_missing_nccl(facts)] if nccl else missing
 
 
-def explain(missing: Sequence[Missing]) -> str:
-    """Write the message about everything that is missing, and how to install it."""
+def explain(missing: Sequence[Missing], system: System = DEBIAN) -> str:
+    """Write the message about everything that is missing, and how to install it.
+
+    Args:
+        missing: What is missing.
+        system: Whose packages are named.
+    """
     lines = ["Horovod cannot be built here. Missing:"]
     for item in missing:
         lines.append(f"  - {item.what}")
@@ -311,9 +322,8 @@ def explain(missing: Sequence[Missing]) -> str:
             lines.append(f"    {item.advice}")
     packages = dict.fromkeys(name for item in missing for name in item.debian)
     if packages:
-        lines.append("On Debian or Ubuntu:")
-        lines.append(f"    apt-get install {' '.join(packages)}")
-        lines.append("(as root or with `sudo`; other systems have similar packages)")
+        command = translated(f"apt-get install {' '.join(packages)}", system)
+        lines += [f"On {system.title}:", f"    {command}", f"({system.note})"]
     return "\n".join(lines)
 
 
@@ -324,16 +334,17 @@ def missing_python(facts: Facts) -> list[Missing]:
         facts: What this environment has.
     """
     missing = []
-    if not is_supported(facts.tensorflow or ""):
+    if parsed(facts.tensorflow or "") < FIRST_TENSORFLOW:
         python = ".".join(map(str, facts.python))
         found = facts.tensorflow or f"none for Python {python}"
-        what = f"TensorFlow, 2.18 to 2.21. Received: {found}."
-        missing.append(Missing(what, _PIP_TENSORFLOW))
+        what = f"TensorFlow, {TENSORFLOW_RANGE}. Received: {found}."
+        missing.append(Missing(what, f"pip install '{TENSORFLOW}'"))
     if not facts.has_pip:
         missing.append(
             Missing(
                 "pip in this Python",
-                "Run `python -m ensurepip`, or make a new virtual environment.",
+                "Run `uv pip install pip` if uv made the environment, else "
+                "`python -m ensurepip`.",
                 debian=("python3-venv",),
             )
         )

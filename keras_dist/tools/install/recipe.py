@@ -23,11 +23,14 @@ from keras_dist.tools.install.facts import (
     detect,
     explain,
     find_missing,
+    is_supported,
     missing_python,
 )
 from keras_dist.tools.install.links import Links
 from keras_dist.tools.install.steps import PIP, InstallError, Steps, remedy_for
+from keras_dist.tools.install.systems import this_system, translated
 from keras_dist.tools.install.wheels import Built, is_enough, probe
+from keras_dist.version import TENSORFLOW_RANGE
 
 # A folder or an address, the names of its wheels, and what returns the file of a name.
 Place = tuple[str, Iterable[str], Callable[[str], Path]]
@@ -149,11 +152,13 @@ def _places(
 def _require(missing: Sequence[Missing], unfit: Sequence[str] = ()) -> None:
     """Raise if something is missing, with sentences about places without a wheel."""
     if missing:
-        raise InstallError("\n".join([*unfit, explain(missing)]))
+        raise InstallError("\n".join([*unfit, explain(missing, this_system())]))
 
 
 def _what_mpi_brings(facts: Facts) -> str:
-    packages = "" if facts.has_open_mpi else f"{OPEN_MPI} && "
+    packages = (
+        "" if facts.has_open_mpi else f"{translated(OPEN_MPI, this_system())} && "
+    )
     return (
         "With MPI, ranks of one machine would share memory, which is faster for large "
         f"gradients: {packages}keras-dist install-horovod --mpi"
@@ -201,6 +206,11 @@ def build_and_install(
         tempfile.TemporaryDirectory(prefix="keras-dist-") as folder,
     ):
         print(f"Building Horovod {HOROVOD} for TensorFlow {facts.tensorflow}.")
+        if not is_supported(facts.tensorflow or ""):
+            print(
+                f"It was tried with TensorFlow {TENSORFLOW_RANGE}: `keras-dist check "
+                "-np 2` shows whether it works with this one."
+            )
         print(f"The whole output goes to {steps.log}", flush=True)
         wheel = build_wheel(facts, choice, Path(folder), steps)
         requirements = runtime_requirements(facts.python)

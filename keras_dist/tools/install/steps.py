@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from keras_dist.tools.install.systems import this_system, translated
+
 # -P: do not import from the current folder, in which a file may hide a package.
 PYTHON = (sys.executable, "-P")
 PIP = (*PYTHON, "-m", "pip", "--disable-pip-version-check")
@@ -76,7 +78,14 @@ _REMEDIES = (
 
 
 class InstallError(RuntimeError):
-    """Horovod was not installed; the message says why and what to do."""
+    """Horovod was not installed; the message says why and what to do.
+
+    Args:
+        text: The message, with Debian's packages; it names those of this system.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(translated(text, this_system()))
 
 
 class Steps:

@@ -1,0 +1,250 @@
+"""Try the versions that are claimed, each in an environment of its own: `make matrix`.
+
+For each case: a new environment with the wheel of keras_dist and these versions, as
+`pip install` makes it; Horovod from a folder of wheels, without a compiler, or built;
+then `keras-dist check`, the demo, and at the corners of the ranges all tests of ranks,
+on two ranks. `docs/reference/versions.json` keeps what came of it, for the page.
+
+    python tests/studies/matrix.py [--wheels DIR] [--only TEXT] [nightly]
+
+`nightly` tries what users will install next, and writes nothing.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "reference" / "versions.json"
+
+# What builds Horovod; an environment that takes a wheel must not need it.
+_BUILD = re.compile(r"(.*-)?(c\+\+|g\+\+|gcc|cc|clang(\+\+)?|make|cmake|nvcc)(-\d+)?")
+
+# A test that waits for another rank fails after two minutes.
+_LIMITS = {
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "10",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "120",
+    "KERAS_DIST_LONGEST_CYCLE_MS": "200",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Versions that are tried together.
+
+    Args:
+        python: Major and minor version.
+        tensorflow: What pip is asked for; the newest release or candidate of it.
+        keras: What pip is asked for.
+        is_corner: Whether the tests of ranks run, too.
+    """
+
+    python: str
+    tensorflow: str
+    keras: str
+    is_corner: bool = False
+
+
+def _tensorflow(version: str) -> str:
+    return f"tensorflow>={version}.0rc0,=={version}.*"
+
+
+# The lowest and the highest of each: TensorFlow 2.18 and 2.19 have no wheels for Python
+# 3.13, and 2.21 and later need Keras 3.12.
+NEWEST = "keras>=3.15"
+_CORNERS = [
+    ("3.11", "2.18", "keras==3.10.*"),
+    ("3.11", "2.18", NEWEST),
+    ("3.12", "2.18", "keras==3.10.*"),
+    ("3.12", "2.18", NEWEST),
+    ("3.11", "2.22", "keras==3.12.*"),
+    ("3.11", "2.22", NEWEST),
+    ("3.13", "2.22", "keras==3.12.*"),
+    ("3.13", "2.22", NEWEST),
+    ("3.13", "2.21", NEWEST),
+]
+_OTHERS = [
+    ("3.11", "2.19"),
+    ("3.12", "2.19"),
+    ("3.11", "2.20"),
+    ("3.12", "2.20"),
+    ("3.13", "2.20"),
+    ("3.11", "2.21"),
+    ("3.12", "2.21"),
+    ("3.12", "2.22"),
+]
+CASES = [
+    *(Case(p, _tensorflow(t), k, is_corner=True) for p, t, k in _CORNERS),
+    *(Case(p, _tensorflow(t), NEWEST) for p, t in _OTHERS),
+]
+NIGHTLY = Case("3.11", "tensorflow>=2.22.0rc0", "keras-nightly", is_corner=True)
+
+
+def main() -> None:
+    """Try the cases, one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--wheels", type=Path, help="wheels of Horovod, with their sums"
+    )
+    parser.add_argument("--only", default="", help="a part of the case's description")
+    parser.add_argument("nightly", nargs="?", choices=["nightly"])
+    arguments = parser.parse_args()
+    cases = [NIGHTLY] if arguments.nightly else CASES
+    failed = []
+    for case in cases:
+        name = f"Python {case.python}, {case.tensorflow}, {case.keras}"
+        if arguments.only not in name:
+            continue
+        print(f"== {name}", flush=True)
+        result = try_out(case, arguments.wheels)
+        print(json.dumps(result), flush=True)
+        if not arguments.nightly:
+            keep(result)
+        if not result["passed"]:
+            failed.append(name)
+    if failed:
+        sys.exit("Failed: " + "; ".join(failed))
+
+
+def try_out(case: Case, wheels: Path | None) -> dict:
+    """Make the environment, and run what belongs to the case.
+
+    Args:
+        case: The versions.
+        wheels: Folder for `--find-links`; without it Horovod is built.
+    """
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="keras-dist-matrix-") as folder:
+        place = Path(folder)
+        python = _environment(case, place)
+        path = f"{python.parent}:{os.environ['PATH']}"
+        if wheels is not None:
+            path = f"{python.parent}:{_without_compilers(place / 'bin')}"
+        env = {**os.environ, **_LIMITS, "PATH": path, "VIRTUAL_ENV": str(place / "env")}
+        env.pop("PYTHONPATH", None)
+
+        def run(*command: str, cwd: Path = place) -> str:
+            done = subprocess.run(
+                command, env=env, cwd=cwd, text=True, capture_output=True, check=False
+            )
+            log = done.stdout + done.stderr
+            if done.returncode != 0:
+                print(log[-6000:], flush=True)
+                raise _Failed(f"{command[0]}: exit code {done.returncode}", log)
+            return log
+
+        links = ["--find-links", str(wheels)] if wheels is not None else []
+        steps = {
+            "Horovod": [
+                "keras-dist",
+                "install-horovod",
+                "--no-mpi",
+                "--no-nccl",
+                *links,
+            ],
+            "check": ["keras-dist", "check", "-np", "2"],
+            "demo": ["keras-dist", "run", "-np", "2", str(ROOT / "examples/digits.py")],
+        }
+        record = {"date": f"{datetime.date.today()}", "python": case.python}
+        record |= {"corner": case.is_corner, "passed": False}
+        try:
+            for name, command in steps.items():
+                record[name] = "failed"
+                log = run(*command)
+                record[name] = "passed"
+                if name == "Horovod":
+                    record["horovod"] = (
+                        "wheel" if "is taken, and not" in log else "built"
+                    )
+            record |= json.loads(run(str(python), "-c", _VERSIONS).splitlines()[-1])
+            if case.is_corner:
+                private = str(ROOT / "tests" / "test_private.py")
+                tests = sorted((ROOT / "tests" / "ranks").glob("test_*.py"))
+                pytest = [str(python), "-P", "-m", "pytest", "-q", "--maxfail=20"]
+                pytest += ["-p", "no:cacheprovider", *map(str, tests)]
+                run(str(python), "-P", "-m", "pytest", "-q", private, cwd=ROOT)
+                record["ranks"] = "failed"
+                log = run("keras-dist", "run", "-np", "2", *pytest, cwd=ROOT)
+                record["ranks"] = re.findall(r"\[0\] .*?(\d+ passed.*) in ", log)[-1]
+            record["passed"] = True
+        except _Failed as failure:
+            print(failure, flush=True)
+            Path(tempfile.gettempdir(), "keras-dist-matrix.log").write_text(failure.log)
+        record["minutes"] = round((time.monotonic() - start) / 60)
+    return record
+
+
+class _Failed(Exception):
+    def __init__(self, text: str, log: str) -> None:
+        super().__init__(text)
+        self.log = log
+
+
+_VERSIONS = (
+    "import json, platform, keras, tensorflow; print(json.dumps({'python': "
+    "platform.python_version(), 'keras': keras.__version__, 'tensorflow': "
+    "tensorflow.__version__}))"
+)
+
+
+def _environment(case: Case, place: Path) -> Path:
+    """Install the versions and a wheel of keras_dist; return the Python there."""
+    subprocess.run([f"python{case.python}", "-m", "venv", place / "env"], check=True)
+    python = place / "env" / "bin" / "python"
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "-q"]
+    wheel = [*pip, "wheel", "--no-deps", "-w", place, ROOT]
+    subprocess.run(wheel, check=True)
+    (made,) = place.glob("keras_dist-*.whl")
+    nightly = "nightly" in case.keras
+    wanted = [case.tensorflow, *([] if nightly else [case.keras])]
+    subprocess.run([*pip, "install", f"{made}[dev]", *wanted], check=True)
+    if nightly:  # it has the same files as Keras, and takes their place
+        nightly_keras = [*pip, "install", "--no-deps", "--pre", case.keras]
+        subprocess.run(nightly_keras, check=True)
+    return python
+
+
+def _without_compilers(folder: Path) -> Path:
+    """Make a folder with the commands of this system, but those that build."""
+    folder.mkdir()
+    for command in (*Path("/bin").iterdir(), *Path("/usr/bin").iterdir()):
+        link = folder / command.name
+        if not _BUILD.fullmatch(command.name) and not link.is_symlink():
+            link.symlink_to(command)
+    assert shutil.which("g++", path=str(folder)) is None
+    return folder
+
+
+def keep(result: dict) -> None:
+    """Write a result to the file of the page, in place of an older one of the case."""
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    minor = [".".join(result.get(k, "").split(".")[:2]) for k in _KEYS]
+    others = [
+        one
+        for one in known
+        if [".".join(one.get(k, "").split(".")[:2]) for k in _KEYS] != minor
+    ]
+    kept = sorted([*others, result], key=_order)
+    RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+_KEYS = ("python", "tensorflow", "keras")
+
+
+def _order(result: dict) -> list:
+    keys = ("tensorflow", "python", "keras")
+    return [[int(n) for n in re.findall(r"\d+", result.get(k, ""))] for k in keys]
+
+
+if __name__ == "__main__":
+    main()
