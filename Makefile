@@ -14,7 +14,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check test long demo docs equivalence fuzz mutations bench levers growth growth-start growth-hosts restarts slow-network stragglers input kills looks \
-    rows hosts chaos clusters trackers libraries pipelines matrix nightly recordings release-check wheels wheel
+    rows hosts chaos clusters trackers libraries pipelines matrix nightly recordings release release-check wheels wheel
 
 help:
 	@echo "make setup   a virtual environment in .venv, with Horovod built for its TensorFlow"
@@ -36,6 +36,7 @@ help:
 	@echo "make pipelines  Grain and Hugging Face datasets: installs them into .venv-pipelines"
 	@echo "make recordings  what Horovod's own layer gives on Keras 2, into $(KERAS2) (tests/horovod_scripts, tests/horovod_files)"
 	@echo "make release-check  build sdist and wheel, and try them in an empty environment in $(RELEASE)"
+	@echo "make release  all of that with the wheels of Horovod and the site, in dist/, and a tag; nothing is uploaded"
 	@echo "make wheels  a wheel of Horovod for each Python and TensorFlow, into WHEELS=dist/wheels: PYTHONS='python3.11 python3.12' TENSORFLOWS='2.20 2.21'"
 	@echo "make looks   look at each kind of pipeline 200 times, and see all of it be read"
 	@echo "make rows    count the rows of random data of all kinds: FIRST=0 COUNT=200"
@@ -174,18 +175,26 @@ $(KERAS2)/.ready: pyproject.toml $(READY)
 
 # As for those who install from an index: nothing of this folder but what is in dist/.
 release-check: $(RELEASE)/.ready
-	rm -rf dist
+	rm -f dist/keras_dist-*
 	$(RELEASE)/tools/bin/python -m build
-	$(RELEASE)/tools/bin/twine check --strict dist/*
+	$(RELEASE)/tools/bin/twine check --strict dist/keras_dist-*
 	$(PYTHON) -m venv --clear $(RELEASE)/empty
-	$(RELEASE)/empty/bin/python -m pip install "$$(echo dist/*.whl)[tensorflow]"
+	$(RELEASE)/empty/bin/python -m pip install "$$(echo dist/keras_dist-*.whl)[tensorflow]"
 	cd $(RELEASE)/empty && bin/python -c 'import keras_dist; print(keras_dist.__file__)'
 	cd $(RELEASE)/empty && bin/keras-dist install-horovod --no-nccl $(HOROVOD) \
 	    $(if $(WHEEL_DIR),--wheel-dir '$(abspath $(WHEEL_DIR))')
 	cd $(RELEASE)/empty && bin/keras-dist check -np 2
-	$(RELEASE)/empty/bin/python -m pip install "$$(echo dist/*.whl)[dev]"
-	mkdir $(RELEASE)/empty/source && tar -xzf dist/*.tar.gz -C $(RELEASE)/empty/source --strip-components 1
+	$(RELEASE)/empty/bin/python -m pip install "$$(echo dist/keras_dist-*.whl)[dev]"
+	mkdir $(RELEASE)/empty/source && tar -xzf dist/keras_dist-*.tar.gz -C $(RELEASE)/empty/source --strip-components 1
 	cd $(RELEASE)/empty/source && ../bin/python -m pytest -qq --collect-only tests
+
+# Everything that is published, in dist/, and the tag. Nothing is uploaded.
+release: setup
+	$(BIN)/python .ci/release.py check
+	$(MAKE) release-check
+	$(MAKE) wheels
+	$(MAKE) docs
+	$(BIN)/python .ci/release.py finish
 
 $(RELEASE)/.ready: pyproject.toml
 	$(PYTHON) -m venv --clear $(RELEASE)/tools

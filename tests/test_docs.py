@@ -17,6 +17,7 @@ from launch import launch
 from pages import DOCS, ROOT, blocks, named, pages
 
 import keras_dist
+from keras_dist import version
 from keras_dist.setup.arguments import KerasArguments, Options
 from keras_dist.tools.migrate import fit, source
 from keras_dist.version import OLDEST_KERAS
@@ -226,6 +227,41 @@ def test_the_oldest_keras_is_the_same_everywhere():
     )
 
 
+def test_the_range_of_tensorflow_is_the_same_everywhere():
+    """The extras, the installer and the pages."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    limits = version.TENSORFLOW.removeprefix("tensorflow")
+    assert extras["tensorflow"] == [version.TENSORFLOW]
+    assert extras["tensorflow-cpu"] == [f"tensorflow-cpu{limits}"]
+    assert extras["gpu"][0] == f"tensorflow[and-cuda]{limits}"
+    assert not any("tensorflow" in each for each in project["dependencies"])
+    for page in (ROOT / "README.md", *DOCS.rglob("*.md")):
+        for found in re.findall(
+            r"TensorFlow (?:\| )?(2\.\d+ to 2\.\d+)", page.read_text()
+        ):
+            assert found == version.TENSORFLOW_RANGE, page
+    tried = json.loads((DOCS / generated.TRIED).read_text())
+    assert all(case["passed"] for case in tried)
+    pythons = {minor(case["python"]) for case in tried}
+    assert pythons == set(supported_pythons())
+    assert {minor(case["tensorflow"]) for case in tried} == {
+        f"2.{n}"
+        for n in range(version.FIRST_TENSORFLOW[1], version.LAST_TENSORFLOW[1] + 1)
+    }
+
+
+def minor(text):
+    """A version without its patch release."""
+    return ".".join(text.split(".")[:2])
+
+
+def supported_pythons():
+    """Those of the metadata."""
+    text = (ROOT / "pyproject.toml").read_text()
+    return re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)
+
+
 def test_the_readme_is_short_and_its_links_lead_somewhere():
     """Everything else is in the pages."""
     assert len(README.splitlines()) <= 150
@@ -286,8 +322,7 @@ def test_settings_of_the_documentation_are_pinned_by_ranges():
 
 def test_each_supported_python_is_tried_by_the_workflow():
     """Those of the metadata."""
-    text = (ROOT / "pyproject.toml").read_text()
-    supported = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)
+    supported = supported_pythons()
     workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text()
     (tried,) = re.findall(r"python: (\[.*\])", workflow)
     assert supported and json.loads(tried) == supported

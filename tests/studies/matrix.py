@@ -166,7 +166,8 @@ def try_out(case: Case, wheels: Path | None) -> dict:
                     record["horovod"] = (
                         "wheel" if "is taken, and not" in log else "built"
                     )
-            record |= json.loads(run(str(python), "-c", _VERSIONS).splitlines()[-1])
+            found = re.findall(r"^{.*}$", run(str(python), "-c", _VERSIONS), re.M)
+            record |= json.loads(found[-1])
             if case.is_corner:
                 private = str(ROOT / "tests" / "test_private.py")
                 tests = sorted((ROOT / "tests" / "ranks").glob("test_*.py"))

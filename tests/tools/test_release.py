@@ -1,0 +1,100 @@
+"""`make release`: what it refuses, and what it writes, in a repository of its own."""
+
+import runpy
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from keras_dist.version import __version__
+
+ROOT = Path(__file__).parents[2]
+CHANGELOG = """# Changelog
+
+## [Unreleased]
+
+## [1.2.3] - 2026-11-25
+
+### Added
+
+- A.
+
+## [1.2.2] - 2026-10-01
+
+- B.
+"""
+
+
+@pytest.fixture(scope="module")
+def release():
+    """Its functions."""
+    return runpy.run_path(str(ROOT / ".ci" / "release.py"))
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """One that can be released."""
+    (tmp_path / "CHANGELOG.md").write_text(CHANGELOG)
+    (tmp_path / ".gitignore").write_text("dist\ndocs\n")
+    git(tmp_path, "init", "-q")
+    commit(tmp_path)
+    return tmp_path
+
+
+def git(folder, *arguments):
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
+    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True)
+
+
+def commit(folder):
+    git(folder, "add", ".")
+    git(folder, "commit", "-q", "-m", "a")
+
+
+def test_the_notes_are_the_section_of_the_version(release, repository, monkeypatch):
+    """And the tag has its name; nothing else is in the repository afterwards."""
+    for name in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{name}_NAME", "a")
+        monkeypatch.setenv(f"GIT_{name}_EMAIL", "a@example.com")
+    assert release["problems"](repository, "1.2.3") == []
+    (repository / "dist").mkdir()
+    (repository / "docs" / "_build" / "html").mkdir(parents=True)
+    (repository / "docs" / "_build" / "html" / "index.html").write_text("site")
+    release["finish"](repository, "1.2.3")
+    notes = (repository / "dist" / "RELEASE_NOTES.md").read_text()
+    assert notes == "# keras_dist 1.2.3\n\n### Added\n\n- A.\n"
+    with tarfile.open(repository / "dist" / "keras_dist-1.2.3-site.tar.gz") as site:
+        assert "keras_dist-1.2.3-site/index.html" in site.getnames()
+    (problem,) = release["problems"](repository, "1.2.3")
+    assert "is tagged already" in problem
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ("[1.2.3]", "[1.2.4]", 'no section "## [1.2.3] - YYYY-MM-DD"'),
+        ("### Added\n\n- A.\n", "", 'no section "## [1.2.3] - YYYY-MM-DD"'),
+        ("[Unreleased]", "[Unreleased]\n\n- C.", 'entries under "[Unreleased]"'),
+        ("[Unreleased]", "[Unreleased]\n\n### Added\n\n- C.", 'under "[Unreleased]"'),
+    ],
+)
+def test_a_changelog_that_does_not_fit_is_refused(release, repository, old, new, text):
+    """Before anything is built."""
+    (repository / "CHANGELOG.md").write_text(CHANGELOG.replace(old, new, 1))
+    commit(repository)
+    (problem,) = release["problems"](repository, "1.2.3")
+    assert text in problem
+
+
+def test_changes_that_are_not_committed_are_refused(release, repository):
+    """They would be in what is built, and not in the tag."""
+    (repository / "new.py").write_text("")
+    (problem,) = release["problems"](repository, "1.2.3")
+    assert "not committed" in problem
+
+
+def test_the_changelog_has_the_version():
+    """Or what is not released yet."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert f"## [{__version__}]" in text or "## [Unreleased]" in text
