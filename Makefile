@@ -204,7 +204,7 @@ $(RELEASE)/.ready: pyproject.toml
 # For `install-horovod --find-links`. With Gloo alone: MPI and NCCL are libraries of the
 # machine that trains. TensorFlow 2.18 and 2.19 have no wheels for Python 3.13.
 PYTHONS ?= $(foreach python,python3.11 python3.12 python3.13,$(shell $(python) -c '' 2>/dev/null && echo $(python)))
-TENSORFLOWS ?= 2.18 2.19 2.20 2.21 2.22
+TENSORFLOWS ?= 2.18 2.19 2.20 2.21
 WHEELS ?= dist/wheels
 wheels:
 	@test -n '$(PYTHONS)' || { echo "No python3.11, python3.12 or python3.13 was found. Name one: make wheels PYTHONS=/path/to/python3"; exit 1; } >&2

@@ -2,13 +2,13 @@
 
 import re
 
-__version__ = "1.0.0"
+__version__ = "0.1.0"
 
 OLDEST_KERAS = (3, 10)
 
 # Horovod 0.28.1 was built and tested with each TensorFlow of this range.
 FIRST_TENSORFLOW = (2, 18)
-LAST_TENSORFLOW = (2, 22)
+LAST_TENSORFLOW = (2, 21)
 
 
 def dotted(version: tuple[int, int]) -> str:

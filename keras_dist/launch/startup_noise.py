@@ -7,7 +7,7 @@ says that CUDA's driver library cannot be loaded; it is noise only on a host tha
 neither a driver nor a device of NVIDIA's. And what a rank logs of a sum that the end of
 another rank has ended is left out: the rank raises it as an error, too.
 
-The texts are those of TensorFlow 2.18 to 2.22.
+The texts are those of TensorFlow 2.18 to 2.21.
 """
 
 import os

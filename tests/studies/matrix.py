@@ -3,7 +3,7 @@
 For each case: a new environment with the wheel of keras_dist and these versions, as
 `pip install` makes it; Horovod from a folder of wheels, without a compiler, or built;
 then `keras-dist check`, the demo, and at the corners of the ranges all tests of ranks,
-on two ranks. `docs/reference/versions.json` keeps what came of it, for the page.
+on two ranks. `docs/reference/versions.json` keeps what came of it.
 
     python tests/studies/matrix.py [--wheels DIR] [--only TEXT] [nightly]
 

@@ -126,7 +126,7 @@ def test_all_missing_packages_are_in_one_message():
     """One message, with one command for all the Debian packages, each named once."""
     missing = facts.find_missing(BARE, mpi=True, nccl=True)
     text = facts.explain(missing)
-    assert "TensorFlow, 2.18 to 2.22. Received: none for Python 3.12." in text
+    assert "TensorFlow, 2.18 to 2.21. Received: none for Python 3.12." in text
     assert "apt-get install python3-venv g++ make libopenmpi-dev openmpi-bin\n" in text
     assert "python -m ensurepip" in text
     assert "nvidia-nccl-cu12" in text
@@ -547,6 +547,6 @@ def test_without_tensorflow_the_command_says_which_package_to_install():
 
     done = run("-m", "keras_dist", "install-horovod")
     assert done.returncode == 1
-    assert "pip install 'tensorflow>=2.18,<2.23'" in done.stderr
+    assert "pip install 'tensorflow>=2.18,<2.22'" in done.stderr
     done = run("-c", "import keras_dist; keras_dist.dist_fit")
     assert "without tensorflow and keras. Run: pip install" in done.stderr
