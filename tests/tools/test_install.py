@@ -74,7 +74,9 @@ def test_the_homes_that_the_user_names_are_searched_first():
     nccl = facts.nccl_homes(environ, wheels)
     assert nccl[0] == Path("/my/nccl")
     assert nccl[-1] == Path("/site-packages/nvidia/nccl")
-    assert facts.cuda_homes(environ, wheels)[0] == Path("/my/cuda")
+    cuda = facts.cuda_homes(environ, wheels)
+    assert cuda[0] == Path("/my/cuda")
+    assert cuda[-1] == Path("/site-packages/nvidia/cu13")
 
 
 @pytest.mark.parametrize("name", ["lib/libnccl.so.2", "lib64/libnccl.so"])
@@ -130,6 +132,7 @@ def test_all_missing_packages_are_in_one_message():
     assert "apt-get install python3-venv g++ make libopenmpi-dev openmpi-bin\n" in text
     assert "python -m ensurepip" in text
     assert "nvidia-nccl-cu12" in text
+    assert f"pip install '{facts.CUDA}'" in text
     assert len(missing) == 9
 
 
@@ -283,6 +286,39 @@ def test_the_linker_gets_nccl_under_a_name_that_it_knows(tmp_path):
     script = (tmp_path / "home/lib/libnccl.a").read_text()
     assert script == f'INPUT("{wheel}/lib/libnccl.so.2")\n'
     assert (tmp_path / "home/include/nccl.h").samefile(wheel / "include/nccl.h")
+
+
+def test_nvcc_gets_the_libraries_of_cudas_wheels_where_it_looks(tmp_path):
+    """In `bin/../lib64` and `bin/../lib`, by the kernel's reading of these paths."""
+    wheels = make_files(
+        tmp_path / "nvidia/cu13",
+        *("bin/nvcc", "bin/crt/link.stub", "include/cuda_runtime.h", "nvvm/bin/cicc"),
+        *("lib/libcudart_static.a", "lib/libcudart.so.13", "lib/libcudadevrt.a"),
+    )
+    home = build.link_cuda(wheels, tmp_path / "home")
+    assert home == tmp_path / "home"
+    for folder, name in itertools.product(
+        ("lib64", "lib"), ("libcudart_static.a", "libcudart.so.13", "libcudadevrt.a")
+    ):
+        assert (home / "bin/.." / folder / name).samefile(wheels / "lib" / name)
+    assert (home / "lib64/libcudart.so").samefile(wheels / "lib/libcudart.so.13")
+    for name in ("bin/crt/link.stub", "include/cuda_runtime.h", "nvvm/bin/cicc"):
+        assert (home / "bin/.." / name).samefile(wheels / name)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("lib64/libcudart.so", "lib64/libcudart.so.13"),  # NVIDIA's own
+        ("lib/x86_64-linux-gnu/libcudart.so",),  # Debian's, in /usr
+    ],
+)
+def test_any_other_toolkit_is_left_as_it_is(names, tmp_path):
+    """And none is none."""
+    toolkit = make_files(tmp_path / "cuda", "bin/nvcc", *names)
+    assert build.link_cuda(toolkit, tmp_path / "home") == toolkit
+    assert build.link_cuda(None, tmp_path / "home") is None
+    assert not (tmp_path / "home").exists()
 
 
 def test_percent_is_read_from_the_lines_of_make():

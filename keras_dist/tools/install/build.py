@@ -6,6 +6,7 @@ lines that a file removes, with the lines around them, have to occur in the sour
 exactly once.
 """
 
+import dataclasses
 import hashlib
 import os
 import shlex
@@ -64,6 +65,8 @@ def build_wheel(facts: Facts, choice: Choice, folder: Path, steps: Steps) -> Pat
     )
     if choice.nccl:
         link_nccl(facts, nccl_home)
+        toolkit = link_cuda(facts.cuda_home, folder / "cuda")
+        facts = dataclasses.replace(facts, cuda_home=toolkit)
     env = build_environment(
         os.environ, facts=facts, choice=choice, tools=tools, nccl_home=nccl_home
     )
@@ -204,6 +207,38 @@ def link_nccl(facts: Facts, home: Path) -> None:
         (home / "include" / header.name).symlink_to(header)
     script = f'INPUT("{facts.nccl.library}")\n'
     (home / "lib" / "libnccl.a").write_text(script)
+
+
+def link_cuda(toolkit: Path | None, home: Path) -> Path | None:
+    """Make a folder in which nvcc and CMake find a CUDA toolkit of wheels.
+
+    The wheels on PyPI have their libraries in `lib`, where nvcc 13.0 and CMake look in
+    `lib64`. They have no `libcudart.so`, without which CMake finds no toolkit. nvcc
+    looks for everything in `bin/..`, so `bin` is a folder of links and no link.
+
+    Args:
+        toolkit: Folder of a CUDA toolkit.
+        home: The folder to make.
+
+    Returns:
+        `home` for a toolkit of wheels; for any other the toolkit itself.
+    """
+    if toolkit is None or (toolkit / "lib64").exists():
+        return toolkit
+    runtimes = sorted((toolkit / "lib").glob("libcudart.so.*"))
+    if not runtimes:
+        return toolkit
+    for source, target in (("bin", "bin"), ("lib", "lib64")):
+        (home / target).mkdir(parents=True)
+        for path in (toolkit / source).iterdir():
+            (home / target / path.name).symlink_to(path)
+    library = home / "lib64" / "libcudart.so"
+    if not library.exists():
+        library.symlink_to(runtimes[-1])
+    (home / "lib").symlink_to("lib64")  # where nvcc 13.5 looks
+    for name in ("include", "nvvm"):
+        (home / name).symlink_to(toolkit / name)
+    return home
 
 
 def _nccl_settings(cuda_home: Path, nccl_home: Path) -> dict[str, str]:

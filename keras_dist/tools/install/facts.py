@@ -25,6 +25,9 @@ from keras_dist.version import (
 # The command that installs Open MPI on Debian and Ubuntu.
 OPEN_MPI = "apt-get install libopenmpi-dev openmpi-bin"
 
+# The wheels of nvcc, of the same version each: nvcc's own wheel takes any of the others.
+CUDA = "cuda-toolkit[cccl,nvcc]==13.0.*"
+
 # Distributions that have the module `tensorflow`.
 TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tf-nightly")
 
@@ -375,8 +378,8 @@ def _missing_nccl(facts: Facts) -> list[Missing]:
         missing.append(
             Missing(
                 "for NCCL, a CUDA toolkit with nvcc and the runtime's headers",
-                "Install NVIDIA's CUDA toolkit, and set CUDA_HOME to its folder if it "
-                "is not /usr/local/cuda.",
+                f"pip install '{CUDA}', or install NVIDIA's CUDA toolkit, and set "
+                "CUDA_HOME to its folder if it is not /usr/local/cuda.",
             )
         )
     if facts.nccl is None:
