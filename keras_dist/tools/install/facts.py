@@ -25,7 +25,7 @@ from keras_dist.version import (
 # The command that installs Open MPI on Debian and Ubuntu.
 OPEN_MPI = "apt-get install libopenmpi-dev openmpi-bin"
 
-# The wheels of nvcc, of the same version each: nvcc's own wheel takes any of the others.
+# The wheels of nvcc, all of one version: nvcc's own wheel takes any of the others.
 CUDA = "cuda-toolkit[cccl,nvcc]==13.0.*"
 
 # Distributions that have the module `tensorflow`.
