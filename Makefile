@@ -191,6 +191,7 @@ release-check: $(RELEASE)/.ready
 # Everything that is published, in dist/, and the tag. Nothing is uploaded.
 release: setup
 	$(BIN)/python .ci/release.py check
+	rm -rf dist
 	$(MAKE) release-check
 	$(MAKE) wheels
 	$(MAKE) docs

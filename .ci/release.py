@@ -69,7 +69,6 @@ def finish(root: Path, version: str) -> None:
     site = f"keras_dist-{version}-site"
     with tarfile.open(dist / f"{site}.tar.gz", "w:gz") as archive:
         archive.add(root / "docs" / "_build" / "html", arcname=site)
-    # Not by `-F`, whose lines with "#" would be comments.
     _git(root, "tag", "--annotate", "--message", f"keras_dist {version}", f"v{version}")
     print(f"\nReady in dist/, with the tag v{version}:")
     for path in sorted(dist.rglob("*")):

@@ -48,6 +48,12 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *(page for page in found if page != NOTEBOOK)]
 
 
+def supported_pythons() -> list[str]:
+    """Those of the metadata."""
+    text = (ROOT / "pyproject.toml").read_text()
+    return re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)
+
+
 def blocks(page: Path, language: str) -> list[tuple[int, str]]:
     """The code blocks of a page in one language: first line's number, and text."""
     text = page.read_text()

@@ -14,7 +14,7 @@ from pathlib import Path
 import keras
 import pytest
 from launch import launch
-from pages import DOCS, ROOT, blocks, named, pages
+from pages import DOCS, ROOT, blocks, named, pages, supported_pythons
 
 import keras_dist
 from keras_dist import version
@@ -227,8 +227,8 @@ def test_the_oldest_keras_is_the_same_everywhere():
     )
 
 
-def test_the_range_of_tensorflow_is_the_same_everywhere():
-    """The extras, the installer and the pages."""
+def test_the_extras_have_the_range_of_tensorflow():
+    """And no dependency brings a second one beside the user's own."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     limits = version.TENSORFLOW.removeprefix("tensorflow")
@@ -236,19 +236,6 @@ def test_the_range_of_tensorflow_is_the_same_everywhere():
     assert extras["tensorflow-cpu"] == [f"tensorflow-cpu{limits}"]
     assert extras["gpu"][0] == f"tensorflow[and-cuda]{limits}"
     assert not any("tensorflow" in each for each in project["dependencies"])
-    for page in {ROOT / "README.md", *DOCS.rglob("*.md")} - {
-        DOCS / "reference" / "versions.md"  # which says more of single versions
-    }:
-        for found in re.findall(
-            r"TensorFlow (?:\| )?(2\.\d+ to 2\.\d+)", page.read_text()
-        ):
-            assert found == version.TENSORFLOW_RANGE, page
-
-
-def supported_pythons():
-    """Those of the metadata."""
-    text = (ROOT / "pyproject.toml").read_text()
-    return re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)
 
 
 def test_the_readme_is_short_and_its_links_lead_somewhere():

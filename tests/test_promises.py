@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from pages import ROOT, named, pages
+from pages import named, pages, supported_pythons
 
 import keras_dist
 from keras_dist.setup.arguments import Options
-from keras_dist.version import OLDEST_KERAS
+from keras_dist.version import OLDEST_KERAS, TENSORFLOW_RANGE, dotted
 
 # No sentence may be about this in these words.
 _NOTHING = r"(?!)"
@@ -278,11 +278,10 @@ def _shown(value):
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
-def test_the_ranges_of_python_and_keras_are_the_same_on_every_page():
+def test_the_ranges_of_versions_are_the_same_on_every_page():
     """But for what was tried: that is in versions.md."""
-    project = (ROOT / "pyproject.toml").read_text()
-    pythons = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
-    oldest = ".".join(map(str, OLDEST_KERAS))
+    pythons = supported_pythons()
+    oldest = dotted(OLDEST_KERAS)
     for page, text in _TEXTS.items():
         if page in (*_HISTORY, "docs/reference/versions.md"):
             continue
@@ -290,3 +289,5 @@ def test_the_ranges_of_python_and_keras_are_the_same_on_every_page():
             assert found == (pythons[0], pythons[-1]), page
         for found in re.findall(r"Keras (?:\| )?(3\.\d+) (?:or newer|and later)", text):
             assert found == oldest, page
+        for found in re.findall(r"TensorFlow (?:\| )?(2\.\d+ to 2\.\d+)", text):
+            assert found == TENSORFLOW_RANGE, page

@@ -1,4 +1,4 @@
-"""Try the versions that are claimed, each in an environment of its own: `make matrix`.
+"""Try versions together, each case in an environment of its own: `make matrix`.
 
 For each case: a new environment with the wheel of keras_dist and these versions, as
 `pip install` makes it; Horovod from a folder of wheels, without a compiler, or built;
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +61,7 @@ def _tensorflow(version: str) -> str:
 
 
 # The lowest and the highest of each: TensorFlow 2.18 and 2.19 have no wheels for Python
-# 3.13, and 2.21 and later need Keras 3.12.
+# 3.13, and 2.21 and later need Keras 3.12. 2.22 is not claimed before it has passed.
 NEWEST = "keras>=3.15"
 _CORNERS = [
     ("3.11", "2.18", "keras==3.10.*"),
@@ -139,8 +140,8 @@ def try_out(case: Case, wheels: Path | None) -> dict:
             )
             log = done.stdout + done.stderr
             if done.returncode != 0:
-                print(log[-6000:], flush=True)
-                raise _Failed(f"{command[0]}: exit code {done.returncode}", log)
+                print(log[-20000:], flush=True)
+                raise _Failed(f"{command[0]}: exit code {done.returncode}")
             return log
 
         links = ["--find-links", str(wheels)] if wheels is not None else []
@@ -180,15 +181,12 @@ def try_out(case: Case, wheels: Path | None) -> dict:
             record["passed"] = True
         except _Failed as failure:
             print(failure, flush=True)
-            Path(tempfile.gettempdir(), "keras-dist-matrix.log").write_text(failure.log)
         record["minutes"] = round((time.monotonic() - start) / 60)
     return record
 
 
 class _Failed(Exception):
-    def __init__(self, text: str, log: str) -> None:
-        super().__init__(text)
-        self.log = log
+    """A step of a case; what it printed is printed."""
 
 
 _VERSIONS = (
@@ -208,7 +206,11 @@ def _environment(case: Case, place: Path) -> Path:
     (made,) = place.glob("keras_dist-*.whl")
     nightly = "nightly" in case.keras
     wanted = [case.tensorflow, *([] if nightly else [case.keras])]
-    subprocess.run([*pip, "install", f"{made}[dev]", *wanted], check=True)
+    # Without the extra `dev`, which keeps TensorFlow in the claimed range.
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    dev = project["optional-dependencies"]["dev"]
+    tools = [one for one in dev if not one.startswith("keras-dist[")]
+    subprocess.run([*pip, "install", str(made), *wanted, *tools], check=True)
     if nightly:  # it has the same files as Keras, and takes their place
         nightly_keras = [*pip, "install", "--no-deps", "--pre", case.keras]
         subprocess.run(nightly_keras, check=True)
@@ -229,22 +231,18 @@ def _without_compilers(folder: Path) -> Path:
 def keep(result: dict) -> None:
     """Write a result to the file of the page, in place of an older one of the case."""
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-    minor = [".".join(result.get(k, "").split(".")[:2]) for k in _KEYS]
-    others = [
-        one
-        for one in known
-        if [".".join(one.get(k, "").split(".")[:2]) for k in _KEYS] != minor
-    ]
-    kept = sorted([*others, result], key=_order)
+    cases = {_minors(one): one for one in [*known, result]}
+    kept = [cases[minors] for minors in sorted(cases)]
     RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
 
 
-_KEYS = ("python", "tensorflow", "keras")
-
-
-def _order(result: dict) -> list:
-    keys = ("tensorflow", "python", "keras")
-    return [[int(n) for n in re.findall(r"\d+", result.get(k, ""))] for k in keys]
+def _minors(result: dict) -> tuple[tuple[int, ...], ...]:
+    """Major and minor version of TensorFlow, Python and Keras."""
+    names = ("tensorflow", "python", "keras")
+    return tuple(
+        tuple(int(number) for number in re.findall(r"\d+", result.get(name, ""))[:2])
+        for name in names
+    )
 
 
 if __name__ == "__main__":

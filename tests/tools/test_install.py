@@ -194,11 +194,31 @@ def test_a_compiler_that_cxx_names_wrongly_is_named():
     assert "CXX names: ccache-14 is not on the PATH" in missing.what
 
 
-def test_a_tensorflow_that_was_not_tried_is_built_for():
-    """With a line that says so; an older one is refused."""
-    for tensorflow, count in (("2.23.0-dev20261026", 0), ("2.17.1", 1)):
-        found = dataclasses.replace(COMPLETE, tensorflow=tensorflow)
-        assert len(facts.find_missing(found, mpi=False, nccl=False)) == count
+@pytest.mark.parametrize(
+    ("tensorflow", "is_tried"), [("2.23.0-dev20261026", False), ("2.21.0", True)]
+)
+def test_a_tensorflow_that_was_not_tried_is_built_for(
+    tensorflow, is_tried, monkeypatch, capsys
+):
+    """With a line that says so."""
+    found = dataclasses.replace(COMPLETE, tensorflow=tensorflow)
+    assert facts.find_missing(found, mpi=False, nccl=False) == []
+
+    def build_wheel(*_):
+        raise InstallError("the build")
+
+    monkeypatch.setattr(recipe, "build_wheel", build_wheel)
+    with pytest.raises(InstallError, match="the build"):
+        recipe.build_and_install(found, facts.Choice())
+    assert ("It was tried with TensorFlow" in capsys.readouterr().out) != is_tried
+
+
+@pytest.mark.parametrize("name", facts.TENSORFLOWS)
+def test_a_tensorflow_that_is_too_old_is_refused(name):
+    """Another distribution beside it would overwrite its files."""
+    old = dataclasses.replace(COMPLETE, tensorflow="2.17.1", distribution=name)
+    (missing,) = facts.find_missing(old, mpi=False, nccl=False)
+    assert missing.advice.startswith(f"pip install '{name}>=2.18")
 
 
 def test_nccl_with_tensorflow_cpu_says_which_distribution_is_needed():

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from keras_dist.version import __version__
-
 ROOT = Path(__file__).parents[2]
 CHANGELOG = """# Changelog
 
@@ -92,9 +90,3 @@ def test_changes_that_are_not_committed_are_refused(release, repository):
     (repository / "new.py").write_text("")
     (problem,) = release["problems"](repository, "1.2.3")
     assert "not committed" in problem
-
-
-def test_the_changelog_has_the_version():
-    """Or what is not released yet."""
-    text = (ROOT / "CHANGELOG.md").read_text()
-    assert f"## [{__version__}]" in text or "## [Unreleased]" in text

@@ -341,7 +341,8 @@ def missing_python(facts: Facts) -> list[Missing]:
         python = ".".join(map(str, facts.python))
         found = facts.tensorflow or f"none for Python {python}"
         what = f"TensorFlow, {TENSORFLOW_RANGE}. Received: {found}."
-        missing.append(Missing(what, f"pip install '{TENSORFLOW}'"))
+        wanted = TENSORFLOW.replace("tensorflow", facts.distribution)
+        missing.append(Missing(what, f"pip install '{wanted}'"))
     if not facts.has_pip:
         missing.append(
             Missing(

@@ -6,18 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-_DEBIAN = re.compile(r"apt-get install ((?:[a-z][\w.+-]*\b\+*(?: (?!-))?)+)")
+_DEBIAN = re.compile(r"apt-get install ([\w+-]+(?: [\w+-]+)*)")
 
 
 @dataclass(frozen=True)
 class System:
-    """What installs packages, and their names where they differ from Debian's.
+    """A system's command that installs packages, and its names for Debian's packages.
 
     Args:
         title: Name of the system, as in a sentence.
-        command: What installs packages.
-        names: Names of packages, by those of Debian. One that comes with another has
-            that one's name.
+        command: The command, up to the packages.
+        names: Maps Debian's names to its own; equal names are left out.
         note: What to know about the command.
     """
 
@@ -114,8 +113,7 @@ def translated(text: str, system: System) -> str:
 
     def command(match: re.Match[str]) -> str:
         packages = match[1].split(" ")
-        names = dict.fromkeys(system.names.get(name, name) for name in packages if name)
-        rest = " " if match[1].endswith(" ") else ""
-        return f"{system.command} {' '.join(names)}{rest}"
+        names = dict.fromkeys(system.names.get(name, name) for name in packages)
+        return f"{system.command} {' '.join(names)}"
 
     return _DEBIAN.sub(command, text)
