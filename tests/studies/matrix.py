@@ -172,7 +172,14 @@ def try_out(case: Case, wheels: Path | None) -> dict:
             if case.is_corner:
                 private = str(ROOT / "tests" / "test_private.py")
                 tests = sorted((ROOT / "tests" / "ranks").glob("test_*.py"))
-                pytest = [str(python), "-P", "-m", "pytest", "-q", "--maxfail=20"]
+                pytest = [
+                    str(python),
+                    "-P",
+                    "-m",
+                    "pytest",
+                    "-q",
+                    "-x",
+                ]  # or ranks are out of step
                 pytest += ["-p", "no:cacheprovider", *map(str, tests)]
                 run(str(python), "-P", "-m", "pytest", "-q", private, cwd=ROOT)
                 record["ranks"] = "failed"
