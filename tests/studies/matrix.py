@@ -100,6 +100,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a part of the case's description")
     parser.add_argument("nightly", nargs="?", choices=["nightly"])
     arguments = parser.parse_args()
+    os.environ.pop("PYTHONPATH", None)  # pip would find packages there installed
     cases = [NIGHTLY] if arguments.nightly else CASES
     failed = []
     for case in cases:
@@ -132,7 +133,6 @@ def try_out(case: Case, wheels: Path | None) -> dict:
         if wheels is not None:
             path = f"{python.parent}:{_without_compilers(place / 'bin')}"
         env = {**os.environ, **_LIMITS, "PATH": path, "VIRTUAL_ENV": str(place / "env")}
-        env.pop("PYTHONPATH", None)
 
         def run(*command: str, cwd: Path = place) -> str:
             done = subprocess.run(
