@@ -144,7 +144,7 @@ def _loaded() -> dict[str, Any]:
     except Exception as error:  # a library of the system may be missing
         found["errors"]["TensorFlow"] = f"{type(error).__name__}: {error}"
         return found
-    found["imported"] = tensorflow.__version__
+    found["imported"] = as_in_metadata(tensorflow.__version__)
     found["is_supported"] = is_supported(tensorflow.__version__)
     build = tensorflow.sysconfig.get_build_info()
     found["cuda"] = {
@@ -214,6 +214,15 @@ def started(begins: Sequence[float]) -> str:
     later = max(begins) - min(begins)
     count = len(begins)
     return f"{count} rank{'s' * (count > 1)}, the last {later:.1f} s after the first"
+
+
+def as_in_metadata(version: str) -> str:
+    """Write what TensorFlow says of itself as its metadata do.
+
+    >>> [as_in_metadata(text) for text in ("2.22.0-rc0", "2.23.0-dev20261026", "2.21.0")]
+    ['2.22.0rc0', '2.23.0.dev20261026', '2.21.0']
+    """
+    return version.replace("-rc", "rc").replace("-dev", ".dev")
 
 
 def versions(found: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Found:
