@@ -219,8 +219,8 @@ def started(begins: Sequence[float]) -> str:
 def as_in_metadata(version: str) -> str:
     """Write what TensorFlow says of itself as its metadata do.
 
-    >>> [as_in_metadata(text) for text in ("2.22.0-rc0", "2.23.0-dev20261026", "2.21.0")]
-    ['2.22.0rc0', '2.23.0.dev20261026', '2.21.0']
+    >>> [as_in_metadata(text) for text in ("2.22.0-rc0", "2.23.0-dev2026", "2.21.0")]
+    ['2.22.0rc0', '2.23.0.dev2026', '2.21.0']
     """
     return version.replace("-rc", "rc").replace("-dev", ".dev")
 
