@@ -193,16 +193,16 @@ def _environment(case: Case, place: Path) -> Path:
     wheel = [*pip, "wheel", "--no-deps", "-w", place, ROOT]
     subprocess.run(wheel, check=True)
     (made,) = place.glob("keras_dist-*.whl")
-    nightly = "nightly" in case.keras
-    wanted = [case.tensorflow, *([] if nightly else [case.keras])]
     # Without the extra `dev`, which keeps TensorFlow in the claimed range.
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     dev = project["optional-dependencies"]["dev"]
     tools = [one for one in dev if not one.startswith("keras-dist[")]
-    subprocess.run([*pip, "install", str(made), *wanted, *tools], check=True)
-    if nightly:  # it has the same files as Keras, and takes their place
-        nightly_keras = [*pip, "install", "--no-deps", "--pre", case.keras]
-        subprocess.run(nightly_keras, check=True)
+    subprocess.run([*pip, "install", str(made), case.tensorflow, *tools], check=True)
+    # A candidate of TensorFlow brings `keras-nightly`, which has the files of `keras`,
+    # too: the one that is tried comes last.
+    keras = [*pip, "install", "--no-deps", "--force-reinstall"]
+    keras += ["--pre"] if "nightly" in case.keras else []
+    subprocess.run([*keras, case.keras], check=True)
     return python
 
 
