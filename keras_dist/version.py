@@ -2,7 +2,7 @@
 
 import re
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 OLDEST_KERAS = (3, 10)
 
