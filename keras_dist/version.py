@@ -1,5 +1,6 @@
 """The version of keras_dist, and those of Keras and TensorFlow that it works with."""
 
+import importlib.metadata
 import re
 
 __version__ = "1.0.0"
@@ -38,6 +39,19 @@ TENSORFLOW = (
 )
 KERAS = f"keras>={dotted(OLDEST_KERAS)}"
 
+# Distributions that have the module `tensorflow`.
+TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tf-nightly")
+
+
+def installed_tensorflow() -> tuple[str, str | None]:
+    """Return name and version of the installed distribution of TensorFlow."""
+    for name in TENSORFLOWS:
+        try:
+            return name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "tensorflow", None
+
 
 def require(package: str, version: str, oldest: tuple[int, int]) -> None:
     """Raise an `ImportError` if a version is too old.
@@ -47,7 +61,7 @@ def require(package: str, version: str, oldest: tuple[int, int]) -> None:
     pins another version; and TensorFlow is the user's own.
 
     Args:
-        package: Name of the package, as in a sentence.
+        package: "Keras" or "TensorFlow".
         version: The version that is installed.
         oldest: The oldest that keras_dist works with.
 
@@ -58,8 +72,10 @@ def require(package: str, version: str, oldest: tuple[int, int]) -> None:
     >>> require("TensorFlow", "2.23.0-dev20261026", FIRST_TENSORFLOW)
     """
     if parsed(version) < oldest:
+        is_keras = package == "Keras"
+        distribution = "keras" if is_keras else installed_tensorflow()[0]
         raise ImportError(
             f"keras_dist needs {package} {dotted(oldest)} or newer. "
             f"Received: {package} {version}. "
-            f"Run: pip install '{package.lower()}>={dotted(oldest)}'"
+            f"Run: pip install '{distribution}>={dotted(oldest)}'"
         )

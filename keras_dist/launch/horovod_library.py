@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 from keras_dist.launch.hosts import num_gpus
+from keras_dist.launch.systems import OPEN_MPI, here, this_system
 
 TRANSPORTS = ("auto", "gloo", "mpi", "nccl")
 
@@ -81,11 +82,12 @@ def built() -> list[str]:
 def _why_no_mpi() -> str:
     if "mpi" not in built():
         return (
-            "Horovod was built without MPI. With Open MPI (apt-get install "
-            "libopenmpi-dev openmpi-bin): keras-dist install-horovod --mpi"
+            f"Horovod was built without MPI. With Open MPI ({here(OPEN_MPI)}): "
+            "keras-dist install-horovod --mpi"
         )
     if shutil.which("mpirun") is None:
-        return "`mpirun` is missing: apt-get install openmpi-bin"
+        command = here("apt-get install openmpi-bin")
+        return f"`mpirun` is missing: {command} ({this_system().note})"
     version = _version()
     return "" if _OPEN_MPI in version else f"`mpirun` is not Open MPI 4, but: {version}"
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from keras_dist.launch.hosts import LOOPBACK
 from keras_dist.launch.signing import derived
+from keras_dist.launch.systems import here
 
 # What the first host answers to who asks for it: the proof of its certificate.
 PATH = "certificate"
@@ -67,7 +68,7 @@ def make_certificate() -> Certificate:
         except (OSError, subprocess.CalledProcessError) as error:
             raise ValueError(
                 "`--tls` needs the command `openssl` on the host with the job's store. "
-                f"Received: {error}. On Debian or Ubuntu: apt-get install openssl"
+                f"Received: {error}. Run: {here('apt-get install openssl')}"
             ) from error
         context = context_of(ssl.PROTOCOL_TLS_SERVER)
         context.num_tickets = 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launch import PYTHONPATH
 
-from keras_dist.launch import horovod_library, mpi, processes
+from keras_dist.launch import horovod_library, mpi, processes, systems
 
 
 @pytest.fixture
@@ -75,6 +75,23 @@ def test_another_mpirun_is_not_taken_by_itself_and_an_error_if_requested(
     machine(["gloo", "mpi"], mpirun=mpirun)
     assert transport_of("auto") == "gloo"
     words = "apt-get install openmpi-bin" if mpirun is None else "is not Open MPI 4"
+    with pytest.raises(ValueError, match=words):
+        transport_of("mpi")
+
+
+@pytest.mark.parametrize(
+    ("built", "words"),
+    [
+        (["gloo"], r"Open MPI \(dnf install openmpi-devel openmpi\): keras-dist"),
+        (["gloo", "mpi"], r"missing: dnf install openmpi \(.* after `module load mpi`"),
+    ],
+)
+def test_missing_packages_are_those_of_the_system(machine, monkeypatch, built, words):
+    """Here Fedora's, of which the second has `mpirun` outside of the PATH."""
+    fedora = systems.system_of({}, "ID=fedora")
+    for module in (systems, horovod_library):
+        monkeypatch.setattr(module, "this_system", lambda: fedora)
+    machine(built, mpirun=None)
     with pytest.raises(ValueError, match=words):
         transport_of("mpi")
 

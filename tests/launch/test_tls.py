@@ -13,6 +13,7 @@ from test_fuzz import mutated, request
 from test_launch import start as run
 from test_meeting import SECRET, ended, free_port, meet
 
+from keras_dist.launch import systems
 from keras_dist.launch.hosts import slots
 from keras_dist.launch.store import (
     OwnStoreClient,
@@ -22,7 +23,7 @@ from keras_dist.launch.store import (
     token_of,
     variables_of,
 )
-from keras_dist.launch.tls import Exit, digest_at, with_tls
+from keras_dist.launch.tls import Exit, digest_at, make_certificate, with_tls
 
 OWN = SECRET["KERAS_DIST_SECRET"]
 
@@ -208,3 +209,12 @@ def test_what_tls_needs_is_named(tmp_path):
     done = run(*words, PATH=str(tmp_path))
     assert done.returncode == 1
     assert "`--tls` needs the command `openssl`" in done.stderr
+
+
+def test_a_missing_openssl_is_a_package_of_the_system(tmp_path, monkeypatch):
+    """Where it is conda's, `apt-get` would not put it on the PATH."""
+    conda = systems.system_of({"CONDA_PREFIX": "/opt/conda"}, "ID=debian")
+    monkeypatch.setattr(systems, "this_system", lambda: conda)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="Run: conda install -c conda-forge openssl$"):
+        make_certificate()

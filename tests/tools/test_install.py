@@ -16,14 +16,13 @@ import pytest
 
 from keras_dist import __main__ as command
 from keras_dist import version
-from keras_dist.launch import horovod_library
+from keras_dist.launch import horovod_library, systems
 from keras_dist.tools.install import (
     InstallError,
     build,
     facts,
     recipe,
     steps,
-    systems,
     wheels,
 )
 from keras_dist.tools.screen import Screen
@@ -136,17 +135,19 @@ def test_all_missing_packages_are_in_one_message():
     assert len(missing) == 9
 
 
-@pytest.mark.parametrize("name", facts.TENSORFLOWS)
+@pytest.mark.parametrize("name", version.TENSORFLOWS)
 def test_each_distribution_of_tensorflow_is_found(name, monkeypatch):
-    """Alone in its environment."""
+    """Alone in its environment; and an error at import names it to pip."""
 
-    def version(asked):
+    def version_of(asked):
         if asked != name:
             raise PackageNotFoundError(asked)
-        return "2.21.0"
+        return "2.17.1"
 
-    monkeypatch.setattr("importlib.metadata.version", version)
-    assert facts.installed_tensorflow() == (name, "2.21.0")
+    monkeypatch.setattr("importlib.metadata.version", version_of)
+    assert version.installed_tensorflow() == (name, "2.17.1")
+    with pytest.raises(ImportError, match=rf"pip install '{name}>=2\.18'"):
+        version.require("TensorFlow", "2.17.1", version.FIRST_TENSORFLOW)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ def test_packages_are_those_of_the_system(release, environ, line):
 def test_remedies_name_packages_of_the_system(monkeypatch):
     """Also those of a step that has failed."""
     fedora = systems.system_of({}, "ID=fedora")
-    monkeypatch.setattr(steps, "this_system", lambda: fedora)
+    monkeypatch.setattr(systems, "this_system", lambda: fedora)
     remedy = steps.remedy_for("fatal error: Python.h: No such file or directory")
     assert str(InstallError(remedy)).endswith("dnf install python3-devel")
 
@@ -213,7 +214,7 @@ def test_a_tensorflow_that_was_not_tried_is_built_for(
     assert ("It was tried with TensorFlow" in capsys.readouterr().out) != is_tried
 
 
-@pytest.mark.parametrize("name", facts.TENSORFLOWS)
+@pytest.mark.parametrize("name", version.TENSORFLOWS)
 def test_a_tensorflow_that_is_too_old_is_refused(name):
     """Another distribution beside it would overwrite its files."""
     old = dataclasses.replace(COMPLETE, tensorflow="2.17.1", distribution=name)

@@ -33,8 +33,14 @@ from keras_dist.tools.check.checks import (
     warning,
 )
 from keras_dist.tools.check.gpus import gpus
-from keras_dist.tools.install.facts import TENSORFLOWS, is_supported
-from keras_dist.version import KERAS, TENSORFLOW, TENSORFLOW_RANGE, __version__
+from keras_dist.tools.install.facts import is_supported
+from keras_dist.version import (
+    KERAS,
+    TENSORFLOW,
+    TENSORFLOW_RANGE,
+    TENSORFLOWS,
+    __version__,
+)
 
 # Seconds for which a rank waits for the others, which import TensorFlow.
 _SECONDS, _PAUSE = 240.0, 0.2

@@ -1,6 +1,5 @@
 """What this environment has to build Horovod with, what is missing, what to choose."""
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -13,23 +12,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from keras_dist.tools.install.systems import DEBIAN, System, translated
+from keras_dist.launch.systems import DEBIAN, System, translated
 from keras_dist.version import (
     FIRST_TENSORFLOW,
     LAST_TENSORFLOW,
     TENSORFLOW,
     TENSORFLOW_RANGE,
+    installed_tensorflow,
     parsed,
 )
 
-# The command that installs Open MPI on Debian and Ubuntu.
-OPEN_MPI = "apt-get install libopenmpi-dev openmpi-bin"
-
 # The wheels of nvcc, all of one version: nvcc's own wheel takes any of the others.
 CUDA = "cuda-toolkit[cccl,nvcc]==13.0.*"
-
-# Distributions that have the module `tensorflow`.
-TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tf-nightly")
 
 # Folders that are searched after those in the user's environment variables.
 _SYSTEM_HOMES = (Path("/usr"), Path("/usr/local/cuda"))
@@ -54,7 +48,7 @@ class Facts:
 
     Args:
         tensorflow: Version of the installed TensorFlow; `None` if there is none.
-        distribution: Name of the distribution, one of `TENSORFLOWS`.
+        distribution: Name of the distribution, one of `version.TENSORFLOWS`.
         python: Major and minor version of this Python.
         has_pip: Whether this Python has pip.
         has_compiler: Whether there is a C++ compiler.
@@ -109,16 +103,6 @@ def detect(environ: Mapping[str, str] | None = None) -> Facts:
         platform=re.sub(r"[-.]", "_", sysconfig.get_platform()),
         glibc=_glibc(),
     )
-
-
-def installed_tensorflow() -> tuple[str, str | None]:
-    """Return name and version of the installed distribution of TensorFlow."""
-    for name in TENSORFLOWS:
-        try:
-            return name, importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "tensorflow", None
 
 
 def minor_of(version: str | None) -> str:

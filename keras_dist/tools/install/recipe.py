@@ -12,10 +12,10 @@ from pathlib import Path
 
 from keras_dist.launch import horovod_library
 from keras_dist.launch.hosts import num_gpus
+from keras_dist.launch.systems import OPEN_MPI, here, this_system
 from keras_dist.tools.install import wheels
 from keras_dist.tools.install.build import HOROVOD, build_wheel, runtime_requirements
 from keras_dist.tools.install.facts import (
-    OPEN_MPI,
     Choice,
     Facts,
     Missing,
@@ -28,7 +28,6 @@ from keras_dist.tools.install.facts import (
 )
 from keras_dist.tools.install.links import Links
 from keras_dist.tools.install.steps import PIP, InstallError, Steps, remedy_for
-from keras_dist.tools.install.systems import this_system, translated
 from keras_dist.tools.install.wheels import Built, is_enough, probe
 from keras_dist.version import TENSORFLOW_RANGE
 
@@ -156,9 +155,7 @@ def _require(missing: Sequence[Missing], unfit: Sequence[str] = ()) -> None:
 
 
 def _what_mpi_brings(facts: Facts) -> str:
-    packages = (
-        "" if facts.has_open_mpi else f"{translated(OPEN_MPI, this_system())} && "
-    )
+    packages = "" if facts.has_open_mpi else f"{here(OPEN_MPI)} && "
     return (
         "With MPI, ranks of one machine would share memory, which is faster for large "
         f"gradients: {packages}keras-dist install-horovod --mpi"

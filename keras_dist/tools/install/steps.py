@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from keras_dist.tools.install.systems import this_system, translated
+from keras_dist.launch.systems import here
 
 # -P: do not import from the current folder, in which a file may hide a package.
 PYTHON = (sys.executable, "-P")
@@ -85,7 +85,7 @@ class InstallError(RuntimeError):
     """
 
     def __init__(self, text: str) -> None:
-        super().__init__(translated(text, this_system()))
+        super().__init__(here(text))
 
 
 class Steps:

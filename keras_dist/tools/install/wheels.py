@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keras_dist.launch import horovod_library
+from keras_dist.launch.systems import OPEN_MPI, here
 from keras_dist.tools.install.build import HOROVOD, fingerprint, local_version
-from keras_dist.tools.install.facts import OPEN_MPI, Choice, Facts, minor_of
+from keras_dist.tools.install.facts import Choice, Facts, minor_of
 from keras_dist.tools.install.steps import PYTHON
 
 # Run in a new interpreter. Its last line of output describes the installed Horovod.
@@ -252,7 +253,8 @@ def _unloadable(wheel: Wheel, path: Path, facts: Facts) -> Iterator[str]:
         )
     for library in needed_libraries(path) if wheel.mpi or wheel.nccl else []:
         if not is_loadable(library):
-            advice = "pip install nvidia-nccl-cu12" if "nccl" in library else OPEN_MPI
+            is_nccl = "nccl" in library
+            advice = "pip install nvidia-nccl-cu12" if is_nccl else here(OPEN_MPI)
             yield f"It needs {library}, which is not found here: {advice}"
 
 

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+# The command that installs Open MPI on Debian and Ubuntu.
+OPEN_MPI = "apt-get install libopenmpi-dev openmpi-bin"
+
 _DEBIAN = re.compile(r"apt-get install ([\w+-]+(?: [\w+-]+)*)")
 
 
@@ -117,3 +120,8 @@ def translated(text: str, system: System) -> str:
         return f"{system.command} {' '.join(names)}"
 
     return _DEBIAN.sub(command, text)
+
+
+def here(text: str) -> str:
+    """Replace each `apt-get install …` of a text by the command of this system."""
+    return translated(text, this_system())
