@@ -26,6 +26,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "generated",
+    "wrapping",
 ]
 exclude_patterns = ["_build", "_ext"]
 
@@ -46,10 +47,10 @@ nb_merge_streams = True
 nb_output_stderr = "remove"  # a cell that fails ends the build, and is printed by it
 
 # A page for each public name, in docs/reference/api/; of classes, the methods that
-# users call.
+# users call. (`methods` is a name of autosummary itself.)
 templates_path = ["_templates"]
 autosummary_context = {
-    "methods": {
+    "shown_methods": {
         "keras_dist.DistributedModel": "fit, evaluate, predict",
         "keras_dist.WritePredictions": "read",
         "keras_dist.tune.Trial": (
@@ -66,6 +67,7 @@ napoleon_numpy_docstring = False
 napoleon_use_param = False  # one entry for names that are described together
 python_maximum_signature_line_length = 72
 default_role = "code"
+smartquotes_action = "qe"  # no dashes, which options begin with
 add_module_names = False
 
 html_theme = "furo"

@@ -24,6 +24,7 @@ from keras_dist.version import OLDEST_KERAS
 
 sys.path.append(str(DOCS / "_ext"))
 import generated  # noqa: E402 - lies beside the pages that it fills
+import wrapping  # noqa: E402
 
 README = (ROOT / "README.md").read_text()
 _MIGRATE = DOCS / "migrate"
@@ -236,6 +237,24 @@ def test_the_extras_have_the_range_of_tensorflow():
     assert extras["tensorflow-cpu"] == [f"tensorflow-cpu{limits}"]
     assert extras["gpu"][0] == f"tensorflow[and-cuda]{limits}"
     assert not any("tensorflow" in each for each in project["dependencies"])
+
+
+def test_names_are_broken_between_their_parts_and_numbers_nowhere():
+    """A table of a page; what a code block has is left alone."""
+    name = '<td><p><code><span class="pre">keras_dist.f(x=0.5)</span></code></p></td>'
+    found = wrapping.wrapped(f"<tr>{name}<td><p>1.2e-07*</p></td></tr><pre>a.b</pre>")
+    assert 'class="pre">keras_<wbr>dist.<wbr>f(<wbr>x=0.5)</span>' in found
+    assert '<td class="number"><p>1.2e-07*</p></td>' in found
+    assert found.endswith("<pre>a.b</pre>") and found.count("number") == 1
+
+
+def test_a_page_of_a_class_has_its_methods():
+    """Autosummary has names of its own for the variables of a template."""
+    own = {"fullname", "module", "objtype", "methods", "attributes", "members"}
+    conf = (DOCS / "conf.py").read_text()
+    assert not own & set(re.findall(r'^    "(\w+)": \{$', conf, re.MULTILINE))
+    template = (DOCS / "_templates" / "autosummary" / "class.rst").read_text()
+    assert ":members: {{ shown_methods[fullname] }}" in template
 
 
 def test_the_readme_is_short_and_its_links_lead_somewhere():
