@@ -46,7 +46,7 @@ class BackupEpoch(keras.callbacks.Callback):
         self.backups = backups
         self._epoch = 0
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         step.install(model)
 
@@ -60,7 +60,9 @@ class BackupEpoch(keras.callbacks.Callback):
         self._epoch = epoch
         session_of(self.model).stamp.set(epoch, 0)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
         session_of(self.model).stamp.set(self._epoch, batch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -129,7 +131,9 @@ class EffectiveRate(keras.callbacks.Callback):
             session_of(self.model).rates.keep()
         self._batch = 0
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
         # Not through the logs: older versions of Keras may use the logs of the last
         # batch as those of the epoch. `TensorBoard` has made its writer the default.
         self._batch += 1
@@ -251,7 +255,7 @@ class MeasuredShares(keras.callbacks.Callback):
         self._epoch = self._next = 0
         self._times: ComputingTimes
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         session = step.install(model)
         session.instruments.time_steps()
@@ -269,10 +273,14 @@ class MeasuredShares(keras.callbacks.Callback):
         self._epoch = epoch
         self._times.begin_epoch()
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
         self._times.begin_execution()
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
         if self._times.steps(batch + 1) < self._next:
             return
         own = tf.constant(self._times.take(), tf.float64)

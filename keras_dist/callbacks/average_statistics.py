@@ -47,33 +47,37 @@ class AverageStatistics(keras.callbacks.Callback):
         self._before: dict[int, Any] = {}
         self._loaded: list[Any] = []
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         step.install(model).first_step.call_last(self._remember)
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         # Gradients that an earlier fit has left accumulated are equal on all ranks.
         self._is_synchronized = comm.size() > 1
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
         if self._is_synchronized:
             self._is_synchronized = False
             for found in _between_updates(self.model):
                 optimizer.divide_accumulated(found)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
         self._has_changed = True
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         # A rank that cannot open its validation data raises its error in this exchange.
         comm.run_on_all(lambda: None)
         self._synchronize()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         session_of(self.model).metrics.end_opening()
         self._synchronize()
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         step.uninstall(self.model)
 
     def _synchronize(self) -> None:

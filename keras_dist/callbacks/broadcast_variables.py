@@ -52,7 +52,7 @@ class BroadcastVariables(keras.callbacks.Callback):
         super().__init__()
         self.root_rank = root_rank
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         if getattr(model, "optimizer", None) is not None:
             optimizer.move_to_outermost(model.optimizer)
@@ -65,7 +65,9 @@ class BroadcastVariables(keras.callbacks.Callback):
         if epoch is not None:
             private.set_initial_epoch(self.model, epoch)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
         if comm.size() > 1 and not session_of(self.model).first_step.has_started:
             raise RuntimeError(
                 "A batch was trained on without the `train_step` of the model's class, "

@@ -54,7 +54,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
         self.lr_scaling = lr_scaling
         self.steps_per_epoch = steps_per_epoch
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         step.install(model)
 

@@ -40,7 +40,7 @@ class MetricAverage(keras.callbacks.Callback):
     ```
     """
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         step.install(model).metrics.average()
 

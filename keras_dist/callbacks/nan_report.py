@@ -263,7 +263,7 @@ class NanReport(keras.callbacks.Callback):
         self._guard: optimizer.Guard
         self._epoch = 0
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         found = optimizer.optimizers_of(model)
         if comm.size() > 1 and any(map(optimizer.uses_local_sgd, found)):
@@ -277,25 +277,27 @@ class NanReport(keras.callbacks.Callback):
         for each in found:
             optimizer.watch(each)
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self.found = []
         comm.agree(
             {"NanReport": f"action={self.action!r}"},
             advice="Pass the same NanReport on every rank.",
         )
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch = epoch
         self._guard.begin_epoch()
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
         # All ranks have the same hits, because all have the same average.
         if hits := self._guard.take():
             by_rank = comm.gather_or_raise(lambda: [self._examine(hit) for hit in hits])
             for hit, reports in zip(hits, zip(*by_rank, strict=True), strict=True):
                 self._act(hit, [report for report in reports if report is not None])
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         for found in optimizer.optimizers_of(self.model):
             optimizer.unwatch(found)
         session_of(self.model).instruments.watch(None)

@@ -18,28 +18,32 @@ class ProgressRecord(keras.callbacks.Callback):
     Position in the list: first.
     """
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         monitor.here.enter("begin", epoch=0)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         monitor.here.enter("begin", epoch=epoch)
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
         monitor.here.enter("step", step=batch)
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         monitor.here.enter("test")
 
-    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_test_batch_begin(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
         monitor.here.enter("test", step=batch)
 
-    def on_test_end(self, logs: Any = None) -> None:
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         monitor.here.enter("end")
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         monitor.here.enter("end")
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         monitor.here.enter("")
 
 
@@ -73,31 +77,33 @@ class ProgressBar(keras.callbacks.ProgbarLogger):
         super().set_params(params)
         self._is_endless = params["steps"] == ENDLESS
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._is_endless:
             self.target = None
         self._rate = {}
         self._measured = time.monotonic()
         super().on_epoch_begin(epoch, logs)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
         now = time.monotonic()
         if now - self._measured >= _INTERVAL:
             self._measured = now
             self._rate = {"rows_per_second": self._throughput.rate_so_far()}
         super().on_train_batch_end(batch, {**(logs or {}), **self._rate})
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_test_begin(logs)
         if self.verbose == 1:
             self._evaluation = _EvaluationBar(self._evaluation_steps)
 
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_test_batch_end(batch, logs)
         if self._evaluation is not None:
             self._evaluation.update(batch + 1)
 
-    def on_test_end(self, logs: Any = None) -> None:
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         super().on_test_end(logs)
         if self._evaluation is not None:
             self._evaluation_steps = self._evaluation.end()

@@ -129,17 +129,19 @@ class ReplicaCheck(keras.callbacks.Callback):
         self._last_batch = -1
         self._is_reported: Any = None
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._steps, self._is_reported = 0, None
         comm.agree(
             {"ReplicaCheck": f"every={self.every}, action={self.action!r}"},
             advice="Pass the same ReplicaCheck on every rank.",
         )
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch, self._last_batch = epoch, -1
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
         before = self._steps
         # With `steps_per_execution` this is not called after each step.
         self._steps += batch - self._last_batch
@@ -148,7 +150,7 @@ class ReplicaCheck(keras.callbacks.Callback):
         if is_due and not _use_local_sgd(self.model):
             self.check()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self.check()
 
     def check(self) -> None:

@@ -260,18 +260,18 @@ class Report(keras.callbacks.Callback):
         self._speed = speeds[0] if speeds else Throughput()
         self._speed.measure_phases()
 
-    def set_params(self, params: Any) -> None:
+    def set_params(self, params: dict[str, Any] | None) -> None:
         super().set_params(params)
         if self._is_own_speed:
             self._speed.set_params({**(params or {}), "verbose": 0})
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         if self._is_own_speed:
             self._speed.measure_phases()
             self._speed.set_model(model)
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._clock = Clock()
         session_of(self.model).rates.keep()
         devices = comm.gather(str(comm.device()))
@@ -280,21 +280,23 @@ class Report(keras.callbacks.Callback):
         )
         comm.run_on_all(self._try)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._is_own_speed:
             self._speed.on_epoch_begin(epoch, logs)
         self._clock.begin_epoch()
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
         if self._is_own_speed:
             self._speed.on_train_batch_begin(batch, logs)
         self._clock.begin_batch()
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         if self._is_own_speed:
             self._speed.on_test_begin(logs)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._is_own_speed:
             self._speed.on_epoch_end(epoch, logs)
         facts = comm.gather(facts_of_rank(self.model))
@@ -302,7 +304,7 @@ class Report(keras.callbacks.Callback):
             self._add(epoch, logs, facts)
             self._write()
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self._is_own_speed:
             self._speed.on_train_end(logs)
         if comm.rank() == 0:

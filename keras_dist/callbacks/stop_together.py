@@ -27,7 +27,7 @@ class StopTogether(keras.callbacks.Callback):
     ```
     """
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         step.install(model).stop_request.make_collective(comm.size() > 1)
 

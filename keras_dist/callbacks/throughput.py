@@ -230,7 +230,7 @@ class Throughput(keras.callbacks.Callback):
         """Measure where the time is spent, too, without printing or logging it."""
         self._has_phases = True
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         session = step.install(model)
         if self._has_phases:

@@ -194,12 +194,12 @@ class UserCallbacks(keras.callbacks.Callback):
             if called:  # with a hook, Keras waits for each batch
                 setattr(self, hook, functools.partial(self._at_batch, hook, called))
 
-    def set_params(self, params: Any) -> None:
+    def set_params(self, params: dict[str, Any] | None) -> None:
         super().set_params(params)
         for callback in self._members:
             callback.set_params(params)
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         comm.run_on_all(lambda: [c.set_model(model) for c in self._members])
         # The ranks' callbacks may differ: every rank takes part in the exchange of each
@@ -212,23 +212,23 @@ class UserCallbacks(keras.callbacks.Callback):
             for hook in _ON_ALL_RANKS
         }
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._error = None
         self._call_on_all("on_train_begin", logs)
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._call_on_all("on_train_end", logs)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._call_on_all("on_epoch_begin", epoch, logs)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._call_on_all("on_epoch_end", epoch, logs)
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._call_on_all("on_test_begin", logs)
 
-    def on_test_end(self, logs: Any = None) -> None:
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         self._call_on_all("on_test_end", logs)
 
     def _own_phases(self, hook: str) -> set[int]:
@@ -257,7 +257,11 @@ class UserCallbacks(keras.callbacks.Callback):
                     getattr(callback, hook)(*args)
 
     def _at_batch(
-        self, hook: str, called: Sequence[Any], batch: int, logs: Any = None
+        self,
+        hook: str,
+        called: Sequence[Any],
+        batch: int,
+        logs: dict[str, Any] | None = None,
     ) -> None:
         if self._error is not None:
             return

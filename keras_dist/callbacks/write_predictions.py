@@ -64,7 +64,7 @@ class WritePredictions(keras.callbacks.Callback):
         self._step = 0
         self._table: _Table | None = None
 
-    def on_predict_begin(self, logs: Any = None) -> None:
+    def on_predict_begin(self, logs: dict[str, Any] | None = None) -> None:
         rank, size = comm.rank(), comm.size()
         self.path.mkdir(parents=True, exist_ok=True)
         for file in sorted(self.path.iterdir()):
@@ -82,7 +82,7 @@ class WritePredictions(keras.callbacks.Callback):
             self._feeding.close()
             self._feeding.enter_context(each_batch(self.model, self._write))
 
-    def on_predict_end(self, logs: Any = None) -> None:
+    def on_predict_end(self, logs: dict[str, Any] | None = None) -> None:
         self._feeding.close()
         if self._table is not None:
             self._table.close()

@@ -57,21 +57,21 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         """Keep a variable each rank's own."""
         self._local += _variables([var])
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         model = self.model
         if not self.broadcast_done and not _is_built(model):
             object.__setattr__(model, "_before_first_step", self.broadcast)
             mixin.add(model, BuiltByFirstStep)
 
-    def on_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if not self.broadcast_done and _is_built(self.model):
             self.broadcast()
 
-    def on_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self.broadcast()  # if there was no other moment
         mixin.remove(self.model, BuiltByFirstStep)
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         mixin.remove(self.model, BuiltByFirstStep)
 
     def broadcast(self) -> None:
@@ -127,10 +127,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self.process_set = process_set
         self._states = metrics.States()
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._states.keep_training(self.model)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs is None or not self.process_set.included():
             return
         states = self._states.of_logs(self.model, logs)
@@ -164,7 +164,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         )
         self.filepath: str | os.PathLike[str] | None = None
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if self.filepath is None:
             raise ValueError(
                 "A BestModelCheckpoint needs a file. Received: filepath=None. Set its "
@@ -277,16 +277,16 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             _warn_of_old_signature(type(self).__name__)
         self.multiplier = _function(multiplier, start_epoch, is_plain=is_old)
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if self.initial_lr is None:
             self.initial_lr = _rate(self.model.optimizer)
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = _steps(self)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self.current_epoch = epoch
 
-    def on_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         epoch = self.current_epoch
         is_over = self.end_epoch is not None and epoch >= self.end_epoch
         if epoch < self.start_epoch or is_over:
@@ -296,7 +296,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         elif batch == 0:
             self._set_rate(epoch)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs is not None:
             logs["lr"] = _rate(self.model.optimizer)
 
@@ -352,7 +352,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         )
         self.verbose = verbose
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
         is_last = self.end_epoch is not None and epoch == self.end_epoch - 1
         if is_last and self.verbose and comm.rank() == 0:
