@@ -38,7 +38,7 @@ from keras_dist.optimizer.options import Compression, Op, Sparse
 from keras_dist.optimizer.rate import LearningRateRule
 from keras_dist.report.lines import show
 from keras_dist.setup import sources
-from keras_dist.setup.arguments import KerasArguments, Options
+from keras_dist.setup.arguments import Callbacks, KerasArguments, Options
 from keras_dist.setup.checks import check_model
 from keras_dist.setup.fit_setup import FitSetup, prepare, with_plan, with_reports
 from keras_dist.training import step
@@ -65,13 +65,13 @@ _ADVICE = "Start every rank with the same script, arguments and data."
 
 
 def dist_fit(
-    model: Any,
+    model: keras.Model,
     x: Any = None,
     y: Any = None,
     batch_size: int | None = None,
     epochs: int = 1,
     verbose: str | int = "auto",
-    callbacks: Any = None,
+    callbacks: Callbacks = None,
     validation_split: float = 0.0,
     validation_data: Any = None,
     shuffle: bool | str = True,
@@ -94,7 +94,7 @@ def dist_fit(
     target_accuracy: float | None = None,
     op: Op = "average",
     compression: Compression | None = None,
-    local_layers: Sequence[Any] = (),
+    local_layers: Sequence[keras.layers.Layer] = (),
     process_set: Sequence[int] | None = None,
     sync: str = "every:1",
     outer_momentum: float = 0.0,
@@ -425,13 +425,16 @@ class DistributedModel:
     Raises:
         TypeError: If an option is unknown.
 
+    Example:
+
+    >>> import numpy as np
     >>> model = DistributedModel(keras.Sequential([keras.layers.Dense(1)]))
     >>> model.compile("sgd", "mse")
-    >>> model.fit([[0.0]], [[1.0]], verbose=0).epoch  # doctest: +SKIP
+    >>> model.fit(np.ones((8, 2)), np.ones(8), verbose=0).epoch
     [0]
     """
 
-    def __init__(self, model: Any, **options: Any) -> None:
+    def __init__(self, model: keras.Model, **options: Any) -> None:
         Options(**options)  # names are checked here, values when they are used
         object.__setattr__(self, "model", model)
         object.__setattr__(self, "options", options)
@@ -449,16 +452,38 @@ class DistributedModel:
         verbose: str | int = "auto",
         sample_weight: Any = None,
         steps: int | None = None,
-        callbacks: Any = None,
+        callbacks: Callbacks = None,
         return_dict: bool = False,
     ) -> Any:
         """Evaluate as `keras.Model.evaluate`: each row on one rank, exact metrics.
 
-        Data is sharded as in `dist_fit`. `steps` are those of one process, to which
-        `validation_steps_scaling` is applied.
+        Data is sharded as in `dist_fit`.
+
+        Args:
+            x, y, batch_size, verbose, sample_weight, steps, callbacks, return_dict: As
+                in `keras.Model.evaluate`. `batch_size` is the batch of one rank;
+                `steps` are those of one process, to which `validation_steps_scaling`
+                is applied. Only the first rank prints, and runs callbacks that write
+                files.
 
         Returns:
             What `keras.Model.evaluate` returns for all rows, the same on every rank.
+
+        Raises:
+            TypeError: On all ranks, if the model is not a Keras model.
+            ValueError: On all ranks, if the model is not compiled, an argument or
+                option is invalid, or rows or steps differ between the ranks.
+            RuntimeError: If another rank has ended, or its data raised an error.
+
+        Example:
+
+        >>> import numpy as np
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> model.compile(loss="mse", metrics=["mae"])
+        >>> x, y = np.ones((8, 2)), np.ones((8, 1))
+        >>> found = DistributedModel(model).evaluate(x, y, verbose=0, return_dict=True)
+        >>> sorted(found)
+        ['loss', 'mae']
         """
         options = Options(**self.options)
         with comm.within(options.process_set):
@@ -512,9 +537,9 @@ class DistributedModel:
         batch_size: int | None = None,
         verbose: str | int = "auto",
         steps: int | None = None,
-        callbacks: Any = None,
+        callbacks: Callbacks = None,
         *,
-        gather: bool | str = True,
+        gather: bool | Literal["first"] = True,
     ) -> Any:
         """Predict as `keras.Model.predict`: each row on one rank, results gathered.
 
@@ -544,6 +569,13 @@ class DistributedModel:
             ValueError: On all ranks, if there is no row, if rows or weights differ
                 between the ranks, if an output of arrays does not have one value for
                 each row, or if data is shuffled differently on each rank.
+
+        Example:
+
+        >>> import numpy as np
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> DistributedModel(model).predict(np.ones((8, 2)), verbose=0).shape
+        (8, 1)
         """
         options = Options(**self.options)
         with comm.within(options.process_set), without_autotune(self.model):
@@ -612,7 +644,7 @@ class DistributedModel:
             )
             return predict_sharded(arrays, predict, weights, gather=gather)
 
-    def _check_predict(self, gather: bool | str) -> None:
+    def _check_predict(self, gather: bool | Literal["first"]) -> None:
         check_model(self.model, is_compiled=False)
         if gather not in (True, False, "first"):
             raise ValueError(
@@ -627,7 +659,7 @@ class DistributedModel:
         options: Options,
         predict: Callable[..., Any],
         weights: Callable[[], Any],
-        gather: bool | str,
+        gather: bool | Literal["first"],
     ) -> Any:
         """Predict data that comes in batches, in turns if all ranks have the same."""
         source = comm.run_on_all(lambda: sources.opened(x, options.shard))
@@ -668,7 +700,7 @@ class DistributedModel:
         return f"DistributedModel({self.model!r})"
 
 
-def _flat(callbacks: Any) -> list[Any]:
+def _flat(callbacks: Callbacks) -> list[Any]:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
     return keras.tree.flatten(callbacks or [])

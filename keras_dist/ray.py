@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from keras_dist.launch.calls import run_calls
 from keras_dist.launch.coordinator import Plan
@@ -10,9 +10,11 @@ from keras_dist.launch.function import pickled_call
 from keras_dist.launch.ray_actors import Need, RayActors
 from keras_dist.launch.restarts import RESTARTS
 
+Result = TypeVar("Result")
+
 
 def run(
-    function: Callable[..., Any],
+    function: Callable[..., Result],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -22,7 +24,7 @@ def run(
     use_gpu: bool = False,
     resources_per_worker: Mapping[str, float] | None = None,
     start_timeout: float = 300.0,
-) -> list[Any]:
+) -> list[Result]:
     """Call `function` on ranks of a Ray cluster; return what each one returned.
 
     Each rank has an actor of its own, in one placement group. It is a process that the

@@ -5,7 +5,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from keras_dist.launch.call_agent import runner
 from keras_dist.launch.calls import Workers, cause_in, run_calls
@@ -18,15 +18,17 @@ _CANCEL_SECONDS = 20.0
 # Seconds after the end of a job in which an agent may say which task was killed.
 _KNOWN_SECONDS = 3.0
 
+Result = TypeVar("Result")
+
 
 def run(
-    function: Callable[..., Any],
+    function: Callable[..., Result],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     num_proc: int | None = None,
     start_timeout: float = 300.0,
-) -> list[Any]:
+) -> list[Result]:
     """Call `function` on ranks of a Spark cluster; return what each one returned.
 
     The ranks are tasks of one barrier stage of the active session, so that all run at

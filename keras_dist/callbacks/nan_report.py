@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import keras
 import numpy as np
@@ -140,7 +140,7 @@ def _bad_rows(value: Any) -> Any:
     return tf.reduce_any(is_bad, axis=list(range(1, tensor.shape.rank))).numpy()
 
 
-ACTIONS = ("stop", "raise", "skip")
+Action = Literal["stop", "raise", "skip"]
 
 # Later reports of a fit are neither printed nor saved: they may be one for each step.
 _LIMIT = 10
@@ -148,7 +148,7 @@ _LIMIT = 10
 
 @dataclass(frozen=True)
 class NotFinite:
-    """A report of gradients that are not finite on one rank.
+    """A report of `NanReport`: gradients that are not finite on one rank.
 
     Args:
         rank: The rank; -1 if the gradients of every rank are finite, but their sum is
@@ -165,6 +165,11 @@ class NotFinite:
         batches: Indices of the batches that were read, for data that comes in batches.
         file: Path of the saved batch; `None` if it is not saved.
         trouble: Why the batch could not be saved, as a sentence for the message.
+
+    Example:
+
+    >>> print(NotFinite(rank=1, epoch=0, step=4, layer="dense", is_output=True))
+    Epoch 1, step 5: the gradients of rank 1 are not finite. The first layer whose ...
     """
 
     rank: int
@@ -244,15 +249,17 @@ class NanReport(keras.callbacks.Callback):
             ranks do not average gradients in each step (`sync="every:k"`).
         FloatingPointError: On all ranks, if `action` is `"raise"`.
 
+    Example:
+
     >>> NanReport("skip").action
     'skip'
     """
 
     def __init__(
-        self, action: str = "stop", folder: str | os.PathLike[str] = "nan_report"
+        self, action: Action = "stop", folder: str | os.PathLike[str] = "nan_report"
     ) -> None:
         super().__init__()
-        if action not in ACTIONS:
+        if action not in get_args(Action):
             raise ValueError(
                 '`action` must be "stop", "raise" or "skip". '
                 f"Received: action={action!r}"

@@ -6,7 +6,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import keras
 import numpy as np
@@ -63,7 +63,7 @@ def _weighted_sum(words: Any) -> Any:
     return tf.reduce_sum(words * odd)
 
 
-ACTIONS = ("raise", "warn", "resync")
+Action = Literal["raise", "warn", "resync"]
 
 # A message names at most so many variables.
 _SHOWN = 5
@@ -105,11 +105,13 @@ class ReplicaCheck(keras.callbacks.Callback):
         RuntimeError: On all ranks, if they differ and `action` is `"raise"`. The
             message names the first variable that differs, and the ranks.
 
+    Example:
+
     >>> ReplicaCheck(every=10, action="warn").every
     10
     """
 
-    def __init__(self, every: int | None = 100, action: str = "raise") -> None:
+    def __init__(self, every: int | None = 100, action: Action = "raise") -> None:
         super().__init__()
         is_number = isinstance(every, int) and not isinstance(every, bool)
         if every is not None and not (is_number and every > 0):
@@ -117,7 +119,7 @@ class ReplicaCheck(keras.callbacks.Callback):
                 "`every` must be a number of steps of at least 1, or None to check "
                 f"at the ends of epochs only. Received: every={every!r}"
             )
-        if action not in ACTIONS:
+        if action not in get_args(Action):
             raise ValueError(
                 '`action` must be "raise", "warn" or "resync". '
                 f"Received: action={action!r}"

@@ -107,7 +107,7 @@ class StopAtAccuracy(keras.callbacks.Callback):
         logs = logs or {}
         is_due = self._has_evaluated or not self.monitor.startswith("val_")
         # All ranks decide on the same value, and all raise if one rank has none.
-        values = comm.gather(
+        values: list[Any] = comm.gather(
             float(logs[self.monitor]) if self.monitor in logs else None
         )
         if None in values:

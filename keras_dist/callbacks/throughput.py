@@ -206,6 +206,9 @@ class Throughput(keras.callbacks.Callback):
     Attributes:
         by_rank: What each rank measured in the last epoch, in rank order.
 
+    Raises:
+        RuntimeError: At the end of an epoch, if another rank has ended.
+
     Example:
 
     ```python
@@ -343,6 +346,12 @@ class TrainingTime(keras.callbacks.Callback):
     `verbose=0`. All ranks use the clock of the first rank.
 
     Position in the list: before callbacks that read `logs`.
+
+    Attributes:
+        seconds: Seconds until the end of the last epoch.
+
+    Raises:
+        RuntimeError: At the end of an epoch, if another rank has ended.
 
     Example:
 

@@ -73,6 +73,8 @@ def first_rank_only(callback: Marked) -> Marked:
     Returns:
         The same object.
 
+    Example:
+
     >>> class Diary(keras.callbacks.Callback):
     ...     def on_epoch_end(self, epoch, logs=None):
     ...         print(epoch, logs)

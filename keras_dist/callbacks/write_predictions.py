@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -50,9 +50,21 @@ class WritePredictions(keras.callbacks.Callback):
             already, an output has not one value for each row, or NumPy files cannot
             hold it (ragged, objects, another shape than in the batch before).
         ImportError: In `predict`, if pyarrow is missing.
+
+    Example:
+
+    >>> import tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> writer = WritePredictions(folder)
+    >>> _ = model.predict(np.ones((8, 2)), verbose=0, callbacks=[writer])
+    >>> WritePredictions.read(folder).shape
+    (8, 1)
     """
 
-    def __init__(self, path: str | os.PathLike[str], format: str = "npy") -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], format: Literal["npy", "parquet"] = "npy"
+    ) -> None:
         super().__init__()
         if format not in ("npy", "parquet"):
             raise ValueError(

@@ -98,7 +98,7 @@ def gather_or_raise(work: Callable[[], Result]) -> list[Result]:
         Exception: As in `run_on_all`.
     """
     result, error = _attempt(work)
-    per_rank = gather((result, _name_and_message(error)))
+    per_rank: list[Any] = gather((result, _name_and_message(error)))
     _raise_first(error, [own_error for _, own_error in per_rank])
     return [own_result for own_result, _ in per_rank]
 
@@ -115,14 +115,16 @@ def first_rank() -> Iterator[bool]:
     An error in the block is raised on all ranks. All ranks have to come to the block,
     and nothing in it may be a collective.
 
-    Yields:
-        Whether this is the first rank.
+    Returns:
+        A context manager, whose value is whether this is the first rank.
 
     Raises:
         Exception: On all ranks, if the block failed on one of them. That rank raises
             its own error, the others a `ValueError`, `TypeError` or `RuntimeError` that
             begins with "On rank". If it is the first rank that failed, no other rank
             begins the block.
+
+    Example:
 
     >>> with first_rank() as is_first:
     ...     if is_first:

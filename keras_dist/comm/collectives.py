@@ -6,7 +6,7 @@ Every rank calls the same ones in the same order. On one rank they return their 
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import keras
@@ -36,6 +36,8 @@ _counts: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 # And the numbers of the keys of each kind that were traced in it.
 _keys: WeakKeyDictionary[Any, dict[str, dict[Hashable, int]]] = WeakKeyDictionary()
 
+Value = TypeVar("Value")
+
 
 def average(value: Any) -> Any:
     """Mean of `value` over all ranks.
@@ -49,6 +51,11 @@ def average(value: Any) -> Any:
 
     Raises:
         TypeError: If `value` holds anything else.
+        ValueError: If an array has more than 2**31 − 1 elements, unless NCCL sends it.
+        RuntimeError: If another rank has ended, or the call is in a block of
+            `first_rank` or in a process that a rank has started.
+
+    Example:
 
     >>> average({"loss": 0.25})  # without a launcher: one rank
     {'loss': 0.25}
@@ -59,7 +66,16 @@ def average(value: Any) -> Any:
 def sum(value: Any) -> Any:
     """Sum of `value` over all ranks.
 
-    Arguments and errors are those of `average`; integers stay integers.
+    Args:
+        value: As in `average`.
+
+    Returns:
+        The same structure. Integers stay integers.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As in `average`.
+
+    Example:
 
     >>> sum([1, 2])
     [1, 2]
@@ -67,16 +83,25 @@ def sum(value: Any) -> Any:
     return keras.tree.map_structure(_summed, value)
 
 
-def broadcast(value: Any, root_rank: int = 0) -> Any:
+def broadcast(value: Value | None, root_rank: int = 0) -> Value:
     """Return the value of `root_rank` on every rank.
 
     Args:
         value: A tensor or variable (of the same shape on all ranks), or any Python
-            object that can be pickled. The values of the other ranks are ignored.
+            object that can be pickled. The values of the other ranks are ignored,
+            and may be `None`.
         root_rank: The rank whose value is sent to the others.
+
+    Returns:
+        The value that `root_rank` passed; of a variable, a tensor.
 
     Raises:
         ValueError: If `root_rank` is not a rank.
+        RuntimeError: If another rank has ended, or the call is in a block of
+            `first_rank` or in a process that a rank has started.
+        Exception: What `pickle` raises, if it cannot pickle the value.
+
+    Example:
 
     >>> broadcast("from the first rank")
     'from the first rank'
@@ -86,20 +111,31 @@ def broadcast(value: Any, root_rank: int = 0) -> Any:
         raise ValueError(
             f"`root_rank` must be from 0 to {world.size - 1}. Received: {root_rank}"
         )
+    own: Any = value  # `None` only where another rank has the value
     if link is None:
-        return value
+        return own
     if _is_tensor(value):
         return copy(_tensor(value), root_rank, name=name_of("broadcast"))
     message = sign(value if world.rank == root_rank else None)
     return verify(_gather_bytes(message)[root_rank])
 
 
-def gather(value: Any) -> list[Any]:
+def gather(value: Value) -> list[Value]:
     """Return the values of all ranks, as a list in rank order, on every rank.
 
     Args:
         value: A tensor or variable (shapes may differ between the ranks), or any
             Python object that can be pickled.
+
+    Returns:
+        A list with one value a rank; tensors for tensors and variables.
+
+    Raises:
+        RuntimeError: If another rank has ended, or the call is in a block of
+            `first_rank` or in a process that a rank has started.
+        Exception: What `pickle` raises, if it cannot pickle `value`.
+
+    Example:
 
     >>> gather("mine")
     ['mine']

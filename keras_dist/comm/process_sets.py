@@ -47,6 +47,8 @@ def init(
             if `process_sets` differ between the ranks; or if `stall_limit` is not a
             number of seconds.
 
+    Example:
+
     >>> init()
     World(rank=0, size=1, local_rank=0, local_size=1)
     """

@@ -244,22 +244,66 @@ def has_mpi() -> bool:
 
 
 def rank() -> int:
-    """Number of this process, from 0 (the first rank) to `size()` − 1."""
+    """Return the rank of this process.
+
+    The first call connects to the other ranks, as `init` does.
+
+    Returns:
+        Its number, from 0 (the first rank) to `size()` − 1.
+
+    Example:
+
+    >>> rank()  # without a launcher: one process
+    0
+    """
     return start().rank
 
 
 def size() -> int:
-    """Number of ranks."""
+    """Return the number of ranks.
+
+    The first call connects to the other ranks, as `init` does.
+
+    Returns:
+        The number of all ranks; in a fit with `process_set`, of those of the set.
+
+    Example:
+
+    >>> size()  # without a launcher: one process
+    1
+    """
     return start().size
 
 
 def local_rank() -> int:
-    """Number of this process on its host, from 0."""
+    """Return the rank of this process among those of its host.
+
+    The first call connects to the other ranks, as `init` does.
+
+    Returns:
+        Its number, from 0 to `local_size()` − 1.
+
+    Example:
+
+    >>> local_rank()  # without a launcher: one process
+    0
+    """
     return start().local_rank
 
 
 def local_size() -> int:
-    """Number of ranks on this host."""
+    """Return the number of ranks on this host.
+
+    The first call connects to the other ranks, as `init` does.
+
+    Returns:
+        The number of ranks, at least 1.
+
+    Example:
+
+    >>> local_size()  # without a launcher: one process
+    1
+    """
     return start().local_size
 
 

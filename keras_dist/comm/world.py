@@ -96,6 +96,12 @@ class World:
         local_rank: Number of this process on its host, from 0.
         local_size: Number of ranks on this host.
         num_hosts: Number of hosts; exact on the first rank, which prints it.
+
+    Example:
+
+    >>> world = World(rank=1, size=4)
+    >>> world.is_first, world.size
+    (False, 4)
     """
 
     rank: int = 0

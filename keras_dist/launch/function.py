@@ -10,7 +10,7 @@ import tempfile
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 # Files of a call: function and arguments; what a rank returned, or its error.
 CALL, _RESULT, _ERROR = "call.pickle", "result.{rank}.pickle", "error.{rank}.pickle"
@@ -18,9 +18,11 @@ CALL, _RESULT, _ERROR = "call.pickle", "result.{rank}.pickle", "error.{rank}.pic
 # What cloudpickle writes in place of the file of a function.
 _DYNAMIC = "<dynamic-code>"
 
+Result = TypeVar("Result")
+
 
 def run(
-    function: Callable[..., Any],
+    function: Callable[..., Result],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -28,7 +30,7 @@ def run(
     restarts: int = 0,
     stall_limit: float | None = None,
     log_dir: str | os.PathLike[str] | None = None,
-) -> list[Any]:
+) -> list[Result]:
     """Call `function` on `np` ranks of this host, and return what each one returned.
 
     The ranks are new processes, which end with the call; this process is not a rank. So

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
@@ -34,6 +34,8 @@ from keras_dist.optimizer.sparse import added_in_order, with_shape
 # same on all ranks. Horovod matches collectives by name, and Keras's names repeat.
 _numbers = count()
 
+Optimizer = TypeVar("Optimizer", bound=keras.optimizers.Optimizer)
+
 
 @dataclass
 class Recorded:
@@ -55,14 +57,14 @@ class Recorded:
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's own name
-    optimizer: Any,
+    optimizer: Optimizer,
     *,
     op: Op = "average",
     compression: Compression | None = None,
-    local_layers: Sequence[Any] = (),
+    local_layers: Sequence[keras.layers.Layer] = (),
     process_set: Sequence[int] | None = None,
     sparse: Sparse = "auto",
-) -> Any:
+) -> Optimizer:
     """Make `optimizer` average its gradients over all ranks before each update.
 
     This is for scripts that call `model.fit` with the callbacks of this package, and
@@ -96,6 +98,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
         TypeError: If `optimizer` is not a Keras optimizer, or `local_layers` are not
             layers.
         ValueError: If an option is unknown, or cannot be used here.
+
+    Example:
 
     >>> optimizer = DistributedOptimizer(keras.optimizers.Adam(1e-3))
     >>> type(optimizer).__name__

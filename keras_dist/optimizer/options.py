@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import keras
 
@@ -40,7 +40,7 @@ class Averaging:
 
     op: Op = "average"
     compression: Compression | None = None
-    local_layers: Sequence[Any] = ()
+    local_layers: Sequence[keras.layers.Layer] = ()
     process_set: Sequence[int] | None = None
     every: int = 1
     outer_momentum: float = 0.0

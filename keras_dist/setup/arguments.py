@@ -3,7 +3,9 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
+
+import keras
 
 from keras_dist import optimizer
 from keras_dist.data.steps import StepsRule
@@ -11,6 +13,14 @@ from keras_dist.optimizer.options import Compression, Op, Sparse
 from keras_dist.optimizer.rate import LearningRateRule
 
 BATCH_VARIABLE = "KERAS_DIST_BATCH"
+
+# What `Model.fit`, `evaluate` and `predict` take as `callbacks`.
+Callbacks: TypeAlias = (
+    Sequence[keras.callbacks.Callback]
+    | keras.callbacks.Callback
+    | keras.callbacks.CallbackList
+    | None
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +35,7 @@ class KerasArguments:
     batch_size: int | None = None
     epochs: int = 1
     verbose: str | int = "auto"
-    callbacks: Any = None
+    callbacks: Callbacks = None
     validation_split: float = 0.0
     validation_data: Any = None
     shuffle: bool | str = True
@@ -67,7 +77,7 @@ class Options:
     target_accuracy: float | None = None
     op: Op = "average"
     compression: Compression | None = None
-    local_layers: Sequence[Any] = ()
+    local_layers: Sequence[keras.layers.Layer] = ()
     process_set: Sequence[int] | None = None
     sync: str = "every:1"
     outer_momentum: float = 0.0

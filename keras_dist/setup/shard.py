@@ -3,7 +3,7 @@
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, overload
+from typing import Any, Literal, TypeAlias, TypeVar, get_args, overload
 
 import keras
 import tensorflow as tf
@@ -20,36 +20,49 @@ from keras_dist.data import (
     seeds_of,
 )
 
-_WAYS = ("rows", "batches", "files")
+By = Literal["rows", "batches", "files"]
+
+Item = TypeVar("Item")
+Data: TypeAlias = tf.data.Dataset | keras.utils.PyDataset | Iterable[Any]
 
 
 @overload
 def shard(
     batch_size: int | None = None,
-    by: str = "rows",
+    by: By = "rows",
     process_set: Sequence[int] | None = None,
     *,
-    batch: str = "rank",
+    batch: Literal["rank", "global"] = "rank",
 ) -> Callable[[tf.data.Dataset], tf.data.Dataset]: ...
 
 
 @overload
 def shard(
-    batch_size: Any,
-    by: str = "rows",
+    batch_size: list[Item],
+    by: By = "rows",
     process_set: Sequence[int] | None = None,
     *,
-    batch: str = "rank",
+    batch: Literal["rank", "global"] = "rank",
+) -> list[Item]: ...
+
+
+@overload
+def shard(
+    batch_size: Data,
+    by: By = "rows",
+    process_set: Sequence[int] | None = None,
+    *,
+    batch: Literal["rank", "global"] = "rank",
 ) -> Any: ...
 
 
 def shard(
-    batch_size: Any = None,
-    by: str = "rows",
+    batch_size: int | Data | None = None,
+    by: By = "rows",
     process_set: Sequence[int] | None = None,
     *,
-    batch: str = "rank",
-) -> Any:
+    batch: Literal["rank", "global"] = "rank",
+) -> Callable[[tf.data.Dataset], tf.data.Dataset] | Data:
     """Divide data among the ranks before its rows are decoded.
 
     Without it each rank decodes all rows, and then leaves out the batches of the other
@@ -97,12 +110,13 @@ def shard(
     >>> shard(["a.jpg", "b.jpg"])
     ['a.jpg', 'b.jpg']
     """
-    if by not in _WAYS:
+    if by not in get_args(By):
         raise ValueError(
             f'`by` must be "rows", "batches" or "files". Received: by={by!r}'
         )
     try:
-        rows = None if batch_size is None else operator.index(batch_size)
+        given: Any = batch_size
+        rows = None if given is None else operator.index(given)
     except TypeError:
         rows = None  # it is the data
     if rows is not None and rows < 1:
@@ -142,6 +156,8 @@ def local_batch_size(batch_size: int, process_set: Sequence[int] | None = None) 
 
     Raises:
         ValueError: If there are fewer rows than ranks.
+
+    Example:
 
     >>> local_batch_size(96)
     96

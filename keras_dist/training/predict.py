@@ -8,7 +8,7 @@ import contextlib
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -77,7 +77,7 @@ def predict_sharded(
     predict: Callable[..., Any],
     weights: Callable[[], Sequence[Any]],
     *,
-    gather: bool | str,
+    gather: bool | Literal["first"],
 ) -> Any:
     """Predict all rows; each rank predicts its shard of them.
 
@@ -129,7 +129,7 @@ def predict_presharded(
     predict: Callable[[Any], Any],
     weights: Callable[[], Sequence[Any]],
     *,
-    gather: bool | str,
+    gather: bool | Literal["first"],
 ) -> Any:
     """Predict all rows of presharded data; return them in the order before `shard`.
 
@@ -176,7 +176,7 @@ def predict_in_turns(
     weights: Callable[[], Sequence[Any]],
     *,
     steps: int | None,
-    gather: bool | str,
+    gather: bool | Literal["first"],
 ) -> Any:
     """Predict batches that are the same on all ranks: rank r of N has r, r + N, ….
 
@@ -267,7 +267,9 @@ def each_batch(model: Any, use: Callable[[Any], Any]) -> Iterator[None]:
         model.predict_function = plain if before == 1 else None
 
 
-def _in_order(leaf: Any, rows: Sequence[np.ndarray], gather: bool | str) -> Any:
+def _in_order(
+    leaf: Any, rows: Sequence[np.ndarray], gather: bool | Literal["first"]
+) -> Any:
     """Gather an array of all ranks, piece by piece, and put its rows in order.
 
     Args:
@@ -298,7 +300,7 @@ def _in_order(leaf: Any, rows: Sequence[np.ndarray], gather: bool | str) -> Any:
 
 
 def _all_in_order(
-    outputs: Any, rows: Sequence[np.ndarray], gather: bool | str
+    outputs: Any, rows: Sequence[np.ndarray], gather: bool | Literal["first"]
 ) -> Any | None:
     """Gather all arrays, whose rows are those of the data; see `_in_order`."""
     whole = keras.tree.map_structure(
@@ -340,7 +342,7 @@ def _bytes_of_row(leaf: Any) -> int:
     return max(1, leaf.dtype.itemsize * math.prod(leaf.shape[1:]))
 
 
-def _keeps(gather: bool | str) -> bool:
+def _keeps(gather: bool | Literal["first"]) -> bool:
     """Tell whether this rank returns the predictions of all."""
     return gather is True or comm.rank() == 0
 

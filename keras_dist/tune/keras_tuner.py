@@ -29,6 +29,9 @@ def search(tuner: Any, hypermodel: Any, *fit_args: Any, **fit_kwargs: Any) -> No
             ranks.
         *fit_args, **fit_kwargs: The arguments of `tuner.search`, on all ranks.
 
+    Returns:
+        `None`: the results are in the first rank's tuner.
+
     Raises:
         ValueError: On all ranks, if the first rank has no tuner, or if the tuner
             compiles the models.

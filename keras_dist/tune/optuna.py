@@ -1,16 +1,18 @@
 """Optuna, where all ranks call the objective of each trial."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from keras_dist import comm
 from keras_dist.callbacks import is_calling_callbacks
 from keras_dist.tune.trials import begin, check_first, of_first, on_all, run
 
+Choice = TypeVar("Choice")
+
 
 def optimize(
     study: Any,
-    objective: Callable[[Any], Any],
+    objective: Callable[["Trial"], float | Sequence[float]],
     n_trials: int | None = None,
     timeout: float | None = None,
     **arguments: Any,
@@ -30,6 +32,9 @@ def optimize(
         objective: Function of a `Trial` that returns the value to optimize, or several.
         n_trials, timeout, **arguments: As in `Study.optimize`, but for `n_jobs`: the
             ranks train one trial at a time.
+
+    Returns:
+        `None`: the results are in the first rank's study.
 
     Raises:
         ValueError: On all ranks, if the first rank has no study, or if `n_jobs` is not
@@ -84,7 +89,20 @@ class Trial:
 
     Args:
         number: Number of the trial.
-        own: The trial of Optuna on the first rank.
+        own: The trial of Optuna on the first rank, `None` on the others.
+
+    Raises:
+        AttributeError: On the other ranks, if something is read that is not named here.
+
+    Example:
+
+    ```python
+    def objective(trial):
+        units = trial.suggest_int("units", 8, 64)
+        model = make_model(units, trial.suggest_float("rate", 1e-4, 1e-1, log=True))
+        history = keras_dist.dist_fit(model, x, y)
+        return history.history["loss"][-1]
+    ```
     """
 
     def __init__(self, number: int, own: Any) -> None:
@@ -93,29 +111,62 @@ class Trial:
         self._own = own
 
     def suggest_float(self, name: str, *args: Any, **kwargs: Any) -> float:
-        """Do as Optuna does, for all ranks."""
+        """Suggest a number, the same on all ranks.
+
+        Args:
+            name, *args, **kwargs: As in `optuna.trial.Trial.suggest_float`.
+
+        Returns:
+            The first rank's value.
+        """
         return self._suggest("suggest_float", name, *args, **kwargs)
 
     def suggest_int(self, name: str, *args: Any, **kwargs: Any) -> int:
-        """Do as Optuna does, for all ranks."""
+        """Suggest a whole number, the same on all ranks.
+
+        Args:
+            name, *args, **kwargs: As in `optuna.trial.Trial.suggest_int`.
+
+        Returns:
+            The first rank's value.
+        """
         return self._suggest("suggest_int", name, *args, **kwargs)
 
-    def suggest_categorical(self, name: str, choices: Any) -> Any:
-        """Do as Optuna does, for all ranks."""
+    def suggest_categorical(self, name: str, choices: Sequence[Choice]) -> Choice:
+        """Suggest one of several values, the same on all ranks.
+
+        Args:
+            name, choices: As in `optuna.trial.Trial.suggest_categorical`.
+
+        Returns:
+            The first rank's value.
+        """
         return self._suggest("suggest_categorical", name, choices)
 
     def report(self, value: float, step: int) -> None:
-        """Do as Optuna does, with the first rank's value."""
+        """Report the first rank's value; those of the other ranks are ignored.
+
+        Args:
+            value, step: As in `optuna.trial.Trial.report`.
+        """
         if self._own is not None:
             self._own.report(value, step)
 
     def set_user_attr(self, key: str, value: Any) -> None:
-        """Do as Optuna does, with the first rank's value."""
+        """Set an attribute of the trial to the first rank's value.
+
+        Args:
+            key, value: As in `optuna.trial.Trial.set_user_attr`.
+        """
         if self._own is not None:
             self._own.set_user_attr(key, value)
 
     def should_prune(self) -> bool:
-        """Do as Optuna does, for all ranks; in callbacks, for the first rank."""
+        """Ask whether the trial is to end early.
+
+        Returns:
+            The first rank's answer; in callbacks, `False` on the other ranks.
+        """
         own = self._own
         if is_calling_callbacks():
             return own is not None and own.should_prune()
