@@ -1,8 +1,10 @@
 """What README and documentation say is true: code, plan, diffs, commands, names."""
 
+import ast
 import difflib
 import inspect
 import json
+import pkgutil
 import re
 import runpy
 import subprocess
@@ -10,6 +12,7 @@ import sys
 import tomllib
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import keras
 import pytest
@@ -188,6 +191,45 @@ def test_every_public_name_is_in_the_reference():
         r"^(?: {3}|\.\. auto\w+:: )keras_dist\.(\w+)$", text, re.MULTILINE
     )
     assert sorted(listed) == sorted(keras_dist.__all__)
+
+
+def _methods_on_pages() -> dict[str, str]:
+    """Of classes in the reference, the methods that their pages show."""
+    for node in ast.parse((DOCS / "conf.py").read_text()).body:
+        if ast.unparse(node).startswith("autosummary_context ="):
+            return ast.literal_eval(node.value)["methods"]
+    raise LookupError("docs/conf.py lists no methods")
+
+
+def _in_reference() -> list[str]:
+    """Each name with a page of its own, then each method that a page shows."""
+    text = (DOCS / "reference" / "api.md").read_text()
+    pages = re.findall(r"^ {3}(keras_dist\.[\w.]+)$", text, re.MULTILINE)
+    shown = [
+        f"{name}.{method}"
+        for name, methods in _methods_on_pages().items()
+        for method in methods.split(", ")
+    ]
+    # Its signature is compared with that of `dist_fit`, which describes it.
+    shown.remove("keras_dist.DistributedModel.fit")
+    return pages + shown
+
+
+@pytest.mark.parametrize("name", _in_reference())
+def test_the_reference_describes_each_public_name(name):
+    """Every argument, what is returned, and an example; with types that say more."""
+    found = pkgutil.resolve_name(name)
+    text, signature = inspect.getdoc(found) or "", inspect.signature(found)
+    taken = [item for item in signature.parameters.values() if item.name != "self"]
+    described = generated.arguments_of(text) if "Args:\n" in text else {}
+    assert sorted(described) == sorted(item.name for item in taken)
+    is_class = inspect.isclass(found)
+    if not is_class and signature.return_annotation is not None:
+        assert "\nReturns:\n" in text
+    if name.rpartition(".")[0] not in _methods_on_pages():
+        assert "\nExample:\n\n" in text
+    typed = ("model", "callbacks", "logs", "local_layers", "optimizer")
+    assert Any not in [item.annotation for item in taken if item.name in typed]
 
 
 def test_generated_parts_are_filled():

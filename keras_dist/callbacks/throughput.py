@@ -348,7 +348,7 @@ class TrainingTime(keras.callbacks.Callback):
     Position in the list: before callbacks that read `logs`.
 
     Attributes:
-        seconds: Seconds until the end of the last epoch.
+        seconds: Seconds until the end of the last epoch, or of the training.
 
     Raises:
         RuntimeError: At the end of an epoch, if another rank has ended.

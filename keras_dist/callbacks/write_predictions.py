@@ -54,11 +54,11 @@ class WritePredictions(keras.callbacks.Callback):
     Example:
 
     >>> import tempfile
-    >>> folder = tempfile.mkdtemp()
     >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    >>> writer = WritePredictions(folder)
-    >>> _ = model.predict(np.ones((8, 2)), verbose=0, callbacks=[writer])
-    >>> WritePredictions.read(folder).shape
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     writer = WritePredictions(folder)
+    ...     _ = model.predict(np.ones((8, 2)), verbose=0, callbacks=[writer])
+    ...     WritePredictions.read(folder).shape
     (8, 1)
     """
 

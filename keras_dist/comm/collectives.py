@@ -73,7 +73,10 @@ def sum(value: Any) -> Any:
         The same structure. Integers stay integers.
 
     Raises:
-        TypeError, ValueError, RuntimeError: As in `average`.
+        TypeError: If `value` holds something that `average` does not take.
+        ValueError: If an array has more than 2**31 − 1 elements, unless NCCL sends it.
+        RuntimeError: If another rank has ended, or the call is in a block of
+            `first_rank` or in a process that a rank has started.
 
     Example:
 

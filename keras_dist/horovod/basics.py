@@ -1,11 +1,13 @@
 """Start and end of Horovod, ranks and sizes, what Horovod was built with, and `run`."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from keras_dist import comm as collectives
 from keras_dist.horovod.process_sets import ProcessSet, made
 from keras_dist.launch import function
+
+Result = TypeVar("Result")
 
 
 def init(
@@ -152,7 +154,7 @@ def stop_timeline() -> None:
 
 
 def run(
-    func: Callable[..., Any],
+    func: Callable[..., Result],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     num_proc: int = 1,
@@ -179,7 +181,7 @@ def run(
     np: int | None = None,
     min_np: int | None = None,
     max_np: int | None = None,
-) -> list[Any]:
+) -> list[Result]:
     """Call `func` on ranks of this host, and return what each one returned.
 
     Args:
@@ -201,6 +203,10 @@ def run(
     Raises:
         ValueError: If an argument is given that is not taken.
         RuntimeError: If a rank failed.
+
+    Example:
+
+        losses = hvd.run(train, args=[1e-3], np=4)
     """
     refused = {
         "min_num_proc": min_num_proc or min_np,

@@ -4,8 +4,8 @@ import inspect
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeAlias
 
 import keras
 import numpy as np
@@ -27,6 +27,8 @@ __all__ = [
     "MetricAverageCallback",
 ]
 
+Variable: TypeAlias = keras.Variable | tf.Variable
+
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Broadcasts weights and optimizer state from one rank before the first step.
@@ -43,10 +45,22 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     Raises:
         ValueError: On all ranks, before anything is broadcast, if their variables
             differ in number, shape or dtype. If `local_variables` are no variables.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> start = BroadcastGlobalVariablesCallback(0)
+    >>> _ = model.fit(np.ones((8, 2)), np.ones(8), verbose=0, callbacks=[start])
+    >>> start.broadcast_done
+    True
     """
 
     def __init__(
-        self, root_rank: int, device: str = "", local_variables: Any = None
+        self,
+        root_rank: int,
+        device: str = "",
+        local_variables: Variable | Iterable[Variable] | None = None,
     ) -> None:
         super().__init__()
         self.root_rank = root_rank
@@ -118,6 +132,15 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     Raises:
         ValueError: On all ranks, if the names in their logs differ.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> means = MetricAverageCallback()
+    >>> done = model.fit(np.ones((8, 2)), np.ones(8), verbose=0, callbacks=[means])
+    >>> list(done.history)
+    ['loss']
     """
 
     def __init__(
@@ -143,6 +166,14 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
     Args:
         monitor, verbose, save_weights_only, mode, save_freq: As in Keras.
+
+    Raises:
+        ValueError: When a training begins, if `filepath` is not set.
+
+    Example:
+
+    >>> best = BestModelCheckpoint(monitor="val_loss")
+    >>> best.filepath = "best.keras"
     """
 
     def __init__(
@@ -151,7 +182,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         verbose: int = 0,
         save_weights_only: bool = False,
         mode: str = "auto",
-        save_freq: Any = "epoch",
+        save_freq: int | Literal["epoch"] = "epoch",
     ) -> None:
         super().__init__(
             filepath="best.weights.h5" if save_weights_only else "best.keras",
@@ -249,13 +280,24 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     training begins, and a number as `multiplier` is a plain factor; there is a warning.
 
     Raises:
-        ValueError: If the steps of an epoch are needed and not known.
+        ValueError: If the steps of an epoch are needed and not known, or `multiplier`
+            is neither a function nor a number.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> halve = LearningRateScheduleCallback(0.5, multiplier=0.5)
+    >>> x, y = np.ones((8, 2)), np.ones(8)
+    >>> done = model.fit(x, y, epochs=3, verbose=0, callbacks=[halve])
+    >>> done.history["lr"]
+    [0.5, 0.25, 0.125]
     """
 
     def __init__(
         self,
-        initial_lr: Any = None,
-        multiplier: Any = None,
+        initial_lr: float | Callable[[float], float] | None = None,
+        multiplier: float | Callable[[float], float] | None = None,
         start_epoch: int = 0,
         end_epoch: int | None = None,
         staircase: bool = True,
@@ -265,7 +307,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         super().__init__()
         if multiplier is None:
             initial_lr, multiplier = None, initial_lr
-        self.initial_lr = initial_lr
+        self.initial_lr: Any = initial_lr
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch
         self.staircase = staircase
@@ -325,11 +367,20 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     Raises:
         ValueError: If the steps of an epoch are not known.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> warmup = LearningRateWarmupCallback(0.5, warmup_epochs=1)
+    >>> done = model.fit(np.ones((8, 2)), np.ones(8), verbose=0, callbacks=[warmup])
+    >>> done.history["lr"]  # on one rank
+    [0.5]
     """
 
     def __init__(
         self,
-        initial_lr: Any = None,
+        initial_lr: float | None = None,
         warmup_epochs: int = 5,
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,

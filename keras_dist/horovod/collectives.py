@@ -60,7 +60,13 @@ def allreduce(
 
     Raises:
         ValueError: If `op` and `average` are given, or `op` is no operation. If it is
-            `Adasum`, and the ranks do not communicate over MPI.
+            `Adasum`, and the ranks do not communicate over MPI. On all ranks, if they
+            called different functions, or for values of other shapes or dtypes.
+
+    Example:
+
+    >>> allreduce([1.0, 2.0]).numpy().tolist()  # on one rank
+    [1.0, 2.0]
     """
     if isinstance(name, bool):  # the second argument of `horovod.tensorflow`
         name, average = None, name
@@ -94,6 +100,18 @@ def allgather(
         value: As in `allreduce`, but the length of the first axis may differ.
         name, ignore_name_scope: Not needed.
         process_set: The ranks that take part.
+
+    Returns:
+        A tensor of the dtype of `value`, with the rows of all ranks.
+
+    Raises:
+        ValueError: On all ranks, if they called different functions, or for rows of
+            other shapes or dtypes.
+
+    Example:
+
+    >>> allgather([[1.0], [2.0]]).numpy().tolist()  # on one rank
+    [[1.0], [2.0]]
     """
     tensor = _tensor(value)
     with among(process_set):
@@ -118,8 +136,17 @@ def broadcast(
         name, ignore_name_scope: Not needed.
         process_set: The ranks that take part.
 
+    Returns:
+        A tensor.
+
     Raises:
-        ValueError: If `root_rank` is not a rank that takes part.
+        ValueError: If `root_rank` is not a rank that takes part. On all ranks, if they
+            called different functions, or for values of other shapes or dtypes.
+
+    Example:
+
+    >>> broadcast([1.0, 2.0], root_rank=0).numpy().tolist()
+    [1.0, 2.0]
     """
     root, tensor = root_of(process_set, root_rank), _tensor(value)
     with among(process_set):
@@ -149,6 +176,19 @@ def reducescatter(
         compression: `Compression.fp16` sends floats in two bytes.
         process_set: The ranks that take part.
         prescale_factor, postscale_factor: Factors on the values and on the result.
+
+    Returns:
+        A tensor with consecutive rows; where they cannot be divided equally, the first
+        ranks have one more.
+
+    Raises:
+        ValueError: If `op` is no operation. On all ranks, if they called different
+            functions, or for values of other shapes or dtypes.
+
+    Example:
+
+    >>> reducescatter([[1.0], [2.0]]).numpy().tolist()  # on one rank: all rows
+    [[1.0], [2.0]]
     """
     kind, (wire, context) = chosen(op).name, compression.compress(_tensor(value))
     with among(process_set):
@@ -214,7 +254,13 @@ def broadcast_variables(
         inplace: Not needed.
 
     Raises:
-        ValueError: On all ranks, if the variables differ in number, shape or dtype.
+        ValueError: On all ranks, if the variables differ in number, shape or dtype. If
+            `root_rank` is not a rank that takes part.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> broadcast_variables(model.weights, root_rank=0)
     """
     found = list(variables() if callable(variables) else variables)
     root = root_of(process_set, root_rank)

@@ -7,7 +7,7 @@ import os
 import pickle
 import queue
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import numpy as np
@@ -31,8 +31,10 @@ __all__ = [
 # In the text of an error that a collective raises when another rank has ended.
 _LOST = ("Horovod", "Another rank has ended")
 
+Result = TypeVar("Result")
 
-def run(func: Callable[..., Any]) -> Callable[..., Any]:
+
+def run(func: Callable[..., Result]) -> Callable[..., Result]:
     """Decorate a function that trains: all ranks begin with the state of the first.
 
     In the elastic mode of `horovodrun`, the function is called again with the last
@@ -44,10 +46,25 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     Args:
         func: A function whose first argument is a `KerasState`. No collective may be
             called before it but by `init`.
+
+    Returns:
+        A function with the same arguments.
+
+    Example:
+
+    >>> @run
+    ... def train(state):
+    ...     for state.epoch in range(state.epoch, 3):
+    ...         state.commit()  # after training for an epoch
+    ...     return state.epoch
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> train(KerasState(model, epoch=0))
+    2
     """
 
     @functools.wraps(func)
-    def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(state: Any, *args: Any, **kwargs: Any) -> Result:
         basics.init()
         state.resume()
         is_synchronized = False
@@ -198,9 +215,24 @@ class KerasState:
 
     Raises:
         ValueError: If the model is not built.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> state = KerasState(model, epoch=0)
+    >>> state.epoch = 3
+    >>> state.restore()  # what was committed last: here, at the start
+    >>> state.epoch
+    0
     """
 
-    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        model: keras.Model,
+        optimizer: keras.optimizers.Optimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
         if not model.built:
             raise ValueError(
                 "A KerasState needs a model that is built. Received: "

@@ -9,7 +9,14 @@ import tensorflow as tf
 
 from keras_dist import comm, mixin, private
 from keras_dist.horovod.collectives import is_reduced, mark_reduced, no_autograph
-from keras_dist.horovod.ops import Average, Compression, ReduceOp, Sum, chosen
+from keras_dist.horovod.ops import (
+    Average,
+    Compression,
+    Compressor,
+    ReduceOp,
+    Sum,
+    chosen,
+)
 from keras_dist.horovod.process_sets import ProcessSet, among, global_process_set
 from keras_dist.optimizer import Averaging, with_shape
 from keras_dist.optimizer.reduce import exchange
@@ -168,12 +175,12 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's own name
     gradtape: tf.GradientTape,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = Compression.none,
+    compression: Compressor = Compression.none,
     sparse_as_dense: bool = False,
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
-    groups: Any = None,
+    groups: int | list[Any] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
@@ -198,6 +205,14 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's own name
 
     Raises:
         ValueError: If an option cannot be used.
+
+    Example:
+
+    >>> x = tf.Variable(3.0)
+    >>> with DistributedGradientTape(tf.GradientTape()) as tape:
+    ...     y = x * x
+    >>> float(tape.gradient(y, x))
+    6.0
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError(
@@ -218,14 +233,14 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's own name
     gradtape: tf.GradientTape,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = Compression.none,
+    compression: Compressor = Compression.none,
     sparse_as_dense: bool = False,
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
-    groups: Any = None,
+    groups: int | list[Any] | None = None,
     process_set: ProcessSet = global_process_set,
-    local_layers: Any = None,
+    local_layers: keras.layers.Layer | Sequence[keras.layers.Layer] | None = None,
     scale_local_gradients: bool = True,
 ) -> Any:
     """Make a `DistributedGradientTape` that leaves the gradients of some layers alone.

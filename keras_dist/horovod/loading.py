@@ -16,17 +16,17 @@ import numpy as np
 
 from keras_dist import comm, private
 from keras_dist.horovod.gradients import Settings
-from keras_dist.horovod.ops import Compression
+from keras_dist.horovod.ops import Compression, Compressor
 from keras_dist.horovod.optimizer import average, average_outermost, averages
 
 
 def load_model(
-    filepath: Any,
+    filepath: str | os.PathLike[str] | h5py.File,
     custom_optimizers: Sequence[type] | None = None,
     custom_objects: Mapping[str, Any] | None = None,
-    compression: Any = Compression.none,
+    compression: Compressor = Compression.none,
     legacy_opts: bool = False,
-) -> Any:
+) -> keras.Model:
     """Load a model with its optimizer, which averages over the ranks then.
 
     No collective is called, so that one rank alone may load a model.
@@ -45,11 +45,23 @@ def load_model(
 
     Raises:
         ValueError: If the file is no model.
+
+    Example:
+
+    >>> import tempfile
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     model.save(f"{folder}/model.keras")
+    ...     loaded = load_model(f"{folder}/model.keras")
+    >>> loaded.optimizer.name
+    'SGD'
     """
     objects: dict[str, Any] = {cls.__name__: cls for cls in custom_optimizers or ()}
     objects |= dict(custom_objects or {})
     is_open = isinstance(filepath, h5py.File)
-    path = filepath.filename if is_open else os.fspath(filepath)
+    given: Any = filepath
+    path = given.filename if is_open else os.fspath(given)
     is_h5 = is_open or h5py.is_hdf5(path)
     classes = _class_names(_configs_of_h5(path) if is_h5 else _config_of_keras(path))
     for name in classes & objects.keys():

@@ -1,7 +1,7 @@
 """Reduction operations and compression, by Horovod's names."""
 
 import enum
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -92,3 +92,7 @@ class Compression:
 
     none = NoneCompressor
     fp16 = FP16Compressor
+
+
+# What gradients can be compressed by.
+Compressor: TypeAlias = type[NoneCompressor] | type[FP16Compressor]

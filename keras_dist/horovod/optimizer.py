@@ -15,7 +15,7 @@ from keras_dist.horovod.gradients import (
     layers_of,
     reduce_gradients,
 )
-from keras_dist.horovod.ops import Average, Compression, chosen
+from keras_dist.horovod.ops import Average, Compression, Compressor, chosen
 from keras_dist.horovod.process_sets import ProcessSet, global_process_set
 from keras_dist.optimizer import (
     Averaging,
@@ -31,18 +31,18 @@ from keras_dist.optimizer import (
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's own name
-    optimizer: Any,
+    optimizer: keras.optimizers.Optimizer,
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = Compression.none,
+    compression: Compressor = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
     op: int = Average,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
-    groups: Any = None,
+    groups: int | list[Any] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
@@ -75,6 +75,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
         TypeError: If `optimizer` is not a Keras optimizer.
         ValueError: If an option cannot be used.
 
+    Example:
+
     >>> optimizer = DistributedOptimizer(keras.optimizers.Adam(1e-3))
     >>> optimizer.__class__ is keras.optimizers.Adam
     True
@@ -94,17 +96,17 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
 
 
 def PartialDistributedOptimizer(  # noqa: N802 - Horovod's own name
-    optimizer: Any,
+    optimizer: keras.optimizers.Optimizer,
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = Compression.none,
+    compression: Compressor = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
     op: int = Average,
-    groups: Any = None,
+    groups: int | list[Any] | None = None,
     process_set: ProcessSet = global_process_set,
-    local_layers: Any = None,
+    local_layers: keras.layers.Layer | Sequence[keras.layers.Layer] | None = None,
     scale_local_gradients: bool = True,
 ) -> Any:
     """Return a `DistributedOptimizer` that leaves the gradients of some layers alone.
@@ -124,6 +126,15 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's own name
     Raises:
         TypeError: If `optimizer` is not a Keras optimizer.
         ValueError: If an option cannot be used, or `local_layers` are not layers.
+
+    Example:
+
+    >>> head = keras.layers.Dense(1)
+    >>> optimizer = PartialDistributedOptimizer(
+    ...     keras.optimizers.Adam(1e-3), local_layers=[head]
+    ... )
+    >>> optimizer.__class__ is keras.optimizers.Adam
+    True
     """
     check_groups(groups)
     settings = Settings(

@@ -17,6 +17,12 @@ class SyncBatchNormalization(GlobalMoments, keras.layers.BatchNormalization):
 
     Raises:
         ValueError: If `fused` is `True` or `None`.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((2,)), SyncBatchNormalization()])
+    >>> model.output_shape
+    (None, 2)
     """
 
     def __init__(self, fused: bool | None = False, **kwargs: Any) -> None:
