@@ -188,14 +188,13 @@ def run(
         func: The function.
         args, kwargs: Its arguments.
         num_proc, np: Number of ranks.
-        min_num_proc, max_num_proc, min_np, max_np, slots, reset_limit: Not taken, as
-            the arguments that follow: the ranks are those of the start.
-        cooldown_range, host_discovery_script: Not taken.
+        min_num_proc, max_num_proc, min_np, max_np, slots, reset_limit, cooldown_range,
+            host_discovery_script: Not taken: the ranks are those of the start.
         hosts, hostfile, ssh_port, ssh_identity_file, executable, use_mpi, mpi_args: Not
             taken: for other hosts there is `keras-dist run -H`.
         output_filename: Folder for a log file of each rank.
-        start_timeout, disable_cache, verbose, use_gloo: Not needed, as
-            network_interface and network_interfaces.
+        start_timeout, disable_cache, verbose, use_gloo, network_interface,
+            network_interfaces: Not needed.
 
     Returns:
         The return values of all ranks, in rank order.

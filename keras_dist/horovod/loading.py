@@ -54,8 +54,8 @@ def load_model(
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     model.save(f"{folder}/model.keras")
     ...     loaded = load_model(f"{folder}/model.keras")
-    >>> loaded.optimizer.name
-    'SGD'
+    >>> loaded.optimizer.__class__ is keras.optimizers.SGD
+    True
     """
     objects: dict[str, Any] = {cls.__name__: cls for cls in custom_optimizers or ()}
     objects |= dict(custom_objects or {})
