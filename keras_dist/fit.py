@@ -441,7 +441,11 @@ class DistributedModel:
 
     @_with_arguments_of(dist_fit)
     def fit(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
-        """`dist_fit(model, …)`: it has all arguments of `keras.Model.fit` and more."""
+        """Train as `dist_fit`, with all of its arguments but `model`.
+
+        Returns:
+            The `History` of the fit, the same on every rank.
+        """
         return dist_fit(self.model, *args, **{**self.options, **kwargs})
 
     def evaluate(

@@ -252,7 +252,7 @@ class Saver(keras.callbacks.Callback):
         first_step.call_first(self._restore_own, after=1 if comm.size() == 1 else 2)
         first_step.call_last(self._restore_rates)
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         saved = self._resume.saved
         self._requests.begin()
         comm.run_on_all(lambda: self._states.begin(self._callback_states()))
@@ -263,17 +263,21 @@ class Saver(keras.callbacks.Callback):
         if saved.is_finished or saved.position.epoch >= self.params["epochs"]:
             self._restore_unstarted()
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch, self._done = epoch, 0
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
         if not self._has_restored and self._random is None:
             # Building the model draws random numbers, which the uninterrupted training
             # drew before its first epoch. So the states from before are restored later.
             self._random = states.random_state()
         self._requests.request(self.model)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
         before, self._done = self._done, batch + 1
         if self._reader is not None:
             self._reader.forget(self._done)
@@ -289,7 +293,7 @@ class Saver(keras.callbacks.Callback):
         if self._saves_within and (is_due or agreed.save):
             self._save(self._position(self._epoch, self._done))
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         is_stopped = bool(self.model.stop_training)
         self._save(self._position(epoch + 1, 0), is_finished=is_stopped)
         is_last = is_stopped or epoch + 1 == self.params["epochs"]

@@ -94,8 +94,8 @@ def shard(
             follows: of 96 rows on five ranks, the first has 20 and the others 19.
 
     Returns:
-        A function for `tf.data.Dataset.apply`. If data was passed, this rank's part: a
-        data set, a list, a `PyDataset` or an iterable, as was passed.
+        A function for `tf.data.Dataset.apply`. If data was passed, this rank's part of
+        it, as a data set, a list, a `PyDataset` or an iterable.
 
     Raises:
         ValueError: If an argument is unusable, the data was already divided, or its

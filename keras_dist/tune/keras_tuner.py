@@ -30,7 +30,7 @@ def search(tuner: Any, hypermodel: Any, *fit_args: Any, **fit_kwargs: Any) -> No
         *fit_args, **fit_kwargs: The arguments of `tuner.search`, on all ranks.
 
     Returns:
-        `None`: the results are in the first rank's tuner.
+        Nothing. The results are in the first rank's tuner.
 
     Raises:
         ValueError: On all ranks, if the first rank has no tuner, or if the tuner

@@ -34,7 +34,7 @@ def optimize(
             ranks train one trial at a time.
 
     Returns:
-        `None`: the results are in the first rank's study.
+        Nothing. The results are in the first rank's study.
 
     Raises:
         ValueError: On all ranks, if the first rank has no study, or if `n_jobs` is not

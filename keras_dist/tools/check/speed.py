@@ -100,7 +100,9 @@ class _Clock(keras.callbacks.Callback):
         super().__init__()
         self.ends: list[float] = []
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
         self.ends.append(time.perf_counter())
 
 
