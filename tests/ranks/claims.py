@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import keras_dist
+from keras_dist import comm
 
 
 def shortened(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
@@ -72,11 +73,14 @@ def read_by_keras(count, seed, *, shuffle=True, batch_size=32, epochs=1):
 
 
 def distribute_jobs(jobs):
-    """Run each of `jobs` on one rank; returns the results of all, on every rank."""
+    """Run each of `jobs` on one rank; returns the results of all, on every rank.
+
+    An error of a job is raised on all ranks.
+    """
     rank, size = keras_dist.rank(), keras_dist.size()
-    own = {index: jobs[index]() for index in range(rank, len(jobs), size)}
+    numbers = range(rank, len(jobs), size)
     done = {}
-    for part in keras_dist.gather(own):
+    for part in comm.gather_or_raise(lambda: {i: jobs[i]() for i in numbers}):
         done |= part
     return [done[index] for index in range(len(jobs))]
 
