@@ -16,6 +16,7 @@ import datetime
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "reference" / "versions.json"
+
+# Without importing the package, which needs TensorFlow.
+VERSION = runpy.run_path(str(ROOT / "keras_dist" / "version.py"))
 
 # What builds Horovod; an environment that takes a wheel must not need it.
 _BUILD = re.compile(r"(.*-)?(c\+\+|g\+\+|gcc|cc|clang(\+\+)?|make|cmake|nvcc)(-\d+)?")
@@ -52,34 +56,33 @@ def _tensorflow(version: str) -> str:
     return f"tensorflow>={version}.0rc0,=={version}.*"
 
 
-# The lowest and the highest of each: TensorFlow 2.18 and 2.19 have no wheels for Python
-# 3.13, and 2.21 and later need Keras 3.12. 2.22 is not claimed before it has passed.
 NEWEST = "keras>=3.15"
-_CORNERS = [
-    ("3.11", "2.18", "keras==3.10.*"),
-    ("3.11", "2.18", NEWEST),
-    ("3.12", "2.18", "keras==3.10.*"),
-    ("3.12", "2.18", NEWEST),
-    ("3.11", "2.22", "keras==3.12.*"),
-    ("3.11", "2.22", NEWEST),
-    ("3.13", "2.22", "keras==3.12.*"),
-    ("3.13", "2.22", NEWEST),
-    ("3.13", "2.21", NEWEST),
-]
-_OTHERS = [
-    ("3.11", "2.19"),
-    ("3.12", "2.19"),
-    ("3.11", "2.20"),
-    ("3.12", "2.20"),
-    ("3.13", "2.20"),
-    ("3.11", "2.21"),
-    ("3.12", "2.21"),
-    ("3.12", "2.22"),
-]
-CASES = [
-    *(Case(p, _tensorflow(t), k, is_corner=True) for p, t, k in _CORNERS),
-    *(Case(p, _tensorflow(t), NEWEST) for p, t in _OTHERS),
-]
+
+
+def _keras(minor: tuple[int, int]) -> str:
+    return f"keras=={VERSION['dotted'](minor)}.*"
+
+
+def _cases() -> list[Case]:
+    """Each claimed pair of TensorFlow and Python; where a range ends, oldest Keras too.
+
+    TensorFlow 2.18 and 2.19 have no wheels for Python 3.13, and 2.21 and later need
+    Keras 3.12.
+    """
+    corners, others = [], []
+    first, last = VERSION["FIRST_TENSORFLOW"][1], VERSION["LAST_TENSORFLOW"][1]
+    for minor in range(first, last + 1):
+        pythons = ["3.11", "3.12", "3.13"][: 2 if minor < 20 else 3]
+        oldest = VERSION["OLDEST_KERAS"] if minor < 21 else (3, 12)
+        for python in pythons:
+            is_corner = minor in (first, last) and python in (pythons[0], pythons[-1])
+            for keras in [_keras(oldest), NEWEST] if is_corner else [NEWEST]:
+                case = Case(python, _tensorflow(f"2.{minor}"), keras, is_corner)
+                (corners if is_corner else others).append(case)
+    return corners + others
+
+
+CASES = _cases()
 NIGHTLY = Case("3.11", "tensorflow>=2.22.0rc0", "keras-nightly", is_corner=True)
 
 
