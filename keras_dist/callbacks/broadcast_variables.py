@@ -106,14 +106,14 @@ class BroadcastVariables(keras.callbacks.Callback):
         is_shown = (self.params or {}).get("verbose") in (1, "auto")
         if comm.rank() == 0 and is_shown and sum(sizes) >= _LARGE:
             say("copying the model to all ranks")
-            bar = keras.utils.Progbar(round(sum(sizes)), unit_name="MiB")
+            bar = keras.utils.Progbar(math.ceil(sum(sizes)), unit_name="MiB")
         start = 0
         for stop in range(1, len(sizes) + 1):  # the same pieces on every rank
             if sum(sizes[start:stop]) >= _PIECE or stop == len(sizes):
                 comm.broadcast_variables(variables[start:stop], self.root_rank)
                 start = stop
                 if bar is not None:
-                    bar.update(round(sum(sizes[:stop])))
+                    bar.update(math.ceil(sum(sizes[:stop])))
 
     def _copy_unstarted(self) -> None:
         """Broadcast what the root rank restored, if no epoch was left to train."""

@@ -133,10 +133,10 @@ def _from_h5(path: str, objects: dict[str, Any]) -> Any:
             ),
             loss=restored(config.get("loss"), keras.losses, objects),
             loss_weights=config.get("loss_weights"),
-            metrics=restored(config.get("metrics"), keras.metrics, objects),
-            weighted_metrics=restored(
-                config.get("weighted_metrics"), keras.metrics, objects
-            ),
+            **{
+                name: _of_one(restored(config.get(name), keras.metrics, objects))
+                for name in ("metrics", "weighted_metrics")
+            },
         )
         if "optimizer_weights" in file:
             model.optimizer.build(model.trainable_variables)
@@ -246,6 +246,12 @@ def optimizer_config(
             schedules.InverseTimeDecay(rate, decay_steps=1, decay_rate=decay)
         )
     return {**config, "config": options}
+
+
+def _of_one(metrics: Any) -> Any:
+    """Metrics of one output: Keras 2 writes a list of a list, which 3.10 rejects."""
+    is_nested = isinstance(metrics, list) and len(metrics) == 1
+    return metrics[0] if is_nested and isinstance(metrics[0], list) else metrics
 
 
 def restored(config: Any, module: Any, objects: Mapping[str, Any]) -> Any:

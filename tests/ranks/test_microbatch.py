@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equal_to_the_bit, largest_difference, models_in
+from claims import EXACT, assert_equal_to_the_bit, largest_difference, models_in
 
 import keras_dist
 from keras_dist.training.session import session_of
@@ -67,10 +67,10 @@ def test_masks_and_ragged_batches_equal_one_process(world, leftover):
             leftover=leftover,
             **arguments,
         )
-        assert largest_difference(model, oracle) < 1e-10
+        assert largest_difference(model, oracle) < EXACT
     assert_equal_to_the_bit(model)
     for metric, values in expected.history.items():
-        assert history.history[metric] == pytest.approx(values, abs=1e-10), metric
+        assert history.history[metric] == pytest.approx(values, abs=EXACT), metric
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_local_steps_in_pieces_are_local_steps(world, is_eager):
                 verbose=0,
             )
         trained.append(model)
-    assert largest_difference(*trained) < 1e-10
+    assert largest_difference(*trained) < EXACT
     assert_equal_to_the_bit(trained[1])
 
 
@@ -197,11 +197,11 @@ def test_one_rank_runs_out_of_memory_and_all_halve_their_pieces(world, kind):
         history = keras_dist.dist_fit(
             model, data, batch="global", microbatch="auto", **arguments
         )
-        assert largest_difference(model, oracle) < 1e-10
+        assert largest_difference(model, oracle) < EXACT
     assert_equal_to_the_bit(model)
     assert int(session_of(model).microbatch.rows) == 5
     for metric, values in expected.history.items():
-        assert history.history[metric] == pytest.approx(values, abs=1e-10), metric
+        assert history.history[metric] == pytest.approx(values, abs=EXACT), metric
     model = tagger(Hungry(0 if world.rank == world.size - 1 else 99))
     with pytest.raises(MemoryError, match=f"on rank {world.size - 1}"):
         keras_dist.dist_fit(model, x, y, batch_size=2, microbatch="auto", verbose=0)
@@ -229,5 +229,5 @@ def test_slices_of_an_embedding_are_accumulated_over_pieces_and_steps(
             options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
             keras_dist.dist_fit(model, x, y, microbatch=rows, **options)
         trained.append(model)
-    assert largest_difference(*trained) < 1e-10
+    assert largest_difference(*trained) < EXACT
     assert_equal_to_the_bit(trained[1])

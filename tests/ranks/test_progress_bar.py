@@ -6,7 +6,7 @@ import time
 
 import keras
 import pytest
-from claims import assert_equal_to_the_bit
+from claims import KERAS, assert_equal_to_the_bit
 
 import keras_dist
 from keras_dist.callbacks import progress_bar
@@ -69,7 +69,8 @@ def test_the_bar_shows_rows_per_second_of_all_ranks(world, rows, make_model, sho
         # A step has 16 rows, and lasts 50 ms or more.
         rates = [float(rate) for _, rate in found]
         assert all(0 < rate <= 16 / 0.05 for rate in rates)
-        assert rates[6::7] == pytest.approx(measured[0], rel=1e-4)
+        if KERAS >= (3, 11):  # the bar of 3.10 ends with the mean over the steps
+            assert rates[6::7] == pytest.approx(measured[0], rel=1e-4)
         assert rates[5::7] == pytest.approx(measured[0], rel=0.3)
         assert len(re.findall(r"^6/6 - ", printed[1], re.MULTILINE)) == 2
 

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equal_to_the_bit, raises_everywhere
+from claims import KERAS, assert_equal_to_the_bit, raises_everywhere
 
 import keras_dist
 from keras_dist.callbacks.replica_check import checksum, sum_of_bits
@@ -190,7 +190,9 @@ def test_steps_of_one_execution_are_counted(rows, make_model):
 
     model = make_model(run_eagerly=False, jit_compile=False, steps_per_execution=2)
     fit(model, rows, Counts(every=3))
-    assert checks == [4, 4, 6, 8, 10, 12, 12]
+    # Keras 3.10 calls callbacks with the first step of an execution, not its last.
+    expected = [4, 4, 6, 8, 10, 12, 12]
+    assert checks == (expected if KERAS >= (3, 11) else [3, 3, 6, 6, 9, 9])
 
 
 @several_ranks

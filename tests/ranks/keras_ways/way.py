@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from claims import difference_of_states, distribute_jobs, models_in
+from claims import EXACT, difference_of_states, distribute_jobs, models_in
 
 import keras_dist
 
@@ -23,7 +23,7 @@ BATCH_SIZE = 4
 ROWS = 22
 
 # That of bfloat16, of eight bits, is a few roundings of a number.
-TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2.0**-5}
+TOLERANCES = {"float64": EXACT, "float32": 1e-5, "bfloat16": 2.0**-5}
 
 # In float32, the rounding of a number near one: in a tensor that is nearly zero it is
 # large beside the values, and no error.
