@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import keras
 
-from keras_dist import comm
+from keras_dist import comm, optimizer
 from keras_dist.training.session import session_of
 
 Marked = TypeVar("Marked")
@@ -191,6 +191,7 @@ class UserCallbacks(keras.callbacks.Callback):
         self._members = [c for phase in reversed(self._phases) for c in phase]
         self._used: dict[str, list[int]] = {}
         self._error: Exception | None = None
+        self._sharded: list[Any] = []
         for hook in _BATCHES:
             called = [c for c in self._members if _has(c, hook)]
             if called:  # with a hook, Keras waits for each batch
@@ -203,6 +204,7 @@ class UserCallbacks(keras.callbacks.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
+        self._sharded = optimizer.sharded_leaves(optimizer.optimizers_of(model))
         comm.run_on_all(lambda: [c.set_model(model) for c in self._members])
         # The ranks' callbacks may differ: every rank takes part in the exchange of each
         # phase that any rank has.
@@ -253,7 +255,7 @@ class UserCallbacks(keras.callbacks.Callback):
         error, self._error = self._error, None
         if error is not None:
             raise error
-        with _calling():
+        with _calling(), optimizer.sending_parts(self._sharded):
             for callback in self._phases[index] if index < len(self._phases) else ():
                 with self._scope_of(callback):
                     getattr(callback, hook)(*args)

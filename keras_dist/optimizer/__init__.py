@@ -10,6 +10,7 @@ and *scale* its rate while it updates.
 - `sparse`: gradients of an `Embedding`, gathered as they are, or merged
 - `accumulation`: gradient accumulation with one allreduce for each update
 - `local_steps`: local SGD, which averages weights after every k steps
+- `sharded_state`: the optimizer's state and its updates, divided among the ranks
 - `options`: `Averaging`, the options of all of these
 - `instruments`: what a step carries: stop request, stopwatch, guard against NaN
 - `step_context`: the context that a train step passes to `apply`; `replaced_methods`:
@@ -66,10 +67,18 @@ from keras_dist.optimizer.reduce import (
     of_pieces,
     reduce_gradients,
 )
+from keras_dist.optimizer.sharded_state import (
+    ELEMENTWISE,
+    own_slots,
+    sending_parts,
+    sharded_leaves,
+)
+from keras_dist.optimizer.sharded_state import start as start_sharded
 from keras_dist.optimizer.sparse import with_shape
 
 __all__ = [
     "ReducesGradients",
+    "ELEMENTWISE",
     "Averaging",
     "DistributedOptimizer",
     "Guard",
@@ -98,12 +107,16 @@ __all__ = [
     "optimizers_of",
     "of_piece",
     "of_pieces",
+    "own_slots",
     "own_sums",
     "nested_optimizers",
     "rate_progress",
     "scale_rate",
     "schedule_of",
     "reduce_gradients",
+    "sending_parts",
+    "sharded_leaves",
+    "start_sharded",
     "sum_accumulated",
     "synchronize_replicas",
     "unscale_rate",

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, mixin
-from keras_dist.optimizer import step_context
+from keras_dist.optimizer import sharded_state, step_context
 from keras_dist.optimizer.local_steps import after_update, uses_local_sgd
 from keras_dist.optimizer.nested import nested_optimizers, optimizers_of, variables_of
 from keras_dist.optimizer.options import (
@@ -211,15 +211,23 @@ def attached(optimizer: Any, options: Averaging) -> Iterator[None]:
     move_to_outermost(optimizer)
     was_plain = not mixin.has(optimizer, ReducesGradients)
     try:
+        if options.is_sharded and comm.size() > 1:
+            # Below the reduction, which needs whole gradients.
+            mixin.remove(optimizer, ReducesGradients)
+            sharded_state.begin(optimizer)
+            if not was_plain:
+                mixin.add(optimizer, ReducesGradients)
         state: AveragingState = _attach(optimizer, options)._averaging
         before = state.options
         if options != Averaging():
             state.options, state.is_merged = options, None
         try:
             yield
+            sharded_state.end(optimizer)
         finally:
             state.options, state.progress, state.is_merged = before, None, None
     finally:
+        sharded_state.abandon(optimizer)
         if was_plain:
             mixin.remove(optimizer, ReducesGradients)
 
@@ -249,6 +257,8 @@ def guarded_update(
         make: A function that makes the update.
     """
     guard = step_context.current().guard
+    if sharded_state.is_sharded(optimizer):
+        sharded_state.refresh(optimizer)
     if guard is None:
         make()
     else:
@@ -256,6 +266,9 @@ def guarded_update(
         guard.update(optimizer, own, averaged, known, make)
     if uses_local_sgd(optimizer):
         after_update(optimizer)
+    if sharded_state.is_sharded(optimizer):
+        sharded_state.gather_weights(optimizer)
+        sharded_state.constrain(optimizer)
 
 
 def only_attached() -> contextlib.AbstractContextManager[None]:

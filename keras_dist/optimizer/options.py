@@ -30,6 +30,7 @@ class Averaging:
             so many steps (local SGD).
         outer_momentum: Momentum of the averaged weights if `every` is more than 1; at
             least 0 and less than 1.
+        is_sharded: Whether each rank keeps a part of the optimizer's state.
         sparse: How repeated rows of a sparse gradient are averaged: `"auto"`,
             `"merged"` or `"repeated"`.
 
@@ -45,6 +46,7 @@ class Averaging:
     every: int = 1
     outer_momentum: float = 0.0
     sparse: Sparse = "auto"
+    is_sharded: bool = False
 
     def __post_init__(self) -> None:
         if self.op not in OPS:

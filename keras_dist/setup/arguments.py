@@ -82,6 +82,7 @@ class Options:
     sync: str = "every:1"
     outer_momentum: float = 0.0
     sparse: Sparse = "auto"
+    shard_optimizer: bool = False
     microbatch: int | Literal["auto"] | None = None
     timeline: str | os.PathLike[str] | None = None
     resume: str | os.PathLike[str] | None = None
@@ -147,4 +148,5 @@ class Options:
             every=optimizer.every_of(self.sync),
             outer_momentum=self.outer_momentum,
             sparse=self.sparse,
+            is_sharded=self.shard_optimizer,
         )

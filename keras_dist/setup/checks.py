@@ -53,6 +53,50 @@ def check_local_layers(model: Any, averaging: optimizer.Averaging) -> None:
             )
 
 
+def check_shard_optimizer(model: Any, options: Any, callbacks: list[Any]) -> None:
+    """Raise a `ValueError` if the state of the optimizers cannot be divided.
+
+    Args:
+        model: The compiled model.
+        options: The `Options` of the fit.
+        callbacks: Its callbacks.
+    """
+    if not options.shard_optimizer:
+        return
+    usual = {"sync": "every:1", "local_layers": (), "process_set": None, "resume": None}
+    for name, default in usual.items():
+        value = getattr(options, name)
+        if value != default and value != list(default or ()):
+            raise ValueError(
+                "`shard_optimizer` gives each rank a part of one state that all ranks "
+                f"have in common. Received: shard_optimizer=True and {name}={value!r}. "
+                "Leave one out."
+            )
+    for found in optimizer.optimizers_of(model):
+        for leaf in optimizer.leaves(found):
+            cls = leaf.__class__
+            is_keras = cls.__module__.startswith(private.MODULES)
+            if not is_keras or cls.__name__ not in optimizer.ELEMENTWISE:
+                raise ValueError(
+                    "`shard_optimizer` needs an optimizer that computes each number of "
+                    f"a variable by itself: {', '.join(optimizer.ELEMENTWISE)} of "
+                    f"Keras. Received: {cls.__module__}.{cls.__name__}. Take one of "
+                    "these, or leave out `shard_optimizer`."
+                )
+            if found is not leaf and "inner_optimizer" not in vars(found):
+                raise ValueError(
+                    "`shard_optimizer` divides the state of one optimizer, not of "
+                    f"several inside another. Received: {found!r}. Leave one out."
+                )
+    swap = getattr(keras.callbacks, "SwapEMAWeights", ())
+    if any(isinstance(callback, swap) for callback in callbacks):
+        raise ValueError(
+            "`SwapEMAWeights` exchanges the weights with averages in the optimizer, of "
+            "which each rank has a part. Received: it and shard_optimizer=True. "
+            "Leave one out."
+        )
+
+
 def check_microbatch(
     model: Any, microbatch: int | str | None, *, shares: Any = None
 ) -> None:

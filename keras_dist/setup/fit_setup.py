@@ -24,7 +24,11 @@ from keras_dist.optimizer.rate import rate_factor
 from keras_dist.report import plan
 from keras_dist.report.training import path_of_fit, study_of
 from keras_dist.setup.arguments import KerasArguments, Options
-from keras_dist.setup.checks import check_local_layers, check_microbatch
+from keras_dist.setup.checks import (
+    check_local_layers,
+    check_microbatch,
+    check_shard_optimizer,
+)
 from keras_dist.training import metrics
 from keras_dist.version import __version__
 
@@ -112,6 +116,7 @@ class FitSetup:
             "whether there is validation data": self.validation is not None,
             "`op` and `compression`": (averaging.op, averaging.compression),
             "`sparse`": averaging.sparse,
+            "`shard_optimizer`": averaging.is_sharded,
             "`sync` and `outer_momentum`": (averaging.every, averaging.outer_momentum),
             "the learning rate's factor": self.factor,
             "the steps of the warm-up": self.warmup_steps,
@@ -177,6 +182,7 @@ def prepare(
     check_microbatch(model, options.microbatch, shares=options.shares)
     world = comm.init()
     callbacks, options = _take_over_warmup(fit.callbacks, options)
+    check_shard_optimizer(model, options, callbacks)
     rule: Any = options.lr_scaling  # which is "auto" no more
     factor = rate_factor(rule, size=world.size)
     step_multiplier = step_multiplier_of(options.steps_scaling, size=world.size)

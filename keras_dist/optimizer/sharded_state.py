@@ -1,0 +1,535 @@
+"""Divide an optimizer's state and its updates among the ranks: `shard_optimizer`.
+
+Each rank owns a part of every variable. For the time of a fit the optimizer is built
+for variables that hold these parts, so its state is that of parts, and Keras updates
+them as it updates whole variables. After each update the parts of all ranks are
+gathered into the weights. This is exact where an optimizer computes each number of a
+variable by itself; a norm is that of the whole gradient.
+
+Before the fit, `begin` takes the state off the optimizer, and after it, `end` puts the
+state of all ranks together again, one variable after the other.
+"""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dist import comm, mixin, private
+from keras_dist.optimizer.nested import leaves
+from keras_dist.optimizer.step_context import make_known
+
+# Optimizers that compute each number by itself, but for the norms of gradients.
+ELEMENTWISE = (
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Ftrl",
+    "Lion",
+    "Nadam",
+    "RMSprop",
+    "SGD",
+)
+
+# A variable with so many rows a rank is cut between rows: its parts differ little. One
+# with two axes always is, as the rows of an `Embedding` belong together.
+_ROWS = 16
+
+# Numbers; parts with fewer are gathered together.
+_SMALL = 65_536
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a variable, or state of the same shape, is cut.
+
+    Args:
+        shape: Of the whole variable.
+        size: The number of ranks.
+
+    >>> cut = Cut((100, 3), 3)
+    >>> cut.unit, [cut.bounds(rank) for rank in range(3)], cut.shape_of(0)
+    ('rows', [(0, 33), (33, 66), (66, 100)], (33, 3))
+    >>> cut = Cut((2, 2, 1), 3)
+    >>> cut.unit, [cut.bounds(rank) for rank in range(3)], cut.shape_of(2)
+    ('numbers', [(0, 1), (1, 2), (2, 4)], (2,))
+    """
+
+    shape: tuple[int, ...]
+    size: int
+
+    @property
+    def unit(self) -> Literal["rows", "numbers"]:
+        """What is not cut: a row, or a single number."""
+        has_many = bool(self.shape) and self.shape[0] >= _ROWS * self.size
+        return "rows" if has_many or len(self.shape) == 2 else "numbers"
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """Return the first unit of a rank, and the first one after its part."""
+        count = self.shape[0] if self.unit == "rows" else math.prod(self.shape)
+        return count * rank // self.size, count * (rank + 1) // self.size
+
+    def shape_of(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of a rank's part."""
+        start, stop = self.bounds(rank)
+        rest = self.shape[1:] if self.unit == "rows" else ()
+        return (stop - start, *rest)
+
+    def part(self, whole: Any, rank: int) -> Any:
+        """Take a rank's part of a tensor or an array."""
+        start, stop = self.bounds(rank)
+        if self.unit == "numbers":
+            reshape = np.reshape if isinstance(whole, np.ndarray) else tf.reshape
+            whole = reshape(whole, [-1])
+        return whole[start:stop]
+
+    def part_of_rows(self, rows: tf.IndexedSlices, rank: int) -> Any:
+        """Take what a rank owns of a gradient by rows."""
+        if self.unit == "numbers":
+            return self.part(tf.convert_to_tensor(rows), rank)
+        start, stop = self.bounds(rank)
+        is_own = (rows.indices >= start) & (rows.indices < stop)
+        indices = tf.boolean_mask(rows.indices, is_own) - start
+        values = tf.boolean_mask(rows.values, is_own)
+        shape = tf.constant(self.shape_of(rank), rows.indices.dtype)
+        return tf.IndexedSlices(values, indices, shape)
+
+
+@dataclass
+class ShardedState:
+    """What a leaf optimizer remembers while its state is divided.
+
+    Args:
+        number: Of the optimizer, the same on all ranks.
+        whole: The variables of the model that it updates.
+        parts: This rank's part of each of them; empty before the first step.
+        held: The state that it had before, as arrays, until the first step.
+        shapes: Of the state that is divided, if it were whole, by the identity of the
+            variable that holds the part.
+        squares: Sums of squares of the whole gradients of an update, by the identity of
+            the part.
+        updated: The parts that the update has gradients for.
+    """
+
+    number: int
+    whole: list[Any] = field(default_factory=list)
+    parts: list[Any] = field(default_factory=list)
+    held: list[np.ndarray] | None = None
+    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    squares: dict[int, Any] = field(default_factory=dict)
+    updated: list[Any] = field(default_factory=list)
+
+    def squares_of(self, gradients: Sequence[Any], leaf: Any) -> list[Any]:
+        """Return the sum of squares of each whole gradient.
+
+        Args:
+            gradients: Of the parts in `updated`, as they are applied.
+            leaf: The optimizer.
+        """
+        if leaf.gradient_accumulation_steps:
+            # They were added up by parts.
+            own = tf.stack([_square(gradient) for gradient in gradients])
+            name = f"keras_dist.squares.{self.number}"
+            [summed] = comm.sum_tensors([own], name=name, dtype=own.dtype)
+            return tf.unstack(summed, len(gradients))
+        scale = leaf.loss_scale_factor or 1.0
+        return [self.squares[id(part)] / scale**2 for part in self.updated]
+
+    def part_of(self, variable: Any) -> Any:
+        """Return this rank's part of a variable of the model.
+
+        Raises:
+            ValueError: If the optimizer was not built for it.
+        """
+        for whole, part in zip(self.whole, self.parts, strict=True):
+            if whole is variable or private.value_of(whole) is variable:
+                return part
+        raise ValueError(
+            "An optimizer updates the variables that it was built for. "
+            f"Received: {variable!r}, which is not one of them. Build the optimizer "
+            "for it, or make another one."
+        )
+
+    def whole_of(self, part: Any) -> Any:
+        """Return the variable of the model that a part belongs to."""
+        for whole, own in zip(self.whole, self.parts, strict=True):
+            if own is part or private.value_of(own) is part:
+                return whole
+        return part
+
+
+def is_sharded(optimizer: Any) -> bool:
+    """Tell whether the state of an optimizer, or of one inside it, is divided."""
+    return any(mixin.has(leaf, UpdatesParts) for leaf in leaves(optimizer))
+
+
+def begin(optimizer: Any) -> None:
+    """Take the state off an optimizer, until the first step divides it.
+
+    Args:
+        optimizer: An optimizer, which may hold others.
+    """
+    for leaf in leaves(optimizer):
+        state = ShardedState(next(_numbers))
+        if leaf.built:
+            state.whole = private.trainable_variables_of(leaf)
+            state.held = [keras.ops.convert_to_numpy(v) for v in _slots(leaf)]
+            private.unbuild_optimizer(leaf, _slots(leaf))
+        object.__setattr__(leaf, "_sharded", state)
+        mixin.add(leaf, UpdatesParts)
+
+
+def start(optimizer: Any) -> None:
+    """Build the optimizer for parts, with the first rank's state; on all ranks."""
+    for leaf in leaves(optimizer):
+        if mixin.has(leaf, UpdatesParts) and leaf._sharded.whole:
+            _start(leaf)
+
+
+def _start(leaf: Any) -> None:
+    state: ShardedState = leaf._sharded
+    if state.parts:
+        return
+    rank, size = comm.rank(), comm.size()
+    with tf.init_scope():
+        for variable in state.whole:
+            cut = Cut(tuple(variable.shape), size)
+            value = cut.part(tf.convert_to_tensor(variable), rank)
+            part = private.variable_like(variable, value)
+            make_known(private.value_of(part).handle, "ours")
+            state.parts.append(part)
+        leaf.build(state.parts)
+        held, state.held = state.held, None
+        facts: Any = [(each.shape, each.dtype) for each in held or ()]
+        facts = comm.broadcast(facts)
+        for index, (shape, dtype) in enumerate(facts):
+            own = held[index] if held and rank == 0 else np.empty(shape, dtype)
+            [value] = comm.broadcast_arrays([own], 0)
+            _assign(_slots(leaf)[index], value, state)
+
+
+def _assign(variable: Any, whole: Any, state: ShardedState) -> None:
+    """Give a variable of the state its part of a value; the value, if it has none."""
+    shape = state.shapes.get(id(variable))
+    if shape is not None:
+        whole = Cut(shape, comm.size()).part(whole, comm.rank())
+    variable.assign(whole)
+
+
+def refresh(optimizer: Any) -> None:
+    """Give the parts the weights of the model, which a callback may have set."""
+    for leaf in leaves(optimizer):
+        for whole, part in _pairs(leaf):
+            cut = Cut(tuple(whole.shape), comm.size())
+            part.assign(cut.part(tf.convert_to_tensor(whole), comm.rank()))
+
+
+def gather_weights(optimizer: Any) -> None:
+    """Give the model the weights that all ranks have updated."""
+    for leaf in leaves(optimizer):
+        pairs = _pairs(leaf)
+        name = f"keras_dist.parts.{getattr(leaf, '_sharded', ShardedState(0)).number}"
+        parts, shapes = [p for _, p in pairs], [tuple(w.shape) for w, _ in pairs]
+        values = _gathered(parts, shapes, name)
+        for (whole, _), value in zip(pairs, values, strict=True):
+            whole.assign(value)
+
+
+def constrain(optimizer: Any) -> None:
+    """Apply the constraints of whole variables, as Keras does after an update."""
+    for leaf in sharded_leaves([optimizer]):
+        for part in leaf._sharded.updated:
+            variable = leaf._sharded.whole_of(part)
+            if getattr(variable, "constraint", None) is not None:
+                variable.assign(variable.constraint(variable))
+
+
+def _pairs(leaf: Any) -> list[tuple[Any, Any]]:
+    """Return the variables of the model, each with this rank's part of it."""
+    state = leaf._sharded if mixin.has(leaf, UpdatesParts) else ShardedState(0)
+    return list(zip(state.whole, state.parts, strict=True)) if state.parts else []
+
+
+def _gathered(
+    parts: Sequence[Any], shapes: Sequence[tuple[int, ...]], name: str
+) -> list[Any]:
+    """Put parts of all ranks together; small ones in one collective a dtype.
+
+    Args:
+        parts: Variables that hold this rank's parts.
+        shapes: The whole shapes.
+        name: A name for the collectives, the same on all ranks.
+    """
+    size = comm.size()
+    result: list[Any] = [None] * len(parts)
+    cuts = [Cut(tuple(shape), size) for shape in shapes]
+    small: dict[str, list[int]] = {}
+    for index, (part, cut) in enumerate(zip(parts, cuts, strict=True)):
+        if math.prod(cut.shape) < _SMALL * size:
+            small.setdefault(keras.backend.standardize_dtype(part.dtype), []).append(
+                index
+            )
+        else:
+            own = tf.convert_to_tensor(part)
+            gathered = comm.gather_rows(own, name=f"{name}.{index}")
+            result[index] = tf.reshape(gathered, cut.shape)
+    for dtype, indices in sorted(small.items()):
+        own = [tf.reshape(tf.convert_to_tensor(parts[i]), [-1]) for i in indices]
+        flat = comm.gather_rows(tf.concat(own, axis=0), name=f"{name}.{dtype}")
+        lengths = [math.prod(cuts[i].shape_of(r)) for r in range(size) for i in indices]
+        pieces = tf.split(flat, lengths)
+        for position, index in enumerate(indices):
+            of_ranks = pieces[position :: len(indices)]
+            result[index] = tf.reshape(tf.concat(of_ranks, axis=0), cuts[index].shape)
+    return result
+
+
+def end(optimizer: Any) -> None:
+    """Make the optimizer a plain one again, with its whole state; on all ranks."""
+    for leaf in leaves(optimizer):
+        if not mixin.has(leaf, UpdatesParts):
+            continue
+        state: ShardedState = leaf._sharded
+        mixin.remove(leaf, UpdatesParts)
+        if state.parts:
+            before = leaf.variables
+            private.unbuild_optimizer(leaf, _slots(leaf))
+            leaf.build(state.whole)
+            for index, variable in enumerate(leaf.variables):
+                if before[index] is not variable:
+                    variable.assign(_whole_of(before[index], state, index))
+        elif state.held is not None:
+            leaf.build(state.whole)
+            for slot, value in zip(_slots(leaf), state.held, strict=True):
+                slot.assign(value)
+
+
+def abandon(optimizer: Any) -> None:
+    """Make the optimizer a plain one without collectives, after an error.
+
+    The state of the other ranks cannot be had: the optimizer keeps its counter and its
+    rate, and is built anew when it is used next.
+    """
+    for leaf in leaves(optimizer):
+        if mixin.has(leaf, UpdatesParts):
+            if leaf._sharded.parts:
+                private.unbuild_optimizer(leaf, _slots(leaf))
+                mixin.remove(leaf, UpdatesParts)
+            else:
+                end(leaf)
+
+
+def sharded_leaves(optimizers: Sequence[Any]) -> list[Any]:
+    """List the optimizers, also inside of others, whose state is divided."""
+    found = [leaf for each in optimizers for leaf in leaves(each)]
+    return [leaf for leaf in found if mixin.has(leaf, UpdatesParts)]
+
+
+# The optimizers of which the ranks send parts to the first one, by number, while it
+# calls a function that may save them; `None` where none does.
+_saved: ContextVar[dict[int, Any] | None] = ContextVar("saved", default=None)
+
+
+@contextlib.contextmanager
+def sending_parts(sharded: Sequence[Any]) -> Iterator[None]:
+    """Inside the block, the first rank may save optimizers, alone or with others.
+
+    At the end of the block the others wait for what it asks for, one variable after the
+    other, until it leaves the block, too.
+
+    Args:
+        sharded: What `sharded_leaves` has found, the same on all ranks.
+    """
+    if not sharded:
+        yield
+        return
+    token = _saved.set({leaf._sharded.number: leaf for leaf in sharded})
+    try:
+        yield
+    finally:
+        if comm.rank() == 0:
+            comm.broadcast(_END)
+        else:
+            _answer(_END)
+        _saved.reset(token)
+
+
+# What the first rank asks for: the numbers of an optimizer and of its variable.
+_END = (-1, -1)
+
+
+def _answer(last: tuple[int, int]) -> Any:
+    """Send this rank's parts, up to one that it needs itself; return that one whole."""
+    known = _saved.get() or {}
+    while True:
+        asked: Any = comm.broadcast(None)
+        if asked == _END:
+            break
+        value = _whole(known[asked[0]], asked[1])
+        if asked == last:
+            return value
+    if last != _END:
+        _saved.set({})  # nothing more is asked for in this block
+        raise RuntimeError(
+            "A rank cannot save the state of an optimizer that is divided among the "
+            "ranks, if the first rank does not. Received: a save of this rank alone in "
+            "a fit with shard_optimizer=True. Save on all ranks, or on the first one."
+        )
+    return None
+
+
+def _whole(leaf: Any, index: int) -> np.ndarray:
+    """Put a variable of the state together; a collective."""
+    value = _whole_of(leaf.variables[index], leaf._sharded, index)
+    return np.asarray(keras.ops.convert_to_numpy(value))
+
+
+def _whole_of(variable: Any, state: ShardedState, index: int) -> Any:
+    shape = state.shapes.get(id(variable))
+    if shape is None:
+        return variable
+    return _gathered([variable], [shape], f"keras_dist.state.{state.number}.{index}")[0]
+
+
+def own_slots(optimizer: Any) -> list[Any]:
+    """List the variables of the state that hold parts: they differ between ranks."""
+    return [slot for leaf in sharded_leaves([optimizer]) for slot in _slots(leaf)]
+
+
+def _slots(leaf: Any) -> list[Any]:
+    """List the variables of an optimizer but those that it has before it is built."""
+    before = (private.batches_of(leaf), private.rate_of(leaf))
+    return [v for v in leaf.variables if not any(v is other for other in before)]
+
+
+class UpdatesParts:
+    """Mixin for a leaf optimizer whose state is divided among the ranks."""
+
+    _sharded: ShardedState
+
+    def build(self, variables: Any) -> None:
+        state = self._sharded
+        if variables is state.parts:
+            super().build(variables)  # type: ignore[misc]
+        elif not state.parts:
+            state.whole = list(variables)  # and built when the weights are sent
+
+    def add_variable_from_reference(
+        self, reference_variable: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        made = super().add_variable_from_reference(  # type: ignore[misc]
+            reference_variable, *args, **kwargs
+        )
+        whole = self._sharded.whole_of(reference_variable)
+        self._sharded.shapes[id(made)] = tuple(whole.shape)
+        return made
+
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        state = self._sharded
+        variables = list(trainable_variables or state.whole)
+        if not state.parts:
+            # The step is traced to make its variables, and nothing is updated.
+            state.whole = state.whole or variables
+            return
+        rank, size = comm.rank(), comm.size()
+        own, parts = [], []
+        state.squares.clear()
+        for gradient, variable in zip(grads, variables, strict=True):
+            part, cut = state.part_of(variable), Cut(tuple(variable.shape), size)
+            parts.append(part)
+            if gradient is not None:
+                state.squares[id(part)] = _square(gradient)
+            if isinstance(gradient, tf.IndexedSlices):
+                own.append(cut.part_of_rows(gradient, rank))
+            else:
+                own.append(None if gradient is None else cut.part(gradient, rank))
+        super().apply(own, parts)  # type: ignore[misc]
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        state = self._sharded
+        if not self.use_ema or not state.parts:  # type: ignore[attr-defined]
+            return
+        super().finalize_variable_values(state.parts)  # type: ignore[misc]
+        gather_weights(self)
+
+    def save_own_variables(self: Any, store: Any) -> None:
+        state = self._sharded
+        if not state.parts:
+            before = [keras.ops.convert_to_numpy(v) for v in self.variables]
+            for index, value in enumerate([*before, *(state.held or ())]):
+                store[str(index)] = value
+            return
+        if _saved.get() is None:
+            raise RuntimeError(
+                "The state of an optimizer that is divided among the ranks can be "
+                "saved where all ranks are: at the beginning and the end of epochs, "
+                "evaluations and the training. Received: a save in another place of a "
+                "fit with shard_optimizer=True, such as after a batch. Save there, or "
+                "after the fit."
+            )
+        for index in range(len(self.variables)):
+            asked = (state.number, index)
+            if comm.rank() == 0:
+                comm.broadcast(asked)
+                store[str(index)] = _whole(self, index)
+            else:
+                store[str(index)] = _answer(asked)
+
+    def load_own_variables(self: Any, store: Any) -> None:
+        state = self._sharded
+        values = [np.asarray(store[str(index)]) for index in range(len(store.keys()))]
+        if state.parts:
+            for variable, value in zip(self.variables, values, strict=True):
+                _assign(variable, value, state)
+            return
+        before = self.variables
+        for variable, value in zip(before, values, strict=False):
+            variable.assign(value)
+        state.held = values[len(before) :]
+
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
+        self._sharded.updated = list(trainable_variables)
+        super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+
+    def _clip_gradients(self: Any, grads: Any) -> Any:
+        limit = self.clipnorm or self.global_clipnorm
+        if not limit:
+            return super()._clip_gradients(grads)  # type: ignore[misc]
+        squares = self._sharded.squares_of(grads, self)
+        if self.global_clipnorm:
+            factor = limit / tf.maximum(tf.sqrt(tf.add_n(squares)), limit)
+            # Keras makes gradients by rows whole here, too.
+            return [tf.convert_to_tensor(gradient) * factor for gradient in grads]
+        return [
+            _times(gradient, limit / tf.maximum(tf.sqrt(square), limit))
+            for gradient, square in zip(grads, squares, strict=True)
+        ]
+
+    def _use_weight_decay(self, variable: Any) -> bool:
+        whole = self._sharded.whole_of(variable)
+        return bool(super()._use_weight_decay(whole))  # type: ignore[misc]
+
+
+def _square(gradient: Any) -> Any:
+    """Sum the squares of a gradient's numbers."""
+    is_rows = isinstance(gradient, tf.IndexedSlices)
+    values = gradient.values if is_rows else tf.convert_to_tensor(gradient)
+    return tf.reduce_sum(tf.square(values))
+
+
+def _times(gradient: Any, factor: Any) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        values = gradient.values * factor
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient * factor
