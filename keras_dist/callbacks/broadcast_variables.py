@@ -137,10 +137,10 @@ def _build_optimizers(model: Any) -> None:
 def _state(model: Any) -> tuple[list[Any], list[Any]]:
     """Variables to broadcast, and states of random generators to derive."""
     seeds = [v for v in model.variables if v.name == "seed_generator_state"]
-    variables = list(model.weights)
+    variables, local = list(model.weights), optimizer.local_ids(model)
     for found in optimizer.optimizers_of(model):
         variables += found.variables
-    local = optimizer.local_ids(model)
+        local |= {id(variable) for variable in optimizer.own_slots(found)}
     return list({id(v): v for v in variables if id(v) not in local}.values()), seeds
 
 

@@ -253,9 +253,9 @@ class UserCallbacks(keras.callbacks.Callback):
 
     def _call(self, index: int, hook: str, args: tuple[Any, ...]) -> None:
         error, self._error = self._error, None
-        if error is not None:
-            raise error
-        with _calling(), optimizer.sending_parts(self._sharded):
+        with optimizer.sending_parts(self._sharded), _calling():
+            if error is not None:
+                raise error
             for callback in self._phases[index] if index < len(self._phases) else ():
                 with self._scope_of(callback):
                     getattr(callback, hook)(*args)

@@ -430,21 +430,28 @@ class Saver(keras.callbacks.Callback):
 
     def _restore_shared(self) -> None:
         """Restore what is broadcast after it; an error is raised on all ranks."""
-        comm.run_on_all(self._restore_first)
+        optimizers = optimizer.optimizers_of(self.model)
+        for each in optimizers:
+            optimizer.start_sharded(each)
+        whole: dict[int, Any] = {}
+        comm.run_on_all(lambda: whole.update(self._restore_first()))
+        if self._resume.saved is not None:
+            optimizer.share_state(optimizers, whole)
 
-    def _restore_first(self) -> None:
+    def _restore_first(self) -> dict[int, Any]:
         saved = self._resume.saved
         if self._writer is not None:
             self._reserve()
         if saved is None or comm.rank() != 0:
-            return
+            return {}
         states.check_fits(self.model, saved.model)
         is_same_size = len(saved.ranks) == comm.size()
         state = saved.callbacks.get("AverageStatistics 1", {}).get("said")
         before = decoded(state)["before"] if state else []
         starts = None if is_same_size else before
-        states.restore_first(self.model, saved.arrays, saved.ranks, starts)
+        whole = states.restore_first(self.model, saved.arrays, saved.ranks, starts)
         saved.arrays.clear()
+        return whole
 
     def _restore_own(self) -> None:
         """Restore the state of this rank that differs from the first rank's."""

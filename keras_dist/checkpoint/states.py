@@ -37,19 +37,22 @@ def variables_of(model: Any) -> list[Any]:
 
 def num_bytes_of(model: Any) -> int:
     """Size in bytes of weights and optimizer state."""
+    shapes = optimizer.whole_shapes(optimizer.optimizers_of(model))
     return sum(
-        math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
+        math.prod(shapes.get(id(variable), variable.shape))
+        * tf.as_dtype(variable.dtype).size
         for variable in variables_of(model)
     )
 
 
 def facts_of(model: Any) -> dict[str, Any]:
     """Layers, optimizers and shapes that a model must have to take a checkpoint."""
+    shapes = optimizer.whole_shapes(optimizer.optimizers_of(model))
     return {
         "layers": [type(layer).__name__ for layer in getattr(model, "layers", [])],
         "optimizers": [leaf.__class__.__name__ for leaf in _leaves(model)],
         "variables": [
-            f"{tuple(variable.shape)} {variable.dtype}"
+            f"{shapes.get(id(variable), tuple(variable.shape))} {variable.dtype}"
             for variable in variables_of(model)
         ],
     }
@@ -104,7 +107,7 @@ def own_state(model: Any) -> dict[str, Any]:
 
 def restore_first(
     model: Any, arrays: Sequence[np.ndarray], ranks: Sequence[Any], starts: Any
-) -> None:
+) -> dict[int, np.ndarray]:
     """Restore the state of the first rank, which is then broadcast to the others.
 
     Args:
@@ -114,17 +117,26 @@ def restore_first(
         starts: `None` if the number of ranks is the same. Else values, at the beginning
             of the epoch, of the variables that are summed over the ranks.
 
+    Returns:
+        Whole values of variables that hold parts, for `optimizer.share_state`.
+
     Raises:
         ValueError: If the number of ranks has changed and the model has layers that
             each rank trains for itself.
     """
     variables = variables_of(model)
+    parts = optimizer.whole_shapes(optimizer.optimizers_of(model))
+    shared = {}
     for variable, value in zip(variables, arrays, strict=True):
-        variable.assign(value)
+        if id(variable) in parts:
+            shared[id(variable)] = value
+        else:
+            variable.assign(value)
     for variable, value in zip(_seeds(model), ranks[0]["seeds"], strict=True):
         variable.assign(value)
     if starts is not None:
         _merge_ranks(model, variables, ranks, starts)
+    return shared
 
 
 def rates_of(model: Any) -> list[dict[str, float]]:
@@ -462,11 +474,20 @@ def gathered(
         given = comm.broadcast({key: states[key] for key in asked & states.keys()})
         states = {key: given[key] if key in given else states[key] for key in first}
         replaced = _of_first(variables, ranks)
+    whole = {
+        id(variable): value if is_writer else None
+        for variable, value in optimizer.whole_values(optimizer.optimizers_of(model))
+    }
+    values = [whole.get(id(v)) for v in variables] if is_writer else []
     arrays = [
-        replaced[index] if index in replaced else array_of(variable)
-        for index, variable in enumerate(variables if is_writer else [])
+        replaced[index] if index in replaced else _or(value, variables[index])
+        for index, value in enumerate(values)
     ]
     return Gathered(states, ranks, arrays, [error for _, _, error in per_rank])
+
+
+def _or(value: np.ndarray | None, variable: Any) -> np.ndarray:
+    return array_of(variable) if value is None else value
 
 
 def _tree_of(mark: Mark) -> dict[str, Any]:

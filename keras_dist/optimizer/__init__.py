@@ -72,6 +72,9 @@ from keras_dist.optimizer.sharded_state import (
     own_slots,
     sending_parts,
     sharded_leaves,
+    share_state,
+    whole_shapes,
+    whole_values,
 )
 from keras_dist.optimizer.sharded_state import start as start_sharded
 from keras_dist.optimizer.sparse import with_shape
@@ -115,6 +118,7 @@ __all__ = [
     "schedule_of",
     "reduce_gradients",
     "sending_parts",
+    "share_state",
     "sharded_leaves",
     "start_sharded",
     "sum_accumulated",
@@ -124,5 +128,7 @@ __all__ = [
     "update",
     "variables_of",
     "watch",
+    "whole_shapes",
+    "whole_values",
     "with_shape",
 ]

@@ -13,7 +13,7 @@ state of all ranks together again, one variable after the other.
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -211,12 +211,13 @@ def _start(leaf: Any) -> None:
             state.parts.append(part)
         leaf.build(state.parts)
         held, state.held = state.held, None
-        facts: Any = [(each.shape, each.dtype) for each in held or ()]
-        facts = comm.broadcast(facts)
-        for index, (shape, dtype) in enumerate(facts):
-            own = held[index] if held and rank == 0 else np.empty(shape, dtype)
-            [value] = comm.broadcast_arrays([own], 0)
-            _assign(_slots(leaf)[index], value, state)
+        slots = _slots(leaf)
+        if comm.broadcast(held is not None):
+            arrays = dict(zip(map(id, slots), held or (), strict=False))
+            for slot in slots:  # such as a number that belongs to no variable
+                if id(slot) in arrays and id(slot) not in state.shapes:
+                    slot.assign(arrays[id(slot)])
+            share_state([leaf], arrays)
 
 
 def _assign(variable: Any, whole: Any, state: ShardedState) -> None:
@@ -360,7 +361,7 @@ def sending_parts(sharded: Sequence[Any]) -> Iterator[None]:
     finally:
         if comm.rank() == 0:
             comm.broadcast(_END)
-        else:
+        elif _saved.get():
             _answer(_END)
         _saved.reset(token)
 
@@ -380,7 +381,7 @@ def _answer(last: tuple[int, int]) -> Any:
         if asked == last:
             return value
     if last != _END:
-        _saved.set({})  # nothing more is asked for in this block
+        _saved.set({})  # the first rank asks for nothing more in this block
         raise RuntimeError(
             "A rank cannot save the state of an optimizer that is divided among the "
             "ranks, if the first rank does not. Received: a save of this rank alone in "
@@ -400,6 +401,40 @@ def _whole_of(variable: Any, state: ShardedState, index: int) -> Any:
     if shape is None:
         return variable
     return _gathered([variable], [shape], f"keras_dist.state.{state.number}.{index}")[0]
+
+
+def whole_shapes(optimizers: Sequence[Any]) -> dict[int, tuple[int, ...]]:
+    """Return the whole shape of each variable that holds a part, by its identity."""
+    found: dict[int, tuple[int, ...]] = {}
+    for leaf in sharded_leaves(optimizers):
+        found |= leaf._sharded.shapes
+    return found
+
+
+def whole_values(optimizers: Sequence[Any]) -> Iterator[tuple[Any, np.ndarray]]:
+    """Put the divided state together, one variable after the other; on all ranks."""
+    for leaf in sharded_leaves(optimizers):
+        for index, variable in enumerate(leaf.variables):
+            if id(variable) in leaf._sharded.shapes:
+                yield variable, _whole(leaf, index)
+
+
+def share_state(optimizers: Sequence[Any], arrays: Mapping[int, np.ndarray]) -> None:
+    """Give each rank its parts of what the first rank has restored; on all ranks.
+
+    Args:
+        optimizers: Optimizers, the same on all ranks.
+        arrays: Whole values by the identity of the variable; of the first rank.
+    """
+    for leaf in sharded_leaves(optimizers):
+        state: ShardedState = leaf._sharded
+        for variable in leaf.variables:
+            if id(variable) in state.shapes:
+                dtype = keras.backend.standardize_dtype(variable.dtype)
+                empty = np.empty(state.shapes[id(variable)], dtype)
+                own = arrays.get(id(variable), empty)
+                [value] = comm.broadcast_arrays([np.asarray(own, dtype)], 0)
+                _assign(variable, value, state)
 
 
 def own_slots(optimizer: Any) -> list[Any]:

@@ -63,7 +63,7 @@ def check_shard_optimizer(model: Any, options: Any, callbacks: list[Any]) -> Non
     """
     if not options.shard_optimizer:
         return
-    usual = {"sync": "every:1", "local_layers": (), "process_set": None, "resume": None}
+    usual = {"sync": "every:1", "local_layers": (), "process_set": None}
     for name, default in usual.items():
         value = getattr(options, name)
         if value != default and value != list(default or ()):
@@ -83,11 +83,27 @@ def check_shard_optimizer(model: Any, options: Any, callbacks: list[Any]) -> Non
                     f"Keras. Received: {cls.__module__}.{cls.__name__}. Take one of "
                     "these, or leave out `shard_optimizer`."
                 )
+            if options.resume is not None and leaf.gradient_accumulation_steps:
+                raise ValueError(
+                    "A checkpoint has accumulated gradients of each rank, or of all of "
+                    "them with `shard_optimizer`. Received: `resume`, "
+                    "shard_optimizer=True and gradient_accumulation_steps="
+                    f"{leaf.gradient_accumulation_steps}. Leave one out."
+                )
             if found is not leaf and "inner_optimizer" not in vars(found):
                 raise ValueError(
                     "`shard_optimizer` divides the state of one optimizer, not of "
                     f"several inside another. Received: {found!r}. Leave one out."
                 )
+    for callback in callbacks:
+        often = getattr(callback, "save_freq", "epoch")
+        if often != "epoch":
+            raise ValueError(
+                "With `shard_optimizer` a model can be saved where all ranks are: at "
+                "the end of an epoch, not after a batch. Received: a "
+                f"{type(callback).__name__} with save_freq={often!r}. Pass "
+                'save_freq="epoch", or leave out `shard_optimizer`.'
+            )
     swap = getattr(keras.callbacks, "SwapEMAWeights", ())
     if any(isinstance(callback, swap) for callback in callbacks):
         raise ValueError(
