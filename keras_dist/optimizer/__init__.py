@@ -73,6 +73,7 @@ from keras_dist.optimizer.sharded_state import (
     sending_parts,
     sharded_leaves,
     share_state,
+    state_bytes,
     whole_shapes,
     whole_values,
 )
@@ -121,6 +122,7 @@ __all__ = [
     "share_state",
     "sharded_leaves",
     "start_sharded",
+    "state_bytes",
     "sum_accumulated",
     "synchronize_replicas",
     "unscale_rate",

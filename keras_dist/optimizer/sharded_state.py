@@ -190,6 +190,25 @@ def begin(optimizer: Any) -> None:
         mixin.add(leaf, UpdatesParts)
 
 
+def state_bytes(leaf: Any, variables: Sequence[Any]) -> int:
+    """Return the size of the state of an optimizer that computes each number by itself.
+
+    An optimizer of its kind is built for one number: each variable has as many of them.
+
+    Args:
+        leaf: One of `ELEMENTWISE`.
+        variables: The weights that it updates.
+    """
+    kind = type(leaf).from_config(leaf.get_config())
+    before = len(kind.variables)
+    number = keras.Variable(np.zeros([1]), trainable=True)
+    kind.build([number])
+    copies = sum(tuple(v.shape) == (1,) for v in kind.variables[before:])
+    return copies * sum(
+        math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables
+    )
+
+
 def start(optimizer: Any) -> None:
     """Build the optimizer for parts, with the first rank's state; on all ranks."""
     for leaf in leaves(optimizer):

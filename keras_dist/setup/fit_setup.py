@@ -223,7 +223,18 @@ def prepare(
             every=averaging.every,
             hosts_change=os.environ.get(NNODES, ""),
             microbatch=options.microbatch,
+            optimizer_bytes=_optimizer_bytes(model, averaging),
         ),
+    )
+
+
+def _optimizer_bytes(model: Any, averaging: optimizer.Averaging) -> int | None:
+    """Return the size of the state that is divided, where the weights are known."""
+    if not (averaging.is_sharded and model.built):
+        return None
+    return sum(
+        optimizer.state_bytes(leaf, model.trainable_variables)
+        for leaf in optimizer.leaves(model.optimizer)
     )
 
 
