@@ -110,10 +110,15 @@ def made_objects() -> dict[str, object]:
     )
     of_optimizer = (
         "_accumulated_gradients",
+        "_backend_apply_gradients",
+        "_clip_gradients",
         "_get_variable_index",
         "_iterations",
         "_learning_rate",
         "_trainable_variables",
+        "_trainable_variables_indices",
+        "_untrack_variable",
+        "_use_weight_decay",
     )
     return {
         **dict.fromkeys(of_model, model),
@@ -126,8 +131,10 @@ def made_objects() -> dict[str, object]:
         "_keras_mask": masked,
         "_metrics": keras.metrics.Mean(),
         "_model": keras.callbacks.Callback(),
+        "_name": layer.kernel,
         "_moments": normalization,
         "_momentums": rmsprop,
+        "_path": layer.kernel,
         "_reduction_axes": normalization,
         "_rerandomize": tf.data.Dataset.random(seed=1),
         "_reshuffle_each_iteration": shuffled,

@@ -14,7 +14,6 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -120,6 +119,7 @@ class ShardedState:
         squares: Sums of squares of the whole gradients of an update, by the identity of
             the part.
         updated: The parts that the update has gradients for.
+        meeting: Where parts are sent to the first rank; `None` if it cannot ask.
     """
 
     number: int
@@ -129,6 +129,7 @@ class ShardedState:
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     squares: dict[int, Any] = field(default_factory=dict)
     updated: list[Any] = field(default_factory=list)
+    meeting: "_Meeting | None" = None
 
     def squares_of(self, gradients: Sequence[Any], leaf: Any) -> list[Any]:
         """Return the sum of squares of each whole gradient.
@@ -356,11 +357,6 @@ def sharded_leaves(optimizers: Sequence[Any]) -> list[Any]:
     return [leaf for leaf in found if mixin.has(leaf, UpdatesParts)]
 
 
-# The optimizers of which the ranks send parts to the first one, by number, while it
-# calls a function that may save them; `None` where none does.
-_saved: ContextVar[dict[int, Any] | None] = ContextVar("saved", default=None)
-
-
 @contextlib.contextmanager
 def sending_parts(sharded: Sequence[Any]) -> Iterator[None]:
     """Inside the block, the first rank may save optimizers, alone or with others.
@@ -374,39 +370,62 @@ def sending_parts(sharded: Sequence[Any]) -> Iterator[None]:
     if not sharded:
         yield
         return
-    token = _saved.set({leaf._sharded.number: leaf for leaf in sharded})
+    meeting = _Meeting({leaf._sharded.number: leaf for leaf in sharded})
+    for leaf in sharded:
+        leaf._sharded.meeting = meeting
     try:
         yield
     finally:
         if comm.rank() == 0:
             comm.broadcast(_END)
-        elif _saved.get():
-            _answer(_END)
-        _saved.reset(token)
+        elif not meeting.is_over:
+            meeting.answer(_END)
+        for leaf in sharded:
+            leaf._sharded.meeting = None
 
 
 # What the first rank asks for: the numbers of an optimizer and of its variable.
 _END = (-1, -1)
 
 
-def _answer(last: tuple[int, int]) -> Any:
-    """Send this rank's parts, up to one that it needs itself; return that one whole."""
-    known = _saved.get() or {}
-    while True:
-        asked: Any = comm.broadcast(None)
-        if asked == _END:
-            break
-        value = _whole(known[asked[0]], asked[1])
-        if asked == last:
-            return value
-    if last != _END:
-        _saved.set({})  # the first rank asks for nothing more in this block
+@dataclass
+class _Meeting:
+    """All ranks are here: the first one may ask for parts, and says when it is done.
+
+    Args:
+        leaves: Optimizers by number.
+        is_over: Whether the first rank is done.
+    """
+
+    leaves: Mapping[int, Any]
+    is_over: bool = False
+
+    def answer(self, last: tuple[int, int]) -> Any:
+        """Send parts of this rank, up to those that it asks for itself.
+
+        Args:
+            last: The optimizer and the variable of which it needs the whole, or `_END`.
+
+        Returns:
+            That variable; `None` for `_END`.
+
+        Raises:
+            RuntimeError: If the first rank does not ask for it.
+        """
+        while not self.is_over:
+            asked: Any = comm.broadcast(None)
+            self.is_over = asked == _END
+            if not self.is_over:
+                value = _whole(self.leaves[asked[0]], asked[1])
+                if asked == last:
+                    return value
+        if last == _END:
+            return None
         raise RuntimeError(
             "A rank cannot save the state of an optimizer that is divided among the "
             "ranks, if the first rank does not. Received: a save of this rank alone in "
             "a fit with shard_optimizer=True. Save on all ranks, or on the first one."
         )
-    return None
 
 
 def _whole(leaf: Any, index: int) -> np.ndarray:
@@ -524,7 +543,7 @@ class UpdatesParts:
             for index, value in enumerate([*before, *(state.held or ())]):
                 store[str(index)] = value
             return
-        if _saved.get() is None:
+        if state.meeting is None:
             raise RuntimeError(
                 "The state of an optimizer that is divided among the ranks can be "
                 "saved where all ranks are: at the beginning and the end of epochs, "
@@ -538,7 +557,7 @@ class UpdatesParts:
                 comm.broadcast(asked)
                 store[str(index)] = _whole(self, index)
             else:
-                store[str(index)] = _answer(asked)
+                store[str(index)] = state.meeting.answer(asked)
 
     def load_own_variables(self: Any, store: Any) -> None:
         state = self._sharded

@@ -1,0 +1,205 @@
+"""With `shard_optimizer` the state is divided, and what leaves the fit is whole.
+
+Training itself is compared in `test_cases.py`.
+"""
+
+import contextlib
+import math
+from pathlib import Path
+
+import keras
+import pytest
+from claims import assert_equal_to_the_bit, difference_of_states, state_of
+
+import keras_dist
+
+pytestmark = pytest.mark.several_ranks
+EPOCHS = 2
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """One folder for all ranks."""
+    return Path(keras_dist.broadcast(str(tmp_path)))
+
+
+def adam():
+    return keras.optimizers.Adam(0.01)
+
+
+@pytest.fixture
+def train(rows, make_model):
+    """Train a model, new or given, with Adam whose state is divided."""
+
+    def fit(model=None, epochs=EPOCHS, callbacks=(), **options):
+        if model is None:
+            model = make_model(adam(), jit_compile=False)
+        given = {"batch": "global", "batch_size": 16, "shuffle": False, "verbose": 0}
+        given |= {"shard_optimizer": True, "callbacks": list(callbacks)} | options
+        keras_dist.dist_fit(model, *rows, epochs=epochs, **given)
+        return model
+
+    return fit
+
+
+@pytest.fixture
+def expected(rows, make_model):
+    """The state of one process after fits of so many epochs."""
+
+    def states(*fits):
+        model = make_model(adam(), jit_compile=False)
+        for epochs in fits or [EPOCHS]:
+            model.fit(*rows, batch_size=16, shuffle=False, epochs=epochs, verbose=0)
+        return state_of(model)
+
+    return states
+
+
+def assert_is(model, states):
+    assert difference_of_states(state_of(model), states) < 1e-5
+
+
+class Saves(keras.callbacks.Callback):
+    """Saves the model on some ranks, each to a file of its own."""
+
+    def __init__(self, folder, ranks):
+        super().__init__()
+        self.folder, self.ranks = folder, ranks
+
+    def on_epoch_end(self, epoch, logs=None):
+        if keras_dist.rank() in self.ranks:
+            self.model.save(self.folder / f"{keras_dist.rank()}.keras")
+
+
+class Sizes(keras.callbacks.Callback):
+    """Keeps the number of values in the optimizer's state, and those of the weights."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.state = sum(math.prod(v.shape) for v in self.model.optimizer.variables)
+        self.weights = self.model.count_params()
+
+
+@pytest.mark.three_ranks
+def test_each_rank_has_its_part_and_the_fit_leaves_a_plain_optimizer(
+    world, train, expected
+):
+    """A second fit goes on, divided or not; so does one without a step."""
+    sizes = Sizes()
+    model = train(callbacks=[sizes])
+    whole = 2 * sizes.weights
+    assert sum(keras_dist.gather(sizes.state - 2)) == whole
+    assert whole / world.size - 30 <= sizes.state - 2 <= whole / world.size + 30
+    assert_equal_to_the_bit(model)
+    assert type(model.optimizer) is keras.optimizers.Adam
+    train(model, epochs=0)
+    assert_is(model, expected())
+    train(model, 1, shard_optimizer=False)
+    train(
+        model, 1, callbacks=[keras_dist.ReplicaCheck(every=2), keras_dist.NanReport()]
+    )
+    assert_is(model, expected(EPOCHS, 1, 1))
+
+
+@pytest.mark.three_ranks
+def test_a_model_is_saved_whole(folder, train, expected):
+    """By a callback that writes, on all ranks, and by the first rank alone."""
+    checkpoint = keras.callbacks.ModelCheckpoint(folder / "c{epoch}.keras")
+    train(callbacks=[checkpoint])
+    keras_dist.gather(None)
+    one = keras.models.load_model(folder / "c1.keras")
+    assert_is(one, expected(1))
+    train(one, 1)
+    assert_is(one, expected(1, 1))
+    for ranks in (range(3), [0]):
+        train(callbacks=[Saves(folder, ranks)])
+        keras_dist.gather(None)
+        saved = keras.models.load_model(folder / "0.keras")
+        assert_is(saved, expected())
+
+
+def test_a_save_of_another_rank_alone_is_an_error_on_all(folder, train, make_model):
+    """Nobody waits, and the model can be trained again."""
+    model = make_model(adam())
+    with pytest.raises(RuntimeError, match="if the first rank does not"):
+        train(model, callbacks=[Saves(folder, [1])])
+    assert not model.optimizer.built
+    assert int(model.optimizer.iterations) == 7
+    train(model)
+    assert_equal_to_the_bit(model)
+
+
+def test_a_save_after_a_batch_is_an_error_on_all(folder, train):
+    """Other ranks are not there."""
+
+    class Often(Saves):
+        on_train_batch_end = Saves.on_epoch_end
+
+    with pytest.raises(RuntimeError, match="can be saved where all ranks are"):
+        train(callbacks=[Often(folder, [0])])
+    often = keras.callbacks.ModelCheckpoint(folder / "often.keras", save_freq=2)
+    with pytest.raises(ValueError, match="save_freq=2"):
+        train(callbacks=[often])
+
+
+def test_a_backup_restores_the_state(folder, train, expected):
+    """`BackupAndRestore` writes, and reads before there are parts."""
+
+    class Dies(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                raise KeyError("died")
+
+    def backup():
+        return keras.callbacks.BackupAndRestore(folder / "backup")
+
+    with pytest.raises(KeyError):
+        train(callbacks=[backup(), Dies()])
+    assert_is(train(callbacks=[backup()]), expected())
+
+
+@pytest.mark.three_ranks
+@pytest.mark.parametrize(
+    ("before", "after"), [(True, True), (True, False), (False, True)]
+)
+def test_a_training_goes_on_divided_or_not(folder, train, expected, before, after):
+    """A checkpoint in the middle of an epoch has the whole state."""
+
+    class Dies(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if int(self.model.optimizer.iterations) == 10:
+                raise KeyError("died")
+
+    options = {"resume": folder / "resume", "save_steps": 1}
+    with contextlib.suppress(KeyError):
+        train(callbacks=[Dies()], shard_optimizer=before, **options)
+    assert_is(train(shard_optimizer=after, **options), expected())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "message"),
+    [
+        (
+            keras.optimizers.Adafactor,
+            {},
+            "computes each number of a variable by itself",
+        ),
+        (keras.optimizers.Adam, {"sync": "every:2", "batch": "rank"}, "sync='every:2'"),
+        (keras.optimizers.Adam, {"process_set": [0, 1]}, "process_set"),
+        (
+            lambda: keras.optimizers.Adam(gradient_accumulation_steps=2),
+            {"resume": "unused"},
+            "gradient_accumulation_steps=2",
+        ),
+        (
+            keras.optimizers.Adam,
+            {"callbacks": [keras.callbacks.SwapEMAWeights()]},
+            "SwapEMAWeights",
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_an_error(
+    train, make_model, optimizer, options, message
+):
+    """Before the training, on all ranks."""
+    with pytest.raises(ValueError, match=message):
+        train(make_model(optimizer()), **options)
