@@ -69,6 +69,7 @@ from keras_dist.optimizer.reduce import (
 )
 from keras_dist.optimizer.sharded_state import (
     ELEMENTWISE,
+    exchanges_in_update,
     own_slots,
     sending_parts,
     sharded_leaves,
@@ -100,6 +101,7 @@ __all__ = [
     "effective_rate",
     "effective_rates",
     "every_of",
+    "exchanges_in_update",
     "restore_rate_progress",
     "uses_local_sgd",
     "move_to_outermost",

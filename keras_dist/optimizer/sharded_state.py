@@ -191,7 +191,7 @@ def begin(optimizer: Any) -> None:
         mixin.add(leaf, UpdatesParts)
 
 
-def state_bytes(leaf: Any, variables: Sequence[Any]) -> int:
+def state_bytes(leaf: Any, variables: Sequence[Any]) -> int | None:
     """Return the size of the state of an optimizer that computes each number by itself.
 
     An optimizer of its kind is built for one number: each variable has as many of them.
@@ -199,8 +199,14 @@ def state_bytes(leaf: Any, variables: Sequence[Any]) -> int:
     Args:
         leaf: One of `ELEMENTWISE`.
         variables: The weights that it updates.
+
+    Returns:
+        The number of bytes; `None` if the optimizer has no config.
     """
-    kind = type(leaf).from_config(leaf.get_config())
+    try:
+        kind = type(leaf).from_config(leaf.get_config())
+    except Exception:  # a schedule of the user's, which cannot be saved
+        return None
     before = len(kind.variables)
     number = keras.Variable(np.zeros([1]), trainable=True)
     kind.build([number])
@@ -234,9 +240,10 @@ def _start(leaf: Any) -> None:
         slots = _slots(leaf)
         if comm.broadcast(held is not None):
             arrays = dict(zip(map(id, slots), held or (), strict=False))
-            for slot in slots:  # such as a number that belongs to no variable
-                if id(slot) in arrays and id(slot) not in state.shapes:
-                    slot.assign(arrays[id(slot)])
+            others = [slot for slot in slots if id(slot) not in state.shapes]
+            for slot in others:  # such as a number that belongs to no variable
+                slot.assign(arrays.get(id(slot), slot))
+            comm.broadcast_variables(others, 0)
             share_state([leaf], arrays)
 
 
@@ -477,7 +484,23 @@ def share_state(optimizers: Sequence[Any], arrays: Mapping[int, np.ndarray]) -> 
 
 def own_slots(optimizer: Any) -> list[Any]:
     """List the variables of the state that hold parts: they differ between ranks."""
-    return [slot for leaf in sharded_leaves([optimizer]) for slot in _slots(leaf)]
+    return [
+        variable
+        for leaf in sharded_leaves([optimizer])
+        for variable in leaf.variables
+        if id(variable) in leaf._sharded.shapes
+    ]
+
+
+def exchanges_in_update(optimizers: Sequence[Any]) -> bool:
+    """Tell whether an update itself has a collective, which XLA cannot compile.
+
+    The norm of accumulated gradients, of which each rank has a part.
+    """
+    return any(
+        leaf.gradient_accumulation_steps and (leaf.clipnorm or leaf.global_clipnorm)
+        for leaf in sharded_leaves(optimizers)
+    )
 
 
 def _slots(leaf: Any) -> list[Any]:

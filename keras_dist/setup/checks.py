@@ -61,6 +61,11 @@ def check_shard_optimizer(model: Any, options: Any, callbacks: list[Any]) -> Non
         options: The `Options` of the fit.
         callbacks: Its callbacks.
     """
+    if not isinstance(options.shard_optimizer, bool):
+        raise ValueError(
+            "`shard_optimizer` must be True or False. "
+            f"Received: shard_optimizer={options.shard_optimizer!r}"
+        )
     if not options.shard_optimizer:
         return
     usual = {"sync": "every:1", "local_layers": (), "process_set": None}

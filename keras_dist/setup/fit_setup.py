@@ -232,10 +232,8 @@ def _optimizer_bytes(model: Any, averaging: optimizer.Averaging) -> int | None:
     """Return the size of the state that is divided, where the weights are known."""
     if not (averaging.is_sharded and model.built):
         return None
-    return sum(
-        optimizer.state_bytes(leaf, model.trainable_variables)
-        for leaf in optimizer.leaves(model.optimizer)
-    )
+    [leaf] = optimizer.leaves(model.optimizer)
+    return optimizer.state_bytes(leaf, model.trainable_variables)
 
 
 def _take_over_warmup(given: Any, options: Options) -> tuple[list[Any], Options]:

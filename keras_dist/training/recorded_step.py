@@ -13,7 +13,9 @@ import tensorflow as tf
 from keras_dist.optimizer import (
     Recorded,
     apply_recorded,
+    exchanges_in_update,
     guarded_update,
+    optimizers_of,
     reduce_gradients,
     step_context,
     variables_of,
@@ -67,7 +69,9 @@ class RecordedStep:
                 function=function,
             )
             self._compute_gradients = self._pieces.compute_piece
-        self._apply_gradients = function(self._apply) if is_compiled else self._apply
+        self._apply_gradients = self._apply
+        if is_compiled and not exchanges_in_update(optimizers_of(model)):
+            self._apply_gradients = function(self._apply)
 
     def why_not(self, data: Any) -> str | None:
         """Explain why XLA cannot compile the step for such batches; `None` if it can.

@@ -660,6 +660,13 @@ def _sharded() -> list[Case]:
             compiled=in_graph,
             on_three=True,
         ),
+        Case(
+            part,
+            "Adam, clipped, two batches an update, with XLA",
+            "perceptron",
+            lambda rate: adam(rate, clipnorm=0.02, gradient_accumulation_steps=2),
+            compiled=in_graph | {"jit_compile": True},
+        ),
         Case(part, "pictures", "convolution", adam),
         Case(
             part,

@@ -117,6 +117,22 @@ def test_a_model_is_saved_whole(folder, train, expected):
         assert_is(saved, expected())
 
 
+def test_the_first_rank_has_the_state(rows, world, train, make_model):
+    """The others get it, also what belongs to no variable: one alone loads a file."""
+
+    def make():
+        return make_model(keras.optimizers.Nadam(0.01), jit_compile=False)
+
+    given = {"batch_size": 16, "shuffle": False, "verbose": 0}
+    oracle, model = make(), make()
+    oracle.fit(*rows, epochs=2, **given)
+    if world.rank == 0:
+        model.fit(*rows, epochs=1, **given)
+    train(model, 1)
+    assert_is(model, state_of(oracle))
+    assert_equal_to_the_bit(model)
+
+
 def test_a_save_of_another_rank_alone_is_an_error_on_all(folder, train, make_model):
     """Nobody waits, and the model can be trained again."""
     model = make_model(adam())
@@ -185,6 +201,7 @@ def test_a_training_goes_on_divided_or_not(folder, train, expected, before, afte
         ),
         (keras.optimizers.Adam, {"sync": "every:2", "batch": "rank"}, "sync='every:2'"),
         (keras.optimizers.Adam, {"process_set": [0, 1]}, "process_set"),
+        (keras.optimizers.Adam, {"shard_optimizer": "yes"}, "True or False"),
         (
             lambda: keras.optimizers.Adam(gradient_accumulation_steps=2),
             {"resume": "unused"},
