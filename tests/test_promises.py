@@ -1,16 +1,27 @@
 """Each promise has one page that states it, and no other page contradicts it."""
 
 import inspect
+import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from pages import named, pages, supported_pythons
+from pages import DOCS, named, pages, supported_pythons
 
 import keras_dist
 from keras_dist.setup.arguments import Options
-from keras_dist.version import OLDEST_KERAS, TENSORFLOW_RANGE, dotted
+from keras_dist.version import (
+    FIRST_TENSORFLOW,
+    LAST_TENSORFLOW,
+    OLDEST_KERAS,
+    TENSORFLOW_RANGE,
+    dotted,
+)
+
+sys.path.append(str(DOCS / "_ext"))
+import generated  # noqa: E402 - lies beside the pages that it fills
 
 # No sentence may be about this in these words.
 _NOTHING = r"(?!)"
@@ -291,3 +302,19 @@ def test_the_ranges_of_versions_are_the_same_on_every_page():
             assert found == oldest, page
         for found in re.findall(r"TensorFlow (?:\| )?(2\.\d+ to 2\.\d+)", text):
             assert found == TENSORFLOW_RANGE, page
+
+
+def test_each_claimed_version_was_tried():
+    """By `make matrix`, whose table is in versions.md; all of it passed."""
+    tried = json.loads((DOCS / generated.TRIED).read_text())
+    assert all(case["passed"] for case in tried)
+    assert {_minor(case["python"]) for case in tried} == set(supported_pythons())
+    assert {_minor(case["tensorflow"]) for case in tried} == {
+        f"2.{minor}" for minor in range(FIRST_TENSORFLOW[1], LAST_TENSORFLOW[1] + 1)
+    }
+    assert dotted(OLDEST_KERAS) in {_minor(case["keras"]) for case in tried}
+
+
+def _minor(text):
+    """A version without its patch release."""
+    return ".".join(text.split(".")[:2])

@@ -27,6 +27,9 @@ _ARGUMENT = re.compile(
 )
 _MARK = re.compile(r"<!-- generated: (\w+) -->")
 
+# What `make matrix` writes.
+TRIED = "reference/versions.json"
+
 # Where each option of `dist_fit` is explained, from docs/reference/.
 PAGES = {
     "batch": "../concepts/batch.md",
@@ -133,6 +136,22 @@ def command_line() -> str:
     return "\n".join(sections)
 
 
+def versions() -> str:
+    """What `make matrix` has tried, newest TensorFlow first, as a table."""
+    rows = ["| TensorFlow | Python | Keras | Horovod | check, demo | tests of ranks |"]
+    rows.append("|---|---|---|---|---|---|")
+    tried = json.loads((Path(__file__).parents[1] / TRIED).read_text())
+    for case in reversed(tried):
+        first = case["check"], case["demo"]
+        cells = [
+            *(case[name] for name in ("tensorflow", "python", "keras", "horovod")),
+            "passed" if set(first) == {"passed"} else "failed",
+            case["ranks"] if case["corner"] else "–",
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 def _command_rows(parser: argparse.ArgumentParser) -> list[str]:
     rows = ["| option | meaning |", "|---|---|"]
     for action in parser._actions:
@@ -145,7 +164,9 @@ def _command_rows(parser: argparse.ArgumentParser) -> list[str]:
     return rows
 
 
-_PARTS = {part.__name__: part for part in (keras_arguments, options, command_line)}
+_PARTS = {
+    part.__name__: part for part in (keras_arguments, options, command_line, versions)
+}
 
 
 def fill(text: str) -> str:
