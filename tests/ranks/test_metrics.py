@@ -289,7 +289,7 @@ def test_a_metric_may_have_its_own_rule(world):
 @pytest.mark.several_ranks
 def test_the_plan_names_metrics_that_are_not_summed(world, rows, make_model, capsys):
     """Before the first batch, on the first rank."""
-    metrics = [Largest(), Rows(), InPython(), "mae", keras.metrics.F1Score()]
+    metrics = [Largest(), Rows(), InPython(), "mae", keras.metrics.F1Score("micro")]
     model = make_model(metrics=metrics)
     keras_dist.dist_fit(model, rows[0], rows[1][:, None], batch_size=64, verbose=2)
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())

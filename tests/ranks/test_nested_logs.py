@@ -138,5 +138,5 @@ def test_a_callback_that_reads_nested_logs_does_the_same_on_all_ranks(world):
         history = trained(fit, guide_to_train_steps, size, [plateau], 3, **more)
         own.append(history["learning_rate"])
     assert own[0] == pytest.approx(own[1])
-    # So that the claim says something; 3.10 does not see such a metric.
-    assert KERAS < (3, 11) or own[0][-1] < own[0][0]
+    # So that the claim says something; up to 3.12 Keras does not see such a metric.
+    assert KERAS < (3, 13) or own[0][-1] < own[0][0]
