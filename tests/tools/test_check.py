@@ -1,5 +1,6 @@
 """`keras-dist check`: what holds is ✔, and a planted fault fails the right line."""
 
+import argparse
 import io
 import json
 import os
@@ -21,7 +22,12 @@ from keras_dist.tools.check.checks import (
     result_in,
 )
 from keras_dist.tools.check.collectives import between_hosts
-from keras_dist.tools.check.command import lines_of, show_result, summary_of
+from keras_dist.tools.check.command import (
+    lines_of,
+    rank_words,
+    show_result,
+    summary_of,
+)
 from keras_dist.tools.launcher import reason_in
 from keras_dist.tools.screen import Screen
 
@@ -314,6 +320,14 @@ def test_what_is_running_is_on_a_terminal_alone(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[32m" not in shown_on(Terminal())
     assert shown_on(Terminal()).endswith(f"\x1b[2K  ✔ {line}")
+
+
+def test_two_checks_at_once_have_folders_of_their_own():
+    """Each start names its run, and its ranks and their restarts have that name."""
+    options = argparse.Namespace(script="", resume_folder="", quick=False)
+    runs = [rank_words(options) for _ in range(2)]
+    assert runs[0] != runs[1]
+    assert all("--run" in words for words in runs)
 
 
 def test_a_result_passes_through_the_output_of_a_rank():

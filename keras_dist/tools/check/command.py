@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import os
+import secrets
 import shlex
 import sys
 import textwrap
@@ -173,7 +174,7 @@ def _run(
                         show(Result(*key, UNTRIED, "the ranks could not connect"))
                     continue
                 screen.running(f"  … {stage.name}")
-                launcher.run(stage, _rank_words(options), show)
+                launcher.run(stage, rank_words(options), show)
             screen.line(summary_of(results))
         is_whole = True
     finally:
@@ -211,11 +212,12 @@ def where_words(options: argparse.Namespace, num_ranks: int = 0) -> list[str]:
     return [*words, "--with-parent", str(os.getpid())]
 
 
-def _rank_words(options: argparse.Namespace) -> list[str]:
+def rank_words(options: argparse.Namespace) -> list[str]:
     """Return the arguments of the ranks of a stage."""
     words = ["--script", options.script] if options.script else []
     if options.resume_folder:
         words += ["--folder", options.resume_folder]
+    words += ["--run", secrets.token_hex(4)]
     return words + ["--quick"] * options.quick
 
 

@@ -60,7 +60,8 @@ def run(options: argparse.Namespace) -> None:
     comm.init()
     report = Reporting("resume", options.checks)
     parent = Path(options.folder or tempfile.gettempdir())
-    folder = parent / f"{_NAME}.{os.getuid()}"
+    # Two checks at once on one host do not share it; a restart of one does.
+    folder = parent / f"{_NAME}.{os.getuid()}.{comm.broadcast(options.run)}"
     if RESTART in os.environ:
         report.check("resume", resumed, folder)
         _remove(folder)
