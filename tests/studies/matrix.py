@@ -156,8 +156,11 @@ def try_out(case: Case, wheels: Path | None) -> dict:
             "demo": ["keras-dist", "run", "-np", "2", str(ROOT / "examples/digits.py")],
         }
         record = {"date": f"{datetime.date.today()}", "python": case.python}
-        record |= {"corner": case.is_corner, "passed": False}
+        record |= {"corner": case.is_corner, "passed": False, "ranks": "not run"}
+        record |= {"horovod": "none"} | dict.fromkeys(steps, "not run")
         try:
+            found = re.findall(r"^{.*}$", run(str(python), "-c", _VERSIONS), re.M)
+            record |= json.loads(found[-1])
             for name, command in steps.items():
                 record[name] = "failed"
                 log = run(*command)
@@ -166,8 +169,6 @@ def try_out(case: Case, wheels: Path | None) -> dict:
                     record["horovod"] = (
                         "wheel" if "is taken, and not" in log else "built"
                     )
-            found = re.findall(r"^{.*}$", run(str(python), "-c", _VERSIONS), re.M)
-            record |= json.loads(found[-1])
             if case.is_corner:
                 record["ranks"] = "failed"
                 tests = ["tests/test_private.py", "tests/test_ranks.py"]
