@@ -327,7 +327,7 @@ def test_two_checks_at_once_have_folders_of_their_own():
     options = argparse.Namespace(script="", resume_folder="", quick=False)
     runs = [rank_words(options) for _ in range(2)]
     assert runs[0] != runs[1]
-    assert all("--run" in words for words in runs)
+    assert all("--run-name" in words for words in runs)
 
 
 def test_a_result_passes_through_the_output_of_a_rank():

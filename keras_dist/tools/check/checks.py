@@ -191,7 +191,7 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--script", default="", help=argparse.SUPPRESS)
     parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--run", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--run-name", default="", help=argparse.SUPPRESS)
     parser.add_argument("--quick", action="store_true", help=argparse.SUPPRESS)
 
 

@@ -217,7 +217,7 @@ def rank_words(options: argparse.Namespace) -> list[str]:
     words = ["--script", options.script] if options.script else []
     if options.resume_folder:
         words += ["--folder", options.resume_folder]
-    words += ["--run", secrets.token_hex(4)]
+    words += ["--run-name", secrets.token_hex(4)]
     return words + ["--quick"] * options.quick
 
 

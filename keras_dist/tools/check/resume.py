@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> None:
     report = Reporting("resume", options.checks)
     parent = Path(options.folder or tempfile.gettempdir())
     # Two checks at once on one host do not share it; a restart of one does.
-    folder = parent / f"{_NAME}.{os.getuid()}.{comm.broadcast(options.run)}"
+    folder = parent / f"{_NAME}.{os.getuid()}.{comm.broadcast(options.run_name)}"
     if RESTART in os.environ:
         report.check("resume", resumed, folder)
         _remove(folder)
