@@ -91,7 +91,7 @@ def trainable_variables_of(optimizer: Any) -> list[Any]:
 
 
 def unbuild_optimizer(optimizer: Any, state: Sequence[Any]) -> None:
-    """Let `build` make the state of an optimizer anew; its lists of it are replaced.
+    """Forget the state of an optimizer, so that the next `build` makes a new one.
 
     Args:
         optimizer: An optimizer, which may be built.

@@ -137,7 +137,7 @@ def command_line() -> str:
 
 
 def versions() -> str:
-    """What `make matrix` has tried, newest TensorFlow first, as a table."""
+    """Make a table of what `make matrix` has tried, the newest TensorFlow first."""
     rows = ["| TensorFlow | Python | Keras | Horovod | check, demo | tests of ranks |"]
     rows.append("|---|---|---|---|---|---|")
     tried = json.loads((Path(__file__).parents[1] / TRIED).read_text())

@@ -252,8 +252,8 @@ def _variables(model: Any) -> list[Any]:
     state = []
     for found in optimizer.optimizers_of(model):
         state += found.variables
-        own = [*optimizer.own_sums(found), *optimizer.own_slots(found)]
-        left_out |= {id(variable) for variable in own}
+        left_out |= {id(variable) for variable in optimizer.own_sums(found)}
+        left_out |= optimizer.whole_shapes([found]).keys()
     numbers = [variable for variable in state if len(variable.shape) == 0]
     variables = [*numbers, *model.trainable_weights, *state]
     return list({id(v): v for v in variables if id(v) not in left_out}.values())

@@ -70,7 +70,6 @@ from keras_dist.optimizer.reduce import (
 from keras_dist.optimizer.sharded_state import (
     ELEMENTWISE,
     exchanges_in_update,
-    own_slots,
     sending_parts,
     sharded_leaves,
     share_state,
@@ -79,7 +78,7 @@ from keras_dist.optimizer.sharded_state import (
     whole_values,
 )
 from keras_dist.optimizer.sharded_state import start as start_sharded
-from keras_dist.optimizer.sparse import with_shape
+from keras_dist.optimizer.sparse import times, with_shape
 
 __all__ = [
     "ReducesGradients",
@@ -113,7 +112,6 @@ __all__ = [
     "optimizers_of",
     "of_piece",
     "of_pieces",
-    "own_slots",
     "own_sums",
     "nested_optimizers",
     "rate_progress",
@@ -127,6 +125,7 @@ __all__ = [
     "state_bytes",
     "sum_accumulated",
     "synchronize_replicas",
+    "times",
     "unscale_rate",
     "unwatch",
     "update",

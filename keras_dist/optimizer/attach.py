@@ -258,7 +258,7 @@ def guarded_update(
     """
     guard = step_context.current().guard
     if sharded_state.is_sharded(optimizer):
-        sharded_state.refresh(optimizer)
+        sharded_state.refresh(optimizer, variables_of(optimizer, variables))
     if guard is None:
         make()
     else:

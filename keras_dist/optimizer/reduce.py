@@ -247,10 +247,7 @@ def _scaled_local(gradient: Any, weight: Any, total: Any, options: Averaging) ->
         factor = step_context.current().row_fraction(gradient.dtype)
     else:
         factor = tf.cast(weight, gradient.dtype) / tf.cast(total, gradient.dtype)
-    if isinstance(gradient, tf.IndexedSlices):
-        values = gradient.values * factor
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return tf.convert_to_tensor(gradient) * factor
+    return sparse.times(gradient, factor)
 
 
 def _form_of_rows(optimizer: Any, gradients: Sequence[Any]) -> Sparse:

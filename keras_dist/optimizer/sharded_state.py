@@ -23,6 +23,7 @@ import tensorflow as tf
 
 from keras_dist import comm, mixin, private
 from keras_dist.optimizer.nested import leaves
+from keras_dist.optimizer.sparse import times
 from keras_dist.optimizer.step_context import make_known
 
 # Optimizers that compute each number by itself, but for the norms of gradients.
@@ -70,7 +71,7 @@ class Cut:
 
     @property
     def unit(self) -> Literal["rows", "numbers"]:
-        """What is not cut: a row, or a single number."""
+        """What stays in one part: a row, or a single number."""
         has_many = bool(self.shape) and self.shape[0] >= _ROWS * self.size
         return "rows" if has_many or len(self.shape) == 2 else "numbers"
 
@@ -107,7 +108,7 @@ class Cut:
 
 @dataclass
 class ShardedState:
-    """What a leaf optimizer remembers while its state is divided.
+    """The parts of a leaf optimizer on this rank.
 
     Args:
         number: Of the optimizer, the same on all ranks.
@@ -172,7 +173,7 @@ class ShardedState:
 
 def is_sharded(optimizer: Any) -> bool:
     """Tell whether the state of an optimizer, or of one inside it, is divided."""
-    return any(mixin.has(leaf, UpdatesParts) for leaf in leaves(optimizer))
+    return bool(sharded_leaves([optimizer]))
 
 
 def begin(optimizer: Any) -> None:
@@ -217,16 +218,19 @@ def state_bytes(leaf: Any, variables: Sequence[Any]) -> int | None:
 
 
 def start(optimizer: Any) -> None:
-    """Build the optimizer for parts, with the first rank's state; on all ranks."""
-    for leaf in leaves(optimizer):
-        if mixin.has(leaf, UpdatesParts) and leaf._sharded.whole:
+    """Build the optimizer for parts, with the first rank's state; on all ranks.
+
+    One that is not built yet on every rank, such as a second one of a train step that
+    runs eagerly, is built for parts before its first update.
+    """
+    for leaf in sharded_leaves([optimizer]):
+        state = leaf._sharded
+        if not state.parts and all(comm.gather(bool(state.whole))):
             _start(leaf)
 
 
 def _start(leaf: Any) -> None:
     state: ShardedState = leaf._sharded
-    if state.parts:
-        return
     rank, size = comm.rank(), comm.size()
     with tf.init_scope():
         for variable in state.whole:
@@ -255,22 +259,30 @@ def _assign(variable: Any, whole: Any, state: ShardedState) -> None:
     variable.assign(whole)
 
 
-def refresh(optimizer: Any) -> None:
-    """Give the parts the weights of the model, which a callback may have set."""
-    for leaf in leaves(optimizer):
-        for whole, part in _pairs(leaf):
+def refresh(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Give the parts the weights of the model, which a callback may have set.
+
+    Args:
+        optimizer: An optimizer whose state is divided.
+        variables: Those of its update, which begins after this.
+    """
+    for leaf in sharded_leaves([optimizer]):
+        state: ShardedState = leaf._sharded
+        if not state.parts:
+            state.whole = state.whole or list(variables)
+            _start(leaf)
+        for whole, part in zip(state.whole, state.parts, strict=True):
             cut = Cut(tuple(whole.shape), comm.size())
             part.assign(cut.part(tf.convert_to_tensor(whole), comm.rank()))
 
 
 def gather_weights(optimizer: Any) -> None:
     """Give the model the weights that all ranks have updated."""
-    for leaf in leaves(optimizer):
-        pairs = _pairs(leaf)
-        name = f"keras_dist.parts.{getattr(leaf, '_sharded', ShardedState(0)).number}"
-        parts, shapes = [p for _, p in pairs], [tuple(w.shape) for w, _ in pairs]
-        values = _gathered(parts, shapes, name)
-        for (whole, _), value in zip(pairs, values, strict=True):
+    for leaf in sharded_leaves([optimizer]):
+        state: ShardedState = leaf._sharded
+        shapes = [tuple(whole.shape) for whole in state.whole]
+        values = _gathered(state.parts, shapes, f"keras_dist.parts.{state.number}")
+        for whole, value in zip(state.whole, values, strict=True):
             whole.assign(value)
 
 
@@ -281,12 +293,6 @@ def constrain(optimizer: Any) -> None:
             variable = leaf._sharded.whole_of(part)
             if getattr(variable, "constraint", None) is not None:
                 variable.assign(variable.constraint(variable))
-
-
-def _pairs(leaf: Any) -> list[tuple[Any, Any]]:
-    """Return the variables of the model, each with this rank's part of it."""
-    state = leaf._sharded if mixin.has(leaf, UpdatesParts) else ShardedState(0)
-    return list(zip(state.whole, state.parts, strict=True)) if state.parts else []
 
 
 def _gathered(
@@ -325,9 +331,7 @@ def _gathered(
 
 def end(optimizer: Any) -> None:
     """Make the optimizer a plain one again, with its whole state; on all ranks."""
-    for leaf in leaves(optimizer):
-        if not mixin.has(leaf, UpdatesParts):
-            continue
+    for leaf in sharded_leaves([optimizer]):
         state: ShardedState = leaf._sharded
         mixin.remove(leaf, UpdatesParts)
         if state.parts:
@@ -346,16 +350,15 @@ def end(optimizer: Any) -> None:
 def abandon(optimizer: Any) -> None:
     """Make the optimizer a plain one without collectives, after an error.
 
-    The state of the other ranks cannot be had: the optimizer keeps its counter and its
-    rate, and is built anew when it is used next.
+    The parts of the other ranks are out of reach. The optimizer keeps its counter and
+    its rate, and begins without other state when it is used next.
     """
-    for leaf in leaves(optimizer):
-        if mixin.has(leaf, UpdatesParts):
-            if leaf._sharded.parts:
-                private.unbuild_optimizer(leaf, _slots(leaf))
-                mixin.remove(leaf, UpdatesParts)
-            else:
-                end(leaf)
+    for leaf in sharded_leaves([optimizer]):
+        if leaf._sharded.parts:
+            private.unbuild_optimizer(leaf, _slots(leaf))
+            mixin.remove(leaf, UpdatesParts)
+        else:
+            end(leaf)
 
 
 def sharded_leaves(optimizers: Sequence[Any]) -> list[Any]:
@@ -482,16 +485,6 @@ def share_state(optimizers: Sequence[Any], arrays: Mapping[int, np.ndarray]) -> 
                 _assign(variable, value, state)
 
 
-def own_slots(optimizer: Any) -> list[Any]:
-    """List the variables of the state that hold parts: they differ between ranks."""
-    return [
-        variable
-        for leaf in sharded_leaves([optimizer])
-        for variable in leaf.variables
-        if id(variable) in leaf._sharded.shapes
-    ]
-
-
 def exchanges_in_update(optimizers: Sequence[Any]) -> bool:
     """Tell whether an update itself has a collective, which XLA cannot compile.
 
@@ -608,7 +601,7 @@ class UpdatesParts:
             # Keras makes gradients by rows whole here, too.
             return [tf.convert_to_tensor(gradient) * factor for gradient in grads]
         return [
-            _times(gradient, limit / tf.maximum(tf.sqrt(square), limit))
+            times(gradient, limit / tf.maximum(tf.sqrt(square), limit))
             for gradient, square in zip(grads, squares, strict=True)
         ]
 
@@ -622,10 +615,3 @@ def _square(gradient: Any) -> Any:
     is_rows = isinstance(gradient, tf.IndexedSlices)
     values = gradient.values if is_rows else tf.convert_to_tensor(gradient)
     return tf.reduce_sum(tf.square(values))
-
-
-def _times(gradient: Any, factor: Any) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        values = gradient.values * factor
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return gradient * factor

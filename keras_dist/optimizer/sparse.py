@@ -351,6 +351,14 @@ def _whole(value: Any) -> Any:
     return tf.convert_to_tensor(value) if is_rows else value
 
 
+def times(gradient: Any, factor: Any) -> Any:
+    """Multiply a gradient, whole or by rows, by a number."""
+    if isinstance(gradient, tf.IndexedSlices):
+        values = gradient.values * factor
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return tf.convert_to_tensor(gradient) * factor
+
+
 def merged(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     """Add up repeated rows of a gradient, so that it has each row once."""
     rows, index = tf.unique(slices.indices)

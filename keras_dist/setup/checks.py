@@ -78,6 +78,11 @@ def check_shard_optimizer(model: Any, options: Any, callbacks: list[Any]) -> Non
                 "Leave one out."
             )
     for found in optimizer.optimizers_of(model):
+        if optimizer.leaves(found) != optimizer.nested_optimizers(found)[-1:]:
+            raise ValueError(
+                "`shard_optimizer` divides the state of one optimizer, not of several "
+                f"inside another. Received: {found!r}. Leave one out."
+            )
         for leaf in optimizer.leaves(found):
             cls = leaf.__class__
             is_keras = cls.__module__.startswith(private.MODULES)
@@ -94,11 +99,6 @@ def check_shard_optimizer(model: Any, options: Any, callbacks: list[Any]) -> Non
                     "them with `shard_optimizer`. Received: `resume`, "
                     "shard_optimizer=True and gradient_accumulation_steps="
                     f"{leaf.gradient_accumulation_steps}. Leave one out."
-                )
-            if found is not leaf and "inner_optimizer" not in vars(found):
-                raise ValueError(
-                    "`shard_optimizer` divides the state of one optimizer, not of "
-                    f"several inside another. Received: {found!r}. Leave one out."
                 )
     for callback in callbacks:
         often = getattr(callback, "save_freq", "epoch")

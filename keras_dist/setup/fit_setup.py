@@ -229,8 +229,9 @@ def prepare(
 
 
 def _optimizer_bytes(model: Any, averaging: optimizer.Averaging) -> int | None:
-    """Return the size of the state that is divided, where the weights are known."""
-    if not (averaging.is_sharded and model.built):
+    """Return the size of the state that is divided, if there is one and it is known."""
+    is_one = optimizer.optimizers_of(model) == [getattr(model, "optimizer", None)]
+    if not (averaging.is_sharded and model.built and is_one):
         return None
     [leaf] = optimizer.leaves(model.optimizer)
     return optimizer.state_bytes(leaf, model.trainable_variables)

@@ -8,7 +8,9 @@ import math
 from pathlib import Path
 
 import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 from claims import assert_equal_to_the_bit, difference_of_states, state_of
 
 import keras_dist
@@ -131,6 +133,56 @@ def test_the_first_rank_has_the_state(rows, world, train, make_model):
     train(model, 1)
     assert_is(model, state_of(oracle))
     assert_equal_to_the_bit(model)
+
+
+class Two(keras.Model):
+    """An optimizer for each of two layers; the second is no argument of `compile`."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = keras.layers.Dense(33), keras.layers.Dense(1)
+        self.second = keras.optimizers.Adam(0.02)
+
+    def call(self, x):
+        return self.last(keras.ops.tanh(self.first(x)))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        for layer, each in ((self.first, self.optimizer), (self.last, self.second)):
+            weights = layer.trainable_weights
+            each.apply_gradients(
+                zip(tape.gradient(loss, weights), weights, strict=True)
+            )
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("run_eagerly", [True, False])
+def test_an_optimizer_may_be_built_by_its_first_update(rows, train, run_eagerly):
+    """Or on one rank alone, before the fit; and a bias is left out of the decay."""
+
+    def make():
+        keras.utils.set_random_seed(3)
+        model = Two()
+        model(rows[0][:1])
+        first = keras.optimizers.AdamW(0.01, weight_decay=0.5)
+        first.exclude_from_weight_decay(var_list=[model.first.bias])
+        first.build(model.trainable_weights)
+        model.compile(first, "mse", run_eagerly=run_eagerly)
+        return model
+
+    oracle, model = make(), make()
+    oracle.fit(*rows, batch_size=16, shuffle=False, epochs=EPOCHS, verbose=0)
+    if keras_dist.rank() == 0:
+        model.second.build(model.last.trainable_weights)
+    train(model)
+    ours, its = (
+        [*one.weights, *one.optimizer.variables, *one.second.variables]
+        for one in (model, oracle)
+    )
+    for own, expected in zip(ours, its, strict=True):
+        np.testing.assert_allclose(own, expected, atol=1e-5)
 
 
 def test_a_save_of_another_rank_alone_is_an_error_on_all(folder, train, make_model):

@@ -214,7 +214,7 @@ def link_cuda(toolkit: Path | None, home: Path) -> Path | None:
 
     The wheels on PyPI have their libraries in `lib`, where nvcc 13.0 and CMake look in
     `lib64`. They have no `libcudart.so`, without which CMake finds no toolkit. nvcc
-    looks for everything in `bin/..`, so `bin` must be a real folder, with links in it.
+    finds its files from `bin/..`, so `bin` is a folder here, with a link to each file.
 
     Args:
         toolkit: Folder of a CUDA toolkit.

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, private
-from keras_dist.optimizer import step_context
+from keras_dist.optimizer import step_context, times
 from keras_dist.training.loss_kind.probe import Kind, Probe, RowGraph, rows_fixed_in
 from keras_dist.training.loss_kind.terms import (
     EagerLog,
@@ -256,11 +256,7 @@ class RowLosses:
         if gradient is None:
             return None
         factor = tf.math.divide_no_nan(tf.ones((), tf.float64), self._fraction())
-        factor = tf.cast(factor, gradient.dtype)
-        if isinstance(gradient, tf.IndexedSlices):
-            values, indices = gradient.values * factor, gradient.indices
-            return tf.IndexedSlices(values, indices, gradient.dense_shape)
-        return gradient * factor
+        return times(gradient, tf.cast(factor, gradient.dtype))
 
     def _terms(
         self, value: Any, variables: Any = None, *, is_loss: bool = True
