@@ -279,7 +279,7 @@ MUTATIONS = [
     Mutation(
         "options: gradients of local layers are weighted",
         "optimizer/reduce.py",
-        "return tf.convert_to_tensor(gradient) * factor",
+        "return sparse.times(gradient, factor)",
         "return gradient",
         ("test_local.py", "local_layers"),
     ),
