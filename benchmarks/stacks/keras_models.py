@@ -40,6 +40,13 @@ def make(keras, name: str):
     return example.wide_resnet(mean=0.286, variance=0.125, wd=1e-4)
 
 
+def optimizer(keras, name: str = "momentum"):
+    """SGD with momentum, or Adam."""
+    if name == "adam":
+        return keras.optimizers.Adam(0.001)
+    return keras.optimizers.SGD(0.01, momentum=0.9)
+
+
 def compile_arguments(optimizer) -> dict:
     """What every Keras stack compiles with."""
     return {
@@ -69,8 +76,7 @@ class Twin:
 
     def __init__(self, keras, name, rows, own_data, batch_size, barrier):
         self.model = make(keras, name)
-        optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
-        self.model.compile(**compile_arguments(optimizer))
+        self.model.compile(**compile_arguments(optimizer(keras)))
         self.clock = Clock("twin", name, rows)
         self._callback = clock_callback(keras, self.clock)
         self._data, self._batch_size, self._barrier = own_data, batch_size, barrier

@@ -1,6 +1,7 @@
 """Keras 3 with one global batch of 256 rows, however many devices share it.
 
-Methods: "keras_dist" on its ranks by `batch="global"`; and in one process "one", plain
+Methods: "keras_dist" on its ranks by `batch="global"`; "sharded", the same with
+`shard_optimizer=True`; and in one process "one", plain
 `model.fit`; "mirrored", `MirroredStrategy` on two logical devices; "jax",
 `keras.distribution` on two devices of JAX, which compiles the step by XLA.
 """
@@ -11,7 +12,7 @@ import sys
 
 import common
 
-arguments = common.arguments("keras_dist", "one", "mirrored", "jax")
+arguments = common.arguments("keras_dist", "sharded", "one", "mirrored", "jax")
 IS_JAX = arguments.method == "jax"
 if IS_JAX:
     os.environ["KERAS_BACKEND"] = "jax"
@@ -23,13 +24,14 @@ import keras_models  # noqa: E402
 BATCH_SIZE = 2 * common.BATCH_SIZE
 
 scope, fit = contextlib.nullcontext, keras.Model.fit
-if arguments.method == "keras_dist":
+if arguments.method in ("keras_dist", "sharded"):
     import keras_dist
 
     keras_dist.init()
 
     def fit(model, *data, **options):
         """All ranks together."""
+        options |= {"shard_optimizer": arguments.method == "sharded"}
         return keras_dist.dist_fit(model, *data, batch="global", **options)
 
 
@@ -48,7 +50,7 @@ for name in arguments.models:
     keras.utils.set_random_seed(0)
     with scope():
         model = keras_models.make(keras, name)
-        optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+        optimizer = keras_models.optimizer(keras, arguments.optimizer)
         compiled = keras_models.compile_arguments(optimizer)
         model.compile(**compiled | {"jit_compile": IS_JAX})
     clock = common.Clock("own", name, BATCH_SIZE)

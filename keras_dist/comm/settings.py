@@ -27,7 +27,7 @@ _ON_CPU = {
     # allocated.
     _FUSION: "0",
     # By our change to its source (tools/install/patches/read_memory.patch) ranks of one
-    # host sum large tensors over Gloo by reading each other's memory, where they may.
+    # host exchange large tensors over Gloo by reading each other's memory, if they may.
     "KERAS_DIST_READ_MEMORY": "1",
 }
 

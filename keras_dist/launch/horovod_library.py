@@ -28,7 +28,7 @@ NETWORK_MARK = "keras_dist: process sets use the network interface "
 MARKS = (
     NETWORK_MARK,
     "KERAS_DIST_LONGEST_CYCLE_MS",
-    "KERAS_DIST_READ_MEMORY",
+    "keras_dist: ranks read each other's memory, parts too",
     "keras_dist: the sum is in place",
 )
 

@@ -16,6 +16,7 @@ from keras_dist.optimizer.local_steps import (
 )
 from keras_dist.optimizer.nested import nested_optimizers, variables_of
 from keras_dist.optimizer.options import Averaging, Sparse
+from keras_dist.optimizer.sharded_state import Cut, cuts_of
 from keras_dist.optimizer.sparse import Lookups, with_shape
 
 
@@ -204,7 +205,8 @@ def _averaged(
     if options.sparse == "repeated":
         prepare = state.lookups.before_gather
     own = [_counted(prepare(*pair)) for pair in zip(shared, counted, strict=True)]
-    result, total = exchange(own, weight, options, name=name)
+    cuts = cuts_of(optimizer, own)
+    result, total = exchange(own, weight, options, name=name, cuts=cuts)
     if options.sparse == "repeated":
         lengths = [_num_slices(gradient) for gradient in own]
         result = [
@@ -309,7 +311,12 @@ def _accumulated(
 
 
 def exchange(
-    gradients: Sequence[Any], weight: Any, options: Averaging, *, name: str
+    gradients: Sequence[Any],
+    weight: Any,
+    options: Averaging,
+    *,
+    name: str,
+    cuts: Sequence[Cut | None] = (),
 ) -> tuple[list[Any], Any]:
     """Reduce gradients over all ranks; dense ones in few collectives per dtype.
 
@@ -320,10 +327,13 @@ def exchange(
             are a mean over. `None`: they have been multiplied by their weights.
         options: The options of the averaging.
         name: A fixed name, the same on all ranks: Horovod matches collectives by name.
+        cuts: Where dense gradients are cut of which each rank needs its own part alone;
+            `None` for the others, and empty for all.
 
     Returns:
-        For each gradient the weighted mean over all ranks, the sum, or the adaptive
-        sum, as float32, or float64 if the gradient is that; and the sum of the weights.
+        For each gradient, or this rank's part of it, the weighted mean over all ranks,
+        the sum, or the adaptive sum, as float32, or float64 if the gradient is that;
+        and the sum of the weights.
         An unmerged `tf.IndexedSlices` gives the slices of all ranks, everything else
         tensors.
     """
@@ -333,6 +343,8 @@ def exchange(
         weight = 1
     if options.op == "adasum":  # it compares whole gradients
         gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+    if not cuts or options.op == "adasum" or options.compression:
+        cuts = [None] * len(gradients)
     result: list[Any] = [None] * len(gradients)
     total: Any = None
     wires = [_wire_of(gradient) for gradient in gradients]
@@ -342,6 +354,7 @@ def exchange(
             [gradients[index] for index in indices],
             tf.cast(weight, wire),
             options,
+            cuts=[cuts[index] for index in indices],
             name=f"{name}.{wire.name}",
         )
         for index, gradient in zip(indices, summed, strict=True):
@@ -350,7 +363,12 @@ def exchange(
 
 
 def _sums(
-    gradients: list[Any], weight: Any, options: Averaging, *, name: str
+    gradients: list[Any],
+    weight: Any,
+    options: Averaging,
+    *,
+    name: str,
+    cuts: Sequence[Cut | None],
 ) -> tuple[list[Any], Any]:
     """See `exchange`; for gradients that are all sent in the dtype of `weight`."""
     wire = weight.dtype
@@ -362,7 +380,10 @@ def _sums(
     if options.sparse == "merged":
         rows = [sparse.merged(gradient) for gradient in rows]
         counts = [sparse.counts_of_ranks(gradient, wire) for gradient in rows]
-    sums, total, counts = _dense_sums(dense, weight, counts, options, name=name)
+    cuts = [cut for cut, is_sparse in zip(cuts, is_rows, strict=True) if not is_sparse]
+    sums, total, counts = _dense_sums(
+        dense, weight, counts, options, name=name, cuts=cuts
+    )
     of_rows = _sums_of_rows(rows, weight, total, counts, options, name=name)
     kinds = {True: iter(of_rows), False: iter(sums)}
     return [next(kinds[is_sparse]) for is_sparse in is_rows], total
@@ -405,7 +426,13 @@ def _sums_of_rows(
 
 
 def _dense_sums(
-    dense: list[Any], weight: Any, counts: list[Any], options: Averaging, *, name: str
+    dense: list[Any],
+    weight: Any,
+    counts: list[Any],
+    options: Averaging,
+    *,
+    name: str,
+    cuts: Sequence[Cut | None],
 ) -> tuple[list[Any], Any, list[Any]]:
     """Means or sums of dense gradients, of the weights, and of counts of rows.
 
@@ -437,10 +464,19 @@ def _dense_sums(
         sums = [tf.reshape(p, t.shape) for p, t in zip(pieces, dense, strict=True)]
         return sums, total, comm.sum_tensors(counts, name=f"{name}.counts", dtype=wire)
     weighted = [tensor * weight for tensor in dense] if is_mean else dense
+    sums = [
+        cut and cut.summed_part(own, name=f"{name}.part.{index}")
+        for index, (own, cut) in enumerate(zip(weighted, cuts, strict=True))
+    ]
+    whole = [index for index, cut in enumerate(cuts) if cut is None]
     everything = comm.sum_tensors(
-        [*weighted, weight, *request, *counts], name=name, dtype=wire
+        [*(weighted[index] for index in whole), weight, *request, *counts],
+        name=name,
+        dtype=wire,
     )
-    sums, total, *everything = everything[: len(dense)], *everything[len(dense) :]
+    for index in whole:
+        sums[index] = everything.pop(0)
+    total, *everything = everything
     if stop_request is not None:
         stop_request.collect(everything.pop(0))
     if is_mean:

@@ -2,9 +2,10 @@
 
 Each rank owns a part of every variable. For the time of a fit the optimizer is built
 for variables that hold these parts, so its state is that of parts, and Keras updates
-them as it updates whole variables. After each update the parts of all ranks are
-gathered into the weights. This is exact where an optimizer computes each number of a
-variable by itself; a norm is that of the whole gradient.
+them as it updates whole variables. Of a large gradient a rank has the average of its
+own part alone (`cuts_of`). After each update the parts of all ranks are gathered into
+the weights. This is exact where an optimizer computes each number of a variable by
+itself; a norm is that of the whole gradient.
 
 Before the fit, `begin` takes the state off the optimizer, and after it, `end` puts the
 state of all ranks together again, one variable after the other.
@@ -22,9 +23,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm, mixin, private
+from keras_dist.optimizer import step_context
 from keras_dist.optimizer.nested import leaves
 from keras_dist.optimizer.sparse import times
-from keras_dist.optimizer.step_context import make_known
 
 # Optimizers that compute each number by itself, but for the norms of gradients.
 ELEMENTWISE = (
@@ -44,7 +45,7 @@ ELEMENTWISE = (
 # with two axes always is, as the rows of an `Embedding` belong together.
 _ROWS = 16
 
-# Numbers; parts with fewer are gathered together.
+# Numbers; parts with fewer are gathered together, and their gradients averaged whole.
 _SMALL = 65_536
 
 _numbers = itertools.count()
@@ -60,10 +61,10 @@ class Cut:
 
     >>> cut = Cut((100, 3), 3)
     >>> cut.unit, [cut.bounds(rank) for rank in range(3)], cut.shape_of(0)
-    ('rows', [(0, 33), (33, 66), (66, 100)], (33, 3))
+    ('rows', [(0, 34), (34, 67), (67, 100)], (34, 3))
     >>> cut = Cut((2, 2, 1), 3)
     >>> cut.unit, [cut.bounds(rank) for rank in range(3)], cut.shape_of(2)
-    ('numbers', [(0, 1), (1, 2), (2, 4)], (2,))
+    ('numbers', [(0, 2), (2, 3), (3, 4)], (1,))
     """
 
     shape: tuple[int, ...]
@@ -76,9 +77,18 @@ class Cut:
         return "rows" if has_many or len(self.shape) == 2 else "numbers"
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """Return the first unit of a rank, and the first one after its part."""
+        """Return the first unit of a rank, and the first one after its part.
+
+        As `comm.scatter` divides them: the first ranks have one more.
+        """
         count = self.shape[0] if self.unit == "rows" else math.prod(self.shape)
-        return count * rank // self.size, count * (rank + 1) // self.size
+        each, more = divmod(count, self.size)
+        return each * rank + min(rank, more), each * (rank + 1) + min(rank + 1, more)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether its parts are sent by themselves."""
+        return math.prod(self.shape) >= _SMALL * self.size
 
     def shape_of(self, rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's part."""
@@ -89,10 +99,23 @@ class Cut:
     def part(self, whole: Any, rank: int) -> Any:
         """Take a rank's part of a tensor or an array."""
         start, stop = self.bounds(rank)
-        if self.unit == "numbers":
-            reshape = np.reshape if isinstance(whole, np.ndarray) else tf.reshape
-            whole = reshape(whole, [-1])
-        return whole[start:stop]
+        return self._in_units(whole)[start:stop]
+
+    def _in_units(self, whole: Any) -> Any:
+        if self.unit == "rows":
+            return whole
+        reshape = np.reshape if isinstance(whole, np.ndarray) else tf.reshape
+        return reshape(whole, [-1])
+
+    def summed_part(self, own: Any, *, name: str) -> Any:
+        """Sum this rank's part over all ranks; a collective.
+
+        Args:
+            own: The whole tensor of this rank.
+            name: Of the collective.
+        """
+        part = comm.scatter(self._in_units(own), "sum", name=name)
+        return tf.ensure_shape(part, self.shape_of(comm.rank()))
 
     def part_of_rows(self, rows: tf.IndexedSlices, rank: int) -> Any:
         """Take what a rank owns of a gradient by rows."""
@@ -237,7 +260,7 @@ def _start(leaf: Any) -> None:
             cut = Cut(tuple(variable.shape), size)
             value = cut.part(tf.convert_to_tensor(variable), rank)
             part = private.variable_like(variable, value)
-            make_known(private.value_of(part).handle, "ours")
+            step_context.make_known(private.value_of(part).handle, "ours")
             state.parts.append(part)
         leaf.build(state.parts)
         held, state.held = state.held, None
@@ -276,14 +299,42 @@ def refresh(optimizer: Any, variables: Sequence[Any]) -> None:
             part.assign(cut.part(tf.convert_to_tensor(whole), comm.rank()))
 
 
+def cuts_of(optimizer: Any, gradients: Sequence[Any]) -> list[Cut | None]:
+    """Tell of which gradients a rank needs its own part alone.
+
+    Not where anything looks at whole gradients before they are applied: a loss scale or
+    a NaN guard at whether they are finite, clipping at their norms. Nor over Gloo
+    between hosts, which takes longer to sum parts than to sum the whole.
+
+    Args:
+        optimizer: The outermost optimizer.
+        gradients: Of its variables, in their shapes; tensors or `tf.IndexedSlices`.
+    """
+    cuts: list[Cut | None] = [None] * len(gradients)
+    if not mixin.has(optimizer, UpdatesParts) or step_context.current().guard:
+        return cuts
+    if optimizer.clipnorm or optimizer.global_clipnorm:
+        return cuts
+    if comm.transport_name() == "Gloo" and comm.local_size() < comm.size():
+        return cuts
+    for index, gradient in enumerate(gradients):
+        if not isinstance(gradient, tf.IndexedSlices):
+            cut = Cut(tuple(gradient.shape), comm.size())
+            cuts[index] = cut if cut.is_large else None
+    return cuts
+
+
 def gather_weights(optimizer: Any) -> None:
     """Give the model the weights that all ranks have updated."""
     for leaf in sharded_leaves([optimizer]):
         state: ShardedState = leaf._sharded
         shapes = [tuple(whole.shape) for whole in state.whole]
         values = _gathered(state.parts, shapes, f"keras_dist.parts.{state.number}")
-        for whole, value in zip(state.whole, values, strict=True):
+        for whole, part, value in zip(state.whole, state.parts, values, strict=True):
             whole.assign(value)
+            # The same memory, until the next update.
+            cut = Cut(tuple(whole.shape), comm.size())
+            part.assign(cut.part(value, comm.rank()))
 
 
 def constrain(optimizer: Any) -> None:
@@ -310,7 +361,7 @@ def _gathered(
     cuts = [Cut(tuple(shape), size) for shape in shapes]
     small: dict[str, list[int]] = {}
     for index, (part, cut) in enumerate(zip(parts, cuts, strict=True)):
-        if math.prod(cut.shape) < _SMALL * size:
+        if not cut.is_large:
             small.setdefault(keras.backend.standardize_dtype(part.dtype), []).append(
                 index
             )
@@ -537,12 +588,14 @@ class UpdatesParts:
         for gradient, variable in zip(grads, variables, strict=True):
             part, cut = state.part_of(variable), Cut(tuple(variable.shape), size)
             parts.append(part)
-            if gradient is not None:
+            if gradient is not None and (self.clipnorm or self.global_clipnorm):
                 state.squares[id(part)] = _square(gradient)
             if isinstance(gradient, tf.IndexedSlices):
                 own.append(cut.part_of_rows(gradient, rank))
+            elif gradient is None or gradient.shape == tuple(part.shape):
+                own.append(gradient)  # by `cuts_of`
             else:
-                own.append(None if gradient is None else cut.part(gradient, rank))
+                own.append(cut.part(gradient, rank))
         super().apply(own, parts)  # type: ignore[misc]
 
     def finalize_variable_values(self, var_list: Any) -> None:

@@ -670,6 +670,16 @@ def _sharded() -> list[Case]:
         Case(part, "pictures", "convolution", adam),
         Case(
             part,
+            "microbatch=3, 101 rows, with XLA",
+            "perceptron",
+            adam,
+            rows=101,
+            compiled=in_graph | {"jit_compile": True},
+            options={"microbatch": 3},
+            on_three=True,
+        ),
+        Case(
+            part,
             "microbatch=3, and a constraint",
             "regularized",
             lambda rate: adam(rate, global_clipnorm=0.05),

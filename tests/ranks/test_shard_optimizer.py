@@ -14,6 +14,8 @@ import tensorflow as tf
 from claims import assert_equal_to_the_bit, difference_of_states, state_of
 
 import keras_dist
+from keras_dist import comm
+from keras_dist.optimizer import sharded_state
 
 pytestmark = pytest.mark.several_ranks
 EPOCHS = 2
@@ -100,6 +102,24 @@ def test_each_rank_has_its_part_and_the_fit_leaves_a_plain_optimizer(
         model, 1, callbacks=[keras_dist.ReplicaCheck(every=2), keras_dist.NanReport()]
     )
     assert_is(model, expected(EPOCHS, 1, 1))
+
+
+@pytest.mark.three_ranks
+def test_a_rank_gets_its_part_of_large_gradients(train, expected, monkeypatch):
+    """Unless a NaN guard looks at the whole ones."""
+    sent = []
+
+    def scatter(tensor, *args, **options):
+        sent.append(tensor.shape)
+        return comm.collectives.scatter(tensor, *args, **options)
+
+    monkeypatch.setattr(sharded_state, "_SMALL", 4)
+    monkeypatch.setattr(sharded_state.comm, "scatter", scatter)
+    assert_is(train(), expected())
+    num_sent = len(sent)
+    assert num_sent > 0
+    assert_is(train(callbacks=[keras_dist.NanReport()]), expected())
+    assert len(sent) == num_sent
 
 
 @pytest.mark.three_ranks

@@ -481,7 +481,7 @@ void GlooContext::InitializeForProcessSet(const GlooContext& global_context,
 """
 
 
-GLOO, GPU, CYCLES, _, _, READ, _, PIECES, _, COPY = build.patches()
+GLOO, GPU, CYCLES, _, _, READ, *_, PIECES, _, COPY = build.patches()
 
 
 def test_the_patch_changes_process_sets_alone(tmp_path):

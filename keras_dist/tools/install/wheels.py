@@ -48,7 +48,7 @@ _PATCHED = (
     "It has keras_dist's patches: between hosts everything goes over the network that "
     "is named, whatever a host's own name resolves to; a collective begins as soon as "
     "the ranks have its tensor; and on CPUs its result takes the place of the tensor, "
-    "and ranks of one host sum large tensors without sockets."
+    "and ranks of one host exchange large tensors without sockets."
 )
 _NOT_PATCHED = (
     "It was built elsewhere, without keras_dist's patches: on several hosts each "
