@@ -13,7 +13,7 @@ FOR_WHEELS := .venv-wheels
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test long demo docs equivalence fuzz mutations bench levers growth growth-start growth-hosts restarts slow-network stragglers input kills looks \
+.PHONY: help setup check test long demo docs equivalence fuzz mutations bench levers sharded growth growth-start growth-hosts restarts slow-network stragglers input kills looks \
     rows hosts chaos clusters trackers libraries pipelines matrix nightly recordings release release-check wheels wheel
 
 help:
@@ -43,6 +43,7 @@ help:
 	@echo "make mutations   break one line at a time, and see a test fail"
 	@echo "make bench   write docs/performance.md: the speed beside its ceiling and its peers"
 	@echo "make levers  write docs/levers.md: what each setting does, and where the time goes"
+	@echo "make sharded  write docs/sharded.md: what a divided optimizer costs and saves"
 	@echo "make growth  write docs/growth.md: what more ranks and layers cost"
 	@echo "make growth-start  write its section on what more ranks cost a fit at its start"
 	@echo "make growth-hosts  write its section on what more hosts cost the launcher"
@@ -249,6 +250,9 @@ bench: setup
 
 levers: setup
 	$(BIN)/python benchmarks/levers.py --write
+
+sharded: setup
+	$(BIN)/python benchmarks/sharded.py
 
 growth: setup
 	$(BIN)/python benchmarks/growth.py

@@ -40,7 +40,7 @@ def arguments(*methods: str) -> argparse.Namespace:
     parser.add_argument("method", choices=methods)
     parser.add_argument("--models", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--scale", type=float, default=1, help="of the steps")
-    parser.add_argument("--optimizer", default="momentum", choices=["momentum", "adam"])
+    parser.add_argument("--optimizer", default="momentum", help="or sgd, or adam")
     return parser.parse_args()
 
 
@@ -81,6 +81,7 @@ class Clock:
         self.part, self.name, self.rows = part, name, rows
         self.begun = time.perf_counter()
         self.first_step = 0.0
+        self.state = 0
         self.epochs: list[list[float]] = []
 
     def begin(self) -> None:

@@ -44,7 +44,7 @@ for name in arguments.models:
     rows *= levers.compiled().get("steps_per_execution", 1)
     keras.utils.set_random_seed(0)
     model = keras_models.make(keras, name)
-    optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+    optimizer = keras_models.optimizer(keras, arguments.optimizer)
     model.compile(**keras_models.compile_arguments(optimizer))
     twin = None
     if arguments.method == "both":

@@ -1,6 +1,7 @@
 """The three models, of whichever Keras the caller has imported as `keras`."""
 
 import importlib
+import math
 import sys
 from pathlib import Path
 
@@ -41,10 +42,12 @@ def make(keras, name: str):
 
 
 def optimizer(keras, name: str = "momentum"):
-    """SGD with momentum, or Adam."""
-    if name == "adam":
-        return keras.optimizers.Adam(0.001)
-    return keras.optimizers.SGD(0.01, momentum=0.9)
+    """SGD with momentum or without, or Adam."""
+    return {
+        "momentum": lambda: keras.optimizers.SGD(0.01, momentum=0.9),
+        "sgd": lambda: keras.optimizers.SGD(0.01),
+        "adam": lambda: keras.optimizers.Adam(0.001),
+    }[name]()
 
 
 def compile_arguments(optimizer) -> dict:
@@ -65,6 +68,17 @@ def clock_callback(keras, clock, after_epoch=None):
         on_train_batch_end=lambda batch, logs: clock.step(),
         on_epoch_end=lambda epoch, logs: after_epoch() if after_epoch else None,
     )
+
+
+def numbers_of_state(keras, clock):
+    """A callback that counts the numbers in the optimizer's state, during the fit."""
+
+    def count(epoch, logs):
+        variables = callback.model.optimizer.variables
+        clock.state = sum(math.prod(variable.shape) for variable in variables)
+
+    callback = keras.callbacks.LambdaCallback(on_epoch_end=count)
+    return callback
 
 
 class Twin:

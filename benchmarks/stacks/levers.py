@@ -1,4 +1,4 @@
-"""Arguments from environment variables, for benchmarks/levers.py."""
+"""Arguments from environment variables, for benchmarks/{levers,sharded}.py."""
 
 import os
 
@@ -16,4 +16,6 @@ def fitted() -> dict:
         found["compression"] = os.environ["BENCH_COMPRESSION"]
     if os.environ.get("BENCH_TIMELINE"):
         found["timeline"] = os.environ["BENCH_TIMELINE"]
+    if os.environ.get("BENCH_SHARDED"):
+        found["shard_optimizer"] = True
     return found

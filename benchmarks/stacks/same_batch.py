@@ -20,6 +20,7 @@ if IS_JAX:
 
 import keras  # noqa: E402 - its backend is chosen above
 import keras_models  # noqa: E402
+import levers  # noqa: E402
 
 BATCH_SIZE = 2 * common.BATCH_SIZE
 
@@ -32,7 +33,8 @@ if arguments.method in ("keras_dist", "sharded"):
     def fit(model, *data, **options):
         """All ranks together."""
         options |= {"shard_optimizer": arguments.method == "sharded"}
-        return keras_dist.dist_fit(model, *data, batch="global", **options)
+        options |= {"batch": "global", **levers.fitted()}
+        return keras_dist.dist_fit(model, *data, **options)
 
 
 if arguments.method == "mirrored":
@@ -55,8 +57,9 @@ for name in arguments.models:
         model.compile(**compiled | {"jit_compile": IS_JAX})
     clock = common.Clock("own", name, BATCH_SIZE)
     callbacks = [keras_models.clock_callback(keras, clock)]
+    callbacks += [keras_models.numbers_of_state(keras, clock)]
     given = {"batch_size": BATCH_SIZE, "epochs": common.EPOCHS, "verbose": 0}
     fit(model, x, y, callbacks=callbacks, **given)
-    clock.report()
+    clock.report(state=clock.state)
 sys.stdout.flush()
 os._exit(0)

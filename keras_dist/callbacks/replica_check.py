@@ -82,7 +82,8 @@ class ReplicaCheck(keras.callbacks.Callback):
 
     Variables that may differ between the ranks are not compared: layers in
     `local_layers`, random generators, metrics, accumulated gradients, and non-trainable
-    weights, which `AverageStatistics` synchronizes.
+    weights, which `AverageStatistics` synchronizes. With `shard_optimizer` no two ranks
+    have the same part of the optimizer's state, and weights alone are compared.
 
     With local SGD (`sync="every:k"`) the ranks' weights differ between two
     synchronizations, so it compares at the ends of epochs only.

@@ -12,6 +12,7 @@ state of all ranks together again, one variable after the other.
 """
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -144,6 +145,8 @@ class ShardedState:
             the part.
         updated: The parts that the update has gradients for.
         meeting: Where parts are sent to the first rank; `None` if it cannot ask.
+        merged: At the end of the fit, the parts of the state, in the order in which the
+            optimizer makes them whole.
     """
 
     number: int
@@ -154,6 +157,7 @@ class ShardedState:
     squares: dict[int, Any] = field(default_factory=dict)
     updated: list[Any] = field(default_factory=list)
     meeting: "_Meeting | None" = None
+    merged: Iterator[Any] | None = None
 
     def squares_of(self, gradients: Sequence[Any], leaf: Any) -> list[Any]:
         """Return the sum of squares of each whole gradient.
@@ -384,18 +388,45 @@ def end(optimizer: Any) -> None:
     """Make the optimizer a plain one again, with its whole state; on all ranks."""
     for leaf in sharded_leaves([optimizer]):
         state: ShardedState = leaf._sharded
-        mixin.remove(leaf, UpdatesParts)
         if state.parts:
-            before = leaf.variables
-            private.unbuild_optimizer(leaf, _slots(leaf))
-            leaf.build(state.whole)
-            for index, variable in enumerate(leaf.variables):
-                if before[index] is not variable:
-                    variable.assign(_whole_of(before[index], state, index))
-        elif state.held is not None:
+            _make_whole(leaf)
+        mixin.remove(leaf, UpdatesParts)
+        if not state.parts and state.held is not None:
             leaf.build(state.whole)
             for slot, value in zip(_slots(leaf), state.held, strict=True):
                 slot.assign(value)
+
+
+def _make_whole(leaf: Any) -> None:
+    """Build the optimizer for whole variables, each from the parts of all ranks."""
+    state: ShardedState = leaf._sharded
+    for part in state.parts:
+        _free(part)
+    # Kept until the end of this function, so that no new variable has their identity.
+    parts = [v for v in leaf.variables if id(v) in state.shapes]
+    others = [v for v in leaf.variables if id(v) not in state.shapes]
+    state.merged = iter(parts)
+    private.unbuild_optimizer(leaf, _slots(leaf))
+    leaf.build(state.whole)
+    made = [v for v in leaf.variables if id(v) not in state.shapes]
+    for variable, before in zip(made, others, strict=True):
+        if variable is not before:
+            variable.assign(before)
+
+
+def _merged(part: Any, state: ShardedState) -> Any:
+    """Put a variable of the state together, and free this rank's part of it."""
+    name = f"keras_dist.state.{state.number}"
+    [whole] = _gathered([part], [state.shapes[id(part)]], name)
+    _free(part)
+    return whole
+
+
+def _free(variable: Any) -> None:
+    """Free the memory of a variable; a step that was traced may still refer to it."""
+    resource = private.value_of(variable).handle
+    empty = tf.zeros([0], variable.dtype)
+    tf.raw_ops.AssignVariableOp(resource=resource, value=empty)
 
 
 def abandon(optimizer: Any) -> None:
@@ -560,19 +591,25 @@ class UpdatesParts:
 
     def build(self, variables: Any) -> None:
         state = self._sharded
-        if variables is state.parts:
+        if variables is state.parts or state.merged is not None:
             super().build(variables)  # type: ignore[misc]
         elif not state.parts:
             state.whole = list(variables)  # and built when the weights are sent
 
     def add_variable_from_reference(
-        self, reference_variable: Any, *args: Any, **kwargs: Any
+        self,
+        reference_variable: Any,
+        name: str | None = None,
+        initializer: Any = "zeros",
     ) -> Any:
+        state = self._sharded
+        if state.merged is not None:
+            value = _merged(next(state.merged), state)
+            initializer = functools.partial(_given, value)
         made = super().add_variable_from_reference(  # type: ignore[misc]
-            reference_variable, *args, **kwargs
+            reference_variable, name, initializer
         )
-        whole = self._sharded.whole_of(reference_variable)
-        self._sharded.shapes[id(made)] = tuple(whole.shape)
+        state.shapes[id(made)] = tuple(state.whole_of(reference_variable).shape)
         return made
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
@@ -661,6 +698,11 @@ class UpdatesParts:
     def _use_weight_decay(self, variable: Any) -> bool:
         whole = self._sharded.whole_of(variable)
         return bool(super()._use_weight_decay(whole))  # type: ignore[misc]
+
+
+def _given(value: Any, *_: Any, **__: Any) -> Any:
+    """As an initializer, which gets a shape and a dtype."""
+    return value
 
 
 def _square(gradient: Any) -> Any:

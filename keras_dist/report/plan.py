@@ -144,6 +144,7 @@ class Plan:
         if self.optimizer_bytes is not None and self.size > 1:
             whole = self.optimizer_bytes / 2**20
             text = f"{whole / self.size:,.1f} MiB a rank of {whole:,.1f}"
+            text += "; ReplicaCheck compares weights alone"
             lines.append(("optimizer state", text))
         if self.resume:
             lines.append(("resume", self.resume))

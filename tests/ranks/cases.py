@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -22,7 +23,7 @@ from claims import (
 from models import SUBJECTS
 
 import keras_dist
-from keras_dist.optimizer import ELEMENTWISE
+from keras_dist.optimizer import ELEMENTWISE, sharded_state
 
 RATE = 0.01
 EPOCHS = 2
@@ -125,7 +126,9 @@ class Case:
 
     def on_all_ranks(self) -> Any:
         """The model that `dist_fit` trains on all ranks."""
-        with models_in(self.dtype):
+        # Of these small models most gradients are divided, too, and the rest are not.
+        divided = mock.patch.object(sharded_state, "_SMALL", 4)
+        with models_in(self.dtype), divided:
             return self._trained_on_all_ranks()
 
     def _trained_on_all_ranks(self) -> Any:

@@ -14,7 +14,6 @@ from cases import (
 from claims import assert_equal_to_the_bit, distribute_jobs
 
 import keras_dist
-from keras_dist.optimizer import sharded_state
 
 pytestmark = pytest.mark.several_ranks
 
@@ -56,10 +55,8 @@ def test_every_optimizer_of_keras_is_tried():
         if case.title in SHARED
     ],
 )
-def test_a_case_equals_one_process(world, oracles, case, monkeypatch):
+def test_a_case_equals_one_process(world, oracles, case):
     """Weights and optimizer state, and the same bits on all ranks."""
-    # The models are small: gradients are divided, and biases sent together.
-    monkeypatch.setattr(sharded_state, "_SMALL", 4)
     difference, tolerance, model = case.measure(world.size, oracles[case.title])
     assert_equal_to_the_bit(model)
     assert difference <= tolerance, f"{difference:.1e} > {tolerance:.1e}"
