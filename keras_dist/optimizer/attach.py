@@ -222,7 +222,12 @@ def attached(optimizer: Any, options: Averaging) -> Iterator[None]:
         if options != Averaging():
             state.options, state.is_merged = options, None
         try:
-            yield
+            try:
+                yield
+            except Exception as error:
+                if comm.is_known(error):  # so all ranks leave the block here
+                    sharded_state.end(optimizer)
+                raise
             sharded_state.end(optimizer)
         finally:
             state.options, state.progress, state.is_merged = before, None, None

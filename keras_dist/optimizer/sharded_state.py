@@ -430,7 +430,7 @@ def _free(variable: Any) -> None:
 
 
 def abandon(optimizer: Any) -> None:
-    """Make the optimizer a plain one without collectives, after an error.
+    """Make the optimizer a plain one without collectives, after an error of one rank.
 
     The parts of the other ranks are out of reach. The optimizer keeps its counter and
     its rate, and begins without other state when it is used next.

@@ -205,11 +205,26 @@ def test_an_optimizer_may_be_built_by_its_first_update(rows, train, run_eagerly)
         np.testing.assert_allclose(own, expected, atol=1e-5)
 
 
-def test_a_save_of_another_rank_alone_is_an_error_on_all(folder, train, make_model):
-    """Nobody waits, and the model can be trained again."""
-    model = make_model(adam())
+def test_a_save_of_another_rank_alone_is_an_error_on_all(folder, train, expected):
+    """Nobody waits; the state is whole again, and the training can go on."""
+    model = train(epochs=0)
     with pytest.raises(RuntimeError, match="if the first rank does not"):
         train(model, callbacks=[Saves(folder, [1])])
+    assert_is(model, expected(1))
+    train(model)
+    assert_is(model, expected(1, EPOCHS))
+
+
+def test_after_an_error_that_no_other_rank_knows_nobody_waits(train):
+    """Counter and weights are kept, and the rest of the state is made anew."""
+
+    class Interrupted(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            raise KeyboardInterrupt
+
+    model = train(epochs=0)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, callbacks=[Interrupted()])
     assert not model.optimizer.built
     assert int(model.optimizer.iterations) == 7
     train(model)
