@@ -1,7 +1,6 @@
 """Keras 3 with one global batch of 256 rows, however many devices share it.
 
-Methods: "keras_dist" on its ranks by `batch="global"`; "sharded", the same with
-`shard_optimizer=True`; and in one process "one", plain
+Methods: "keras_dist" on its ranks by `batch="global"`; and in one process "one", plain
 `model.fit`; "mirrored", `MirroredStrategy` on two logical devices; "jax",
 `keras.distribution` on two devices of JAX, which compiles the step by XLA.
 """
@@ -12,7 +11,7 @@ import sys
 
 import common
 
-arguments = common.arguments("keras_dist", "sharded", "one", "mirrored", "jax")
+arguments = common.arguments("keras_dist", "one", "mirrored", "jax")
 IS_JAX = arguments.method == "jax"
 if IS_JAX:
     os.environ["KERAS_BACKEND"] = "jax"
@@ -25,14 +24,13 @@ import levers  # noqa: E402
 BATCH_SIZE = 2 * common.BATCH_SIZE
 
 scope, fit = contextlib.nullcontext, keras.Model.fit
-if arguments.method in ("keras_dist", "sharded"):
+if arguments.method == "keras_dist":
     import keras_dist
 
     keras_dist.init()
 
     def fit(model, *data, **options):
         """All ranks together."""
-        options |= {"shard_optimizer": arguments.method == "sharded"}
         options |= {"batch": "global", **levers.fitted()}
         return keras_dist.dist_fit(model, *data, **options)
 

@@ -16,7 +16,7 @@ from keras_dist.optimizer.local_steps import (
 )
 from keras_dist.optimizer.nested import nested_optimizers, variables_of
 from keras_dist.optimizer.options import Averaging, Sparse
-from keras_dist.optimizer.sharded_state import Cut, cuts_of
+from keras_dist.optimizer.sharded_state import Cut, cuts_of, keep_squares
 from keras_dist.optimizer.sparse import Lookups, with_shape
 
 
@@ -205,8 +205,9 @@ def _averaged(
     if options.sparse == "repeated":
         prepare = state.lookups.before_gather
     own = [_counted(prepare(*pair)) for pair in zip(shared, counted, strict=True)]
-    cuts = cuts_of(optimizer, own)
+    cuts = cuts_of(optimizer, counted, own, options)
     result, total = exchange(own, weight, options, name=name, cuts=cuts)
+    keep_squares(optimizer, counted, result, cuts, name=f"{name}.squares")
     if options.sparse == "repeated":
         lengths = [_num_slices(gradient) for gradient in own]
         result = [
@@ -343,8 +344,7 @@ def exchange(
         weight = 1
     if options.op == "adasum":  # it compares whole gradients
         gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
-    if not cuts or options.op == "adasum" or options.compression:
-        cuts = [None] * len(gradients)
+    cuts = cuts or [None] * len(gradients)
     result: list[Any] = [None] * len(gradients)
     total: Any = None
     wires = [_wire_of(gradient) for gradient in gradients]

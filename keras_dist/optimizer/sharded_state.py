@@ -26,6 +26,7 @@ import tensorflow as tf
 from keras_dist import comm, mixin, private
 from keras_dist.optimizer import step_context
 from keras_dist.optimizer.nested import leaves
+from keras_dist.optimizer.options import Averaging
 from keras_dist.optimizer.sparse import times
 
 # Optimizers that compute each number by itself, but for the norms of gradients.
@@ -118,6 +119,10 @@ class Cut:
         part = comm.scatter(self._in_units(own), "sum", name=name)
         return tf.ensure_shape(part, self.shape_of(comm.rank()))
 
+    def is_part(self, tensor: Any, rank: int) -> bool:
+        """Tell whether a tensor is a rank's part, and not the whole."""
+        return tensor.shape == self.shape_of(rank) and tensor.shape != self.shape
+
     def part_of_rows(self, rows: tf.IndexedSlices, rank: int) -> Any:
         """Take what a rank owns of a gradient by rows."""
         if self.unit == "numbers":
@@ -141,8 +146,8 @@ class ShardedState:
         held: The state that it had before, as arrays, until the first step.
         shapes: Of the state that is divided, if it were whole, by the identity of the
             variable that holds the part.
-        squares: Sums of squares of the whole gradients of an update, by the identity of
-            the part.
+        squares: Sums of squares of the whole gradients of an update, by `_key` of the
+            variable; where something needs them.
         updated: The parts that the update has gradients for.
         meeting: Where parts are sent to the first rank; `None` if it cannot ask.
         merged: At the end of the fit, the parts of the state, in the order in which the
@@ -173,7 +178,11 @@ class ShardedState:
             [summed] = comm.sum_tensors([own], name=name, dtype=own.dtype)
             return tf.unstack(summed, len(gradients))
         scale = leaf.loss_scale_factor or 1.0
-        return [self.squares[id(part)] / scale**2 for part in self.updated]
+        squares = [self.squares[_key(self.whole_of(part))] for part in self.updated]
+        return [
+            tf.cast(square / scale**2, gradient.dtype)
+            for square, gradient in zip(squares, gradients, strict=True)
+        ]
 
     def part_of(self, variable: Any) -> Any:
         """Return this rank's part of a variable of the model.
@@ -303,29 +312,64 @@ def refresh(optimizer: Any, variables: Sequence[Any]) -> None:
             part.assign(cut.part(tf.convert_to_tensor(whole), comm.rank()))
 
 
-def cuts_of(optimizer: Any, gradients: Sequence[Any]) -> list[Cut | None]:
+def cuts_of(
+    optimizer: Any,
+    variables: Sequence[Any],
+    gradients: Sequence[Any],
+    options: Averaging,
+) -> list[Cut | None]:
     """Tell of which gradients a rank needs its own part alone.
 
-    Not where anything looks at whole gradients before they are applied: a loss scale or
-    a NaN guard at whether they are finite, clipping at their norms. Nor over Gloo
-    between hosts, which takes longer to sum parts than to sum the whole.
+    Not where anything looks at whole gradients before they are applied, as a loss scale
+    and a NaN guard do, nor where they are compressed together. Nor over Gloo between
+    hosts, which takes longer to sum parts than to sum the whole.
 
     Args:
         optimizer: The outermost optimizer.
-        gradients: Of its variables, in their shapes; tensors or `tf.IndexedSlices`.
+        variables: Variables.
+        gradients: Their gradients, tensors or `tf.IndexedSlices`.
+        options: The options of the averaging.
     """
-    cuts: list[Cut | None] = [None] * len(gradients)
+    cuts: list[Cut | None] = [None] * len(variables)
     if not mixin.has(optimizer, UpdatesParts) or step_context.current().guard:
         return cuts
-    if optimizer.clipnorm or optimizer.global_clipnorm:
+    if options.op == "adasum" or options.compression:
         return cuts
     if comm.transport_name() == "Gloo" and comm.local_size() < comm.size():
         return cuts
-    for index, gradient in enumerate(gradients):
-        if not isinstance(gradient, tf.IndexedSlices):
-            cut = Cut(tuple(gradient.shape), comm.size())
-            cuts[index] = cut if cut.is_large else None
+    pairs = zip(variables, gradients, strict=True)
+    for index, (variable, gradient) in enumerate(pairs):
+        cut = Cut(tuple(variable.shape), comm.size())
+        if cut.is_large and not isinstance(gradient, tf.IndexedSlices):
+            cuts[index] = cut
     return cuts
+
+
+def keep_squares(
+    optimizer: Any,
+    variables: Sequence[Any],
+    averages: Sequence[Any],
+    cuts: Sequence[Cut | None],
+    *,
+    name: str,
+) -> None:
+    """Sum the squares of gradients of which a rank has its part, if norms are clipped.
+
+    Args:
+        optimizer: The outermost optimizer.
+        variables: Those of the gradients.
+        averages: The gradients, or parts of them, that are applied.
+        cuts: What `cuts_of` has returned.
+        name: Of the collective.
+    """
+    if not any(cuts) or not _clips_norms(optimizer):
+        return
+    divided = [index for index, cut in enumerate(cuts) if cut is not None]
+    own = [_square(averages[index]) for index in divided]
+    sums = comm.sum_tensors(own, name=name, dtype=tf.float64)
+    for index, square, of_rank in zip(divided, sums, own, strict=True):
+        key = _key(variables[index])
+        optimizer._sharded.squares[key] = tf.cast(square, of_rank.dtype)
 
 
 def gather_weights(optimizer: Any) -> None:
@@ -573,7 +617,7 @@ def exchanges_in_update(optimizers: Sequence[Any]) -> bool:
     The norm of accumulated gradients, of which each rank has a part.
     """
     return any(
-        leaf.gradient_accumulation_steps and (leaf.clipnorm or leaf.global_clipnorm)
+        leaf.gradient_accumulation_steps and _clips_norms(leaf)
         for leaf in sharded_leaves(optimizers)
     )
 
@@ -621,18 +665,17 @@ class UpdatesParts:
             return
         rank, size = comm.rank(), comm.size()
         own, parts = [], []
-        state.squares.clear()
         for gradient, variable in zip(grads, variables, strict=True):
             part, cut = state.part_of(variable), Cut(tuple(variable.shape), size)
             parts.append(part)
-            if gradient is not None and (self.clipnorm or self.global_clipnorm):
-                state.squares[id(part)] = _square(gradient)
-            if isinstance(gradient, tf.IndexedSlices):
-                own.append(cut.part_of_rows(gradient, rank))
-            elif gradient is None or gradient.shape == tuple(part.shape):
-                own.append(gradient)  # by `cuts_of`
-            else:
-                own.append(cut.part(gradient, rank))
+            is_rows = isinstance(gradient, tf.IndexedSlices)
+            if gradient is None or (not is_rows and cut.is_part(gradient, rank)):
+                own.append(gradient)
+                continue
+            if _clips_norms(self):
+                state.squares[_key(variable)] = _square(gradient)
+            take = cut.part_of_rows if is_rows else cut.part
+            own.append(take(gradient, rank))
         super().apply(own, parts)  # type: ignore[misc]
 
     def finalize_variable_values(self, var_list: Any) -> None:
@@ -703,6 +746,16 @@ class UpdatesParts:
 def _given(value: Any, *_: Any, **__: Any) -> Any:
     """As an initializer, which gets a shape and a dtype."""
     return value
+
+
+def _clips_norms(leaf: Any) -> bool:
+    return bool(leaf.clipnorm or leaf.global_clipnorm)
+
+
+def _key(variable: Any) -> int:
+    """The identity of TensorFlow's variable, which Keras may have wrapped."""
+    inner = private.value_of(variable)
+    return id(variable if inner is None else inner)
 
 
 def _square(gradient: Any) -> Any:

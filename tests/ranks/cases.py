@@ -673,9 +673,9 @@ def _sharded() -> list[Case]:
         Case(part, "pictures", "convolution", adam),
         Case(
             part,
-            "microbatch=3, 101 rows, with XLA",
+            "microbatch=3, global_clipnorm, 101 rows, with XLA",
             "perceptron",
-            adam,
+            lambda rate: adam(rate, global_clipnorm=0.02),
             rows=101,
             compiled=in_graph | {"jit_compile": True},
             options={"microbatch": 3},
