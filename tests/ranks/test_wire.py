@@ -71,9 +71,9 @@ def test_the_loss_is_weighted_if_only_keras_code_follows_it(monkeypatch):
     """Not if the user's own code runs between the loss and the update."""
     weights, plain = [], reduce.exchange
 
-    def recorded(own, weight, options, *, name):
+    def recorded(own, weight, *options, **names):
         weights.append(weight)
-        return plain(own, weight, options, name=name)
+        return plain(own, weight, *options, **names)
 
     class Own(keras.optimizers.SGD):
         def apply_gradients(self, *args, **kwargs):
