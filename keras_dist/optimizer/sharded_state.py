@@ -150,8 +150,6 @@ class ShardedState:
             variable; where something needs them.
         updated: The parts that the update has gradients for.
         meeting: Where parts are sent to the first rank; `None` if it cannot ask.
-        merged: At the end of the fit, the parts of the state, in the order in which the
-            optimizer makes them whole.
     """
 
     number: int
@@ -162,7 +160,6 @@ class ShardedState:
     squares: dict[int, Any] = field(default_factory=dict)
     updated: list[Any] = field(default_factory=list)
     meeting: "_Meeting | None" = None
-    merged: Iterator[Any] | None = None
 
     def squares_of(self, gradients: Sequence[Any], leaf: Any) -> list[Any]:
         """Return the sum of squares of each whole gradient.
@@ -434,8 +431,9 @@ def end(optimizer: Any) -> None:
         state: ShardedState = leaf._sharded
         if state.parts:
             _make_whole(leaf)
+            continue
         mixin.remove(leaf, UpdatesParts)
-        if not state.parts and state.held is not None:
+        if state.held is not None:
             leaf.build(state.whole)
             for slot, value in zip(_slots(leaf), state.held, strict=True):
                 slot.assign(value)
@@ -446,16 +444,19 @@ def _make_whole(leaf: Any) -> None:
     state: ShardedState = leaf._sharded
     for part in state.parts:
         _free(part)
-    # Kept until the end of this function, so that no new variable has their identity.
-    parts = [v for v in leaf.variables if id(v) in state.shapes]
-    others = [v for v in leaf.variables if id(v) not in state.shapes]
-    state.merged = iter(parts)
+    # All of them until the end, so that no new variable has their identity.
+    before = leaf.variables
+    divided = [variable for variable in before if id(variable) in state.shapes]
+    values = (_merged(part, state) for part in divided)
     private.unbuild_optimizer(leaf, _slots(leaf))
+    mixin.remove(leaf, UpdatesParts)
+    object.__setattr__(leaf, "_values", values)
+    mixin.add(leaf, _MakesWhole)
     leaf.build(state.whole)
-    made = [v for v in leaf.variables if id(v) not in state.shapes]
-    for variable, before in zip(made, others, strict=True):
-        if variable is not before:
-            variable.assign(before)
+    mixin.remove(leaf, _MakesWhole)
+    for variable, old in zip(leaf.variables, before, strict=True):
+        if id(old) not in state.shapes and variable is not old:
+            variable.assign(old)
 
 
 def _merged(part: Any, state: ShardedState) -> Any:
@@ -635,25 +636,19 @@ class UpdatesParts:
 
     def build(self, variables: Any) -> None:
         state = self._sharded
-        if variables is state.parts or state.merged is not None:
+        if variables is state.parts:
             super().build(variables)  # type: ignore[misc]
         elif not state.parts:
             state.whole = list(variables)  # and built when the weights are sent
 
     def add_variable_from_reference(
-        self,
-        reference_variable: Any,
-        name: str | None = None,
-        initializer: Any = "zeros",
+        self, reference_variable: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        state = self._sharded
-        if state.merged is not None:
-            value = _merged(next(state.merged), state)
-            initializer = functools.partial(_given, value)
         made = super().add_variable_from_reference(  # type: ignore[misc]
-            reference_variable, name, initializer
+            reference_variable, *args, **kwargs
         )
-        state.shapes[id(made)] = tuple(state.whole_of(reference_variable).shape)
+        whole = self._sharded.whole_of(reference_variable)
+        self._sharded.shapes[id(made)] = tuple(whole.shape)
         return made
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
@@ -741,6 +736,23 @@ class UpdatesParts:
     def _use_weight_decay(self, variable: Any) -> bool:
         whole = self._sharded.whole_of(variable)
         return bool(super()._use_weight_decay(whole))  # type: ignore[misc]
+
+
+class _MakesWhole:
+    """Mixin for a leaf optimizer that is built with the state of all ranks."""
+
+    _values: Iterator[Any]
+
+    def add_variable_from_reference(
+        self,
+        reference_variable: Any,
+        name: str | None = None,
+        initializer: Any = "zeros",
+    ) -> Any:
+        initializer = functools.partial(_given, next(self._values))
+        return super().add_variable_from_reference(  # type: ignore[misc]
+            reference_variable, name, initializer
+        )
 
 
 def _given(value: Any, *_: Any, **__: Any) -> Any:
