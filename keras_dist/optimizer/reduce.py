@@ -16,7 +16,12 @@ from keras_dist.optimizer.local_steps import (
 )
 from keras_dist.optimizer.nested import nested_optimizers, variables_of
 from keras_dist.optimizer.options import Averaging, Sparse
-from keras_dist.optimizer.sharded_state import Cut, cuts_of, keep_squares
+from keras_dist.optimizer.sharded_state import (
+    Cut,
+    cuts_of,
+    keep_squares,
+    mark_overflow,
+)
 from keras_dist.optimizer.sparse import Lookups, with_shape
 
 
@@ -208,6 +213,7 @@ def _averaged(
     cuts = cuts_of(optimizer, counted, own, options)
     result, total = exchange(own, weight, options, name=name, cuts=cuts)
     keep_squares(optimizer, counted, result, cuts, name=f"{name}.squares")
+    result = mark_overflow(optimizer, result, cuts, name=f"{name}.overflow")
     if options.sparse == "repeated":
         lengths = [_num_slices(gradient) for gradient in own]
         result = [

@@ -317,9 +317,9 @@ def cuts_of(
 ) -> list[Cut | None]:
     """Tell of which gradients a rank needs its own part alone.
 
-    Not where anything looks at whole gradients before they are applied, as a loss scale
-    and a NaN guard do, nor where they are compressed together. Nor over Gloo between
-    hosts, which takes longer to sum parts than to sum the whole.
+    Not where a NaN guard looks at whole gradients, or their norms are clipped after a
+    loss scale; nor where they are compressed together. Nor over Gloo between hosts,
+    which takes longer to sum parts than to sum the whole.
 
     Args:
         optimizer: The outermost optimizer.
@@ -328,7 +328,12 @@ def cuts_of(
         options: The options of the averaging.
     """
     cuts: list[Cut | None] = [None] * len(variables)
-    if not mixin.has(optimizer, UpdatesParts) or step_context.current().guard:
+    inner = leaves(optimizer)
+    if len(inner) != 1 or not mixin.has(inner[0], UpdatesParts):
+        return cuts
+    if inner[0] is not optimizer and _clips_norms(inner[0]):
+        return cuts
+    if step_context.current().guard is not None:
         return cuts
     if options.op == "adasum" or options.compression:
         return cuts
@@ -359,14 +364,38 @@ def keep_squares(
         cuts: What `cuts_of` has returned.
         name: Of the collective.
     """
-    if not any(cuts) or not _clips_norms(optimizer):
-        return
-    divided = [index for index, cut in enumerate(cuts) if cut is not None]
-    own = [_square(averages[index]) for index in divided]
-    sums = comm.sum_tensors(own, name=name, dtype=tf.float64)
-    for index, square, of_rank in zip(divided, sums, own, strict=True):
-        key = _key(variables[index])
-        optimizer._sharded.squares[key] = tf.cast(square, of_rank.dtype)
+    if any(cuts) and _clips_norms(optimizer):
+        divided = [index for index, cut in enumerate(cuts) if cut is not None]
+        own = [_square(averages[index]) for index in divided]
+        sums = comm.sum_tensors(own, name=name, dtype=tf.float64)
+        for index, square, of_rank in zip(divided, sums, own, strict=True):
+            key = _key(variables[index])
+            optimizer._sharded.squares[key] = tf.cast(square, of_rank.dtype)
+
+
+def mark_overflow(
+    optimizer: Any, averages: Sequence[Any], cuts: Sequence[Cut | None], *, name: str
+) -> list[Any]:
+    """Let all ranks find what is not finite in the part of one, for a loss scale.
+
+    Args:
+        optimizer: The outermost optimizer.
+        averages: The gradients, or parts of them, that it gets.
+        cuts: What `cuts_of` has returned.
+        name: Of the collective.
+
+    Returns:
+        The gradients; if any part is not finite, one of each rank is not.
+    """
+    marked = list(averages)
+    if any(cuts) and leaves(optimizer) != [optimizer]:
+        divided = [index for index, cut in enumerate(cuts) if cut is not None]
+        own = tf.add_n(
+            [tf.cast(tf.reduce_sum(marked[i] * 0), tf.float32) for i in divided]
+        )
+        [zero_or_nan] = comm.sum_tensors([own], name=name, dtype=tf.float32)
+        marked[divided[-1]] += tf.cast(zero_or_nan, marked[divided[-1]].dtype)
+    return marked
 
 
 def gather_weights(optimizer: Any) -> None:

@@ -123,6 +123,28 @@ def test_a_rank_gets_its_part_of_large_gradients(train, expected, monkeypatch):
 
 
 @pytest.mark.three_ranks
+def test_an_overflow_in_the_part_of_one_rank_skips_the_update_on_all(
+    rows, make_model, monkeypatch
+):
+    """As a loss scale asks: all ranks keep the weights, and halve the scale."""
+    monkeypatch.setattr(sharded_state, "_SMALL", 4)
+    scaled = keras.optimizers.LossScaleOptimizer(adam(), initial_scale=2.0**40)
+    model = make_model(scaled, jit_compile=False)
+    kernel = model.trainable_weights[0]
+    value = np.array(kernel)
+    value[0] = 0  # of an input whose gradient is too large
+    kernel.assign(value)
+    before = [np.array(weight) for weight in model.weights]
+    x, y = rows
+    large = np.where(np.arange(x.shape[1]) == 0, 1e30, x).astype("float32")
+    given = {"batch": "global", "batch_size": 16, "shuffle": False, "verbose": 0}
+    keras_dist.dist_fit(model, large, y, shard_optimizer=True, **given)
+    assert float(scaled.dynamic_scale) == 2.0**40 / 2**7
+    for weight, expected in zip(model.weights, before, strict=True):
+        np.testing.assert_array_equal(weight, expected)
+
+
+@pytest.mark.three_ranks
 def test_a_model_is_saved_whole(folder, train, expected):
     """By a callback that writes, on all ranks, and by the first rank alone."""
     checkpoint = keras.callbacks.ModelCheckpoint(folder / "c{epoch}.keras")
