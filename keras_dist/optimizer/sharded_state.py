@@ -479,7 +479,7 @@ def _make_whole(leaf: Any) -> None:
     values = (_merged(part, state) for part in divided)
     private.unbuild_optimizer(leaf, _slots(leaf))
     mixin.remove(leaf, UpdatesParts)
-    object.__setattr__(leaf, "_values", values)
+    object.__setattr__(leaf, "_whole_state", values)
     mixin.add(leaf, _MakesWhole)
     leaf.build(state.whole)
     mixin.remove(leaf, _MakesWhole)
@@ -770,7 +770,7 @@ class UpdatesParts:
 class _MakesWhole:
     """Mixin for a leaf optimizer that is built with the state of all ranks."""
 
-    _values: Iterator[Any]
+    _whole_state: Iterator[Any]
 
     def add_variable_from_reference(
         self,
@@ -778,7 +778,7 @@ class _MakesWhole:
         name: str | None = None,
         initializer: Any = "zeros",
     ) -> Any:
-        initializer = functools.partial(_given, next(self._values))
+        initializer = functools.partial(_given, next(self._whole_state))
         return super().add_variable_from_reference(  # type: ignore[misc]
             reference_variable, name, initializer
         )
