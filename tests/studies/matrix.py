@@ -66,10 +66,9 @@ def _keras(minor: tuple[int, int]) -> str:
 def _cases() -> list[Case]:
     """Each claimed pair of TensorFlow and Python, with the newest Keras.
 
-    With the oldest and the newest TensorFlow, the oldest Keras, too. The corners are
-    the oldest Python with the oldest Keras there, and the newest with the newest.
-    TensorFlow 2.18 and 2.19 have no wheels for Python 3.13, and 2.21 and later need
-    Keras 3.12.
+    The corners: the oldest and the newest TensorFlow with the oldest and the newest
+    Python and Keras. TensorFlow 2.18 and 2.19 have no wheels for Python 3.13, and 2.21
+    and later need Keras 3.12.
     """
     corners, others = [], []
     first, last = VERSION["FIRST_TENSORFLOW"][1], VERSION["LAST_TENSORFLOW"][1]
@@ -77,10 +76,8 @@ def _cases() -> list[Case]:
         pythons = ["3.11", "3.12", "3.13"][: 2 if minor < 20 else 3]
         oldest = VERSION["OLDEST_KERAS"] if minor < 21 else (3, 12)
         for python in pythons:
-            is_end = minor in (first, last) and python in (pythons[0], pythons[-1])
-            for keras in [_keras(oldest), NEWEST] if is_end else [NEWEST]:
-                wanted = _keras(oldest) if python == pythons[0] else NEWEST
-                is_corner = is_end and keras == wanted
+            is_corner = minor in (first, last) and python in (pythons[0], pythons[-1])
+            for keras in [_keras(oldest), NEWEST] if is_corner else [NEWEST]:
                 case = Case(python, _tensorflow(f"2.{minor}"), keras, is_corner)
                 (corners if is_corner else others).append(case)
     return corners + others
