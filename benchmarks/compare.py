@@ -101,12 +101,14 @@ def make_environments() -> None:
         if not target.is_dir():
             print(f"installing {' '.join(packages)} in {target}", flush=True)
             subprocess.run([*pip, "--target", str(target), *packages], check=True)
-    if HAS_MPI and not (ENVIRONMENTS / "mpi" / ".ready").exists():
-        _make_mpi(ENVIRONMENTS / "mpi")
+    make_mpi()
 
 
-def _make_mpi(target: Path) -> None:
-    """An environment as our own, in which Horovod is built with MPI."""
+def make_mpi() -> None:
+    """An environment as our own, in which Horovod is built with MPI, if it is there."""
+    target = ENVIRONMENTS / "mpi"
+    if not HAS_MPI or (target / ".ready").exists():
+        return
     print(f"building Horovod with MPI in {target}", flush=True)
     python = str(target / "bin" / "python")
     versions = [f"{n}=={metadata.version(n)}" for n in ("tensorflow", "keras", "numpy")]

@@ -62,7 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    compare.make_environments()
+    compare.make_mpi()
     rates, states = speeds(arguments.rounds)
     memory = {
         words: measured_memory(arguments.rounds, variables)

@@ -40,7 +40,7 @@ def arguments(*methods: str) -> argparse.Namespace:
     parser.add_argument("method", choices=methods)
     parser.add_argument("--models", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--scale", type=float, default=1, help="of the steps")
-    parser.add_argument("--optimizer", default="momentum", help="or sgd, or adam")
+    parser.add_argument("--optimizer", default="momentum", help="sgd, momentum, adam")
     return parser.parse_args()
 
 

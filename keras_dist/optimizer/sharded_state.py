@@ -12,7 +12,6 @@ state of all ranks together again, one variable after the other.
 """
 
 import contextlib
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -89,7 +88,7 @@ class Cut:
 
     @property
     def is_large(self) -> bool:
-        """Whether its parts are sent by themselves."""
+        """Whether each of its parts has a collective of its own."""
         return math.prod(self.shape) >= _SMALL * self.size
 
     def shape_of(self, rank: int) -> tuple[int, ...]:
@@ -323,7 +322,7 @@ def cuts_of(
 
     Args:
         optimizer: The outermost optimizer.
-        variables: Variables.
+        variables: The variables of the update.
         gradients: Their gradients, tensors or `tf.IndexedSlices`.
         options: The options of the averaging.
     """
@@ -481,8 +480,11 @@ def _make_whole(leaf: Any) -> None:
     mixin.remove(leaf, UpdatesParts)
     object.__setattr__(leaf, "_whole_state", values)
     mixin.add(leaf, _MakesWhole)
-    leaf.build(state.whole)
-    mixin.remove(leaf, _MakesWhole)
+    try:
+        leaf.build(state.whole)
+    finally:
+        mixin.remove(leaf, _MakesWhole)
+        object.__delattr__(leaf, "_whole_state")  # it refers to the parts
     for variable, old in zip(leaf.variables, before, strict=True):
         if id(old) not in state.shapes and variable is not old:
             variable.assign(old)
@@ -778,15 +780,10 @@ class _MakesWhole:
         name: str | None = None,
         initializer: Any = "zeros",
     ) -> Any:
-        initializer = functools.partial(_given, next(self._whole_state))
+        value = next(self._whole_state)
         return super().add_variable_from_reference(  # type: ignore[misc]
-            reference_variable, name, initializer
+            reference_variable, name, lambda *_, **__: value
         )
-
-
-def _given(value: Any, *_: Any, **__: Any) -> Any:
-    """As an initializer, which gets a shape and a dtype."""
-    return value
 
 
 def _clips_norms(leaf: Any) -> bool:
