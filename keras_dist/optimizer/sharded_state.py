@@ -1,17 +1,18 @@
 """Divide an optimizer's state and its updates among the ranks: `shard_optimizer`.
 
-Each rank owns a part of every variable. For the time of a fit the optimizer is built
-for variables that hold these parts, so its state is that of parts, and Keras updates
-them as it updates whole variables. Of a large gradient a rank has the average of its
-own part alone (`cuts_of`). After each update the parts of all ranks are gathered into
-the weights. This is exact where an optimizer computes each number of a variable by
-itself; a norm is that of the whole gradient.
+Each rank owns a part of every variable, but of small ones (`where_cut`). For the time
+of a fit the optimizer is built for variables that hold these parts, so its state is
+that of parts, and Keras updates them as it updates whole variables. Of a large gradient
+a rank has the average of its own part alone (`cuts_of`). After each update the parts of
+all ranks are gathered into the weights. This is exact where an optimizer computes each
+number of a variable by itself; a norm is that of the whole gradient.
 
 Before the fit, `begin` takes the state off the optimizer, and after it, `end` puts the
 state of all ranks together again, one variable after the other.
 """
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,8 +47,10 @@ ELEMENTWISE = (
 # with two axes always is, as the rows of an `Embedding` belong together.
 _ROWS = 16
 
-# Numbers; parts with fewer are gathered together, and their gradients averaged whole.
-_SMALL = 65_536
+# Numbers, 1 MiB of float32. Parts of smaller variables are gathered together, and their
+# gradients are averaged whole. If all of them together have fewer, none is divided: the
+# collective would take longer than their update.
+_SMALL = 2**18
 
 _numbers = itertools.count()
 
@@ -88,8 +91,8 @@ class Cut:
 
     @property
     def is_large(self) -> bool:
-        """Whether each of its parts has a collective of its own."""
-        return math.prod(self.shape) >= _SMALL * self.size
+        """Whether its parts have a collective of their own."""
+        return math.prod(self.shape) >= _SMALL
 
     def shape_of(self, rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's part."""
@@ -134,6 +137,17 @@ class Cut:
         return tf.IndexedSlices(values, indices, shape)
 
 
+def where_cut(variables: Sequence[Any], size: int) -> list[Cut | None]:
+    """Return where variables are cut; `None`: each rank has all of it.
+
+    >>> [bool(cut) for cut in where_cut([tf.zeros([999, 999]), tf.zeros([999])], 2)]
+    [True, False]
+    """
+    cuts = [Cut(tuple(variable.shape), size) for variable in variables]
+    small = sum(math.prod(cut.shape) for cut in cuts if not cut.is_large)
+    return [cut if cut.is_large or small >= _SMALL else None for cut in cuts]
+
+
 @dataclass
 class ShardedState:
     """The parts of a leaf optimizer on this rank.
@@ -141,7 +155,8 @@ class ShardedState:
     Args:
         number: Of the optimizer, the same on all ranks.
         whole: The variables of the model that it updates.
-        parts: This rank's part of each of them; empty before the first step.
+        parts: This rank's part of each of them, the variable itself where it is not
+            cut; empty before the first step.
         held: The state that it had before, as arrays, until the first step.
         shapes: Of the state that is divided, if it were whole, by the identity of the
             variable that holds the part.
@@ -169,10 +184,16 @@ class ShardedState:
         """
         if leaf.gradient_accumulation_steps:
             # They were added up by parts.
-            own = tf.stack([_square(gradient) for gradient in gradients])
-            name = f"keras_dist.squares.{self.number}"
-            [summed] = comm.sum_tensors([own], name=name, dtype=own.dtype)
-            return tf.unstack(summed, len(gradients))
+            squares = [_square(gradient) for gradient in gradients]
+            divided = [i for i, part in enumerate(self.updated) if self.is_part(part)]
+            if divided:
+                own = tf.stack([squares[i] for i in divided])
+                name = f"keras_dist.squares.{self.number}"
+                [summed] = comm.sum_tensors([own], name=name, dtype=own.dtype)
+                sums = tf.unstack(summed, len(divided))
+                for index, square in zip(divided, sums, strict=True):
+                    squares[index] = square
+            return squares
         scale = leaf.loss_scale_factor or 1.0
         squares = [self.squares[_key(self.whole_of(part))] for part in self.updated]
         return [
@@ -180,15 +201,24 @@ class ShardedState:
             for square, gradient in zip(squares, gradients, strict=True)
         ]
 
-    def part_of(self, variable: Any) -> Any:
-        """Return this rank's part of a variable of the model.
+    def divided(self) -> list[tuple[Any, Any, Cut]]:
+        """List the variables that are cut: the whole, this rank's part, and where."""
+        return [
+            (whole, part, Cut(tuple(whole.shape), comm.size()))
+            for whole, part in zip(self.whole, self.parts, strict=True)
+            if part is not whole
+        ]
+
+    def part_of(self, variable: Any) -> tuple[Any, Cut | None]:
+        """Return this rank's part of a variable of the model, and where it is cut.
 
         Raises:
             ValueError: If the optimizer was not built for it.
         """
         for whole, part in zip(self.whole, self.parts, strict=True):
             if whole is variable or private.value_of(whole) is variable:
-                return part
+                is_cut = part is not whole
+                return part, Cut(tuple(whole.shape), comm.size()) if is_cut else None
         raise ValueError(
             "An optimizer updates the variables that it was built for. "
             f"Received: {variable!r}, which is not one of them. Build the optimizer "
@@ -201,6 +231,10 @@ class ShardedState:
             if own is part or private.value_of(own) is part:
                 return whole
         return part
+
+    def is_part(self, variable: Any) -> bool:
+        """Tell whether a variable holds a part, and is not one of the model."""
+        return self.whole_of(variable) is not variable
 
 
 def is_sharded(optimizer: Any) -> bool:
@@ -224,7 +258,7 @@ def begin(optimizer: Any) -> None:
         mixin.add(leaf, UpdatesParts)
 
 
-def state_bytes(leaf: Any, variables: Sequence[Any]) -> int | None:
+def state_bytes(leaf: Any, variables: Sequence[Any]) -> tuple[float, float] | None:
     """Return the size of the state of an optimizer that computes each number by itself.
 
     An optimizer of its kind is built for one number: each variable has as many of them.
@@ -234,19 +268,23 @@ def state_bytes(leaf: Any, variables: Sequence[Any]) -> int | None:
         variables: The weights that it updates.
 
     Returns:
-        The number of bytes; `None` if the optimizer has no config.
+        The bytes of a rank, as a mean of all ranks, and those of the whole; `None` if
+        the optimizer has no config.
     """
     try:
         kind = type(leaf).from_config(leaf.get_config())
     except Exception:  # a schedule of the user's, which cannot be saved
         return None
     before = len(kind.variables)
-    number = keras.Variable(np.zeros([1]), trainable=True)
-    kind.build([number])
+    kind.build([keras.Variable(np.zeros([1]), trainable=True)])
     copies = sum(tuple(v.shape) == (1,) for v in kind.variables[before:])
-    return copies * sum(
-        math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables
-    )
+    size = comm.size()
+    of_rank = of_all = 0.0
+    for variable, cut in zip(variables, where_cut(variables, size), strict=True):
+        number = copies * math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
+        of_rank += number if cut is None else number / size
+        of_all += number
+    return of_rank, of_all
 
 
 def start(optimizer: Any) -> None:
@@ -263,13 +301,14 @@ def start(optimizer: Any) -> None:
 
 def _start(leaf: Any) -> None:
     state: ShardedState = leaf._sharded
-    rank, size = comm.rank(), comm.size()
+    cuts = where_cut(state.whole, comm.size())
     with tf.init_scope():
-        for variable in state.whole:
-            cut = Cut(tuple(variable.shape), size)
-            value = cut.part(tf.convert_to_tensor(variable), rank)
-            part = private.variable_like(variable, value)
-            step_context.make_known(private.value_of(part).handle, "ours")
+        for variable, cut in zip(state.whole, cuts, strict=True):
+            part = variable
+            if cut is not None:
+                value = cut.part(tf.convert_to_tensor(variable), comm.rank())
+                part = private.variable_like(variable, value)
+                step_context.make_known(private.value_of(part).handle, "ours")
             state.parts.append(part)
         leaf.build(state.parts)
         held, state.held = state.held, None
@@ -303,8 +342,7 @@ def refresh(optimizer: Any, variables: Sequence[Any]) -> None:
         if not state.parts:
             state.whole = state.whole or list(variables)
             _start(leaf)
-        for whole, part in zip(state.whole, state.parts, strict=True):
-            cut = Cut(tuple(whole.shape), comm.size())
+        for whole, part, cut in state.divided():
             part.assign(cut.part(tf.convert_to_tensor(whole), comm.rank()))
 
 
@@ -401,12 +439,12 @@ def gather_weights(optimizer: Any) -> None:
     """Give the model the weights that all ranks have updated."""
     for leaf in sharded_leaves([optimizer]):
         state: ShardedState = leaf._sharded
-        shapes = [tuple(whole.shape) for whole in state.whole]
-        values = _gathered(state.parts, shapes, f"keras_dist.parts.{state.number}")
-        for whole, part, value in zip(state.whole, state.parts, values, strict=True):
+        divided = state.divided()
+        pairs = [(part, cut) for _, part, cut in divided]
+        values = _gathered(pairs, f"keras_dist.parts.{state.number}")
+        for (whole, part, cut), value in zip(divided, values, strict=True):
             whole.assign(value)
             # The same memory, until the next update.
-            cut = Cut(tuple(whole.shape), comm.size())
             part.assign(cut.part(value, comm.rank()))
 
 
@@ -415,25 +453,22 @@ def constrain(optimizer: Any) -> None:
     for leaf in sharded_leaves([optimizer]):
         for part in leaf._sharded.updated:
             variable = leaf._sharded.whole_of(part)
+            if variable is part:
+                continue  # Keras has done it
             if getattr(variable, "constraint", None) is not None:
                 variable.assign(variable.constraint(variable))
 
 
-def _gathered(
-    parts: Sequence[Any], shapes: Sequence[tuple[int, ...]], name: str
-) -> list[Any]:
+def _gathered(pairs: Sequence[tuple[Any, Cut]], name: str) -> list[Any]:
     """Put parts of all ranks together; small ones in one collective a dtype.
 
     Args:
-        parts: Variables that hold this rank's parts.
-        shapes: The whole shapes.
+        pairs: Variables that hold this rank's parts, and where the whole is cut.
         name: A name for the collectives, the same on all ranks.
     """
-    size = comm.size()
-    result: list[Any] = [None] * len(parts)
-    cuts = [Cut(tuple(shape), size) for shape in shapes]
+    result: list[Any] = [None] * len(pairs)
     small: dict[str, list[int]] = {}
-    for index, (part, cut) in enumerate(zip(parts, cuts, strict=True)):
+    for index, (part, cut) in enumerate(pairs):
         if not cut.is_large:
             small.setdefault(keras.backend.standardize_dtype(part.dtype), []).append(
                 index
@@ -443,13 +478,15 @@ def _gathered(
             gathered = comm.gather_rows(own, name=f"{name}.{index}")
             result[index] = tf.reshape(gathered, cut.shape)
     for dtype, indices in sorted(small.items()):
-        own = [tf.reshape(tf.convert_to_tensor(parts[i]), [-1]) for i in indices]
+        own = [tf.reshape(tf.convert_to_tensor(pairs[i][0]), [-1]) for i in indices]
         flat = comm.gather_rows(tf.concat(own, axis=0), name=f"{name}.{dtype}")
-        lengths = [math.prod(cuts[i].shape_of(r)) for r in range(size) for i in indices]
+        cuts = [pairs[i][1] for i in indices]
+        ranks = range(comm.size())
+        lengths = [math.prod(cut.shape_of(rank)) for rank in ranks for cut in cuts]
         pieces = tf.split(flat, lengths)
-        for position, index in enumerate(indices):
+        for position, (index, cut) in enumerate(zip(indices, cuts, strict=True)):
             of_ranks = pieces[position :: len(indices)]
-            result[index] = tf.reshape(tf.concat(of_ranks, axis=0), cuts[index].shape)
+            result[index] = tf.reshape(tf.concat(of_ranks, axis=0), cut.shape)
     return result
 
 
@@ -470,7 +507,7 @@ def end(optimizer: Any) -> None:
 def _make_whole(leaf: Any) -> None:
     """Build the optimizer for whole variables, each from the parts of all ranks."""
     state: ShardedState = leaf._sharded
-    for part in state.parts:
+    for _, part, _ in state.divided():
         _free(part)
     # All of them until the end, so that no new variable has their identity.
     before = leaf.variables
@@ -492,8 +529,8 @@ def _make_whole(leaf: Any) -> None:
 
 def _merged(part: Any, state: ShardedState) -> Any:
     """Put a variable of the state together, and free this rank's part of it."""
-    name = f"keras_dist.state.{state.number}"
-    [whole] = _gathered([part], [state.shapes[id(part)]], name)
+    cut = Cut(state.shapes[id(part)], comm.size())
+    [whole] = _gathered([(part, cut)], f"keras_dist.state.{state.number}")
     _free(part)
     return whole
 
@@ -606,7 +643,8 @@ def _whole_of(variable: Any, state: ShardedState, index: int) -> Any:
     shape = state.shapes.get(id(variable))
     if shape is None:
         return variable
-    return _gathered([variable], [shape], f"keras_dist.state.{state.number}.{index}")[0]
+    name = f"keras_dist.state.{state.number}.{index}"
+    return _gathered([(variable, Cut(shape, comm.size()))], name)[0]
 
 
 def whole_shapes(optimizers: Sequence[Any]) -> dict[int, tuple[int, ...]]:
@@ -679,7 +717,8 @@ class UpdatesParts:
             reference_variable, *args, **kwargs
         )
         whole = self._sharded.whole_of(reference_variable)
-        self._sharded.shapes[id(made)] = tuple(whole.shape)
+        if whole is not reference_variable:
+            self._sharded.shapes[id(made)] = tuple(whole.shape)
         return made
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
@@ -689,19 +728,21 @@ class UpdatesParts:
             # The step is traced to make its variables, and nothing is updated.
             state.whole = state.whole or variables
             return
-        rank, size = comm.rank(), comm.size()
-        own, parts = [], []
+        rank, own, parts = comm.rank(), [], []
         for gradient, variable in zip(grads, variables, strict=True):
-            part, cut = state.part_of(variable), Cut(tuple(variable.shape), size)
+            part, cut = state.part_of(variable)
             parts.append(part)
             is_rows = isinstance(gradient, tf.IndexedSlices)
-            if gradient is None or (not is_rows and cut.is_part(gradient, rank)):
+            is_part = cut and not is_rows and gradient is not None
+            if gradient is None or (is_part and cut.is_part(gradient, rank)):
                 own.append(gradient)
                 continue
             if _clips_norms(self):
                 state.squares[_key(variable)] = _square(gradient)
-            take = cut.part_of_rows if is_rows else cut.part
-            own.append(take(gradient, rank))
+            if cut is not None:
+                take = cut.part_of_rows if is_rows else cut.part
+                gradient = take(gradient, rank)
+            own.append(gradient)
         super().apply(own, parts)  # type: ignore[misc]
 
     def finalize_variable_values(self, var_list: Any) -> None:
@@ -772,6 +813,7 @@ class UpdatesParts:
 class _MakesWhole:
     """Mixin for a leaf optimizer that is built with the state of all ranks."""
 
+    _sharded: ShardedState
     _whole_state: Iterator[Any]
 
     def add_variable_from_reference(
@@ -780,10 +822,16 @@ class _MakesWhole:
         name: str | None = None,
         initializer: Any = "zeros",
     ) -> Any:
-        value = next(self._whole_state)
+        if any(whole is reference_variable for whole, _, _ in self._sharded.divided()):
+            initializer = functools.partial(_as_it_is, next(self._whole_state))
         return super().add_variable_from_reference(  # type: ignore[misc]
-            reference_variable, name, lambda *_, **__: value
+            reference_variable, name, initializer
         )
+
+
+def _as_it_is(value: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return a value, as an initializer does."""
+    return value
 
 
 def _clips_norms(leaf: Any) -> bool:

@@ -228,8 +228,10 @@ def prepare(
     )
 
 
-def _optimizer_bytes(model: Any, averaging: optimizer.Averaging) -> int | None:
-    """Return the size of the state that is divided, if there is one and it is known."""
+def _optimizer_bytes(
+    model: Any, averaging: optimizer.Averaging
+) -> tuple[float, float] | None:
+    """Return the size of the divided state, of a rank and of all, if it is known."""
     is_one = optimizer.optimizers_of(model) == [getattr(model, "optimizer", None)]
     if not (averaging.is_sharded and model.built and is_one):
         return None

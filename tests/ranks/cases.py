@@ -126,8 +126,8 @@ class Case:
 
     def on_all_ranks(self) -> Any:
         """The model that `dist_fit` trains on all ranks."""
-        # Of these small models most gradients are divided, too, and the rest are not.
-        divided = mock.patch.object(sharded_state, "_SMALL", 4)
+        # Of these small models, too, most gradients are divided, and some are not.
+        divided = mock.patch.object(sharded_state, "_SMALL", 12)
         with models_in(self.dtype), divided:
             return self._trained_on_all_ranks()
 

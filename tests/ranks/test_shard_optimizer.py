@@ -21,6 +21,12 @@ pytestmark = pytest.mark.several_ranks
 EPOCHS = 2
 
 
+@pytest.fixture(autouse=True)
+def divided(monkeypatch):
+    """Of this small model the first kernel is large, and the others are not whole."""
+    monkeypatch.setattr(sharded_state, "_SMALL", 12)
+
+
 @pytest.fixture
 def folder(tmp_path):
     """One folder for all ranks."""
@@ -120,6 +126,23 @@ def test_a_rank_gets_its_part_of_large_gradients(train, expected, monkeypatch):
     assert num_sent > 0
     assert_is(train(callbacks=[keras_dist.NanReport()]), expected())
     assert len(sent) == num_sent
+
+
+@pytest.mark.three_ranks
+@pytest.mark.parametrize(("small", "state"), [(2**18, 114), (8, 2)])
+def test_what_is_small_is_not_divided(
+    world, train, expected, monkeypatch, capfd, small, state
+):
+    """All of this model, or its last bias: each rank has that state, and updates it."""
+    monkeypatch.setattr(sharded_state, "_SMALL", small)
+    sizes = Sizes()
+    model = train(callbacks=[sizes], verbose=1)
+    assert_is(model, expected())
+    assert_equal_to_the_bit(model)
+    divided = 114 - state
+    assert sum(keras_dist.gather(sizes.state - 2)) == world.size * state + divided
+    if world.rank == 0:
+        assert ("too small to divide" in capfd.readouterr().out) == (divided == 0)
 
 
 @pytest.mark.three_ranks
