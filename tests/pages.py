@@ -20,27 +20,6 @@ NOTEBOOK = DOCS / "notebook.md"  # executed when the site is built
 # Pages whose snippets are one script, which runs as it stands.
 ALONE = DOCS / "how_to" / "libraries"
 
-# What the snippets of other pages take for granted.
-PREAMBLE = """
-import os
-import keras
-import keras_dist
-import numpy as np
-import tensorflow as tf
-from sklearn.datasets import load_digits
-images, labels = load_digits(return_X_y=True)
-x, x_val = images[:384].astype("float32") / 16, images[384:480].astype("float32") / 16
-y, y_val = labels[:384], labels[384:480]
-def make_model():
-    return keras.Sequential([keras.Input((64,)), keras.layers.Dense(10)])
-model = make_model()
-model.compile(
-    keras.optimizers.Adam(1e-3),
-    keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    metrics=["accuracy"],
-)
-"""
-
 
 def pages() -> list[Path]:
     """README.md and all pages of the site."""
@@ -67,7 +46,7 @@ def named(page: Path) -> str:
 
 
 def _run(path: Path, folder: Path) -> None:
-    """Run all Python snippets of a page in their order, or a script."""
+    """Run a script, or all Python snippets of a page in their order, and no others."""
     name = re.sub(r"\W", "_", named(path))
     module = types.ModuleType(name)
     module.__file__ = str(path)
@@ -79,8 +58,6 @@ def _run(path: Path, folder: Path) -> None:
         parts = [(1, path.read_text())]
     else:  # "py" are those that `make setup` alone cannot run
         parts = blocks(path, "python") or blocks(path, "py")
-    if path.suffix == ".md" and ALONE not in path.parents:
-        exec(compile(PREAMBLE, "<preamble>", "exec"), vars(module))
     for line, code in parts:
         # Numbered as in the page, which a traceback then shows.
         padded = "\n" * (line - 1) + code

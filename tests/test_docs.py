@@ -81,19 +81,38 @@ def test_snippets_run_on_two_ranks(tmp_path):
 
 
 def test_snippets_that_start_ranks_run(tmp_path):
-    """A function of the script itself, and what it returned, each snippet once."""
+    """Each alone, as a script, which prints what the ranks returned."""
     found = {code for page in pages() for _, code in blocks(page, "py")}
     for code in found:
         compile(code, "<page>", "exec")
     starting = sorted(code for code in found if "keras_dist.run(" in code)
     assert starting
-    train = "def train(rate):\n    return keras_dist.sum(rate)\n"
     for code in starting:
         script = tmp_path / "script.py"
-        script.write_text(f"import keras_dist\n{train}{code}\nprint(losses)\n")
+        script.write_text(code)
         done = launch([sys.executable, str(script)], ranks=None, timeout=120)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
         assert "[0.002, 0.002]" in done.stdout
+
+
+def test_pages_begin_with_the_same_data_and_model():
+    """A reader who has pasted it once knows it; and each page has what it needs."""
+    summary = "Imports, data and a model for the snippets of this page"
+    fold = re.compile(
+        rf"^<details>\n<summary>{summary}</summary>\n\n"
+        r"```(?:python|py)\n(.*?)^```\n\n</details>$",
+        re.DOTALL | re.MULTILINE,
+    )
+    shown = {named(page): fold.findall(page.read_text()) for page in pages()}
+    folded = {page: found for page, found in shown.items() if found}
+    assert len(folded) > 10 and all(len(found) == 1 for found in folded.values())
+    assert len({found[0] for found in folded.values()}) == 1
+    for page in pages():
+        text = "".join(
+            code for kind in ("python", "py") for _, code in blocks(page, kind)
+        )
+        calls = re.search(r"\bmake_model\(", text)
+        assert not calls or "def make_model(" in text, named(page)
 
 
 @pytest.mark.parametrize("page", _DIFFS)
