@@ -421,6 +421,25 @@ def _with_arguments_of(
     return given
 
 
+def _with_options_of(
+    options: Callable[_P, Options],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, keras.Model, _P], None]]:
+    """Give an `__init__` with a model the options, for tools and `help`."""
+
+    def given(
+        method: Callable[..., None],
+    ) -> Callable[Concatenate[Any, keras.Model, _P], None]:
+        found = inspect.signature(method)
+        kept = [p for p in found.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        named = inspect.signature(options).parameters.values()
+        method.__signature__ = found.replace(  # type: ignore[attr-defined]
+            parameters=[*kept, *named]
+        )
+        return method
+
+    return given
+
+
 class DistributedModel:
     """A Keras model whose `fit`, `evaluate` and `predict` use all ranks.
 
@@ -429,12 +448,11 @@ class DistributedModel:
 
     Args:
         model: A `keras.Model`.
-        **options: Defaults for the arguments that `dist_fit` has and `Model.fit` does
-            not: `batch`, `shares`, `lr_scaling`, `warmup_epochs`, `steps_scaling`,
-            `validation_steps_scaling`, `shard`, `leftover`, `target_accuracy`, `op`,
-            `compression`, `local_layers`, `process_set`, `sync`, `outer_momentum`,
-            `sparse`, `shard_optimizer`, `microbatch`, `timeline`, `resume`,
-            `save_steps`, `save_seconds`, `report`.
+        batch, shares, lr_scaling, warmup_epochs, steps_scaling,
+            validation_steps_scaling, shard, leftover, target_accuracy, op, compression,
+            local_layers, process_set, sync, outer_momentum, sparse, shard_optimizer,
+            microbatch, timeline, resume, save_steps, save_seconds, report: Defaults for
+            these arguments of `fit`: see `dist_fit`.
 
     Raises:
         TypeError: If an option is unknown.
@@ -448,6 +466,7 @@ class DistributedModel:
     [0]
     """
 
+    @_with_options_of(Options)
     def __init__(self, model: keras.Model, **options: Any) -> None:
         Options(**options)  # names are checked here, values when they are used
         object.__setattr__(self, "model", model)

@@ -32,12 +32,14 @@ keras_dist.dist_fit(model, x, y, lr_scaling="liner")
 many.fit(x, y, lr_scaling="liner")
 many.fit(x, y, epoch=2)
 many.predict(x, gather="last")
+keras_dist.DistributedModel(model, lr_scaling="liner")
+keras_dist.DistributedModel(model, lr_scalling="none")
 keras_dist.NanReport(action="skipp")
 """
 
 
 def test_a_type_checker_finds_the_mistakes_of_a_script(tmp_path):
-    """By the last six lines, each of which is one."""
+    """By the last eight lines, each of which is one."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     checker = [sys.executable, "-m", "mypy", "--strict", "--cache-dir"]
@@ -53,7 +55,7 @@ def test_a_type_checker_finds_the_mistakes_of_a_script(tmp_path):
     )
     found = [int(line) for line in re.findall(r"script\.py:(\d+): error", done.stdout)]
     last = len(SCRIPT.splitlines())
-    assert found == list(range(last - 5, last + 1)), done.stdout + done.stderr
+    assert found == list(range(last - 7, last + 1)), done.stdout + done.stderr
 
 
 def test_fit_of_a_distributed_model_has_the_signature_of_dist_fit():
@@ -61,3 +63,11 @@ def test_fit_of_a_distributed_model_has_the_signature_of_dist_fit():
     _, *own = inspect.signature(keras_dist.DistributedModel.fit).parameters.values()
     _, *expected = inspect.signature(keras_dist.dist_fit).parameters.values()
     assert own == expected
+
+
+def test_a_distributed_model_takes_the_options_of_dist_fit():
+    """With their types and defaults, by name only."""
+    model, *own = inspect.signature(keras_dist.DistributedModel).parameters.values()
+    fit = inspect.signature(keras_dist.dist_fit).parameters.values()
+    expected = [each for each in fit if each.kind is each.KEYWORD_ONLY]
+    assert model.name == "model" and own == expected

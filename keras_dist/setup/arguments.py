@@ -62,7 +62,7 @@ class KerasArguments:
         return self.validation_data is not None or bool(self.validation_split)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """Every argument of `dist_fit` that `Model.fit` does not have, with its default."""
 
