@@ -199,7 +199,7 @@ class Agent:
         if self._is_lost.is_set():
             raise ValueError(
                 "The first host was lost, and the job ends with it. Received: no "
-                f"answer from {meeting} since {LOST_SECONDS:g} s. Start the same "
+                f"answer from {meeting} for {LOST_SECONDS:g} s. Start the same "
                 "command on all hosts again; with `resume=` it goes on."
             )
         if self._is_replaced.is_set():

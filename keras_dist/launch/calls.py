@@ -166,7 +166,7 @@ class Workers(Starter):
     def lost_text(
         self, name: str, host: str, ranks: Sequence[int], seconds: float
     ) -> str:
-        self.note_lost(name, f"does not answer since {seconds:g} s")
+        self.note_lost(name, f"has not responded for {seconds:g} s")
         return self.ended_text(name, host, ranks, 1)
 
     def ended_text(self, name: str, host: str, ranks: Sequence[int], code: int) -> str:

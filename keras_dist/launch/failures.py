@@ -249,7 +249,7 @@ def ended_on_request(reports: Collection[Report]) -> bool:
 def lost_text(host: str, ranks: Sequence[int], seconds: float = LOST_SECONDS) -> str:
     """Return what is said of a host that sends no heartbeats."""
     named = ranks_in_words(ranks)
-    return f"host {host} does not answer since {seconds:g} s ({named})."
+    return f"host {host} has not responded for {seconds:g} s ({named})."
 
 
 def explain(

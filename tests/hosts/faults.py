@@ -150,10 +150,10 @@ def test_a_host_that_comes_back_goes_on_to_the_same_bits(
         net.link("b", is_up=False)
     else:
         net.power_off("b")
-    while "does not answer" not in (line := training.process.stderr.readline()):
+    while "has not responded" not in (line := training.process.stderr.readline()):
         assert line, "the launcher has ended"
     assert time.monotonic() - begin < 20
-    assert line == "keras-dist: host b does not answer since 15 s (rank 1).\n"
+    assert line == "keras-dist: host b has not responded for 15 s (rank 1).\n"
     time.sleep(15)
     if fault == "link":
         net.link("b", is_up=True)

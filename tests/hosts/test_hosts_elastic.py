@@ -98,7 +98,7 @@ def test_a_training_loses_a_host_and_gains_it_back(net, shared, way):
         stdout += printed
     print(f"{way}: {lost_seconds:.1f} s from the power cut to the next new step")
     assert lines[0].startswith("keras-dist: start 1: 3 ranks on 3 hosts (a, b, c)")
-    assert lines[1] == "keras-dist: host c does not answer since 15 s (rank 2)."
+    assert lines[1] == "keras-dist: host c has not responded for 15 s (rank 2)."
     assert lines[2] == (
         "keras-dist: start 2 (restart 1 of at most 2): host c was lost; 2 ranks on 2 "
         "hosts (a, b), before 3 ranks on 3 hosts."

@@ -125,7 +125,7 @@ def test_a_host_that_is_lost_or_behind_a_firewall_is_named(net, shared):
     assert lost.stderr.readline() == begin
     line = lost.stderr.readline()
     assert time.monotonic() - cut < 20
-    assert line == "keras-dist: host b does not answer since 15 s (rank 1).\n"
+    assert line == "keras-dist: host b has not responded for 15 s (rank 1).\n"
     assert lost.stderr.readline().startswith("Rank 0 on a was ")
     assert lost.stderr.readline() == "keras-dist: start 2 of at most 3, in 10 s.\n"
     net.power_on("b")

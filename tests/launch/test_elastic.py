@@ -184,7 +184,7 @@ def test_the_hosts_that_are_left_go_on(job):
     c.join()
     lost = Failure(1, time.time(), 1, "lost connection", "", True)
     b.report({"start": 0}, failures=[lost])
-    job.wait_for("does not answer")
+    job.wait_for("has not responded")
     job.wait_for(
         "keras-dist: start 2 (restart 1 of at most 1): host c was lost; 2 ranks on 2 "
         "hosts (a, b), before 3 ranks on 3 hosts."
