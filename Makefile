@@ -205,11 +205,12 @@ $(RELEASE)/.ready: pyproject.toml
 
 # For `install-horovod --find-links`. With Gloo alone: MPI and NCCL are libraries of the
 # machine that trains. TensorFlow 2.18 and 2.19 have no wheels for Python 3.13.
-PYTHONS ?= $(foreach python,python3.11 python3.12 python3.13,$(shell $(python) -c '' 2>/dev/null && echo $(python)))
+PYTHONS ?= python3.11 python3.12 python3.13
 TENSORFLOWS ?= 2.18 2.19 2.20 2.21
 WHEELS ?= dist/wheels
 wheels:
-	@test -n '$(PYTHONS)' || { echo "No python3.11, python3.12 or python3.13 was found. Name one: make wheels PYTHONS=/path/to/python3"; exit 1; } >&2
+	@for python in $(PYTHONS); do $$python -c '' 2>/dev/null || { \
+	    echo "$$python does not run here. Put it on the PATH, or name those that do: make wheels PYTHONS='python3.11'"; exit 1; } >&2; done
 	@for python in $(PYTHONS); do for tensorflow in $(TENSORFLOWS); do \
 	    minor=$$($$python -c 'import sys; print(sys.version_info[1])') || exit 1; \
 	    case $$minor-$$tensorflow in 13-2.18|13-2.19) continue;; esac; \
