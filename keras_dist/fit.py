@@ -180,7 +180,9 @@ def dist_fit(
             ranks 2 / N copies of the weights, in place of 2. The weights are those of
             the undivided update. For optimizers of Keras that compute each number by
             itself: `SGD`, `Adam`, `AdamW`, `Nadam`, `Adamax`, `RMSprop`, `Adagrad`,
-            `Adadelta`, `Ftrl`, `Lion`.
+            `Adadelta`, `Ftrl`, `Lion`; and by whole variables for `Adafactor`, `Lamb`,
+            `Muon`. An optimizer of yours says which by its attribute `sharded_by`,
+            `"number"` or `"variable"`.
         microbatch: Rows that a rank computes at once, if its batch needs too much
             memory. It computes its batch in pieces of at most so many rows, one after
             the other, adds up the gradients, and updates once: that is the step on the

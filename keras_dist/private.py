@@ -104,10 +104,10 @@ def unbuild_optimizer(optimizer: Any, state: Sequence[Any]) -> None:
     optimizer.built = False
 
 
-def variable_like(variable: Any, value: Any) -> Any:
-    """Make a variable with the name of another one, of which state has its name."""
+def variable_like(variable: Any, value: Any, name: str) -> Any:
+    """Make a variable with the path of another one, of which state has its name."""
     made = keras.Variable(value, dtype=variable.dtype, trainable=True)
-    made._name, made._path = variable.name, getattr(variable, "path", variable.name)
+    made._name, made._path = name, getattr(variable, "path", variable.name)
     return made
 
 

@@ -68,7 +68,9 @@ from keras_dist.optimizer.reduce import (
     reduce_gradients,
 )
 from keras_dist.optimizer.sharded_state import (
+    BY_VARIABLE,
     ELEMENTWISE,
+    divided_by,
     exchanges_in_update,
     sending_parts,
     sharded_leaves,
@@ -82,6 +84,7 @@ from keras_dist.optimizer.sparse import times, with_shape
 
 __all__ = [
     "ReducesGradients",
+    "BY_VARIABLE",
     "ELEMENTWISE",
     "Averaging",
     "DistributedOptimizer",
@@ -97,6 +100,7 @@ __all__ = [
     "attached",
     "check_usable",
     "divide_accumulated",
+    "divided_by",
     "effective_rate",
     "effective_rates",
     "every_of",

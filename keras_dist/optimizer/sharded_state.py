@@ -5,7 +5,8 @@ of a fit the optimizer is built for variables that hold these parts, so its stat
 that of parts, and Keras updates them as it updates whole variables. Of a large gradient
 a rank has the average of its own part alone (`cuts_of`). After each update the parts of
 all ranks are gathered into the weights. This is exact where an optimizer computes each
-number of a variable by itself; a norm is that of the whole gradient.
+number of a variable by itself; a norm is that of the whole gradient. For one that needs
+whole variables, each has an owner, and the other ranks do not update it.
 
 Before the fit, `begin` takes the state off the optimizer, and after it, `end` puts the
 state of all ranks together again, one variable after the other.
@@ -16,8 +17,8 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
 
 import keras
 import numpy as np
@@ -43,6 +44,9 @@ ELEMENTWISE = (
     "SGD",
 )
 
+# Those that need whole variables, one at a time.
+BY_VARIABLE = ("Adafactor", "Lamb", "Muon")
+
 # A variable with so many rows a rank is cut between rows: its parts differ little. One
 # with two axes always is, as the rows of an `Embedding` belong together.
 _ROWS = 16
@@ -54,6 +58,9 @@ _SMALL = 2**18
 
 _numbers = itertools.count()
 
+# What an optimizer needs together to update it.
+By = Literal["number", "variable"]
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -62,6 +69,7 @@ class Cut:
     Args:
         shape: Of the whole variable.
         size: The number of ranks.
+        owner: The rank that has all of it; `None` if each has a part.
 
     >>> cut = Cut((100, 3), 3)
     >>> cut.unit, [cut.bounds(rank) for rank in range(3)], cut.shape_of(0)
@@ -69,16 +77,21 @@ class Cut:
     >>> cut = Cut((2, 2, 1), 3)
     >>> cut.unit, [cut.bounds(rank) for rank in range(3)], cut.shape_of(2)
     ('numbers', [(0, 2), (2, 3), (3, 4)], (1,))
+    >>> cut = Cut((2, 2, 1), 3, owner=1)
+    >>> cut.shape_of(0), cut.shape_of(1)
+    ((0, 2, 1), (2, 2, 1))
     """
 
     shape: tuple[int, ...]
     size: int
+    owner: int | None = None
 
     @property
     def unit(self) -> Literal["rows", "numbers"]:
         """What stays in one part: a row, or a single number."""
         has_many = bool(self.shape) and self.shape[0] >= _ROWS * self.size
-        return "rows" if has_many or len(self.shape) == 2 else "numbers"
+        is_by_rows = has_many or len(self.shape) == 2 or self.owner is not None
+        return "rows" if is_by_rows else "numbers"
 
     def bounds(self, rank: int) -> tuple[int, int]:
         """Return the first unit of a rank, and the first one after its part.
@@ -86,6 +99,8 @@ class Cut:
         As `comm.scatter` divides them: the first ranks have one more.
         """
         count = self.shape[0] if self.unit == "rows" else math.prod(self.shape)
+        if self.owner is not None:
+            return 0, count if rank == self.owner else 0
         each, more = divmod(count, self.size)
         return each * rank + min(rank, more), each * (rank + 1) + min(rank + 1, more)
 
@@ -101,7 +116,12 @@ class Cut:
         return (stop - start, *rest)
 
     def part(self, whole: Any, rank: int) -> Any:
-        """Take a rank's part of a tensor or an array."""
+        """Take a rank's part of a tensor or an array.
+
+        Of what another rank owns, one number: Keras cannot calculate with none.
+        """
+        if self.owner not in (None, rank):
+            return whole[tuple(slice(1) for _ in self.shape)]
         start, stop = self.bounds(rank)
         return self._in_units(whole)[start:stop]
 
@@ -121,6 +141,12 @@ class Cut:
         part = comm.scatter(self._in_units(own), "sum", name=name)
         return tf.ensure_shape(part, self.shape_of(comm.rank()))
 
+    def sent(self, part: Any, rank: int) -> Any:
+        """Take what a rank sends of its part, which is flat if one rank owns it."""
+        if self.owner is None:
+            return part
+        return tf.reshape(part, [-1])[: None if rank == self.owner else 0]
+
     def is_part(self, tensor: Any, rank: int) -> bool:
         """Tell whether a tensor is a rank's part, and not the whole."""
         return tensor.shape == self.shape_of(rank) and tensor.shape != self.shape
@@ -137,15 +163,52 @@ class Cut:
         return tf.IndexedSlices(values, indices, shape)
 
 
-def where_cut(variables: Sequence[Any], size: int) -> list[Cut | None]:
+def where_cut(
+    variables: Sequence[Any], size: int, by: By = "number"
+) -> list[Cut | None]:
     """Return where variables are cut; `None`: each rank has all of it.
+
+    Args:
+        variables: The variables of an optimizer.
+        size: The number of ranks.
+        by: What has to stay in one part. Whole variables are dealt out, the largest
+            first, each to the rank that has least.
 
     >>> [bool(cut) for cut in where_cut([tf.zeros([999, 999]), tf.zeros([999])], 2)]
     [True, False]
     """
-    cuts = [Cut(tuple(variable.shape), size) for variable in variables]
-    small = sum(math.prod(cut.shape) for cut in cuts if not cut.is_large)
-    return [cut if cut.is_large or small >= _SMALL else None for cut in cuts]
+    all_cuts = [Cut(tuple(variable.shape), size) for variable in variables]
+    small = sum(math.prod(cut.shape) for cut in all_cuts if not cut.is_large)
+    cuts = [cut if cut.is_large or small >= _SMALL else None for cut in all_cuts]
+    if by == "number":
+        return cuts
+    loads = [0] * size
+    for index in sorted(range(len(cuts)), key=lambda i: -math.prod(all_cuts[i].shape)):
+        cut = cuts[index]
+        if cut is None or not cut.shape:
+            cuts[index] = None
+            continue
+        owner = loads.index(min(loads))
+        loads[owner] += math.prod(cut.shape)
+        cuts[index] = replace(cut, owner=owner)
+    return cuts
+
+
+def divided_by(leaf: Any) -> By | None:
+    """Tell what an optimizer needs together; `None` if it is not known.
+
+    Args:
+        leaf: An optimizer of Keras; or of the user's, which says it by an attribute
+            `sharded_by`.
+    """
+    said = getattr(leaf, "sharded_by", None)
+    if said in get_args(By):
+        return said
+    of_keras = leaf.__class__.__module__.startswith(private.MODULES)
+    name = leaf.__class__.__name__
+    if not of_keras or name not in (*ELEMENTWISE, *BY_VARIABLE):
+        return None
+    return "variable" if name in BY_VARIABLE else "number"
 
 
 @dataclass
@@ -158,8 +221,8 @@ class ShardedState:
         parts: This rank's part of each of them, the variable itself where it is not
             cut; empty before the first step.
         held: The state that it had before, as arrays, until the first step.
-        shapes: Of the state that is divided, if it were whole, by the identity of the
-            variable that holds the part.
+        cuts: Where parts, and the state that is divided, are cut, by the identity of
+            the variable that holds the part.
         squares: Sums of squares of the whole gradients of an update, by `_key` of the
             variable; where something needs them.
         updated: The parts that the update has gradients for.
@@ -170,7 +233,7 @@ class ShardedState:
     whole: list[Any] = field(default_factory=list)
     parts: list[Any] = field(default_factory=list)
     held: list[np.ndarray] | None = None
-    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    cuts: dict[int, Cut] = field(default_factory=dict)
     squares: dict[int, Any] = field(default_factory=dict)
     updated: list[Any] = field(default_factory=list)
     meeting: "_Meeting | None" = None
@@ -185,7 +248,8 @@ class ShardedState:
         if leaf.gradient_accumulation_steps:
             # They were added up by parts.
             squares = [_square(gradient) for gradient in gradients]
-            divided = [i for i, part in enumerate(self.updated) if self.is_part(part)]
+            cuts = [self.cuts.get(id(part)) for part in self.updated]
+            divided = [i for i, cut in enumerate(cuts) if cut and cut.owner is None]
             if divided:
                 own = tf.stack([squares[i] for i in divided])
                 name = f"keras_dist.squares.{self.number}"
@@ -204,7 +268,7 @@ class ShardedState:
     def divided(self) -> list[tuple[Any, Any, Cut]]:
         """List the variables that are cut: the whole, this rank's part, and where."""
         return [
-            (whole, part, Cut(tuple(whole.shape), comm.size()))
+            (whole, part, self.cuts[id(part)])
             for whole, part in zip(self.whole, self.parts, strict=True)
             if part is not whole
         ]
@@ -217,8 +281,7 @@ class ShardedState:
         """
         for whole, part in zip(self.whole, self.parts, strict=True):
             if whole is variable or private.value_of(whole) is variable:
-                is_cut = part is not whole
-                return part, Cut(tuple(whole.shape), comm.size()) if is_cut else None
+                return part, self.cuts.get(id(part))
         raise ValueError(
             "An optimizer updates the variables that it was built for. "
             f"Received: {variable!r}, which is not one of them. Build the optimizer "
@@ -231,10 +294,6 @@ class ShardedState:
             if own is part or private.value_of(own) is part:
                 return whole
         return part
-
-    def is_part(self, variable: Any) -> bool:
-        """Tell whether a variable holds a part, and is not one of the model."""
-        return self.whole_of(variable) is not variable
 
 
 def is_sharded(optimizer: Any) -> bool:
@@ -264,13 +323,15 @@ def state_bytes(leaf: Any, variables: Sequence[Any]) -> tuple[float, float] | No
     An optimizer of its kind is built for one number: each variable has as many of them.
 
     Args:
-        leaf: One of `ELEMENTWISE`.
+        leaf: One of `ELEMENTWISE`; of others it is not known.
         variables: The weights that it updates.
 
     Returns:
         The bytes of a rank, as a mean of all ranks, and those of the whole; `None` if
         the optimizer has no config.
     """
+    if leaf.__class__.__name__ not in ELEMENTWISE:
+        return None
     try:
         kind = type(leaf).from_config(leaf.get_config())
     except Exception:  # a schedule of the user's, which cannot be saved
@@ -301,32 +362,49 @@ def start(optimizer: Any) -> None:
 
 def _start(leaf: Any) -> None:
     state: ShardedState = leaf._sharded
-    cuts = where_cut(state.whole, comm.size())
+    cuts = where_cut(state.whole, comm.size(), divided_by(leaf) or "number")
     with tf.init_scope():
         for variable, cut in zip(state.whole, cuts, strict=True):
             part = variable
             if cut is not None:
                 value = cut.part(tf.convert_to_tensor(variable), comm.rank())
-                part = private.variable_like(variable, value)
+                name = f"{variable.name}_{len(state.parts)}"
+                part = private.variable_like(variable, value, name)
                 step_context.make_known(private.value_of(part).handle, "ours")
+                state.cuts[id(part)] = cut
             state.parts.append(part)
         leaf.build(state.parts)
         held, state.held = state.held, None
         slots = _slots(leaf)
+        _exchange_shapes([slot for slot in slots if id(slot) in state.cuts], state)
         if comm.broadcast(held is not None):
             arrays = dict(zip(map(id, slots), held or (), strict=False))
-            others = [slot for slot in slots if id(slot) not in state.shapes]
+            others = [slot for slot in slots if id(slot) not in state.cuts]
             for slot in others:  # such as a number that belongs to no variable
                 slot.assign(arrays.get(id(slot), slot))
             comm.broadcast_variables(others, 0)
             share_state([leaf], arrays)
 
 
+def _exchange_shapes(divided: Sequence[Any], state: ShardedState) -> None:
+    """Learn the shapes of what other ranks own, such as sums over rows; collective."""
+    cuts = [state.cuts[id(variable)] for variable in divided]
+    if all(cut.owner is None for cut in cuts):
+        return
+    of_ranks = comm.gather([tuple(variable.shape) for variable in divided])
+    for index, (variable, cut) in enumerate(zip(divided, cuts, strict=True)):
+        if cut.owner is not None:
+            shape = of_ranks[cut.owner][index]
+            state.cuts[id(variable)] = replace(cut, shape=shape)
+
+
 def _assign(variable: Any, whole: Any, state: ShardedState) -> None:
     """Give a variable of the state its part of a value; the value, if it has none."""
-    shape = state.shapes.get(id(variable))
-    if shape is not None:
-        whole = Cut(shape, comm.size()).part(whole, comm.rank())
+    cut = state.cuts.get(id(variable))
+    if cut is not None:
+        if cut.owner not in (None, comm.rank()):
+            return
+        whole = cut.part(whole, comm.rank())
     variable.assign(whole)
 
 
@@ -354,9 +432,10 @@ def cuts_of(
 ) -> list[Cut | None]:
     """Tell of which gradients a rank needs its own part alone.
 
-    Not where a NaN guard looks at whole gradients, or their norms are clipped after a
-    loss scale; nor where they are compressed together. Nor over Gloo between hosts,
-    which takes longer to sum parts than to sum the whole.
+    Not where an optimizer needs whole variables, where a NaN guard looks at whole
+    gradients, or their norms are clipped after a loss scale; nor where they are
+    compressed together. Nor over Gloo between hosts, which takes longer to sum parts
+    than to sum the whole.
 
     Args:
         optimizer: The outermost optimizer.
@@ -367,6 +446,8 @@ def cuts_of(
     cuts: list[Cut | None] = [None] * len(variables)
     inner = leaves(optimizer)
     if len(inner) != 1 or not mixin.has(inner[0], UpdatesParts):
+        return cuts
+    if divided_by(inner[0]) == "variable":
         return cuts
     if inner[0] is not optimizer and _clips_norms(inner[0]):
         return cuts
@@ -474,13 +555,16 @@ def _gathered(pairs: Sequence[tuple[Any, Cut]], name: str) -> list[Any]:
                 index
             )
         else:
-            own = tf.convert_to_tensor(part)
+            own = cut.sent(tf.convert_to_tensor(part), comm.rank())
             gathered = comm.gather_rows(own, name=f"{name}.{index}")
             result[index] = tf.reshape(gathered, cut.shape)
     for dtype, indices in sorted(small.items()):
-        own = [tf.reshape(tf.convert_to_tensor(pairs[i][0]), [-1]) for i in indices]
-        flat = comm.gather_rows(tf.concat(own, axis=0), name=f"{name}.{dtype}")
         cuts = [pairs[i][1] for i in indices]
+        own = [
+            tf.reshape(cut.sent(tf.convert_to_tensor(pairs[i][0]), comm.rank()), [-1])
+            for i, cut in zip(indices, cuts, strict=True)
+        ]
+        flat = comm.gather_rows(tf.concat(own, axis=0), name=f"{name}.{dtype}")
         ranks = range(comm.size())
         lengths = [math.prod(cut.shape_of(rank)) for rank in ranks for cut in cuts]
         pieces = tf.split(flat, lengths)
@@ -511,8 +595,7 @@ def _make_whole(leaf: Any) -> None:
         _free(part)
     # All of them until the end, so that no new variable has their identity.
     before = leaf.variables
-    divided = [variable for variable in before if id(variable) in state.shapes]
-    values = (_merged(part, state) for part in divided)
+    values = (_merged(v, state) for v in before if _is_given(state.cuts.get(id(v))))
     private.unbuild_optimizer(leaf, _slots(leaf))
     mixin.remove(leaf, UpdatesParts)
     object.__setattr__(leaf, "_whole_state", values)
@@ -523,13 +606,21 @@ def _make_whole(leaf: Any) -> None:
         mixin.remove(leaf, _MakesWhole)
         object.__delattr__(leaf, "_whole_state")  # it refers to the parts
     for variable, old in zip(leaf.variables, before, strict=True):
-        if id(old) not in state.shapes and variable is not old:
-            variable.assign(old)
+        if variable is not old and not _is_given(state.cuts.get(id(old))):
+            variable.assign(_merged(old, state) if id(old) in state.cuts else old)
+
+
+def _is_given(cut: Cut | None) -> bool:
+    """Tell whether state is put together while the optimizer is built with it.
+
+    Not what one rank owns: it may not have the shape of a variable.
+    """
+    return cut is not None and cut.owner is None
 
 
 def _merged(part: Any, state: ShardedState) -> Any:
     """Put a variable of the state together, and free this rank's part of it."""
-    cut = Cut(state.shapes[id(part)], comm.size())
+    cut = state.cuts[id(part)]
     [whole] = _gathered([(part, cut)], f"keras_dist.state.{state.number}")
     _free(part)
     return whole
@@ -640,18 +731,19 @@ def _whole(leaf: Any, index: int) -> np.ndarray:
 
 
 def _whole_of(variable: Any, state: ShardedState, index: int) -> Any:
-    shape = state.shapes.get(id(variable))
-    if shape is None:
+    cut = state.cuts.get(id(variable))
+    if cut is None:
         return variable
-    name = f"keras_dist.state.{state.number}.{index}"
-    return _gathered([(variable, Cut(shape, comm.size()))], name)[0]
+    return _gathered([(variable, cut)], f"keras_dist.state.{state.number}.{index}")[0]
 
 
 def whole_shapes(optimizers: Sequence[Any]) -> dict[int, tuple[int, ...]]:
     """Return the whole shape of each variable that holds a part, by its identity."""
     found: dict[int, tuple[int, ...]] = {}
     for leaf in sharded_leaves(optimizers):
-        found |= leaf._sharded.shapes
+        cuts = leaf._sharded.cuts
+        ids = [id(variable) for variable in leaf.variables]
+        found |= {key: cuts[key].shape for key in ids if key in cuts}
     return found
 
 
@@ -659,7 +751,7 @@ def whole_values(optimizers: Sequence[Any]) -> Iterator[tuple[Any, np.ndarray]]:
     """Put the divided state together, one variable after the other; on all ranks."""
     for leaf in sharded_leaves(optimizers):
         for index, variable in enumerate(leaf.variables):
-            if id(variable) in leaf._sharded.shapes:
+            if id(variable) in leaf._sharded.cuts:
                 yield variable, _whole(leaf, index)
 
 
@@ -673,9 +765,9 @@ def share_state(optimizers: Sequence[Any], arrays: Mapping[int, np.ndarray]) -> 
     for leaf in sharded_leaves(optimizers):
         state: ShardedState = leaf._sharded
         for variable in leaf.variables:
-            if id(variable) in state.shapes:
+            if id(variable) in state.cuts:
                 dtype = keras.backend.standardize_dtype(variable.dtype)
-                empty = np.empty(state.shapes[id(variable)], dtype)
+                empty = np.empty(state.cuts[id(variable)].shape, dtype)
                 own = arrays.get(id(variable), empty)
                 [value] = comm.broadcast_arrays([np.asarray(own, dtype)], 0)
                 _assign(variable, value, state)
@@ -716,9 +808,18 @@ class UpdatesParts:
         made = super().add_variable_from_reference(  # type: ignore[misc]
             reference_variable, *args, **kwargs
         )
-        whole = self._sharded.whole_of(reference_variable)
-        if whole is not reference_variable:
-            self._sharded.shapes[id(made)] = tuple(whole.shape)
+        cut = self._sharded.cuts.get(id(reference_variable))
+        if cut is not None:
+            self._sharded.cuts[id(made)] = cut
+        return made
+
+    def add_variable(self, *args: Any, **kwargs: Any) -> Any:
+        made = super().add_variable(*args, **kwargs)  # type: ignore[misc]
+        for _, part, cut in self._sharded.divided():
+            # `Adafactor` names so what it keeps of rows and of columns.
+            if cut.owner is not None and kwargs.get("name") == part.name:
+                shape = tuple(made.shape)
+                self._sharded.cuts[id(made)] = replace(cut, shape=shape)
         return made
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
@@ -728,22 +829,28 @@ class UpdatesParts:
             # The step is traced to make its variables, and nothing is updated.
             state.whole = state.whole or variables
             return
+        if divided_by(self) == "variable":
+            state.squares.clear()
         rank, own, parts = comm.rank(), [], []
         for gradient, variable in zip(grads, variables, strict=True):
             part, cut = state.part_of(variable)
-            parts.append(part)
             is_rows = isinstance(gradient, tf.IndexedSlices)
-            is_part = cut and not is_rows and gradient is not None
-            if gradient is None or (is_part and cut.is_part(gradient, rank)):
-                own.append(gradient)
-                continue
-            if _clips_norms(self):
+            is_whole = gradient is not None
+            if cut is not None and is_whole and not is_rows:
+                is_whole = not cut.is_part(gradient, rank)
+            if is_whole and _clips_norms(self):
                 state.squares[_key(variable)] = _square(gradient)
-            if cut is not None:
+            if cut is not None and cut.owner not in (None, rank):
+                continue
+            if cut is not None and is_whole:
                 take = cut.part_of_rows if is_rows else cut.part
                 gradient = take(gradient, rank)
             own.append(gradient)
-        super().apply(own, parts)  # type: ignore[misc]
+            parts.append(part)
+        if len(parts) < len(variables) and all(each is None for each in own):
+            private.batches_of(self).assign_add(1)  # this rank has nothing to update
+        else:
+            super().apply(own, parts)  # type: ignore[misc]
 
     def finalize_variable_values(self, var_list: Any) -> None:
         state = self._sharded
@@ -797,7 +904,11 @@ class UpdatesParts:
             return super()._clip_gradients(grads)  # type: ignore[misc]
         squares = self._sharded.squares_of(grads, self)
         if self.global_clipnorm:
-            factor = limit / tf.maximum(tf.sqrt(tf.add_n(squares)), limit)
+            total = tf.add_n(squares)
+            if divided_by(self) == "variable":  # those of other ranks, too
+                scale = self.loss_scale_factor or 1.0
+                total = tf.add_n(list(self._sharded.squares.values())) / scale**2
+            factor = limit / tf.maximum(tf.sqrt(total), limit)
             # Keras makes gradients by rows whole here, too.
             return [tf.convert_to_tensor(gradient) * factor for gradient in grads]
         return [
@@ -822,7 +933,8 @@ class _MakesWhole:
         name: str | None = None,
         initializer: Any = "zeros",
     ) -> Any:
-        if any(whole is reference_variable for whole, _, _ in self._sharded.divided()):
+        found = self._sharded.part_of(reference_variable)
+        if _is_given(found[1]):
             initializer = functools.partial(_as_it_is, next(self._whole_state))
         return super().add_variable_from_reference(  # type: ignore[misc]
             reference_variable, name, initializer

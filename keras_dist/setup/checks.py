@@ -84,14 +84,28 @@ def check_shard_optimizer(model: Any, options: Any, callbacks: list[Any]) -> Non
                 f"inside another. Received: {found!r}. Leave one out."
             )
         for leaf in optimizer.leaves(found):
-            cls = leaf.__class__
-            is_keras = cls.__module__.startswith(private.MODULES)
-            if not is_keras or cls.__name__ not in optimizer.ELEMENTWISE:
+            if optimizer.divided_by(leaf) is None:
+                cls = leaf.__class__
+                known = [*optimizer.ELEMENTWISE, *optimizer.BY_VARIABLE]
                 raise ValueError(
-                    "`shard_optimizer` needs an optimizer that computes each number of "
-                    f"a variable by itself: {', '.join(optimizer.ELEMENTWISE)} of "
-                    f"Keras. Received: {cls.__module__}.{cls.__name__}. Take one of "
-                    "these, or leave out `shard_optimizer`."
+                    "`shard_optimizer` needs to know what an optimizer updates by "
+                    f"itself. Received: {cls.__module__}.{cls.__name__}. Take "
+                    f"{', '.join(known[:-1])} or {known[-1]} of Keras; or give your "
+                    'class the attribute `sharded_by = "number"`, if it computes each '
+                    'number of a variable from that of the gradient, or "variable", '
+                    "if it needs all of one variable and of no other."
+                )
+            if (
+                optimizer.divided_by(leaf) == "variable"
+                and leaf.gradient_accumulation_steps
+                and leaf.global_clipnorm
+            ):
+                raise ValueError(
+                    "With `shard_optimizer` and an optimizer that needs whole "
+                    "variables, no rank has all accumulated gradients. Received: "
+                    f"{leaf.__class__.__name__} with global_clipnorm="
+                    f"{leaf.global_clipnorm} and gradient_accumulation_steps="
+                    f"{leaf.gradient_accumulation_steps}. Leave one out."
                 )
             if options.resume is not None and leaf.gradient_accumulation_steps:
                 raise ValueError(

@@ -23,7 +23,7 @@ from claims import (
 from models import SUBJECTS
 
 import keras_dist
-from keras_dist.optimizer import ELEMENTWISE, sharded_state
+from keras_dist.optimizer import BY_VARIABLE, ELEMENTWISE, sharded_state
 
 RATE = 0.01
 EPOCHS = 2
@@ -624,7 +624,7 @@ def _sharded() -> list[Case]:
     cases = [
         replace(case, on_three=False)
         for case in _optimizers()
-        if case.name.partition("(")[0] in ELEMENTWISE
+        if case.name.partition("(")[0] in (*ELEMENTWISE, *BY_VARIABLE)
     ]
     cases += [
         Case(

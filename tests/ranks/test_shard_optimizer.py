@@ -250,6 +250,55 @@ def test_an_optimizer_may_be_built_by_its_first_update(rows, train, run_eagerly)
         np.testing.assert_allclose(own, expected, atol=1e-5)
 
 
+class Own(keras.optimizers.SGD):
+    """Divides each gradient by its norm and one, which needs all of it."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        norm = keras.ops.sqrt(keras.ops.sum(gradient**2)) + 1
+        super().update_step(gradient / norm, variable, learning_rate)
+
+
+class OwnByVariable(Own):
+    sharded_by = "variable"
+
+
+@pytest.mark.three_ranks
+@pytest.mark.parametrize("kind", [keras.optimizers.Adafactor, OwnByVariable])
+def test_whole_variables_are_dealt_out(folder, rows, world, train, make_model, kind):
+    """What one rank owns is saved, restored and used after the fit by all."""
+
+    def make():
+        rate = 0.01 if kind is keras.optimizers.Adafactor else 0.1
+        given = {"clipnorm": 0.1, "momentum": 0.9} if kind is OwnByVariable else {}
+        optimizer = kind(rate, weight_decay=0.01, **given)
+        return make_model(optimizer, jit_compile=False)
+
+    class Dies(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if int(self.model.optimizer.iterations) == 10:
+                raise KeyError("died")
+
+    oracle = make()
+    given = {"batch_size": 16, "shuffle": False, "verbose": 0}
+    oracle.fit(*rows, epochs=EPOCHS, **given)
+    sizes = Sizes()
+    checkpoint = keras.callbacks.ModelCheckpoint(folder / "{epoch}.keras")
+    options = {"resume": folder / "resume", "save_steps": 1}
+    with contextlib.suppress(KeyError):
+        train(make(), callbacks=[Dies()], **options)
+    model = train(make(), callbacks=[checkpoint, sizes], **options)
+    assert_is(model, state_of(oracle))
+    assert_equal_to_the_bit(model)
+    whole = sum(math.prod(variable.shape) for variable in oracle.optimizer.variables)
+    assert max(keras_dist.gather(sizes.state)) < whole
+    with keras.saving.custom_object_scope({"OwnByVariable": OwnByVariable}):
+        saved = keras.models.load_model(folder / "2.keras")
+    assert_is(saved, state_of(oracle))
+    oracle.fit(*rows, epochs=1, **given)
+    train(saved, 1)
+    assert_is(saved, state_of(oracle))
+
+
 def test_a_save_of_another_rank_alone_is_an_error_on_all(folder, train, expected):
     """Nobody waits; the state is whole again, and the training can go on."""
     model = train(epochs=0)
@@ -326,11 +375,7 @@ def test_a_training_goes_on_divided_or_not(folder, train, expected, before, afte
 @pytest.mark.parametrize(
     ("optimizer", "options", "message"),
     [
-        (
-            keras.optimizers.Adafactor,
-            {},
-            "computes each number of a variable by itself",
-        ),
+        (Own, {}, "needs to know what an optimizer updates by itself"),
         (keras.optimizers.Adam, {"sync": "every:2", "batch": "rank"}, "sync='every:2'"),
         (keras.optimizers.Adam, {"process_set": [0, 1]}, "process_set"),
         (keras.optimizers.Adam, {"shard_optimizer": "yes"}, "True or False"),
