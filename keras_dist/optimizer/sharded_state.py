@@ -6,7 +6,9 @@ that of parts, and Keras updates them as it updates whole variables. Of a large 
 a rank has the average of its own part alone (`cuts_of`). After each update the parts of
 all ranks are gathered into the weights. This is exact where an optimizer computes each
 number of a variable by itself; a norm is that of the whole gradient. For one that needs
-whole variables, each has an owner, and the other ranks do not update it.
+whole variables, each has an owner. The other ranks update one number of it, which is
+not sent: TensorFlow leaves the average of a gradient that a rank does not use out of
+its graph, and the other ranks would wait for that rank.
 
 Before the fit, `begin` takes the state off the optimizer, and after it, `end` puts the
 state of all ranks together again, one variable after the other.
@@ -26,7 +28,7 @@ import tensorflow as tf
 
 from keras_dist import comm, mixin, private
 from keras_dist.optimizer import step_context
-from keras_dist.optimizer.nested import leaves
+from keras_dist.optimizer.nested import leaves, nested_optimizers
 from keras_dist.optimizer.options import Averaging
 from keras_dist.optimizer.sparse import times
 
@@ -106,7 +108,7 @@ class Cut:
 
     @property
     def is_large(self) -> bool:
-        """Whether its parts have a collective of their own."""
+        """Whether it is gathered alone, and its gradient is summed by parts."""
         return math.prod(self.shape) >= _SMALL
 
     def shape_of(self, rank: int) -> tuple[int, ...]:
@@ -118,7 +120,7 @@ class Cut:
     def part(self, whole: Any, rank: int) -> Any:
         """Take a rank's part of a tensor or an array.
 
-        Of what another rank owns, one number: Keras cannot calculate with none.
+        Of what another rank owns, one number.
         """
         if self.owner not in (None, rank):
             return whole[tuple(slice(1) for _ in self.shape)]
@@ -156,15 +158,18 @@ class Cut:
         if self.unit == "numbers":
             return self.part(tf.convert_to_tensor(rows), rank)
         start, stop = self.bounds(rank)
+        values, shape = rows.values, self.shape_of(rank)
+        if self.owner not in (None, rank):
+            stop, shape = 1, (1,) * len(self.shape)
+            values = values[(slice(None), *(slice(1) for _ in self.shape[1:]))]
         is_own = (rows.indices >= start) & (rows.indices < stop)
         indices = tf.boolean_mask(rows.indices, is_own) - start
-        values = tf.boolean_mask(rows.values, is_own)
-        shape = tf.constant(self.shape_of(rank), rows.indices.dtype)
-        return tf.IndexedSlices(values, indices, shape)
+        values = tf.boolean_mask(values, is_own)
+        return tf.IndexedSlices(values, indices, tf.constant(shape, rows.indices.dtype))
 
 
 def where_cut(
-    variables: Sequence[Any], size: int, by: By = "number"
+    variables: Sequence[Any], size: int, by: By | None = "number"
 ) -> list[Cut | None]:
     """Return where variables are cut; `None`: each rank has all of it.
 
@@ -180,7 +185,7 @@ def where_cut(
     all_cuts = [Cut(tuple(variable.shape), size) for variable in variables]
     small = sum(math.prod(cut.shape) for cut in all_cuts if not cut.is_large)
     cuts = [cut if cut.is_large or small >= _SMALL else None for cut in all_cuts]
-    if by == "number":
+    if by != "variable":
         return cuts
     loads = [0] * size
     for index in sorted(range(len(cuts)), key=lambda i: -math.prod(all_cuts[i].shape)):
@@ -209,6 +214,38 @@ def divided_by(leaf: Any) -> By | None:
     if not of_keras or name not in (*ELEMENTWISE, *BY_VARIABLE):
         return None
     return "variable" if name in BY_VARIABLE else "number"
+
+
+def check_divisible(optimizer: Any) -> None:
+    """Raise a `ValueError` if the state of an optimizer cannot be divided.
+
+    Args:
+        optimizer: An optimizer, which may hold others.
+    """
+    if leaves(optimizer) != nested_optimizers(optimizer)[-1:]:
+        raise ValueError(
+            "`shard_optimizer` divides the state of one optimizer, not of several "
+            f"inside another. Received: {optimizer!r}. Leave one out."
+        )
+    [leaf] = leaves(optimizer)
+    cls, by = leaf.__class__, divided_by(leaf)
+    if by is None:
+        known = [*ELEMENTWISE, *BY_VARIABLE]
+        raise ValueError(
+            "`shard_optimizer` needs to know what an optimizer updates by itself. "
+            f"Received: {cls.__module__}.{cls.__name__}. Take {', '.join(known[:-1])} "
+            f"or {known[-1]} of Keras; or give your class the attribute `sharded_by = "
+            '"number"`, if it computes each number of a variable from that of the '
+            'gradient, or "variable", if it needs all of one variable and of no other.'
+        )
+    steps, limit = leaf.gradient_accumulation_steps, leaf.global_clipnorm
+    if by == "variable" and steps and limit:
+        raise ValueError(
+            "With `shard_optimizer` and an optimizer that needs whole variables, no "
+            f"rank has all accumulated gradients. Received: {cls.__name__} with "
+            f"global_clipnorm={limit} and gradient_accumulation_steps={steps}. Leave "
+            "one out."
+        )
 
 
 @dataclass
@@ -305,8 +342,12 @@ def begin(optimizer: Any) -> None:
     """Take the state off an optimizer, until the first step divides it.
 
     Args:
-        optimizer: An optimizer, which may hold others.
+        optimizer: An optimizer, which may hold another.
+
+    Raises:
+        ValueError: If its state cannot be divided. A step may have made it just now.
     """
+    check_divisible(optimizer)
     for leaf in leaves(optimizer):
         state = ShardedState(next(_numbers))
         if leaf.built:
@@ -323,14 +364,14 @@ def state_bytes(leaf: Any, variables: Sequence[Any]) -> tuple[float, float] | No
     An optimizer of its kind is built for one number: each variable has as many of them.
 
     Args:
-        leaf: One of `ELEMENTWISE`; of others it is not known.
+        leaf: The optimizer; if it needs whole variables, it is not known.
         variables: The weights that it updates.
 
     Returns:
         The bytes of a rank, as a mean of all ranks, and those of the whole; `None` if
         the optimizer has no config.
     """
-    if leaf.__class__.__name__ not in ELEMENTWISE:
+    if divided_by(leaf) != "number":
         return None
     try:
         kind = type(leaf).from_config(leaf.get_config())
@@ -362,7 +403,7 @@ def start(optimizer: Any) -> None:
 
 def _start(leaf: Any) -> None:
     state: ShardedState = leaf._sharded
-    cuts = where_cut(state.whole, comm.size(), divided_by(leaf) or "number")
+    cuts = where_cut(state.whole, comm.size(), divided_by(leaf))
     with tf.init_scope():
         for variable, cut in zip(state.whole, cuts, strict=True):
             part = variable
@@ -376,7 +417,8 @@ def _start(leaf: Any) -> None:
         leaf.build(state.parts)
         held, state.held = state.held, None
         slots = _slots(leaf)
-        _exchange_shapes([slot for slot in slots if id(slot) in state.cuts], state)
+        if divided_by(leaf) == "variable":
+            _find_owners(slots, state)
         if comm.broadcast(held is not None):
             arrays = dict(zip(map(id, slots), held or (), strict=False))
             others = [slot for slot in slots if id(slot) not in state.cuts]
@@ -386,16 +428,30 @@ def _start(leaf: Any) -> None:
             share_state([leaf], arrays)
 
 
-def _exchange_shapes(divided: Sequence[Any], state: ShardedState) -> None:
-    """Learn the shapes of what other ranks own, such as sums over rows; collective."""
-    cuts = [state.cuts[id(variable)] for variable in divided]
-    if all(cut.owner is None for cut in cuts):
-        return
-    of_ranks = comm.gather([tuple(variable.shape) for variable in divided])
-    for index, (variable, cut) in enumerate(zip(divided, cuts, strict=True)):
-        if cut.owner is not None:
-            shape = of_ranks[cut.owner][index]
-            state.cuts[id(variable)] = replace(cut, shape=shape)
+def _find_owners(slots: Sequence[Any], state: ShardedState) -> None:
+    """Learn the shapes of what other ranks own, such as sums over rows; a collective.
+
+    Raises:
+        ValueError: If it is not known to which variable a part of the state belongs:
+            then nobody knows which rank has it. On all ranks.
+    """
+    paths = tuple(f"{part.path.replace('/', '_')}_" for part in state.parts)
+    names = {part.name for part in state.parts}
+    for slot in slots:
+        is_known = slot.name in names or slot.name.startswith(paths)
+        if id(slot) not in state.cuts and not is_known:
+            raise ValueError(
+                'With `shard_optimizer` and `sharded_by = "variable"`, all state of '
+                "an optimizer belongs to a variable. Received: a state of the name "
+                f"{slot.name!r} and the shape {tuple(slot.shape)}. Make it by "
+                "`add_variable_from_reference`, or by `add_variable(…, "
+                "name=variable.name)`; or leave out `shard_optimizer`."
+            )
+    of_ranks = comm.gather([tuple(slot.shape) for slot in slots])
+    for index, slot in enumerate(slots):
+        cut = state.cuts.get(id(slot))
+        if cut is not None and cut.owner is not None:
+            state.cuts[id(slot)] = replace(cut, shape=of_ranks[cut.owner][index])
 
 
 def _assign(variable: Any, whole: Any, state: ShardedState) -> None:
@@ -829,8 +885,6 @@ class UpdatesParts:
             # The step is traced to make its variables, and nothing is updated.
             state.whole = state.whole or variables
             return
-        if divided_by(self) == "variable":
-            state.squares.clear()
         rank, own, parts = comm.rank(), [], []
         for gradient, variable in zip(grads, variables, strict=True):
             part, cut = state.part_of(variable)
@@ -840,17 +894,12 @@ class UpdatesParts:
                 is_whole = not cut.is_part(gradient, rank)
             if is_whole and _clips_norms(self):
                 state.squares[_key(variable)] = _square(gradient)
-            if cut is not None and cut.owner not in (None, rank):
-                continue
             if cut is not None and is_whole:
                 take = cut.part_of_rows if is_rows else cut.part
                 gradient = take(gradient, rank)
             own.append(gradient)
             parts.append(part)
-        if len(parts) < len(variables) and all(each is None for each in own):
-            private.batches_of(self).assign_add(1)  # this rank has nothing to update
-        else:
-            super().apply(own, parts)  # type: ignore[misc]
+        super().apply(own, parts)  # type: ignore[misc]
 
     def finalize_variable_values(self, var_list: Any) -> None:
         state = self._sharded
@@ -904,11 +953,7 @@ class UpdatesParts:
             return super()._clip_gradients(grads)  # type: ignore[misc]
         squares = self._sharded.squares_of(grads, self)
         if self.global_clipnorm:
-            total = tf.add_n(squares)
-            if divided_by(self) == "variable":  # those of other ranks, too
-                scale = self.loss_scale_factor or 1.0
-                total = tf.add_n(list(self._sharded.squares.values())) / scale**2
-            factor = limit / tf.maximum(tf.sqrt(total), limit)
+            factor = limit / tf.maximum(tf.sqrt(tf.add_n(squares)), limit)
             # Keras makes gradients by rows whole here, too.
             return [tf.convert_to_tensor(gradient) * factor for gradient in grads]
         return [

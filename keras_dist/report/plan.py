@@ -143,11 +143,10 @@ class Plan:
         ]
         if self.optimizer_bytes is not None and self.size > 1:
             own, whole = (number / 2**20 for number in self.optimizer_bytes)
-            text = f"{own:,.1f} MiB a rank of {whole:,.1f}"
+            text = f"{whole:,.1f} MiB on each rank: too small to divide"
             if own < whole:
+                text = f"{own:,.1f} MiB a rank of {whole:,.1f}"
                 text += "; ReplicaCheck compares weights alone"
-            else:
-                text += ", whole: too small to divide"
             lines.append(("optimizer state", text))
         if self.resume:
             lines.append(("resume", self.resume))

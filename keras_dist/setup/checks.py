@@ -78,35 +78,8 @@ def check_shard_optimizer(model: Any, options: Any, callbacks: list[Any]) -> Non
                 "Leave one out."
             )
     for found in optimizer.optimizers_of(model):
-        if optimizer.leaves(found) != optimizer.nested_optimizers(found)[-1:]:
-            raise ValueError(
-                "`shard_optimizer` divides the state of one optimizer, not of several "
-                f"inside another. Received: {found!r}. Leave one out."
-            )
+        optimizer.check_divisible(found)
         for leaf in optimizer.leaves(found):
-            if optimizer.divided_by(leaf) is None:
-                cls = leaf.__class__
-                known = [*optimizer.ELEMENTWISE, *optimizer.BY_VARIABLE]
-                raise ValueError(
-                    "`shard_optimizer` needs to know what an optimizer updates by "
-                    f"itself. Received: {cls.__module__}.{cls.__name__}. Take "
-                    f"{', '.join(known[:-1])} or {known[-1]} of Keras; or give your "
-                    'class the attribute `sharded_by = "number"`, if it computes each '
-                    'number of a variable from that of the gradient, or "variable", '
-                    "if it needs all of one variable and of no other."
-                )
-            if (
-                optimizer.divided_by(leaf) == "variable"
-                and leaf.gradient_accumulation_steps
-                and leaf.global_clipnorm
-            ):
-                raise ValueError(
-                    "With `shard_optimizer` and an optimizer that needs whole "
-                    "variables, no rank has all accumulated gradients. Received: "
-                    f"{leaf.__class__.__name__} with global_clipnorm="
-                    f"{leaf.global_clipnorm} and gradient_accumulation_steps="
-                    f"{leaf.gradient_accumulation_steps}. Leave one out."
-                )
             if options.resume is not None and leaf.gradient_accumulation_steps:
                 raise ValueError(
                     "A checkpoint has accumulated gradients of each rank, or of all of "

@@ -262,6 +262,65 @@ class OwnByVariable(Own):
     sharded_by = "variable"
 
 
+class Counts(OwnByVariable):
+    """Has a number for each variable, and does not say so."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.counts = [self.add_variable(shape=(), name="count") for _ in variables]
+
+
+class Late(keras.Model):
+    """Makes its optimizer in the first step."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.own = keras.layers.Dense(1), None
+
+    def call(self, x):
+        return self.layer(x)
+
+    def train_step(self, data):
+        x, y = data
+        self.own = self.own or Own(0.1)
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        weights = self.trainable_weights
+        self.own.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def test_what_is_known_only_in_the_first_step_is_an_error_on_all(train, make_model):
+    """Whose a state is, and an optimizer that says nothing of itself."""
+    with pytest.raises(ValueError, match="the name 'count'"):
+        train(make_model(Counts(0.1)))
+    late = Late()
+    late.compile(loss="mse")
+    with pytest.raises(ValueError, match="needs to know what"):
+        train(late)
+
+
+@pytest.mark.three_ranks
+@pytest.mark.parametrize(("run_eagerly", "limit"), [(True, 0.01), (False, None)])
+def test_a_rank_may_own_nothing(rows, train, monkeypatch, run_eagerly, limit):
+    """Of two variables; it takes part in the averages, in a graph as well."""
+
+    def make():
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.Lamb(0.01, global_clipnorm=limit)
+        model.compile(optimizer, "mse", run_eagerly=run_eagerly, jit_compile=False)
+        return model
+
+    monkeypatch.setattr(sharded_state, "_SMALL", 1)
+    monkeypatch.setattr(comm.collectives, "_LARGE", 1)  # a collective each
+    model, oracle = make(), make()
+    train(model)
+    oracle.fit(*rows, batch_size=16, shuffle=False, epochs=EPOCHS, verbose=0)
+    assert_is(model, state_of(oracle))
+    assert_equal_to_the_bit(model)
+
+
 @pytest.mark.three_ranks
 @pytest.mark.parametrize("kind", [keras.optimizers.Adafactor, OwnByVariable])
 def test_whole_variables_are_dealt_out(folder, rows, world, train, make_model, kind):
@@ -269,7 +328,8 @@ def test_whole_variables_are_dealt_out(folder, rows, world, train, make_model, k
 
     def make():
         rate = 0.01 if kind is keras.optimizers.Adafactor else 0.1
-        given = {"clipnorm": 0.1, "momentum": 0.9} if kind is OwnByVariable else {}
+        given = {"global_clipnorm": 0.1, "momentum": 0.9}
+        given = given if kind is OwnByVariable else {}
         optimizer = kind(rate, weight_decay=0.01, **given)
         return make_model(optimizer, jit_compile=False)
 
