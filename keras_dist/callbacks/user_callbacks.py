@@ -191,7 +191,6 @@ class UserCallbacks(keras.callbacks.Callback):
         self._members = [c for phase in reversed(self._phases) for c in phase]
         self._used: dict[str, list[int]] = {}
         self._error: Exception | None = None
-        self._sharded: list[Any] = []
         for hook in _BATCHES:
             called = [c for c in self._members if _has(c, hook)]
             if called:  # with a hook, Keras waits for each batch
@@ -204,7 +203,6 @@ class UserCallbacks(keras.callbacks.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        self._sharded = optimizer.sharded_leaves(optimizer.optimizers_of(model))
         comm.run_on_all(lambda: [c.set_model(model) for c in self._members])
         # The ranks' callbacks may differ: every rank takes part in the exchange of each
         # phase that any rank has.
@@ -253,7 +251,8 @@ class UserCallbacks(keras.callbacks.Callback):
 
     def _call(self, index: int, hook: str, args: tuple[Any, ...]) -> None:
         error, self._error = self._error, None
-        with optimizer.sending_parts(self._sharded), _calling():
+        optimizers = optimizer.optimizers_of(self.model)
+        with optimizer.sending_parts(optimizers), _calling():
             if error is not None:
                 raise error
             for callback in self._phases[index] if index < len(self._phases) else ():

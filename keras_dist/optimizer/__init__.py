@@ -72,11 +72,13 @@ from keras_dist.optimizer.sharded_state import (
     ELEMENTWISE,
     check_divisible,
     exchanges_in_update,
+    is_sharded,
     sending_parts,
     sharded_leaves,
     share_state,
     state_bytes,
     whole_shapes,
+    whole_state,
     whole_values,
 )
 from keras_dist.optimizer.sharded_state import start as start_sharded
@@ -110,6 +112,7 @@ __all__ = [
     "move_to_outermost",
     "is_between_updates",
     "is_distributed",
+    "is_sharded",
     "leaves",
     "local_ids",
     "only_attached",
@@ -136,6 +139,7 @@ __all__ = [
     "variables_of",
     "watch",
     "whole_shapes",
+    "whole_state",
     "whole_values",
     "with_shape",
 ]

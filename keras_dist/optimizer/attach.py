@@ -64,6 +64,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
     local_layers: Sequence[keras.layers.Layer] = (),
     process_set: Sequence[int] | None = None,
     sparse: Sparse = "auto",
+    shard_optimizer: bool = False,
 ) -> Optimizer:
     """Make `optimizer` average its gradients over all ranks before each update.
 
@@ -90,6 +91,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
             `keras_dist.init`. `None`: all.
         sparse: `"auto"`: repeated rows of an `Embedding` reach the optimizer as on one
             process. `"merged"`: added up first. `"repeated"`: as `"auto"`, on GPUs too.
+        shard_optimizer: Whether each rank keeps a part of the optimizer's state and
+            updates that part of the weights, from the first update on. To save the
+            whole state see `whole_state`.
 
     Returns:
         The same object.
@@ -111,9 +115,31 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
             f"Received: {optimizer!r} of type {type(optimizer).__name__}"
         )
     comm.init()
-    options = Averaging(op, compression, local_layers, process_set, sparse=sparse)
+    options = Averaging(
+        op,
+        compression,
+        local_layers,
+        process_set,
+        sparse=sparse,
+        is_sharded=shard_optimizer,
+    )
     check_usable(options)
+    if shard_optimizer:
+        sharded_state.check_divisible(optimizer)
+        if comm.size() > 1:
+            _divide(optimizer)
     return _attach(optimizer, options)
+
+
+def _divide(optimizer: Any) -> None:
+    """Divide the state: below the reduction, which needs whole gradients."""
+    is_attached = mixin.has(optimizer, ReducesGradients)
+    mixin.remove(optimizer, ReducesGradients)
+    try:
+        sharded_state.begin(optimizer)
+    finally:
+        if is_attached:
+            mixin.add(optimizer, ReducesGradients)
 
 
 def _attach(optimizer: Any, options: Averaging) -> Any:
@@ -210,13 +236,10 @@ def attached(optimizer: Any, options: Averaging) -> Iterator[None]:
     """
     move_to_outermost(optimizer)
     was_plain = not mixin.has(optimizer, ReducesGradients)
+    was_sharded = sharded_state.is_sharded(optimizer)
     try:
-        if options.is_sharded and comm.size() > 1:
-            # Below the reduction, which needs whole gradients.
-            mixin.remove(optimizer, ReducesGradients)
-            sharded_state.begin(optimizer)
-            if not was_plain:
-                mixin.add(optimizer, ReducesGradients)
+        if options.is_sharded and not was_sharded and comm.size() > 1:
+            _divide(optimizer)
         state: AveragingState = _attach(optimizer, options)._averaging
         before = state.options
         if options != Averaging():
@@ -225,14 +248,17 @@ def attached(optimizer: Any, options: Averaging) -> Iterator[None]:
             try:
                 yield
             except Exception as error:
-                if comm.is_known(error):  # so all ranks leave the block here
+                # If all ranks know it, they leave the block here.
+                if comm.is_known(error) and not was_sharded:
                     sharded_state.end(optimizer)
                 raise
-            sharded_state.end(optimizer)
+            if not was_sharded:
+                sharded_state.end(optimizer)
         finally:
             state.options, state.progress, state.is_merged = before, None, None
     finally:
-        sharded_state.abandon(optimizer)
+        if not was_sharded:
+            sharded_state.abandon(optimizer)
         if was_plain:
             mixin.remove(optimizer, ReducesGradients)
 

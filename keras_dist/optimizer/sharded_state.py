@@ -28,7 +28,7 @@ import tensorflow as tf
 
 from keras_dist import comm, mixin, private
 from keras_dist.optimizer import step_context
-from keras_dist.optimizer.nested import leaves, nested_optimizers
+from keras_dist.optimizer.nested import leaves, nested_optimizers, optimizers_of
 from keras_dist.optimizer.options import Averaging
 from keras_dist.optimizer.sparse import times
 
@@ -220,14 +220,14 @@ def check_divisible(optimizer: Any) -> None:
     """Raise a `ValueError` if the state of an optimizer cannot be divided.
 
     Args:
-        optimizer: An optimizer, which may hold others.
+        optimizer: An optimizer, which may hold others. Those that a `MultiOptimizer`
+            makes when it is built are checked then.
     """
-    if leaves(optimizer) != nested_optimizers(optimizer)[-1:]:
-        raise ValueError(
-            "`shard_optimizer` divides the state of one optimizer, not of several "
-            f"inside another. Received: {optimizer!r}. Leave one out."
-        )
-    [leaf] = leaves(optimizer)
+    for leaf in leaves(optimizer):
+        _check_divisible(leaf)
+
+
+def _check_divisible(leaf: Any) -> None:
     cls, by = leaf.__class__, divided_by(leaf)
     if by is None:
         known = [*ELEMENTWISE, *BY_VARIABLE]
@@ -253,7 +253,7 @@ class ShardedState:
     """The parts of a leaf optimizer on this rank.
 
     Args:
-        number: Of the optimizer, the same on all ranks.
+        number: Of the optimizer, the same on all ranks, from the first step on.
         whole: The variables of the model that it updates.
         parts: This rank's part of each of them, the variable itself where it is not
             cut; empty before the first step.
@@ -266,7 +266,7 @@ class ShardedState:
         meeting: Where parts are sent to the first rank; `None` if it cannot ask.
     """
 
-    number: int
+    number: int = -1
     whole: list[Any] = field(default_factory=list)
     parts: list[Any] = field(default_factory=list)
     held: list[np.ndarray] | None = None
@@ -335,21 +335,27 @@ class ShardedState:
 
 def is_sharded(optimizer: Any) -> bool:
     """Tell whether the state of an optimizer, or of one inside it, is divided."""
-    return bool(sharded_leaves([optimizer]))
+    is_multi = mixin.has(nested_optimizers(optimizer)[-1], HoldsParts)
+    return is_multi or bool(sharded_leaves([optimizer]))
 
 
 def begin(optimizer: Any) -> None:
     """Take the state off an optimizer, until the first step divides it.
 
     Args:
-        optimizer: An optimizer, which may hold another.
+        optimizer: An optimizer, which may hold others.
 
     Raises:
         ValueError: If its state cannot be divided. A step may have made it just now.
     """
     check_divisible(optimizer)
+    inner = nested_optimizers(optimizer)[-1]
+    if leaves(inner) != [inner]:
+        mixin.add(inner, HoldsParts)
     for leaf in leaves(optimizer):
-        state = ShardedState(next(_numbers))
+        if mixin.has(leaf, UpdatesParts):
+            continue
+        state = ShardedState()
         if leaf.built:
             state.whole = private.trainable_variables_of(leaf)
             state.held = [keras.ops.convert_to_numpy(v) for v in _slots(leaf)]
@@ -374,7 +380,7 @@ def state_bytes(leaf: Any, variables: Sequence[Any]) -> tuple[float, float] | No
     if divided_by(leaf) != "number":
         return None
     try:
-        kind = type(leaf).from_config(leaf.get_config())
+        kind = leaf.__class__.from_config(leaf.get_config())
     except Exception:  # a schedule of the user's, which cannot be saved
         return None
     before = len(kind.variables)
@@ -395,14 +401,26 @@ def start(optimizer: Any) -> None:
     One that is not built yet on every rank, such as a second one of a train step that
     runs eagerly, is built for parts before its first update.
     """
-    for leaf in sharded_leaves([optimizer]):
-        state = leaf._sharded
-        if not state.parts and all(comm.gather(bool(state.whole))):
-            _start(leaf)
+    if is_sharded(optimizer) and not _is_started(optimizer):
+        found = sharded_leaves([optimizer])
+        if all(comm.gather(any(leaf._sharded.whole for leaf in found))):
+            _start(found)
 
 
-def _start(leaf: Any) -> None:
+def _is_started(optimizer: Any) -> bool:
+    return any(leaf._sharded.parts for leaf in sharded_leaves([optimizer]))
+
+
+def _start(found: Sequence[Any]) -> None:
+    """Build optimizers that are one, or inside of one, for parts; on all ranks."""
+    for leaf in found:
+        if leaf._sharded.whole:  # else a `MultiOptimizer` has no variable for it
+            _start_leaf(leaf)
+
+
+def _start_leaf(leaf: Any) -> None:
     state: ShardedState = leaf._sharded
+    state.number = next(_numbers)
     cuts = where_cut(state.whole, comm.size(), divided_by(leaf))
     with tf.init_scope():
         for variable, cut in zip(state.whole, cuts, strict=True):
@@ -471,12 +489,15 @@ def refresh(optimizer: Any, variables: Sequence[Any]) -> None:
         optimizer: An optimizer whose state is divided.
         variables: Those of its update, which begins after this.
     """
+    inner = nested_optimizers(optimizer)[-1]
+    if not _is_started(optimizer):
+        if not mixin.has(inner, HoldsParts):
+            inner._sharded.whole = inner._sharded.whole or list(variables)
+        elif not inner.built:
+            inner.build(variables)
+        _start(sharded_leaves([optimizer]))
     for leaf in sharded_leaves([optimizer]):
-        state: ShardedState = leaf._sharded
-        if not state.parts:
-            state.whole = state.whole or list(variables)
-            _start(leaf)
-        for whole, part, cut in state.divided():
+        for whole, part, cut in leaf._sharded.divided():
             part.assign(cut.part(tf.convert_to_tensor(whole), comm.rank()))
 
 
@@ -632,6 +653,7 @@ def _gathered(pairs: Sequence[tuple[Any, Cut]], name: str) -> list[Any]:
 
 def end(optimizer: Any) -> None:
     """Make the optimizer a plain one again, with its whole state; on all ranks."""
+    mixin.remove(nested_optimizers(optimizer)[-1], HoldsParts)
     for leaf in sharded_leaves([optimizer]):
         state: ShardedState = leaf._sharded
         if state.parts:
@@ -695,6 +717,7 @@ def abandon(optimizer: Any) -> None:
     The parts of the other ranks are out of reach. The optimizer keeps its counter and
     its rate, and begins without other state when it is used next.
     """
+    mixin.remove(nested_optimizers(optimizer)[-1], HoldsParts)
     for leaf in sharded_leaves([optimizer]):
         if leaf._sharded.parts:
             private.unbuild_optimizer(leaf, _slots(leaf))
@@ -710,15 +733,16 @@ def sharded_leaves(optimizers: Sequence[Any]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def sending_parts(sharded: Sequence[Any]) -> Iterator[None]:
+def sending_parts(optimizers: Sequence[Any]) -> Iterator[None]:
     """Inside the block, the first rank may save optimizers, alone or with others.
 
     At the end of the block the others wait for what it asks for, one variable after the
     other, until it leaves the block, too.
 
     Args:
-        sharded: What `sharded_leaves` has found, the same on all ranks.
+        optimizers: The same on all ranks.
     """
+    sharded = [leaf for leaf in sharded_leaves(optimizers) if leaf._sharded.parts]
     if not sharded:
         yield
         return
@@ -734,6 +758,51 @@ def sending_parts(sharded: Sequence[Any]) -> Iterator[None]:
             meeting.answer(_END)
         for leaf in sharded:
             leaf._sharded.meeting = None
+
+
+@contextlib.contextmanager
+def whole_state(*of: keras.Model | keras.optimizers.Optimizer) -> Iterator[None]:
+    """A `with` block to save models whose optimizers are divided among the ranks.
+
+    `DistributedOptimizer(…, shard_optimizer=True)` gives each rank a part of the state.
+    All ranks have to come to this block. In it the first one may save, or each of them
+    to a file of its own: the parts are put together one variable after the other. An
+    error in it is raised on all ranks. After a save of the first rank alone, nothing in
+    the block may be a collective. Callbacks of `dist_fit` need no such block.
+
+    Args:
+        of: The models that are saved, or their optimizers.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        Exception: On all ranks, if the block failed on one of them.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    >>> with whole_state(model):
+    ...     if comm.rank() == 0:
+    ...         print("saved here, by model.save")
+    saved here, by model.save
+    """
+    optimizers: list[Any] = []
+    for each in of:
+        is_model = isinstance(each, keras.Model)
+        optimizers += optimizers_of(each) if is_model else [each]
+    errors: list[Exception] = []
+    try:
+        with sending_parts(optimizers):
+            yield
+    except Exception as error:  # every error has to be sent to the other ranks
+        errors.append(error)
+
+    def finish() -> None:
+        if errors:
+            raise errors[0]
+
+    comm.run_on_all(finish)
 
 
 # What the first rank asks for: the numbers of an optimizer and of its variable.
@@ -908,28 +977,9 @@ class UpdatesParts:
         super().finalize_variable_values(state.parts)  # type: ignore[misc]
         gather_weights(self)
 
-    def save_own_variables(self: Any, store: Any) -> None:
-        state = self._sharded
-        if not state.parts:
-            before = [keras.ops.convert_to_numpy(v) for v in self.variables]
-            for index, value in enumerate([*before, *(state.held or ())]):
-                store[str(index)] = value
-            return
-        if state.meeting is None:
-            raise RuntimeError(
-                "The state of an optimizer that is divided among the ranks can be "
-                "saved where all ranks are: at the beginning and the end of epochs, "
-                "evaluations and the training. Received: a save in another place of a "
-                "fit with shard_optimizer=True, such as after a batch. Save there, or "
-                "after the fit."
-            )
-        for index in range(len(self.variables)):
-            asked = (state.number, index)
-            if comm.rank() == 0:
-                comm.broadcast(asked)
-                store[str(index)] = _whole(self, index)
-            else:
-                store[str(index)] = state.meeting.answer(asked)
+    def save_own_variables(self, store: Any) -> None:
+        for index, value in enumerate(_saved_values(self)):
+            store[str(index)] = value
 
     def load_own_variables(self: Any, store: Any) -> None:
         state = self._sharded
@@ -964,6 +1014,64 @@ class UpdatesParts:
     def _use_weight_decay(self, variable: Any) -> bool:
         whole = self._sharded.whole_of(variable)
         return bool(super()._use_weight_decay(whole))  # type: ignore[misc]
+
+
+def _saved_values(leaf: Any) -> Iterator[np.ndarray]:
+    """What is saved of an optimizer: each variable whole, one after the other."""
+    state: ShardedState = leaf._sharded
+    if not state.parts:
+        yield from map(keras.ops.convert_to_numpy, leaf.variables)
+        yield from state.held or ()
+        return
+    if state.meeting is None:
+        raise RuntimeError(
+            "The state of an optimizer that is divided among the ranks can be saved "
+            "where all ranks are: by callbacks of `dist_fit` at the beginning and the "
+            "end of epochs, evaluations and the training, and by all in `with "
+            "keras_dist.whole_state(model):`. Received: a save in another place, such "
+            "as after a batch, of an optimizer with shard_optimizer=True. Save there, "
+            "or after the fit."
+        )
+    for index in range(len(leaf.variables)):
+        asked = (state.number, index)
+        if comm.rank() == 0:
+            comm.broadcast(asked)
+            yield _whole(leaf, index)
+        else:
+            yield state.meeting.answer(asked)
+
+
+class HoldsParts:
+    """Mixin for a `MultiOptimizer` that holds optimizers whose state is divided."""
+
+    def build(self, variables: Any) -> None:
+        super().build(variables)  # type: ignore[misc]
+        begin(self)  # those that it has made just now
+
+    def save_own_variables(self: Any, store: Any) -> None:
+        inside = {id(v) for leaf in leaves(self) for v in leaf.variables}
+        own = [v for v in self.variables if id(v) not in inside]
+        of_leaves = map(_saved_values, leaves(self))
+        values = itertools.chain(map(keras.ops.convert_to_numpy, own), *of_leaves)
+        for index, value in enumerate(values):
+            store[str(index)] = value
+
+    def load_own_variables(self: Any, store: Any) -> None:
+        if not _is_started(self):
+            raise ValueError(
+                "The optimizers inside of a `MultiOptimizer` whose state is divided "
+                "among the ranks are built in the first step. Received: a file that is "
+                "loaded before it, as by BackupAndRestore. Load it before the fit, or "
+                "use `resume` of `dist_fit`."
+            )
+        states = {id(v): leaf._sharded for leaf in leaves(self) for v in leaf.variables}
+        for index, variable in enumerate(self.variables):
+            value = np.asarray(store[str(index)])
+            state = states.get(id(variable))
+            if state is None:
+                variable.assign(value)
+            else:
+                _assign(variable, value, state)
 
 
 class _MakesWhole:

@@ -1,5 +1,6 @@
 """Check that a model can be trained on many ranks."""
 
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -53,34 +54,29 @@ def check_local_layers(model: Any, averaging: optimizer.Averaging) -> None:
             )
 
 
-def check_shard_optimizer(model: Any, options: Any, callbacks: list[Any]) -> None:
+def check_shard_optimizer(
+    model: Any, averaging: optimizer.Averaging, resume: Any, callbacks: list[Any]
+) -> bool:
     """Raise a `ValueError` if the state of the optimizers cannot be divided.
 
     Args:
         model: The compiled model.
-        options: The `Options` of the fit.
+        averaging: The options of the averaging in this fit.
+        resume: The argument of the fit.
         callbacks: Its callbacks.
+
+    Returns:
+        Whether it is divided: by this fit, or by the user's `DistributedOptimizer`.
     """
-    if not isinstance(options.shard_optimizer, bool):
-        raise ValueError(
-            "`shard_optimizer` must be True or False. "
-            f"Received: shard_optimizer={options.shard_optimizer!r}"
-        )
-    if not options.shard_optimizer:
-        return
-    usual = {"sync": "every:1", "local_layers": (), "process_set": None}
-    for name, default in usual.items():
-        value = getattr(options, name)
-        if value != default and value != list(default or ()):
-            raise ValueError(
-                "`shard_optimizer` gives each rank a part of one state that all ranks "
-                f"have in common. Received: shard_optimizer=True and {name}={value!r}. "
-                "Leave one out."
-            )
-    for found in optimizer.optimizers_of(model):
+    optimizers = optimizer.optimizers_of(model)
+    if any(map(optimizer.is_sharded, optimizers)):
+        replace(averaging, is_sharded=True)  # checks the others
+    elif not averaging.is_sharded:
+        return False
+    for found in optimizers:
         optimizer.check_divisible(found)
         for leaf in optimizer.leaves(found):
-            if options.resume is not None and leaf.gradient_accumulation_steps:
+            if resume is not None and leaf.gradient_accumulation_steps:
                 raise ValueError(
                     "A checkpoint has accumulated gradients of each rank, or of all of "
                     "them with `shard_optimizer`. Received: `resume`, "
@@ -103,6 +99,7 @@ def check_shard_optimizer(model: Any, options: Any, callbacks: list[Any]) -> Non
             "which each rank has a part. Received: it and shard_optimizer=True. "
             "Leave one out."
         )
+    return True
 
 
 def check_microbatch(

@@ -625,6 +625,7 @@ def _sharded() -> list[Case]:
         replace(case, on_three=False)
         for case in _optimizers()
         if case.name.partition("(")[0] in (*ELEMENTWISE, *BY_VARIABLE)
+        or case.name.startswith("MultiOptimizer")
     ]
     cases += [
         Case(

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases import several
 from claims import assert_equal_to_the_bit, difference_of_states, state_of
 
 import keras_dist
@@ -359,6 +360,150 @@ def test_whole_variables_are_dealt_out(folder, rows, world, train, make_model, k
     assert_is(saved, state_of(oracle))
 
 
+@pytest.fixture
+def own(rows, world):
+    """This rank's 48 or 32 of 96 rows: with equal shares the mean is that of ranks."""
+    x, y = rows
+    return x[:96][world.rank :: world.size], y[:96][world.rank :: world.size, None]
+
+
+def loop(optimizer, data, epochs=EPOCHS, model=None):
+    """A training loop of the user's: a step an epoch."""
+    if model is None:
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential(
+            [keras.Input((5,)), keras.layers.Dense(33, "tanh"), keras.layers.Dense(1)]
+        )
+        model.compile(optimizer, "mse", jit_compile=False)
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+        weights = model.trainable_weights
+        optimizer.apply(tape.gradient(loss, weights), weights)
+
+    for _ in range(epochs):
+        step(*data)
+    return model
+
+
+@pytest.mark.three_ranks
+@pytest.mark.parametrize("kind", ["Lamb", "several"])
+def test_a_loop_of_the_users_own(folder, rows, world, own, kind):
+    """The state stays divided; in `whole_state` it is saved, and nowhere else."""
+
+    def make():
+        if kind == "several":
+            return several(0.01, is_callable=False)
+        return getattr(keras.optimizers, kind)(0.01, clipnorm=0.1)
+
+    x, y = rows
+    oracle = make()
+    expected = loop(oracle, (x[:96], y[:96, None]), 5)
+    optimizer = keras_dist.DistributedOptimizer(make(), shard_optimizer=True)
+    model = loop(optimizer, own, 4)
+    whole = sum(math.prod(v.shape) for v in oracle.variables)
+    assert (
+        max(keras_dist.gather(sum(math.prod(v.shape) for v in optimizer.variables)))
+        < whole
+    )
+    with pytest.raises(RuntimeError, match="can be saved where all ranks are"):
+        model.save(folder / f"{world.rank}.keras")
+    for ranks in ([0], range(world.size)):
+        with keras_dist.whole_state(model):
+            if world.rank in ranks:
+                model.save(folder / f"{world.rank}.keras")
+        keras_dist.gather(None)
+        saved = keras.models.load_model(folder / "0.keras")
+        assert_is(
+            loop(saved.optimizer, (x[:96], y[:96, None]), 1, saved), state_of(expected)
+        )
+        keras_dist.gather(None)
+    model.load_weights(folder / "0.keras")
+    loop(optimizer, own, 1, model)
+    with keras_dist.whole_state(optimizer):
+        model.save(folder / f"{world.rank}.keras")
+    saved = keras.models.load_model(folder / f"{world.rank}.keras")
+    assert_is(saved, state_of(expected))
+    assert_equal_to_the_bit(saved)
+    with (
+        pytest.raises((KeyError, RuntimeError), match="no space"),
+        keras_dist.whole_state(model),
+    ):
+        if world.rank == 0:
+            raise KeyError("no space")
+
+
+@pytest.mark.three_ranks
+def test_a_wrapped_optimizer_stays_divided(
+    folder, rows, world, own, train, make_model, capfd
+):
+    """In plain `fit` with our callbacks, and in `dist_fit`, which saves it whole."""
+
+    def make():
+        return keras.optimizers.Adam(0.01, global_clipnorm=0.1)
+
+    given = {"epochs": EPOCHS, "shuffle": False, "verbose": 0}
+    oracle = make_model(make(), run_eagerly=False, jit_compile=False)
+    oracle.fit(rows[0][:96], rows[1][:96], batch_size=48, **given)
+    oracle.fit(*rows, batch_size=16, **given)
+    optimizer = keras_dist.DistributedOptimizer(make(), shard_optimizer=True)
+    model = make_model(optimizer, run_eagerly=False, jit_compile=False)
+    callbacks = [
+        keras_dist.AverageStatistics(),
+        keras_dist.ReplicaCheck(every=1),
+        keras_dist.MetricAverage(),
+        keras_dist.BroadcastVariables(),
+    ]
+    size = 48 // world.size
+    model.fit(*own, batch_size=size, callbacks=callbacks, **given)
+    with pytest.raises(ValueError, match="sync='every:2'"):
+        train(model, shard_optimizer=False, sync="every:2", batch="rank")
+    checkpoint = keras.callbacks.ModelCheckpoint(folder / "{epoch}.keras")
+    train(model, callbacks=[checkpoint], shard_optimizer=False, verbose=1)
+    assert ("optimizer state" in capfd.readouterr().out) == (world.rank == 0)
+    keras_dist.gather(None)
+    assert_is(keras.models.load_model(folder / f"{EPOCHS}.keras"), state_of(oracle))
+    assert sum(keras_dist.gather(math.prod(optimizer.variables[2].shape))) == 40
+    for own, expected in zip(model.weights, oracle.weights, strict=True):
+        np.testing.assert_allclose(own, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_callable", [True, False])
+def test_several_optimizers_inside_one(folder, rows, train, make_model, is_callable):
+    """Saved, restored, gone on with and trained again, as one optimizer is."""
+
+    class Dies(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if int(self.model.optimizer.iterations) == 10:
+                raise KeyError("died")
+
+    def make():
+        return make_model(several(0.01, is_callable), jit_compile=False)
+
+    oracle = make()
+    oracle.fit(*rows, batch_size=16, shuffle=False, epochs=EPOCHS, verbose=0)
+    options = {"resume": folder / "resume", "save_steps": 1}
+    with contextlib.suppress(KeyError):
+        train(make(), callbacks=[Dies()], **options)
+    sizes = Sizes()
+    model = train(make(), callbacks=[sizes, Saves(folder, [0])], **options)
+    assert_is(model, state_of(oracle))
+    assert_equal_to_the_bit(model)
+    assert max(keras_dist.gather(sizes.state)) < sum(
+        math.prod(variable.shape) for variable in model.optimizer.variables
+    )
+    assert type(model.optimizer) is keras.optimizers.MultiOptimizer
+    oracle.fit(*rows, batch_size=16, shuffle=False, epochs=1, verbose=0)
+    train(model, 1)
+    assert_is(model, state_of(oracle))
+    if not is_callable:  # Keras cannot save a function
+        saved = keras.models.load_model(folder / "0.keras")
+        train(saved, 1)
+        assert_is(saved, state_of(oracle))
+
+
 def test_a_save_of_another_rank_alone_is_an_error_on_all(folder, train, expected):
     """Nobody waits; the state is whole again, and the training can go on."""
     model = train(epochs=0)
@@ -398,7 +543,7 @@ def test_a_save_after_a_batch_is_an_error_on_all(folder, train):
         train(callbacks=[often])
 
 
-def test_a_backup_restores_the_state(folder, train, expected):
+def test_a_backup_restores_the_state(folder, train, expected, make_model):
     """`BackupAndRestore` writes, and reads before there are parts."""
 
     class Dies(keras.callbacks.Callback):
@@ -412,6 +557,11 @@ def test_a_backup_restores_the_state(folder, train, expected):
     with pytest.raises(KeyError):
         train(callbacks=[backup(), Dies()])
     assert_is(train(callbacks=[backup()]), expected())
+    several_inside = make_model(several(0.01, is_callable=False))
+    with pytest.raises(KeyError):
+        train(several_inside, callbacks=[backup(), Dies()])
+    with pytest.raises(ValueError, match="use `resume` of `dist_fit`"):
+        train(make_model(several(0.01, is_callable=False)), callbacks=[backup()])
 
 
 @pytest.mark.three_ranks
