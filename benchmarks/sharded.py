@@ -16,6 +16,7 @@ import compare
 import report
 
 ONE, WHOLE, DIVIDED = "one process", "two ranks", "`shard_optimizer=True`"
+APART = "two processes, not averaged"
 TRANSPORTS = ["Gloo", *(["MPI"] if compare.HAS_MPI else [])]
 SHARED = compare.SAME_BATCH[report.SHARED]
 
@@ -35,8 +36,10 @@ _WORDS = """# The optimizer's state, divided
 Written by `make sharded`; do not edit. What [`shard_optimizer=True`](how_to/memory.md)
 costs and saves: two ranks on {cores} cores ({machine}, no GPU), 256 rows a step for all
 together by `batch="global"`: medians of {rounds} rounds (smallest to largest), in which
-all took turns. "One process" is plain `model.fit` with all cores. Ratios are taken
-within each round, and are medians too.
+all took turns. "One process" is plain `model.fit` with all cores. Of two processes that
+are not averaged each trains its 128 rows a step by plain `model.fit`, beside the other:
+what two ranks could do if averaging cost nothing, and each made the whole update.
+Ratios are taken within each round, and are medians too.
 
 | model, optimizer | | rows per second | ÷ one process | ÷ two ranks without it |
 |---|---|---|---|---|
@@ -74,7 +77,8 @@ def main() -> None:
 
 def stacks() -> dict[tuple[str, str], tuple[compare.Stack, dict[str, str]]]:
     """What is started, and with which variables, by its name and its transport."""
-    found = {(ONE, ""): (compare.SAME_BATCH[ONE], {})}
+    apart = compare.Stack("keras3.py", "alone", "horovodrun")
+    found = {(ONE, ""): (compare.SAME_BATCH[ONE], {}), (APART, ""): (apart, {})}
     for transport in TRANSPORTS:
         stack = SHARED
         if transport == "MPI":
@@ -103,7 +107,8 @@ def speeds(rounds: int) -> tuple[dict, dict]:
                 for (_, model), ranks in compare.run(stack, options, variables).items():
                     rate = compare.rate_of(ranks)
                     rates[optimizer, model][name].append(rate)
-                    states[optimizer, model][name] = max(o["state"] for o in ranks)
+                    if name[0] != APART:  # which does not count them
+                        states[optimizer, model][name] = max(o["state"] for o in ranks)
                     print(
                         number + 1, optimizer, model, *name, f"{rate:,.0f}", flush=True
                     )
