@@ -428,17 +428,22 @@ class Saver(keras.callbacks.Callback):
         saved = self._resume.saved
         return saved.callbacks | self._own(saved)["callbacks"] if saved else {}
 
-    def _restore_shared(self) -> None:
-        """Restore what is broadcast after it; an error is raised on all ranks."""
+    def _restore_shared(self, *, is_summed: bool = False) -> None:
+        """Restore what is broadcast after it; an error is raised on all ranks.
+
+        Args:
+            is_summed: Whether accumulated gradients have to be those of all ranks, as
+                after a fit; not as before a step.
+        """
         optimizers = optimizer.optimizers_of(self.model)
         for each in optimizers:
             optimizer.start_sharded(each)
         whole: dict[int, Any] = {}
-        comm.run_on_all(lambda: whole.update(self._restore_first()))
+        comm.run_on_all(lambda: whole.update(self._restore_first(is_summed)))
         if self._resume.saved is not None:
             optimizer.share_state(optimizers, whole)
 
-    def _restore_first(self) -> dict[int, Any]:
+    def _restore_first(self, is_summed: bool) -> dict[int, Any]:
         saved = self._resume.saved
         if self._writer is not None:
             self._reserve()
@@ -447,20 +452,27 @@ class Saver(keras.callbacks.Callback):
         states.check_fits(self.model, saved.model)
         is_same_size = len(saved.ranks) == comm.size()
         state = saved.callbacks.get("AverageStatistics 1", {}).get("said")
-        before = decoded(state)["before"] if state else []
-        starts = None if is_same_size else before
-        whole = states.restore_first(self.model, saved.arrays, saved.ranks, starts)
+        said: Any = decoded(state) if state else {"before": [], "is_united": False}
+        whole = states.restore_first(
+            self.model,
+            saved.arrays,
+            saved.ranks,
+            None if is_same_size else said["before"],
+            was_summed=said["is_united"],
+            is_summed=is_summed,
+        )
         saved.arrays.clear()
         return whole
 
-    def _restore_own(self) -> None:
+    def _restore_own(self, *, is_summed: bool = False) -> None:
         """Restore the state of this rank that differs from the first rank's."""
         self._has_restored = True
         saved = self._resume.saved
         if saved is None:
             return
         if len(saved.ranks) == comm.size():
-            states.restore_own(self.model, saved.ranks[comm.rank()])
+            own = saved.ranks[comm.rank()]
+            states.restore_own(self.model, own, is_summed=is_summed)
         if self._is_within_epoch():
             comm.run_on_all(lambda: states.restore_metrics(self.model, saved.ranks))
             states.restore_random(self._own(saved)["random"])
@@ -477,11 +489,11 @@ class Saver(keras.callbacks.Callback):
     def _restore_unstarted(self) -> None:
         """Restore the model at once, because no epoch is left and so no first step."""
         comm.run_on_all(self._build)
-        self._restore_shared()
+        self._restore_shared(is_summed=True)
         for callback in self._callbacks:
             if isinstance(callback, BroadcastVariables):
                 callback.broadcast()
-        self._restore_own()
+        self._restore_own(is_summed=True)
 
     def _build(self) -> None:
         """Build the model and its optimizers without a step."""

@@ -4,7 +4,7 @@ import contextlib
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +94,7 @@ def own_state(model: Any) -> dict[str, Any]:
             for index, value in values.items()
             if digests[index] != of_first.get(index)
         },
+        "adds_own": list(map(optimizer.accumulates, optimizer.optimizers_of(model))),
         "seeds": [array_of(variable) for variable in _seeds(model)],
         "metrics": [
             [array_of(variable) for variable in part.variables]
@@ -106,7 +107,13 @@ def own_state(model: Any) -> dict[str, Any]:
 
 
 def restore_first(
-    model: Any, arrays: Sequence[np.ndarray], ranks: Sequence[Any], starts: Any
+    model: Any,
+    arrays: Sequence[np.ndarray],
+    ranks: Sequence[Any],
+    starts: Any,
+    *,
+    was_summed: bool,
+    is_summed: bool,
 ) -> dict[int, np.ndarray]:
     """Restore the state of the first rank, which is then broadcast to the others.
 
@@ -116,6 +123,9 @@ def restore_first(
         ranks: The `own_state` of each rank.
         starts: `None` if the number of ranks is the same. Else values, at the beginning
             of the epoch, of the variables that are summed over the ranks.
+        was_summed: Whether accumulated gradients in it are those of all ranks, as after
+            an epoch.
+        is_summed: Whether they have to be here, too.
 
     Returns:
         Whole values of variables that hold parts, for `optimizer.share_state`.
@@ -125,7 +135,8 @@ def restore_first(
             each rank trains for itself.
     """
     variables = variables_of(model)
-    parts = optimizer.whole_shapes(optimizer.optimizers_of(model))
+    optimizers = optimizer.optimizers_of(model)
+    parts = optimizer.whole_shapes(optimizers)
     shared = {}
     for variable, value in zip(variables, arrays, strict=True):
         if id(variable) in parts:
@@ -136,7 +147,51 @@ def restore_first(
         variable.assign(value)
     if starts is not None:
         _merge_ranks(model, variables, ranks, starts)
+    totals = _accumulated(
+        model,
+        arrays,
+        ranks,
+        was_summed=was_summed,
+        is_summed=is_summed,
+        is_same_size=starts is None,
+    )
+    for accumulator, value in totals:
+        if id(accumulator) in parts:
+            shared[id(accumulator)] = value
+        else:
+            accumulator.assign(value)
     return shared
+
+
+def _accumulated(
+    model: Any,
+    arrays: Sequence[np.ndarray],
+    ranks: Sequence[Any],
+    *,
+    was_summed: bool,
+    is_summed: bool,
+    is_same_size: bool,
+) -> Iterator[tuple[Any, np.ndarray]]:
+    """Convert accumulated gradients where they do not mean the same now.
+
+    Each rank adds up its own in most fits, until the end of the epoch; with
+    `shard_optimizer`, `NanReport` and others those of all ranks.
+    """
+    index_of = {id(each): index for index, each in enumerate(variables_of(model))}
+    optimizers = optimizer.optimizers_of(model)
+    adds_own = list(map(optimizer.accumulates, optimizers))
+    saved = ranks[0].get("adds_own", adds_own)
+    for outer, added, adds in zip(optimizers, saved, adds_own, strict=True):
+        was_own, is_own = added and not was_summed, adds and not is_summed
+        if was_own == is_own and (is_same_size or not is_own):
+            continue
+        for accumulator in private.accumulators(outer):
+            index = index_of[id(accumulator)]
+            value = arrays[index]
+            if was_own:
+                each = [own["variables"].get(str(index), value) for own in ranks]
+                value = np.sum(each, axis=0, dtype=value.dtype)
+            yield accumulator, value / comm.size() if is_own else value
 
 
 def rates_of(model: Any) -> list[dict[str, float]]:
@@ -162,11 +217,25 @@ def _leaves(model: Any) -> list[Any]:
     return [leaf for outer in outermost for leaf in optimizer.leaves(outer)]
 
 
-def restore_own(model: Any, own: dict[str, Any]) -> None:
-    """Restore the own state of this rank; the number of ranks must be the same."""
+def restore_own(model: Any, own: dict[str, Any], *, is_summed: bool) -> None:
+    """Restore the own state of this rank; the number of ranks must be the same.
+
+    Args:
+        model: The model.
+        own: The saved `own_state` of this rank.
+        is_summed: Whether accumulated gradients have to be those of all ranks.
+    """
     variables = variables_of(model)
+    summed = {
+        id(accumulator)
+        for outer in optimizer.optimizers_of(model)
+        if outer.gradient_accumulation_steps
+        and (is_summed or not optimizer.accumulates(outer))
+        for accumulator in private.accumulators(outer)
+    }
     for index, value in own["variables"].items():
-        variables[int(index)].assign(value)
+        if id(variables[int(index)]) not in summed:
+            variables[int(index)].assign(value)
     for variable, value in zip(_seeds(model), own["seeds"], strict=True):
         variable.assign(value)
 
@@ -244,7 +313,6 @@ def _merge_ranks(
         )
     by_rule = variables_by_rule(model)
     rule_by_id = {id(v): rule for rule, those in by_rule.items() for v in those}
-    rule_by_id |= dict.fromkeys(map(id, _accumulators(model)), "accumulated")
     start_of = dict(zip(map(id, by_rule["sum"]), starts, strict=False))
     rows = np.array([own["rows"] for own in ranks], np.float64)
     for index in {index for own in ranks for index in own["variables"]}:
@@ -252,9 +320,7 @@ def _merge_ranks(
         first = array_of(variable)
         values = [own["variables"].get(index, first) for own in ranks]
         rule = rule_by_id.get(id(variable), "first")
-        if rule == "accumulated":
-            variable.assign(sum(values) / comm.size())
-        elif rule == "sum":
+        if rule == "sum":
             start = start_of.get(id(variable), 0)
             variable.assign(start + sum(value - start for value in values))
         elif rule == "mean" and rows.sum():

@@ -19,6 +19,7 @@ and *scale* its rate while it updates.
 """
 
 from keras_dist.optimizer.accumulation import (
+    accumulates,
     divide_accumulated,
     is_between_updates,
     own_sums,
@@ -99,6 +100,7 @@ __all__ = [
     "apply_recorded",
     "guarded_update",
     "averages_every_step",
+    "accumulates",
     "attached",
     "check_divisible",
     "check_usable",

@@ -55,14 +55,13 @@ def check_local_layers(model: Any, averaging: optimizer.Averaging) -> None:
 
 
 def check_shard_optimizer(
-    model: Any, averaging: optimizer.Averaging, resume: Any, callbacks: list[Any]
+    model: Any, averaging: optimizer.Averaging, callbacks: list[Any]
 ) -> bool:
     """Raise a `ValueError` if the state of the optimizers cannot be divided.
 
     Args:
         model: The compiled model.
         averaging: The options of the averaging in this fit.
-        resume: The argument of the fit.
         callbacks: Its callbacks.
 
     Returns:
@@ -75,14 +74,6 @@ def check_shard_optimizer(
         return False
     for found in optimizers:
         optimizer.check_divisible(found)
-        for leaf in optimizer.leaves(found):
-            if resume is not None and leaf.gradient_accumulation_steps:
-                raise ValueError(
-                    "A checkpoint has accumulated gradients of each rank, or of all of "
-                    "them with `shard_optimizer`. Received: `resume`, "
-                    "shard_optimizer=True and gradient_accumulation_steps="
-                    f"{leaf.gradient_accumulation_steps}. Leave one out."
-                )
     for callback in callbacks:
         often = getattr(callback, "save_freq", "epoch")
         if often != "epoch":

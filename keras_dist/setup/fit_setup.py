@@ -184,7 +184,7 @@ def prepare(
     check_microbatch(model, options.microbatch, shares=options.shares)
     world = comm.init()
     callbacks, options = _take_over_warmup(fit.callbacks, options)
-    is_sharded = check_shard_optimizer(model, averaging, options.resume, callbacks)
+    is_sharded = check_shard_optimizer(model, averaging, callbacks)
     rule: Any = options.lr_scaling  # which is "auto" no more
     factor = rate_factor(rule, size=world.size)
     step_multiplier = step_multiplier_of(options.steps_scaling, size=world.size)

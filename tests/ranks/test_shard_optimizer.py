@@ -582,6 +582,42 @@ def test_a_training_goes_on_divided_or_not(folder, train, expected, before, afte
     assert_is(train(shard_optimizer=after, **options), expected())
 
 
+@pytest.mark.three_ranks
+@pytest.mark.parametrize(
+    ("before", "after", "batch"),
+    [(False, False, 7), (False, False, 9), (True, True, 9)]
+    + [(False, True, 9), (True, False, 9), (False, True, 7)],
+)
+def test_accumulated_gradients_go_on(folder, rows, make_model, before, after, batch):
+    """Those of this rank or of all, saved within an epoch or at its end."""
+
+    class Dies(keras.callbacks.Callback):
+        seen = 0
+
+        def on_train_batch_end(self, batch_of_epoch, logs=None):
+            self.seen += 1
+            if self.seen > batch:
+                raise KeyError("died")
+
+    def make():
+        optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=4)
+        return make_model(optimizer, jit_compile=False)
+
+    options = {"batch_size": 16, "shuffle": False, "verbose": 0, "epochs": EPOCHS}
+    oracle, model = make(), make()
+    oracle.fit(*rows, **options)
+    options |= {"batch": "global", "resume": folder / "resume"}
+    if batch != 7:  # the number of batches of an epoch
+        options["save_steps"] = 1
+    with contextlib.suppress(KeyError):
+        keras_dist.dist_fit(
+            make(), *rows, callbacks=[Dies()], shard_optimizer=before, **options
+        )
+    keras_dist.dist_fit(model, *rows, shard_optimizer=after, **options)
+    assert_is(model, state_of(oracle))
+    assert_equal_to_the_bit(model)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "options", "message"),
     [
@@ -589,11 +625,6 @@ def test_a_training_goes_on_divided_or_not(folder, train, expected, before, afte
         (keras.optimizers.Adam, {"sync": "every:2", "batch": "rank"}, "sync='every:2'"),
         (keras.optimizers.Adam, {"process_set": [0, 1]}, "process_set"),
         (keras.optimizers.Adam, {"shard_optimizer": "yes"}, "True or False"),
-        (
-            lambda: keras.optimizers.Adam(gradient_accumulation_steps=2),
-            {"resume": "unused"},
-            "gradient_accumulation_steps=2",
-        ),
         (
             keras.optimizers.Adam,
             {"callbacks": [keras.callbacks.SwapEMAWeights()]},
