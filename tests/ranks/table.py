@@ -1,6 +1,7 @@
 """Measures cases on all ranks; the first rank writes the results to a file.
 
 Usage: python table.py FILE               all of `cases.CASES`
+       python table.py FILE part NAME     those of one part
        python table.py FILE FIRST COUNT   random cases, those drawn for so many ranks
        python table.py FILE ways [PATTERN]  ways of keras.io that match: title, dtype,
                                             and "global" where the ranks share batches
@@ -103,14 +104,17 @@ def main(path, *chosen_by):
     size = keras_dist.size()
     if chosen_by and chosen_by[0] == "ways":
         rows = measure_ways("".join(chosen_by[1:]), size)
-    elif chosen_by:
+    elif chosen_by and chosen_by[0] != "part":
         first, count = map(int, chosen_by)
         drawn = [fuzz.draw(seed) for seed in range(first, first + count)]
         rows = measure([case for ranks, case in drawn if ranks == size], size)
     else:
         warnings.filterwarnings("error", "Training without XLA")
         shared = [case.shared for case in cases.CASES if "op" not in case.options]
-        rows = measure([*cases.CASES, *shared], size)
+        chosen = [*cases.CASES, *shared]
+        if chosen_by:
+            chosen = [case for case in chosen if case.part == chosen_by[1]]
+        rows = measure(chosen, size)
     if keras_dist.rank() == 0:
         versions = {"TensorFlow": tf.__version__, "Keras": keras.__version__}
         with open(path, "w") as file:

@@ -4,12 +4,14 @@ Usage, with PYTHONPATH=tests and the arguments of tests/studies/equivalence.py:
 
     (none)            write docs/equivalence.md
     cases             write all but the part of keras.io
+    part NAME         write one part of the cases, such as shard_optimizer
     ways              write its part of keras.io alone
     fuzz FIRST COUNT  try random cases only
 """
 
 import json
 import os
+import re
 import sys
 import tempfile
 from itertools import groupby
@@ -92,7 +94,11 @@ def page(results):
     """The text of docs/equivalence.md."""
     versions = results[2]["versions"]
     software = " and ".join(f"{name} {version}" for name, version in versions.items())
-    lines = [_HEAD.format(versions=software)]
+    return "\n".join([_HEAD.format(versions=software), *tables(results).values()])
+
+
+def tables(results):
+    """The text about each part, by its title."""
     kinds = [(ranks, is_global) for ranks in (2, 3) for is_global in (False, True)]
     found = {
         (ranks, row["is_global"], row["part"], row["name"]): row
@@ -105,8 +111,11 @@ def page(results):
     ]
     shared = ', batch="global"'
     heads = [f"{ranks} ranks" + shared * is_global for ranks, is_global in kinds]
+    texts = {}
     for part, rows in groupby(zip(*columns, strict=True), key=lambda c: c[0]["part"]):
-        lines += [f"## {part[0].upper()}{part[1:]}", ""]
+        is_code = "_" in part
+        title = f"## `{part}`" if is_code else f"## {part[0].upper()}{part[1:]}"
+        lines = [title, ""]
         cells = [cell for head in heads for cell in (head, "tolerance")]
         lines += [f"| case | {' | '.join(cells)} |", "|---" * 9 + "|"]
         for of_kinds in rows:
@@ -118,8 +127,8 @@ def page(results):
                 mark = "*" if row["is_measured"] else ""
                 cells += [f"{row['difference']:.1e}", f"{row['tolerance']:.1e}{mark}"]
             lines += [f"| {' | '.join(cells)} |"]
-        lines += [""]
-    return "\n".join(lines)
+        texts[title] = "\n".join([*lines, ""])
+    return texts
 
 
 def ways_of_page(results):
@@ -161,10 +170,24 @@ def measured(*arguments):
     return results if all_hold else None
 
 
+def write_part(results):
+    """Write one part over the one of its title, or after the others."""
+    if results is None:
+        return 1
+    [(title, text)] = tables(results).items()
+    before, _, after = PAGE.read_text().partition(_WAYS.splitlines()[0])
+    sections = re.split(r"(?m)^(?=## )", before)
+    kept = [each for each in sections if each.splitlines()[0] != title]
+    PAGE.write_text("".join([*kept, text, "\n", _WAYS.splitlines()[0], after]))
+    return 0
+
+
 def main(arguments):
     """Returns the exit code."""
     if arguments[:1] == ["fuzz"]:
         return 0 if measured(*arguments[1:]) else 1
+    if arguments[:1] == ["part"]:
+        return write_part(measured(*arguments))
     title = _WAYS.splitlines()[0]
     before, _, after = PAGE.read_text().partition(title)
     after = title + after
