@@ -747,6 +747,7 @@ def sending_parts(optimizers: Sequence[Any]) -> Iterator[None]:
         yield
         return
     meeting = _Meeting({leaf._sharded.number: leaf for leaf in sharded})
+    before = [leaf._sharded.meeting for leaf in sharded]  # of a block around this one
     for leaf in sharded:
         leaf._sharded.meeting = meeting
     try:
@@ -756,8 +757,8 @@ def sending_parts(optimizers: Sequence[Any]) -> Iterator[None]:
             comm.broadcast(_END)
         elif not meeting.is_over:
             meeting.answer(_END)
-        for leaf in sharded:
-            leaf._sharded.meeting = None
+        for leaf, outer in zip(sharded, before, strict=True):
+            leaf._sharded.meeting = outer
 
 
 @contextlib.contextmanager

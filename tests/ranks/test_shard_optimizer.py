@@ -178,8 +178,14 @@ def test_a_model_is_saved_whole(folder, train, expected):
     assert_is(one, expected(1))
     train(one, 1)
     assert_is(one, expected(1, 1))
+
+    class SavesInBlock(Saves):
+        def on_epoch_end(self, epoch, logs=None):
+            with keras_dist.whole_state(self.model):
+                super().on_epoch_end(epoch)
+
     for ranks in (range(3), [0]):
-        train(callbacks=[Saves(folder, ranks)])
+        train(callbacks=[SavesInBlock(folder, ranks), Saves(folder, ranks)])
         keras_dist.gather(None)
         saved = keras.models.load_model(folder / "0.keras")
         assert_is(saved, expected())
