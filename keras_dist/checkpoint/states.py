@@ -175,8 +175,10 @@ def _accumulated(
     """Convert accumulated gradients where they do not mean the same now.
 
     Each rank adds up its own in most fits, until the end of the epoch; with
-    `shard_optimizer`, `NanReport` and others those of all ranks.
+    `shard_optimizer`, `NanReport` and others those of all ranks. Local layers are left
+    out: theirs are always those of one rank.
     """
+    local = optimizer.local_ids(model)
     index_of = {id(each): index for index, each in enumerate(variables_of(model))}
     optimizers = optimizer.optimizers_of(model)
     adds_own = list(map(optimizer.accumulates, optimizers))
@@ -186,6 +188,8 @@ def _accumulated(
         if was_own == is_own and (is_same_size or not is_own):
             continue
         for accumulator in private.accumulators(outer):
+            if id(accumulator) in local:
+                continue
             index = index_of[id(accumulator)]
             value = arrays[index]
             if was_own:
@@ -226,13 +230,13 @@ def restore_own(model: Any, own: dict[str, Any], *, is_summed: bool) -> None:
         is_summed: Whether accumulated gradients have to be those of all ranks.
     """
     variables = variables_of(model)
-    summed = {
+    summed = {  # which `restore_first` has converted
         id(accumulator)
         for outer in optimizer.optimizers_of(model)
         if outer.gradient_accumulation_steps
         and (is_summed or not optimizer.accumulates(outer))
         for accumulator in private.accumulators(outer)
-    }
+    } - optimizer.local_ids(model)
     for index, value in own["variables"].items():
         if id(variables[int(index)]) not in summed:
             variables[int(index)].assign(value)

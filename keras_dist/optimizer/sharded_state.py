@@ -108,7 +108,7 @@ class Cut:
 
     @property
     def is_large(self) -> bool:
-        """Whether it is gathered alone, and its gradient is summed by parts."""
+        """Whether it has collectives of its own, for its gradient and its weights."""
         return math.prod(self.shape) >= _SMALL
 
     def shape_of(self, rank: int) -> tuple[int, ...]:
@@ -1018,7 +1018,7 @@ class UpdatesParts:
 
 
 def _saved_values(leaf: Any) -> Iterator[np.ndarray]:
-    """What is saved of an optimizer: each variable whole, one after the other."""
+    """Yield the whole value of each variable of an optimizer that is saved."""
     state: ShardedState = leaf._sharded
     if not state.parts:
         yield from map(keras.ops.convert_to_numpy, leaf.variables)
