@@ -18,6 +18,7 @@
 
 from keras_dist.comm.agreement import (
     agree,
+    failing_together,
     first_rank,
     gather_or_raise,
     is_known,
@@ -94,6 +95,7 @@ __all__ = [
     "device",
     "explained",
     "fact",
+    "failing_together",
     "first_rank",
     "forget_process_sets",
     "gather",

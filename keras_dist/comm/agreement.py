@@ -6,6 +6,8 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+import tensorflow as tf
+
 from keras_dist.comm import runtime
 from keras_dist.comm.collectives import gather, gather_unless_equal
 
@@ -104,6 +106,29 @@ def gather_or_raise(work: Callable[[], Result]) -> list[Result]:
 
 
 @contextlib.contextmanager
+def failing_together() -> Iterator[None]:
+    """A `with` block whose error is raised on all ranks, when all are at its end.
+
+    Unlike the work of `run_on_all` it may be in a graph that is being traced.
+
+    Raises:
+        Exception: As in `run_on_all`.
+    """
+    errors: list[Exception] = []
+    try:
+        yield
+    except Exception as error:  # every error has to be sent to the other ranks
+        errors.append(error)
+
+    def finish() -> None:
+        if errors:
+            raise errors[0]
+
+    with tf.init_scope():
+        run_on_all(finish)
+
+
+@contextlib.contextmanager
 def first_rank() -> Iterator[bool]:
     """A `with` block that the first rank runs while the other ranks wait.
 
@@ -134,23 +159,14 @@ def first_rank() -> Iterator[bool]:
     if runtime.size() == 1:
         yield True
         return
-    is_first = runtime.rank() == 0
-    if not is_first:
+    if runtime.rank() == 0:
+        with failing_together(), runtime.without_collectives():
+            yield True
         run_on_all(lambda: None)
-    errors: list[Exception] = []
-    try:
-        with runtime.without_collectives():
-            yield is_first
-    except Exception as error:  # every error has to be sent to the other ranks
-        errors.append(error)
-
-    def finish() -> None:
-        if errors:
-            raise errors[0]
-
-    if is_first:
-        run_on_all(finish)
-    run_on_all(finish)
+    else:
+        run_on_all(lambda: None)
+        with failing_together(), runtime.without_collectives():
+            yield False
 
 
 def is_known(error: Exception) -> bool:

@@ -792,18 +792,8 @@ def whole_state(*of: keras.Model | keras.optimizers.Optimizer) -> Iterator[None]
     for each in of:
         is_model = isinstance(each, keras.Model)
         optimizers += optimizers_of(each) if is_model else [each]
-    errors: list[Exception] = []
-    try:
-        with sending_parts(optimizers):
-            yield
-    except Exception as error:  # every error has to be sent to the other ranks
-        errors.append(error)
-
-    def finish() -> None:
-        if errors:
-            raise errors[0]
-
-    comm.run_on_all(finish)
+    with comm.failing_together(), sending_parts(optimizers):
+        yield
 
 
 # What the first rank asks for: the numbers of an optimizer and of its variable.

@@ -168,7 +168,10 @@ def _made_now(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
     """Make a variable outside of the graph, unless its first value depends on that."""
     value = kwargs.get("initial_value")
     if not callable(value):
-        known = tf.get_static_value(value) if tf.is_tensor(value) else value
+        is_of_graph = tf.is_tensor(value) and not isinstance(
+            value, tf.__internal__.EagerTensor
+        )
+        known = tf.get_static_value(value) if is_of_graph else value
         if known is None:
             return next_creator(**kwargs)
         kwargs["initial_value"] = known
@@ -278,31 +281,20 @@ class FirstStep:
         """
         self._has_started = True
         step = OwnStep(own_step, data, is_eager=tf.executing_eagerly())
-        with step_context.entered(step_context.StepContext()):
+        # TensorFlow would trace a step once more in which variables were made.
+        with (
+            step_context.entered(step_context.StepContext()),
+            tf.variable_creator_scope(_made_now),
+        ):
             is_built_here = self._builds_on_one_rank or not is_plain
             if is_built_here or holds_unbuilt_optimizers(model):
-                on_all(lambda: build(model, step))
+                with comm.failing_together():
+                    build(model, step)
             # Outside of the graph that is being traced, so that this runs once, now.
             with tf.init_scope():
                 batch_norm.synchronize(model)
                 for hook in self._hooks:
                     hook()
-
-
-def on_all(work: Callable[[], Any]) -> None:
-    """Run `work` in the graph that is being traced; raise an error of it on all."""
-    failed: list[Exception] = []
-    try:
-        work()
-    except Exception as error:
-        failed.append(error)
-
-    def report() -> None:
-        if failed:
-            raise failed[0]
-
-    with tf.init_scope():
-        comm.run_on_all(report)
 
 
 @contextlib.contextmanager

@@ -307,7 +307,8 @@ def _run(
         return step.run(data)
     trace = session.microbatch.trace
     if trace is None:
-        build.on_all(lambda: session.microbatch.keep(step.trace_piece(data)))
+        with comm.failing_together():
+            session.microbatch.keep(step.trace_piece(data))
         trace = session.microbatch.trace
     elif not tf.executing_eagerly():
         # Not on all ranks: one alone may have a batch of a new shape.
