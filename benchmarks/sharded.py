@@ -38,8 +38,11 @@ costs and saves: two ranks on {cores} cores ({machine}, no GPU), 256 rows a step
 together by `batch="global"`: medians of {rounds} rounds (smallest to largest), in which
 all took turns. "One process" is plain `model.fit` with all cores. Of two processes that
 are not averaged each trains its 128 rows a step by plain `model.fit`, beside the other:
-what two ranks could do if averaging cost nothing, and each made the whole update.
-Ratios are taken within each round, and are medians too.
+what two ranks could do if averaging cost nothing, and each made the whole update. Half
+of the rows take a core more than half of the time, so that may be less than one process
+trains ([decisions](decisions.md)). The small CNN is too small to be divided: it trains
+the same graph with `shard_optimizer`, and what differs is noise. Ratios are taken
+within each round, and are medians too.
 
 | model, optimizer | | rows per second | ÷ one process | ÷ two ranks without it |
 |---|---|---|---|---|
