@@ -71,7 +71,9 @@ def test_the_bar_shows_rows_per_second_of_all_ranks(world, rows, make_model, sho
         assert all(0 < rate <= 16 / 0.05 for rate in rates)
         if KERAS >= (3, 11):  # the bar of 3.10 ends with the mean over the steps
             assert rates[6::7] == pytest.approx(measured[0], rel=1e-4)
-        assert rates[5::7] == pytest.approx(measured[0], rel=0.3)
+        # Of the last step, which is before the end of the epoch.
+        for rate, mean in zip(rates[5::7], measured[0], strict=True):
+            assert rate >= mean * (1 - 1e-4)
         assert len(re.findall(r"^6/6 - ", printed[1], re.MULTILINE)) == 2
 
 

@@ -32,23 +32,35 @@ def uneven(size):
 
 
 class Spy(keras.callbacks.Callback):
-    """Notes this rank's rows of each step, and sleeps before it on the first rank."""
+    """Notes this rank's rows of each step."""
 
-    def __init__(self, seconds=0.0):
+    def __init__(self):
         super().__init__()
-        self.seconds, self.rows, self.before = seconds, [], 0
+        self.rows, self.before = [], 0
 
     def on_epoch_begin(self, epoch, logs=None):
         self.before = 0
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if keras_dist.rank() == 0:
-            time.sleep(self.seconds)
 
     def on_train_batch_end(self, batch, logs=None):
         so_far = session_of(self.model).rows_trained.total()
         self.rows.append(so_far - self.before)
         self.before = so_far
+
+
+class Sleeps(keras.callbacks.Callback):
+    """The first rank sleeps before each step, as long as four steps on this machine."""
+
+    def __init__(self):
+        super().__init__()
+        self.began, self.seconds = None, 0.0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if keras_dist.rank() == 0:
+            time.sleep(min(max(0.1, 4 * self.seconds), 1.0))
+        self.began = time.monotonic()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seconds = time.monotonic() - self.began
 
 
 @pytest.fixture
@@ -59,14 +71,25 @@ def often(monkeypatch):
     monkeypatch.setattr(added, "_COMPILED_SELDOM", 1)
 
 
+@pytest.fixture
+def slow_first_rank(often, monkeypatch):
+    """The first rank computes four times as long as any other, whatever the load is."""
+    take = added.ComputingTimes.take
+
+    def taken(times):
+        return float(take(times) > 0) * (1.0 if keras_dist.rank() == 0 else 0.25)
+
+    monkeypatch.setattr(added.ComputingTimes, "take", taken)
+
+
 @pytest.mark.parametrize("kind", shortened(KINDS, {"arrays", "shuffled", "generator"}))
 @pytest.mark.parametrize("shares", ["given", "measured"])
-def test_any_shares_give_the_model_of_one_process(world, often, kind, shares):
+def test_any_shares_give_the_model_of_one_process(world, slow_first_rank, kind, shares):
     """Of all kinds of data; the last batch has fewer rows than there are ranks."""
     asked = uneven(world.size) if shares == "given" else "measured"
     options = {"shares": asked}
     given = data_of(kind, 41, 10) | {"shuffle": False, "epochs": 3}
-    spy = Spy(0.05)
+    spy = Spy()
     ours = trained(given, is_ours=True, options=options, callbacks=[spy])
     given = data_of(kind, 41, 10) | {"shuffle": False, "epochs": 3}
     assert_equal(ours, trained(given, is_ours=False))
@@ -88,12 +111,12 @@ def test_any_shares_give_the_model_of_one_process(world, often, kind, shares):
         pytest.param({}, 3, marks=pytest.mark.long),
     ],
 )
-def test_shares_move_in_a_graph(often, options, microbatch):
+def test_shares_move_in_a_graph(slow_first_rank, options, microbatch):
     """With weights of classes, several steps in one call, XLA, and in pieces."""
     options = {"run_eagerly": False, "steps_per_execution": 2} | options
     given = data_of("arrays", 320, 64) | {"shuffle": False, "epochs": 4}
     given["class_weight"] = {0: 0.3, 1: 2.0}
-    spy = Spy(0.1)
+    spy = Spy()
     ours = trained(
         given,
         is_ours=True,
@@ -107,11 +130,14 @@ def test_shares_move_in_a_graph(often, options, microbatch):
     assert any(keras_dist.gather(len(set(full)) > 1)), full
 
 
-def test_a_training_that_is_resumed_has_the_shares_of_before(often, folder):  # noqa: F811
+def test_a_training_that_is_resumed_has_the_shares_of_before(
+    slow_first_rank,
+    folder,  # noqa: F811
+):
     """On as many ranks; and it is that of one process."""
     given = data_of("arrays", 41, 10) | {"shuffle": False}
     options = {"shares": "measured", "resume": f"{folder}/shares"}
-    first, second = Spy(0.1), Spy()
+    first, second = Spy(), Spy()
     added._STEPS = 4  # the last of 10 steps, then, has the shares that are saved
     trained(given, is_ours=True, options=options, callbacks=[first], epochs=2)
     added._STEPS = 1000  # no more changes
@@ -127,12 +153,12 @@ def test_a_training_that_is_resumed_has_the_shares_of_before(often, folder):  # 
 def test_plan_line_and_report_say_what_each_rank_computes(
     world, often, capsys, tmp_path
 ):
-    """Before the first step, and when shares have moved."""
+    """Before the first step, and when shares have moved, by what the clock says."""
     x, y = rows_of(40, 0)
     report = tmp_path / "run.json"
     for shares in (uneven(world.size), "measured"):
         options = {"batch": "global", "shares": shares, "report": report}
-        given = {"batch_size": 10, "epochs": 3, "verbose": 2, "callbacks": [Spy(0.1)]}
+        given = {"batch_size": 10, "epochs": 3, "verbose": 2, "callbacks": [Sleeps()]}
         keras_dist.dist_fit(compiled(), x, y, **given, **options)
         shown = capsys.readouterr().out
         if world.rank == 0 and shares == "measured":
