@@ -114,7 +114,8 @@ def _source_of(given: KerasArguments) -> Source | None:
     if isinstance(x, Source):
         return x
     is_whole = given.y is None and given.sample_weight is None
-    return Source.of(x) if is_whole and not is_arrays(x) and is_source(x) else None
+    is_one = is_whole and not is_arrays(x) and is_source(x)
+    return Source.of(x, is_tuned=True) if is_one else None
 
 
 def _found(

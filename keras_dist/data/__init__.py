@@ -48,7 +48,7 @@ from keras_dist.data.feed import (
     validation_feed,
 )
 from keras_dist.data.parts import Part, has_division, is_dealt, makes_step
-from keras_dist.data.pipeline import batch_size_of, length_of, seeds_of
+from keras_dist.data.pipeline import as_untuned, batch_size_of, length_of, seeds_of
 from keras_dist.data.presharded import (
     Presharded,
     divided,
@@ -90,6 +90,7 @@ __all__ = [
     "Source",
     "Tail",
     "adjusted",
+    "as_untuned",
     "batch_size_of",
     "divided",
     "divided_at_source",

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.data.division import Division, own_items
-from keras_dist.data.pipeline import with_length, without_auto_shard
+from keras_dist.data.pipeline import as_untuned, with_length, without_auto_shard
 from keras_dist.data.round_robin import marked
 from keras_dist.data.shares import Shares, first_row
 
@@ -243,7 +243,7 @@ def order_of_keras(seed: int, total: int, batch_size: int | None) -> tf.Tensor:
     else:
         data = tf.data.Dataset.range(total).batch(batch_size).map(shuffled)
     with tf.device("CPU:0"):
-        return tf.concat(list(data), 0)
+        return tf.concat(list(as_untuned(data)), 0)
 
 
 def lists_to_arrays(data: Any) -> Any:

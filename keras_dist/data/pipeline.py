@@ -54,6 +54,35 @@ def nodes(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
         yield from nodes(one)
 
 
+def as_untuned(dataset: Any) -> Any:
+    """Return the same data set, with tuning turned off unless its options set it.
+
+    >>> data = tf.data.Dataset.range(3)
+    >>> as_untuned(data).options().autotune.enabled
+    False
+    """
+    if not isinstance(dataset, tf.data.Dataset):
+        return dataset
+    if dataset.options().autotune.enabled is not None:
+        return dataset
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
+
+
+def untuned_pass(dataset: tf.data.Dataset) -> Iterator[Any]:
+    """Begin a pass that is not tuned, and reads ahead as a tuned one does.
+
+    TensorFlow adds a `prefetch` only where it tunes. Options of the user's that turn
+    tuning on or off remain.
+
+    >>> [int(number) for number in untuned_pass(tf.data.Dataset.range(3))]
+    [0, 1, 2]
+    """
+    untuned = as_untuned(dataset)
+    return iter(dataset if untuned is dataset else untuned.prefetch(2))
+
+
 def has_cache_in_memory(dataset: tf.data.Dataset) -> bool:
     """Tell whether a data set, or one that it was made of, is cached in memory."""
     return any(map(_is_cache_in_memory, nodes(dataset)))
@@ -181,7 +210,7 @@ def skip_passes(dataset: tf.data.Dataset, count: int) -> None:
     """
     if is_read_anew(dataset):
         for _ in range(count):
-            iter(dataset)
+            iter(as_untuned(dataset))
 
 
 def unread_pass(
@@ -219,7 +248,9 @@ def bytes_of_caches(dataset: tf.data.Dataset) -> int:
         if not _is_cache_in_memory(node) or not length or has_seeded_passes(node):
             continue
         [before] = inputs_of(node)
-        tensors = tf.nest.flatten(next(iter(before)), expand_composites=True)
+        tensors = tf.nest.flatten(
+            next(iter(as_untuned(before))), expand_composites=True
+        )
         total += length * sum(len(tf.io.serialize_tensor(t).numpy()) for t in tensors)
     return total
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from keras_dist.data.arrays import UNEVEN
 from keras_dist.data.pipeline import (
+    as_untuned,
     batch_size_of,
     before_shuffles,
     bytes_of_caches,
@@ -24,6 +25,7 @@ from keras_dist.data.pipeline import (
     iterator_state,
     length_of,
     seeds_of,
+    untuned_pass,
 )
 from keras_dist.data.presharded import Presharded, presharded_of
 from keras_dist.data.round_robin import num_rows
@@ -92,6 +94,8 @@ class Source:
         presharded: How it was divided before its rows were decoded, if it was.
         is_declared: Whether the user says that all ranks have the same batches.
         agreed: What the ranks have learned of each other's data.
+        is_tuned: Whether TensorFlow tunes passes over a data set, as Keras lets it on
+            one rank.
 
     Attributes:
         length: Batches in a pass: a number, `math.inf`, or `None` for unknown.
@@ -111,8 +115,10 @@ class Source:
         presharded: Presharded | None = None,
         is_declared: bool = False,
         agreed: Agreed | None = None,
+        is_tuned: bool = False,
     ) -> None:
         self.data, self.presharded = data, presharded
+        self.is_tuned = is_tuned
         self.is_declared, self.agreed = is_declared, agreed or Agreed()
         self.length = length_of(data)
         is_dataset = isinstance(data, tf.data.Dataset)
@@ -130,15 +136,15 @@ class Source:
         self._begun: Iterator[Any] | None = data if isinstance(data, Iterator) else None
 
     @classmethod
-    def of(cls, data: Any) -> "Source":
+    def of(cls, data: Any, *, is_tuned: bool = False) -> "Source":
         """Make a source of the user's data; of what `shard` returned, of all of it.
 
         Raises:
             ValueError: If a data set was made of several that were divided differently.
         """
         if isinstance(data, Declared):
-            return cls(data.data, is_declared=True)
-        return cls(data, presharded=presharded_of(data))
+            return cls(data.data, is_declared=True, is_tuned=is_tuned)
+        return cls(data, presharded=presharded_of(data), is_tuned=is_tuned)
 
     @property
     def kind(self) -> str:
@@ -187,7 +193,7 @@ class Source:
         Where beginning a pass changes all later ones, they are those of the next pass.
         """
         if self.has_seeded_passes:
-            self._begun = self._begun or iter(self.data)
+            self._begun = self._begun or self.new_pass()
         self._looks = self.first(count)
 
     @property
@@ -199,7 +205,7 @@ class Source:
         """Begin a pass over a data set: an iterator, and what was read of it before."""
         begun, buffered = self._begun, self._buffered
         self.forget_begun()
-        return begun or iter(self.data), buffered
+        return begun or self.new_pass(), buffered
 
     def forget_begun(self) -> None:
         """Let the next pass be another one than that of which batches were read."""
@@ -230,7 +236,7 @@ class Source:
         self, dataset: tf.data.Dataset, iterator: Any = None
     ) -> int | None:
         if iterator is None:
-            iterator = iter(dataset)
+            iterator = iter(as_untuned(dataset))
             next(iterator, None)
             if has_cache_in_memory(dataset):  # see `first_batches`
                 self._held.append(iterator)
@@ -244,7 +250,7 @@ class Source:
         if self._looks is not None:
             return self._looks[:count]
         if self.has_seeded_passes and self.length is None:
-            self._begun = self._begun or iter(self.data)
+            self._begun = self._begun or self.new_pass()
         if self._begun is not None:
             more = max(count - len(self._buffered), 0)
             self._buffered += itertools.islice(self._begun, more)
@@ -263,7 +269,13 @@ class Source:
             is_endless = self.data.num_batches is None
             indices = itertools.count() if is_endless else range(self.data.num_batches)
             return (self.data[index] for index in indices)
-        return iter(self.data)
+        return self.new_pass()
+
+    def new_pass(self) -> Iterator[Any]:
+        """Begin another pass over a data set, or data that has iterators."""
+        if self.is_tuned or not isinstance(self.data, tf.data.Dataset):
+            return iter(self.data)
+        return untuned_pass(self.data)
 
     def has_known_order(self) -> bool:
         """Tell whether it is known what each pass yields, so that a rank can skip some.
@@ -363,6 +375,7 @@ def first_batches(dataset: tf.data.Dataset, count: int, held: list[Any]) -> list
     >>> [int(number) for number in first_batches(tf.data.Dataset.range(5), 2, [])]
     [0, 1]
     """
+    dataset = as_untuned(dataset)
     if not has_cache_in_memory(dataset):
         return list(dataset.take(count))
     held.append(iter(dataset))

@@ -88,7 +88,7 @@ class Reading:
             if state is None:
                 self._iterator, self._peeked = source.begin()
             else:
-                self._iterator = iter(data)
+                self._iterator = source.new_pass()
                 set_iterator_state(self._iterator, state)
             self._state_of = functools.partial(iterator_state, self._iterator)
         elif has_state_dict(data):

@@ -4,9 +4,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import tensorflow as tf
-
 from keras_dist import comm, mixin
+from keras_dist.data import as_untuned
 
 
 @contextlib.contextmanager
@@ -46,22 +45,6 @@ def plain_strategy(model: Any) -> Any:
     """Return the `tf.distribute.Strategy` of `model`, in `without_autotune`, too."""
     strategy = model.distribute_strategy
     return strategy.plain if isinstance(strategy, _Strategy) else strategy
-
-
-def as_untuned(dataset: Any) -> Any:
-    """Return the same data set, with tuning turned off unless its options set it.
-
-    >>> data = tf.data.Dataset.range(3)
-    >>> as_untuned(data).options().autotune.enabled
-    False
-    """
-    if not isinstance(dataset, tf.data.Dataset):
-        return dataset
-    if dataset.options().autotune.enabled is not None:
-        return dataset
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    return dataset.with_options(options)
 
 
 class _Strategy:

@@ -70,6 +70,40 @@ def test_no_pass_over_data_is_tuned(model, read):
     assert read == [False] * 9
 
 
+def shuffled():
+    """Its next pass has another order, so that looks at its batches are kept."""
+    return tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(9, seed=2).batch(4)
+
+
+def cached():
+    """Where looks would cut the cache short, they are kept, too."""
+    return in_batches().cache()
+
+
+def unknown():
+    """In batches of unknown number, of which nothing says where they are."""
+    return in_batches().filter(lambda *_: True).cache()
+
+
+@pytest.mark.several_ranks
+@pytest.mark.parametrize("make", [in_batches, shuffled, cached, unknown])
+def test_no_iterator_over_data_is_tuned(model, tmp_path_factory, monkeypatch, make):
+    """Those that look at it and that remember where they are, as those of Keras."""
+    began, found = tf.data.Dataset.__iter__, []
+
+    def begin(dataset):
+        found.append(dataset.options().autotune.enabled)
+        return began(dataset)
+
+    monkeypatch.setattr(tf.data.Dataset, "__iter__", begin)
+    folder = keras_dist.broadcast(str(tmp_path_factory.mktemp("tuned")))
+    for epochs in (1, 2):
+        data = make()
+        options = {"resume": folder, "validation_data": data, "verbose": 0}
+        keras_dist.dist_fit(model, data, epochs=epochs, **options)
+    assert set(found) == {False}
+
+
 @pytest.mark.several_ranks
 def test_tuning_that_the_user_requests_is_on(model, read):
     """Options of the user's data set remain, and the model is plain again."""
