@@ -21,9 +21,16 @@ EXACT = 1e-10 if KERAS >= (3, 13) else 1e-7
 
 
 def shortened(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
-    """Values of a parameter, all but the `quick` ones for `make long` alone."""
+    """Values of a parameter, all but the `quick` ones for `make long` alone.
+
+    A tuple is a value for each of several parameters.
+    """
     return [
-        value if value in quick else pytest.param(value, marks=pytest.mark.long)
+        value
+        if value in quick
+        else pytest.param(
+            *(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.long
+        )
         for value in values
     ]
 

@@ -139,7 +139,7 @@ def test_a_graph_resumes_in_the_middle_of_an_epoch_to_the_bit(folder, is_dataset
 )
 def test_data_in_batches_resumes_where_it_was(folder, as_data):
     """At a batch: none before it is read again, and none is left out."""
-    options = {"as_data": as_data, "is_equivalent": True, "epochs": 3}
+    options = {"as_data": as_data, "is_small": True, "epochs": 3}
     expected_rows, rows = {}, {}
     expected, history = train(
         f"{folder}/whole", saw=expected_rows.__setitem__, **options
@@ -181,7 +181,7 @@ def test_data_that_says_where_it_is_resumes_there(folder, capsys, as_data):
     Where its state does not lead there, the batches before it are read and left out.
     Weights of classes are not added by Keras, which would read ahead for it.
     """
-    options = {"as_data": as_data, "epochs": 3, "verbose": 2}
+    options = {"as_data": as_data, "is_small": True, "verbose": 2}
     options |= {"shard": "none"} if as_data is as_own else {}
     if as_data is ByIterators:
         options["class_weight"] = {0: 1.0, 1: 2.0}
@@ -224,6 +224,7 @@ def test_epochs_of_some_steps_go_on_in_a_pass(folder, as_data):
     """
     steps = 4
     options = {"as_data": as_data, "steps_per_epoch": steps, "steps_scaling": "none"}
+    options |= {"is_small": True}
     options["class_weight"] = {0: 1.0, 1: 2.0}
     whole, cut, plain = {}, {}, {}
     expected, history = train(f"{folder}/whole", saw=whole.__setitem__, **options)
@@ -242,6 +243,7 @@ def test_epochs_of_some_steps_go_on_in_a_pass(folder, as_data):
 def test_an_order_without_a_seed_goes_on(world, folder):
     """Of a data set of known length: on one rank, each row is read once an epoch."""
     options, rows = {"as_data": as_unseeded, "epochs": 2, "save_steps": 1}, {}
+    options |= {"is_small": True}
     for seed, dies in enumerate((3, 19)):
         ends = {"die": die, "dies": dies, "seed": 100 + seed}
         with contextlib.suppress(Killed):
@@ -255,7 +257,7 @@ def test_an_order_without_a_seed_goes_on(world, folder):
 @pytest.mark.parametrize("more", [{}, {"steps_per_epoch": 5, "steps_scaling": "none"}])
 def test_a_resume_does_not_change_the_order_of_passes(folder, as_data, more):
     """Checkpoints change nothing, also where one is that of the end of an epoch."""
-    options = {"as_data": as_data, "epochs": 3} | more
+    options = {"as_data": as_data, "is_small": True} | more
     plain, whole, cut = {}, {}, {}
     train(None, saw=plain.__setitem__, **options)
     train(f"{folder}/whole", saw=whole.__setitem__, **options)
@@ -270,7 +272,7 @@ def test_a_resume_does_not_change_the_order_of_passes(folder, as_data, more):
 @pytest.mark.several_ranks
 def test_a_state_that_fits_on_some_ranks_only_is_an_error(folder, monkeypatch):
     """Otherwise the ranks would read later passes in different orders."""
-    options = {"as_data": as_filtered, "epochs": 2, "save_steps": 1}
+    options = {"as_data": as_filtered, "is_small": True, "save_steps": 1}
     with pytest.raises(Killed):
         train(folder, saw={}.__setitem__, die=die, dies=4, **options)
     if keras_dist.rank() == 1:
@@ -420,7 +422,7 @@ def test_the_plan_says_where_an_interrupted_epoch_goes_on(folder, capsys):
     ):
         if as_data is Generated and keras_dist.size() == 1:
             continue  # Keras does not take it
-        options = options | {"epochs": 1, "verbose": 2}
+        options = options | {"is_small": True, "epochs": 1, "verbose": 2}
         saw = {}.__setitem__
         train(f"{folder}/{number}", saw=saw, as_data=as_data, **options)
         words = " ".join(capsys.readouterr().out.replace("│", "").split())

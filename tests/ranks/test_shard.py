@@ -82,18 +82,17 @@ def fit(model, data, **arguments):
 @pytest.mark.three_ranks
 @pytest.mark.several_ranks
 @pytest.mark.parametrize(
-    "case",
+    ("kind", "count"),
     shortened(
         itertools.product(KINDS, (91, 96)),
         quick=[("by row", 91), ("by batch", 96), ("of unknown length", 91)],
     ),
 )
-def test_divided_data_trains_as_one_process_does(world, rows, make_model, case):
+def test_divided_data_trains_as_one_process(world, rows, make_model, kind, count):
     """Weights and metrics, the last batch and validation too; each row decoded once.
 
     Of 91 rows fewer than there are ranks are left for the last global batch.
     """
-    kind, count = case
     x, y = (array[:count] for array in rows)
     whole = BATCH * world.size
     used = count - count % whole if count % whole < world.size else count

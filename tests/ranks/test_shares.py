@@ -82,7 +82,7 @@ def slow_first_rank(often, monkeypatch):
     monkeypatch.setattr(added.ComputingTimes, "take", taken)
 
 
-@pytest.mark.parametrize("kind", shortened(KINDS, {"arrays", "shuffled", "generator"}))
+@pytest.mark.parametrize("kind", shortened(KINDS, {"arrays", "generator"}))
 @pytest.mark.parametrize("shares", ["given", "measured"])
 def test_any_shares_give_the_model_of_one_process(world, slow_first_rank, kind, shares):
     """Of all kinds of data; the last batch has fewer rows than there are ranks."""
