@@ -147,19 +147,25 @@ def test_another_number_of_ranks_resumes_the_same_training(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("as_data", "said"),
+    ("as_data", "others", "said"),
     [
-        ("ByIterators", ["epoch 1, after 1[02] batch", "epoch 2, after [69] batch"]),
-        ("as_files", ["epoch 1, after 1[02] batch", "epoch 2, after [69] batch"]),
-        ("as_endless", ["epoch 2, after 1[02] batch", "epoch 3, after 2.|3. batch"]),
-        ("as_filtered_and_divided", ["epoch 1 begins again: each rank has batches"]),
-        ("as_own", ["epoch 1 begins again: each rank has batches of its own"]),
+        ("ByIterators", 3, ["epoch 1, after 1[02] batch", "epoch 2, after [69] batch"]),
+        ("as_files", 3, ["epoch 1, after 1[02] batch", "epoch 2, after [69] batch"]),
+        ("as_filtered", 1, ["batches of epoch 1 are read and left", "epoch ., after"]),
+        ("as_endless", 3, ["epoch 2, after 1[02] batch", "epoch 3, after 2.|3. batch"]),
+        ("as_filtered_and_divided", 3, ["epoch 1 begins again: each rank has batches"]),
+        ("as_own", 3, ["epoch 1 begins again: each rank has batches of its own"]),
     ],
 )
-def test_data_that_says_where_it_is_goes_on_on_other_ranks(tmp_path, as_data, said):
-    """Each row of an epoch once, on two ranks, then three, then two again.
+def test_data_that_says_where_it_is_goes_on_on_other_ranks(
+    tmp_path, as_data, others, said
+):
+    """Each row of an epoch once, on two ranks, then three or one, then two again.
 
     Of an endless data set, each batch of its order.
+
+    TensorFlow's state does not fit on one rank, where it tunes the pipeline: the
+    batches before are read and left out.
 
     Where each rank has batches of its own, the epoch begins again, and that is said.
     """
@@ -169,7 +175,7 @@ def test_data_that_says_where_it_is_goes_on_on_other_ranks(tmp_path, as_data, sa
     if as_data == "as_endless":
         options |= {"steps_per_epoch": 4, "steps_scaling": "none"}
     run(tmp_path, 0, 2, ("SIGTERM", 5), **options)
-    second = run(tmp_path, 1, 3, ("SIGTERM", 10), **options)
+    second = run(tmp_path, 1, others, ("SIGTERM", 10), **options)
     assert re.search(said[0], second.stdout), second.stdout
     if len(said) == 1:
         return
