@@ -1,6 +1,7 @@
 """First batches are read without changing later passes, many times each."""
 
 import os
+import threading
 
 import keras
 import numpy as np
@@ -9,6 +10,7 @@ import tensorflow as tf
 
 from keras_dist.data import Agreed, ShardSpec, Source, own_error
 from keras_dist.data.parts import part_of
+from keras_dist.data.pipeline import untuned_pass
 
 ROWS, BATCH, BATCHES = 36, 4, 9
 
@@ -163,3 +165,20 @@ def test_a_rank_without_a_batch_begins_a_pass_where_the_others_do(batch, is_cach
         found = [batch.numpy().tolist() for batch in own.data]
         assert found == expected[index][:1]
     assert [batch.numpy().tolist() for batch in dataset] == expected[2]
+
+
+def test_a_pass_that_is_not_tuned_reads_ahead():
+    """The next batch is made while this one is trained, as where TensorFlow tunes."""
+    is_ahead = threading.Event()
+
+    def two():
+        yield 0
+        is_ahead.set()
+        yield 1
+
+    spec = tf.TensorSpec([], tf.int32)
+    data = tf.data.Dataset.from_generator(two, output_signature=spec)
+    batches = untuned_pass(data)
+    assert next(batches) == 0
+    assert is_ahead.wait(20)
+    assert [int(number) for number in batches] == [1]
