@@ -4,15 +4,13 @@
 
 Runs every stack for all models, one after the other, for some rounds, and writes
 docs/performance.md and docs/performance.png: medians, spreads, and ratios within each
-round. The cores must be idle. Environments of the peers are created in .bench/; if Open
-MPI is installed (Debian: libopenmpi-dev), also one of keras_dist over MPI.
+round. The cores must be idle. What the peers need is installed in .bench/.
 """
 
 import argparse
 import json
 import os
 import platform
-import shutil
 import socket
 import statistics
 import subprocess
@@ -37,8 +35,7 @@ TIMEOUT = 600  # seconds of one stack in one round
 class Stack:
     """A stack to compare: a script in stacks/, its method to average, and its launcher.
 
-    `twin` is the name of the model that the same processes train in turn with it,
-    `environment` one in .bench/ instead of our own, and `flags` are the launcher's.
+    `twin` is the name of the model that the same processes train in turn with it.
     """
 
     script: str
@@ -46,8 +43,6 @@ class Stack:
     launcher: str
     ranks: int = RANKS
     twin: str = ""
-    environment: str = ""
-    flags: tuple[str, ...] = ("--gloo",)
 
 
 TABLE = {
@@ -59,17 +54,6 @@ TABLE = {
     "MultiWorkerMirrored on Keras 2": Stack("keras2.py", "multiworker", "TF_CONFIG"),
     "PyTorch DDP": Stack("torch_ddp.py", "ddp", "torch", twin="PyTorch ceiling"),
 }
-HAS_MPI = shutil.which("mpicxx") is not None
-if HAS_MPI:
-    TABLE[report.OVER_MPI] = Stack(
-        "keras3.py",
-        "both",
-        "horovodrun",
-        twin=report.OURS[report.OVER_MPI],
-        environment="mpi",
-        flags=("--mpi",),
-    )
-
 # One global batch, shared by two ranks or by two devices of one process.
 SAME_BATCH = {
     report.SHARED: Stack("same_batch.py", "keras_dist", "horovodrun"),
@@ -101,44 +85,20 @@ def make_environments() -> None:
         if not target.is_dir():
             print(f"installing {' '.join(packages)} in {target}", flush=True)
             subprocess.run([*pip, "--target", str(target), *packages], check=True)
-    make_mpi()
 
 
-def make_mpi() -> None:
-    """An environment as our own, in which Horovod is built with MPI, if it is there."""
-    target = ENVIRONMENTS / "mpi"
-    if not HAS_MPI or (target / ".ready").exists():
-        return
-    print(f"building Horovod with MPI in {target}", flush=True)
-    python = str(target / "bin" / "python")
-    versions = [f"{n}=={metadata.version(n)}" for n in ("tensorflow", "keras", "numpy")]
-    for command in (
-        [sys.executable, "-m", "venv", "--clear", str(target)],
-        [python, "-m", "pip", "install", "--quiet", "-e", str(ROOT), *versions],
-        [python, "-m", "keras_dist", "install-horovod", "--mpi", "--no-nccl"],
-    ):
-        subprocess.run(command, check=True)
-    (target / ".ready").touch()
-
-
-def run(
-    stack: Stack, options: list[str], variables: dict[str, str] | None = None
-) -> dict[tuple[str, str], list[dict]]:
+def run(stack: Stack, options: list[str]) -> dict[tuple[str, str], list[dict]]:
     """Train all models once.
 
     Args:
         stack: What is started.
         options: Of the script.
-        variables: Of the environment.
 
     Returns:
         What each rank has measured, by ("own" or "twin", name of the model).
     """
     script = [str(STACKS / stack.script), stack.method, *options]
     ranks, env = stack.ranks, {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    if "--mpi" in stack.flags and os.geteuid() == 0:  # Open MPI asks whether it may
-        env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    env |= variables or {}
     threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
     # Ours chooses for itself.
     if stack.script not in ("keras3.py", "same_batch.py") and ranks > 1:
@@ -149,12 +109,9 @@ def run(
     if stack.script == "keras2.py":
         env["TF_USE_LEGACY_KERAS"] = "1"
     env["PYTHONPATH"] = os.pathsep.join([*path, str(ROOT)])
-    python = Path(sys.executable)
-    if stack.environment:
-        python = ENVIRONMENTS / stack.environment / "bin" / "python"
-    command = [str(python), *script]
+    command = [sys.executable, *script]
     if stack.launcher == "horovodrun":
-        horovodrun = [str(python.with_name("horovodrun")), *stack.flags]
+        horovodrun = [str(Path(sys.executable).with_name("horovodrun")), "--gloo"]
         commands = [([*horovodrun, "-np", str(ranks), *command], env)]
     else:
         own = _variables_of_ranks(stack, ranks)
@@ -174,9 +131,8 @@ def run(
     for out, _ in outputs:
         for line in out.splitlines():
             if MARK in line:
-                # mpirun may write more behind it.
-                line_of_rank, _ = json.JSONDecoder().raw_decode(line.split(MARK, 1)[1])
-                found[line_of_rank["part"], line_of_rank["model"]].append(line_of_rank)
+                rank_line = json.loads(line.split(MARK, 1)[1])
+                found[rank_line["part"], rank_line["model"]].append(rank_line)
     if not found or any(len(lines) != ranks for lines in found.values()):
         raise RuntimeError(f"{stack} failed.\n" + "\n".join(map("\n".join, outputs)))
     return found
@@ -222,49 +178,30 @@ def rate_of(ranks: list[dict]) -> float:
     return ranks[0]["rows"] / max(own["seconds"] for own in ranks)
 
 
-def rate_in_step(ranks: list[dict]) -> float:
-    """The same if each step had begun on all ranks at once: the slowest one's steps."""
-    return ranks[0]["rows"] / sum(map(max, *(own["steps"] for own in ranks)))
-
-
-def parser_of(words: str, *, rounds: int) -> argparse.ArgumentParser:
-    """The options of everything that trains the models for some rounds."""
-    parser = argparse.ArgumentParser(description=words.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=rounds)
+def main() -> int:
+    """Measure, write, and print the files that were written."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--models", nargs="+", default=list(report.MODELS))
     parser.add_argument("--scale", type=float, default=1, help="of the steps")
     parser.add_argument("--write", action="store_true", help="the document and plot")
-    return parser
-
-
-def main() -> int:
-    """Measure, write, and print the files that were written."""
-    parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--stacks", nargs="+", default=list(TABLE), choices=TABLE)
-    parser.add_argument(
-        "--costs", action="store_true", help="use the last speeds, measure the rest"
-    )
     arguments = parser.parse_args()
     make_environments()
     measured = ENVIRONMENTS / "measured.json"
     begin = time.perf_counter()
-    if arguments.costs:
-        found = json.loads(measured.read_text())
-        rates, facts, shared = found["rates"], found["facts"], found["shared"]
-    else:
-        tables = {name: TABLE[name] for name in arguments.stacks}, SAME_BATCH
-        rates, shared = (speeds(arguments, table) for table in tables)
+    tables = {name: TABLE[name] for name in arguments.stacks}, SAME_BATCH
+    rates, shared = (speeds(arguments, table) for table in tables)
+    if arguments.write:
         facts = {
             "ranks": RANKS,
             "cores": len(os.sched_getaffinity(0)),
             "machine": platform.machine(),
             "rounds": arguments.rounds,
         }
-    if arguments.write or arguments.costs:
         costs = measured_costs(arguments.rounds)
         facts["one rank"] = step_of_one_rank()
-        if not arguments.costs:
-            facts["minutes"] = (time.perf_counter() - begin) / 60
+        facts["minutes"] = (time.perf_counter() - begin) / 60
         measured.write_text(
             json.dumps(
                 {"rates": rates, "shared": shared, "facts": facts, "costs": costs}
@@ -291,12 +228,8 @@ def speeds(
         for name in names[turn:] + names[:turn]:
             for (part, model), ranks in run(table[name], options).items():
                 stack = name if part == "own" else table[name].twin
-                measured = {stack: rate_of(ranks)}
-                if stack == "ceiling":
-                    measured[report.IN_STEP] = rate_in_step(ranks)
-                for kind, rate in measured.items():
-                    rates[model][kind].append(rate)
-                    print(f"{number + 1} {kind}, {model}: {rate:,.0f}", flush=True)
+                rates[model][stack].append(rate_of(ranks))
+                print(number + 1, stack, model, rates[model][stack][-1], flush=True)
     for model, found in rates.items():
         medians = {name: statistics.median(values) for name, values in found.items()}
         print(model, {name: round(value) for name, value in medians.items()})

@@ -1,12 +1,11 @@
 """What decoding costs: every rank decodes all files, or each its own.
 
-    make input
+    python benchmarks/input.py
 
 JPEG files are written to a folder of the disk. One process, two ranks and four train on
 them in turn, with the same global batch. On ranks the data is sharded when its batches
 are made (`late`), and before it is decoded by `keras_dist.shard` (`early`), alternately
-in the same processes. Processor seconds are those of all ranks together, less those of
-the same training on pictures that are in memory; they count no other programs.
+in the same processes.
 Writes docs/input.md.
 """
 
@@ -24,16 +23,17 @@ ROOT = Path(__file__).parents[1]
 MARK = "measured: "
 GLOBAL_BATCH = 64
 SIDE = 320
-WAYS = ("memory", "late", "early")
+WAYS = ("late", "early")
 REPEATS = 2
 
 _WORDS = """# What decoding costs
 
-Written by `make input`; do not edit. {files:,} JPEG files of {side} × {side} pixels are
-read, decoded and resized to 64 × 64 in `map`, {batch} rows in a global batch, on
-{cores} cores. One process and the ranks were started in turn, {rounds} rounds; the ways
-were trained alternately in the same processes: medians (smallest to largest). Ranks
-communicate over Gloo: those of MPI spend processor time while they wait for others.
+Written by `benchmarks/input.py`; do not edit. {files:,} JPEG files of
+{side} × {side} pixels are read, decoded and resized to 64 × 64 in `map`, {batch} rows
+in a global batch, on {cores} cores. One process and the ranks were started in turn,
+{rounds} rounds; the ways were trained alternately in the same processes: medians
+(smallest to largest).
+Ranks communicate over Gloo.
 
 - late: the data is sharded when its batches are made;
 - early: `.apply(keras_dist.shard(batch_size))` before the `map`.
@@ -44,12 +44,6 @@ them). A picture costs more processor time where more threads compete for a core
 load of the machine (the mean number of programs that wanted a core, in the minute
 before a round) was {load}.
 
-## Processor seconds of decoding, an epoch of all ranks together
-
-| ranks | late | early | late ÷ one process | early ÷ one process |
-|---|---|---|---|---|
-{decoding}
-
 ## Seconds of an epoch
 
 Of a model whose step takes next to nothing, and of the small CNN of `make bench`.
@@ -57,14 +51,6 @@ Of a model whose step takes next to nothing, and of the small CNN of `make bench
 | model | ranks | late | early | late ÷ one process | early ÷ one process |
 |---|---|---|---|---|---|
 {epochs}
-
-## Rows per second of `predict`
-
-Of the small CNN, from the same files; `Model.predict` on one process, with all cores.
-
-| ranks | late | early | late ÷ one process | early ÷ one process |
-|---|---|---|---|---|
-{predicted}
 """
 
 
@@ -94,14 +80,12 @@ def main() -> None:
         cores=len(os.sched_getaffinity(0)),
         rounds=arguments.rounds,
         load=", ".join(f"{load:.1f}" for load in loads),
-        decoding="\n".join(lines_of(found, "decoding")),
         epochs="\n".join(
             [
                 *lines_of(found, "seconds of the smallest", "| smallest "),
                 *lines_of(found, "seconds of the CNN", "| small CNN "),
             ]
         ),
-        predicted="\n".join(lines_of(found, "rows per second of predict")),
     )
     (ROOT / "docs" / "input.md").write_text(page)
 
@@ -146,7 +130,6 @@ def measure(folder, ranks):
     """One launch; what its first rank has measured."""
     worker_command = [sys.executable, __file__, "--worker", folder]
     start = [sys.executable, "-m", "keras_dist", "run", "-np", str(ranks)]
-    start += ["--transport", "gloo"]  # ranks of MPI spin while they wait for others
     command = worker_command if ranks == 1 else [*start, *worker_command]
     done = subprocess.run(
         command,
@@ -182,10 +165,7 @@ def worker(folder: Path) -> None:
         return tf.image.resize(picture, (64, 64)) / 255.0, label
 
     pictures = sources.map(decode, tf.data.AUTOTUNE)
-    x, y = next(iter(pictures.batch(len(names))))
-    in_memory = tf.data.Dataset.from_tensor_slices((x.numpy(), y.numpy()))
     data = {
-        "memory": in_memory.apply(keras_dist.shard(batch)).batch(batch),
         "late": pictures.batch(batch),
         "early": sources.apply(keras_dist.shard(batch))
         .map(decode, tf.data.AUTOTUNE)
@@ -205,15 +185,14 @@ def worker(folder: Path) -> None:
     }
 
     class Epoch(keras.callbacks.Callback):
-        """Seconds and processor seconds of the last epoch; the first one traces."""
+        """Seconds of the last epoch; the first one traces."""
 
         def on_epoch_begin(self, epoch, logs=None):
             keras_dist.gather("all begin")
-            self.begins = time.perf_counter(), time.process_time()
+            self.begin = time.perf_counter()
 
         def on_epoch_end(self, epoch, logs=None):
-            ends = time.perf_counter(), time.process_time()
-            self.spent = [end - b for end, b in zip(ends, self.begins, strict=True)]
+            self.seconds = time.perf_counter() - self.begin
 
     measured: dict[str, list[float]] = {}
     for name, body in models.items():
@@ -222,35 +201,15 @@ def worker(folder: Path) -> None:
         )
         model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=False)
         seconds = {way: [] for way in WAYS}
-        processor = {way: [] for way in WAYS}
         for _ in range(REPEATS):
             for way in WAYS:
                 epoch = Epoch()
                 keras_dist.dist_fit(
                     model, data[way].prefetch(2), epochs=2, verbose=0, callbacks=[epoch]
                 )
-                everyone = keras_dist.gather(epoch.spent)
-                seconds[way].append(max(spent[0] for spent in everyone))
-                processor[way].append(sum(spent[1] for spent in everyone))
+                seconds[way].append(max(keras_dist.gather(epoch.seconds)))
         for way in WAYS:
             measured[f"{way}: seconds of {name}"] = statistics.median(seconds[way])
-            if name == "the smallest":
-                pairs = zip(processor[way], processor["memory"], strict=True)
-                decoding = statistics.median(own - floor for own, floor in pairs)
-                measured[f"{way}: decoding"] = decoding
-    many = model if size == 1 else keras_dist.DistributedModel(model)
-    spent = {"late": [], "early": []}
-    for number in range(REPEATS + 1):
-        for way, seconds in spent.items():
-            keras_dist.gather("all begin")
-            begin = time.perf_counter()
-            many.predict(data[way].prefetch(2), verbose=0)
-            everyone = keras_dist.gather(time.perf_counter() - begin)
-            if number:  # the first one traces
-                seconds.append(max(everyone))
-    for way, seconds in spent.items():
-        rate = len(names) / statistics.median(seconds)
-        measured[f"{way}: rows per second of predict"] = rate
     if keras_dist.rank() == 0:
         print(MARK + json.dumps(measured), flush=True)
 

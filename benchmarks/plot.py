@@ -21,7 +21,7 @@ def plot(rates: report.Rates, path: Path) -> None:
         stacks = [s for s in found if "ceiling" not in s and s != "one process"]
         for index, stack in enumerate(stacks):
             values = found[stack]
-            color = "tab:blue" if stack in report.OURS else "tab:gray"
+            color = "tab:blue" if stack == "keras_dist" else "tab:gray"
             median = statistics.median(values)
             above = statistics.median(found[report.ceiling_of(stack)])
             axis.bar(index, above, color="none", edgecolor="black", linestyle=":")
@@ -35,7 +35,7 @@ def plot(rates: report.Rates, path: Path) -> None:
                 va="top",
                 color="white",
             )
-        names = [re.sub(" (on|over|DDP)", r"\n\1", stack) for stack in stacks]
+        names = [re.sub(" (on|DDP)", r"\n\1", stack) for stack in stacks]
         axis.set_xticks(range(len(stacks)), names, rotation=35, ha="right", fontsize=8)
         axis.set_title(report.MODELS[model], fontsize=10)
     axes[0][0].set_ylabel("rows per second")

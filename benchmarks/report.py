@@ -13,14 +13,10 @@ MODELS = {
     "wide_resnet": "wide residual network, width 1",
 }
 
-OVER_MPI = "keras_dist over MPI"
 SHARED = 'keras_dist, `batch="global"`'
 
 # Of the ceiling, and of the best peer's rows per second.
-GOALS = {
-    "keras_dist": {"cnn": 0.93, "mlp": 0.78, "wide_resnet": 0.97},
-    OVER_MPI: {"cnn": 0.97, "mlp": 0.88, "wide_resnet": 0.97},
-}
+GOALS = {"cnn": 0.93, "mlp": 0.78, "wide_resnet": 0.97}
 PEER_GOAL = 1.15
 
 # Of one rank beside plain `model.fit`: the share of a step.
@@ -31,15 +27,11 @@ STEP_GOAL = 0.01
 GRADIENTS = 22.3
 FIRST_STEP_GOALS = {1: 1.0, 2: 0.4}
 MEMORY_GOALS = {1: GRADIENTS, 2: GRADIENTS + 16}
-OURS = {"keras_dist": "ceiling", OVER_MPI: "ceiling over MPI"}
 PEERS = {
     "Horovod on Keras 2": "Keras 2 ceiling",
     "MultiWorkerMirrored on Keras 2": "Keras 2 ceiling",
     "PyTorch DDP": "PyTorch ceiling",
 }
-
-# What the ceiling would be if its ranks waited for each other after every step.
-IN_STEP = "ceiling, in step"
 
 # Model → stack → rows per second in each round.
 Rates = Mapping[str, Mapping[str, Sequence[float]]]
@@ -49,25 +41,18 @@ _HEAD = """# Performance
 Written by `make bench`; do not edit. Rows per second of all ranks together, on {ranks}
 ranks of {cores} cores ({machine}, no GPU), each rank with its share of the threads:
 medians of {rounds} rounds (smallest to largest), in which all stacks took turns, in
-another order each time. Fashion-MNIST, 128 rows a batch and rank, SGD with momentum.
+another order each time. Images of 28 × 28 random
+numbers, 128 rows a batch and rank, SGD with momentum.
 The measurement took {minutes:.0f} minutes.
 
 The ceiling is the same processes with the averaging left out: plain training on each
 rank's rows, epoch by epoch in turn with the other. Shares are taken within each round,
 and are medians too. What is timed are the steps within an epoch, from the end of its
-first one; the first epoch does not count. "In step" is what the ceiling would be if
-its ranks waited for each other after every step and did nothing else: the times of its
-steps, each as long as on the slower rank. What is missing there is lost to no
-averaging, but to cores whose speed changes, and to all who train in step. "One
-process" is plain `model.fit` with all cores. {transport}
+first one; the first epoch does not count. "One
+process" is plain `model.fit` with all cores. Our ranks communicate over Gloo.
 
 ![Rows per second beside the ceiling](performance.png)
 """
-
-
-_WITH_MPI = """Our ranks
-communicate over Gloo; and over MPI, the default of `horovodrun` if Horovod was built
-with it (`keras-dist install-horovod` does that if Open MPI is installed)."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +88,7 @@ def write(
         costs: MiB of memory and seconds to the first step, by stack.
         facts: How, for the head of the document.
     """
-    has_mpi = any(OVER_MPI in found for found in rates.values())
-    transport = _WITH_MPI if has_mpi else "Our ranks communicate over Gloo."
-    parts = [_HEAD.format(**facts, transport=transport)]
+    parts = [_HEAD.format(**facts)]
     for model, found in rates.items():
         parts += [
             f"\n## {MODELS[model][0].upper()}{MODELS[model][1:]}\n",
@@ -119,7 +102,7 @@ def write(
 
 def ceiling_of(stack: str) -> str:
     """The ceiling that belongs to a stack."""
-    return (OURS | PEERS).get(stack, "ceiling")
+    return PEERS.get(stack, "ceiling")
 
 
 def _table(found: Mapping[str, Sequence[float]]) -> str:
@@ -127,7 +110,7 @@ def _table(found: Mapping[str, Sequence[float]]) -> str:
     for stack, values in found.items():
         own = spread(values)
         share = ""
-        if stack in (IN_STEP, *OURS, *PEERS):
+        if stack in ("keras_dist", *PEERS):
             of = ratio(found, stack, ceiling_of(stack))
             share = f"{of.median:.2f} ({of.low:.2f} to {of.high:.2f})"
         lines.append(
@@ -167,21 +150,18 @@ def _goals(rates: Rates) -> str:
         lines.append(f"| {goal} | {measured:.2f} | {'met' if is_met else 'NOT met'} |")
 
     for model, found in rates.items():
-        for stack in (ours for ours in OURS if ours in found):
-            name = MODELS[model].split(",")[0]
-            name += ", over MPI" if stack == OVER_MPI else ""
-            share = ratio(found, stack, ceiling_of(stack)).median
-            goal = GOALS[stack][model]
-            line(f"{name}: at least {goal} of the ceiling", share, share >= goal)
-            peers = [peer for peer in PEERS if peer in found]
-            if model == "wide_resnet":
-                best = max(ratio(found, p, ceiling_of(p)).median for p in peers)
-                words = f"{name}: highest share, best peer {best:.2f}"
-                line(words, share, share >= best)
-                continue
-            peer = max(peers, key=lambda p: statistics.median(found[p]))
-            of = ratio(found, stack, peer).median
-            line(f"{name}: at least {PEER_GOAL} × {peer}", of, of >= PEER_GOAL)
+        name, goal = MODELS[model].split(",")[0], GOALS[model]
+        share = ratio(found, "keras_dist", "ceiling").median
+        line(f"{name}: at least {goal} of the ceiling", share, share >= goal)
+        peers = [peer for peer in PEERS if peer in found]
+        if model == "wide_resnet":
+            best = max(ratio(found, p, ceiling_of(p)).median for p in peers)
+            words = f"{name}: highest share, best peer {best:.2f}"
+            line(words, share, share >= best)
+            continue
+        peer = max(peers, key=lambda p: statistics.median(found[p]))
+        of = ratio(found, "keras_dist", peer).median
+        line(f"{name}: at least {PEER_GOAL} × {peer}", of, of >= PEER_GOAL)
     return "\n".join(lines)
 
 

@@ -167,7 +167,7 @@ def test_one_context_variable_carries_a_step():
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.part)
 def test_each_mutation_breaks_a_line_that_is_there(mutation):
-    """Each line that `make mutations` replaces occurs once in its file."""
+    """Each line that tests/studies/mutations.py replaces occurs once in its file."""
     assert (PACKAGE / mutation.file).read_text().count(mutation.line) == 1
 
 

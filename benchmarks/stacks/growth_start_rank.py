@@ -1,6 +1,6 @@
-"""One rank of `make growth-start`: what a small fit asks of the other ranks, and when.
+"""A small fit that says when its parts have ended, and counts its collectives.
 
-Argument: when the launcher was started, in seconds since 1970.
+Arguments: "plain" or "distributed"; when it was started, in seconds since 1970.
 """
 
 import json
@@ -11,73 +11,51 @@ import time
 import keras
 import numpy as np
 
-import keras_dist
-from keras_dist import comm, fit
-from keras_dist.comm import transport
-from keras_dist.training import metrics
-
-begin = float(sys.argv[1])
-times = {"import": time.time() - begin}
-world = keras_dist.init()
-times["connect"] = time.time() - begin
-
-# For each purpose: collectives, and bytes that this rank hands to them, by kind.
-counted: dict[str, dict[str, list[int]]] = {}
-purposes = ["other"]
+is_plain, begin = sys.argv[1] == "plain", float(sys.argv[2])
+times = {}
+counted = {"collectives": 0, "bytes": 0}
 
 
-def counting(kind):
+def note(part: str) -> None:
+    """Keep when a part has ended first."""
+    times.setdefault(part, time.time() - begin)
+
+
+def count(transport, kind: str) -> None:
     """Count the calls of a collective of the transport."""
-    plain = getattr(transport, kind)
+    collective = getattr(transport, kind)
 
     def call(link, tensor, *arguments, **options):
-        found = counted.setdefault(purposes[-1], {}).setdefault(kind, [0, 0])
-        found[0] += 1
-        found[1] += tensor.dtype.size * int(np.prod(tensor.shape))
-        return plain(link, tensor, *arguments, **options)
+        counted["collectives"] += 1
+        counted["bytes"] += tensor.dtype.size * int(np.prod(tensor.shape))
+        return collective(link, tensor, *arguments, **options)
 
     setattr(transport, kind, call)
 
 
-def named(owner, name, purpose):
-    """Count what a function calls under a purpose, unless it is called for another."""
-    plain = getattr(owner, name)
-
-    def call(*arguments, **options):
-        purposes.append(purpose if len(purposes) == 1 else purposes[-1])
-        try:
-            return plain(*arguments, **options)
-        finally:
-            purposes.pop()
-
-    setattr(owner, name, call)
-
-
-for kind in ("allreduce", "allgather", "broadcast"):
-    counting(kind)
-named(fit.sources, "compare", "compare batches")
-named(metrics, "global_result", "metrics")
-for name in ("agree", "run_on_all", "gather_or_raise"):
-    named(comm, name, "agree")
-named(comm, "broadcast_variables", "broadcast")
-
-
-class Marks(keras.callbacks.Callback):
-    """When the first step and the first epoch have ended."""
-
-    def on_train_batch_end(self, batch, logs=None):
-        times.setdefault("first step", time.time() - begin)
-
-
 model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
 model.compile("sgd", "mse", metrics=["mae"])
-x = np.ones((world.size * 8, 8), "float32")
-keras_dist.dist_fit(
-    model, x, x[:, :1], batch_size=4, epochs=1, verbose=0, callbacks=[Marks()]
-)
-times["fit"] = time.time() - begin
+x = np.ones((16, 8), "float32")
+mark = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_: note("first step"))
+options = {"batch_size": 8, "verbose": 0, "callbacks": [mark]}
+if is_plain:
+    model.fit(x, x[:, :1], **options)
+    print("measured: " + json.dumps({"seconds": times}), flush=True)
+    os._exit(0)
+
+import keras_dist  # noqa: E402
+from keras_dist.comm import transport  # noqa: E402
+
+note("import")
+keras_dist.init()
+note("connect")
+for kind in ("allreduce", "allgather", "broadcast"):
+    count(transport, kind)
+keras_dist.dist_fit(model, x, x[:, :1], batch="global", **options)
+note("fit")
+found = dict(counted)
 slowest = {name: max(each[name] for each in keras_dist.gather(times)) for name in times}
-if world.rank == 0:
-    print("measured: " + json.dumps({"times": slowest, "counted": counted}), flush=True)
+if keras_dist.rank() == 0:
+    print("measured: " + json.dumps({"seconds": slowest, **found}), flush=True)
 keras_dist.gather("done")
 os._exit(0)

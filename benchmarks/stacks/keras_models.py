@@ -1,11 +1,9 @@
 """The three models, of whichever Keras the caller has imported as `keras`."""
 
 import importlib
-import math
 import sys
 from pathlib import Path
 
-import levers
 from common import Clock
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -41,13 +39,9 @@ def make(keras, name: str):
     return example.wide_resnet(mean=0.286, variance=0.125, wd=1e-4)
 
 
-def optimizer(keras, name: str = "momentum"):
-    """SGD with momentum or without, or Adam."""
-    return {
-        "momentum": lambda: keras.optimizers.SGD(0.01, momentum=0.9),
-        "sgd": lambda: keras.optimizers.SGD(0.01),
-        "adam": lambda: keras.optimizers.Adam(0.001),
-    }[name]()
+def optimizer(keras):
+    """SGD with momentum."""
+    return keras.optimizers.SGD(0.01, momentum=0.9)
 
 
 def compile_arguments(optimizer) -> dict:
@@ -57,7 +51,6 @@ def compile_arguments(optimizer) -> dict:
         "loss": "sparse_categorical_crossentropy",
         "metrics": ["accuracy"],
         "jit_compile": False,
-        **levers.compiled(),
     }
 
 
@@ -68,17 +61,6 @@ def clock_callback(keras, clock, after_epoch=None):
         on_train_batch_end=lambda batch, logs: clock.step(),
         on_epoch_end=lambda epoch, logs: after_epoch() if after_epoch else None,
     )
-
-
-def numbers_of_state(keras, clock):
-    """A callback that counts the numbers in the optimizer's state, during the fit."""
-
-    def count(epoch, logs):
-        variables = callback.model.optimizer.variables
-        clock.state = sum(math.prod(variable.shape) for variable in variables)
-
-    callback = keras.callbacks.LambdaCallback(on_epoch_end=count)
-    return callback
 
 
 class Twin:

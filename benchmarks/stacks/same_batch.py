@@ -19,7 +19,6 @@ if IS_JAX:
 
 import keras  # noqa: E402 - its backend is chosen above
 import keras_models  # noqa: E402
-import levers  # noqa: E402
 
 BATCH_SIZE = 2 * common.BATCH_SIZE
 
@@ -31,8 +30,7 @@ if arguments.method == "keras_dist":
 
     def fit(model, *data, **options):
         """All ranks together."""
-        options |= {"batch": "global", **levers.fitted()}
-        return keras_dist.dist_fit(model, *data, **options)
+        return keras_dist.dist_fit(model, *data, batch="global", **options)
 
 
 if arguments.method == "mirrored":
@@ -50,14 +48,13 @@ for name in arguments.models:
     keras.utils.set_random_seed(0)
     with scope():
         model = keras_models.make(keras, name)
-        optimizer = keras_models.optimizer(keras, arguments.optimizer)
+        optimizer = keras_models.optimizer(keras)
         compiled = keras_models.compile_arguments(optimizer)
         model.compile(**compiled | {"jit_compile": IS_JAX})
     clock = common.Clock("own", name, BATCH_SIZE)
     callbacks = [keras_models.clock_callback(keras, clock)]
-    callbacks += [keras_models.numbers_of_state(keras, clock)]
     given = {"batch_size": BATCH_SIZE, "epochs": common.EPOCHS, "verbose": 0}
     fit(model, x, y, callbacks=callbacks, **given)
-    clock.report(state=clock.state)
+    clock.report()
 sys.stdout.flush()
 os._exit(0)

@@ -14,7 +14,7 @@ from keras_dist.data.pipeline import untuned_pass
 
 ROWS, BATCH, BATCHES = 36, 4, 9
 
-# `make looks` tries each pipeline 200 times.
+# LOOKS=200 tries each pipeline 200 times.
 TIMES = int(os.environ.get("LOOKS", "10"))
 
 

@@ -1,6 +1,6 @@
 """Every row is counted once: random data of all kinds, all ranks in one process.
 
-`make rows` tries others, and more: FIRST=0 COUNT=200.
+ROWS_FIRST=0 ROWS_COUNT=200 tries others, and more.
 """
 
 import os

@@ -32,7 +32,7 @@ from keras_dist.data import (
     validation_feed,
 )
 
-# Random shapes of data that are tried; `make long` tries more.
+# Random shapes of data that are tried; LONG_TESTS=1 tries more.
 COUNT = 60 if os.environ.get("LONG_TESTS") else 8
 
 

@@ -21,7 +21,7 @@ EXACT = 1e-10 if KERAS >= (3, 13) else 1e-7
 
 
 def shortened(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
-    """Values of a parameter, all but the `quick` ones for `make long` alone.
+    """Values of a parameter, all but the `quick` ones with LONG_TESTS=1 alone.
 
     A tuple is a value for each of several parameters.
     """

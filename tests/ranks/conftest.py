@@ -16,7 +16,7 @@ def pytest_configure(config):
     """Registers the marks of tests that need not run on every number of ranks."""
     config.addinivalue_line("markers", "several_ranks: one rank is plain Keras")
     config.addinivalue_line("markers", "three_ranks: an odd number may matter")
-    config.addinivalue_line("markers", "slow_on_three: there, for `make long` alone")
+    config.addinivalue_line("markers", "slow_on_three: there, with LONG_TESTS=1 alone")
     config.addinivalue_line("markers", "two_ranks: slow, and the same on any number")
     # The oracle, plain Keras, need not sleep at the end of each pass over its data.
     strategy = tf.distribute.get_strategy()
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(config, items):
 
     A test runs on one number of ranks: on three where the number may matter, else on
     two, which are faster on two cores. One rank runs those where it may matter, too.
-    `make long` runs them on every number.
+    LONG_TESTS=1 runs them on every number.
     """
 
     def is_left_out(item):

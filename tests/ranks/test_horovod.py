@@ -16,7 +16,7 @@ import keras_dist
 import keras_dist.horovod as hvd
 from keras_dist.comm.transport import built
 
-# On three ranks, all of them by `make long`, and those that are marked always.
+# On three ranks, all of them with LONG_TESTS=1, and those that are marked always.
 _IS_LONG = os.environ.get("LONG_TESTS")
 pytestmark = pytest.mark.three_ranks if _IS_LONG else pytest.mark.several_ranks
 

@@ -17,7 +17,7 @@ EXPECTED = json.loads((FOLDER / "expected.json").read_text())
 # For which `make test` has time.
 QUICK = ("adam", "horovod_adam", "horovod_legacy", "legacy_decay")
 
-# On three ranks by `make long`.
+# On three ranks with LONG_TESTS=1.
 _IS_LONG = os.environ.get("LONG_TESTS")
 pytestmark = pytest.mark.three_ranks if _IS_LONG else pytest.mark.several_ranks
 

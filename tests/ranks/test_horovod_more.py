@@ -10,7 +10,7 @@ from test_horovod import assert_close, assert_equal_on_all, by_hand, fit, make, 
 
 import keras_dist.horovod as hvd
 
-# On three ranks, all of them by `make long`, and those that are marked always.
+# On three ranks, all of them with LONG_TESTS=1, and those that are marked always.
 _IS_LONG = os.environ.get("LONG_TESTS")
 pytestmark = pytest.mark.three_ranks if _IS_LONG else pytest.mark.several_ranks
 

@@ -10,7 +10,7 @@ from keras_ways import WAYS
 
 pytest_plugins = ["keras_ways.comparison"]
 
-# On three ranks; the others that ask for it run there in `make long`.
+# On three ranks; the others that ask for it run there with LONG_TESTS=1.
 QUICK_ON_THREE = {
     "generative: GAN with two optimizers in a list",
     "contrast: siamese triplets, differentiated row by row",
@@ -19,7 +19,7 @@ QUICK_ON_THREE = {
 }
 
 
-# With `batch="global"`, on three ranks; `make long` runs the others.
+# With `batch="global"`, on three ranks; LONG_TESTS=1 runs the others.
 QUICK_GLOBAL = {
     "generative: GAN with two optimizers as attributes",
     "text and speech: transformer with masks: a tag for each word",

@@ -1,4 +1,4 @@
-"""`make equivalence` and `make fuzz`: all ranks against one process.
+"""All ranks against one process.
 
 Usage, with PYTHONPATH=tests and the arguments of tests/studies/equivalence.py:
 

@@ -1,4 +1,4 @@
-"""Break one line at a time, and see that a test fails: `make mutations`.
+"""Break one line at a time, and see that a test fails.
 
 A test is useless if it passes when the code that it tests is broken. Each mutation is
 made in a copy of the repository, where the tests named with it run on two ranks.

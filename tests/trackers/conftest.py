@@ -1,6 +1,6 @@
 """Experiment trackers and tuners; left out, with a line, where one is not installed.
 
-`make trackers` installs them into an environment of its own, and runs these tests.
+`make libraries` installs them into an environment of its own, and runs these tests.
 """
 
 from needs import leave_out

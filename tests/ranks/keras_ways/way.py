@@ -104,7 +104,7 @@ class Way:
         dtypes: In which the tests run it; `make equivalence` runs it in both.
         on_one: Whether the tests run it on one rank, too.
         on_three: The same on three.
-        is_tested: Whether `make test` has time for it; `make long` runs all.
+        is_tested: Whether `make test` has time for it; LONG_TESTS=1 runs all.
         rounds_as: A coarser dtype, if some of it is computed in that in all models.
     """
 
