@@ -22,7 +22,7 @@ collect_ignore = [] if "HOROVOD_SIZE" in os.environ else ["ranks"]
 
 def pytest_configure(config):
     """Register the mark of tests for which `make test` has no time."""
-    config.addinivalue_line("markers", "long: run with LONG_TESTS=1, for which there is no time")
+    config.addinivalue_line("markers", "long: run with LONG_TESTS=1 alone")
 
 
 def pytest_collection_modifyitems(config, items):
