@@ -1,16 +1,12 @@
 """The command `keras-dist`, also as `python -m keras_dist`."""
 
 import argparse
-import contextlib
-import importlib
 import sys
 from collections.abc import Sequence
 
 from keras_dist.launch.command import add_run
 from keras_dist.tools.check.command import add_check
 from keras_dist.tools.install import InstallError, install_horovod
-from keras_dist.tools.migrate.command import add_migrate
-from keras_dist.tools.scale.command import add_scale
 from keras_dist.version import __version__
 
 
@@ -41,16 +37,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--version", action="version", version=f"keras-dist {__version__}"
     )
-    # Without its dependencies the command still says which to install.
-    with contextlib.suppress(ImportError):
-        importlib.import_module("shtab").add_argument_to(parser, "--print-completion")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add_run(commands)
     add_check(commands)
-    add_scale(commands)
     _add_install_horovod(commands)
-    _add_bench_collectives(commands)
-    add_migrate(commands)
     for command in commands.choices.values():
         command.set_defaults(parser=command)
     return parser
@@ -95,35 +85,6 @@ def _add_install_horovod(commands: argparse._SubParsersAction) -> None:
         "without a compiler, after checking its sum; if there is none, build it",
     )
     command.set_defaults(run=_install_horovod)
-
-
-def _add_bench_collectives(commands: argparse._SubParsersAction) -> None:
-    command = commands.add_parser(
-        "bench-collectives",
-        help="measure latency and bandwidth of allreduce",
-        description=(
-            "Print latency and bandwidth of allreduce, by the size of the tensor. "
-            "Starts ranks on this machine, once for each transport that Horovod was "
-            "built with. If a launcher started this command, uses the launcher's ranks."
-        ),
-    )
-    command.add_argument(
-        "-np", type=int, default=2, metavar="N", help="ranks to start (default: 2)"
-    )
-    command.add_argument(
-        "--repetitions",
-        type=int,
-        default=100,
-        metavar="K",
-        help="repetitions of each size, a tenth of it from 1 MiB on (default: 100)",
-    )
-    command.set_defaults(run=_bench_collectives)
-
-
-def _bench_collectives(options: argparse.Namespace) -> int:
-    # Imports TensorFlow, which takes seconds and which no other command needs.
-    bench = importlib.import_module("keras_dist.tools.bench")
-    return bench.run(options.np, options.repetitions)
 
 
 def _install_horovod(options: argparse.Namespace) -> int:

@@ -40,7 +40,7 @@ from keras_dist.report.lines import show
 from keras_dist.setup import sources
 from keras_dist.setup.arguments import Callbacks, KerasArguments, Options
 from keras_dist.setup.checks import check_model
-from keras_dist.setup.fit_setup import FitSetup, prepare, with_plan, with_reports
+from keras_dist.setup.fit_setup import FitSetup, prepare
 from keras_dist.training import step
 from keras_dist.training.autotune import without_autotune
 from keras_dist.training.predict import (
@@ -105,7 +105,6 @@ def dist_fit(
     resume: str | os.PathLike[str] | None = None,
     save_steps: int | None = None,
     save_seconds: float | None = 300,
-    report: str | os.PathLike[str] | None = None,
 ) -> keras.callbacks.History:
     """Train `model` on all ranks as `model.fit` trains it on one process.
 
@@ -201,8 +200,6 @@ def dist_fit(
         save_steps, save_seconds: With `resume`, the steps or seconds from checkpoint to
             checkpoint within an epoch; `None` turns this count off. There is always a
             checkpoint at the end of an epoch.
-        report: A file, `….html` or `….json`, that shows curves, speed, what takes the
-            time, and the ranks: adds `Report(report)`.
 
     Returns:
         The `History` of the fit, the same on every rank.
@@ -264,7 +261,6 @@ def dist_fit(
         resume=resume,
         save_steps=save_steps,
         save_seconds=save_seconds,
-        report=report,
     )
     return _train(model, given, options)
 
@@ -324,7 +320,6 @@ def _opened(
 ) -> tuple[KerasArguments, Options]:
     check_model(model)
     options = options.resolved()
-    given = with_reports(given, options)
     return sources.with_sources(given, options.shard), options
 
 
@@ -336,7 +331,7 @@ def _prepared(
     resumed: checkpoint.Resume | None,
 ) -> FitSetup:
     setup = prepare(model, given, options, spec)
-    return with_plan(setup if resumed is None else resumed.compared(setup))
+    return setup if resumed is None else resumed.compared(setup)
 
 
 def _seed_of_order(model: Any) -> int:
@@ -453,7 +448,7 @@ class DistributedModel:
         batch, shares, lr_scaling, warmup_epochs, steps_scaling,
             validation_steps_scaling, shard, leftover, target_accuracy, op, compression,
             local_layers, process_set, sync, outer_momentum, sparse, shard_optimizer,
-            microbatch, timeline, resume, save_steps, save_seconds, report: Defaults for
+            microbatch, timeline, resume, save_steps, save_seconds: Defaults for
             these arguments of `fit`: see `dist_fit`.
 
     Raises:

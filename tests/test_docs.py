@@ -22,7 +22,6 @@ from pages import DOCS, ROOT, blocks, named, pages, supported_pythons
 import keras_dist
 from keras_dist import version
 from keras_dist.setup.arguments import KerasArguments, Options
-from keras_dist.tools.migrate import fit, source
 from keras_dist.version import OLDEST_KERAS
 
 sys.path.append(str(DOCS / "_ext"))
@@ -39,10 +38,6 @@ _DIFFS = {
     "from_horovod.md": [
         ("horovod_keras2.py", "horovod_module.py", False),
         ("horovod_keras2.py", "from_horovod.py", False),
-    ],
-    "scripts.md": [
-        ("mnist_keras2.py", "mnist_keras3.py", False),
-        ("mnist_keras2.py", "mnist_dist_fit.py", False),
     ],
     "from_tf_distribute.md": [
         ("mirrored.py", "from_mirrored.py", True),
@@ -122,18 +117,6 @@ def test_migrations_show_the_difference_of_two_scripts(page):
     for (old, new, _), text in zip(_DIFFS[page], shown, strict=False):
         assert text == difference(_MIGRATE / old, _MIGRATE / new)
     assert len(shown) >= len(_DIFFS[page])
-
-
-@pytest.mark.parametrize(
-    ("after", "migrate"),
-    [("mnist_keras3.py", source.migrate), ("mnist_dist_fit.py", fit.migrate)],
-)
-def test_the_tool_makes_of_a_script_what_the_page_shows(after, migrate):
-    """All of it but the docstring."""
-    done = migrate((_MIGRATE / "mnist_keras2.py").read_bytes())
-    texts = (done.source.decode(), (_MIGRATE / after).read_text())
-    made, shown = (text.partition('"""\n\n')[2] for text in texts)
-    assert made == shown and done.findings == ()
 
 
 def difference(old: Path, new: Path) -> str:
@@ -256,16 +239,7 @@ def test_generated_parts_are_filled():
     """Every mark in a page is known, and the command line has all commands."""
     for page in (DOCS / "reference").glob("*.md"):
         assert "<!-- generated" not in generated.fill(page.read_text())
-    for name in (
-        "run",
-        "check",
-        "env",
-        "scale",
-        "page",
-        "install-horovod",
-        "bench-collectives",
-        "migrate",
-    ):
+    for name in ("run", "check", "env", "install-horovod"):
         assert f"## keras-dist {name}\n" in generated.command_line()
     assert "| `--restarts K`, `--max-restarts K` |" in generated.command_line()
 
@@ -352,8 +326,7 @@ def test_the_commands_exist():
         )
     for page in pages():
         for name, rest in re.findall(
-            r"keras-dist (run|check|env|scale|page|install-horovod|bench-collectives"
-            r"|migrate)\b([^`\n]*)",
+            r"keras-dist (run|check|env|install-horovod)\b([^`\n]*)",
             page.read_text(),
         ):
             # Up to the script, whose options are its own, and without ssh's.

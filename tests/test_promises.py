@@ -175,7 +175,6 @@ PROMISES = {
         about=r"rank\(\) == 0:\s+model\.(save|export)",
         says=_NOTHING,
         wrong=('if keras_dist.rank() == 0:\n    model.save("digits.keras")',),
-        but_for=("docs/migrate/scripts.md",),  # what the tool leaves as it was
     ),
     "each supported Python is tried": Promise(
         page="docs/reference/versions.md",

@@ -19,7 +19,6 @@ from typing import Any
 import keras_dist
 from keras_dist import __main__ as command
 from keras_dist.setup.arguments import KerasArguments, Options
-from keras_dist.tools.scale.command import page_of
 
 # An argument, or several that go on in a deeper line, and a text in deeper lines.
 _ARGUMENT = re.compile(
@@ -54,7 +53,6 @@ PAGES = {
     "resume": "../how_to/resume.md",
     "save_steps": "../how_to/resume.md",
     "save_seconds": "../how_to/resume.md",
-    "report": "../how_to/scale.md",
 }
 
 
@@ -209,22 +207,8 @@ def _restructure(
     lines[:] = restructured("\n".join(lines)).splitlines() + [""]
 
 
-REPORTS = Path(__file__).parents[1] / "reports"
-
-
-def _make_reports(app: Any, error: Exception | None) -> None:
-    """Pages of real runs, from their JSON, as `keras-dist page` makes them."""
-    if error is None and app.builder.format == "html":
-        folder = Path(app.outdir) / "reports"
-        folder.mkdir(exist_ok=True)
-        for path in REPORTS.glob("*.json"):
-            page = page_of(json.loads(path.read_text()))
-            (folder / path.with_suffix(".html").name).write_text(page)
-
-
 def setup(app: Any) -> dict[str, bool]:
     """Called by Sphinx."""
     app.connect("source-read", _fill_page)
-    app.connect("build-finished", _make_reports)
     app.connect("autodoc-process-docstring", _restructure, priority=400)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

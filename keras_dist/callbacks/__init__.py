@@ -8,7 +8,6 @@ Public callbacks:
 - `metric_average`: makes metrics those of all ranks.
 - `nan_report`: reports gradients that are not finite, and the layer they come from.
 - `replica_check`: compares the models of all ranks by checksums.
-- `report`: writes a page about the training.
 - `stop_at_accuracy`: stops when a metric has reached a target.
 - `stop_together`: stops all ranks after the same step when one rank requests it.
 - `throughput`: rows per second, parts of the time of an epoch, seconds so far.
@@ -36,8 +35,7 @@ from keras_dist.callbacks.metric_average import MetricAverage
 from keras_dist.callbacks.nan_report import NanReport, NotFinite
 from keras_dist.callbacks.progress_bar import ProgressBar
 from keras_dist.callbacks.replica_check import ReplicaCheck
-from keras_dist.callbacks.report import Report
-from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy, StopAtTarget
+from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy
 from keras_dist.callbacks.stop_together import StopTogether
 from keras_dist.callbacks.throughput import Throughput, TrainingTime
 from keras_dist.callbacks.user_callbacks import (
@@ -61,9 +59,7 @@ __all__ = [
     "NotFinite",
     "ProgressBar",
     "ReplicaCheck",
-    "Report",
     "StopAtAccuracy",
-    "StopAtTarget",
     "StopTogether",
     "Throughput",
     "TrainingTime",

@@ -14,8 +14,7 @@ from keras_dist.callbacks.metric_average import MetricAverage
 from keras_dist.callbacks.nan_report import NanReport
 from keras_dist.callbacks.progress_bar import ProgressRecord
 from keras_dist.callbacks.replica_check import ReplicaCheck
-from keras_dist.callbacks.report import Report
-from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy, StopAtTarget
+from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy
 from keras_dist.callbacks.stop_together import StopTogether
 from keras_dist.callbacks.throughput import Throughput, TrainingTime
 from keras_dist.callbacks.user_callbacks import (
@@ -35,7 +34,7 @@ _FIRST = (
     EffectiveRate,
     ReplicaCheck,  # after `Throughput`, which must not count its time
 )
-_LAST = (Report, StopAtTarget, StopAtAccuracy, StopTogether, BroadcastVariables)
+_LAST = (StopAtAccuracy, StopTogether, BroadcastVariables)
 
 # Keras searches the list for these, so `UserCallbacks` must not contain them.
 _KERAS_OWN = (keras.callbacks.History, keras.callbacks.ProgbarLogger)

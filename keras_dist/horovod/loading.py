@@ -180,7 +180,7 @@ def _compile(model: Any, own: Any, *args: Any, **kwargs: Any) -> None:
         kwargs.pop(_OLD)
         warnings.warn(
             f"`{_OLD}` is left out: Keras 3 does not know this argument of `compile`. "
-            "`keras-dist migrate` would remove it.",
+            "Remove it.",
             stacklevel=3,
         )
     own(model, *args, **kwargs)

@@ -1,11 +1,10 @@
 """Write a file atomically."""
 
 import contextlib
-import json
 import os
 import secrets
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 
 def write_whole(
@@ -57,8 +56,3 @@ def new_file(path: str | os.PathLike[str]) -> BinaryIO:
     with contextlib.suppress(FileNotFoundError):
         os.remove(path)
     return open(path, "xb")
-
-
-def json_text(content: Any) -> str:
-    """Write content as JSON."""
-    return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"

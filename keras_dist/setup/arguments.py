@@ -88,7 +88,6 @@ class Options:
     resume: str | os.PathLike[str] | None = None
     save_steps: int | None = None
     save_seconds: float | None = 300
-    report: str | os.PathLike[str] | None = None
 
     def resolved(self, environ: Mapping[str, str] = os.environ) -> "Options":
         """Decide whose batch the user's batch is, and the rules that follow from it.

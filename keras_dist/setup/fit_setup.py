@@ -1,6 +1,5 @@
 """Decide from the arguments of one call what this rank is going to do."""
 
-import itertools
 import os
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +21,6 @@ from keras_dist.data.steps import scaled_steps, step_multiplier_of
 from keras_dist.launch.restarts import NNODES
 from keras_dist.optimizer.rate import rate_factor
 from keras_dist.report import plan
-from keras_dist.report.training import path_of_fit, study_of
 from keras_dist.setup.arguments import KerasArguments, Options
 from keras_dist.setup.checks import (
     check_local_layers,
@@ -31,8 +29,6 @@ from keras_dist.setup.checks import (
 )
 from keras_dist.training import metrics
 from keras_dist.version import __version__
-
-_numbers = itertools.count(1)  # of the fits of this process, for a study
 
 
 @dataclass(frozen=True)
@@ -125,43 +121,6 @@ class FitSetup:
             "`microbatch`": self.microbatch,
             "the callbacks of Keras and keras_dist": callbacks,
         }
-
-
-def with_reports(given: KerasArguments, options: Options) -> KerasArguments:
-    """Add the report that was asked for, and what a run of a study needs.
-
-    This is the one function that knows of a study: with the variable that `keras-dist
-    scale` sets, an unchanged script writes its numbers, trains the given epochs, and
-    stops at the target.
-    """
-    added: list[keras.callbacks.Callback] = []
-    if options.report is not None:
-        added.append(ours.Report(options.report))
-    study = study_of(os.environ)
-    if study is not None and options.process_set is None:
-        added.append(ours.Report(path_of_fit(study.path, next(_numbers))))
-        if study.target is not None:
-            target, has_validation = study.target, given.has_validation
-            added.append(
-                ours.StopAtTarget(target, study.metric, has_validation=has_validation)
-            )
-        if study.epochs is not None:
-            given = replace(given, epochs=given.initial_epoch + study.epochs)
-    if not added:
-        return given
-    callbacks = given.callbacks or []
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        callbacks = callbacks.callbacks
-    every = [*keras.tree.flatten(callbacks), *added]
-    return replace(given, callbacks=every)
-
-
-def with_plan(setup: FitSetup) -> FitSetup:
-    """Let the reports among the callbacks show the plan, and read the others."""
-    for callback in setup.callbacks:
-        if isinstance(callback, ours.Report):
-            callback.use(setup.plan, setup.callbacks)
-    return setup
 
 
 def prepare(

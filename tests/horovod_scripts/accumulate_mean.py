@@ -1,8 +1,9 @@
 """Gradients of three batches are averaged before each allreduce."""
 
-import horovod.tensorflow.keras as hvd
 import tensorflow as tf
 from results import record, rows, start
+
+import keras_dist.horovod as hvd
 
 hvd.init()
 x, y = rows(48)
@@ -13,7 +14,7 @@ opt = hvd.DistributedOptimizer(
     backward_passes_per_step=3,
     average_aggregated_gradients=True,
 )
-model.compile(optimizer=opt, loss="mse", experimental_run_tf_function=False)
+model.compile(optimizer=opt, loss="mse")
 model.fit(
     x[hvd.rank() :: hvd.size()],
     y[hvd.rank() :: hvd.size()],

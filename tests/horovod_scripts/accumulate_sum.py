@@ -1,8 +1,9 @@
 """Gradients of three batches are summed before each allreduce."""
 
-import horovod.tensorflow.keras as hvd
 import tensorflow as tf
 from results import record, rows, start
+
+import keras_dist.horovod as hvd
 
 hvd.init()
 x, y = rows(48)
@@ -12,7 +13,7 @@ opt = hvd.DistributedOptimizer(
     tf.keras.optimizers.SGD(0.01 * hvd.size()),
     backward_passes_per_step=3,
 )
-model.compile(optimizer=opt, loss="mse", experimental_run_tf_function=False)
+model.compile(optimizer=opt, loss="mse")
 model.fit(
     x[hvd.rank() :: hvd.size()],
     y[hvd.rank() :: hvd.size()],

@@ -1,9 +1,10 @@
 """A callback of one's own that averages what each rank has measured."""
 
-import horovod.tensorflow.keras as hvd
 import numpy as np
 import tensorflow as tf
 from results import record, rows, start
+
+import keras_dist.horovod as hvd
 
 hvd.init()
 x, y = rows()
@@ -24,7 +25,7 @@ class Average(tf.keras.callbacks.Callback):
 model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(4,))])
 start(model)
 opt = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.1))
-model.compile(optimizer=opt, loss="mse", experimental_run_tf_function=False)
+model.compile(optimizer=opt, loss="mse")
 history = model.fit(
     x[hvd.rank() :: hvd.size()],
     y[hvd.rank() :: hvd.size()],

@@ -1,8 +1,9 @@
 """Moving statistics of a BatchNormalization are each rank's own."""
 
-import horovod.tensorflow.keras as hvd
 import tensorflow as tf
 from results import record, rows, start
+
+import keras_dist.horovod as hvd
 
 hvd.init()
 x, y = rows()

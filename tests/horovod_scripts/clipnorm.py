@@ -1,14 +1,15 @@
 """Clipping sees the average of all ranks."""
 
-import horovod.tensorflow.keras as hvd
 import tensorflow as tf
 from results import record, rows, start
+
+import keras_dist.horovod as hvd
 
 hvd.init()
 x, y = rows()
 model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(4,))])
 start(model)
-opt = tf.keras.optimizers.SGD(lr=0.1 * hvd.size(), clipnorm=0.1)
+opt = tf.keras.optimizers.SGD(learning_rate=0.1 * hvd.size(), clipnorm=0.1)
 model.compile(hvd.DistributedOptimizer(opt), "mse")
 model.fit(
     x[hvd.rank() :: hvd.size()],

@@ -1,24 +1,24 @@
 """Averages, sums, gathers and broadcasts of numbers, lists, arrays and objects."""
 
-import horovod.tensorflow as hvd
-import horovod.tensorflow.keras as hvd_keras
 import numpy as np
 from results import record
+
+import keras_dist.horovod as hvd
 
 hvd.init()
 rank = hvd.rank()
 array = np.arange(3, dtype="float32") + rank
-gathered = hvd_keras.allgather(np.full((rank + 1, 2), rank, "float32"), name="rows")
+gathered = hvd.allgather(np.full((rank + 1, 2), rank, "float32"), name="rows")
 record(
-    number=hvd_keras.allreduce(rank + 0.5),
-    numbers=hvd_keras.allreduce([1.0 * rank, 2.0], name="pair"),
-    added=hvd_keras.allreduce(array, op=hvd_keras.Sum),
-    scaled=hvd_keras.allreduce(array, prescale_factor=2.0, postscale_factor=0.5),
+    number=hvd.allreduce(rank + 0.5),
+    numbers=hvd.allreduce([1.0 * rank, 2.0], name="pair"),
+    added=hvd.allreduce(array, op=hvd.Sum),
+    scaled=hvd.allreduce(array, prescale_factor=2.0, postscale_factor=0.5),
     gathered=gathered,
-    sent=hvd_keras.broadcast(array, root_rank=1, name="array"),
+    sent=hvd.broadcast(array, root_rank=1, name="array"),
     largest=hvd.allreduce(np.float32(rank), op=hvd.Max),
     smallest=hvd.allreduce(np.float32(rank), op=hvd.Min),
-    scattered=hvd_keras.reducescatter(np.arange(4, dtype="float32") + rank),
+    scattered=hvd.reducescatter(np.arange(4, dtype="float32") + rank),
     grouped=hvd.grouped_allreduce([array, 2 * array], op=hvd.Sum),
     sent_object=hvd.broadcast_object({"epoch": rank, "name": f"rank {rank}"}, 1),
     objects=hvd.allgather_object({"rank": rank}),

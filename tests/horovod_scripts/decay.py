@@ -1,14 +1,20 @@
-"""`SGD(lr=…, decay=…)`: a rate that falls with each step."""
+"""An `InverseTimeDecay`, Keras 2's `decay=`: a rate that falls with each step."""
 
-import horovod.tensorflow.keras as hvd
 import tensorflow as tf
 from results import record, rows, start
+
+import keras_dist.horovod as hvd
 
 hvd.init()
 x, y = rows()
 model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(4,))])
 start(model)
-opt = tf.keras.optimizers.legacy.SGD(lr=0.1 * hvd.size(), decay=0.1, momentum=0.9)
+opt = tf.keras.optimizers.SGD(
+    learning_rate=tf.keras.optimizers.schedules.InverseTimeDecay(
+        initial_learning_rate=0.1 * hvd.size(), decay_steps=1, decay_rate=0.1
+    ),
+    momentum=0.9,
+)
 model.compile(optimizer=hvd.DistributedOptimizer(opt), loss="mse")
 model.fit(
     x[hvd.rank() :: hvd.size()],

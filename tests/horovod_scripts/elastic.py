@@ -1,8 +1,9 @@
 """Elastic state on ranks that stay: commit, restore, and callbacks that count."""
 
-import horovod.tensorflow.keras as hvd
 import tensorflow as tf
 from results import record, rows, start
+
+import keras_dist.horovod as hvd
 
 hvd.init()
 x, y = rows()
@@ -10,12 +11,12 @@ model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(4,))])
 start(model)
 lr = 0.05
 opt = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(lr * hvd.size()))
-model.compile(optimizer=opt, loss="mse", experimental_run_tf_function=False)
+model.compile(optimizer=opt, loss="mse")
 
 
 def on_state_reset():
     """Scale the rate by the new number of ranks."""
-    tf.keras.backend.set_value(model.optimizer.lr, lr * hvd.size())
+    model.optimizer.learning_rate = lr * hvd.size()
 
 
 state = hvd.elastic.KerasState(model, batch=0, epoch=0)

@@ -1,8 +1,9 @@
-"""`fit_generator` and `evaluate_generator`, with workers and shared steps."""
+"""`fit` and `evaluate` of a generator, with shared steps."""
 
-import horovod.tensorflow.keras as hvd
 import tensorflow as tf
 from results import record, rows, start
+
+import keras_dist.horovod as hvd
 
 hvd.init()
 x, y = rows(64)
@@ -17,20 +18,18 @@ def batches(size):
 
 model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(4,))])
 start(model)
-opt = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(lr=0.1))
-model.compile(optimizer=opt, loss="mse", experimental_run_tf_function=False)
-history = model.fit_generator(
+opt = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(learning_rate=0.1))
+model.compile(optimizer=opt, loss="mse")
+history = model.fit(
     batches(8),
-    8 // hvd.size(),
-    2,
+    steps_per_epoch=8 // hvd.size(),
+    epochs=2,
     callbacks=[
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),
         hvd.callbacks.MetricAverageCallback(),
     ],
-    workers=1,
-    use_multiprocessing=False,
     verbose=0,
     initial_epoch=0,
 )
-score = hvd.allreduce(model.evaluate_generator(batches(8), 4, workers=1))
+score = hvd.allreduce(model.evaluate(batches(8), steps=4, verbose=0))
 record(weights=model.get_weights(), logs=history.history, score=score)

@@ -1,10 +1,11 @@
-"""`from horovod.tensorflow import keras as hvd`, and compression to 16 bits."""
+"""`from keras_dist import horovod as hvd`, and compression to 16 bits."""
 
-from horovod.tensorflow import keras as hvd
 from results import record, rows, start
 from tensorflow.keras import Sequential
 from tensorflow.keras.layers import Dense
 from tensorflow.keras.optimizers import SGD
+
+from keras_dist import horovod as hvd
 
 hvd.init()
 x, y = rows()

@@ -1,8 +1,9 @@
 """A loop of one's own: a tape that averages, and a broadcast after the first step."""
 
-import horovod.tensorflow as hvd
 import tensorflow as tf
 from results import record, rows, start
+
+import keras_dist.horovod as hvd
 
 hvd.init()
 x, y = rows()
@@ -29,5 +30,5 @@ for batch in range(4):
     losses.append(float(training_step(x[mine], y[mine])))
     if batch == 0:
         hvd.broadcast_variables(model.variables, root_rank=0)
-        hvd.broadcast_variables(opt.variables(), root_rank=0)
+        hvd.broadcast_variables(opt.variables, root_rank=0)
 record(weights=model.get_weights(), losses=losses)

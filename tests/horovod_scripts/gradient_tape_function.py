@@ -1,8 +1,9 @@
 """Horovod's recipe for a loop of one's own: the broadcast is in the traced function."""
 
-import horovod.tensorflow as hvd
 import tensorflow as tf
 from results import record, rows, start
+
+import keras_dist.horovod as hvd
 
 hvd.init()
 x, y = rows()
@@ -26,7 +27,7 @@ def training_step(images, labels, first_batch):
     # initialization.
     if first_batch:
         hvd.broadcast_variables(model.variables, root_rank=0)
-        hvd.broadcast_variables(opt.variables(), root_rank=0)
+        hvd.broadcast_variables(opt.variables, root_rank=0)
     return value
 
 

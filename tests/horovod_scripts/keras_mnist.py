@@ -1,10 +1,11 @@
-"""`horovod.keras` with `import keras`, Adadelta(lr=…), and an average of the score."""
+"""Adadelta, and an average of the score."""
 
-import horovod.keras as hvd
 import keras
 from keras.layers import Dense
 from keras.models import Sequential
 from results import record, rows, start
+
+import keras_dist.horovod as hvd
 
 hvd.init()
 
@@ -16,7 +17,7 @@ model.add(Dense(6, activation="relu", input_shape=(4,)))
 model.add(Dense(2, activation="softmax"))
 start(model)
 
-opt = keras.optimizers.Adadelta(lr=1.0 * hvd.size())
+opt = keras.optimizers.Adadelta(learning_rate=1.0 * hvd.size())
 opt = hvd.DistributedOptimizer(opt)
 model.compile(
     loss=keras.losses.categorical_crossentropy, optimizer=opt, metrics=["accuracy"]

@@ -1,8 +1,9 @@
 """`hvd.load_model` of a whole model from `.h5`: its optimizer averages, and goes on."""
 
-import horovod.tensorflow.keras as hvd
 import tensorflow as tf
 from results import record, rows, start
+
+import keras_dist.horovod as hvd
 
 hvd.init()
 x, y = rows()
@@ -23,7 +24,7 @@ def train(model, epochs):
 
 model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(4,))])
 start(model)
-opt = tf.keras.optimizers.Adam(lr=0.01 * hvd.size())
+opt = tf.keras.optimizers.Adam(learning_rate=0.01 * hvd.size())
 model.compile(
     hvd.DistributedOptimizer(opt), tf.keras.losses.MeanSquaredError(reduction="sum")
 )
@@ -33,6 +34,6 @@ if hvd.rank() == 0:
 hvd.broadcast(0, 0, name="saved")
 
 loaded = hvd.load_model("model.h5", compression=hvd.Compression.none)
-rate = float(loaded.optimizer.lr)
+rate = float(loaded.optimizer.learning_rate)
 train(loaded, 2)
 record(weights=loaded.get_weights(), rate=rate)

@@ -1,8 +1,9 @@
 """Horovod's recipe: pinned GPUs, scaled rate, fewer steps, three callbacks."""
 
-import horovod.tensorflow.keras as hvd
 import tensorflow as tf
 from results import record, rows, start
+
+import keras_dist.horovod as hvd
 
 # Horovod: initialize Horovod.
 hvd.init()
@@ -41,7 +42,6 @@ model.compile(
     loss=tf.losses.SparseCategoricalCrossentropy(),
     optimizer=opt,
     metrics=["accuracy"],
-    experimental_run_tf_function=False,
 )
 
 callbacks = [

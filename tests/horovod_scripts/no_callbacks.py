@@ -1,8 +1,9 @@
 """Only the optimizer is Horovod's: on Keras 3 it trains there without averaging."""
 
-import horovod.tensorflow.keras as hvd
 import tensorflow as tf
 from results import record, rows, start
+
+import keras_dist.horovod as hvd
 
 hvd.init()
 x, y = rows()

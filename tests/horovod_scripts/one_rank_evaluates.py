@@ -1,17 +1,18 @@
 """The first rank alone has callbacks, evaluates and saves; the others only train."""
 
-import horovod.keras as hvd
 from keras import models
 from keras.callbacks import CSVLogger, ModelCheckpoint
 from keras.layers import Dense
 from keras.optimizers import RMSprop
 from results import record, rows, start
 
+import keras_dist.horovod as hvd
+
 hvd.init()
 x, y = rows()
 model = models.Sequential([Dense(1, input_shape=(4,))])
 start(model)
-model.compile(hvd.DistributedOptimizer(RMSprop(lr=0.01 * hvd.size())), "mse")
+model.compile(hvd.DistributedOptimizer(RMSprop(learning_rate=0.01 * hvd.size())), "mse")
 callbacks = []
 if hvd.rank() == 0:
     callbacks = [
@@ -29,6 +30,6 @@ model.fit(
 )
 score = None
 if hvd.rank() == 0:
-    model.save_weights("last.h5")
+    model.save_weights("last.weights.h5")
     score = model.evaluate(x, y, verbose=0)
 record(weights=model.get_weights(), score=score)

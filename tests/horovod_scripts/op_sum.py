@@ -1,8 +1,9 @@
 """`op=hvd.Sum`: gradients of the ranks are added, not averaged."""
 
-import horovod.tensorflow.keras as hvd
 import tensorflow as tf
 from results import record, rows, start
+
+import keras_dist.horovod as hvd
 
 hvd.init()
 x, y = rows()

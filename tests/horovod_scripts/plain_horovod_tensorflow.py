@@ -1,8 +1,9 @@
-"""`import horovod.tensorflow as hvd` in a script that uses Keras's fit."""
+"""What `horovod.tensorflow` itself has, in a script that uses Keras's fit."""
 
-import horovod.tensorflow as hvd
 import tensorflow as tf
 from results import record, rows, start
+
+import keras_dist.horovod as hvd
 
 hvd.init()
 x, y = rows()

@@ -1,15 +1,16 @@
 """Averaged metrics are what ReduceLROnPlateau and EarlyStopping decide by."""
 
-import horovod.tensorflow.keras as hvd
 import tensorflow as tf
 from results import record, rows, start
+
+import keras_dist.horovod as hvd
 
 hvd.init()
 x, y = rows(40)
 y = y + 0.5 * hvd.rank()  # the ranks would decide differently by themselves
 model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(4,))])
 start(model)
-opt = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(lr=0.3 * hvd.size()))
+opt = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(learning_rate=0.3 * hvd.size()))
 model.compile(optimizer=opt, loss="mse", metrics=["mae"])
 callbacks = [
     hvd.callbacks.BroadcastGlobalVariablesCallback(0),
@@ -35,5 +36,5 @@ names = ("loss", "mae", "val_loss", "val_mae")
 record(
     weights=model.get_weights(),
     logs={name: history.history[name] for name in names},
-    rate=float(model.optimizer.lr),
+    rate=float(model.optimizer.learning_rate),
 )

@@ -3,12 +3,13 @@
 import argparse
 import os
 
-import horovod.keras as hvd
 import keras
 from results import record, rows, start
 
+import keras_dist.horovod as hvd
+
 parser = argparse.ArgumentParser()
-parser.add_argument("--checkpoint-format", default="./checkpoint-{epoch}.h5")
+parser.add_argument("--checkpoint-format", default="./checkpoint-{epoch}.weights.h5")
 parser.add_argument("--epochs", type=int, default=4)
 args = parser.parse_args([])
 
@@ -30,7 +31,9 @@ def train(epochs):
 
     model = keras.models.Sequential([keras.layers.Dense(1, input_shape=(4,))])
     start(model)
-    opt = hvd.DistributedOptimizer(keras.optimizers.SGD(lr=0.05 * hvd.size()))
+    opt = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(learning_rate=0.05 * hvd.size())
+    )
     model.compile(loss="mse", optimizer=opt)
     if resume_from_epoch > 0:
         model.load_weights(args.checkpoint_format.format(epoch=resume_from_epoch))

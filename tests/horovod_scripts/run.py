@@ -6,7 +6,6 @@ All in one process, since to import TensorFlow takes seconds. Each script has a 
 of its own, which the ranks share: FOLDER_OF_RESULTS/NAME/.
 """
 
-import functools
 import json
 import os
 import runpy
@@ -15,27 +14,6 @@ import traceback
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
-if os.environ.get("TF_USE_LEGACY_KERAS"):
-    # What `import keras` was when these scripts were written.
-    import tf_keras
-
-    sys.modules["keras"] = tf_keras
-
-    def with_lr(optimizer):
-        """Let `lr=` be the rate again, which from Keras 2.11 on is ignored."""
-        begin = optimizer.__init__
-
-        @functools.wraps(begin)
-        def init(self, *args, lr=None, **kwargs):
-            if lr is not None:
-                kwargs["learning_rate"] = lr
-            begin(self, *args, **kwargs)
-
-        optimizer.__init__ = init
-
-    for name in ("SGD", "Adam", "Adadelta", "RMSprop"):
-        with_lr(getattr(tf_keras.optimizers, name))
 
 import results
 import tensorflow as tf

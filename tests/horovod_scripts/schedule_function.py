@@ -1,16 +1,18 @@
 """A rate that is a function of the epoch, set at each batch."""
 
-import horovod.tensorflow.keras as hvd
 import tensorflow as tf
-from horovod.tensorflow.keras.callbacks import LearningRateScheduleCallback
 from results import record, rows, start
+
+import keras_dist.horovod as hvd
+from keras_dist.horovod.callbacks import LearningRateScheduleCallback
 
 hvd.init()
 x, y = rows()
 model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(4,))])
 start(model)
 model.compile(
-    hvd.DistributedOptimizer(tf.keras.optimizers.Adam(lr=0.01 * hvd.size())), "mse"
+    hvd.DistributedOptimizer(tf.keras.optimizers.Adam(learning_rate=0.01 * hvd.size())),
+    "mse",
 )
 history = model.fit(
     x[hvd.rank() :: hvd.size()],

@@ -1,19 +1,18 @@
 """ResNet's schedule: warm-up, then the rate is divided at certain epochs."""
 
-import horovod.keras as hvd
 import keras
 from results import record, rows, start
+
+import keras_dist.horovod as hvd
 
 hvd.init()
 x, y = rows()
 model = keras.models.Sequential([keras.layers.Dense(1, input_shape=(4,))])
 start(model)
 initial_lr = 0.05 * hvd.size()
-opt = keras.optimizers.legacy.SGD(lr=initial_lr, momentum=0.5)
+opt = keras.optimizers.SGD(learning_rate=initial_lr, momentum=0.5)
 opt = hvd.DistributedOptimizer(opt)
-model.compile(
-    loss="mse", optimizer=opt, metrics=["mae"], experimental_run_tf_function=False
-)
+model.compile(loss="mse", optimizer=opt, metrics=["mae"])
 schedule = hvd.callbacks.LearningRateScheduleCallback
 callbacks = [
     hvd.callbacks.BroadcastGlobalVariablesCallback(0),

@@ -1,9 +1,9 @@
-"""A callback that reads and sets the rate by `K.get_value` and `K.set_value`."""
+"""A callback that reads and sets the rate of the optimizer."""
 
-import horovod.tensorflow.keras as hvd
 import tensorflow as tf
-import tensorflow.keras.backend as K
 from results import record, rows, start
+
+import keras_dist.horovod as hvd
 
 hvd.init()
 
@@ -16,20 +16,20 @@ class Halve(tf.keras.callbacks.Callback):
         self.rates = []
 
     def on_epoch_end(self, epoch, logs=None):
-        if not hasattr(self.model.optimizer, "lr"):
-            raise ValueError('Optimizer must have a "lr" attribute.')
-        lr = float(K.get_value(self.model.optimizer.lr))
+        lr = float(self.model.optimizer.learning_rate)
         self.rates.append(lr)
-        K.set_value(self.model.optimizer.lr, lr / 2)
+        self.model.optimizer.learning_rate = lr / 2
 
 
 x, y = rows()
 model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(4,))])
 start(model)
-optimizer = tf.keras.optimizers.SGD(lr=0.1 * hvd.size(), momentum=0.9, nesterov=True)
+optimizer = tf.keras.optimizers.SGD(
+    learning_rate=0.1 * hvd.size(), momentum=0.9, nesterov=True
+)
 optimizer = hvd.DistributedOptimizer(optimizer)
 model.compile(optimizer=optimizer, loss="mse")
-K.set_value(model.optimizer.lr, 0.05 * hvd.size())
+model.optimizer.learning_rate = 0.05 * hvd.size()
 halve = Halve()
 model.fit(
     x[hvd.rank() :: hvd.size()],
@@ -41,5 +41,7 @@ model.fit(
     callbacks=[halve],
 )
 record(
-    weights=model.get_weights(), rates=halve.rates, last=K.get_value(model.optimizer.lr)
+    weights=model.get_weights(),
+    rates=halve.rates,
+    last=float(model.optimizer.learning_rate),
 )

@@ -1,8 +1,9 @@
 """`hvd.SyncBatchNormalization`: moments of the batches of all ranks."""
 
-import horovod.tensorflow as hvd
 import tensorflow as tf
 from results import record, rows, start
+
+import keras_dist.horovod as hvd
 
 hvd.init()
 x, y = rows()

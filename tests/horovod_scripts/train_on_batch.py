@@ -1,8 +1,9 @@
 """A loop over `train_on_batch`, with a broadcast before it."""
 
-import horovod.tensorflow.keras as hvd
 import tensorflow as tf
 from results import record, rows, start
+
+import keras_dist.horovod as hvd
 
 hvd.init()
 
@@ -27,6 +28,6 @@ class Trainer:
 model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(4,))])
 start(model)
 opt = hvd.DistributedOptimizer(tf.keras.optimizers.Adagrad(0.1 * hvd.size()))
-model.compile(opt, "mse", experimental_run_tf_function=False)
+model.compile(opt, "mse")
 Trainer().train(model, *rows())
 record(weights=model.get_weights())

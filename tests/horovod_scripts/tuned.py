@@ -1,8 +1,9 @@
 """`gradient_predivide_factor` and `num_groups`, which change rounding only."""
 
-import horovod.tensorflow.keras as hvd
 import tensorflow as tf
 from results import record, rows, start
+
+import keras_dist.horovod as hvd
 
 hvd.init()
 x, y = rows()

@@ -1,15 +1,16 @@
 """Warm-up of a rate with momentum, which is corrected when the rate changes."""
 
-import horovod.tensorflow.keras as hvd
 import tensorflow as tf
 from results import record, rows, start
+
+import keras_dist.horovod as hvd
 
 hvd.init()
 x, y = rows()
 model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(4,))])
 start(model)
 initial_lr = 0.02 * hvd.size()
-opt = tf.keras.optimizers.legacy.SGD(lr=initial_lr, momentum=0.9)
+opt = tf.keras.optimizers.SGD(learning_rate=initial_lr, momentum=0.9)
 model.compile(optimizer=hvd.DistributedOptimizer(opt), loss="mse")
 history = model.fit(
     x[hvd.rank() :: hvd.size()],

@@ -219,16 +219,6 @@ def test_a_dry_run_tells_what_would_start(tmp_path):
     assert not (tmp_path / "started").exists()
 
 
-def test_a_shell_can_complete_commands():
-    """The completion is a script that bash reads, and has the commands."""
-    words = [sys.executable, "-m", "keras_dist", "--print-completion", "bash"]
-    made = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    asked = "COMP_WORDS=(keras-dist ''); COMP_CWORD=1; _shtab_keras_dist"
-    shown = f"{made}\n{asked} keras-dist '' keras-dist\necho ${{COMPREPLY[@]}}"
-    done = subprocess.run(["bash", "-c", shown], capture_output=True, text=True)
-    assert "run check" in done.stdout, done.stderr
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

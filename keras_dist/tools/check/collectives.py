@@ -20,7 +20,6 @@ import tensorflow as tf
 
 from keras_dist import comm
 from keras_dist.launch.network import addresses
-from keras_dist.tools.bench import Speed
 from keras_dist.tools.check import gpus
 from keras_dist.tools.check.checks import (
     Found,
@@ -177,7 +176,9 @@ def bandwidth(largest: int) -> Found:
     seconds = max(comm.gather(min(_times(tf.zeros([largest // 4]), _REPEATS))))
     # Without what does not grow with the size.
     seconds -= min(seconds / 2, min(comm.gather(min(_times(tf.zeros([1]), _REPEATS)))))
-    rate = Speed(largest, seconds, comm.size()).bandwidth
+    # Bytes that each rank sends at the least, with any algorithm (Patarasuk and Yuan,
+    # 2009): rates of different numbers of ranks can be compared.
+    rate = 2 * (comm.size() - 1) / comm.size() * largest / seconds
     seen = f"{rate / 1e9:.3g} GB/s with {largest / 1e6:g} MB"
     interface = os.environ.get("HOROVOD_GLOO_IFACE", "")
     if interface == "lo":
