@@ -84,12 +84,11 @@ def dist_fit(
     validation_freq: int | list[int] = 1,
     *,
     batch: Literal["rank", "global"] | None = None,
-    shares: Literal["equal", "measured"] | Sequence[float] = "equal",
     lr_scaling: LearningRateRule | Literal["auto"] = "auto",
     warmup_epochs: float = 0,
     steps_scaling: StepsRule = "auto",
     validation_steps_scaling: StepsRule | float = "auto",
-    shard: Literal["auto", "source", "none"] = "auto",
+    shard: Literal["auto", "none"] = "auto",
     leftover: Literal["auto", "cut", "whole", "drop"] = "auto",
     target_accuracy: float | None = None,
     op: Op = "average",
@@ -127,13 +126,6 @@ def dist_fit(
             together, of which each computes its rows, and nothing is scaled: the script
             gives the model that `model.fit` gives. Default: the environment variable
             `KERAS_DIST_BATCH`, else `"rank"`.
-        shares: With `batch="global"`, how many rows of each batch a rank computes.
-            `"equal"`: as many as the others. `"measured"`: in proportion to the rows
-            per second that it computes, measured during the training, so that a slow
-            rank does not keep the others waiting. Or a list with a number for each
-            rank: `[2, 1]` gives the first one two thirds. Whatever they are, gradients
-            are weighted by rows. Data that was divided before it was decoded stays in
-            equal shares.
         lr_scaling: Factor on the learning rate: `"linear"` (the number of ranks),
             `"sqrt"` (its square root), `"none"`, a positive number, or a function of
             the number of ranks. `"auto"`: linear, or none with `batch="global"`.
@@ -145,10 +137,8 @@ def dist_fit(
         validation_steps_scaling: As `steps_scaling`, for `validation_steps`; or a
             number m for m × steps / size.
         shard: `"auto"`: arrays are sharded by row; data that comes in batches is
-            sharded by batch if all ranks have the same batches. `"source"`: TensorFlow
-            divides the files that a `tf.data.Dataset` reads, so that no rank reads
-            those of another one; the global batches are not those of one process. Where
-            it finds no files, as `"auto"`. `"none"`: you have split all data.
+            sharded by batch if all ranks have the same batches. `"none"`: you have
+            split all data.
         leftover: What becomes of the last batches of a pass, if fewer are left than
             there are ranks. `"cut"`: their rows are divided. `"whole"`: some ranks have
             one, the others make the step without rows. `"drop"`: they are left out.
@@ -240,7 +230,6 @@ def dist_fit(
     )
     options = Options(
         batch=batch,
-        shares=shares,
         lr_scaling=lr_scaling,
         warmup_epochs=warmup_epochs,
         steps_scaling=steps_scaling,
@@ -320,7 +309,7 @@ def _opened(
 ) -> tuple[KerasArguments, Options]:
     check_model(model)
     options = options.resolved()
-    return sources.with_sources(given, options.shard), options
+    return sources.with_sources(given), options
 
 
 def _prepared(
@@ -445,7 +434,7 @@ class DistributedModel:
 
     Args:
         model: A `keras.Model`.
-        batch, shares, lr_scaling, warmup_epochs, steps_scaling,
+        batch, lr_scaling, warmup_epochs, steps_scaling,
             validation_steps_scaling, shard, leftover, target_accuracy, op, compression,
             local_layers, process_set, sync, outer_momentum, sparse, shard_optimizer,
             microbatch, timeline, resume, save_steps, save_seconds: Defaults for
@@ -526,7 +515,7 @@ class DistributedModel:
                 return self.model.evaluate(*given, return_dict=return_dict)
             options = comm.run_on_all(options.resolved)
             given = lists_to_arrays((x, y, sample_weight))
-            x = comm.run_on_all(lambda: sources.opened(given[0], options.shard))
+            x = comm.run_on_all(lambda: sources.opened(given[0]))
             spec = sources.compare({"validation": x}, options)
             pieces = (x, *given[1:])
             feed = comm.run_on_all(
@@ -665,10 +654,9 @@ class DistributedModel:
                 return [w for w in self.model.weights if id(w) not in local]
 
             if known is not None:
-                if gather and steps is None and not known.is_by_file:
+                if gather and steps is None:
                     return predict_presharded(x, known, predict, weights, gather=gather)
-                by_row = known.by == "rows"
-                return predict(x, steps, place=by_rows if by_row else in_turns_of_ranks)
+                return predict(x, steps, place=by_rows)
             if not is_arrays(x):
                 return self._predict_batches(
                     x, steps, options, predict, weights, gather
@@ -696,11 +684,11 @@ class DistributedModel:
         gather: bool | Literal["first"],
     ) -> Any:
         """Predict data that comes in batches, in turns if all ranks have the same."""
-        source = comm.run_on_all(lambda: sources.opened(x, options.shard))
+        source = comm.run_on_all(lambda: sources.opened(x))
         if not isinstance(source, Source):
             return predict(x, steps)
         spec = sources.compare({"predicted": source}, options)
-        spec = replace(spec, batch="global", leftover="auto", shares=None)
+        spec = replace(spec, batch="global", leftover="auto")
         feed = comm.run_on_all(
             lambda: validation_feed(
                 (source, None, None),

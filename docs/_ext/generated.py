@@ -32,7 +32,6 @@ TRIED = "reference/versions.json"
 # Where each option of `dist_fit` is explained, from docs/reference/.
 PAGES = {
     "batch": "../concepts/batch.md",
-    "shares": "../concepts/batch.md",
     "lr_scaling": "../concepts/scaling.md",
     "warmup_epochs": "../concepts/scaling.md",
     "steps_scaling": "../concepts/scaling.md",

@@ -26,7 +26,7 @@ Which callbacks run, and in which order:
 - `callback_order`: the order of the list, and the callbacks of this rank.
 """
 
-from keras_dist.callbacks.added import EndOfTrials, MeasuredShares, NextEpoch
+from keras_dist.callbacks.added import EndOfTrials, NextEpoch
 from keras_dist.callbacks.average_statistics import AverageStatistics
 from keras_dist.callbacks.broadcast_variables import BroadcastVariables
 from keras_dist.callbacks.callback_order import on_this_rank, order_callbacks
@@ -52,7 +52,6 @@ __all__ = [
     "BroadcastVariables",
     "EndOfTrials",
     "LearningRateWarmup",
-    "MeasuredShares",
     "MetricAverage",
     "NanReport",
     "NextEpoch",

@@ -8,7 +8,6 @@ Keras. From the bottom:
 - `division`: `Division`, the arithmetic of passes, epochs and steps; `ShardSpec`
 - `pipeline`: what a `tf.data.Dataset` was made of: inputs, shuffles, caches
 - `arrays`: `Arrays`, rows in memory or in memory-mapped files, in a `RowOrder`
-- `shares`: `Shares`, how many rows of a global batch each rank computes
 - `round_robin`: deal batches in turn; `Tail` decides about those that are left over
 - `presharded`: data sets that `keras_dist.shard` divided before rows were decoded
 - `source`: `Source`, one view of all data that comes in batches
@@ -48,17 +47,21 @@ from keras_dist.data.feed import (
     validation_feed,
 )
 from keras_dist.data.parts import Part, has_division, is_dealt, makes_step
-from keras_dist.data.pipeline import as_untuned, batch_size_of, length_of, seeds_of
+from keras_dist.data.pipeline import (
+    as_untuned,
+    batch_size_of,
+    before_shuffles,
+    length_of,
+    seeds_of,
+)
 from keras_dist.data.presharded import (
     Presharded,
     divided,
-    divided_at_source,
     length_before_repeat,
     presharded_of,
 )
 from keras_dist.data.round_robin import Tail, is_mark, marked, own_rows
 from keras_dist.data.sequence import ShardedSequence
-from keras_dist.data.shares import Shares, adjusted
 from keras_dist.data.source import Agreed, DeclaredIterable, Source, is_source
 from keras_dist.data.stateful import (
     Mark,
@@ -86,14 +89,12 @@ __all__ = [
     "Reading",
     "ShardSpec",
     "ShardedSequence",
-    "Shares",
     "Source",
     "Tail",
-    "adjusted",
     "as_untuned",
     "batch_size_of",
+    "before_shuffles",
     "divided",
-    "divided_at_source",
     "has_division",
     "has_state_dict",
     "hold_out",

@@ -11,7 +11,6 @@ import tensorflow as tf
 from keras_dist.data.division import Division, own_items
 from keras_dist.data.pipeline import as_untuned, with_length, without_auto_shard
 from keras_dist.data.round_robin import marked
-from keras_dist.data.shares import Shares, first_row
 
 # Tensors whose rows differ in length, which cannot be sliced by row.
 UNEVEN = (tf.RaggedTensor, tf.SparseTensor)
@@ -280,8 +279,6 @@ class RowOrder:
         seed: Seed of the permutations, the same on all ranks.
         is_marked: Whether each batch comes with a mark (`marked`), because this
             rank may have no row of a small last batch: then it reads the first one.
-        shares: Each rank's share of a global batch; `None` for equal ones. If they are
-            measured, all rows of the batch are read, and the step takes its own.
         fixed: The order of every pass (`order_of_keras`); `None` for one of ours.
     """
 
@@ -290,7 +287,6 @@ class RowOrder:
     shuffle: bool | str
     seed: int
     is_marked: bool = False
-    shares: Shares | None = None
     fixed: tf.Tensor | None = None
 
     def dataset(self, arrays: Arrays, epoch: tf.Variable) -> tf.data.Dataset:
@@ -375,14 +371,7 @@ class RowOrder:
             number = (division.first_pass + number) * division.steps_per_pass
             number += begin // division.global_batch
             global_batch = self._permuted(global_batch, number)
-        if self.shares is None:
-            own = global_batch[own_items(self.rank, division.size)]
-        elif self.shares.is_measured:
-            return global_batch, tf.constant(True)
-        else:
-            length, bounds = end - begin, self.shares.bounds
-            first, last = (first_row(self.rank + n, length, bounds) for n in (0, 1))
-            own = global_batch[first:last]
+        own = global_batch[own_items(self.rank, division.size)]
         has_rows = tf.size(own) > 0
         return tf.cond(has_rows, lambda: own, lambda: global_batch[:1]), has_rows
 

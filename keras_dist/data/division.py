@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from keras_dist.data.shares import Shares
-
 
 @dataclass(frozen=True)
 class Channel:
@@ -65,8 +63,7 @@ class ShardSpec:
     Args:
         rank: This rank.
         size: Number of ranks.
-        shard: `"auto"` to shard the data; `"source"` to let TensorFlow divide files;
-            `"none"` if the user has already split it.
+        shard: `"auto"` to shard the data, `"none"` if the user has already split it.
         seed: Seed of the order of the rows, the same on all ranks.
         keras_seed: The seed with which Keras shuffles arrays, the same on all ranks;
             `None` if it draws one.
@@ -83,11 +80,10 @@ class ShardSpec:
         can_mark: Whether a step can be told that its batch has no rows.
         batch: Whose batch the user's batch is: `"rank"`, or `"global"` for the batch of
             all ranks together.
-        shares: With a global batch, each rank's share of it; `None` for equal ones.
 
     Raises:
         ValueError: If `shard` or `leftover` is unknown, `leftover` is `"whole"` and
-            steps cannot be marked, or `leftover` or `shares` have no meaning.
+            steps cannot be marked, or `leftover` has no meaning.
     """
 
     rank: int
@@ -100,26 +96,20 @@ class ShardSpec:
     leftover: str = "auto"
     can_mark: bool = True
     batch: str = "rank"
-    shares: Shares | None = None
     keras_seed: int | None = None
     seeds_before: list[tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
-        if self.shard == "none" and self.shares is not None:
-            raise ValueError(
-                "`shares` divide each batch, and data that is already split is not "
-                'divided. Received: `shares` and shard="none". Leave one out.'
-            )
         if self.batch == "global" and self.leftover != "auto":
             raise ValueError(
                 '`leftover` has no meaning with batch="global": no batches are left '
                 "over, since all ranks have rows of each batch. Received: "
                 f"leftover={self.leftover!r}. Leave it out."
             )
-        if self.shard not in ("auto", "source", "none"):
+        if self.shard not in ("auto", "none"):
             raise ValueError(
-                '`shard` must be "auto", "source" or "none" (the data is already '
-                f"split). Received: shard={self.shard!r}"
+                '`shard` must be "auto" or "none" (the data is already split). '
+                f"Received: shard={self.shard!r}"
             )
         if self.leftover not in ("auto", "cut", "whole", "drop"):
             raise ValueError(

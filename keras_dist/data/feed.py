@@ -139,12 +139,10 @@ def training_feed(
     is_plain = not is_sharded or spec.shard == "none"
     own_batch = spec.local_batch(batch_size) if is_plain else batch_size
     steps_per_pass = -(-arrays.num_rows // own_batch)
-    shares = None if spec.shares is None else spec.shares.of_batch(batch_size)
     plan = Rows(
         "arrays, already split" if spec.size > 1 else "arrays",
         batch_size=batch_size,
         is_global=spec.is_global,
-        shares="" if shares is None else shares.in_words(batch_size),
         total=arrays.num_rows,
         steps_before=steps_per_epoch,
         steps=min(steps or steps_per_pass, steps_per_pass),
@@ -191,8 +189,7 @@ def training_feed(
             "Pass `sample_weight` instead, or another batch size."
         )
     fixed = _order_of_keras(division, shuffle, spec.keras_seed)
-    order = RowOrder(division, spec.rank, shuffle, spec.seed, is_marked, shares, fixed)
-    is_measured = shares is not None and shares.is_measured
+    order = RowOrder(division, spec.rank, shuffle, spec.seed, is_marked, fixed)
     epoch = tf.Variable(division.epoch, dtype=tf.int64, trainable=False)
     dataset = order.dataset(arrays, epoch)
     return Feed(
@@ -205,19 +202,10 @@ def training_feed(
             steps_before=steps_per_epoch or steps_per_pass,
             steps=division.steps,
         ),
-        Part(
-            dataset,
-            division.steps,
-            division,
-            epoch,
-            is_marked=is_marked,
-            shares=shares,
-        ),
+        Part(dataset, division.steps, division, epoch, is_marked=is_marked),
         arrays,
         is_exact=not division.is_within_epoch,
-        rows_at=lambda number, step, batch: (
-            arrays.find_rows(batch) if is_measured else order.rows_at(number, step)
-        ),
+        rows_at=lambda number, step, _: order.rows_at(number, step),
         facts=facts,
     )
 
@@ -455,7 +443,6 @@ def _training_batches(
             in_words(source, spec, is_training=True),
             batch_size=arguments["batch_size"] or _batch_size_of(source),
             is_global=_is_shared(source, spec),
-            shares=_shares_in_words(part, source, spec),
             steps_before=steps_before or before,
             steps=_fewer(steps, _steps_of_pass(part, source, spec)),
             rule=rule,
@@ -486,7 +473,7 @@ def _batches_at(
         presharded = None
     total = part.total if presharded else finite_or_none(source.length)
     # Of each presharded batch of one process, all ranks have rows.
-    is_mixed = presharded is not None and presharded.by == "rows" and total is not None
+    is_mixed = presharded is not None and total is not None
     is_own = (presharded is None or total is None) and not is_dealt(source, spec)
     is_own = is_own or _is_shared(source, spec)
     rank, size = (0, 1) if is_own else (spec.rank, spec.size)
@@ -519,14 +506,6 @@ def _is_shared(source: Source, spec: ShardSpec) -> bool:
     """Tell whether all ranks have rows of each batch."""
     is_presharded = source.presharded is not None and source.presharded.is_global
     return spec.is_global and (is_presharded or is_dealt(source, spec))
-
-
-def _shares_in_words(part: Part, source: Source, spec: ShardSpec) -> str:
-    if spec.shares is None:
-        return ""
-    if part.shares is None:
-        return "equal shares: the data was divided before"
-    return part.shares.in_words(source.batch_size)
 
 
 def _steps_of_pass(part: Part, source: Source, spec: ShardSpec) -> int | None:

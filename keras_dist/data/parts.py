@@ -31,7 +31,6 @@ from keras_dist.data.round_robin import (
     rows_of_batches,
 )
 from keras_dist.data.sequence import ShardedSequence
-from keras_dist.data.shares import Shares
 from keras_dist.data.source import Source
 from keras_dist.data.stream import StreamReader
 
@@ -52,9 +51,6 @@ class Part:
         has_rows: `False` if this rank has no rows of its own and evaluates a copy of
             another rank's row, which its metrics must not count.
         is_marked: Whether each element is a batch and a mark (`round_robin.marked`).
-        shares: Each rank's share of a global batch; `None` for equal shares. If they
-            are measured, each batch has all rows, and the step takes those of this
-            rank.
         leftover: What happens to the batches that are left over at the end of a pass,
             in the words of the plan; "" if there are none.
         seeds: Where the position depends on them, the seeds of its shuffles.
@@ -68,7 +64,6 @@ class Part:
     total: int | None = None
     has_rows: bool = True
     is_marked: bool = False
-    shares: Shares | None = None
     leftover: str = ""
     seeds: list[tuple[int, int]] | None = None
 
@@ -124,10 +119,7 @@ def part_of(
     rule = _rule_of(source, spec, is_training)
     # Elsewhere Keras itself weighs the batches.
     weights = class_weight if rule == "rows" else None
-    shares = spec.shares if rule == "rows" else None
-    if shares is not None:
-        shares = shares.of_batch(source.batch_size)
-    tail = Tail(rule, spec.rank, spec.size, is_training, weights, shares)
+    tail = Tail(rule, spec.rank, spec.size, is_training, weights)
     if spec.is_global and is_training:
         _check_divisible(source, spec)
     elif spec.is_global and steps is not None:
@@ -135,12 +127,10 @@ def part_of(
     elif (few := _of_few(source, tail)) is not None:
         return few
     if source.kind == "sequence":
-        part = _of_sequence(source, spec, tail, shuffle)
-    elif source.kind == "dataset" and source.length is not None and not is_tracked:
-        part = _of_dataset(source, spec, tail, keeps_position, epoch_steps)
-    else:
-        part = _of_stream(source, spec, tail, is_training, epoch_steps, class_weight)
-    return replace(part, shares=shares)
+        return _of_sequence(source, spec, tail, shuffle)
+    if source.kind == "dataset" and source.length is not None and not is_tracked:
+        return _of_dataset(source, spec, tail, keeps_position, epoch_steps)
+    return _of_stream(source, spec, tail, is_training, epoch_steps, class_weight)
 
 
 def makes_step(
@@ -184,17 +174,12 @@ def in_words(source: Source, spec: ShardSpec, *, is_training: bool) -> str:
     if spec.size == 1:
         return kind
     if source.presharded is not None:
-        if source.presharded.by == "source":
-            return f"{kind}, sharded at its source by TensorFlow, by file"
-        unit = {"rows": "row", "batches": "batch", "files": "file"}
-        return f"{kind}, sharded before decoding, by {unit[source.presharded.by]}"
+        return f"{kind}, sharded before decoding, by row"
     if not source.agreed.is_same:
         reason = ": the ranks' batches differ" if spec.shard != "none" else ""
         return f"{kind}, already split{reason}"
     if source.is_declared and source.kind == "sequence":
         return f"{kind}, sharded before decoding, by batch"
-    if spec.shard == "source" and source.kind == "dataset":
-        note = f" (TensorFlow finds nothing that reads files){note}"
     if makes_all_batches(source, spec) or (spec.is_global and is_training):
         note = f"; every rank makes all of them{note}"
     if spec.is_global and is_training:

@@ -26,7 +26,6 @@ from keras_dist.data.pipeline import (
     length_of,
     take_if,
 )
-from keras_dist.data.shares import Shares, first_row
 
 # In the plan, by rule.
 _IN_WORDS = {
@@ -63,9 +62,6 @@ class Tail:
         is_training: Whether all ranks have to make the same number of steps.
         class_weight: With the rule `"rows"`, weights of classes, which `rows_of` turns
             into weights of rows: Keras would take a mark for the targets.
-        shares: With the rule `"rows"`, each rank's share of the rows, which are then
-            consecutive ones; `None` for equal shares. If they are measured, `rows_of`
-            leaves a batch whole, and the step takes its rows.
     """
 
     rule: str
@@ -73,7 +69,6 @@ class Tail:
     size: int
     is_training: bool
     class_weight: dict[int, float] | None = None
-    shares: Shares | None = None
 
     @property
     def per_step(self) -> int:
@@ -132,12 +127,7 @@ class Tail:
         Where it has none, it gets the first row, which does not count. In a graph the
         second value is a tensor.
         """
-        batch = self.weighted(batch)
-        if self.shares is None:
-            return own_rows(batch, self.rank, self.size)
-        if self.shares.is_measured:
-            return batch, True
-        return own_rows(batch, self.rank, self.size, self.shares.bounds)
+        return own_rows(self.weighted(batch), self.rank, self.size)
 
     def weighted(self, batch: Any) -> Any:
         """Add the weights of the rows' classes to a batch `(x, y)`, if there are any.
@@ -361,7 +351,7 @@ def num_rows(batch: Any) -> int:
     return 0
 
 
-def own_rows(batch: Any, rank: int, size: int, bounds: Any = None) -> tuple[Any, Any]:
+def own_rows(batch: Any, rank: int, size: int) -> tuple[Any, Any]:
     """Take one rank's rows of a batch, and tell whether they count.
 
     Where it has none, it gets the first row, which does not count. If the tensors of
@@ -371,30 +361,28 @@ def own_rows(batch: Any, rank: int, size: int, bounds: Any = None) -> tuple[Any,
         batch: Arrays or tensors, in any structure.
         rank: The rank.
         size: Number of ranks.
-        bounds: The bounds of `Shares`; `None` for the rows `rank`, `rank` + `size`, ….
 
     Returns:
         The rows, and whether they count: in a graph a tensor.
 
-    >>> own_rows(np.arange(5), 1, 2), own_rows(np.arange(5), 1, 2, (0, 3, 4))
-    ((array([1, 3]), True), (array([4]), True))
+    >>> own_rows(np.arange(5), 1, 2), own_rows(np.arange(1), 1, 2)
+    ((array([1, 3]), True), (array([0]), False))
     """
     leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
     if any(isinstance(leaf, tf.SparseTensor) for leaf in leaves):
         return batch, rank == 0
     lengths = [_rows_of_leaf(leaf) for leaf in leaves]
-    is_known = all(isinstance(length, int) for length in lengths)
-    if is_known and not tf.is_tensor(bounds):
+    if all(isinstance(length, int) for length in lengths):
         is_even: Any = len(set(lengths)) == 1
         has_rows = rank < lengths[0] if is_even else rank == 0
         span: Any = (0, _ALL_ROWS, 1)
         if is_even:
-            span = _span(rank, size, lengths[0], bounds) if has_rows else (0, 1, 1)
+            span = (rank, _ALL_ROWS, size) if has_rows else (0, 1, 1)
     else:
         lengths = tf.stack([tf.cast(length, tf.int32) for length in lengths])
         is_even = tf.reduce_all(tf.equal(lengths, lengths[0]))
         has_rows = tf.where(is_even, rank < lengths[0], rank == 0)
-        span = tf.stack(_span(rank, size, lengths[0], bounds))
+        span = tf.constant((rank, _ALL_ROWS, size))
         span = tf.where(has_rows, span, tf.constant((0, 1, 1)))
         span = tf.unstack(tf.where(is_even, span, tf.constant((0, _ALL_ROWS, 1))))
 
@@ -411,16 +399,6 @@ def own_rows(batch: Any, rank: int, size: int, bounds: Any = None) -> tuple[Any,
         return rows
 
     return tf.nest.map_structure(own, batch), has_rows
-
-
-def _span(rank: int, size: int, length: Any, bounds: Any) -> tuple[Any, Any, int]:
-    """Return begin, end and step of the rows of a batch that a rank computes."""
-    if bounds is None:
-        return rank, _ALL_ROWS, size
-    begin, end = (first_row(rank + n, length, bounds) for n in (0, 1))
-    if tf.is_tensor(begin):
-        begin, end = (tf.cast(each, tf.int32) for each in (begin, end))
-    return begin, end, 1
 
 
 def rows_of_batches(batches: Sequence[Any], *, rank: int, size: int) -> Any:

@@ -299,7 +299,7 @@ class Source:
         def look() -> str:
             if self.presharded is None:
                 return self.fingerprint(1)
-            return self.fingerprint_of_sources(self.presharded.compared())
+            return self.fingerprint_of_sources(before_shuffles(self.presharded.source))
 
         return look() == look()
 

@@ -220,9 +220,8 @@ class StreamReader:
             raise self.failure
         if 0 < total < size and channel is not None:
             rows = channel.gather(None if batch is None else num_rows(batch))
-            presharded = self._source.presharded
             # Fewer rows than ranks are left out at the end of a pass over any data.
-            has_tail = presharded is not None and not presharded.is_by_file
+            has_tail = self._source.presharded is not None
             if self._spec.rank == 0 and not (
                 has_tail and sum(filter(None, rows)) < size
             ):

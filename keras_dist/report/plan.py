@@ -30,7 +30,6 @@ class Rows:
             or "".
         leftover: What happens to leftover batches, in words, or "".
         is_global: Whether `batch_size` is the batch of all ranks together.
-        shares: Each rank's share of it, in words; "" for equal ones.
     """
 
     kind: str
@@ -43,7 +42,6 @@ class Rows:
     rule: str = ""
     leftover: str = ""
     is_global: bool = False
-    shares: str = ""
 
 
 @dataclass(frozen=True)
@@ -183,9 +181,6 @@ class Plan:
     def _batch(self) -> str:
         batch, size = self.training.batch_size, self.size
         if self.training.is_global:
-            if self.training.shares:
-                whose = "as the data comes" if batch is None else f"{batch:,} global"
-                return f"{whose}: {self.training.shares}"
             if batch is None:
                 return "as the data comes, shared by all ranks"
             least, more = divmod(batch, size)

@@ -67,12 +67,11 @@ class Options:
     """Every argument of `dist_fit` that `Model.fit` does not have, with its default."""
 
     batch: Literal["rank", "global"] | None = None
-    shares: Literal["equal", "measured"] | Sequence[float] = "equal"
     lr_scaling: LearningRateRule | Literal["auto"] = "auto"
     warmup_epochs: float = 0
     steps_scaling: StepsRule = "auto"
     validation_steps_scaling: StepsRule | float = "auto"
-    shard: Literal["auto", "source", "none"] = "auto"
+    shard: Literal["auto", "none"] = "auto"
     leftover: Literal["auto", "cut", "whole", "drop"] = "auto"
     target_accuracy: float | None = None
     op: Op = "average"
@@ -101,7 +100,7 @@ class Options:
 
         Raises:
             ValueError: If `batch` is unknown, local SGD or a sum of gradients is asked
-                for beside `"global"`, or `shares` are without it.
+                for beside `"global"`.
         """
         batch: Any = self.batch or environ.get(BATCH_VARIABLE) or "rank"
         if batch not in ("rank", "global"):
@@ -122,13 +121,6 @@ class Options:
                 f'batch="global" and op={self.op!r}. Leave one out.'
             )
         is_global = batch == "global"
-        is_equal = isinstance(self.shares, str) and self.shares == "equal"
-        if not (is_equal or is_global):
-            raise ValueError(
-                "`shares` divide a global batch, and each rank has a batch of its own. "
-                f'Received: shares={self.shares!r} and batch="rank". Pass '
-                'batch="global".'
-            )
         usual: dict[str, Any] = {
             "lr_scaling": "none" if is_global else "linear",
             "steps_scaling": "none" if is_global else "divide",

@@ -93,18 +93,16 @@ def check_shard_optimizer(
     return True
 
 
-def check_microbatch(
-    model: Any, microbatch: int | str | None, *, shares: Any = None
-) -> None:
+def check_microbatch(model: Any, microbatch: int | str | None) -> None:
     """Raise a `ValueError` if batches of `model` cannot be computed in such pieces."""
     if microbatch is None:
         return
     is_auto = microbatch == "auto"
-    if is_auto and (model.run_eagerly or shares == "measured"):
+    if is_auto and model.run_eagerly:
         raise ValueError(
             '`microbatch="auto"` tries steps that run in graphs, each of them on the '
-            f"rows that it will have. Received: run_eagerly={model.run_eagerly} and "
-            f"shares={shares!r}. Give `microbatch` as a number of rows."
+            f"rows that it will have. Received: run_eagerly={model.run_eagerly}. Give "
+            "`microbatch` as a number of rows."
         )
     is_whole = isinstance(microbatch, int) and not isinstance(microbatch, bool)
     if not is_auto and not (is_whole and int(microbatch) >= 1):

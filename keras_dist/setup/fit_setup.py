@@ -140,7 +140,7 @@ def prepare(
     averaging = options.averaging()
     optimizer.check_usable(averaging)
     check_local_layers(model, averaging)
-    check_microbatch(model, options.microbatch, shares=options.shares)
+    check_microbatch(model, options.microbatch)
     world = comm.init()
     callbacks, options = _take_over_warmup(fit.callbacks, options)
     is_sharded = check_shard_optimizer(model, averaging, callbacks)
@@ -148,9 +148,6 @@ def prepare(
     factor = rate_factor(rule, size=world.size)
     step_multiplier = step_multiplier_of(options.steps_scaling, size=world.size)
     training, validation = _feeds(fit, options, spec)
-    shares = training.part.shares
-    if shares is not None and shares.is_measured:
-        callbacks = [*callbacks, ours.MeasuredShares()]
     if options.microbatch == "auto":
         callbacks = [*callbacks, ours.EndOfTrials()]
     if options.target_accuracy is not None and not fit.has_validation:

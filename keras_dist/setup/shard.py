@@ -1,9 +1,8 @@
 """`shard`: the user divides data among the ranks before it is decoded."""
 
 import operator
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeAlias, TypeVar, get_args, overload
+from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 import keras
 import tensorflow as tf
@@ -14,13 +13,10 @@ from keras_dist.data import (
     ShardedSequence,
     Tail,
     divided,
-    length_of,
     own_items,
     presharded_of,
     seeds_of,
 )
-
-By = Literal["rows", "batches", "files"]
 
 Item = TypeVar("Item")
 Data: TypeAlias = tf.data.Dataset | keras.utils.PyDataset | Iterable[Any]
@@ -29,7 +25,6 @@ Data: TypeAlias = tf.data.Dataset | keras.utils.PyDataset | Iterable[Any]
 @overload
 def shard(
     batch_size: int | None = None,
-    by: By = "rows",
     process_set: Sequence[int] | None = None,
     *,
     batch: Literal["rank", "global"] = "rank",
@@ -39,7 +34,6 @@ def shard(
 @overload
 def shard(
     batch_size: list[Item],
-    by: By = "rows",
     process_set: Sequence[int] | None = None,
     *,
     batch: Literal["rank", "global"] = "rank",
@@ -49,7 +43,6 @@ def shard(
 @overload
 def shard(
     batch_size: Data,
-    by: By = "rows",
     process_set: Sequence[int] | None = None,
     *,
     batch: Literal["rank", "global"] = "rank",
@@ -58,7 +51,6 @@ def shard(
 
 def shard(
     batch_size: int | Data | None = None,
-    by: By = "rows",
     process_set: Sequence[int] | None = None,
     *,
     batch: Literal["rank", "global"] = "rank",
@@ -82,12 +74,6 @@ def shard(
             Or, as the only argument, the data: a `tf.data.Dataset`, a list, a
             `keras.utils.PyDataset`, or another iterable of the same elements on all
             ranks.
-        by: `"rows"`: rank r of N has the rows r, r + N, …. `"batches"`: it has the
-            batches r, r + N, … of `batch_size` rows; without `batch_size`, each element
-            is a batch. `"files"`: each element is a file. A rank reads whole files, so
-            that the global batches are not those of one process, and it is its own
-            affair how many rows they have. With fewer files than ranks, nothing is
-            divided here, with a warning.
         process_set: The ranks that train on this data, as in `dist_fit`.
         batch: As in `dist_fit`. `"global"`: `batch_size` rows are the batch of all
             ranks together, and `.batch(keras_dist.local_batch_size(batch_size))`
@@ -110,10 +96,6 @@ def shard(
     >>> shard(["a.jpg", "b.jpg"])
     ['a.jpg', 'b.jpg']
     """
-    if by not in get_args(By):
-        raise ValueError(
-            f'`by` must be "rows", "batches" or "files". Received: by={by!r}'
-        )
     try:
         given: Any = batch_size
         rows = None if given is None else operator.index(given)
@@ -129,17 +111,17 @@ def shard(
     if batch not in ("rank", "global"):
         raise ValueError(f'`batch` must be "rank" or "global". Received: {batch!r}')
     if batch == "global" and size > 1:
-        if by != "rows" or rows is None:
+        if rows is None:
             raise ValueError(
                 'With batch="global" `shard` divides the rows of each batch, and needs '
-                f"their number. Received: by={by!r}, batch_size={batch_size!r}. Apply "
+                f"their number. Received: batch_size={batch_size!r}. Apply "
                 '`shard(batch_size, batch="global")` to a tf.data.Dataset of rows.'
             )
         _check_global_batch(rows, size)
-        return lambda dataset: _divided(dataset, rows, by, rank, size, is_global=True)
+        return lambda dataset: _divided(dataset, rows, rank, size, is_global=True)
     if rows is None and batch_size is not None:
-        return _of_rank(batch_size, by, rank, size)
-    return lambda dataset: _divided(dataset, rows, by, rank, size)
+        return _of_rank(batch_size, rank, size)
+    return lambda dataset: _divided(dataset, rows, rank, size)
 
 
 def local_batch_size(batch_size: int, process_set: Sequence[int] | None = None) -> int:
@@ -177,10 +159,10 @@ def _check_global_batch(rows: int, size: int) -> None:
         )
 
 
-def _of_rank(data: Any, by: str, rank: int, size: int) -> Any:
+def _of_rank(data: Any, rank: int, size: int) -> Any:
     """Return one rank's part of any data."""
     if isinstance(data, tf.data.Dataset):
-        return _divided(data, None, by, rank, size)
+        return _divided(data, None, rank, size)
     is_sequence = isinstance(data, keras.utils.PyDataset)
     is_array = hasattr(data, "shape") or isinstance(data, (str, bytes, dict))
     if is_array or not (is_sequence or isinstance(data, Iterable)):
@@ -189,7 +171,7 @@ def _of_rank(data: Any, by: str, rank: int, size: int) -> Any:
             f"another iterable. Received: data of type {type(data).__name__}. Arrays "
             "are sharded by `dist_fit`."
         )
-    if size == 1 or (by == "files" and _are_too_few(data, size)):
+    if size == 1:
         return data
     if is_sequence:
         return ShardedSequence(data, Tail("cut", rank, size, is_training=False))
@@ -201,7 +183,6 @@ def _of_rank(data: Any, by: str, rank: int, size: int) -> Any:
 def _divided(
     dataset: tf.data.Dataset,
     batch_size: int | None,
-    by: str,
     rank: int,
     size: int,
     *,
@@ -217,7 +198,7 @@ def _divided(
             "The data was already divided by `keras_dist.shard`. "
             f"Received: a {type(dataset).__name__}. Apply it once."
         )
-    if size == 1 or (by == "files" and _are_too_few(dataset, size)):
+    if size == 1:
         return dataset
     if (0, 0) in seeds_of(dataset):
         raise ValueError(
@@ -227,25 +208,5 @@ def _divided(
             "keras.utils.set_random_seed with the same number on every rank before."
         )
     return divided(
-        dataset,
-        by=by,
-        batch_size=batch_size,
-        rank=rank,
-        size=size,
-        is_global=is_global,
+        dataset, batch_size=batch_size, rank=rank, size=size, is_global=is_global
     )
-
-
-def _are_too_few(data: Any, size: int) -> bool:
-    """Tell whether there are fewer files than ranks; then the first rank warns."""
-    count = length_of(data)
-    if count is None or count >= size:
-        return False
-    if comm.rank() == 0:
-        warnings.warn(
-            f"There are fewer files than ranks. Received: {count} files for {size} "
-            "ranks. Each rank reads all of them, and the batches that are made of them "
-            "are sharded.",
-            stacklevel=4,
-        )
-    return True

@@ -17,10 +17,9 @@ from keras_dist.data import (
     Channel,
     Presharded,
     ShardSpec,
-    Shares,
     Source,
     batch_size_of,
-    divided_at_source,
+    before_shuffles,
     is_arrays,
     is_source,
     length_before_repeat,
@@ -43,26 +42,22 @@ _PRESHARDED_ADVICE = (
 )
 
 
-def with_sources(given: KerasArguments, shard: str) -> KerasArguments:
+def with_sources(given: KerasArguments) -> KerasArguments:
     """Put a `Source` in place of data that comes in batches, and arrays for lists."""
     pieces = {name: lists_to_arrays(piece) for name, piece in given.data().items()}
     for name in ("x", "validation_data"):
-        pieces[name] = opened(pieces[name], shard)
+        pieces[name] = opened(pieces[name])
     return replace(given, **pieces)
 
 
-def opened(data: Any, shard: str) -> Any:
+def opened(data: Any) -> Any:
     """Make a `Source` of data that comes in batches, if there are several ranks."""
     if comm.size() == 1 or isinstance(data, Source) or is_arrays(data):
         return data  # a list of arrays has any number of inputs
     x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
     if y is not None or is_arrays(x) or not is_source(x):
         return data
-    source = Source.of(x)
-    if shard == "source" and source.kind == "dataset":
-        own = divided_at_source(x, rank=comm.rank(), size=comm.size())
-        return source if own is None else Source.of(own)
-    return source
+    return Source.of(x)
 
 
 def compare(
@@ -86,9 +81,9 @@ def compare(
         How the data is divided among the ranks.
 
     Raises:
-        ValueError: On all ranks, if `shard`, `leftover` or `shares` is unusable, the
-            ranks have data of different kinds, validation data shuffles differently on
-            each, or presharded data differs or was divided for other ranks.
+        ValueError: On all ranks, if `shard` or `leftover` is unusable, the ranks have
+            data of different kinds, validation data shuffles differently on each, or
+            presharded data differs or was divided for other ranks.
     """
     # Keras would take a mark for the targets; without an exchange in each step, a copy
     # of a batch would be trained on.
@@ -103,7 +98,6 @@ def compare(
             leftover=options.leftover,
             can_mark=can_mark,
             batch=options.batch or "rank",
-            shares=Shares.of(options.shares, comm.size()),
             keras_seed=keras_seed,
         )
     )
@@ -113,7 +107,6 @@ def compare(
     facts: dict[str, Any] = {
         "`shard`": options.shard,
         "`batch`": options.batch,
-        "`shares`": None if spec.shares is None else spec.shares.in_words(None),
     }
     for name, source in sources.items():
         presharded = source.presharded
@@ -257,9 +250,8 @@ def _compared_before_shard(
                 "`shard` as to this call."
             )
         _check_shares(name, source, presharded, is_global=batch == "global")
-        is_by_rank = presharded.by != "source"  # else TensorFlow sees to the shuffles
-        seeds = seeds_of(presharded.source) if is_by_rank else []
-        first = source.fingerprint_of_sources(presharded.compared())
+        seeds = seeds_of(presharded.source)
+        first = source.fingerprint_of_sources(before_shuffles(presharded.source))
         return {
             f"the seeds of shuffles before `shard` in the {name} data": seeds,
             f"the first elements before `shard` in the {name} data": first,
@@ -268,7 +260,7 @@ def _compared_before_shard(
     def length() -> float | None:
         """Count the batches of this rank; 0 if it has no row to evaluate."""
         is_unknown = name == "validation" and source.length is None
-        if is_unknown and presharded.by != "source" and not source.first(1):
+        if is_unknown and not source.first(1):
             return 0
         return source.length
 
@@ -299,8 +291,8 @@ def _check_shares(
         given, other = ("global", "rank") if is_global else ("rank", "global")
         raise ValueError(
             f'The fit has batch="{given}", and its data was divided by `shard` for '
-            f'batches of batch="{other}". Received: data divided by {presharded.by}. '
-            f"Pass the same `batch` to both."
+            f'batches of batch="{other}". Received: a {source.type_name}. Pass the '
+            "same `batch` to both."
         )
     rows, of_data = presharded.batch_size, batch_size_of(source.data)
     if not is_global or rows is None or of_data is None:

@@ -154,11 +154,11 @@ def predict_presharded(
     counts = comm.gather(None if outputs is None else _num_rows(outputs))
     total = sum(filter(None, counts))
     expected = [presharded.rows_of(rank, total) for rank in range(size)]
-    if presharded.has_batches or total == 0 or [n or 0 for n in counts] != expected:
+    if total == 0 or [n or 0 for n in counts] != expected:
         raise ValueError(
             "The predictions of divided data can be gathered only if each row has one, "
             f"in order. Received: {counts} predictions of ranks 0 to {size - 1}, of "
-            f"{source.type_name}, divided by {presharded.by}. Divide it by rows, leave "
+            f"{source.type_name}, divided by `shard`. Leave "
             "none out after `shard`, or pass gather=False."
         )
     # The first rank has a row if any has one.

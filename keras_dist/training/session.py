@@ -1,14 +1,14 @@
 """The state of a model that trains on many ranks, during one fit."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import tensorflow as tf
 
 from keras_dist import comm, optimizer, private
-from keras_dist.data import Feed, Shares, own_error, own_rows
+from keras_dist.data import Feed, own_error
 from keras_dist.optimizer import step_context
 from keras_dist.optimizer.step_context import own_variable
 from keras_dist.training.build import FirstStep
@@ -98,31 +98,15 @@ class RowsSeen:
 
 
 class TrainingData:
-    """The training data, the number of the next step, and the shares of the ranks.
-
-    Attributes:
-        shares: With which the fit begins, if they are measured; else `None`.
-    """
+    """The training data, and the number of the next step."""
 
     def __init__(self) -> None:
         self._step = _counter(0)
         self.feed: Feed | None = None
-        self.shares: Shares | None = None
-        self._bounds: tf.Variable | None = None
 
     def use(self, feed: Feed) -> None:
         """Set the training data."""
-        shares = feed.part.shares
-        self.feed, self.shares, self._bounds = feed, None, None
-        if shares is not None and shares.is_measured:
-            self.shares = shares
-            with tf.device("CPU:0"):  # the number of rows is needed there
-                self._bounds = _counter(shares.bounds)
-
-    def divide(self, bounds: Sequence[int]) -> None:
-        """Divide batches so from the next step on; all ranks call this together."""
-        assert self._bounds is not None  # shares are measured
-        self._bounds.assign(bounds)
+        self.feed = feed
 
     def own_rows(self, data: Any) -> tuple[Any, Any]:
         """Take this rank's rows of what a step is given.
@@ -132,14 +116,7 @@ class TrainingData:
             scalar, or `None` if it always is.
         """
         is_marked = self.feed is not None and self.feed.part.is_marked
-        batch, has_rows = split_mark(data) if is_marked else (data, None)
-        if self._bounds is None:
-            return batch, has_rows
-        # Before rows are copied to a GPU.
-        with tf.device("CPU:0"):
-            bounds = self._bounds.read_value()
-            batch, has_rows = own_rows(batch, comm.rank(), comm.size(), bounds)
-        return batch, has_rows if is_marked else None
+        return split_mark(data) if is_marked else (data, None)
 
     def begin_epoch(self, epoch: int) -> None:
         """Let the data, and the number of the next step, begin an epoch."""

@@ -23,8 +23,8 @@ from keras_dist.data import (
     ShardSpec,
     Source,
     Tail,
+    before_shuffles,
     divided,
-    divided_at_source,
     length_before_repeat,
     presharded_of,
     seeds_of,
@@ -54,14 +54,14 @@ def in_batches(rows, size):
 
 def own_data(source, division, rank, finish):
     """One rank's data."""
-    by, batch_size, size = division
-    own = divided(source, by=by, batch_size=batch_size, rank=rank, size=size)
+    batch_size, size = division
+    own = divided(source, batch_size=batch_size, rank=rank, size=size)
     return Source.of(finish(own))
 
 
 def feeds_of(source, division, finish, *, name="training", **spec):
     """The feeds of all ranks, which know each other's lengths."""
-    size = division[2]
+    size = division[1]
     sources = [own_data(source(), division, rank, finish) for rank in range(size)]
     lengths = tuple(own.length for own in sources)
     feeds = []
@@ -98,27 +98,27 @@ def of_one_process(count, batch, size):
     return found
 
 
-def shapes(count, seed, ways=("rows", "batches")):
+def shapes(count, seed):
     """Random numbers of rows, batches and ranks; small numbers come more often."""
     draws = random.Random(seed)
     for _ in range(count):
         size, batch = draws.randint(2, 4), draws.randint(1, 5)
         rows = draws.randint(size, draws.choice([size * batch + size, 50]))
-        yield rows, batch, size, draws.choice(ways)
+        yield rows, batch, size
 
 
 def test_all_ranks_read_the_global_batches_of_one_process():
-    """By rows and by batches, in two epochs, in equally many steps."""
-    for count, batch, size, by in shapes(COUNT, seed=1):
+    """In two epochs, in equally many steps."""
+    for count, batch, size in shapes(COUNT, seed=1):
         feeds = feeds_of(
             lambda n=count: rows_of(n),
-            (by, batch, size),
+            (batch, size),
             lambda rows, b=batch: in_batches(rows, b),
         )
         expected = of_one_process(count, batch, size)
         for _ in range(2):
             ranks = [read(feed) for feed in feeds]
-            assert global_batches(ranks) == expected, (count, batch, size, by)
+            assert global_batches(ranks) == expected, (count, batch, size)
         for rank, (feed, batches) in enumerate(zip(feeds, ranks, strict=True)):
             assert feed.plan.steps == len(expected) == feed.arguments["x"].cardinality()
             assert feed.plan.steps_before == -(-count // batch)
@@ -128,31 +128,12 @@ def test_all_ranks_read_the_global_batches_of_one_process():
                 assert set(own) <= set(itertools.chain(*named)), (rank, step)
 
 
-def test_batches_that_are_divided_by_batch_are_those_of_today():
-    """Rank r of N has batch i × N + r of one process, to the row."""
-    for count, batch, size, _ in shapes(COUNT // 4, seed=2):
-        for source, way in (
-            (lambda n=count: rows_of(n), batch),
-            (lambda n=count, b=batch: rows_of(n).batch(b), None),
-        ):
-            for rank in range(size):
-                own = divided(
-                    source(), by="batches", batch_size=way, rank=rank, size=size
-                )
-                batches = ids_of_batches(own.batch(batch) if way else own)
-                full = -(-count // batch) // size
-                one_process = ids_of_batches(rows_of(count).batch(batch))
-                assert batches[:full] == one_process[rank::size][:full]
-                rest = list(range(full * batch * size, count))[rank::size]
-                assert list(itertools.chain(*batches[full:])) == rest
-
-
 def test_an_evaluation_reads_each_row_once():
     """Also the rows that training would leave out."""
-    for count, batch, size, by in shapes(COUNT // 2, seed=3):
+    for count, batch, size in shapes(COUNT // 2, seed=3):
         feeds = feeds_of(
             lambda n=count: rows_of(n),
-            (by, batch, size),
+            (batch, size),
             lambda rows, b=batch: in_batches(rows, b),
             name="validation",
         )
@@ -207,23 +188,22 @@ def test_a_division_is_known_through_the_pipeline(name):
     finish = FINISHES.get(name.removeprefix("then "), FINISHES["batched"])
     if name == "of names":
         finish = lambda rows: rows.map(keys).batch(4)  # noqa: E731
-    for by in ("rows", "batches"):
-        feeds = feeds_of(source, (by, 4, 3), finish)
-        assert all("sharded before decoding, by" in feed.plan.kind for feed in feeds)
-        oracle = finish(source())
-        for _ in range(2):
-            rows = list(itertools.chain(*ids_of_batches(oracle)))
-            whole = [sorted(rows[i : i + 12]) for i in range(0, len(rows), 12)]
-            assert global_batches([read(feed) for feed in feeds]) == whole
+    feeds = feeds_of(source, (4, 3), finish)
+    assert all("sharded before decoding, by row" in feed.plan.kind for feed in feeds)
+    oracle = finish(source())
+    for _ in range(2):
+        rows = list(itertools.chain(*ids_of_batches(oracle)))
+        whole = [sorted(rows[i : i + 12]) for i in range(0, len(rows), 12)]
+        assert global_batches([read(feed) for feed in feeds]) == whole
 
 
 def test_data_of_unknown_length_ends_after_the_same_step():
-    """Filtered before it is divided: by windows or by rows."""
-    for by, size in itertools.product(("rows", "batches"), (2, 3)):
+    """Filtered before it is divided."""
+    for size in (2, 3):
         own = [
             own_data(
                 rows_of(40).filter(lambda x, y: y % 3 > 0),
-                (by, 4, size),
+                (4, size),
                 rank,
                 lambda rows: rows.batch(4),
             )
@@ -237,7 +217,7 @@ def test_data_of_unknown_length_ends_after_the_same_step():
 
 def test_the_rest_of_an_epoch_begins_where_it_was_left():
     """On as many ranks as before, or on more or fewer."""
-    for count, batch, size, _ in shapes(COUNT, seed=5, ways=["rows"]):
+    for count, batch, size in shapes(COUNT, seed=5):
         total = -(-count // batch)
         draws = random.Random(count)
         before = draws.randint(1, 4)
@@ -249,7 +229,7 @@ def test_the_rest_of_an_epoch_begins_where_it_was_left():
         position = DataPosition(2, done, steps_before, 2, read_before, total)
         feeds = feeds_of(
             lambda n=count: rows_of(n),
-            ("rows", batch, size),
+            (batch, size),
             lambda rows, b=batch: in_batches(rows, b),
             keeps_position=True,
             position=position,
@@ -268,25 +248,6 @@ def test_the_rest_of_an_epoch_begins_where_it_was_left():
         assert later == of_one_process(count, batch, size)
 
 
-def test_the_rest_of_an_epoch_divided_by_batch_needs_whole_rounds():
-    """With as many ranks as before; else it is an error."""
-    division = "batches", 2, 2
-    for done, size in ((1, 2), (3, 1)):
-        given = {
-            "keeps_position": True,
-            "position": DataPosition(0, done, 9, 0, done * size, 9),
-        }
-        call = lambda given=given: feeds_of(  # noqa: E731
-            lambda: rows_of(17), division, lambda rows: rows.batch(2), **given
-        )
-        if size == 1:
-            with pytest.raises(ValueError, match="cannot go on in the middle"):
-                call()
-        else:
-            expected = of_one_process(17, 2, 2)[1:]
-            assert global_batches([read(feed) for feed in call()]) == expected
-
-
 def test_an_order_that_no_seed_gives_has_no_middle():
     """Another order in each pass can be continued if it follows from its seeds."""
     for source, is_known in (
@@ -296,7 +257,7 @@ def test_an_order_that_no_seed_gives_has_no_middle():
         (SOURCES["shuffled once"], True),
     ):
         feeds = feeds_of(
-            source, ("rows", 4, 2), lambda rows: rows.batch(4), keeps_position=True
+            source, (4, 2), lambda rows: rows.batch(4), keeps_position=True
         )
         assert [feed.division is not None for feed in feeds] == [is_known] * 2
 
@@ -308,9 +269,9 @@ def test_batches_that_do_not_fit_are_an_error():
         (lambda rows: rows.take(0).batch(4), "at least one row"),
     ):
         with pytest.raises(ValueError, match=text):
-            feeds_of(lambda: rows_of(40), ("rows", 4, 2), finish)
+            feeds_of(lambda: rows_of(40), (4, 2), finish)
     with pytest.raises(ValueError, match="at least one row"):
-        feeds_of(lambda: rows_of(2), ("rows", 4, 3), lambda rows: rows.batch(4))
+        feeds_of(lambda: rows_of(2), (4, 3), lambda rows: rows.batch(4))
 
 
 def counted(rows):
@@ -323,8 +284,7 @@ def counted(rows):
 def test_several_data_sets_must_be_divided_alike():
     """Zipped or concatenated: all of them, or what is made of them."""
     one, other = (
-        divided(rows_of(9), by="rows", batch_size=size, rank=0, size=2)
-        for size in (2, 3)
+        divided(rows_of(9), batch_size=size, rank=0, size=2) for size in (2, 3)
     )
     assert presharded_of(tf.data.Dataset.zip((one, one))).batch_size == 2
     for mixed in (
@@ -344,32 +304,31 @@ def test_what_was_before_is_seen_through_two_private_names():
     data = rows_of(9).shuffle(9).map(halved).shuffle(4, seed=8).batch(2)
     seeds = seeds_of(data)
     assert len(seeds) == 2 and seeds[0] == (5, 8) and (0, 0) not in seeds
-    (first,) = Presharded("rows", None, 0, 2, data).compared()
+    (first,) = before_shuffles(data)
     assert ids_of_batches(first.batch(9)) == [list(range(9))]
-    repeated = divided(rows_of(9), by="rows", batch_size=2, rank=0, size=2)
+    repeated = divided(rows_of(9), batch_size=2, rank=0, size=2)
     assert length_before_repeat(repeated.repeat().batch(2)) == 5
 
 
 def test_a_division_counts_rows_as_it_divides_them():
     """Each row belongs to one rank, for all small numbers."""
     for count, batch, size in itertools.product(range(30), range(1, 5), range(1, 5)):
-        for by in ("rows", "batches"):
-            counts = [
-                Presharded(by, batch, rank, size, None).rows_of(rank, count)
-                for rank in range(size)
-            ]
-            assert sum(counts) == count
-            assert max(counts) - min(counts) <= max(1, batch - 1)
+        counts = [
+            Presharded(batch, rank, size, None).rows_of(rank, count)
+            for rank in range(size)
+        ]
+        assert sum(counts) == count
+        assert max(counts) - min(counts) <= 1
 
 
 def test_the_rows_of_a_division_are_those_that_are_read():
     """Also where the last batch is smaller: `predict` orders predictions so."""
-    for count, batch, size, by in shapes(COUNT, seed=6):
+    for count, batch, size in shapes(COUNT, seed=6):
         for rank in range(size):
-            own = divided(rows_of(count), by=by, batch_size=batch, rank=rank, size=size)
-            expected = Presharded(by, batch, rank, size, None).rows_at(rank, count)
+            own = divided(rows_of(count), batch_size=batch, rank=rank, size=size)
+            expected = Presharded(batch, rank, size, None).rows_at(rank, count)
             found = list(itertools.chain(*ids_of_batches(own.batch(batch))))
-            assert found == expected.tolist(), (count, batch, size, by)
+            assert found == expected.tolist(), (count, batch, size)
 
 
 class Numbers(keras.utils.PyDataset):
@@ -383,21 +342,6 @@ class Numbers(keras.utils.PyDataset):
     def __getitem__(self, index):
         self.made.append(index)
         return np.array([index]), np.array([index])
-
-
-def test_tensorflow_divides_files_at_their_source(tmp_path):
-    """Each row belongs to one rank, or nothing reads files."""
-    names = [str(tmp_path / f"{number}.txt") for number in range(6)]
-    for number, name in enumerate(names):
-        lines = [f"{row}\n" for row in range(5 * number, 5 * number + 5)]
-        (tmp_path / name).write_text("".join(lines))
-    rows = tf.data.Dataset.list_files(names).interleave(tf.data.TextLineDataset)
-    data = rows.map(tf.strings.to_number).batch(4)
-    own = [divided_at_source(data, rank=rank, size=2) for rank in (0, 1)]
-    found = [int(row) for one in own for batch in one for row in batch]
-    assert sorted(found) == list(range(30))
-    assert [presharded_of(one.prefetch(1)).by for one in own] == ["source"] * 2
-    assert divided_at_source(rows_of(9).batch(2), rank=0, size=2) is None
 
 
 def test_sequences_and_iterables_have_the_elements_of_a_rank():
@@ -425,31 +369,8 @@ def test_on_one_process_nothing_is_changed():
     for given in (data, Numbers(), [1, 2], iter([1])):
         assert keras_dist.shard(given) is given
     assert data.apply(keras_dist.shard(4)) is data
-    with pytest.raises(ValueError, match="`by` must be"):
-        keras_dist.shard(4, by="row")
     with pytest.raises(ValueError, match="`batch_size`"):
         keras_dist.shard(0)
     for wrong in (np.zeros(3), "text", {"x": 1}, object()):
         with pytest.raises(TypeError, match="`shard` takes"):
             keras_dist.shard(wrong)
-
-
-def test_batches_that_cannot_be_cut_stay_whole():
-    """A constant number of rows, and tensors of different lengths."""
-    rows = tf.data.Dataset.range(14)
-    fixed = rows.batch(2, drop_remainder=True)  # 7 batches
-    uneven = rows.batch(2).map(lambda ids: (ids, tf.concat([ids, ids], axis=0)))
-    even = rows.batch(2).map(lambda ids: (ids, -ids))
-    for source, last in ((fixed, [12, 13]), (uneven, [12, 13]), (even, [12])):
-        ranks = [
-            divided(source, by="batches", batch_size=None, rank=rank, size=2)
-            for rank in range(2)
-        ]
-        found = [
-            [tf.nest.flatten(batch)[0].numpy().tolist() for batch in data]
-            for data in ranks
-        ]
-        assert found[0] == [[0, 1], [4, 5], [8, 9], last]
-        assert found[1] == [[2, 3], [6, 7], [10, 11], *([[13]] * (source is even))]
-        if source is fixed:
-            assert [int(data.cardinality()) for data in ranks] == [4, 3]

@@ -4,7 +4,6 @@ import itertools
 import re
 import time
 import warnings
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -43,7 +42,7 @@ class Decoder:
         return sum(keras_dist.gather(count))
 
 
-KINDS = ("by row", "by batch", "batches", "of unknown length", "weighted")
+KINDS = ("by row", "of unknown length", "weighted")
 
 
 def sources(x, y, decoder):
@@ -56,14 +55,6 @@ def sources(x, y, decoder):
 
     return {
         "by row": by_row(rows),
-        "by batch": (
-            rows.apply(keras_dist.shard(BATCH, by="batches")).map(decoder).batch(BATCH)
-        ),
-        "batches": (
-            rows.batch(BATCH)
-            .apply(keras_dist.shard(by="batches"))
-            .map(lambda x, y: decoder(x, y))
-        ),
         "of unknown length": by_row(rows.filter(lambda x, y: True)),
         "weighted": by_row(
             tf.data.Dataset.from_tensor_slices((x, y, np.ones(len(y), "float32")))
@@ -85,7 +76,7 @@ def fit(model, data, **arguments):
     ("kind", "count"),
     shortened(
         itertools.product(KINDS, (91, 96)),
-        quick=[("by row", 91), ("by batch", 96), ("of unknown length", 91)],
+        quick=[("by row", 91), ("by row", 96), ("of unknown length", 91)],
     ),
 )
 def test_divided_data_trains_as_one_process(world, rows, make_model, kind, count):
@@ -117,9 +108,7 @@ def test_divided_data_trains_as_one_process(world, rows, make_model, kind, count
     assert_equal_to_the_bit(model)
     for name in ("accuracy", "val_loss", "val_accuracy"):
         assert history[name] == pytest.approx(expected[name], abs=1e-6)
-    # Of batches, those that are left over are divided by row, and decoded by each rank.
-    of_batches = -(-count // BATCH) + world.size
-    assert decoder.of_all_ranks() <= 2 * (of_batches if kind == "batches" else count)
+    assert decoder.of_all_ranks() <= 2 * count
 
 
 @pytest.mark.three_ranks
@@ -136,10 +125,11 @@ def test_divided_data_is_evaluated_and_predicted(world, rows, make_model):
         for kind, data in sources(x[:count], y[:count], decoder).items():
             found = many.evaluate(data, verbose=0)
             assert found == pytest.approx(expected, abs=1e-6), kind
-            if kind in ("by row", "by batch", "of unknown length"):
+            if kind in ("by row", "of unknown length"):
                 found = many.predict(data, verbose=0)
                 assert found == pytest.approx(predicted, abs=1e-6), kind
-    own = sources(x, y, decoder)["batches"]
+    own = tf.data.Dataset.from_tensor_slices((x, y)).apply(keras_dist.shard(BATCH))
+    own = own.take(5 + 5 * world.rank).batch(BATCH)  # rows are left out
     for message in raises_everywhere(ValueError, lambda: many.predict(own, verbose=0)):
         assert "can be gathered only if each row has one" in message
 
@@ -172,7 +162,7 @@ def test_random_maps_are_no_error_and_nothing_is_compared(
 
 @pytest.mark.three_ranks
 @pytest.mark.several_ranks
-def test_sequences_iterables_and_files(world, rows, make_model, capsys, recwarn):
+def test_sequences_iterables_and_lists(rows, make_model):
     """A rank has its elements; what is declared is not compared."""
     x, y = rows
 
@@ -197,12 +187,8 @@ def test_sequences_iterables_and_files(world, rows, make_model, capsys, recwarn)
     fit(model, keras_dist.shard(list_of(Batches())))
     assert largest_difference(model, oracle) == 0
     names = [f"{number}.jpg" for number in range(7)]
-    found = keras_dist.gather(keras_dist.shard(names, by="files"))
+    found = keras_dist.gather(keras_dist.shard(names))
     assert sorted(sum(found, [])) == names
-    few = tf.data.Dataset.from_tensor_slices(names[:1])
-    assert few.apply(keras_dist.shard(by="files")) is few
-    warned = [str(one.message) for one in recwarn if "fewer files" in str(one.message)]
-    assert len(warned) == (world.rank == 0)
 
 
 @pytest.mark.three_ranks
@@ -223,7 +209,7 @@ def test_files_belong_to_a_rank_each(world, make_model, capsys):
 
     model = Recording()
     model.compile("sgd", "mse", run_eagerly=True)
-    files = names.apply(keras_dist.shard(by="files"))
+    files = names.apply(keras_dist.shard())
     rows = files.interleave(lambda n: tf.data.Dataset.range(5 * n, 5 * n + 5))
     data = rows.map(lambda n: ([tf.cast(n, tf.float32)], [0.0])).batch(5)
     with warnings.catch_warnings(record=True) as caught:
@@ -234,41 +220,8 @@ def test_files_belong_to_a_rank_each(world, make_model, capsys):
     whole = 7 // world.size * world.size * 5
     assert set(trained) <= set(range(35)) and len(set(trained)) == whole
     if world.rank == 0:
-        assert "sharded before decoding, by file" in capsys.readouterr().out
+        assert "sharded before decoding, by row" in capsys.readouterr().out
         assert any("Rows dropped: 5 of rank 0" in str(one.message) for one in caught)
-
-
-@pytest.mark.several_ranks
-def test_files_are_divided_at_their_source(world, make_model, tmp_path, capsys):
-    """Each row once, no file twice; without files, the plan says so."""
-    folder = Path(keras_dist.broadcast(str(tmp_path)))
-    for number in range(world.rank, 2 * world.size, world.size):
-        lines = [f"{row}\n" for row in range(6 * number, 6 * number + 6)]
-        (folder / f"{number}.txt").write_text("".join(lines))
-    keras_dist.gather("written")
-    decoder = Decoder()
-
-    def parsed(line):
-        x, _ = decoder(tf.strings.to_number(line)[None], ())
-        return x * tf.ones(5), tf.zeros(())
-
-    files = tf.data.Dataset.list_files(str(folder / "*.txt"))
-    lines = files.interleave(tf.data.TextLineDataset).map(parsed).batch(4)
-    arrays = tf.data.Dataset.from_tensor_slices((np.ones((9, 5)), np.ones(9))).batch(4)
-    for data, says in (
-        (lines, "sharded at its source by TensorFlow, by file"),
-        (arrays, "makes all of them (TensorFlow finds nothing that reads files)"),
-    ):
-        capsys.readouterr()
-        model = make_model()
-        keras_dist.dist_fit(model, data, shard="source", verbose=2)
-        assert_equal_to_the_bit(model)
-        printed = " ".join(re.findall(r"[^│╭╰\s]+", capsys.readouterr().out))
-        assert (says in printed) == (world.rank == 0)
-    assert decoder.of_all_ranks() == 12 * world.size
-    loss, _ = make_model().evaluate(lines, verbose=0)
-    many = keras_dist.DistributedModel(make_model(), shard="source")
-    assert many.evaluate(lines, verbose=0)[0] == pytest.approx(loss, abs=1e-6)
 
 
 def list_of(sequence):
@@ -295,7 +248,7 @@ def test_what_cannot_be_divided_is_an_error_on_all_ranks(world, rows, make_model
         return finish(source.apply(shard)).batch(BATCH)
 
     other = tf.data.Dataset.from_tensor_slices((x + world.rank, y))
-    wrong = {"by": "rows", "batch_size": BATCH, "size": world.size}
+    wrong = {"batch_size": BATCH, "size": world.size}
     wrong["rank"] = (world.rank + 1) % world.size
     for make, text in (
         (lambda: of_rank(data, **wrong).batch(BATCH), "for other ranks"),
