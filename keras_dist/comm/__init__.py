@@ -37,6 +37,7 @@ from keras_dist.comm.collectives import (
     name_of,
     reduce,
     scatter,
+    sendable,
     stack,
     sum,
     sum_tensors,
@@ -77,8 +78,8 @@ from keras_dist.comm.timeline import (
     stop_timeline,
     timeline,
 )
-from keras_dist.comm.transport import explained, host_messages, waiting
-from keras_dist.comm.world import World, is_elastic
+from keras_dist.comm.transport import explained, waiting
+from keras_dist.comm.world import World
 
 __all__ = [
     "Device",
@@ -103,10 +104,8 @@ __all__ = [
     "gather_or_raise",
     "gather_rows",
     "has_mpi",
-    "host_messages",
     "init",
     "is_child_of_rank",
-    "is_elastic",
     "is_known",
     "is_started",
     "local_rank",
@@ -121,6 +120,7 @@ __all__ = [
     "remove_process_set",
     "run_on_all",
     "scatter",
+    "sendable",
     "size",
     "stack",
     "start",

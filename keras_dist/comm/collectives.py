@@ -296,7 +296,7 @@ def reduce(
     if link is None:
         return tensor if before == after == 1.0 else _scaled(tensor, before * after)
     factors = {"prescale_factor": before, "postscale_factor": after}
-    result = transport.allreduce(link, _sendable(tensor), op, factors, name=name)
+    result = transport.allreduce(link, sendable(tensor), op, factors, name=name)
     return tf.cast(result, tensor.dtype)
 
 
@@ -315,7 +315,7 @@ def scatter(tensor: Any, op: str, *, name: str) -> Any:
     link, _ = runtime.connection()
     if link is None:
         return tensor
-    result = transport.reducescatter(link, _sendable(tensor), op, name=name)
+    result = transport.reducescatter(link, sendable(tensor), op, name=name)
     return tf.cast(result, tensor.dtype)
 
 
@@ -325,7 +325,7 @@ def gather_rows(tensor: Any, *, name: str) -> Any:
     if link is None:
         return tensor
     # Indices of rows are nearly always int32, and half of what an `Embedding` may send.
-    wire = _sendable(tensor, as_they_are=(tf.int32,))
+    wire = sendable(tensor, as_they_are=(tf.int32,))
     result = transport.allgather(link, wire, name=name)
     return tf.cast(result, tensor.dtype)
 
@@ -341,7 +341,7 @@ def copy(tensor: Any, root_rank: int, *, name: str) -> Any:
     link, _ = runtime.connection()
     if link is None:
         return tensor
-    wire = _sendable(tensor)
+    wire = sendable(tensor)
     result = transport.broadcast(link, wire, root_rank=root_rank, name=name)
     return tf.cast(result, tensor.dtype)
 
@@ -388,7 +388,7 @@ def _outermost_graph() -> Any:
     return graph
 
 
-def _sendable(tensor: Any, *, as_they_are: Sequence[Any] = ()) -> Any:
+def sendable(tensor: Any, *, as_they_are: Sequence[Any] = ()) -> Any:
     """Cast a tensor to a dtype that Horovod can send, and hide that it is constant.
 
     Horovod sends no bfloat16, no bool, and no small or unsigned integers. And while

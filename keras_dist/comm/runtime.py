@@ -15,7 +15,6 @@ from keras_dist.comm.world import (
     check_not_elastic,
     check_not_stranded,
     identity,
-    is_elastic,
     launched,
     meet_by_slurm,
 )
@@ -80,12 +79,11 @@ def _mark_process() -> None:
     os.environ[_RANK_PROCESS] = f"{os.getpid()} {identity()}"
 
 
-def start(*, has_process_sets: bool = False, may_be_elastic: bool = False) -> World:
+def start(*, has_process_sets: bool = False) -> World:
     """Connect to the other ranks in the first call; return rank and size.
 
     Args:
         has_process_sets: Whether process sets are going to be made.
-        may_be_elastic: Whether the caller can train in Horovod's elastic mode.
     """
     if _runtime.world is None:
         prepare()
@@ -96,8 +94,7 @@ def start(*, has_process_sets: bool = False, may_be_elastic: bool = False) -> Wo
         elif is_child_of_rank():
             _runtime.world = from_launcher[1]
         else:
-            if not may_be_elastic:
-                check_not_elastic()
+            check_not_elastic()
             if _runtime.has_ended:
                 raise RuntimeError(
                     "Horovod was shut down in this process, and cannot be started "
@@ -117,16 +114,15 @@ def _connect(launcher: str, expected: World, *, has_process_sets: bool) -> None:
         launcher, expected, has_process_sets=has_process_sets
     )
     world = _runtime.world = transport.world_of(_runtime.link)
-    if not is_elastic():  # there, heartbeats would be those of ranks that were
-        horovod_threads = monitor.threads() - before
-        monitor.start(rank=world.rank, size=world.size, ignored_threads=horovod_threads)
+    horovod_threads = monitor.threads() - before
+    monitor.start(rank=world.rank, size=world.size, ignored_threads=horovod_threads)
 
 
 def stop() -> None:
-    """End the connection to the other ranks, for good but in the elastic mode."""
+    """End the connection to the other ranks, for good."""
     if _runtime.link is not None:
         _runtime.link.horovod.shutdown()
-        _runtime.has_ended = not is_elastic()
+        _runtime.has_ended = True
     _runtime.link = _runtime.world = None
 
 

@@ -9,9 +9,6 @@ from collections.abc import Iterator, Sequence
 
 from keras_dist.launch import monitor
 
-# Where it is set, Horovod 0.28.1 crashes at a second start, as in its elastic mode.
-_FUSION = "HOROVOD_FUSION_THRESHOLD"
-
 # In each cycle of Horovod's thread the ranks exchange a message. By our change to its
 # source (tools/install/patches/prompt_cycles.patch) a cycle begins as soon as there is
 # a tensor, and else after so many milliseconds. A Horovod without it takes the other.
@@ -25,18 +22,15 @@ _ON_CPU = {
     # No fusion by Horovod. Small gradients are packed by us already; fusing large ones
     # that are ready at the same time copies them twice more, into a buffer that stays
     # allocated.
-    _FUSION: "0",
+    "HOROVOD_FUSION_THRESHOLD": "0",
     # By our change to its source (tools/install/patches/read_memory.patch) ranks of one
     # host exchange large tensors over Gloo by reading each other's memory, if they may.
     "KERAS_DIST_READ_MEMORY": "1",
 }
 
 
-def set_for_cpu(*, is_elastic: bool) -> None:
+def set_for_cpu() -> None:
     """Set what the user has not set, before Horovod starts.
-
-    Args:
-        is_elastic: Whether Horovod may start a second time in this process.
 
     Raises:
         ValueError: If a user's longest cycle is not a number of milliseconds, which
@@ -51,8 +45,7 @@ def set_for_cpu(*, is_elastic: bool) -> None:
             f"least 1. Received: {_LONGEST_CYCLE}={longest!r}. Leave it out for 10."
         )
     for name, value in _ON_CPU.items():
-        if name != _FUSION or not is_elastic:
-            os.environ.setdefault(name, value)
+        os.environ.setdefault(name, value)
 
 
 # Open MPI spins while it waits. On a rank that computes on the CPU, TensorFlow has a

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.comm import settings
-from keras_dist.comm.world import World, is_elastic
+from keras_dist.comm.world import World
 from keras_dist.launch import monitor
 
 _INSTALL = "keras-dist install-horovod"
@@ -53,7 +53,7 @@ def connect(launcher: str, expected: World, *, has_process_sets: bool = False) -
     """
     is_on_cpu = not tf.config.get_visible_devices("GPU")
     if is_on_cpu:
-        settings.set_for_cpu(is_elastic=is_elastic())
+        settings.set_for_cpu()
     if has_process_sets:
         os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
     starting = contextlib.ExitStack()
@@ -76,7 +76,7 @@ def connect(launcher: str, expected: World, *, has_process_sets: bool = False) -
         ) from error
     leave = functools.partial(_leave_horovod, horovod.shutdown)
     os.register_at_fork(after_in_child=leave)
-    if horovod.size() != expected.size and not is_elastic():
+    if horovod.size() != expected.size:
         raise RuntimeError(
             f"{launcher} started {expected.size} processes, but Horovod connects "
             f"{horovod.size()}. It was probably built without the transport of this "
@@ -178,12 +178,6 @@ def built() -> list[str]:
     horovod = library()
     checks = {"gloo": horovod.gloo_built, "mpi": horovod.mpi_built}
     return [name for name, is_built in checks.items() if is_built()]
-
-
-def host_messages() -> Any:
-    """Horovod's messages on hosts that come and go, in its elastic mode."""
-    worker = importlib.import_module("horovod.runner.elastic.worker")
-    return worker.WorkerNotificationManager()
 
 
 def allow_timeline() -> None:

@@ -184,16 +184,6 @@ def check_not_stranded(environ: Mapping[str, str] | None = None) -> None:
         )
 
 
-def is_elastic(environ: Mapping[str, str] | None = None) -> bool:
-    """Tell whether Horovod's elastic mode has started this process.
-
-    Args:
-        environ: Environment variables; by default those of this process.
-    """
-    environ = os.environ if environ is None else environ
-    return environ.get(_ELASTIC, "0") not in ("", "0")
-
-
 def check_not_elastic(environ: Mapping[str, str] | None = None) -> None:
     """Check that Horovod's elastic mode has not started this process.
 
@@ -207,15 +197,14 @@ def check_not_elastic(environ: Mapping[str, str] | None = None) -> None:
         RuntimeError: If it has.
     """
     environ = os.environ if environ is None else environ
-    if is_elastic(environ):
+    if environ.get(_ELASTIC, "0") not in ("", "0"):
         raise RuntimeError(
             "keras_dist does not train in Horovod's elastic mode, in which the ranks "
             "of a running process change: it would end at the first change. Received: "
             f"{_ELASTIC}={environ[_ELASTIC]}. Start the script with `keras-dist run "
             "-H a:2,b:2 --restarts 10`, and with `dist_fit(…, resume=folder)`, which "
             "goes on after the loss of a rank or host; or with `horovodrun -np`, "
-            "without --min-np, --max-np and --host-discovery-script. Scripts with "
-            "`hvd.elastic.run` of keras_dist.horovod call its `init` first."
+            "without --min-np, --max-np and --host-discovery-script."
         )
 
 

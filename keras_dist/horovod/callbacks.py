@@ -4,8 +4,8 @@ import inspect
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -14,8 +14,8 @@ import tensorflow as tf
 from keras_dist import comm, mixin, private
 from keras_dist.horovod import metrics
 from keras_dist.horovod.collectives import broadcast_variables
+from keras_dist.horovod.gradients import check_all_ranks
 from keras_dist.horovod.optimizer import average_outermost, is_next_an_update
-from keras_dist.horovod.process_sets import ProcessSet, among, global_process_set
 from keras_dist.optimizer import leaves
 from keras_dist.training import build
 
@@ -27,8 +27,6 @@ __all__ = [
     "MetricAverageCallback",
 ]
 
-Variable: TypeAlias = keras.Variable | tf.Variable
-
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Broadcasts weights and optimizer state from one rank before the first step.
@@ -39,12 +37,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     Args:
         root_rank: The rank whose state is broadcast.
         device: Not needed: taken for scripts that pass it.
-        local_variables: Variables that stay each rank's own, with their optimizer
-            state.
+        local_variables: Only `None`: all variables are broadcast.
 
     Raises:
         ValueError: On all ranks, before anything is broadcast, if their variables
-            differ in number, shape or dtype. If `local_variables` are no variables.
+            differ in number, shape or dtype. If `local_variables` are given.
 
     Example:
 
@@ -57,19 +54,16 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """
 
     def __init__(
-        self,
-        root_rank: int,
-        device: str = "",
-        local_variables: Variable | Iterable[Variable] | None = None,
+        self, root_rank: int, device: str = "", local_variables: Any = None
     ) -> None:
+        if local_variables is not None:
+            raise ValueError(
+                "All ranks train one model, so no variable can stay each rank's own. "
+                f"Received: local_variables={local_variables!r}. Leave it out."
+            )
         super().__init__()
         self.root_rank = root_rank
         self.broadcast_done = False
-        self._local = _variables(local_variables)
-
-    def register_local_var(self, var: Any) -> None:
-        """Keep a variable each rank's own."""
-        self._local += _variables([var])
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         model = self.model
@@ -100,7 +94,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             if not optimizer.built:
                 optimizer.build(self.model.trainable_variables)
             found += optimizer.variables
-        broadcast_variables(_without(found, self._local), self.root_rank)
+        broadcast_variables({id(v): v for v in found}.values(), self.root_rank)
 
 
 class BuiltByFirstStep:
@@ -128,10 +122,11 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     Args:
         device: Not needed: taken for scripts that pass it.
-        process_set: The ranks to average over.
+        process_set: All ranks only.
 
     Raises:
-        ValueError: On all ranks, if the names in their logs differ.
+        ValueError: On all ranks, if the names in their logs differ. If `process_set` is
+            not all ranks.
 
     Example:
 
@@ -143,21 +138,17 @@ class MetricAverageCallback(keras.callbacks.Callback):
     ['loss']
     """
 
-    def __init__(
-        self, device: str = "", process_set: ProcessSet = global_process_set
-    ) -> None:
+    def __init__(self, device: str = "", process_set: Any = None) -> None:
+        check_all_ranks(process_set)
         super().__init__()
-        self.process_set = process_set
         self._states = metrics.States()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._states.keep_training(self.model)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if logs is None or not self.process_set.included():
-            return
-        states = self._states.of_logs(self.model, logs)
-        with among(self.process_set):
+        if logs is not None:
+            states = self._states.of_logs(self.model, logs)
             logs.update(_over_ranks(self.model, logs, states))
 
 
@@ -204,32 +195,9 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         super().on_train_begin(logs)
 
 
-def _variables(found: Any) -> list[Any]:
-    is_one = isinstance(found, (keras.Variable, tf.Variable))
-    variables = [found] if is_one else list(found or ())
-    for variable in variables:
-        if not isinstance(variable, (keras.Variable, tf.Variable)):
-            raise ValueError(
-                "`local_variables` must be variables of Keras or TensorFlow. "
-                f"Received: {variable!r} of type {type(variable).__name__}"
-            )
-    return variables
-
-
 def _is_built(model: Any) -> bool:
     layers = private.layers_of(model)
     return model.built and all(layer.built or layer.weights for layer in layers)
-
-
-def _without(variables: Sequence[Any], local: Sequence[Any]) -> list[Any]:
-    """Return the variables, each once, without local ones and their optimizer state."""
-    ids = {id(variable) for variable in local}
-    left_out = [v for v in variables if {id(v), id(private.value_of(v))} & ids]
-    # Keras does not record which variable a slot belongs to, but names it after it.
-    paths = tuple(variable.path.replace("/", "_") + "_" for variable in left_out)
-    shared = [v for v in variables if not paths or not v.name.startswith(paths)]
-    ids = {id(variable) for variable in left_out}
-    return list({id(v): v for v in shared if id(v) not in ids}.values())
 
 
 def _over_ranks(

@@ -6,7 +6,6 @@ import json
 import os
 import warnings
 import zipfile
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +14,8 @@ import keras
 import numpy as np
 
 from keras_dist import comm, private
+from keras_dist.horovod.collectives import Compression, Compressor
 from keras_dist.horovod.gradients import Settings
-from keras_dist.horovod.ops import Compression, Compressor
 from keras_dist.horovod.optimizer import average, average_outermost, averages
 
 
@@ -32,7 +31,7 @@ def load_model(
     No collective is called, so that one rank alone may load a model.
 
     Args:
-        filepath: A file `.keras` or `.h5`, also an open `h5py.File`.
+        filepath: A file `.keras` or `.h5` of Keras 3, also an open `h5py.File`.
         custom_optimizers: Classes of optimizers that Keras does not have.
         custom_objects: Other classes and functions, by name; also a function that takes
             the options of an optimizer or a layer and returns it.
@@ -44,7 +43,7 @@ def load_model(
         A compiled model with the weights, and the state of its optimizer.
 
     Raises:
-        ValueError: If the file is no model.
+        ValueError: If the file is no model, or of Keras 2.
 
     Example:
 
@@ -105,6 +104,13 @@ def _config_of_keras(path: str) -> Any:
 def _configs_of_h5(path: str) -> Any:
     """Return the descriptions of the model and its training in a file `.h5`."""
     with h5py.File(path) as file:
+        version = str(file.attrs.get("keras_version", "3"))
+        if int(version.partition(".")[0]) < 3:
+            raise ValueError(
+                "The file was written by Keras 2, whose files Keras 3 reads in part "
+                f"only. Received: {path}, of Keras {version}. Load it with tf_keras, "
+                "call its `save_weights`, and make the model anew with Keras 3."
+            )
         names = ("model_config", "training_config")
         return [json.loads(file.attrs[name]) for name in names if name in file.attrs]
 
@@ -113,7 +119,7 @@ def _class_names(config: Any) -> set[str]:
     """Return the names of the classes of all objects in a description."""
     if isinstance(config, dict):
         name = config.get("class_name")
-        found = {name.removeprefix(CUSTOM)} if isinstance(name, str) else set()
+        found = {name} if isinstance(name, str) else set()
         return found.union(*map(_class_names, config.values()))
     return (
         set().union(*map(_class_names, config)) if isinstance(config, list) else set()
@@ -121,27 +127,79 @@ def _class_names(config: Any) -> set[str]:
 
 
 def _from_h5(path: str, objects: dict[str, Any]) -> Any:
-    """Load as Keras does, and with names that only Keras 2 knows."""
+    """Load as Keras does, with names such as "mse" and the state of the optimizer.
+
+    Keras itself raises an error for such a name, and makes an optimizer for no weights.
+    """
     model = keras.models.load_model(path, custom_objects=objects, compile=False)
     with h5py.File(path) as file, keras.saving.custom_object_scope(objects):
         if "training_config" not in file.attrs:
             return model
         config = json.loads(file.attrs["training_config"])
         model.compile(
-            keras.optimizers.deserialize(
-                optimizer_config(config["optimizer_config"], objects)
-            ),
-            loss=restored(config.get("loss"), keras.losses, objects),
+            keras.optimizers.deserialize(config["optimizer_config"]),
+            loss=_restored(config.get("loss"), keras.losses, objects),
             loss_weights=config.get("loss_weights"),
             **{
-                name: _of_one(restored(config.get(name), keras.metrics, objects))
+                name: _restored(config.get(name), keras.metrics, objects)
                 for name in ("metrics", "weighted_metrics")
             },
         )
         if "optimizer_weights" in file:
             model.optimizer.build(model.trainable_variables)
-            set_state(model.optimizer, file["optimizer_weights"])
+            _set_state(model.optimizer, file["optimizer_weights"])
     return model
+
+
+def _restored(config: Any, module: Any, objects: Mapping[str, Any]) -> Any:
+    """Losses or metrics of a file: strings stay strings, which `compile` knows.
+
+    Args:
+        config: Their entry, in lists and dicts as given to `compile`.
+        module: `keras.losses` or `keras.metrics`.
+        objects: Classes and functions of the user's, by name.
+    """
+    if isinstance(config, str):
+        return objects.get(config, config)
+    if isinstance(config, list):
+        return [_restored(entry, module, objects) for entry in config]
+    if not isinstance(config, dict):
+        return config
+    if "class_name" not in config:
+        return {k: _restored(v, module, objects) for k, v in config.items()}
+    return module.deserialize(config)
+
+
+def _set_state(optimizer: Any, group: Any) -> None:
+    """Assign the state of an optimizer, which is built; a warning if it does not fit.
+
+    Args:
+        optimizer: The optimizer.
+        group: Its state in a file.
+    """
+    values = [np.asarray(group[name]) for name in _names(group)]
+    variables = list(optimizer.variables)
+    if [v.shape for v in values] != [tuple(v.shape) for v in variables]:
+        warnings.warn(
+            "The state of the optimizer in a file does not fit, so that it begins "
+            f"anew. Received: {len(values)} values for {len(variables)} variables of "
+            f"{optimizer.name!r}.",
+            stacklevel=4,
+        )
+        return
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def _names(group: Any) -> list[str]:
+    """Names of the values of a group, in their order."""
+    attributes = dict(group.attrs)
+    return [
+        name.decode() if isinstance(name, bytes) else name
+        for key in sorted(attributes, key=lambda key: (len(key), key))
+        if key.startswith("weight_names")
+        for name in attributes[key]
+    ]
 
 
 _OLD = "experimental_run_tf_function"
@@ -204,143 +262,3 @@ def _get_compile_config(model: Any, own: Any) -> Any:
             optimizer = optimizer.inner_optimizer  # which `compile` wraps again
         config["optimizer"] = optimizer
     return own(model)
-
-
-# Arguments of Keras 2's optimizers that Keras 3's do not take.
-_OF_KERAS_2 = ("decay", "is_legacy_optimizer", "jit_compile")
-CUSTOM = "Custom>"  # before the name of a class of the user's
-
-# What Keras 2 calls the variables of an optimizer, and what Keras 3 does.
-_SLOTS = {
-    "m": "momentum",
-    "v": "velocity",
-    "u": "norm",
-    "vhat": "velocity_hat",
-    "rms": "velocity",
-    "mg": "average_gradient",
-    "accum_grad": "accumulated_grad",
-    "accum_var": "accumulated_delta_var",
-}
-_COUNTERS = ("iteration", "iter")  # the second one of `optimizers.legacy`
-
-
-def optimizer_config(
-    config: dict[str, Any], objects: Mapping[str, Any]
-) -> dict[str, Any]:
-    """An optimizer's entry in a file, as Keras 3 reads it.
-
-    Args:
-        config: The entry.
-        objects: Classes of the user's, by name.
-    """
-    name = config["class_name"].removeprefix(CUSTOM)
-    if name in objects or hasattr(keras.optimizers, name):
-        config = {**config, "class_name": name}
-    options = {k: v for k, v in config["config"].items() if k not in _OF_KERAS_2}
-    if "lr" in options:
-        options["learning_rate"] = options.pop("lr")
-    decay, rate = config["config"].get("decay"), options.get("learning_rate")
-    if decay and isinstance(rate, float):
-        schedules = keras.optimizers.schedules
-        options["learning_rate"] = schedules.serialize(
-            schedules.InverseTimeDecay(rate, decay_steps=1, decay_rate=decay)
-        )
-    return {**config, "config": options}
-
-
-def _of_one(metrics: Any) -> Any:
-    """Metrics of one output: Keras 2 writes a list of a list, which 3.10 rejects."""
-    is_nested = isinstance(metrics, list) and len(metrics) == 1
-    return metrics[0] if is_nested and isinstance(metrics[0], list) else metrics
-
-
-def restored(config: Any, module: Any, objects: Mapping[str, Any]) -> Any:
-    """Losses or metrics of a file: strings stay strings, which `compile` knows.
-
-    Args:
-        config: Their entry, in lists and dicts as given to `compile`.
-        module: `keras.losses` or `keras.metrics`.
-        objects: Classes and functions of the user's, by name.
-    """
-    if isinstance(config, str):
-        return objects.get(config, config)
-    if isinstance(config, (list, tuple)):
-        return [restored(entry, module, objects) for entry in config]
-    if not isinstance(config, dict):
-        return config
-    if "class_name" not in config:
-        return {k: restored(v, module, objects) for k, v in config.items()}
-    options = dict(config["config"])
-    if config["class_name"] == "MeanMetricWrapper":  # of Keras 2
-        return restored(options["name"], module, objects)
-    if config["class_name"] not in objects and options.pop("fn", None):
-        if options.get("reduction") == "auto":  # Keras 2's word for the default
-            options["reduction"] = "sum_over_batch_size"
-        config = {**config, "config": options}
-    return module.deserialize(config)
-
-
-def set_state(optimizer: Any, group: Any) -> None:
-    """Assign the state of an optimizer, which is built; a warning if it does not fit.
-
-    Args:
-        optimizer: The optimizer.
-        group: Its state in a file.
-    """
-    values = {name: np.asarray(group[name]) for name in _names(group)}
-    variables = list(optimizer.variables)
-    if any(_words(name)[-1] in _COUNTERS and name[-2:] == ":0" for name in values):
-        found = _of_keras_2(optimizer, values)
-    else:
-        found = list(values.values())
-    if [v.shape for v in found] != [tuple(v.shape) for v in variables]:
-        warnings.warn(
-            "The state of the optimizer in a file does not fit, so that it begins "
-            f"anew. Received: {len(values)} values for {len(variables)} variables of "
-            f"{optimizer.name!r}.",
-            stacklevel=5,
-        )
-        return
-    for variable, value in zip(variables, found, strict=True):
-        variable.assign(value)
-
-
-def _of_keras_2(optimizer: Any, values: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """Order the values that Keras 2 has written as Keras 3's variables.
-
-    Those of one kind are in the order of the weights in both.
-    """
-    is_legacy = any(_words(name)[-1] == "iter" for name in values)
-    listed: dict[str, list[np.ndarray]] = defaultdict(list)
-    for name, value in values.items():
-        words = _words(name)
-        if words[-1] in _COUNTERS:
-            kind = "iteration"
-        else:  # `Adam/dense/kernel/m`, and later `Adam/m/dense/kernel`
-            kind = words[-1] if is_legacy else words[min(1, len(words) - 1)]
-        if kind == "v" and isinstance(optimizer, keras.optimizers.Adamax):
-            kind = "u"  # of `optimizers.legacy.Adamax`
-        listed[_SLOTS.get(kind, kind)].append(value)
-    found = []
-    for variable in optimizer.variables:
-        kinds = [kind for kind in listed if f"_{variable.name}".endswith(f"_{kind}")]
-        if variable is private.rate_of(optimizer):
-            found.append(keras.ops.convert_to_numpy(variable))
-        elif kinds and listed[kinds[0]]:
-            found.append(listed[kinds[0]].pop(0))
-    return found
-
-
-def _words(name: str) -> list[str]:
-    return name.removesuffix(":0").split("/")
-
-
-def _names(group: Any) -> list[str]:
-    """Names of the values of a group, in their order."""
-    attributes = dict(group.attrs)
-    return [
-        name.decode() if isinstance(name, bytes) else name
-        for key in sorted(attributes, key=lambda key: (len(key), key))
-        if key.startswith("weight_names")
-        for name in attributes[key]
-    ]

@@ -8,15 +8,19 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, mixin, private
-from keras_dist.horovod.collectives import no_autograph
+from keras_dist.horovod.collectives import (
+    Average,
+    Compression,
+    Compressor,
+    no_autograph,
+    reduction,
+)
 from keras_dist.horovod.gradients import (
     Settings,
+    check_all_ranks,
     check_groups,
-    layers_of,
     reduce_gradients,
 )
-from keras_dist.horovod.ops import Average, Compression, Compressor, chosen
-from keras_dist.horovod.process_sets import ProcessSet, global_process_set
 from keras_dist.optimizer import (
     Averaging,
     AveragingState,
@@ -43,7 +47,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
     groups: int | list[Any] | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
     """Return an optimizer that averages its gradients over the ranks.
@@ -54,7 +58,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
 
     Args:
         optimizer: A Keras optimizer, which stays as it is.
-        name, device_dense, device_sparse: Not needed: taken for scripts that pass them.
+        name, device_dense, device_sparse, scale_local_gradients: Not needed: taken for
+            scripts that pass them.
         compression: `Compression.fp16` sends two bytes a number.
         sparse_as_dense: Whether to send gradients of an `Embedding` whole; by default
             they are sent as rows if that is smaller.
@@ -64,9 +69,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
             averaged. `iterations` counts batches.
         average_aggregated_gradients: Whether to divide that sum by their number.
         num_groups, groups: Checked; they change nothing but how gradients are sent.
-        process_set: The ranks to average over; the others keep their own gradients.
-        scale_local_gradients: Whether gradients of variables that were given to the
-            result's `register_local_var` are divided by the number of ranks.
+        process_set: All ranks only.
 
     Returns:
         An optimizer of the same class, name and state.
@@ -82,67 +85,16 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
     True
     """
     check_groups(groups, num_groups)
+    check_all_ranks(process_set)
     settings = Settings(
-        chosen(op),
+        reduction(op),
         compression,
         sparse_as_dense,
-        process_set,
-        scale_local_gradients,
         backward_passes_per_step,
         average_aggregated_gradients,
     )
     comm.init()
     return average(_copied(optimizer), settings)
-
-
-def PartialDistributedOptimizer(  # noqa: N802 - Horovod's own name
-    optimizer: keras.optimizers.Optimizer,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Compressor = Compression.none,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: int = Average,
-    groups: int | list[Any] | None = None,
-    process_set: ProcessSet = global_process_set,
-    local_layers: keras.layers.Layer | Sequence[keras.layers.Layer] | None = None,
-    scale_local_gradients: bool = True,
-) -> Any:
-    """Return a `DistributedOptimizer` that leaves the gradients of some layers alone.
-
-    Args:
-        optimizer: A Keras optimizer, which stays as it is.
-        name, device_dense, device_sparse, groups: Not needed.
-        compression, sparse_as_dense, gradient_predivide_factor, op, process_set: As in
-            `DistributedOptimizer`.
-        local_layers: A layer or a list of layers; they need not be built.
-        scale_local_gradients: Whether their gradients are divided by the number of
-            ranks.
-
-    Returns:
-        An optimizer of the same class, name and state.
-
-    Raises:
-        TypeError: If `optimizer` is not a Keras optimizer.
-        ValueError: If an option cannot be used, or `local_layers` are not layers.
-
-    Example:
-
-    >>> head = keras.layers.Dense(1)
-    >>> optimizer = PartialDistributedOptimizer(
-    ...     keras.optimizers.Adam(1e-3), local_layers=[head]
-    ... )
-    >>> optimizer.__class__ is keras.optimizers.Adam
-    True
-    """
-    check_groups(groups)
-    settings = Settings(
-        chosen(op), compression, sparse_as_dense, process_set, scale_local_gradients
-    )
-    layers = layers_of(local_layers)
-    comm.init()
-    return average(_copied(optimizer), settings, local_layers=layers)
 
 
 def _copied(optimizer: Any) -> Any:
@@ -173,21 +125,12 @@ class Passes:
     """What an optimizer remembers between batches.
 
     Args:
-        local_layers: Layers whose weights are each rank's own.
-        local_variables: Variables that are each rank's own.
         sums: Sums of gradients since the last update, by the identity of the variable.
         count: How many gradients they are sums of; a variable, or `None` before.
     """
 
-    local_layers: Sequence[Any] = ()
-    local_variables: list[Any] = field(default_factory=list)
     sums: dict[int, Any] = field(default_factory=dict)
     count: Any = None
-
-    def local_ids(self) -> set[int]:
-        """Identities of the variables that are each rank's own."""
-        of_layers = [v for layer in self.local_layers for v in layer.trainable_weights]
-        return {id(variable) for variable in [*of_layers, *self.local_variables]}
 
     def prepare(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Make what is not there yet."""
@@ -206,9 +149,7 @@ class CallableList(list):
         return self
 
 
-def average(
-    optimizer: Any, settings: Settings, *, local_layers: Sequence[Any] = ()
-) -> Any:
+def average(optimizer: Any, settings: Settings) -> Any:
     """Change an optimizer in place so that it averages as Horovod's does."""
     if settings not in _classes:
         _classes[settings] = type(
@@ -218,7 +159,7 @@ def average(
         if settings_of(part) is not None:
             mixin.remove(part, _classes[part._settings])
     mixin.add(optimizer, _classes[settings])
-    _begin(optimizer, local_layers)
+    _begin(optimizer)
     return optimizer
 
 
@@ -255,12 +196,11 @@ def is_next_an_update(optimizer: Any) -> bool:
     return (0 if count is None else int(count)) == settings.passes - 1
 
 
-def _begin(optimizer: Any, local_layers: Sequence[Any] = ()) -> None:
+def _begin(optimizer: Any) -> None:
     # Keras does not track attributes that are set so; it would save them.
-    object.__setattr__(optimizer, "_passes", Passes(local_layers))
+    object.__setattr__(optimizer, "_passes", Passes())
     # `dist_fit` averages by this, by its own rules.
-    state = AveragingState(0, Averaging(local_layers=local_layers))
-    object.__setattr__(optimizer, "_averaging", state)
+    object.__setattr__(optimizer, "_averaging", AveragingState(0, Averaging()))
 
 
 class AveragesLikeHorovod(ReducesGradients):
@@ -280,10 +220,6 @@ class AveragesLikeHorovod(ReducesGradients):
     def variables(self) -> CallableList:
         return CallableList(super().variables)  # type: ignore[misc]
 
-    def register_local_var(self, var: Any) -> None:
-        """Keep the gradients of a variable each rank's own."""
-        self._passes.local_variables.append(var)
-
     @no_autograph
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         if step_context.is_inside():  # of `dist_fit`, or of an optimizer around this
@@ -293,8 +229,7 @@ class AveragesLikeHorovod(ReducesGradients):
         if self._settings.passes > 1:
             _add(self, grads, known, own_apply, trainable_variables)
         elif grads:
-            local = self._passes.local_ids()
-            averaged = reduce_gradients(grads, known, self._settings, local=local)
+            averaged = reduce_gradients(grads, known, self._settings)
             update(self, own_apply, averaged, trainable_variables)
         return None
 
@@ -325,8 +260,7 @@ def _add(
 
     def make_update() -> Any:
         added = [None if s is None else tf.identity(s.value()) for s in sums]
-        local = passes.local_ids()
-        averaged = reduce_gradients(added, variables, settings, local=local)
+        averaged = reduce_gradients(added, variables, settings)
         if settings.is_mean_of_passes:
             averaged = [None if g is None else g / settings.passes for g in averaged]
         update(optimizer, apply, averaged, trainable_variables)

@@ -145,7 +145,7 @@ def test_a_longest_cycle_that_is_no_number_is_an_error(monkeypatch, value):
     """Horovod would take it for 0, and its thread would keep a core busy."""
     monkeypatch.setattr(os, "environ", {"KERAS_DIST_LONGEST_CYCLE_MS": value})
     with pytest.raises(ValueError, match=f"Received: .*={value!r}"):
-        settings.set_for_cpu(is_elastic=False)
+        settings.set_for_cpu()
 
 
 def test_the_cycles_of_horovod_are_the_users_first(monkeypatch):
@@ -153,7 +153,7 @@ def test_the_cycles_of_horovod_are_the_users_first(monkeypatch):
     found = []
     for environ in ({}, {"HOROVOD_CYCLE_TIME": "1"}):
         monkeypatch.setattr(os, "environ", environ)
-        settings.set_for_cpu(is_elastic=False)
+        settings.set_for_cpu()
         names = ("KERAS_DIST_LONGEST_CYCLE_MS", "HOROVOD_CYCLE_TIME")
         found.append([environ.get(name) for name in names])
     assert found == [["10", "2.5"], [None, "1"]]

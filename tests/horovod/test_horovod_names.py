@@ -11,6 +11,7 @@ import pytest
 from horovod.common.basics import HorovodBasics
 
 import keras_dist.horovod as hvd
+from keras_dist.horovod.basics import FROM_HOROVOD
 
 KERAS = horovod.tensorflow.keras
 OF_KERAS = [
@@ -20,9 +21,10 @@ OF_KERAS = [
     and callable(getattr(KERAS, name))
     and name not in ("is_version_greater_equal_than",)
 ]
+OWN = [name for name in OF_KERAS if name not in FROM_HOROVOD]
 OF_TENSORFLOW = [
     *("broadcast_variables", "broadcast_object", "allgather_object", "is_homogeneous"),
-    *("DistributedGradientTape", "PartialDistributedGradientTape"),
+    *("DistributedGradientTape", "alltoall", "join"),
     *("grouped_allreduce", "grouped_allgather", "grouped_reducescatter"),
 ]
 CALLBACKS = [
@@ -30,17 +32,10 @@ CALLBACKS = [
     *("LearningRateScheduleCallback", "LearningRateWarmupCallback"),
     "MetricAverageCallback",
 ]
-ELASTIC = [
-    *("CommitStateCallback", "KerasState", "UpdateBatchStateCallback"),
-    *("UpdateEpochStateCallback", "run"),
-]
 SYMBOLS = [
-    *((horovod.tensorflow.keras, name, hvd) for name in OF_KERAS),
-    (horovod.keras, "PartialDistributedOptimizer", hvd),
-    (horovod, "run", hvd),
+    *((KERAS, name, hvd) for name in OWN),
     *((horovod.tensorflow, name, hvd) for name in OF_TENSORFLOW),
     *((KERAS.callbacks, name, hvd.callbacks) for name in CALLBACKS),
-    *((KERAS.elastic, name, hvd.elastic) for name in ELASTIC),
 ]
 
 # Where ours takes more, or differs, and why.
@@ -67,10 +62,8 @@ def shown(default):
         for module in (hvd, KERAS):
             if default is getattr(module.Compression, name):
                 return f"Compression.{name}"
-    for name in ("Average", "Sum", "global_process_set"):
-        for module in (hvd, KERAS):
-            if default is getattr(module, name):
-                return name
+    if default is horovod.tensorflow.global_process_set:
+        return "None"  # all ranks, by default
     return repr(default)
 
 
@@ -99,30 +92,35 @@ def test_arguments_are_horovods(theirs, name, ours):
 # Of `horovod.tensorflow`, for its own files: no script uses them.
 INTERNAL = {
     *("check_extension", "split_list", "vars_to_refs", "refs_to_vars"),
-    "get_average_backwards_compatibility_fun",
+    *("get_average_backwards_compatibility_fun", "check_num_rank_power_of_2"),
+    *("handle_average_backwards_compatibility", "gpu_available"),
 }
-
-
-# What of `horovod.tensorflow` has no place beside Keras.
-MISSING = {
-    *("alltoall", "join", "broadcast_", "broadcast_object_fn", "gpu_available"),
+# For graphs of TensorFlow 1, and forms of other functions.
+OTHER_FORMS = {
+    *("BroadcastGlobalVariablesHook", "LocalGradientAggregationHelper"),
     *("size_op", "rank_op", "local_size_op", "local_rank_op"),
-    *("process_set_included_op", "BroadcastGlobalVariablesHook"),
-    *("DistributedAdasumOptimizer", "check_num_rank_power_of_2"),
-    *("handle_average_backwards_compatibility", "LocalGradientAggregationHelper"),
+    *("process_set_included_op", "broadcast_", "broadcast_object_fn"),
 }
+# With them the ranks would not hold one model.
+NOT_ALIKE = {"DistributedAdasumOptimizer", "PartialDistributedGradientTape"}
 
 
 def test_names_of_horovod_for_tensorflow_are_there_or_known_to_be_missing():
-    """No name is missing by mistake."""
+    """None is forgotten."""
     public = {
         name
         for name, value in vars(horovod.tensorflow).items()
         if not name.startswith("_")
         and getattr(value, "__module__", "").startswith("horovod")
     }
-    unknown = public - {*hvd.__all__} - MISSING - INTERNAL
-    assert unknown == set()
+    known = {*hvd.__all__} | FROM_HOROVOD | INTERNAL | OTHER_FORMS | NOT_ALIKE
+    assert public - known == set()
+
+
+@pytest.mark.parametrize("name", sorted(FROM_HOROVOD))
+def test_the_other_names_are_horovods_own(name):
+    """Process sets, what it was built with, the timeline: the same objects."""
+    assert getattr(hvd, name) is getattr(horovod.tensorflow, name)
 
 
 def test_every_public_name_is_there():
@@ -130,17 +128,15 @@ def test_every_public_name_is_there():
     assert list(hvd.__all__) == sorted(hvd.__all__)
     for name in hvd.__all__:
         assert getattr(hvd, name) is not None
-    constants = {"Average", "Sum", "Compression", "ProcessSet", "global_process_set"}
-    assert {*OF_KERAS, *constants, "Min", "Max", "Product", "Adasum"} <= set(
-        hvd.__all__
-    )
+    constants = {"Average", "Sum", "Compression", "Min", "Max", "Product", "Adasum"}
+    assert {*OWN, *constants} <= set(hvd.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'elastic'"):
+        hvd.elastic  # noqa: B018
 
 
 def test_submodules_are_imported_as_in_horovod():
     """In the ways that scripts do."""
-    from keras_dist.horovod import callbacks, elastic  # noqa: PLC0415
+    from keras_dist.horovod import callbacks  # noqa: PLC0415
     from keras_dist.horovod.callbacks import MetricAverageCallback  # noqa: PLC0415
-    from keras_dist.horovod.elastic import KerasState  # noqa: PLC0415
 
     assert callbacks.MetricAverageCallback is MetricAverageCallback
-    assert elastic.KerasState is KerasState

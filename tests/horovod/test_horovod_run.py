@@ -1,14 +1,12 @@
-"""`hvd.run`, the timeline and the end of `keras_dist.horovod`."""
+"""The timeline, process sets and the end of `keras_dist.horovod`."""
 
 import sys
 
-import pytest
 from launch import launch
 
-import keras_dist.horovod as hvd
-
 _SCRIPT = """
-import json, os, sys
+import sys
+import keras_dist
 import keras_dist.horovod as hvd
 
 def work(path, scale=1):
@@ -27,7 +25,7 @@ def work(path, scale=1):
     return found
 
 if __name__ == "__main__":
-    print("found", hvd.run(work, args=sys.argv[1:], kwargs={"scale": 2}, np=2))
+    print("found", keras_dist.run(work, args=sys.argv[1:], kwargs={"scale": 2}, np=2))
 """
 
 
@@ -44,14 +42,39 @@ def test_a_function_runs_on_ranks_that_record_a_timeline_and_shut_down(tmp_path)
     assert "ALLREDUCE" in timeline.read_text()
 
 
-@pytest.mark.parametrize(
-    "option",
-    [{"hosts": "a:2"}, {"min_np": 1}, {"host_discovery_script": "x"}, {"use_mpi": 1}],
-)
-def test_what_run_does_not_do_is_an_error(option):
-    """It names the argument, and the launchers that can."""
-    with pytest.raises(ValueError, match="fixed number of ranks on this host") as error:
-        hvd.run(print, np=2, **option)
-    (name,) = option
-    received = {"min_np": "min_num_proc"}.get(name, name)
-    assert f"Received: {{'{received}'" in str(error.value)
+_PROCESS_SETS = """
+import keras, tensorflow as tf
+import keras_dist.horovod as hvd
+both, one = hvd.ProcessSet([0, 2]), hvd.ProcessSet([1])
+hvd.init(process_sets=[both, one])
+rank = hvd.rank()
+own = one if rank == 1 else both
+assert own.included() and own.size() == len(own.ranks) and hvd.size() == 3
+assert own.rank() == own.ranks.index(rank)
+mean = hvd.allreduce(float(rank), process_set=own)
+assert float(mean) == sum(own.ranks) / len(own.ranks)
+assert int(hvd.broadcast(rank, own.ranks[-1], process_set=own)) == own.ranks[-1]
+assert hvd.broadcast_object({"r": rank}, own.ranks[0], process_set=own) == {
+    "r": own.ranks[0]
+}
+assert hvd.allgather_object(rank, process_set=own) == own.ranks
+variables = [keras.Variable(float(rank)), tf.Variable(rank)]
+hvd.broadcast_variables(variables, own.ranks[-1], process_set=own)
+assert [float(variable) for variable in variables] == [own.ranks[-1]] * 2
+added = hvd.add_process_set([0, 1])
+assert added.process_set_id and added.included() == (rank < 2)
+if added.included():
+    assert hvd.allgather([rank], process_set=added).numpy().tolist() == [0, 1]
+assert hvd.remove_process_set(added) and added.size() is None
+assert float(hvd.allreduce(1.0, op=hvd.Sum)) == 3
+print("all is well")
+"""
+
+
+def test_collectives_are_among_the_ranks_of_a_process_set(tmp_path):
+    """Of one that `init` registers, or of one that is added."""
+    script = tmp_path / "script.py"
+    script.write_text(_PROCESS_SETS)
+    done = launch([sys.executable, str(script)], ranks=3, timeout=120)
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert done.stdout.count("all is well") == 3

@@ -14,7 +14,6 @@ import tensorflow as tf
 
 import keras_dist
 import keras_dist.horovod as hvd
-from keras_dist.comm.transport import built
 
 # On three ranks, all of them with LONG_TESTS=1, and those that are marked always.
 _IS_LONG = os.environ.get("LONG_TESTS")
@@ -323,9 +322,14 @@ def test_collectives_take_numbers_lists_arrays_tensors_and_variables():
     assert hvd.grouped_reducescatter([rows])[0].shape == (2,)
     assert hvd.broadcast_object({"rank": rank}, 0) == {"rank": 0}
     assert hvd.allgather_object(("r", rank)) == [("r", r) for r in range(size)]
-    if size > 1 and not keras_dist.comm.has_mpi():
-        with pytest.raises(ValueError, match="Adasum (needs|works)"):
-            hvd.allreduce(1.0, op=hvd.Adasum)
+    rows = hvd.alltoall([[rank, other] for other in range(size)]).numpy().tolist()
+    assert rows == [[other, rank] for other in range(size)]
+    rows, counts = hvd.alltoall([rank] * size, splits=[1] * size)
+    assert rows.numpy().tolist() == list(range(size))
+    assert counts.numpy().tolist() == [1] * size
+    assert hvd.join() in range(size)
+    with pytest.raises(ValueError, match="hvd.Adasum weighs"):
+        hvd.allreduce(1.0, op=hvd.Adasum)
     with pytest.raises(ValueError, match="replaces `average`"):
         hvd.allreduce(1.0, average=True, op=hvd.Sum)
 
@@ -343,15 +347,13 @@ def test_horovods_numbers_of_operations_are_taken():
     assert hvd.reducescatter(rows, op=1).numpy().tolist() == [size]
     assert hvd.grouped_reducescatter([rows], op=1)[0].numpy().tolist() == [size]
     weight = tf.Variable(1.0)
-    for make_tape in (hvd.DistributedGradientTape, hvd.PartialDistributedGradientTape):
-        with make_tape(tf.GradientTape(), op=1) as tape:
-            loss = weight * 2.0
-        assert float(tape.gradient(loss, [weight])[0]) == 2.0 * size
-    for make_optimizer in (hvd.DistributedOptimizer, hvd.PartialDistributedOptimizer):
-        variable = keras.Variable(1.0)
-        optimizer = make_optimizer(keras.optimizers.SGD(1.0), op=1)
-        optimizer.apply([tf.constant(1.0)], [variable])
-        assert float(variable.numpy()) == 1.0 - size
+    with hvd.DistributedGradientTape(tf.GradientTape(), op=1) as tape:
+        loss = weight * 2.0
+    assert float(tape.gradient(loss, [weight])[0]) == 2.0 * size
+    variable = keras.Variable(1.0)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=1)
+    optimizer.apply([tf.constant(1.0)], [variable])
+    assert float(variable.numpy()) == 1.0 - size
     for op in (6, -1, True, "sum"):
         with pytest.raises(ValueError, match="`op` must be"):
             hvd.allreduce(1.0, op=op)
@@ -382,17 +384,47 @@ def test_variables_are_broadcast():
 @pytest.mark.several_ranks
 def test_a_mismatch_is_an_error_and_not_a_hang():
     """Different shapes, different collectives, different variables, different logs."""
-    with pytest.raises(ValueError, match="allreduce of float32 .2,. by average"):
+    error = tf.errors.FailedPreconditionError  # of Horovod
+    with pytest.raises(error, match="Mismatched ALLREDUCE tensor shapes"):
         hvd.allreduce(np.zeros(2 + hvd.rank(), "float32"))
-    with pytest.raises(ValueError, match="allreduce of .* broadcast of|broadcast of"):
+    with pytest.raises(
+        error, match="Mismatched (collective )?operations|One rank did an"
+    ):
         hvd.allreduce(1.0) if hvd.rank() else hvd.broadcast(1.0, 0)
-    with pytest.raises(ValueError, match="disagree on the collective"):
+    with pytest.raises(
+        error, match="Mismatched (collective )?operations|One rank did an"
+    ):
         hvd.allgather_object(1) if hvd.rank() else hvd.broadcast_object(1, 0)
+    with pytest.raises(error, match="Mismatched ALLREDUCE tensor shapes"):
+        hvd.allreduce([1.0] if hvd.rank() else [[1.0]])
+    with pytest.raises(error, match="Mismatched (BROADCAST )?root ranks"):
+        hvd.broadcast(1.0, hvd.rank())
+    with pytest.raises(ValueError, match="disagree on"):
+        hvd.broadcast_variables([keras.Variable(1.0)], hvd.rank())
     with pytest.raises(ValueError, match="disagree on"):
         hvd.broadcast_variables([keras.Variable(np.zeros(2 + hvd.rank()))], 0)
     average = hvd.callbacks.MetricAverageCallback()
     with pytest.raises(ValueError, match="logged different values"):
         average.on_epoch_end(0, {"loss": 1.0, "lr": 1.0} if hvd.rank() else {"loss": 1})
+
+
+def test_what_would_make_the_ranks_differ_is_an_error():
+    """Of an optimizer, a tape and a callback; it says what to do."""
+    some = hvd.ProcessSet([0])
+    optimizer, tape = keras.optimizers.SGD(), tf.GradientTape()
+    for make_one in (
+        lambda **options: hvd.DistributedOptimizer(optimizer, **options),
+        lambda **options: hvd.DistributedGradientTape(tape, **options),
+    ):
+        with pytest.raises(ValueError, match="hvd.Adasum weighs.*op=hvd.Average"):
+            make_one(op=hvd.Adasum)
+        with pytest.raises(ValueError, match="All ranks train one model.*Leave it out"):
+            make_one(process_set=some)
+        make_one(process_set=hvd.global_process_set)
+    with pytest.raises(ValueError, match="All ranks train one model"):
+        hvd.callbacks.MetricAverageCallback(process_set=some)
+    with pytest.raises(ValueError, match="local_variables"):
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0, "", [keras.Variable(1.0)])
 
 
 def test_basics():
@@ -404,10 +436,7 @@ def test_basics():
     assert (hvd.local_rank(), hvd.local_size()) == (world.local_rank, world.local_size)
     assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
     assert hvd.gloo_built() and not hvd.cuda_built() and not hvd.nccl_built()
-    enabled = hvd.mpi_enabled()  # where Horovod has MPI, `keras-dist run` takes it
-    assert (hvd.gloo_enabled() or enabled) == (hvd.size() > 1)
-    assert hvd.mpi_built() == ("mpi" in built()) and enabled <= hvd.mpi_built()
-    assert hvd.mpi_threads_supported() <= enabled
-    assert not (hvd.ccl_built() or hvd.ddl_built() or hvd.rocm_built())
-    hvd.global_process_set.included()
-    assert hvd.global_process_set.size() == hvd.size()
+    if hvd.size() > 1:
+        assert hvd.gloo_enabled() or hvd.mpi_enabled()
+        assert hvd.global_process_set.included()
+        assert hvd.global_process_set.size() == hvd.size()

@@ -1,4 +1,4 @@
-"""Tape, local layers, process sets, batch normalization and state of hvd's module."""
+"""Tape, batch normalization and the best checkpoint of hvd's module."""
 
 import os
 
@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from test_horovod import assert_close, assert_equal_on_all, by_hand, fit, make, rows_of
+from test_horovod import assert_close, by_hand, fit, make, rows_of
 
 import keras_dist.horovod as hvd
 
@@ -41,70 +41,16 @@ def test_a_tape_averages_and_its_gradients_are_not_averaged_twice(is_graph):
     assert_close(model, by_hand(make(), keras.optimizers.SGD(0.02), is_sum=True))
 
 
-def test_a_tape_keeps_the_structure_and_local_sources():
-    """Local gradients are divided by the number of ranks, unless asked otherwise."""
+def test_a_tape_keeps_the_structure():
+    """Of the sources, whatever it is."""
     rank, size = hvd.rank(), hvd.size()
     a, b = keras.Variable(2.0), tf.Variable(3.0)
     with hvd.DistributedGradientTape(tf.GradientTape(persistent=True)) as tape:
         target = a * b * float(rank)
-    tape.register_local_source(b)
     found = tape.gradient(target, {"a": a, "b": b})
     assert float(found["a"]) == pytest.approx(3.0 * (size - 1) / 2)
-    assert float(found["b"]) == pytest.approx(2.0 * rank / size)
+    assert float(found["b"]) == pytest.approx(2.0 * (size - 1) / 2)
     assert float(tape.gradient(target, a)) == pytest.approx(3.0 * (size - 1) / 2)
-    local, shared = tape.get_local_and_global_gradients(target, [a, b])
-    assert [pair[0] is b for pair in local] == [True] and shared[0][0] is a
-    with tf.GradientTape() as plain:
-        target = tf.square(b) * float(rank)
-    kept = hvd.PartialDistributedGradientTape(plain, scale_local_gradients=False)
-    kept.register_local_source(b)
-    assert float(kept.gradient(target, b)) == 6.0 * rank
-
-
-@pytest.mark.parametrize(
-    "is_scaled", [True, pytest.param(False, marks=pytest.mark.long)]
-)
-def test_gradients_of_local_layers_are_each_ranks_own(is_scaled):
-    """Divided by the number of ranks, unless asked otherwise; the others are means."""
-    keras.utils.set_random_seed(3)
-    layers = [keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)]
-    optimizer = hvd.PartialDistributedOptimizer(
-        keras.optimizers.SGD(0.1),
-        local_layers=layers[0],
-        scale_local_gradients=is_scaled,
-    )
-    model = make(layers=layers)
-    expected = make()
-    fit(model, optimizer, batch=24)
-    per_rank = []
-    for rank in range(hvd.size()):
-        x, y = rows_of(rank)
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(expected(x) - y))
-        variables = [v.value for v in expected.trainable_variables]
-        per_rank.append(tape.gradient(loss, variables))
-    own, size = per_rank[hvd.rank()], hvd.size()
-    mean = [sum(found) / size for found in zip(*per_rank, strict=True)]
-    local = [gradient / (size if is_scaled else 1) for gradient in own]
-    applied = [*local[:2], *mean[2:]]
-    keras.optimizers.SGD(0.1).apply(applied, expected.trainable_variables)
-    assert_close(model, expected)
-    with pytest.raises(ValueError, match="local_layers"):
-        hvd.PartialDistributedOptimizer(keras.optimizers.SGD(), local_layers=["one"])
-
-
-def test_a_local_variable_is_registered_with_passes():
-    """`register_local_var`, with the gradients of two batches."""
-    weights = [keras.Variable(0.0), keras.Variable(0.0)]
-    optimizer = hvd.DistributedOptimizer(
-        keras.optimizers.SGD(1.0), backward_passes_per_step=2
-    )
-    optimizer.register_local_var(weights[0])
-    for _ in range(2):
-        gradient = tf.constant(float(hvd.rank()))
-        optimizer.apply([gradient, gradient], weights)
-    assert float(weights[0]) == pytest.approx(-2 * hvd.rank() / hvd.size())
-    assert float(weights[1]) == pytest.approx(-(hvd.size() - 1))
 
 
 def test_synchronized_statistics_are_those_of_all_rows():
@@ -121,58 +67,6 @@ def test_synchronized_statistics_are_those_of_all_rows():
     assert hvd.SyncBatchNormalization.from_config(config).get_config() == config
     with pytest.raises(ValueError, match="fused"):
         hvd.SyncBatchNormalization(fused=True)
-
-
-def test_state_is_committed_restored_and_synchronized():
-    """Weights, optimizer and values."""
-    rank = hvd.rank()
-    model = make(3 + rank)
-    model.compile(keras.optimizers.Adam(0.01), "mse", run_eagerly=True)
-    state = hvd.elastic.KerasState(model, batch=20 + rank, epoch=10 + rank)
-    state.sync()
-    assert_close(model, make(3), 0)
-    assert (state.batch, state.epoch) == (20, 10)
-    model.set_weights(make(7).get_weights())
-    state.batch, state.epoch = 21, 11
-    state.restore()
-    assert_close(model, make(3), 0)
-    assert (state.batch, state.epoch) == (20, 10)
-    model.set_weights(make(7).get_weights())
-    state.batch, state.epoch = 21, 11
-    state.commit()
-    state.restore()
-    assert_close(model, make(7), 0)
-    assert (state.batch, state.epoch) == (21, 11)
-
-
-def test_a_function_begins_with_the_state_of_the_first_rank():
-    """`elastic.run` with the three callbacks."""
-    model = make(3 + hvd.rank())
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
-    model.compile(optimizer, "mse", run_eagerly=True)
-    state = hvd.elastic.KerasState(model, batch=0, epoch=0)
-    commits = []
-    own = state.commit
-    state.commit = lambda: (commits.append(state.batch), own())
-
-    @hvd.elastic.run
-    def train(state, epochs):
-        x, y = rows_of(hvd.rank())
-        callbacks = [
-            hvd.elastic.UpdateBatchStateCallback(state),
-            hvd.elastic.CommitStateCallback(state, batches_per_commit=2),
-            hvd.elastic.UpdateEpochStateCallback(state),
-        ]
-        model.fit(x, y, batch_size=8, epochs=epochs, callbacks=callbacks, verbose=0)
-        return "done"
-
-    state.register_reset_callbacks([lambda: commits.append("reset")])
-    assert train(state, epochs=2) == "done"
-    assert (state.epoch, state.batch) == (2, 0)
-    assert commits == [1, 0, 0, 2, 0] or commits == [1, 0, 1, 0]
-    assert_equal_on_all(model)
-    state.on_reset()
-    assert commits[-1] == "reset"
 
 
 def test_a_best_checkpoint_needs_a_file(tmp_path):
