@@ -5,12 +5,11 @@ scales its own rate and divides its own steps. `docs/migrate/from_horovod.md` li
 differs.
 
 - `basics`: `init`, `rank`, `size`, and names that are Horovod's own: process sets, what
-  it was built with, the timeline
+  it was built with, the timeline, `alltoall`, `join`
 - `collectives`: Horovod's, of values, variables, objects, and of several at once
 - `gradients`: how gradients are averaged; `DistributedGradientTape`
 - `optimizer`: `DistributedOptimizer` and its mixin
 - `callbacks`: Horovod's callbacks, those of the learning rate, too
-- `metrics`: metrics that are no means, over the rows of all ranks
 - `loading`: `load_model`; what `compile` does more
 - `sync_batch_norm`: `SyncBatchNormalization`
 """
@@ -39,15 +38,12 @@ from keras_dist.horovod.collectives import (
     allgather,
     allgather_object,
     allreduce,
-    alltoall,
     broadcast,
-    broadcast_global_variables,
     broadcast_object,
     broadcast_variables,
     grouped_allgather,
     grouped_allreduce,
     grouped_reducescatter,
-    join,
     reducescatter,
 )
 from keras_dist.horovod.gradients import DistributedGradientTape
@@ -69,9 +65,7 @@ __all__ = [
     "allgather",
     "allgather_object",
     "allreduce",
-    "alltoall",
     "broadcast",
-    "broadcast_global_variables",
     "broadcast_object",
     "broadcast_variables",
     "callbacks",
@@ -83,7 +77,6 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
-    "join",
     "load_model",
     "local_rank",
     "local_size",

@@ -17,6 +17,7 @@ FROM_HOROVOD = frozenset(
         *("ProcessSet", "add_process_set", "global_process_set", "remove_process_set"),
         *("ccl_built", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled"),
         *("mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built"),
+        *("alltoall", "broadcast_global_variables", "join"),
         *("rocm_built", "start_timeline", "stop_timeline"),
     }
 )

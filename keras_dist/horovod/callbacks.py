@@ -1,9 +1,6 @@
 """Horovod's callbacks for Keras, by their names."""
 
-import inspect
-import itertools
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -12,7 +9,6 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm, mixin, private
-from keras_dist.horovod import metrics
 from keras_dist.horovod.collectives import broadcast_variables
 from keras_dist.horovod.gradients import check_all_ranks
 from keras_dist.horovod.optimizer import average_outermost, is_next_an_update
@@ -116,9 +112,7 @@ class BuiltByFirstStep:
 class MetricAverageCallback(keras.callbacks.Callback):
     """Averages what is logged at the end of an epoch over the ranks.
 
-    Each rank counts the same. A metric that is no mean, such as AUC, is that of the
-    rows of all ranks, where its state can be added. Position in the list: before
-    callbacks that read `logs`.
+    Each rank counts the same. Position in the list: before callbacks that read `logs`.
 
     Args:
         device: Not needed: taken for scripts that pass it.
@@ -141,15 +135,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def __init__(self, device: str = "", process_set: Any = None) -> None:
         check_all_ranks(process_set)
         super().__init__()
-        self._states = metrics.States()
-
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._states.keep_training(self.model)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs is not None:
-            states = self._states.of_logs(self.model, logs)
-            logs.update(_over_ranks(self.model, logs, states))
+            logs.update(_means(logs))
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
@@ -200,15 +189,9 @@ def _is_built(model: Any) -> bool:
     return model.built and all(layer.built or layer.weights for layer in layers)
 
 
-def _over_ranks(
-    model: Any, logs: Any, states: dict[str, metrics.State]
-) -> dict[str, Any]:
-    """Means over the ranks; results of all rows where each rank has a state for it."""
-    own = {
-        name: (np.asarray(value, np.float64), states.get(name))
-        for name, value in logs.items()
-    }
-    of_ranks = comm.gather(own)
+def _means(logs: dict[str, Any]) -> dict[str, Any]:
+    """Return the mean over the ranks of each value."""
+    of_ranks = comm.gather({k: np.asarray(v, "float64") for k, v in logs.items()})
     names = [sorted(each) for each in of_ranks]
     if any(found != names[0] for found in names):
         received = "; ".join(f"rank {r}: {found}" for r, found in enumerate(names))
@@ -217,16 +200,8 @@ def _over_ranks(
             f"Received: {received}. Give all ranks the same metrics, validation data "
             "and callbacks that log, or put such a callback after this one."
         )
-    found = {}
-    for name in names[0]:
-        values, all_states = zip(*(each[name] for each in of_ranks), strict=True)
-        if all(state is not None for state in all_states):
-            added = [sum(arrays) for arrays in zip(*all_states, strict=True)]
-            value = metrics.result(metrics.metrics_of(model, logs)[name], added)
-        else:
-            value = sum(values) / len(values)
-        found[name] = value if np.ndim(value) else float(value)
-    return found
+    means = {name: sum(r[name] for r in of_ranks) / len(of_ranks) for name in names[0]}
+    return {k: value if np.ndim(value) else float(value) for k, value in means.items()}
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
@@ -243,9 +218,6 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         momentum_correction: Whether the momentum of SGD and RMSprop is scaled with the
             rate (Goyal et al., 2017, https://arxiv.org/abs/1706.02677).
         steps_per_epoch: Steps of an epoch, if Keras does not know them.
-
-    Without `initial_lr`, as before Horovod 0.21, it is the optimizer's rate when the
-    training begins, and a number as `multiplier` is a plain factor; there is a warning.
 
     Raises:
         ValueError: If the steps of an epoch are needed and not known, or `multiplier`
@@ -264,8 +236,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def __init__(
         self,
-        initial_lr: float | Callable[[float], float] | None = None,
-        multiplier: float | Callable[[float], float] | None = None,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
         start_epoch: int = 0,
         end_epoch: int | None = None,
         staircase: bool = True,
@@ -273,23 +245,16 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         steps_per_epoch: int | None = None,
     ) -> None:
         super().__init__()
-        if multiplier is None:
-            initial_lr, multiplier = None, initial_lr
-        self.initial_lr: Any = initial_lr
+        self.initial_lr = initial_lr
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch
         self.staircase = staircase
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
         self.current_epoch = 0
-        is_old = initial_lr is None
-        if is_old:
-            _warn_of_old_signature(type(self).__name__)
-        self.multiplier = _function(multiplier, start_epoch, is_plain=is_old)
+        self.multiplier = _function(multiplier, start_epoch)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if self.initial_lr is None:
-            self.initial_lr = _rate(self.model.optimizer)
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = _steps(self)
 
@@ -326,8 +291,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     https://arxiv.org/abs/1706.02677). Afterwards it is not set again.
 
     Args:
-        initial_lr: The rate after the warm-up; without it, as before Horovod 0.21, the
-            optimizer's rate when the training begins, and there is a warning.
+        initial_lr: The rate after the warm-up.
         warmup_epochs: Epochs of the warm-up.
         momentum_correction: As in `LearningRateScheduleCallback`.
         steps_per_epoch: Steps of an epoch, if Keras does not know them.
@@ -348,7 +312,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     def __init__(
         self,
-        initial_lr: float | None = None,
+        initial_lr: float,
         warmup_epochs: int = 5,
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
@@ -382,9 +346,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             )
 
 
-def _function(
-    multiplier: Any, start_epoch: int, *, is_plain: bool
-) -> Callable[[float], float]:
+def _function(multiplier: Any, start_epoch: int) -> Callable[[float], float]:
     if callable(multiplier):
         return multiplier
     if not isinstance(multiplier, (int, float)):
@@ -392,24 +354,7 @@ def _function(
             "`multiplier` must be a function of the epoch, or a number. "
             f"Received: multiplier={multiplier!r}"
         )
-    if is_plain:
-        return lambda epoch: multiplier
     return lambda epoch: multiplier ** (epoch - start_epoch)
-
-
-def _warn_of_old_signature(name: str) -> None:
-    warnings.warn(
-        f"{name} without `initial_lr`: as before Horovod 0.21, it is the optimizer's "
-        "learning rate when the training begins, and a number as `multiplier` is a "
-        "plain factor. Pass `initial_lr`.",
-        stacklevel=_frames_of_this_file() + 1,
-    )
-
-
-def _frames_of_this_file() -> int:
-    """Return the number of callers in a row that are in this file: two `__init__`s."""
-    callers = (frame.filename for frame in inspect.stack(context=0)[1:])
-    return sum(1 for _ in itertools.takewhile(__file__.__eq__, callers))
 
 
 def _steps(callback: Any) -> int:

@@ -11,7 +11,6 @@ from keras_dist import comm, mixin
 from keras_dist.horovod.collectives import (
     Average,
     Compression,
-    Compressor,
     Sum,
     is_reduced,
     mark_reduced,
@@ -38,7 +37,7 @@ class Settings:
     """
 
     op: int = Average
-    compression: Any = Compression.none
+    compression: Compression = Compression.none
     sparse_as_dense: bool = False
     passes: int = 1
     is_mean_of_passes: bool = False
@@ -49,7 +48,7 @@ class Settings:
                 "`op` of gradients must be hvd.Average or hvd.Sum. "
                 f"Received: op={self.op!r}"
             )
-        if self.compression not in (Compression.none, Compression.fp16):
+        if not isinstance(self.compression, Compression):
             raise ValueError(
                 "`compression` must be hvd.Compression.none or hvd.Compression.fp16. "
                 f"Received: compression={self.compression!r}"
@@ -136,7 +135,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's own name
     gradtape: tf.GradientTape,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Compressor = Compression.none,
+    compression: Compression = Compression.none,
     sparse_as_dense: bool = False,
     op: int = Average,
     gradient_predivide_factor: float = 1.0,

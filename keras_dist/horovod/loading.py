@@ -4,6 +4,7 @@ import functools
 import inspect
 import json
 import os
+import re
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ import keras
 import numpy as np
 
 from keras_dist import comm, private
-from keras_dist.horovod.collectives import Compression, Compressor
+from keras_dist.horovod.collectives import Compression
 from keras_dist.horovod.gradients import Settings
 from keras_dist.horovod.optimizer import average, average_outermost, averages
 
@@ -23,7 +24,7 @@ def load_model(
     filepath: str | os.PathLike[str] | h5py.File,
     custom_optimizers: Sequence[type] | None = None,
     custom_objects: Mapping[str, Any] | None = None,
-    compression: Compressor = Compression.none,
+    compression: Compression = Compression.none,
     legacy_opts: bool = False,
 ) -> keras.Model:
     """Load a model with its optimizer, which averages over the ranks then.
@@ -62,8 +63,7 @@ def load_model(
     given: Any = filepath
     path = given.filename if is_open else os.fspath(given)
     is_h5 = is_open or h5py.is_hdf5(path)
-    classes = _class_names(_configs_of_h5(path) if is_h5 else _config_of_keras(path))
-    for name in classes & objects.keys():
+    for name in _class_names(path, is_h5=is_h5) & objects.keys():
         if inspect.isroutine(objects[name]):
             objects[name] = _Maker(objects[name])
     if is_h5:
@@ -93,37 +93,24 @@ class _Maker:
         return self._function(**config)
 
 
-def _config_of_keras(path: str) -> Any:
-    """Return the description of a model in a file `.keras`; `None` in another file."""
-    if not zipfile.is_zipfile(path):
-        return None
-    with zipfile.ZipFile(path) as file:
-        return json.loads(file.read("config.json"))
-
-
-def _configs_of_h5(path: str) -> Any:
-    """Return the descriptions of the model and its training in a file `.h5`."""
-    with h5py.File(path) as file:
-        version = str(file.attrs.get("keras_version", "3"))
-        if int(version.partition(".")[0]) < 3:
-            raise ValueError(
-                "The file was written by Keras 2, whose files Keras 3 reads in part "
-                f"only. Received: {path}, of Keras {version}. Load it with tf_keras, "
-                "call its `save_weights`, and make the model anew with Keras 3."
-            )
-        names = ("model_config", "training_config")
-        return [json.loads(file.attrs[name]) for name in names if name in file.attrs]
-
-
-def _class_names(config: Any) -> set[str]:
-    """Return the names of the classes of all objects in a description."""
-    if isinstance(config, dict):
-        name = config.get("class_name")
-        found = {name} if isinstance(name, str) else set()
-        return found.union(*map(_class_names, config.values()))
-    return (
-        set().union(*map(_class_names, config)) if isinstance(config, list) else set()
-    )
+def _class_names(path: str, *, is_h5: bool) -> set[str]:
+    """Return the names of the classes of all objects in a file."""
+    text = ""
+    if is_h5:
+        with h5py.File(path) as file:
+            version = str(file.attrs.get("keras_version", "3"))
+            if version.startswith(("1", "2")):
+                raise ValueError(
+                    "The file was written by Keras 2, whose files Keras 3 reads in "
+                    f"part only. Received: {path}, of Keras {version}. Load it with "
+                    "tf_keras, call its `save_weights`, and make the model anew."
+                )
+            names = ("model_config", "training_config")
+            text = " ".join(str(file.attrs.get(name, "")) for name in names)
+    elif zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as file:
+            text = file.read("config.json").decode()
+    return set(re.findall(r'"class_name": *"([^"]+)"', text))
 
 
 def _from_h5(path: str, objects: dict[str, Any]) -> Any:

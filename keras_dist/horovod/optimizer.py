@@ -11,7 +11,6 @@ from keras_dist import comm, mixin, private
 from keras_dist.horovod.collectives import (
     Average,
     Compression,
-    Compressor,
     no_autograph,
     reduction,
 )
@@ -39,7 +38,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Compressor = Compression.none,
+    compression: Compression = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
     op: int = Average,

@@ -322,12 +322,9 @@ def test_collectives_take_numbers_lists_arrays_tensors_and_variables():
     assert hvd.grouped_reducescatter([rows])[0].shape == (2,)
     assert hvd.broadcast_object({"rank": rank}, 0) == {"rank": 0}
     assert hvd.allgather_object(("r", rank)) == [("r", r) for r in range(size)]
-    rows = hvd.alltoall([[rank, other] for other in range(size)]).numpy().tolist()
-    assert rows == [[other, rank] for other in range(size)]
-    rows, counts = hvd.alltoall([rank] * size, splits=[1] * size)
-    assert rows.numpy().tolist() == list(range(size))
-    assert counts.numpy().tolist() == [1] * size
-    assert hvd.join() in range(size)
+    if size > 1:
+        rows = hvd.alltoall(tf.constant([[rank, other] for other in range(size)]))
+        assert rows.numpy().tolist() == [[other, rank] for other in range(size)]
     with pytest.raises(ValueError, match="hvd.Adasum weighs"):
         hvd.allreduce(1.0, op=hvd.Adasum)
     with pytest.raises(ValueError, match="replaces `average`"):
@@ -377,27 +374,18 @@ def test_variables_are_broadcast():
     hvd.broadcast_variables(variables, root_rank=hvd.size() - 1)
     last = hvd.size() - 1
     assert variables[0].numpy()[0] == last and variables[1].numpy() == last + 5
-    with pytest.raises(RuntimeError, match="broadcast_global_variables"):
-        hvd.broadcast_global_variables(0)
 
 
 @pytest.mark.several_ranks
 def test_a_mismatch_is_an_error_and_not_a_hang():
     """Different shapes, different collectives, different variables, different logs."""
-    error = tf.errors.FailedPreconditionError  # of Horovod
-    with pytest.raises(error, match="Mismatched ALLREDUCE tensor shapes"):
+    with pytest.raises(ValueError, match="allreduce of float32 .2,."):
         hvd.allreduce(np.zeros(2 + hvd.rank(), "float32"))
-    with pytest.raises(
-        error, match="Mismatched (collective )?operations|One rank did an"
-    ):
+    with pytest.raises(ValueError, match="allreduce of .* broadcast of|broadcast of"):
         hvd.allreduce(1.0) if hvd.rank() else hvd.broadcast(1.0, 0)
-    with pytest.raises(
-        error, match="Mismatched (collective )?operations|One rank did an"
-    ):
+    with pytest.raises(ValueError, match="disagree on the collective"):
         hvd.allgather_object(1) if hvd.rank() else hvd.broadcast_object(1, 0)
-    with pytest.raises(error, match="Mismatched ALLREDUCE tensor shapes"):
-        hvd.allreduce([1.0] if hvd.rank() else [[1.0]])
-    with pytest.raises(error, match="Mismatched (BROADCAST )?root ranks"):
+    with pytest.raises(tf.errors.FailedPreconditionError, match="Mismatched"):
         hvd.broadcast(1.0, hvd.rank())
     with pytest.raises(ValueError, match="disagree on"):
         hvd.broadcast_variables([keras.Variable(1.0)], hvd.rank())

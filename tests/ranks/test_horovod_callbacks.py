@@ -93,47 +93,6 @@ def test_metrics_are_means_over_the_ranks():
     assert len({found["loss"][0] for found in keras_dist.gather(history)}) == 1
 
 
-@pytest.mark.parametrize("count", [0, 4])
-def test_metrics_that_are_no_means_are_those_of_all_rows(count):
-    """AUC, and the root of a mean, of training and validation, on ragged ranks too."""
-
-    def compiled():
-        model = make()
-        names = ["auc", keras.metrics.RootMeanSquaredError(name="root"), "mae"]
-        options = {"metrics": names, "run_eagerly": True}
-        model.compile(keras.optimizers.SGD(0.0), "mse", **options)
-        return model
-
-    def rows(step, *ranks):
-        found = [rows_of(r, count=16 + count * r, step=step) for r in ranks]
-        x, y = (np.concatenate(each) for each in zip(*found, strict=True))
-        return x, (y > 0).astype("float32")
-
-    rank, everyone = hvd.rank(), range(hvd.size())
-    history = (
-        compiled()
-        .fit(
-            *rows(0, rank),
-            batch_size=8,
-            validation_data=rows(1, rank),
-            callbacks=[hvd.callbacks.MetricAverageCallback()],
-            verbose=0,
-        )
-        .history
-    )
-    for step, prefix in enumerate(["", "val_"]):
-        plain = compiled().evaluate(*rows(step, *everyone), verbose=0, return_dict=True)
-        for name in ("auc", "root"):
-            found = history[f"{prefix}{name}"][0]
-            np.testing.assert_allclose(found, plain[name], rtol=1e-5)
-        each = [
-            compiled().evaluate(*rows(step, r), verbose=0, return_dict=True)["mae"]
-            for r in everyone
-        ]
-        np.testing.assert_allclose(history[f"{prefix}mae"][0], np.mean(each), rtol=1e-5)
-    assert all(found == history for found in keras_dist.gather(history))
-
-
 def make_compiled(model):
     """A compiled copy, which this rank evaluates by itself."""
     copy = make()
@@ -197,25 +156,6 @@ def own_gradients(model, rank, rows):
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean(tf.square(model(x[rows]) - y[rows]))
     return tape.gradient(loss, [v.value for v in model.trainable_variables])
-
-
-def test_signatures_from_before_horovod_0_21():
-    """Without `initial_lr`: the optimizer's rate, and a factor; there is a warning."""
-    rates = Rates()
-    with pytest.warns(UserWarning, match="without `initial_lr`") as caught:
-        callbacks = [
-            hvd.callbacks.LearningRateWarmupCallback(warmup_epochs=1, verbose=0),
-            hvd.callbacks.LearningRateScheduleCallback(
-                multiplier=0.1, start_epoch=1, end_epoch=2
-            ),
-            hvd.callbacks.LearningRateScheduleCallback(lambda e: 0.01, start_epoch=2),
-            rates,
-        ]
-    assert {warning.filename for warning in caught} == {__file__}
-    optimizer = keras.optimizers.Adam(0.5)
-    fit(make(), optimizer, epochs=3, callbacks=callbacks)
-    expected = warmup(0.5, 1, steps=3, size=hvd.size()) + [0.05] * 3 + [0.005] * 3
-    np.testing.assert_allclose(rates.seen, expected, rtol=1e-5)
 
 
 def test_an_old_argument_of_compile_is_left_out_with_a_warning():
