@@ -45,7 +45,6 @@ __all__ = [
     "shard",
     "size",
     "sum",
-    "whole_state",
 ]
 
 # The command starts and ends processes, and has no use for TensorFlow.
@@ -97,7 +96,7 @@ if not _missing and not _is_command:
         sum,
     )
     from keras_dist.fit import DistributedModel, dist_fit
-    from keras_dist.optimizer import DistributedOptimizer, whole_state
+    from keras_dist.optimizer import DistributedOptimizer
     from keras_dist.setup.shard import local_batch_size, shard
     from keras_dist.training import saving
 

@@ -98,7 +98,6 @@ def dist_fit(
     sync: str = "every:1",
     outer_momentum: float = 0.0,
     sparse: Sparse = "auto",
-    shard_optimizer: bool = False,
     microbatch: int | Literal["auto"] | None = None,
     timeline: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
@@ -164,14 +163,6 @@ def dist_fit(
             It needs memory for two more copies of the weights.
         sparse: How the gradient of an `Embedding` is averaged, as in
             `DistributedOptimizer`.
-        shard_optimizer: Whether each rank keeps a part of the optimizer's state and
-            computes that part of each update, in place of all of it: with Adam on N
-            ranks 2 / N copies of the weights, in place of 2. The weights are those of
-            the undivided update. For optimizers of Keras that compute each number by
-            itself: `SGD`, `Adam`, `AdamW`, `Nadam`, `Adamax`, `RMSprop`, `Adagrad`,
-            `Adadelta`, `Ftrl`, `Lion`; and by whole variables for `Adafactor`, `Lamb`,
-            `Muon`. An optimizer of yours says which by its attribute `sharded_by`,
-            `"number"` or `"variable"`.
         microbatch: Rows that a rank computes at once, if its batch needs too much
             memory. It computes its batch in pieces of at most so many rows, one after
             the other, adds up the gradients, and updates once: that is the step on the
@@ -244,7 +235,6 @@ def dist_fit(
         sync=sync,
         outer_momentum=outer_momentum,
         sparse=sparse,
-        shard_optimizer=shard_optimizer,
         microbatch=microbatch,
         timeline=timeline,
         resume=resume,
@@ -352,7 +342,6 @@ def distributed(model: Any, setup: FitSetup) -> Iterator[None]:
         session.first_step.call_last(average)
         # A MultiOptimizer may have no inner optimizers before it is built.
         session.first_step.call_last(lambda: _scale_rates(model, setup))
-        session.first_step.call_last(lambda: _start_sharded(model))
         yield
 
 
@@ -372,11 +361,6 @@ def _averaging(
                 stack.callback(optimizer.unwatch, found)
 
     return average
-
-
-def _start_sharded(model: Any) -> None:
-    for found in optimizer.optimizers_of(model):
-        optimizer.start_sharded(found)
 
 
 def _scale_rates(model: Any, setup: FitSetup) -> None:
@@ -436,8 +420,8 @@ class DistributedModel:
         model: A `keras.Model`.
         batch, lr_scaling, warmup_epochs, steps_scaling,
             validation_steps_scaling, shard, leftover, target_accuracy, op, compression,
-            local_layers, process_set, sync, outer_momentum, sparse, shard_optimizer,
-            microbatch, timeline, resume, save_steps, save_seconds: Defaults for
+            local_layers, process_set, sync, outer_momentum, sparse, microbatch,
+            timeline, resume, save_steps, save_seconds: Defaults for
             these arguments of `fit`: see `dist_fit`.
 
     Raises:

@@ -9,16 +9,11 @@ package has to be defined in the mixin: `OVERRIDDEN`.
 from collections.abc import Sequence
 from typing import Any
 
-import keras
-
 # The methods that mixins define, and attributes of `self` that they read there.
 OVERRIDDEN = {
-    "_backend_apply_gradients": "`Optimizer`: an update, with variables in its order",
-    "_clip_gradients": "`Optimizer`: what is applied, after it was accumulated",
     "_get_metrics_result_or_logs": "`Model`: what the loops log after an epoch",
     "_moments": "`BatchNormalization`: mean and variance of the batch",
     "_reduction_axes": "`BatchNormalization`: the axes of `_moments`",
-    "_use_weight_decay": "`Optimizer`: whether the weights of a variable decay",
 }
 
 # `Model`: the method whose calls are losses of `add_loss`, replaced in one step.
@@ -88,27 +83,6 @@ def given_metrics(metric: Any) -> list[Any]:
 def trainable_variables_of(optimizer: Any) -> list[Any]:
     """List the variables that an optimizer updates; empty before it is built."""
     return list(getattr(optimizer, "_trainable_variables", None) or ())
-
-
-def unbuild_optimizer(optimizer: Any, state: Sequence[Any]) -> None:
-    """Forget the state of an optimizer, so that the next `build` makes a new one.
-
-    Args:
-        optimizer: An optimizer, which may be built.
-        state: The variables that `build` has made.
-    """
-    for variable in state:
-        optimizer._untrack_variable(variable)
-    optimizer._trainable_variables = []
-    optimizer._trainable_variables_indices.clear()
-    optimizer.built = False
-
-
-def variable_like(variable: Any, value: Any, name: str) -> Any:
-    """Make a variable with the path of another one, of which state has its name."""
-    made = keras.Variable(value, dtype=variable.dtype, trainable=True)
-    made._name, made._path = name, getattr(variable, "path", variable.name)
-    return made
 
 
 def batches_of(optimizer: Any) -> Any:

@@ -84,16 +84,6 @@ PROMISES = {
             "too long.",
         ),
     ),
-    "the optimizer's state": Promise(
-        page="docs/how_to/memory.md",
-        states=r"With `shard_optimizer=True` each rank keeps a part of them",
-        about=r"optimizer's state\b.*(fit on|sharded)",
-        says=r"shard_optimizer",
-        wrong=(
-            "A model, and its optimizer's state, has to fit on one device: neither is "
-            "sharded.",
-        ),
-    ),
     "predict": Promise(
         page="docs/how_to/data.md",
         states=r"and ragged and sparse tensors, are predicted in turns",

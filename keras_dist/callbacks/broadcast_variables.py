@@ -140,7 +140,6 @@ def _state(model: Any) -> tuple[list[Any], list[Any]]:
     variables, local = list(model.weights), optimizer.local_ids(model)
     for found in optimizer.optimizers_of(model):
         variables += found.variables
-        local |= optimizer.whole_shapes([found]).keys()
     return list({id(v): v for v in variables if id(v) not in local}.values()), seeds
 
 

@@ -82,8 +82,7 @@ class ReplicaCheck(keras.callbacks.Callback):
 
     Variables that may differ between the ranks are not compared: layers in
     `local_layers`, random generators, metrics, accumulated gradients, and non-trainable
-    weights, which `AverageStatistics` synchronizes. With `shard_optimizer` no two ranks
-    have the same part of the optimizer's state, and weights alone are compared.
+    weights, which `AverageStatistics` synchronizes.
 
     With local SGD (`sync="every:k"`) the ranks' weights differ between two
     synchronizations, so it compares at the ends of epochs only.
@@ -254,7 +253,6 @@ def _variables(model: Any) -> list[Any]:
     for found in optimizer.optimizers_of(model):
         state += found.variables
         left_out |= {id(variable) for variable in optimizer.own_sums(found)}
-        left_out |= optimizer.whole_shapes([found]).keys()
     numbers = [variable for variable in state if len(variable.shape) == 0]
     variables = [*numbers, *model.trainable_weights, *state]
     return list({id(v): v for v in variables if id(v) not in left_out}.values())

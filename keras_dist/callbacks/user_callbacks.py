@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import keras
 
-from keras_dist import comm, optimizer
+from keras_dist import comm
 from keras_dist.training.session import session_of
 
 Marked = TypeVar("Marked")
@@ -251,8 +251,7 @@ class UserCallbacks(keras.callbacks.Callback):
 
     def _call(self, index: int, hook: str, args: tuple[Any, ...]) -> None:
         error, self._error = self._error, None
-        optimizers = optimizer.optimizers_of(self.model)
-        with optimizer.sending_parts(optimizers), _calling():
+        with _calling():
             if error is not None:
                 raise error
             for callback in self._phases[index] if index < len(self._phases) else ():

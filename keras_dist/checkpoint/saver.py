@@ -435,25 +435,19 @@ class Saver(keras.callbacks.Callback):
             is_summed: Whether accumulated gradients have to be those of all ranks, as
                 after a fit; not as before a step.
         """
-        optimizers = optimizer.optimizers_of(self.model)
-        for each in optimizers:
-            optimizer.start_sharded(each)
-        whole: dict[int, Any] = {}
-        comm.run_on_all(lambda: whole.update(self._restore_first(is_summed)))
-        if self._resume.saved is not None:
-            optimizer.share_state(optimizers, whole)
+        comm.run_on_all(lambda: self._restore_first(is_summed))
 
-    def _restore_first(self, is_summed: bool) -> dict[int, Any]:
+    def _restore_first(self, is_summed: bool) -> None:
         saved = self._resume.saved
         if self._writer is not None:
             self._reserve()
         if saved is None or comm.rank() != 0:
-            return {}
+            return
         states.check_fits(self.model, saved.model)
         is_same_size = len(saved.ranks) == comm.size()
         state = saved.callbacks.get("AverageStatistics 1", {}).get("said")
         said: Any = decoded(state) if state else {"before": [], "is_united": False}
-        whole = states.restore_first(
+        states.restore_first(
             self.model,
             saved.arrays,
             saved.ranks,
@@ -462,7 +456,6 @@ class Saver(keras.callbacks.Callback):
             is_summed=is_summed,
         )
         saved.arrays.clear()
-        return whole
 
     def _restore_own(self, *, is_summed: bool = False) -> None:
         """Restore the state of this rank that differs from the first rank's."""

@@ -37,22 +37,19 @@ def variables_of(model: Any) -> list[Any]:
 
 def num_bytes_of(model: Any) -> int:
     """Size in bytes of weights and optimizer state."""
-    shapes = optimizer.whole_shapes(optimizer.optimizers_of(model))
     return sum(
-        math.prod(shapes.get(id(variable), variable.shape))
-        * tf.as_dtype(variable.dtype).size
+        math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
         for variable in variables_of(model)
     )
 
 
 def facts_of(model: Any) -> dict[str, Any]:
     """Layers, optimizers and shapes that a model must have to take a checkpoint."""
-    shapes = optimizer.whole_shapes(optimizer.optimizers_of(model))
     return {
         "layers": [type(layer).__name__ for layer in getattr(model, "layers", [])],
         "optimizers": [leaf.__class__.__name__ for leaf in _leaves(model)],
         "variables": [
-            f"{shapes.get(id(variable), tuple(variable.shape))} {variable.dtype}"
+            f"{tuple(variable.shape)} {variable.dtype}"
             for variable in variables_of(model)
         ],
     }
@@ -114,7 +111,7 @@ def restore_first(
     *,
     was_summed: bool,
     is_summed: bool,
-) -> dict[int, np.ndarray]:
+) -> None:
     """Restore the state of the first rank, which is then broadcast to the others.
 
     Args:
@@ -127,22 +124,13 @@ def restore_first(
             an epoch.
         is_summed: Whether they have to be here, too.
 
-    Returns:
-        Whole values of variables that hold parts, for `optimizer.share_state`.
-
     Raises:
         ValueError: If the number of ranks has changed and the model has layers that
             each rank trains for itself.
     """
     variables = variables_of(model)
-    optimizers = optimizer.optimizers_of(model)
-    parts = optimizer.whole_shapes(optimizers)
-    shared = {}
     for variable, value in zip(variables, arrays, strict=True):
-        if id(variable) in parts:
-            shared[id(variable)] = value
-        else:
-            variable.assign(value)
+        variable.assign(value)
     for variable, value in zip(_seeds(model), ranks[0]["seeds"], strict=True):
         variable.assign(value)
     if starts is not None:
@@ -156,11 +144,7 @@ def restore_first(
         is_same_size=starts is None,
     )
     for accumulator, value in totals:
-        if id(accumulator) in parts:
-            shared[id(accumulator)] = value
-        else:
-            accumulator.assign(value)
-    return shared
+        accumulator.assign(value)
 
 
 def _accumulated(
@@ -174,8 +158,8 @@ def _accumulated(
 ) -> Iterator[tuple[Any, np.ndarray]]:
     """Convert accumulated gradients where they do not mean the same now.
 
-    Each rank adds up its own in most fits, until the end of the epoch; with
-    `shard_optimizer`, `NanReport` and others those of all ranks. Local layers are left
+    Each rank adds up its own in most fits, until the end of the epoch; with `NanReport`
+    and others those of all ranks. Local layers are left
     out: theirs are always those of one rank.
     """
     local = optimizer.local_ids(model)
@@ -544,20 +528,11 @@ def gathered(
         given = comm.broadcast({key: states[key] for key in asked & states.keys()})
         states = {key: given[key] if key in given else states[key] for key in first}
         replaced = _of_first(variables, ranks)
-    whole = {
-        id(variable): value if is_writer else None
-        for variable, value in optimizer.whole_values(optimizer.optimizers_of(model))
-    }
-    values = [whole.get(id(v)) for v in variables] if is_writer else []
     arrays = [
-        replaced[index] if index in replaced else _or(value, variables[index])
-        for index, value in enumerate(values)
+        replaced[index] if index in replaced else array_of(variable)
+        for index, variable in enumerate(variables if is_writer else [])
     ]
     return Gathered(states, ranks, arrays, [error for _, _, error in per_rank])
-
-
-def _or(value: np.ndarray | None, variable: Any) -> np.ndarray:
-    return array_of(variable) if value is None else value
 
 
 def _tree_of(mark: Mark) -> dict[str, Any]:

@@ -10,7 +10,6 @@ and *scale* its rate while it updates.
 - `sparse`: gradients of an `Embedding`, gathered as they are, or merged
 - `accumulation`: gradient accumulation with one allreduce for each update
 - `local_steps`: local SGD, which averages weights after every k steps
-- `sharded_state`: the optimizer's state and its updates, divided among the ranks
 - `options`: `Averaging`, the options of all of these
 - `instruments`: what a step carries: stop request, stopwatch, guard against NaN
 - `step_context`: the context that a train step passes to `apply`; `replaced_methods`:
@@ -68,27 +67,10 @@ from keras_dist.optimizer.reduce import (
     of_pieces,
     reduce_gradients,
 )
-from keras_dist.optimizer.sharded_state import (
-    BY_VARIABLE,
-    ELEMENTWISE,
-    check_divisible,
-    exchanges_in_update,
-    is_sharded,
-    sending_parts,
-    sharded_leaves,
-    share_state,
-    state_bytes,
-    whole_shapes,
-    whole_state,
-    whole_values,
-)
-from keras_dist.optimizer.sharded_state import start as start_sharded
 from keras_dist.optimizer.sparse import times, with_shape
 
 __all__ = [
     "ReducesGradients",
-    "BY_VARIABLE",
-    "ELEMENTWISE",
     "Averaging",
     "DistributedOptimizer",
     "Guard",
@@ -102,19 +84,16 @@ __all__ = [
     "averages_every_step",
     "accumulates",
     "attached",
-    "check_divisible",
     "check_usable",
     "divide_accumulated",
     "effective_rate",
     "effective_rates",
     "every_of",
-    "exchanges_in_update",
     "restore_rate_progress",
     "uses_local_sgd",
     "move_to_outermost",
     "is_between_updates",
     "is_distributed",
-    "is_sharded",
     "leaves",
     "local_ids",
     "only_attached",
@@ -127,11 +106,6 @@ __all__ = [
     "scale_rate",
     "schedule_of",
     "reduce_gradients",
-    "sending_parts",
-    "share_state",
-    "sharded_leaves",
-    "start_sharded",
-    "state_bytes",
     "sum_accumulated",
     "synchronize_replicas",
     "times",
@@ -140,8 +114,5 @@ __all__ = [
     "update",
     "variables_of",
     "watch",
-    "whole_shapes",
-    "whole_state",
-    "whole_values",
     "with_shape",
 ]

@@ -6,21 +6,19 @@ import tensorflow as tf
 
 from keras_dist import comm, private
 from keras_dist.optimizer.nested import leaves
-from keras_dist.optimizer.sharded_state import is_sharded
 
 
 def accumulates(optimizer: Any) -> bool:
     """Tell whether each rank adds up its own gradients of several batches.
 
-    In four cases gradients are averaged after each batch instead: inside a
+    In three cases gradients are averaged after each batch instead: inside a
     `LossScaleOptimizer`, which decides for each batch by the gradients of all ranks; in
     a `MultiOptimizer`, whose optimizers may accumulate different numbers of batches;
-    under a NaN guard, which checks the average of each batch; and where each rank keeps
-    a part of the accumulated gradients, too.
+    and under a NaN guard, which checks the average of each batch.
     """
     state = getattr(optimizer, "_averaging", None)
     is_single = leaves(optimizer) == [optimizer] and not (
-        getattr(state, "is_watched", False) or is_sharded(optimizer)
+        getattr(state, "is_watched", False)
     )
     return is_single and bool(optimizer.gradient_accumulation_steps)
 

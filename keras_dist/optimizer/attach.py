@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, mixin
-from keras_dist.optimizer import sharded_state, step_context
+from keras_dist.optimizer import step_context
 from keras_dist.optimizer.local_steps import after_update, uses_local_sgd
 from keras_dist.optimizer.nested import nested_optimizers, optimizers_of, variables_of
 from keras_dist.optimizer.options import (
@@ -64,7 +64,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
     local_layers: Sequence[keras.layers.Layer] = (),
     process_set: Sequence[int] | None = None,
     sparse: Sparse = "auto",
-    shard_optimizer: bool = False,
 ) -> Optimizer:
     """Make `optimizer` average its gradients over all ranks before each update.
 
@@ -91,9 +90,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
             `keras_dist.init`. `None`: all.
         sparse: `"auto"`: repeated rows of an `Embedding` reach the optimizer as on one
             process. `"merged"`: added up first. `"repeated"`: as `"auto"`, on GPUs too.
-        shard_optimizer: Whether each rank keeps a part of the optimizer's state and
-            updates that part of the weights, from the first update on. To save the
-            whole state see `whole_state`.
 
     Returns:
         The same object.
@@ -115,31 +111,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
             f"Received: {optimizer!r} of type {type(optimizer).__name__}"
         )
     comm.init()
-    options = Averaging(
-        op,
-        compression,
-        local_layers,
-        process_set,
-        sparse=sparse,
-        is_sharded=shard_optimizer,
-    )
+    options = Averaging(op, compression, local_layers, process_set, sparse=sparse)
     check_usable(options)
-    if shard_optimizer:
-        sharded_state.check_divisible(optimizer)
-        if comm.size() > 1:
-            _divide(optimizer)
     return _attach(optimizer, options)
-
-
-def _divide(optimizer: Any) -> None:
-    """Divide the state: below the reduction, which needs whole gradients."""
-    is_attached = mixin.has(optimizer, ReducesGradients)
-    mixin.remove(optimizer, ReducesGradients)
-    try:
-        sharded_state.begin(optimizer)
-    finally:
-        if is_attached:
-            mixin.add(optimizer, ReducesGradients)
 
 
 def _attach(optimizer: Any, options: Averaging) -> Any:
@@ -236,29 +210,16 @@ def attached(optimizer: Any, options: Averaging) -> Iterator[None]:
     """
     move_to_outermost(optimizer)
     was_plain = not mixin.has(optimizer, ReducesGradients)
-    was_sharded = sharded_state.is_sharded(optimizer)
     try:
-        if options.is_sharded and not was_sharded and comm.size() > 1:
-            _divide(optimizer)
         state: AveragingState = _attach(optimizer, options)._averaging
         before = state.options
         if options != Averaging():
             state.options, state.is_merged = options, None
         try:
-            try:
-                yield
-            except Exception as error:
-                # If all ranks know it, they leave the block here.
-                if comm.is_known(error) and not was_sharded:
-                    sharded_state.end(optimizer)
-                raise
-            if not was_sharded:
-                sharded_state.end(optimizer)
+            yield
         finally:
             state.options, state.progress, state.is_merged = before, None, None
     finally:
-        if not was_sharded:
-            sharded_state.abandon(optimizer)
         if was_plain:
             mixin.remove(optimizer, ReducesGradients)
 
@@ -288,8 +249,6 @@ def guarded_update(
         make: A function that makes the update.
     """
     guard = step_context.current().guard
-    if sharded_state.is_sharded(optimizer):
-        sharded_state.refresh(optimizer, variables_of(optimizer, variables))
     if guard is None:
         make()
     else:
@@ -297,9 +256,6 @@ def guarded_update(
         guard.update(optimizer, own, averaged, known, make)
     if uses_local_sgd(optimizer):
         after_update(optimizer)
-    if sharded_state.is_sharded(optimizer):
-        sharded_state.gather_weights(optimizer)
-        sharded_state.constrain(optimizer)
 
 
 def only_attached() -> contextlib.AbstractContextManager[None]:

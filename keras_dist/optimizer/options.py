@@ -30,7 +30,6 @@ class Averaging:
             so many steps (local SGD).
         outer_momentum: Momentum of the averaged weights if `every` is more than 1; at
             least 0 and less than 1.
-        is_sharded: Whether each rank keeps a part of the optimizer's state.
         sparse: How repeated rows of a sparse gradient are averaged: `"auto"`,
             `"merged"` or `"repeated"`.
 
@@ -46,7 +45,6 @@ class Averaging:
     every: int = 1
     outer_momentum: float = 0.0
     sparse: Sparse = "auto"
-    is_sharded: bool = False
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
@@ -69,7 +67,6 @@ class Averaging:
                 f'op="adasum" and compression={self.compression!r}. Leave one out.'
             )
         self._check_every()
-        self._check_sharded()
         for layer in self.local_layers:
             if not isinstance(layer, keras.layers.Layer):
                 raise TypeError(
@@ -95,25 +92,6 @@ class Averaging:
                 f'Received: sync="every:{self.every}", op={self.op!r}, '
                 f"compression={self.compression!r}. Leave out `op` and `compression`."
             )
-
-    def _check_sharded(self) -> None:
-        if not isinstance(self.is_sharded, bool):
-            raise ValueError(
-                "`shard_optimizer` must be True or False. "
-                f"Received: shard_optimizer={self.is_sharded!r}"
-            )
-        given = {
-            "sync": f"every:{self.every}" if self.every > 1 else None,
-            "local_layers": self.local_layers or None,
-            "process_set": self.process_set,
-        }
-        for name, value in given.items():
-            if self.is_sharded and value is not None:
-                raise ValueError(
-                    "`shard_optimizer` gives each rank a part of one state that all "
-                    "ranks have in common. Received: shard_optimizer=True and "
-                    f"{name}={value!r}. Leave one out."
-                )
 
     def local_ids(self) -> set[int]:
         """Identities of the variables of local layers."""

@@ -16,12 +16,6 @@ from keras_dist.optimizer.local_steps import (
 )
 from keras_dist.optimizer.nested import nested_optimizers, variables_of
 from keras_dist.optimizer.options import Averaging, Sparse
-from keras_dist.optimizer.sharded_state import (
-    Cut,
-    cuts_of,
-    keep_squares,
-    mark_overflow,
-)
 from keras_dist.optimizer.sparse import Lookups, with_shape
 
 
@@ -210,10 +204,7 @@ def _averaged(
     if options.sparse == "repeated":
         prepare = state.lookups.before_gather
     own = [_counted(prepare(*pair)) for pair in zip(shared, counted, strict=True)]
-    cuts = cuts_of(optimizer, counted, own, options)
-    result, total = exchange(own, weight, options, name=name, cuts=cuts)
-    keep_squares(optimizer, counted, result, cuts, name=f"{name}.squares")
-    result = mark_overflow(optimizer, result, cuts, name=f"{name}.overflow")
+    result, total = exchange(own, weight, options, name=name)
     if options.sparse == "repeated":
         lengths = [_num_slices(gradient) for gradient in own]
         result = [
@@ -323,7 +314,6 @@ def exchange(
     options: Averaging,
     *,
     name: str,
-    cuts: Sequence[Cut | None] = (),
 ) -> tuple[list[Any], Any]:
     """Reduce gradients over all ranks; dense ones in few collectives per dtype.
 
@@ -334,13 +324,10 @@ def exchange(
             are a mean over. `None`: they have been multiplied by their weights.
         options: The options of the averaging.
         name: A fixed name, the same on all ranks: Horovod matches collectives by name.
-        cuts: Where dense gradients are cut of which each rank needs its own part alone;
-            `None` for the others, and empty for all.
 
     Returns:
-        For each gradient, or this rank's part of it, the weighted mean over all ranks,
-        the sum, or the adaptive sum, as float32, or float64 if the gradient is that;
-        and the sum of the weights.
+        For each gradient the weighted mean over all ranks, the sum, or the adaptive
+        sum, as float32, or float64 if the gradient is that; and the sum of the weights.
         An unmerged `tf.IndexedSlices` gives the slices of all ranks, everything else
         tensors.
     """
@@ -350,7 +337,6 @@ def exchange(
         weight = 1
     if options.op == "adasum":  # it compares whole gradients
         gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
-    cuts = cuts or [None] * len(gradients)
     result: list[Any] = [None] * len(gradients)
     total: Any = None
     wires = [_wire_of(gradient) for gradient in gradients]
@@ -360,7 +346,6 @@ def exchange(
             [gradients[index] for index in indices],
             tf.cast(weight, wire),
             options,
-            cuts=[cuts[index] for index in indices],
             name=f"{name}.{wire.name}",
         )
         for index, gradient in zip(indices, summed, strict=True):
@@ -374,7 +359,6 @@ def _sums(
     options: Averaging,
     *,
     name: str,
-    cuts: Sequence[Cut | None],
 ) -> tuple[list[Any], Any]:
     """See `exchange`; for gradients that are all sent in the dtype of `weight`."""
     wire = weight.dtype
@@ -386,10 +370,7 @@ def _sums(
     if options.sparse == "merged":
         rows = [sparse.merged(gradient) for gradient in rows]
         counts = [sparse.counts_of_ranks(gradient, wire) for gradient in rows]
-    cuts = [cut for cut, is_sparse in zip(cuts, is_rows, strict=True) if not is_sparse]
-    sums, total, counts = _dense_sums(
-        dense, weight, counts, options, name=name, cuts=cuts
-    )
+    sums, total, counts = _dense_sums(dense, weight, counts, options, name=name)
     of_rows = _sums_of_rows(rows, weight, total, counts, options, name=name)
     kinds = {True: iter(of_rows), False: iter(sums)}
     return [next(kinds[is_sparse]) for is_sparse in is_rows], total
@@ -438,7 +419,6 @@ def _dense_sums(
     options: Averaging,
     *,
     name: str,
-    cuts: Sequence[Cut | None],
 ) -> tuple[list[Any], Any, list[Any]]:
     """Means or sums of dense gradients, of the weights, and of counts of rows.
 
@@ -470,18 +450,10 @@ def _dense_sums(
         sums = [tf.reshape(p, t.shape) for p, t in zip(pieces, dense, strict=True)]
         return sums, total, comm.sum_tensors(counts, name=f"{name}.counts", dtype=wire)
     weighted = [tensor * weight for tensor in dense] if is_mean else dense
-    sums = [
-        cut and cut.summed_part(own, name=f"{name}.part.{index}")
-        for index, (own, cut) in enumerate(zip(weighted, cuts, strict=True))
-    ]
-    whole = [index for index, cut in enumerate(cuts) if cut is None]
     everything = comm.sum_tensors(
-        [*(weighted[index] for index in whole), weight, *request, *counts],
-        name=name,
-        dtype=wire,
+        [*weighted, weight, *request, *counts], name=name, dtype=wire
     )
-    for index in whole:
-        sums[index] = everything.pop(0)
+    sums, everything = everything[: len(dense)], everything[len(dense) :]
     total, *everything = everything
     if stop_request is not None:
         stop_request.collect(everything.pop(0))

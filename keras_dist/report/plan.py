@@ -91,8 +91,6 @@ class Plan:
         hosts_change: Least and most hosts, where they come and go, as `--nnodes` names
             them; or "".
         microbatch: The most rows that a rank computes at once; `None`: a batch.
-        optimizer_bytes: With `shard_optimizer`, the size of the state on a rank, and of
-            the whole; `None` without it, or if it is not known yet.
     """
 
     version: str
@@ -111,7 +109,6 @@ class Plan:
     resume: str = ""
     hosts_change: str = ""
     microbatch: int | str | None = None
-    optimizer_bytes: tuple[float, float] | None = None
 
     def lines(self) -> list[tuple[str, str]]:
         """Return the lines of the box, as pairs of a label and a text."""
@@ -139,13 +136,6 @@ class Plan:
         lines += [
             ("learning rate", text) for rate in self.rates for text in _rate_texts(rate)
         ]
-        if self.optimizer_bytes is not None and self.size > 1:
-            own, whole = (number / 2**20 for number in self.optimizer_bytes)
-            text = f"{whole:,.1f} MiB on each rank: too small to divide"
-            if own < whole:
-                text = f"{own:,.1f} MiB a rank of {whole:,.1f}"
-                text += "; ReplicaCheck compares weights alone"
-            lines.append(("optimizer state", text))
         if self.resume:
             lines.append(("resume", self.resume))
         if self.changes:

@@ -81,7 +81,6 @@ class Options:
     sync: str = "every:1"
     outer_momentum: float = 0.0
     sparse: Sparse = "auto"
-    shard_optimizer: bool = False
     microbatch: int | Literal["auto"] | None = None
     timeline: str | os.PathLike[str] | None = None
     resume: str | os.PathLike[str] | None = None
@@ -139,5 +138,4 @@ class Options:
             every=optimizer.every_of(self.sync),
             outer_momentum=self.outer_momentum,
             sparse=self.sparse,
-            is_sharded=self.shard_optimizer,
         )

@@ -1,6 +1,5 @@
 """Check that a model can be trained on many ranks."""
 
-from dataclasses import replace
 from typing import Any
 
 import keras
@@ -52,45 +51,6 @@ def check_local_layers(model: Any, averaging: optimizer.Averaging) -> None:
                 "`local_layers` must be layers of the model. "
                 f"Received: {layer!r}, which {model.name!r} does not have."
             )
-
-
-def check_shard_optimizer(
-    model: Any, averaging: optimizer.Averaging, callbacks: list[Any]
-) -> bool:
-    """Raise a `ValueError` if the state of the optimizers cannot be divided.
-
-    Args:
-        model: The compiled model.
-        averaging: The options of the averaging in this fit.
-        callbacks: Its callbacks.
-
-    Returns:
-        Whether it is divided: by this fit, or by the user's `DistributedOptimizer`.
-    """
-    optimizers = optimizer.optimizers_of(model)
-    if any(map(optimizer.is_sharded, optimizers)):
-        replace(averaging, is_sharded=True)  # checks the others
-    elif not averaging.is_sharded:
-        return False
-    for found in optimizers:
-        optimizer.check_divisible(found)
-    for callback in callbacks:
-        often = getattr(callback, "save_freq", "epoch")
-        if often != "epoch":
-            raise ValueError(
-                "With `shard_optimizer` a model can be saved where all ranks are: at "
-                "the end of an epoch, not after a batch. Received: a "
-                f"{type(callback).__name__} with save_freq={often!r}. Pass "
-                'save_freq="epoch", or leave out `shard_optimizer`.'
-            )
-    swap = getattr(keras.callbacks, "SwapEMAWeights", ())
-    if any(isinstance(callback, swap) for callback in callbacks):
-        raise ValueError(
-            "`SwapEMAWeights` exchanges the weights with averages in the optimizer, of "
-            "which each rank has a part. Received: it and shard_optimizer=True. "
-            "Leave one out."
-        )
-    return True
 
 
 def check_microbatch(model: Any, microbatch: int | str | None) -> None:

@@ -25,7 +25,6 @@ from keras_dist.setup.arguments import KerasArguments, Options
 from keras_dist.setup.checks import (
     check_local_layers,
     check_microbatch,
-    check_shard_optimizer,
 )
 from keras_dist.training import metrics
 from keras_dist.version import __version__
@@ -42,7 +41,6 @@ class FitSetup:
         training: This rank's training data.
         validation: This rank's validation data, if there is any.
         averaging: How gradients are averaged.
-        is_sharded: Whether the optimizers' state is divided.
         factor: Full factor on the learning rate.
         step_multiplier: Schedules of the learning rate are read at step × this number.
         warmup_steps: Steps until the full factor is reached.
@@ -55,7 +53,6 @@ class FitSetup:
     training: Feed
     validation: Feed | None
     averaging: optimizer.Averaging
-    is_sharded: bool
     factor: float
     step_multiplier: int
     warmup_steps: int
@@ -114,7 +111,6 @@ class FitSetup:
             "whether there is validation data": self.validation is not None,
             "`op` and `compression`": (averaging.op, averaging.compression),
             "`sparse`": averaging.sparse,
-            "`shard_optimizer`": self.is_sharded,
             "`sync` and `outer_momentum`": (averaging.every, averaging.outer_momentum),
             "the learning rate's factor": self.factor,
             "the steps of the warm-up": self.warmup_steps,
@@ -143,7 +139,6 @@ def prepare(
     check_microbatch(model, options.microbatch)
     world = comm.init()
     callbacks, options = _take_over_warmup(fit.callbacks, options)
-    is_sharded = check_shard_optimizer(model, averaging, callbacks)
     rule: Any = options.lr_scaling  # which is "auto" no more
     factor = rate_factor(rule, size=world.size)
     step_multiplier = step_multiplier_of(options.steps_scaling, size=world.size)
@@ -162,7 +157,6 @@ def prepare(
         training=training,
         validation=validation,
         averaging=averaging,
-        is_sharded=is_sharded,
         factor=factor,
         step_multiplier=step_multiplier,
         warmup_steps=_warmup_steps(options.warmup_epochs, training.plan.steps),
@@ -182,18 +176,8 @@ def prepare(
             every=averaging.every,
             hosts_change=os.environ.get(NNODES, ""),
             microbatch=options.microbatch,
-            optimizer_bytes=_optimizer_bytes(model) if is_sharded else None,
         ),
     )
-
-
-def _optimizer_bytes(model: Any) -> tuple[float, float] | None:
-    """Return the size of the divided state, of a rank and of all, if it is known."""
-    is_one = optimizer.optimizers_of(model) == [getattr(model, "optimizer", None)]
-    inside = optimizer.leaves(model.optimizer) if model.built and is_one else []
-    if len(inside) != 1:
-        return None
-    return optimizer.state_bytes(inside[0], model.trainable_variables)
 
 
 def _take_over_warmup(given: Any, options: Options) -> tuple[list[Any], Options]:

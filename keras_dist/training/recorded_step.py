@@ -13,9 +13,7 @@ import tensorflow as tf
 from keras_dist.optimizer import (
     Recorded,
     apply_recorded,
-    exchanges_in_update,
     guarded_update,
-    optimizers_of,
     reduce_gradients,
     step_context,
     variables_of,
@@ -70,7 +68,7 @@ class RecordedStep:
             )
             self._compute_gradients = self._pieces.compute_piece
         self._apply_gradients = self._apply
-        if is_compiled and not exchanges_in_update(optimizers_of(model)):
+        if is_compiled:
             self._apply_gradients = function(self._apply)
 
     def why_not(self, data: Any) -> str | None:

@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest import mock
 
 import keras
 import numpy as np
@@ -23,7 +22,6 @@ from claims import (
 from models import SUBJECTS
 
 import keras_dist
-from keras_dist.optimizer import BY_VARIABLE, ELEMENTWISE, sharded_state
 
 RATE = 0.01
 EPOCHS = 2
@@ -126,9 +124,7 @@ class Case:
 
     def on_all_ranks(self) -> Any:
         """The model that `dist_fit` trains on all ranks."""
-        # Of these small models, too, most gradients are divided, and some are not.
-        divided = mock.patch.object(sharded_state, "_SMALL", 12)
-        with models_in(self.dtype), divided:
+        with models_in(self.dtype):
             return self._trained_on_all_ranks()
 
     def _trained_on_all_ranks(self) -> Any:
@@ -617,87 +613,6 @@ def _options() -> list[Case]:
     ]
 
 
-def _sharded() -> list[Case]:
-    """Each rank keeps a part of the optimizer's state: of every kind that it can."""
-    part = "shard_optimizer"
-    in_graph = {"run_eagerly": False}
-    cases = [
-        replace(case, on_three=False)
-        for case in _optimizers()
-        if case.name.partition("(")[0] in (*ELEMENTWISE, *BY_VARIABLE)
-        or case.name.startswith("MultiOptimizer")
-    ]
-    cases += [
-        Case(
-            part,
-            "Adam, global_clipnorm, two batches an update, 101 rows",
-            "perceptron",
-            lambda rate: adam(
-                rate, global_clipnorm=0.02, gradient_accumulation_steps=2
-            ),
-            rows=101,
-            compiled=in_graph,
-            on_three=True,
-        ),
-        Case(
-            part,
-            "mixed_float16 with its loss scale",
-            "half",
-            adam,
-            compiled=in_graph,
-            tolerance=HALF,
-            on_three=True,
-        ),
-        Case(
-            part,
-            "Adam, with XLA",
-            "embedding",
-            adam,
-            compiled=in_graph | {"jit_compile": True},
-        ),
-        Case(
-            part,
-            "Adam of a large embedding, clipped",
-            "large embedding",
-            lambda rate: adam(rate, clipnorm=0.02),
-            rows=101,
-            compiled=in_graph,
-            on_three=True,
-        ),
-        Case(
-            part,
-            "Adam, clipped, two batches an update, with XLA",
-            "perceptron",
-            lambda rate: adam(rate, clipnorm=0.02, gradient_accumulation_steps=2),
-            compiled=in_graph | {"jit_compile": True},
-        ),
-        Case(part, "pictures", "convolution", adam),
-        Case(
-            part,
-            "microbatch=3, global_clipnorm, 101 rows, with XLA",
-            "perceptron",
-            lambda rate: adam(rate, global_clipnorm=0.02),
-            rows=101,
-            compiled=in_graph | {"jit_compile": True},
-            options={"microbatch": 3},
-            on_three=True,
-        ),
-        Case(
-            part,
-            "microbatch=3, and a constraint",
-            "regularized",
-            lambda rate: adam(rate, global_clipnorm=0.05),
-            rows=101,
-            compiled=in_graph,
-            options={"microbatch": 3},
-        ),
-    ]
-    return [
-        replace(case, part=part, options=case.options | {"shard_optimizer": True})
-        for case in cases
-    ]
-
-
 def _root(size: int) -> float:
     return size**0.5
 
@@ -713,7 +628,6 @@ CASES: list[Case] = [
     *_statistics(),
     *_losses(),
     *_options(),
-    *_sharded(),
 ]
 
 # With `batch="global"`, in the tests; `make equivalence` tries all.
@@ -724,7 +638,6 @@ SHARED = {
     "embeddings: SGD, sent as rows",
     'losses: reduction="sum"',
     "mixed precision: mixed_float16",
-    "shard_optimizer: Adam of a large embedding, clipped",
     "statistics: BatchNormalization(synchronized=True)",
 }
 
@@ -760,11 +673,6 @@ TABLE_ONLY = {
     "optimizers: Lamb()",
     "optimizers: MultiOptimizer of a map",
     "optimizers: RMSprop(momentum=0.5, centered=True, clipnorm=0.02)",
-    *(
-        case.title
-        for case in _sharded()
-        if "(" in case.name and not case.name.startswith(("AdamW", "SGD"))
-    ),
     'options: lr_scaling="sqrt"',
     "options: microbatch=3 in mixed_float16, two batches an update",
     "options: microbatch=3 of an embedding",

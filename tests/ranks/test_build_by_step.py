@@ -554,20 +554,16 @@ def test_a_step_that_is_not_of_the_class_is_an_error(world, is_on_object):
 class NotedSGD(keras.optimizers.SGD):
     """Notes each variable that an update is traced for."""
 
-    sharded_by = "number"
-
     def update_step(self, gradient, variable, learning_rate):
         self.noted = [*getattr(self, "noted", []), variable.name]
         super().update_step(gradient, variable, learning_rate)
 
 
-@pytest.mark.parametrize("is_sharded", [False, True])
-def test_a_step_of_keras_is_traced_once(world, is_sharded):
+def test_a_step_of_keras_is_traced_once(world):
     """With the variables that it needs, of metrics and the optimizer, made before."""
     x = np.zeros([8, 600])
     layers = [keras.layers.Dense(600), keras.layers.Dense(1)]
     model = keras.Sequential(layers)
     model.compile(NotedSGD(), "mse", metrics=["mae"], run_eagerly=False)
-    fit = {"batch_size": 4, "shard_optimizer": is_sharded, "verbose": 0}
-    keras_dist.dist_fit(model, x, x[:, :1], **fit)
+    keras_dist.dist_fit(model, x, x[:, :1], batch_size=4, verbose=0)
     assert len(model.optimizer.noted) == 4

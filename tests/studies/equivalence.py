@@ -4,7 +4,7 @@ Usage, with PYTHONPATH=tests and the arguments of tests/studies/equivalence.py:
 
     (none)            write docs/equivalence.md
     cases             write all but the part of keras.io
-    part NAME         write one part of the cases, such as shard_optimizer
+    part NAME         write one part of the cases, such as accumulation
     ways              write its part of keras.io alone
     fuzz FIRST COUNT  try random cases only
 """
