@@ -98,7 +98,6 @@ def dist_fit(
     sync: str = "every:1",
     outer_momentum: float = 0.0,
     sparse: Sparse = "auto",
-    microbatch: int | Literal["auto"] | None = None,
     timeline: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
     save_steps: int | None = None,
@@ -163,13 +162,6 @@ def dist_fit(
             It needs memory for two more copies of the weights.
         sparse: How the gradient of an `Embedding` is averaged, as in
             `DistributedOptimizer`.
-        microbatch: Rows that a rank computes at once, if its batch needs too much
-            memory. It computes its batch in pieces of at most so many rows, one after
-            the other, adds up the gradients, and updates once: that is the step on the
-            whole batch, except that layers compute statistics of each piece
-            (`BatchNormalization`). `None`: all rows at once. "auto": all of them, until
-            a step of the first epoch runs out of memory on any rank; then all ranks
-            halve the pieces until it fits, and take it again.
         timeline: A file for https://ui.perfetto.dev, to which the first rank writes
             how long each collective waited and took. Horovod keeps a core of that rank
             busy to write it. If the ranks have communicated before this fit, start the
@@ -235,7 +227,6 @@ def dist_fit(
         sync=sync,
         outer_momentum=outer_momentum,
         sparse=sparse,
-        microbatch=microbatch,
         timeline=timeline,
         resume=resume,
         save_steps=save_steps,
@@ -335,7 +326,6 @@ def distributed(model: Any, setup: FitSetup) -> Iterator[None]:
         session.holder.hold()
         session.metrics.use(EvaluatedData.of(setup.validation, setup.training))
         session.training_data.use(setup.training)
-        session.microbatch.use(setup.microbatch)
         average = _averaging(model, setup, stack)
         average()
         # A train step may make an optimizer when it is first traced.
@@ -355,7 +345,7 @@ def _averaging(
         for found in optimizer.optimizers_of(model):
             if id(found) not in known:
                 known.add(id(found))
-                if comm.size() > 1 or setup.microbatch is not None:
+                if comm.size() > 1:
                     stack.enter_context(optimizer.attached(found, setup.averaging))
                 stack.callback(optimizer.unscale_rate, found)
                 stack.callback(optimizer.unwatch, found)
@@ -420,9 +410,9 @@ class DistributedModel:
         model: A `keras.Model`.
         batch, lr_scaling, warmup_epochs, steps_scaling,
             validation_steps_scaling, shard, leftover, target_accuracy, op, compression,
-            local_layers, process_set, sync, outer_momentum, sparse, microbatch,
-            timeline, resume, save_steps, save_seconds: Defaults for
-            these arguments of `fit`: see `dist_fit`.
+            local_layers, process_set, sync, outer_momentum, sparse, timeline, resume,
+            save_steps, save_seconds: Defaults for these arguments of `fit`: see
+            `dist_fit`.
 
     Raises:
         TypeError: If an option is unknown.

@@ -18,7 +18,7 @@ import keras_dist
 
 x, y = np.ones((8, 2)), np.ones((8, 1))
 model = keras.Sequential([keras.layers.Dense(1)])
-keras_dist.dist_fit(model, x, y, batch_size=4, lr_scaling="linear", microbatch="auto")
+keras_dist.dist_fit(model, x, y, batch_size=4, lr_scaling="linear")
 keras_dist.dist_fit(model, x, y, lr_scaling=lambda size: size**0.5)
 many = keras_dist.DistributedModel(model, lr_scaling="none")
 history = many.fit(x, y, epochs=2, callbacks=[keras_dist.StopTogether()])

@@ -26,7 +26,7 @@ Which callbacks run, and in which order:
 - `callback_order`: the order of the list, and the callbacks of this rank.
 """
 
-from keras_dist.callbacks.added import EndOfTrials, NextEpoch
+from keras_dist.callbacks.added import NextEpoch
 from keras_dist.callbacks.average_statistics import AverageStatistics
 from keras_dist.callbacks.broadcast_variables import BroadcastVariables
 from keras_dist.callbacks.callback_order import on_this_rank, order_callbacks
@@ -50,7 +50,6 @@ from keras_dist.callbacks.write_predictions import WritePredictions, writing
 __all__ = [
     "AverageStatistics",
     "BroadcastVariables",
-    "EndOfTrials",
     "LearningRateWarmup",
     "MetricAverage",
     "NanReport",

@@ -146,13 +146,3 @@ class NextEpoch(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         session_of(self.model).training_data.begin_epoch(epoch)
-
-
-class EndOfTrials(keras.callbacks.Callback):
-    """Ends the trials of `microbatch="auto"` after the first epoch of a fit."""
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        session = session_of(self.model)
-        if session.microbatch.trials is not None:
-            session.microbatch.end_trials()
-            self.model.make_train_function(force=True)

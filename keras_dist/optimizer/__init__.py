@@ -63,8 +63,6 @@ from keras_dist.optimizer.rate import (
 )
 from keras_dist.optimizer.reduce import (
     AveragingState,
-    of_piece,
-    of_pieces,
     reduce_gradients,
 )
 from keras_dist.optimizer.sparse import times, with_shape
@@ -98,8 +96,6 @@ __all__ = [
     "local_ids",
     "only_attached",
     "optimizers_of",
-    "of_piece",
-    "of_pieces",
     "own_sums",
     "nested_optimizers",
     "rate_progress",

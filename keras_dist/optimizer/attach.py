@@ -8,7 +8,6 @@ from itertools import count
 from typing import Any, TypeVar
 
 import keras
-import tensorflow as tf
 
 from keras_dist import comm, mixin
 from keras_dist.optimizer import step_context
@@ -43,17 +42,13 @@ class Recorded:
 
     Args:
         optimizer: The optimizer.
-        gradients: Of this rank's batch, or of a piece of it.
+        gradients: Of this rank's batch.
         variables: The variables of the gradients; `None`: all of the optimizer.
-        graph: The graph of the call; `None` if it was made eagerly.
-        num_before: The number of operations in the graph before the call.
     """
 
     optimizer: Any
     gradients: Sequence[Any]
     variables: Sequence[Any] | None
-    graph: Any
-    num_before: int
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's own name
@@ -270,7 +265,7 @@ def only_attached() -> contextlib.AbstractContextManager[None]:
         if not is_averaged and not mixin.has(optimizer, ReducesGradients):
             raise RuntimeError(
                 "An optimizer that does not average its gradients updates weights in "
-                f"a train step on {_ranks()}. Received: {optimizer!r}, which "
+                f"a train step on {comm.size()} ranks. Received: {optimizer!r}, which "
                 "the model does not keep. Make it an attribute of the model, also in "
                 "a list, a dict or an object of your own; or pass it to "
                 "keras_dist.DistributedOptimizer."
@@ -278,10 +273,6 @@ def only_attached() -> contextlib.AbstractContextManager[None]:
         return plain(*args, **kwargs)
 
     return replaced_methods({(keras.optimizers.Optimizer, "apply"): apply})
-
-
-def _ranks() -> str:
-    return f"{comm.size()} ranks" if comm.size() > 1 else "pieces (`microbatch`)"
 
 
 def update(
@@ -305,12 +296,7 @@ class ReducesGradients:
         context = step_context.current()
         if context.recorded is not None:
             grads = mark_recorded(self, grads, trainable_variables)
-            graph, num_before = None, 0
-            if not tf.executing_eagerly():
-                graph = tf.compat.v1.get_default_graph()
-                num_before = len(graph.get_operations())
-            call = Recorded(self, grads, trainable_variables, graph, num_before)
-            context.recorded.append(call)
+            context.recorded.append(Recorded(self, grads, trainable_variables))
             return None
         apply = super().apply  # type: ignore[misc]
         if context.is_averaged or not grads:

@@ -94,11 +94,8 @@ def mark_recorded(
 ) -> list[Any]:
     """A rank's own gradients in a graph, as `reduce_gradients` takes them outside.
 
-    Outside of a compiled function nothing shows any more how a table was read. Those of
-    a piece are marked by `of_piece`.
+    Outside of a compiled function nothing shows any more how a table was read.
     """
-    if step_context.current().sum_of_pieces is not None:
-        return list(gradients)
     state: AveragingState = optimizer._averaging
     known = variables_of(optimizer, variables)
     with comm.within(state.options.process_set):
@@ -110,44 +107,6 @@ def mark_recorded(
         state.lookups.mark(gradient, variable)
         if isinstance(gradient, tf.IndexedSlices) and id(variable) not in local
         else gradient
-        for gradient, variable in zip(gradients, known, strict=True)
-    ]
-
-
-def of_piece(
-    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any] | None
-) -> list[Any]:
-    """Mark and number the slices of a piece of a step, for `of_pieces`."""
-    state: AveragingState = optimizer._averaging
-    pairs = zip(gradients, variables_of(optimizer, variables), strict=True)
-    return [state.lookups.before_gather(*pair) for pair in pairs]
-
-
-def of_pieces(
-    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any] | None
-) -> list[Any]:
-    """Take the gradients of all pieces of a step, and return those of the whole step.
-
-    Dense ones are sums already. Slices that are sums over the rows of a piece are added
-    up, as the step has one of each.
-
-    Args:
-        optimizer: An optimizer that averages.
-        gradients: Tensors, `None`, or the `tf.IndexedSlices` of all pieces.
-        variables: See `reduce_gradients`.
-    """
-    state: AveragingState = optimizer._averaging
-    known = variables_of(optimizer, variables)
-    local = state.options.local_ids()
-    with comm.within(state.options.process_set):
-        is_exchanged = comm.size() > 1
-    is_exchanged = is_exchanged and not (
-        tf.executing_eagerly() or accumulates(optimizer) or uses_local_sgd(optimizer)
-    )
-    return [
-        state.lookups.added_up(
-            gradient, variable, is_marked=is_exchanged and id(variable) not in local
-        )
         for gradient, variable in zip(gradients, known, strict=True)
     ]
 

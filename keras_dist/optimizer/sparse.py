@@ -105,22 +105,6 @@ class Lookups:
         indices = _unmarked(indices, variable.shape[0])
         return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
-    def added_up(self, gradient: Any, variable: Any, *, is_marked: bool) -> Any:
-        """Add up those slices of all pieces of a step that are sums over rows.
-
-        Args:
-            gradient: Slices as `before_gather` returns them for each piece; anything
-                else is returned as it is.
-            variable: The variable of the gradient.
-            is_marked: Whether marked slices stay marked, for the exchange.
-        """
-        if not self._may_be_marked(gradient, variable):
-            return gradient
-        values, indices = _added_up(gradient.values, gradient.indices)
-        if not is_marked:
-            indices = _unmarked(indices, variable.shape[0])
-        return tf.IndexedSlices(values, indices, gradient.dense_shape)
-
     def _may_be_marked(self, gradient: Any, variable: Any) -> bool:
         is_rows = isinstance(gradient, tf.IndexedSlices)
         return is_rows and self._kinds.get(id(variable), "rows") != "rows"
@@ -146,7 +130,7 @@ def _numbered(indices: Any, count: int) -> Any:
 
 
 def _added_up(values: Any, indices: Any) -> tuple[Any, Any]:
-    """Add up those slices of all ranks, or pieces, that are sums over rows.
+    """Add up those slices of all ranks that are sums over rows.
 
     Args:
         values: The values of all ranks.

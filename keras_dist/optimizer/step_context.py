@@ -36,9 +36,6 @@ class StepContext:
         stopwatch: Times the exchange of gradients.
         guard: Checks averaged gradients before they are applied.
         recorded: A list to which `apply` adds its calls, without running them.
-        sum_of_pieces: If the batch is a piece of this rank's, sums a number of it over
-            all pieces of the step, before the first of them is computed.
-        is_of_rank: Whether only the rows of this rank's step are counted together.
         is_averaged: Whether the gradients given to `apply` are averaged already.
         weighted: States of the optimizers whose loss is multiplied by this rank's
             fraction of the rows.
@@ -55,8 +52,6 @@ class StepContext:
     stopwatch: "Stopwatch | None" = None
     guard: "Guard | None" = None
     recorded: list[Any] | None = None
-    sum_of_pieces: Callable[[Any], Any] | None = None
-    is_of_rank: bool = False
     is_averaged: bool = False
     weighted: list[Any] = field(default_factory=list)
     methods: Mapping[tuple[type, str], Callable[..., Any]] = field(default_factory=dict)
@@ -67,28 +62,13 @@ class StepContext:
         If the rows of all ranks are unknown, they are summed by a collective.
         """
         if self.rows is None:
-            return tf.constant(1 / self.num_ranks(), dtype)
+            return tf.constant(1 / comm.size(), dtype)
         rows = tf.cast(self.rows, tf.float64)
         total = self.rows_of_all
         if total is None:
-            total = self.total(rows, purpose="rows")
+            total = comm.total(rows, purpose="rows")
         fraction = tf.cast(rows / tf.cast(total, tf.float64), dtype)
         return make_known(fraction, "constant")
-
-    def num_ranks(self) -> int:
-        """Count the ranks whose rows are counted together."""
-        return 1 if self.is_of_rank else comm.size()
-
-    def total(self, value: Any, *, purpose: str) -> Any:
-        """Sum a number of this batch over the ranks; of a piece, over all pieces, too.
-
-        Args:
-            value: A scalar tensor.
-            purpose: What the collective is for, see `comm.total`.
-        """
-        if self.sum_of_pieces is not None:
-            return self.sum_of_pieces(value)
-        return comm.total(value, purpose=purpose)
 
     def counted(self, value: Any) -> Any:
         """A number of this rank's rows; 0 if its batch is a copy of another rank's."""

@@ -90,7 +90,6 @@ class Plan:
         resume: Where an interrupted epoch goes on, in words; "" without `resume`.
         hosts_change: Least and most hosts, where they come and go, as `--nnodes` names
             them; or "".
-        microbatch: The most rows that a rank computes at once; `None`: a batch.
     """
 
     version: str
@@ -108,7 +107,6 @@ class Plan:
     changes: str = ""
     resume: str = ""
     hosts_change: str = ""
-    microbatch: int | str | None = None
 
     def lines(self) -> list[tuple[str, str]]:
         """Return the lines of the box, as pairs of a label and a text."""
@@ -117,12 +115,7 @@ class Plan:
             lines.append(("transport", self.transport))
         if self.size > 1 and self.every > 1:
             lines.append(("averaging", f"of the weights, every {self.every:,} steps"))
-        pieces = ""
-        if self.microbatch == "auto":
-            pieces = ", in pieces if memory runs out"
-        elif self.microbatch is not None:
-            pieces = f", in pieces of {self.microbatch:,} rows"
-        lines.append(("batch", self._batch() + pieces))
+        lines.append(("batch", self._batch()))
         if self.hosts_change and not self.training.is_global:
             text = 'the global batch changes with them; batch="global" keeps it'
             lines.append(("elastic", f"{self.hosts_change} hosts: {text}"))

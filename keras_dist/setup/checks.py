@@ -6,7 +6,6 @@ import keras
 import tensorflow as tf
 
 from keras_dist import optimizer, private
-from keras_dist.training import batch_norm
 from keras_dist.training.autotune import plain_strategy
 
 
@@ -51,34 +50,6 @@ def check_local_layers(model: Any, averaging: optimizer.Averaging) -> None:
                 "`local_layers` must be layers of the model. "
                 f"Received: {layer!r}, which {model.name!r} does not have."
             )
-
-
-def check_microbatch(model: Any, microbatch: int | str | None) -> None:
-    """Raise a `ValueError` if batches of `model` cannot be computed in such pieces."""
-    if microbatch is None:
-        return
-    is_auto = microbatch == "auto"
-    if is_auto and model.run_eagerly:
-        raise ValueError(
-            '`microbatch="auto"` tries steps that run in graphs, each of them on the '
-            f"rows that it will have. Received: run_eagerly={model.run_eagerly}. Give "
-            "`microbatch` as a number of rows."
-        )
-    is_whole = isinstance(microbatch, int) and not isinstance(microbatch, bool)
-    if not is_auto and not (is_whole and int(microbatch) >= 1):
-        raise ValueError(
-            '`microbatch` must be a number of rows, at least 1, "auto" or None. '
-            f"Received: microbatch={microbatch!r}"
-        )
-    layers = batch_norm.synchronized_layers(model)
-    if layers:
-        raise ValueError(
-            "BatchNormalization(synchronized=True) needs the statistics of all rows of "
-            "the global batch, and `microbatch` computes them in pieces. Received: "
-            f"microbatch={microbatch!r} and the layer {layers[0].name!r}. Leave out "
-            "`microbatch`, or `synchronized`; GroupNormalization needs no statistics "
-            "of other rows."
-        )
 
 
 def _strategy_of(model: Any) -> Any:

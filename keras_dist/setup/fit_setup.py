@@ -24,7 +24,6 @@ from keras_dist.report import plan
 from keras_dist.setup.arguments import KerasArguments, Options
 from keras_dist.setup.checks import (
     check_local_layers,
-    check_microbatch,
 )
 from keras_dist.training import metrics
 from keras_dist.version import __version__
@@ -44,7 +43,6 @@ class FitSetup:
         factor: Full factor on the learning rate.
         step_multiplier: Schedules of the learning rate are read at step × this number.
         warmup_steps: Steps until the full factor is reached.
-        microbatch: The most rows that are computed at once; `None`: a batch.
         plan: The same decisions in words, to be printed.
     """
 
@@ -56,7 +54,6 @@ class FitSetup:
     factor: float
     step_multiplier: int
     warmup_steps: int
-    microbatch: int | str | None
     plan: plan.Plan
 
     @property
@@ -114,7 +111,6 @@ class FitSetup:
             "`sync` and `outer_momentum`": (averaging.every, averaging.outer_momentum),
             "the learning rate's factor": self.factor,
             "the steps of the warm-up": self.warmup_steps,
-            "`microbatch`": self.microbatch,
             "the callbacks of Keras and keras_dist": callbacks,
         }
 
@@ -136,15 +132,12 @@ def prepare(
     averaging = options.averaging()
     optimizer.check_usable(averaging)
     check_local_layers(model, averaging)
-    check_microbatch(model, options.microbatch)
     world = comm.init()
     callbacks, options = _take_over_warmup(fit.callbacks, options)
     rule: Any = options.lr_scaling  # which is "auto" no more
     factor = rate_factor(rule, size=world.size)
     step_multiplier = step_multiplier_of(options.steps_scaling, size=world.size)
     training, validation = _feeds(fit, options, spec)
-    if options.microbatch == "auto":
-        callbacks = [*callbacks, ours.EndOfTrials()]
     if options.target_accuracy is not None and not fit.has_validation:
         raise ValueError(
             "`target_accuracy` is an accuracy on validation data. Received: "
@@ -160,7 +153,6 @@ def prepare(
         factor=factor,
         step_multiplier=step_multiplier,
         warmup_steps=_warmup_steps(options.warmup_epochs, training.plan.steps),
-        microbatch=options.microbatch,
         plan=plan.Plan(
             version=__version__,
             size=world.size,
@@ -175,7 +167,6 @@ def prepare(
             metrics=metrics.exceptions(model.metrics),
             every=averaging.every,
             hosts_change=os.environ.get(NNODES, ""),
-            microbatch=options.microbatch,
         ),
     )
 

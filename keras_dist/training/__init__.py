@@ -9,7 +9,7 @@
 - `stray_variables`: variables that a step changes and the model does not keep
 - `batch_norm`: normalize by the statistics of the global batch
 - `recorded_step`: a step in parts, gradients, allreduce and update, where XLA compiles
-  the first and the last, or where `pieces` of a batch are computed one after the other
+  the first and the last
 - `predict`: predict shards of the rows, and gather the predictions
 - `autotune`: read data without TensorFlow's tuning thread
 """

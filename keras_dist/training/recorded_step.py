@@ -19,7 +19,6 @@ from keras_dist.optimizer import (
     variables_of,
     with_shape,
 )
-from keras_dist.training.pieces import Pieces, PieceTrace
 
 
 class RecordedStep:
@@ -28,48 +27,18 @@ class RecordedStep:
     The model's own train step computes everything in one. Here it runs in a function of
     its own, where `apply` only records the gradients. They are averaged outside, and
     applied then. So XLA, which cannot compile a collective, compiles what is before it
-    and what is after it; and a batch may be computed in pieces before it.
+    and what is after it.
 
     Args:
-        model: The model.
-        own_step: Its own `train_step`; its variables must exist.
-        is_compiled: Whether XLA compiles the first and the last part.
-        microbatch: The most rows that are computed at once: a number, or a variable;
-            `None`: all.
-        is_of_rank: Whether losses are those of this rank's rows alone.
-        sums: See `Pieces`.
+        own_step: The model's own `train_step`; its variables must exist.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        own_step: Callable[[Any], Any],
-        *,
-        is_compiled: bool,
-        microbatch: Any,
-        is_of_rank: bool,
-        sums: Any,
-    ) -> None:
+    def __init__(self, own_step: Callable[[Any], Any]) -> None:
         self._own_step = own_step
         self._calls: list[Recorded] = []
-        function = functools.partial(
-            tf.function, jit_compile=True if is_compiled else None, autograph=False
-        )
-        self._pieces = None
-        self._compute_gradients = function(self._record)
-        if microbatch is not None:
-            self._pieces = Pieces(
-                model,
-                own_step,
-                microbatch=microbatch,
-                is_of_rank=is_of_rank,
-                sums=sums,
-                function=function,
-            )
-            self._compute_gradients = self._pieces.compute_piece
-        self._apply_gradients = self._apply
-        if is_compiled:
-            self._apply_gradients = function(self._apply)
+        compiled = functools.partial(tf.function, jit_compile=True, autograph=False)
+        self._compute_gradients = compiled(self._record)
+        self._apply_gradients = compiled(self._apply)
 
     def why_not(self, data: Any) -> str | None:
         """Explain why XLA cannot compile the step for such batches; `None` if it can.
@@ -79,20 +48,15 @@ class RecordedStep:
         """
         # This is called while a graph is traced. Another thread is outside of that
         # graph; so is `tf.init_scope`, but there no tape records a gradient.
-        specs = self._specs(data)
+        specs = keras.tree.map_structure(_spec, (data, _counts()))
         context = contextvars.copy_context()
         with futures.ThreadPoolExecutor(max_workers=1) as thread:
             return thread.submit(context.run, self._try, specs).result()
 
-    def _specs(self, data: Any) -> tuple[Any, Any]:
-        if self._pieces is not None:
-            return self._pieces.specs(data)
-        return keras.tree.map_structure(_spec, (data, _counts()))
-
     def _try(self, specs: tuple[Any, Any]) -> str | None:
         try:
             self._compute_gradients.get_concrete_function(*specs)
-            if self._pieces is None and len(self._calls) != 1:
+            if len(self._calls) != 1:
                 return f"its train step makes {len(self._calls)} updates, not one"
             batch = keras.tree.map_structure(_two_rows, specs)
             self._compute_gradients.experimental_get_compiler_ir(*batch)(stage="hlo")
@@ -100,34 +64,10 @@ class RecordedStep:
             return f"XLA cannot compile this model ({_first_line(error)})"
         return None
 
-    def trace_piece(self, data: Any) -> PieceTrace:
-        """Trace the step for a piece of a batch, without running it.
-
-        Raises:
-            ValueError: If the step cannot be computed in pieces.
-        """
-        assert self._pieces is not None  # made with `microbatch`
-        return self._pieces.trace(self._pieces.specs(data))
-
-    def run(
-        self, data: Any, trace: PieceTrace | None = None, *, is_trial: bool = False
-    ) -> Any:
-        """Run one train step, and return the logs of the model's own step.
-
-        Args:
-            data: The batch.
-            trace: What `trace_piece` returned for such a batch, if it is in pieces.
-            is_trial: Whether to return logs and gradients instead, without an exchange
-                and an update.
-        """
-        if self._pieces is None or trace is None:
-            logs, gradients = self._compute_gradients(data, _counts())
-            [call], [own] = self._calls, gradients
-        else:
-            logs, call, own = self._pieces.compute(data, trace, is_trial=is_trial)
-            self._calls = [call]
-            if is_trial:
-                return logs, own
+    def run(self, data: Any) -> Any:
+        """Run one train step, and return the logs of the model's own step."""
+        logs, gradients = self._compute_gradients(data, _counts())
+        [call], [own] = self._calls, gradients
         variables = variables_of(call.optimizer, call.variables)
         own = [with_shape(*pair) for pair in zip(own, variables, strict=True)]
         averaged = reduce_gradients(call.optimizer, own, call.variables)

@@ -14,9 +14,7 @@ from keras_dist.optimizer.step_context import own_variable
 from keras_dist.training.build import FirstStep
 from keras_dist.training.loss_kind import EagerLog
 from keras_dist.training.metrics import UpdateCounts
-from keras_dist.training.pieces import PieceTrace, make_sums
 from keras_dist.training.stray_variables import StrayVariables
-from keras_dist.training.trials import Trials
 
 
 class RowsTrained:
@@ -413,54 +411,6 @@ class Instruments:
         self.guard = guard
 
 
-class Microbatch:
-    """Choice of the pieces in which a rank computes its batches, if any.
-
-    `sums` is a variable for sums over all pieces.
-    """
-
-    def __init__(self) -> None:
-        self.sums = make_sums()
-        self._rows: Any = None
-        self._trace: PieceTrace | None = None
-        self._trials: Trials | None = None
-
-    @property
-    def rows(self) -> Any:
-        """The most rows of a piece: a number, a variable, or `None` for a batch."""
-        return self._rows
-
-    @property
-    def trials(self) -> Trials | None:
-        """With "auto", until the end of the first epoch: what tries each step first."""
-        return self._trials
-
-    @property
-    def is_trial(self) -> bool:
-        """True while the step is traced that is tried, and not made."""
-        return self._trials is not None and self._trials.is_trial
-
-    @property
-    def trace(self) -> PieceTrace | None:
-        """The first trace of the step for a piece; `None` before the first step."""
-        return self._trace
-
-    def use(self, rows: int | str | None) -> None:
-        """Compute batches in pieces of at most so many rows from now on."""
-        self._trials = Trials() if rows == "auto" else None
-        self._rows = self._trials.rows if self._trials is not None else rows
-
-    def end_trials(self) -> None:
-        """Keep the pieces that were found; a new train function has to be made."""
-        if self._trials is not None and not self._trials.has_pieces:
-            self._rows = self._trace = None
-        self._trials = None
-
-    def keep(self, trace: PieceTrace | None) -> None:
-        """Keep the first trace, which has been checked on all ranks."""
-        self._trace = trace
-
-
 class XlaChoice:
     """Whether steps run in two functions compiled by XLA, with an allreduce between."""
 
@@ -561,7 +511,6 @@ class Session:
         stop_request: This rank's stop request, and whether all ranks have agreed.
         metrics: Whether a metric's result is one over all ranks.
         instruments: The stopwatch and the NaN guard of each step.
-        microbatch: Whether batches are computed in pieces.
         xla: Whether steps run in two functions compiled by XLA.
         eager_log: Which losses of a step that runs eagerly are sums over rows.
         stray: Variables that a step changes and the model does not keep.
@@ -578,7 +527,6 @@ class Session:
     stop_request: optimizer.StopRequest
     metrics: MetricScope
     instruments: Instruments
-    microbatch: Microbatch
     xla: XlaChoice
     eager_log: EagerLog
     stray: StrayVariables
@@ -595,15 +543,7 @@ class Session:
     @property
     def is_plain(self) -> bool:
         """True if the model's own train step is used unchanged."""
-        is_changed = (
-            self.instruments.guard is not None or self.microbatch.rows is not None
-        )
-        return comm.size() == 1 and not is_changed
-
-    @property
-    def is_in_one(self) -> bool:
-        """True if a step computes its gradients and applies them in one."""
-        return self.microbatch.rows is None and not self.xla.is_split
+        return comm.size() == 1 and self.instruments.guard is None
 
 
 def begin(model: Any, last: Session | None) -> Session:
@@ -625,7 +565,6 @@ def begin(model: Any, last: Session | None) -> Session:
         stop_request=optimizer.StopRequest(),
         metrics=MetricScope(),
         instruments=Instruments(),
-        microbatch=Microbatch(),
         xla=XlaChoice(),
         eager_log=EagerLog(),
         stray=StrayVariables(),

@@ -91,19 +91,18 @@ class DistributedStep(atomic.SavesWhole):
         data = _after_updates(self, data)
         session.rows_seen.add(rows)
         context = _context(self, rows, length, has_rows)
-        is_trial = session.microbatch.is_trial
-        guard = None if is_trial else session.instruments.guard
+        guard = session.instruments.guard
         end = guard.begin_step(self, data) if guard is not None else lambda: None
         is_exact = comm.size() > 1 and averages_every_step(self)
         with contextlib.ExitStack() as stack:
             stack.enter_context(step_context.entered(context))
-            if is_exact or session.microbatch.rows is not None:
+            if is_exact:
                 own_step = _of_all_rows(self, own_step, data)
-            if comm.size() > 1 or session.microbatch.rows is not None:
+            if comm.size() > 1:
                 stack.enter_context(only_attached())
             stack.enter_context(_not_before(session, data))
             stack.enter_context(_without_counting(self, has_rows))
-            logs = _run(self, own_step, data, is_of_rank=not is_exact)
+            logs = _run(self, own_step, data)
         end()
         return logs
 
@@ -138,10 +137,7 @@ class DistributedStep(atomic.SavesWhole):
         # XLA cannot compile a collective: `train_step` compiles what is around it.
         self.jit_compile = asked and not session.xla.is_split
         try:
-            made = super().make_train_function(force)  # type: ignore[misc]
-            if session.microbatch.trials is not None:
-                self.train_function = session.microbatch.trials.train_function(self)
-            return made
+            return super().make_train_function(force)  # type: ignore[misc]
         finally:
             self.jit_compile = asked
 
@@ -211,7 +207,7 @@ def _context(
         length=length if isinstance(length, int) else None,
         has_rows=has_rows,
         rows_of_all=session.training_data.next_rows_of_all(),
-        is_keras_path=is_keras_path and session.is_in_one,
+        is_keras_path=is_keras_path and not session.xla.is_split,
         stop_request=session.stop_request,
         stopwatch=session.instruments.stopwatch,
         guard=session.instruments.guard,
@@ -278,42 +274,19 @@ def _of_all_rows(
     return step
 
 
-def _run(
-    model: Any, own_step: Callable[[Any], Any], data: Any, *, is_of_rank: bool
-) -> Any:
-    """Run the model's own step: in parts, if XLA compiles it or it is in pieces."""
-    session = session_of(model)
-    if session.is_in_one:
+def _run(model: Any, own_step: Callable[[Any], Any], data: Any) -> Any:
+    """Run the model's own step: in parts, if XLA compiles it."""
+    xla = session_of(model).xla
+    if not xla.is_split:
         return own_step(data)
-    in_parts = functools.partial(
-        RecordedStep,
-        model,
-        own_step,
-        microbatch=session.microbatch.rows,
-        is_of_rank=is_of_rank,
-        sums=session.microbatch.sums,
-    )
-    step = in_parts(is_compiled=session.xla.is_split)
-    if session.xla.is_split:
-        reason = step.why_not(data)
-        if reason is not None:
-            session.xla.give_up()
-            if comm.rank() == 0:
-                warnings.warn(f"Training without XLA: {reason}.", stacklevel=2)
-            if session.is_in_one:
-                return own_step(data)
-            step = in_parts(is_compiled=False)
-    if session.microbatch.rows is None:
+    step = RecordedStep(own_step)
+    reason = step.why_not(data)
+    if reason is None:
         return step.run(data)
-    trace = session.microbatch.trace
-    if trace is None:
-        with comm.failing_together():
-            session.microbatch.keep(step.trace_piece(data))
-        trace = session.microbatch.trace
-    elif not tf.executing_eagerly():
-        # Not on all ranks: one alone may have a batch of a new shape.
-        trace = step.trace_piece(data)
-    return step.run(data, trace, is_trial=session.microbatch.is_trial)
+    xla.give_up()
+    if comm.rank() == 0:
+        warnings.warn(f"Training without XLA: {reason}.", stacklevel=2)
+    return own_step(data)
 
 
 def _results(model: Any, own_result: Callable[[], Any], logs: Any = None) -> Any:

@@ -583,33 +583,6 @@ def _options() -> list[Case]:
             tolerance=BRAIN,
         ),
         Case(part, 'lr_scaling="sqrt"', options={"lr_scaling": "sqrt"}, factor=_root),
-        Case(
-            part,
-            "microbatch=3",
-            "perceptron",
-            lambda rate: adam(rate, global_clipnorm=0.05),
-            rows=101,
-            compiled={"run_eagerly": False},
-            options={"microbatch": 3},
-            on_three=True,
-        ),
-        Case(
-            part,
-            "microbatch=3 of an embedding",
-            "embedding",
-            adam,
-            rows=101,
-            options={"microbatch": 3},
-        ),
-        Case(
-            part,
-            "microbatch=3 in mixed_float16, two batches an update",
-            "half",
-            lambda rate: momentum(rate, gradient_accumulation_steps=2),
-            compiled={"run_eagerly": False},
-            options={"microbatch": 3},
-            tolerance=HALF,
-        ),
     ]
 
 
@@ -674,8 +647,6 @@ TABLE_ONLY = {
     "optimizers: MultiOptimizer of a map",
     "optimizers: RMSprop(momentum=0.5, centered=True, clipnorm=0.02)",
     'options: lr_scaling="sqrt"',
-    "options: microbatch=3 in mixed_float16, two batches an update",
-    "options: microbatch=3 of an embedding",
     "statistics: BatchNormalization(synchronized=True)",
     "statistics: the same, Adam, in a graph",
     "statistics: the same, two steps an execution",

@@ -171,7 +171,7 @@ class RowLosses:
             is_number = _rank_of(values) == 0
             values = self.of_all(values, is_loss=False)
             if sample_weight is None and is_number:
-                sample_weight = self._fraction() * step_context.current().num_ranks()
+                sample_weight = self._fraction() * comm.size()
         return plain(values, sample_weight)
 
     def of_all(self, value: Any, *, is_loss: bool = True) -> Any:
@@ -277,15 +277,7 @@ class RowLosses:
             return []
 
     def _tell(self, error: Undecided) -> None:
-        """Warn that a loss is averaged, whatever it is; in pieces it cannot be."""
-        if step_context.current().sum_of_pieces is not None:
-            raise ValueError(
-                "`microbatch` needs losses that are means or sums over rows, so "
-                "that those of the pieces of a batch add up to that of the batch. "
-                "Received: a loss of which the graph does not show that it is one, "
-                f"{error}. Compute the loss by rows, and end with a mean or a sum "
-                "over them; or leave out `microbatch`."
-            ) from error
+        """Warn that a loss is averaged, whatever it is."""
         # Keras may trace a step several times.
         if self._log.is_new(str(error)) and comm.rank() == 0:
             warnings.warn(
