@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_dist import comm
 from keras_dist.optimizer import step_context
 from keras_dist.training.build import restoring_generators
 from keras_dist.training.loss_kind.probe import (
@@ -79,11 +80,10 @@ def of_all_ranks(fraction: Callable[[], Any]) -> Callable[[Any, Kind], Any]:
     """
 
     def total(scalar: Any, kind: Kind) -> Any:
-        context = step_context.current()
-        own = context.counted(tf.cast(scalar, tf.float64))
+        own = step_context.current().counted(tf.cast(scalar, tf.float64))
         if kind is Kind.MEAN:
             own *= fraction()
-        return context.total(own, purpose="losses")
+        return comm.total(own, purpose="losses")
 
     return total
 
