@@ -105,8 +105,6 @@ if not _missing and not _is_command:
     del prepare, saving, tensorflow
 
     if TYPE_CHECKING:
-        from keras_dist import ray as ray
-        from keras_dist import spark as spark
         from keras_dist import tune as tune
         from keras_dist.launch.function import run
     else:  # a type checker would take any name
@@ -115,12 +113,12 @@ if not _missing and not _is_command:
             # Few ranks need them, and they take 30 ms.
             if name == "run":
                 return importlib.import_module("keras_dist.launch.function").run
-            if name in ("ray", "spark", "tune"):
+            if name == "tune":
                 return importlib.import_module(f"keras_dist.{name}")
             raise AttributeError(f"module 'keras_dist' has no attribute {name!r}")
 
         def __dir__() -> list[str]:
-            return sorted({*globals(), *__all__, "ray", "spark", "tune"})
+            return sorted({*globals(), *__all__, "tune"})
 elif _missing and not TYPE_CHECKING:  # a type checker would take any name
     # `keras-dist install-horovod` must start here too, and print what it needs.
     def __getattr__(name: str) -> Any:

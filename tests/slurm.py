@@ -102,7 +102,11 @@ class Slurm:
     names = ("n1", "n2")
 
     def __init__(self, config: Path) -> None:
-        self._env = {"SLURM_CONF": str(config), "PYTHONPATH": PYTHONPATH}
+        self._env = {
+            "SLURM_CONF": str(config),
+            "PYTHONPATH": PYTHONPATH,
+            "KERAS_DIST_SECRET": "a secret of these tests",
+        }
 
     def start(self, *words: object, **variables: str) -> "subprocess.Popen[bytes]":
         """Start a command that knows this SLURM."""

@@ -32,8 +32,6 @@ LAYERS = {
     "checkpoint": 7,
     "fit": 8,
     "horovod": 9,
-    "ray": 9,
-    "spark": 9,
     "tune": 9,
     "tools": 9,
     "__init__": 10,

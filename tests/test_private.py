@@ -17,11 +17,10 @@ PACKAGE = Path(keras_dist.__file__).parent
 FILE = Path(private.__file__)
 FILES = sorted(set(PACKAGE.rglob("*.py")) - {FILE})
 
-# Attributes of Python's own modules, and of pyspark.
+# Attributes of Python's own modules.
 OTHERS = {
     "argparse._SubParsersAction",
     "known._actions",  # of an `ArgumentParser`
-    "pyspark.SparkContext._active_spark_context",
     "sys._current_frames",
 }
 

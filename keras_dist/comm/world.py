@@ -179,7 +179,7 @@ def check_not_stranded(environ: Mapping[str, str] | None = None) -> None:
             "Several tasks were started, and nobody says how they meet: each would "
             f"train alone, and write the same files. Received: {found}. Start the "
             "ranks with `keras-dist run`, `horovodrun` or Open MPI's `mpirun`; under "
-            "SLURM without munge, set KERAS_DIST_SECRET for all tasks. If they are to "
+            "SLURM set KERAS_DIST_SECRET for all tasks. If they are to "
             "train side by side, remove these variables from their environment."
         )
 

@@ -19,8 +19,7 @@ Ways to start:
 - `ssh`: an agent on each host that is listed, or that a script names
 - `meeting`: the same command on each host, by hand or by a scheduler
 - `environments/`: what schedulers say in their variables
-- `slurm_task`, `munge`: tasks of SLURM that are ranks; its secret
-- `calls`, `call_agent`, `ray_actors`: a function on ranks of Ray and Spark
+- `slurm_task`: tasks of SLURM that are ranks
 
 The ranks of one host:
 
@@ -30,8 +29,6 @@ The ranks of one host:
 - `failures`: reports, which rank failed first, and the message for the user
 - `hosts`, `network`: which rank runs on which host; addresses of this host
 
-Beside the path: `tls` (encrypted connections to the store), `spares` (processes that
-wait for the next start), `mpi` and `mpi_ports` (ranks that find each other by MPI),
-`horovod_library` (what the installed Horovod was built with), and `monitor/`
-(where each rank is, and whether the job still makes progress).
+Beside the path: `horovod_library` (what the installed Horovod was built with) and
+`monitor/` (where each rank is, and whether the job still makes progress).
 """

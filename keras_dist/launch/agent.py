@@ -24,7 +24,6 @@ from keras_dist.launch.hosts import Member, Slot
 from keras_dist.launch.network import check_own_name, check_reach
 from keras_dist.launch.processes import stopped_by_signals
 from keras_dist.launch.ranks import Assignment, Command, run_ranks
-from keras_dist.launch.spares import Spares
 from keras_dist.launch.store import NONCE, StoreClient, secret_of_start, variables_of
 from keras_dist.version import __version__
 
@@ -79,7 +78,6 @@ class Agent:
         is_first: Whether the store runs in this process.
         timeout: Seconds to wait for the first start; but not where hosts come and go.
         stopped: Numbers of the signals that this process has received.
-        spares: Processes that become ranks at a start; `None` for none.
         name: Id of this agent; by default a random one.
     """
 
@@ -92,13 +90,11 @@ class Agent:
         is_first: bool,
         timeout: float,
         stopped: list[int],
-        spares: Spares | None = None,
         name: str = "",
     ) -> None:
         self.name = name or secrets.token_hex(8)
         self._store, self._secret, self._member = store, secret, member
         self._is_first, self._timeout, self._stopped = is_first, timeout, stopped
-        self._spares = spares
         # Addresses of this host, and of the first one as it is reached from here.
         self._address = self._reached = ""
         self._nonce: str | None = None
@@ -130,14 +126,8 @@ class Agent:
         self._store.put_surely(f"join.{self.name}", dataclasses.asdict(member))
         return True
 
-    def cut(self, *, is_told: bool = False) -> None:
-        """End the ranks, and follow no more orders: what has started it is gone.
-
-        Args:
-            is_told: Whether to let the coordinator know, which may still be there.
-        """
-        if is_told:
-            self._store.put(f"cut.{self.name}", True)
+    def cut(self) -> None:
+        """End the ranks, and follow no more orders: what has started it is gone."""
         self._is_cut.set()
 
     def follow(self, command: Command, job: str) -> int:
@@ -228,14 +218,12 @@ class Agent:
             own = order["reached"]  # as the others see this host
         assignment = Assignment(
             slots=[Slot(**slot) for slot in order["slots"]],
-            store=variables_of(*self._store.for_ranks(self._reached), secret),
+            store=variables_of(self._reached, self._store.port, secret),
             secret=secret,
             restart=order["start"],
             seed=order["seed"],
             has_peers=True,
         )
-        if self._spares is not None:
-            self._spares.is_start_near = False  # it is here
         stops: list[int] = []
         is_over = threading.Event()
         watch = threading.Thread(target=self._watch, args=[stops, is_over], daemon=True)
@@ -243,14 +231,7 @@ class Agent:
         try:
             if not horovod_library.uses_named_network():
                 check_own_name(own)
-            return run_ranks(
-                command,
-                assignment,
-                job,
-                address=own,
-                stopped=stops,
-                spares=self._spares,
-            )
+            return run_ranks(command, assignment, job, address=own, stopped=stops)
         except (OSError, RuntimeError, ValueError) as error:
             return Report(error=str(error))
         finally:
@@ -267,8 +248,6 @@ class Agent:
                 stops.append(self._stopped[0])
             elif any(each.is_set() for each in gone):
                 stops.append(signal.SIGHUP)
-            elif order["do"] == "run" and self._spares is not None:
-                self._spares.is_start_near = order.get("is_start_near", False)
             elif order["do"] == "save":
                 stops.append(signal.SIGTERM)
             elif order["do"] != "run":
@@ -287,7 +266,6 @@ class Header:
     Args:
         address: Address of the launcher's host.
         port: Port of its store.
-        digest: Certificate of the store; empty without TLS.
         secret: Secret of the job.
         name: Id of the agent.
         host: Name of its host, as the user has named it.
@@ -296,12 +274,10 @@ class Header:
         job: Id of the agent's processes.
         folder: The folder in which the ranks run.
         command: The command that they run.
-        number: Number of the host; -1 for the order in which the hosts are named.
     """
 
     address: str
     port: int
-    digest: str
     secret: str
     name: str
     host: str
@@ -310,7 +286,6 @@ class Header:
     job: str
     folder: str
     command: Command
-    number: int = -1
 
     def line(self) -> bytes:
         """Return the header as a line of JSON."""
@@ -380,18 +355,12 @@ def agent_of(header: Header, stopped: list[int]) -> Agent:
         stopped: Numbers of the signals that this process has received.
     """
     return Agent(
-        StoreClient(
-            header.address,
-            header.port,
-            header.secret,
-            has_tls=bool(header.digest),
-            digest=header.digest,
-        ),
+        StoreClient(header.address, header.port, header.secret),
         header.secret,
         Member(
             host=header.host,
             num_ranks=1,  # whoever has started it knows how many
-            number=None if header.number < 0 else header.number,
+            number=None,
             num_hosts=header.most,
             version=__version__,
             is_quiet=True,

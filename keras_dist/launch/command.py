@@ -1,21 +1,15 @@
 """The command `keras-dist run`: its options, and which way starts the job."""
 
 import argparse
-import importlib.util
-import json
 import os
 import shlex
-import sys
-from collections.abc import Mapping
 from dataclasses import replace
 
 from keras_dist.launch import environments, slurm_task
 from keras_dist.launch.agent import serve
-from keras_dist.launch.call_agent import serve_call
 from keras_dist.launch.coordinator import Plan
 from keras_dist.launch.environments import Environment
 from keras_dist.launch.failures import print_message
-from keras_dist.launch.horovod_library import TRANSPORTS, transport_of
 from keras_dist.launch.hosts import (
     host_range,
     hosts_in,
@@ -33,9 +27,8 @@ from keras_dist.launch.meeting import (
     run_meeting,
     secret_in,
 )
-from keras_dist.launch.monitor.rank_process import DEBUG, end_with
+from keras_dist.launch.monitor.rank_process import end_with
 from keras_dist.launch.monitor.watchdog import VARIABLE, limit_of
-from keras_dist.launch.processes import SAVED
 from keras_dist.launch.ranks import Command, command_of, connect_timeout, dry_run_text
 from keras_dist.launch.restarts import NNODES, RESTARTS, begin_text
 from keras_dist.launch.signing import VARIABLE as SECRET
@@ -57,12 +50,6 @@ def add_where(command: argparse.ArgumentParser) -> None:
     )
     add_hosts(command)
     _add_meeting(command)
-    command.add_argument(
-        "--tls",
-        action="store_true",
-        help="between hosts, encrypt what goes to the job's store and comes from it; "
-        "what the ranks send each other is not encrypted",
-    )
 
 
 def add_hosts(command: argparse.ArgumentParser) -> None:
@@ -131,36 +118,8 @@ def _add_meeting(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_spare(command: argparse.ArgumentParser) -> None:
-    """Return the option for processes that wait for the next start."""
-    command.add_argument(
-        "--spare",
-        action="store_true",
-        help="for each rank, keep a spare process with TensorFlow already imported, "
-        "so that a start after a failure is quicker; with -np, --rdzv and SLURM",
-    )
-
-
-def _add_transport(command: argparse.ArgumentParser) -> None:
-    """Return the option that says how ranks exchange tensors."""
-    command.add_argument(
-        "--transport",
-        choices=TRANSPORTS,
-        default="auto",
-        help="what carries tensors (default: auto: NCCL between GPUs, and MPI between "
-        "ranks of one machine with a core for each, where Horovod was built with them; "
-        "else Gloo)",
-    )
-
-
 def add_limits(command: argparse.ArgumentParser) -> None:
     """Options for restarts and limits."""
-    command.add_argument(
-        "--requeue",
-        action="store_true",
-        help="under SLURM: start the job again when SIGTERM or SIGUSR1 has ended it, "
-        "and all ranks have saved",
-    )
     command.add_argument(
         "--restarts",
         "--max-restarts",
@@ -200,16 +159,7 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         metavar="DIR",
         help="write the output of rank K to DIR/rank.K.log; the screen shows rank 0",
     )
-    _add_transport(command)
     add_limits(command)
-    _add_spare(command)
-    command.add_argument(
-        "--debug",
-        metavar="RANK[:PORT]",
-        help="stop one rank in the first line of the script, with pdb on this "
-        "terminal; with a port, let it wait there for a client of debugpy, such as VS "
-        "Code. The others wait for it, without limits. On this host alone",
-    )
     command.add_argument(
         "--dry-run",
         action="store_true",
@@ -228,9 +178,6 @@ def _add_inner(commands: argparse._SubParsersAction) -> None:
     """Add the commands that only keras_dist calls; without a help they are hidden."""
     agent = commands.add_parser("host-agent")  # what `run` starts on other hosts
     agent.set_defaults(run=lambda options: serve())
-    agent = commands.add_parser("call-agent")  # what `keras_dist.ray` and `spark` start
-    agent.add_argument("descriptor", type=int, help=argparse.SUPPRESS)
-    agent.set_defaults(run=lambda options: serve_call(options.descriptor))
     task = commands.add_parser("slurm-task")  # what tasks of `srun` start
     task.set_defaults(run=lambda options: slurm_task.serve())
 
@@ -248,92 +195,29 @@ def _run(options: argparse.Namespace) -> int:
         )
     environment = _environment(options)
     is_elastic = _is_elastic_by_ssh(options)
-    if options.spare and (is_elastic or options.hosts or options.hostfile):
-        raise ValueError(
-            "`--spare` needs commands that stay from start to start, and those that "
-            "ssh starts do not. Received: --spare, and hosts for ssh. Start the hosts "
-            "by `--nnodes` and `--rdzv`."
-        )
     is_meeting = options.rdzv is not None or options.nnodes is not None
     hosts: dict[str, int] = {}
-    if environment is not None and environment.hosts is not None:
-        hosts = _hosts_in(environment.hosts, options.np)
-    elif environment is None and not (is_meeting or is_elastic):
+    if environment is None and not (is_meeting or is_elastic):
         hosts = dict(hosts_of(_named_hosts(options), options.np))
-    command = _command(words, hosts, options)
-    if options.debug is not None:
-        command = _debugged(command, hosts, options)
+    command = _command(words, options)
     if options.dry_run:
         print(dry_run_text(command, hosts))
         return 0
     if is_elastic:
         return _run_elastic(command, options)
-    if environment is not None and not hosts:
+    if environment is not None:
         return _run_in(environment, command, options)
     if is_meeting:
         return run_meeting(*_with_restarts(command, _meeting(options), options))
     return _run_on(hosts, command, options)
 
 
-def _command(
-    words: list[str], hosts: dict[str, int], options: argparse.Namespace
-) -> Command:
+def _command(words: list[str], options: argparse.Namespace) -> Command:
     environment = connect_timeout()
     if options.stall_limit is not None:
         environment[VARIABLE] = str(limit_of(options.stall_limit))
     kind, words = ("module", words) if options.module else command_of(words)
-    transport = transport_of(
-        options.transport,
-        is_one_host=bool(hosts) and all(is_here(host) for host in hosts),
-        num_ranks=sum(hosts.values()),
-    )
-    return Command(
-        kind=kind,
-        words=words,
-        environment=environment,
-        log_dir=options.log_dir,
-        transport=transport,
-        may_use_gloo=options.transport == "auto",
-    )
-
-
-def _debugged(
-    command: Command, hosts: dict[str, int], options: argparse.Namespace
-) -> Command:
-    """Let one rank be debugged, and all others wait as long as that takes."""
-    rank, _, port = options.debug.partition(":")
-    count = sum(hosts.values()) if all(is_here(host) for host in hosts) else 0
-    is_number = rank.isdecimal() and (port.isdecimal() or not options.debug.count(":"))
-    if not is_number or not int(rank) < count or command.kind == "program":
-        raise ValueError(
-            "`--debug` names a rank of this host that runs Python, and perhaps a port. "
-            f"Received: --debug {options.debug}, {count} ranks here, and a "
-            f"{command.kind}. For example: keras-dist run -np 2 --debug 1 script.py"
-        )
-    given: dict[str, object] = {"rank": int(rank)}
-    if port:
-        given["port"] = int(port)
-        if importlib.util.find_spec("debugpy") is None:
-            raise ValueError(
-                "`--debug RANK:PORT` needs debugpy, which is not installed. Received: "
-                f"--debug {options.debug}. Run: pip install debugpy"
-            )
-    elif sys.stdin.isatty():
-        given["terminal"] = os.ttyname(sys.stdin.fileno())
-    else:
-        raise ValueError(
-            "`--debug RANK` needs a terminal for pdb. Received: "
-            f"--debug {options.debug}, and an input that is none. Start it on a "
-            "terminal, or pass a port for debugpy."
-        )
-    without_limits = {
-        DEBUG: json.dumps(given),
-        VARIABLE: "0",
-        "HOROVOD_STALL_CHECK_DISABLE": "1",
-        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(7 * 24 * 3600),
-    }
-    environment = {**command.environment, **without_limits}
-    return replace(command, environment=environment)
+    return Command(kind, words, environment, options.log_dir)
 
 
 def _environment(options: argparse.Namespace) -> Environment | None:
@@ -347,26 +231,7 @@ def _environment(options: argparse.Namespace) -> Environment | None:
     )
     is_inner = options.with_parent is not None or "HOROVOD_RANK" in os.environ
     is_named = is_inner or ways.count(None) < len(ways)
-    found = None if is_named else environments.detect()
-    if options.requeue and not (found and found.can_requeue):
-        raise ValueError(
-            "`--requeue` is for jobs of SLURM. Received: --requeue, and no variables "
-            "of a step. For example: srun keras-dist run --requeue script.py"
-        )
-    return found
-
-
-def _hosts_in(hosts: Mapping[str, int], num_ranks: int | None) -> dict[str, int]:
-    """Return the ranks of each host that a scheduler names: its GPUs, or its slots."""
-    first, own = next(iter(hosts)), os.uname().nodename
-    if first.partition(".")[0] == own.partition(".")[0]:  # it needs no ssh
-        hosts = {own if name == first else name: n for name, n in hosts.items()}
-    if len(hosts) == 1 and num_ranks is not None:
-        return {own: num_ranks}
-    if num_ranks is None and (count := num_gpus()):
-        return dict.fromkeys(hosts, count)
-    named = ",".join(f"{host}:{slots}" for host, slots in hosts.items())
-    return dict(hosts_of(named, num_ranks))
+    return None if is_named else environments.detect()
 
 
 def _run_on(
@@ -380,7 +245,7 @@ def _run_on(
         shown = {"localhost": count} if is_local else hosts
         print_message(begin_text(shown, is_importing=imports))
     if is_local:
-        return run_locally(command, count, restarts=restarts, has_spares=options.spare)
+        return run_locally(command, count, restarts=restarts)
     plan = Plan(
         num_hosts=len(hosts),
         restarts=restarts,
@@ -392,7 +257,7 @@ def _run_on(
 
 
 def _ssh(options: argparse.Namespace) -> Ssh:
-    return Ssh(shlex.split(options.ssh), options.address, has_tls=options.tls)
+    return Ssh(shlex.split(options.ssh), options.address)
 
 
 def _is_elastic_by_ssh(options: argparse.Namespace) -> bool:
@@ -438,13 +303,9 @@ def _run_in(
         secret=secret_in(options.secret_file),
         timeout=options.rdzv_timeout,
     )
-    meeting = replace(meeting, has_tls=options.tls, has_spares=options.spare)
     if options.nnodes is not None:
         meeting = _with_least(meeting, *host_range(options.nnodes))
-    code = run_meeting(*_with_restarts(command, meeting, options))
-    if code == SAVED and options.requeue and environment.host_number == 0:
-        environment.requeue()
-    return code
+    return run_meeting(*_with_restarts(command, meeting, options))
 
 
 def _with_least(meeting: Meeting, least: int, most: int) -> Meeting:
@@ -504,8 +365,6 @@ def _meeting(options: argparse.Namespace) -> Meeting:
         num_ranks=(num_gpus() or 1) if options.np is None else options.np,
         secret=secret_in(options.secret_file),
         number=options.node_rank,
-        has_tls=options.tls,
-        has_spares=options.spare,
     )
 
 

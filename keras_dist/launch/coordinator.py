@@ -13,7 +13,6 @@ from keras_dist.launch.failures import (
     Report,
     blamed,
     ended_on_request,
-    first_of,
     print_message,
     ranks_in_words,
     verdict,
@@ -44,7 +43,6 @@ class Plan:
         min_hosts: Number of hosts, at least; `None` for as many as at most.
         settle: Seconds for which a job that has enough hosts waits for one more.
         is_announced: Whether the user was told already what is started.
-        is_raised: Whether the caller gets a failure as an error, and it is not printed.
     """
 
     num_hosts: int
@@ -56,7 +54,6 @@ class Plan:
     min_hosts: int | None = None
     settle: float = SETTLE_SECONDS
     is_announced: bool = False
-    is_raised: bool = False
 
     @property
     def least(self) -> int:
@@ -81,7 +78,6 @@ class End:
         failed: The host that has failed; empty if it is not known.
         is_change: Whether nothing has failed, and the next start has other hosts.
         why: In a few words, what has happened.
-        rank: The rank that failed first; `None` if the cause is not in a rank.
     """
 
     code: int
@@ -91,7 +87,6 @@ class End:
     failed: str = ""
     is_change: bool = False
     why: str = ""
-    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -190,7 +185,7 @@ class Coordinator:
                 self._announce(end, now, before)
                 before = now
                 end = self._start(found)
-            if end.text and not self._plan.is_raised:
+            if end.text:
                 print_message(end.text)
             if not end.code or end.is_stopped or not self._has_another(end):
                 return end
@@ -267,15 +262,12 @@ class Coordinator:
         failed, why = blamed(reports, by_rank) or (
             (cause[0], cause[3]) if cause else ("", "")
         )
-        failures = first_of([each for report in reports for each in report.failures])
-        is_rank = bool(failures) and not (cause and failures[0].is_secondary)
         return End(
             code,
             text,
             is_host_lost=bool(unknown),
             failed=failed,
             why=why,
-            rank=failures[0].rank if is_rank else None,
         )
 
     def _stopped_end(self, reports: Mapping[str, Report], num_hosts: int) -> End | None:

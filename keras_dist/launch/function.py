@@ -1,6 +1,5 @@
 """`keras_dist.run`: call a function on many ranks, from Python."""
 
-import contextlib
 import importlib
 import os
 import pickle
@@ -12,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-# Files of a call: function and arguments; what a rank returned, or its error.
-CALL, _RESULT, _ERROR = "call.pickle", "result.{rank}.pickle", "error.{rank}.pickle"
+# Files of a call: function and arguments; what a rank returned.
+CALL, _RESULT = "call.pickle", "result.{rank}.pickle"
 
 # What cloudpickle writes in place of the file of a function.
 _DYNAMIC = "<dynamic-code>"
@@ -124,18 +123,6 @@ def _result(folder: str, rank: int) -> Any:
     return pickle.loads(path.read_bytes())
 
 
-def outcome_in(folder: Path) -> bytes:
-    """Return what the rank of a folder returned, or else its error, pickled.
-
-    Args:
-        folder: The folder of the call, of one rank alone; it may have written neither.
-    """
-    for name in (_RESULT, _ERROR):
-        for path in folder.glob(name.format(rank="*")):
-            return path.read_bytes()
-    return b""
-
-
 def call_and_keep(folder: str, rank: int) -> None:
     """On a rank, call the function of `run`, and write what it returned to a file.
 
@@ -143,16 +130,13 @@ def call_and_keep(folder: str, rank: int) -> None:
         folder: The folder of `run`, with the pickled function and arguments.
         rank: This rank.
     """
-    try:
-        content = (Path(folder) / CALL).read_bytes()
-        function, args, kwargs, file = pickle.loads(content)
-        _name_source(function, file)
-        value = _pickled(function(*args, **kwargs))
-    except Exception as error:
-        with contextlib.suppress(Exception):  # not every error can be pickled
-            _write(Path(folder) / _ERROR.format(rank=rank), _pickled(error))
-        raise
-    _write(Path(folder) / _RESULT.format(rank=rank), value)
+    function, args, kwargs, file = pickle.loads((Path(folder) / CALL).read_bytes())
+    _name_source(function, file)
+    value = _pickled(function(*args, **kwargs))
+    path = Path(folder) / _RESULT.format(rank=rank)
+    draft = path.with_suffix(".draft")
+    draft.write_bytes(value)
+    draft.replace(path)
 
 
 def _name_source(function: Any, file: str | None) -> None:
@@ -176,9 +160,3 @@ def _name_source(function: Any, file: str | None) -> None:
         )
         if file is not None and is_sent and isinstance(found, types.FunctionType):
             found.__code__ = named(found.__code__)
-
-
-def _write(path: Path, data: bytes) -> None:
-    draft = path.with_suffix(".draft")
-    draft.write_bytes(data)
-    draft.replace(path)

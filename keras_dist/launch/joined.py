@@ -50,8 +50,7 @@ _LONGEST_LOOK = 5.0
 # may save before.
 _STOP_SECONDS, _SAVE_SECONDS = LOST_SECONDS + 2, 45.0
 
-# Seconds of silence after which a host is lost where all others have ended already;
-# and after which the others prepare for a start without it.
+# Seconds of silence after which a host is lost where all others have ended already.
 _SILENT_SECONDS = 5.0
 
 # Seconds for which the store stays until all hosts have seen the end.
@@ -110,12 +109,6 @@ class Starter:
     support another system, override what it can do or knows.
     """
 
-    # Whether a host that fails often is left out for a while.
-    may_exclude = True
-
-    def begin_wait(self) -> None:
-        """Prepare for the next start."""
-
     def look(self, joined: Collection[str], *, is_between_starts: bool) -> None:
         """Start agents that are missing, and note those that have ended.
 
@@ -153,25 +146,12 @@ class Starter:
         """Return the exit codes of agents that have ended, by their ids."""
         return {}
 
-    def cut(self, name: str) -> None:
-        """Note that what has started an agent has ended, as the agent says."""
-
-    def lost_text(
-        self, name: str, host: str, ranks: Sequence[int], seconds: float
-    ) -> str:
-        """Describe an agent that has not answered for so long."""
-        return lost_text(host, ranks, seconds)
-
     def ended_text(self, name: str, host: str, ranks: Sequence[int], code: int) -> str:
         """Describe an agent that has ended while its ranks ran."""
         return (
             f"the agent on {host} was killed, or the connection to it was lost, while "
             f"{ranks_in_words(ranks)} ran: exit code {code}."
         )
-
-    def late_text(self, missing: str, seconds: float) -> str | None:
-        """Return the error where too few hosts come in time; `None` for the usual."""
-        return None
 
     def waits(self) -> bool | None:
         """Return whether more hosts will soon be there; `None` if nobody knows."""
@@ -220,7 +200,6 @@ class JoinedHosts(Hosts):
         stopped: Sequence[int] = (),
     ) -> None:
         self.values = OwnStoreClient(store, secret)
-        self.by_rank: dict[int, str] = {}  # the host of each rank of this start
         self.left_out = LeftOut()
         self._store, self._secret, self._plan = store, secret, plan
         self._first, self._stopped = first, stopped
@@ -235,7 +214,6 @@ class JoinedHosts(Hosts):
         self._came = self._looked = 0.0
 
     def wait(self) -> dict[str, Member] | End | None:
-        self._starter.begin_wait()
         begin = said = time.monotonic()
         while not self.stopped():
             self._starter.look(self._known, is_between_starts=True)
@@ -254,8 +232,7 @@ class JoinedHosts(Hosts):
                 self._take_back()
             text = self._missing(members, numbers)
             if now - begin > self._plan.timeout and is_short:
-                own = self._starter.late_text(text, self._plan.timeout)
-                raise TimeoutError(own or self._late_text(text))
+                raise TimeoutError(self._late_text(text))
             if now - said > _SAY_SECONDS:
                 said = now
                 print_message(f"keras-dist: waiting for hosts: {text}.")
@@ -290,7 +267,6 @@ class JoinedHosts(Hosts):
             name: [slot.rank for slot in own]
             for name, own in zip(members, slots, strict=True)
         }
-        self.by_rank = {rank: name for name, own in ranks.items() for rank in own}
         return self._watch(ranks, start)
 
     def stopped(self) -> list[tuple[str, int]]:
@@ -302,8 +278,7 @@ class JoinedHosts(Hosts):
 
     def exclude(self, host: str) -> None:
         first = self._host_of(self._first) if self._first else ""
-        may_exclude = self._starter.may_exclude and host != first
-        if may_exclude and self.left_out.add(host):
+        if host != first and self.left_out.add(host):
             print_message(left_out_text(host))
 
     def send_end(self, end: End) -> None:
@@ -341,8 +316,6 @@ class JoinedHosts(Hosts):
         while silent := [n for n in names if n not in reports and n not in lost]:
             self._starter.pause(_TICK)
             self._starter.look(self._known, is_between_starts=False)
-            for name in self.values.of_kind("cut"):
-                self._starter.cut(name)
             codes = self._starter.ended()
             reports |= self._new_reports(silent, start)
             silent = [name for name in silent if name not in reports]
@@ -352,13 +325,11 @@ class JoinedHosts(Hosts):
                     text = self._starter.ended_text(name, host, ranks[name], code)
                     lost[name] = text, code or 1
             has_looked = self._look()
-            if has_looked and ending is None:
-                self._prepare(names)
             has_failures = any(report.code for report in reports.values())
             is_over = self._plan.is_elastic and has_failures
             for name, seconds in self._newly_lost(silent, is_over=is_over).items():
                 host = self._host_of(name)
-                text = self._starter.lost_text(name, host, ranks[name], seconds)
+                text = lost_text(host, ranks[name], seconds)
                 lost.setdefault(name, (text, 1))
             stops = [number for _, number in self.stopped()]
             is_failed = bool(stops or lost) or has_failures
@@ -410,16 +381,6 @@ class JoinedHosts(Hosts):
         found = self._presence.lost(names, seconds)
         self._lost |= set(found)
         return dict.fromkeys(found, seconds)
-
-    def _prepare(self, names: Sequence[str]) -> None:
-        """While one of these hosts is silent, let them prepare for another start."""
-        if not self._plan.is_elastic:
-            return
-        is_near = bool(self._presence.lost(names, _SILENT_SECONDS))
-        orders = {name: self.values.get(f"order.{name}") or {} for name in names}
-        if orders[names[0]].get("is_start_near", False) != is_near:
-            for name, order in orders.items():
-                self._order(name, **order | {"is_start_near": is_near})
 
     def _leaving_text(self) -> str:
         """Return the hosts of the start that a signal asks to leave, in words."""

@@ -9,14 +9,11 @@ from keras_dist.launch.coordinator import Hosts, Plan, Seen, run_job
 from keras_dist.launch.hosts import LOOPBACK, Member, Slot
 from keras_dist.launch.processes import stopped_by_signals
 from keras_dist.launch.ranks import Assignment, Command, run_ranks, seed_of
-from keras_dist.launch.spares import Spares
 from keras_dist.launch.store import Store, secret_of_start
 from keras_dist.version import __version__
 
 
-def run_locally(
-    command: Command, num_ranks: int, *, restarts: int, has_spares: bool = False
-) -> int:
+def run_locally(command: Command, num_ranks: int, *, restarts: int) -> int:
     """Run a command on all ranks, and end every process that they have started.
 
     It installs signal handlers, so call it from the main thread of a process that does
@@ -26,7 +23,6 @@ def run_locally(
         command: The command that every rank runs.
         num_ranks: Number of ranks.
         restarts: The largest number of restarts after failures.
-        has_spares: Whether to keep processes for the next start.
 
     Returns:
         The exit code: 0, or that of the rank that failed first, or 128 + the number of
@@ -44,7 +40,7 @@ def run_locally(
     job = secrets.token_hex(8)
     # The reaper is forked, so before the first thread.
     with processes.reaper(job), stopped_by_signals() as stopped:
-        host = LocalHost(command, num_ranks, job, stopped, has_spares=has_spares)
+        host = LocalHost(command, num_ranks, job, stopped)
         with contextlib.closing(host.store):
             plan = Plan(num_hosts=1, restarts=restarts, is_announced=True)
             return run_job(host, plan).code
@@ -58,23 +54,15 @@ class LocalHost(Hosts):
         num_ranks: Number of ranks.
         job: Id of the job.
         stopped: Numbers of the signals that this process has received.
-        has_spares: Whether to keep processes for the next start.
     """
 
     is_local = True
 
     def __init__(
-        self,
-        command: Command,
-        num_ranks: int,
-        job: str,
-        stopped: list[int],
-        *,
-        has_spares: bool,
+        self, command: Command, num_ranks: int, job: str, stopped: list[int]
     ) -> None:
         self._command, self._job, self._stopped = command, job, stopped
         self._host = Member("localhost", num_ranks, 0, 1, __version__)
-        self._spares = Spares() if has_spares else None
         self._secret = secrets.token_hex(16)
         self.store = Store()
 
@@ -102,6 +90,5 @@ class LocalHost(Hosts):
             self._job,
             address=LOOPBACK,
             stopped=self._stopped,
-            spares=self._spares,
         )
         return Seen({"": report})

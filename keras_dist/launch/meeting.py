@@ -8,10 +8,10 @@ import stat
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from signal import Signals
 
-from keras_dist.launch import munge, processes
+from keras_dist.launch import processes
 from keras_dist.launch.agent import Agent
 from keras_dist.launch.coordinator import Plan, run_job
 from keras_dist.launch.environments import Environment
@@ -28,7 +28,6 @@ from keras_dist.launch.network import EVERYWHERE, has_only_ipv6, is_loopback
 from keras_dist.launch.processes import stopped_by_signals
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.signing import VARIABLE as SECRET
-from keras_dist.launch.spares import Spares
 from keras_dist.launch.store import Store, StoreClient
 from keras_dist.version import __version__
 
@@ -50,10 +49,7 @@ class Meeting:
             first host. Without a number it is the one that has the address.
         host: Name of this host.
         is_quiet: Whether all hosts print to one screen.
-        has_munge: Whether the first host passes the secret by munge.
         signals: Signals that stop the job beside Ctrl-C, SIGTERM and SIGHUP.
-        has_tls: Whether the others reach the store by TLS.
-        has_spares: Whether this host keeps processes for the next start.
     """
 
     address: str
@@ -64,10 +60,7 @@ class Meeting:
     number: int | None = None
     host: str = socket.gethostname()
     is_quiet: bool = False
-    has_munge: bool = False
     signals: Sequence[Signals] = ()
-    has_tls: bool = False
-    has_spares: bool = False
 
 
 def meeting_in(
@@ -83,7 +76,7 @@ def meeting_in(
         environment: The environment, which starts this command on each host.
         num_ranks: Number of ranks of each host; `None` for what the environment says,
             or one for each GPU, or one.
-        secret: Secret of the job; empty for one that the environment passes.
+        secret: Secret of the job.
         timeout: Seconds to wait for the other hosts.
     """
     address, port = environment.first_host, environment.port
@@ -104,7 +97,6 @@ def meeting_in(
         number=environment.host_number,
         host=environment.host_name,
         is_quiet=environment.is_quiet,
-        has_munge=environment.has_munge and not secret,
         signals=environment.signals,
     )
 
@@ -129,8 +121,7 @@ def check(meeting: Meeting) -> None:
             "Hosts are numbered from 0 to one less than `--nnodes`. Received: "
             f"--node-rank {number} --nnodes {nnodes}"
         )
-    by_munge = meeting.has_munge and not meeting.has_tls
-    is_open = not (is_loopback(meeting.address) or by_munge)
+    is_open = not is_loopback(meeting.address)
     if len(meeting.secret) < _SHORTEST_SECRET and is_open:
         received = f"{len(meeting.secret)} characters" if meeting.secret else "none"
         raise ValueError(
@@ -207,12 +198,12 @@ def run_meeting(command: Command, meeting: Meeting) -> int:
     with processes.reaper(job), stopped_by_signals(*meeting.signals) as stopped:
         store, address = store_if_first(meeting, stopped)
         try:
-            secret = secret_of(meeting, store, address, stopped)
-            meeting = replace(meeting, secret=secret)
             agent = _agent(meeting, address, stopped, is_first=store is not None)
             coordinator = None
             if store is not None:  # the ranks need the main thread
-                hosts = JoinedHosts(store, secret, meeting.plan, first=agent.name)
+                hosts = JoinedHosts(
+                    store, meeting.secret, meeting.plan, first=agent.name
+                )
                 coordinator = threading.Thread(
                     target=run_job, args=[hosts, meeting.plan], daemon=True
                 )
@@ -231,10 +222,6 @@ def run_meeting(command: Command, meeting: Meeting) -> int:
 def _agent(
     meeting: Meeting, address: str, stopped: list[int], *, is_first: bool
 ) -> Agent:
-    spares = None
-    if meeting.has_spares or meeting.plan.is_elastic:
-        # Where hosts come and go, some are started while one of them is silent.
-        spares = Spares(is_lasting=meeting.has_spares)
     member = Member(
         host=meeting.host,
         num_ranks=meeting.num_ranks,
@@ -245,41 +232,13 @@ def _agent(
         min_hosts=meeting.plan.min_hosts,
     )
     return Agent(
-        StoreClient(address, meeting.port, meeting.secret, has_tls=meeting.has_tls),
+        StoreClient(address, meeting.port, meeting.secret),
         meeting.secret,
         member,
         is_first=is_first,
         timeout=meeting.plan.timeout,
         stopped=stopped,
-        spares=spares,
     )
-
-
-def secret_of(
-    meeting: Meeting,
-    store: Store | None,
-    address: str,
-    stopped: Sequence[int] = (),
-) -> str:
-    """Return the secret of the job; under SLURM the first host passes one by munge.
-
-    Args:
-        meeting: Where the hosts meet.
-        store: The store, on the first host.
-        address: Address of the first host.
-        stopped: The wait for it ends as soon as this list is not empty.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    if meeting.secret or meeting.has_tls or not meeting.has_munge:
-        return meeting.secret
-    if store is None:
-        wait = meeting.plan.timeout
-        return munge.received(address, meeting.port, timeout=wait, stopped=stopped)
-    secret = secrets.token_hex(16)
-    store.publish(munge.PATH, lambda: munge.credential(secret))
-    return secret
 
 
 def store_if_first(
@@ -312,7 +271,7 @@ def store_if_first(
         # Debian's own name, which the others know by another address.
         address = EVERYWHERE
     try:
-        return _listening(meeting, address), _reached(address)
+        return Store(address, meeting.port), _reached(address)
     except OSError as error:
         if meeting.number is None and error.errno in (
             errno.EADDRNOTAVAIL,  # not an address of this host
@@ -320,16 +279,11 @@ def store_if_first(
         ):
             return None, meeting.address
         if error.errno == errno.EADDRNOTAVAIL:  # the others reach it by another one
-            return _listening(meeting, EVERYWHERE), LOOPBACK
+            return Store(EVERYWHERE, meeting.port), LOOPBACK
         raise OSError(
             f"The job's store cannot listen at {address}:{meeting.port}. "
             f"Received: {error}. Name another port by `--rdzv`, the same on all hosts."
         ) from error
-
-
-def _listening(meeting: Meeting, address: str) -> Store:
-    secret, has_tls = meeting.secret, meeting.has_tls
-    return Store(address, meeting.port, has_tls=has_tls, proof_secret=secret)
 
 
 def _reached(address: str) -> str:

@@ -8,7 +8,7 @@ import signal
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1
 from types import FrameType
@@ -21,9 +21,6 @@ _STOPS, _SAVES = (SIGINT, SIGTERM, SIGHUP), (SIGTERM, SIGUSR1)
 # Seconds to wait after SIGTERM before SIGKILL, and after SIGKILL.
 _TERM_SECONDS = 2.0
 _KILL_SECONDS = 5.0
-
-# Files here are not written to a disk.
-SHARED_MEMORY = Path("/dev/shm")
 
 # Files that a small job has open.
 _FEW_FILES = 256
@@ -42,17 +39,15 @@ def mark(job: str) -> str:
     return f"KERAS_DIST_JOB_{job}"
 
 
-def make_folder(job: str, parent: Path | None = None) -> Path:
+def make_folder(job: str) -> Path:
     """Make a folder for files of a job, which only this user can read.
 
     It is removed by `Ranks.end`, or by the reaper if this process is killed.
 
     Args:
         job: Id of the job.
-        parent: The folder in which it is made, by default that for temporary files;
-            `SHARED_MEMORY` for files that only memory holds.
     """
-    return Path(tempfile.mkdtemp(prefix=_prefix(job), dir=parent))
+    return Path(tempfile.mkdtemp(prefix=_prefix(job)))
 
 
 def lasting_folder(job: str) -> Path | None:
@@ -128,7 +123,6 @@ def end(
     *,
     is_urgent: bool = False,
     seconds: float = _TERM_SECONDS,
-    keep: Collection[int] = (),
     wait: Callable[[float], object] = time.sleep,
 ) -> None:
     """End all processes of a job, and wait until they have ended.
@@ -138,7 +132,6 @@ def end(
         ranks: Ids of the ranks' processes, which first get SIGTERM.
         is_urgent: Whether to send SIGKILL at once.
         seconds: Seconds between SIGTERM and SIGKILL.
-        keep: Ids of processes of the job that stay.
         wait: Waits for some seconds. Where their output goes to pipes of this process,
             it has to read them: a rank that prints as it saves would wait for that.
     """
@@ -152,7 +145,7 @@ def end(
             wait(0.05)
     begin = time.monotonic()
     # Repeatedly, since a process may start another one in the meantime.
-    while left := set(members(job)) - set(keep):
+    while left := set(members(job)):
         if time.monotonic() - begin > _KILL_SECONDS:
             break
         for pid in left:
@@ -198,9 +191,8 @@ def _reap(job: str, reader: int) -> None:
         os.closerange(3, 1 << 16)
         os.read(0, 1)
         end(job, [], is_urgent=True)
-        for parent in (Path(tempfile.gettempdir()), SHARED_MEMORY):
-            for folder in parent.glob(f"{_prefix(job)}*"):
-                shutil.rmtree(folder, ignore_errors=True)
+        for folder in Path(tempfile.gettempdir()).glob(f"{_prefix(job)}*"):
+            shutil.rmtree(folder, ignore_errors=True)
     finally:
         os._exit(0)
 

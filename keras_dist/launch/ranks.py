@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from keras_dist.launch import mpi, processes
+from keras_dist.launch import processes
 from keras_dist.launch.failures import (
     Failure,
     Report,
@@ -26,7 +26,6 @@ from keras_dist.launch.output import Output
 from keras_dist.launch.processes import is_ordered, is_saving
 from keras_dist.launch.signing import VARIABLE as SECRET
 from keras_dist.launch.signing import derived
-from keras_dist.launch.spares import Spares, popen
 
 # The variable with the number of the restart, from 1; not set in the first run.
 RESTART = "KERAS_DIST_RESTART"
@@ -58,16 +57,12 @@ class Command:
         words: The file, module or program, and its arguments.
         environment: Variables to set in addition to those of this process.
         log_dir: Folder for a log file of each rank; `None` for none.
-        transport: "mpi" if the ranks, all on this machine, find each other by MPI.
-        may_use_gloo: Whether they use Gloo if the server of MPI does not start.
     """
 
     kind: str
     words: Sequence[str]
     environment: Mapping[str, str]
     log_dir: str | None = None
-    transport: str = "gloo"
-    may_use_gloo: bool = False
 
 
 def command_of(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -148,7 +143,6 @@ def run_ranks(
     *,
     address: str,
     stopped: Sequence[int],
-    spares: Spares | None = None,
 ) -> Report:
     """Run the ranks of this host until all have ended, one failed, or it is stopped.
 
@@ -160,7 +154,6 @@ def run_ranks(
         stopped: Numbers of signals, to which others are appended. When it is not empty,
             the ranks get SIGTERM, and SIGKILL if they are still there after a while,
             which is longest after SIGTERM, so that they can save.
-        spares: Processes that become ranks at a start; `None` for none.
     """
     environment = {**command.environment, **assignment.variables(address)}
     gpus, ranks = num_gpus({**os.environ, **environment}), len(assignment.slots)
@@ -174,18 +167,15 @@ def run_ranks(
     failures: list[Failure] = []
     where: dict[int, str] = {}
     finished = False
-    with mpi.variables(
-        command.transport, job, ranks, may_use_gloo=command.may_use_gloo
-    ) as own:
-        started = Ranks(full, assignment.slots, job, spares, own)
-        try:
-            started.start()
-            failures = started.wait(stopped)
-            finished = started.have_finished
-            if failures or assignment.has_peers:
-                where = started.where()
-        finally:
-            started.end(stopped)
+    started = Ranks(full, assignment.slots, job)
+    try:
+        started.start()
+        failures = started.wait(stopped)
+        finished = started.have_finished
+        if failures or assignment.has_peers:
+            where = started.where()
+    finally:
+        started.end(stopped)
     return Report(failures, where, started.has_saved, finished=finished)
 
 
@@ -196,21 +186,10 @@ class Ranks:
         command: The command that they run.
         slots: The slot of each rank.
         job: Id of the job, by which its processes are found.
-        spares: Processes that become ranks at a start; `None` for none.
-        own: Variables that single ranks need in addition.
     """
 
-    def __init__(
-        self,
-        command: Command,
-        slots: Sequence[Slot],
-        job: str,
-        spares: Spares | None = None,
-        own: Mapping[int, Mapping[str, str]] | None = None,
-    ) -> None:
+    def __init__(self, command: Command, slots: Sequence[Slot], job: str) -> None:
         self._command, self._slots, self._job = command, slots, job
-        self._spares = spares if command.kind != "program" else None
-        self._own = own or {}
         # Record and report files; only this user can read them.
         self._folder = processes.make_folder(job)
         self._has_saved = False
@@ -235,7 +214,7 @@ class Ranks:
         Returns:
             The failures, the first one first.
         """
-        failed_at, begin = None, time.monotonic()
+        failed_at = None
         while not stopped and len(self._ended) < len(self._processes):
             self._output.pass_on(_TICK)
             self._poll()
@@ -244,9 +223,6 @@ class Ranks:
                 failed_at = now
             if failed_at is not None and now - failed_at > _GRACE:
                 break
-            if self._spares is not None:
-                common = self._environment(self._slots[0])
-                self._spares.keep(len(self._slots), common, now - begin)
         return first_of(self._failures())
 
     def end(self, stopped: Sequence[int]) -> None:
@@ -261,14 +237,7 @@ class Ranks:
         elif is_ordered(stopped):
             seconds = _ORDERED_SECONDS
         running = [p.pid for r, p in self._processes.items() if r not in self._ended]
-        keep = [] if self._spares is None else self._spares.pids
-        processes.end(
-            self._job,
-            running,
-            seconds=seconds,
-            keep=keep,
-            wait=self._pass_on_for,
-        )
+        processes.end(self._job, running, seconds=seconds, wait=self._pass_on_for)
         for process in self._processes.values():
             if process.returncode is None:
                 process.wait()
@@ -309,18 +278,20 @@ class Ranks:
     def _started(self, slot: Slot) -> subprocess.Popen[bytes]:
         """Start the process of one rank."""
         record.make(self._path(slot.rank, "record"))
-        environment = self._environment(slot) | {
+        environment = _environment_of(self._command, slot) | {
+            processes.mark(self._job): "1",
             record.VARIABLE: str(self._path(slot.rank, "record")),
             rank_process.REPORT_VARIABLE: str(self._path(slot.rank, "report")),
         }
-        own = self._command.kind, self._command.words, environment
-        spare = None if self._spares is None else self._spares.take(*own)
-        return spare or popen(*own)
-
-    def _environment(self, slot: Slot) -> dict[str, str]:
-        """Return the environment of a rank, but for its files."""
-        own = {**self._own.get(slot.rank, {}), processes.mark(self._job): "1"}
-        return _environment_of(self._command, slot) | own
+        runner = [sys.executable, rank_process.__file__, str(os.getpid())]
+        return subprocess.Popen(
+            [*runner, self._command.kind, *self._command.words],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # so that Ctrl-C reaches only the launcher
+        )
 
     def _poll(self) -> None:
         """Collect the exit codes of ranks that have ended."""
@@ -393,7 +364,7 @@ def dry_run_text(command: Command, hosts: Mapping[str, int]) -> str:
             told = {n: v for n, v in told.items() if n not in _THREADS}
         lines.append(f"rank {slot.rank:<6}{slot.host}, {device}")
         lines.append(" " * 11 + " ".join(f"{n}={v}" for n, v in told.items()))
-    lines += [f"transport  {command.transport}", "Nothing was started."]
+    lines.append("Nothing was started.")
     return "\n".join(lines)
 
 

@@ -13,8 +13,8 @@ from keras_dist.launch.environments.slurm import Slurm, address_of, task_of
 from keras_dist.launch.hosts import slots
 from keras_dist.launch.meeting import (
     TIMEOUT_SECONDS,
+    check,
     meeting_in,
-    secret_of,
     store_if_first,
 )
 from keras_dist.launch.network import address_towards, check_own_name
@@ -42,10 +42,10 @@ def serve() -> int:
         raise ValueError(
             "This command is for tasks of SLURM. Received: no variables of a step."
         )
-    given = os.environ.get(SECRET, "")
-    meeting = meeting_in(Slurm(task), secret=given, timeout=TIMEOUT_SECONDS)
+    job = os.environ.get(SECRET, "")
+    meeting = meeting_in(Slurm(task), secret=job, timeout=TIMEOUT_SECONDS)
+    check(meeting)
     store, address = store_if_first(meeting)
-    job = secret_of(meeting, store, address)
     secret = secret_of_start(job, f"{task.job}.{task.step}", 0)
     if store is not None:
         store.open(slots(list(zip(task.nodes, task.counts, strict=True))), secret)

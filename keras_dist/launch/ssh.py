@@ -61,12 +61,10 @@ class Ssh:
     Args:
         words: The command and options of ssh; `--`, host and command line are added.
         address: Address of this host for the others; `None` to find it by routing.
-        has_tls: Whether they reach the store by TLS.
     """
 
     words: Sequence[str]
     address: str | None = None
-    has_tls: bool = False
 
     def command(self, host: str) -> list[str]:
         """Return the command that starts the agent of a host, here without ssh."""
@@ -111,11 +109,10 @@ def run_by_ssh(command: Command, hosts: "NamedHosts", ssh: Ssh, plan: Plan) -> i
     with processes.reaper(job), stopped_by_signals() as stopped:
         hosts.start()
         address = _own_address(hosts, ssh, is_elastic=plan.is_elastic)
-        with contextlib.closing(Store(address, has_tls=ssh.has_tls)) as store:
+        with contextlib.closing(Store(address)) as store:
             header = Header(
                 address=address,
                 port=store.port,
-                digest=store.digest,
                 secret=secret,
                 name="",
                 host="",

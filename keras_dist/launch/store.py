@@ -14,18 +14,15 @@ import os
 import re
 import secrets
 import socket
-import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from keras_dist.launch.failures import print_message
 from keras_dist.launch.hosts import LOOPBACK, Slot
 from keras_dist.launch.signing import derived, signed, verified
-from keras_dist.launch.tls import PATH as CERTIFICATE
-from keras_dist.launch.tls import Entrance, Exit, digest_at, make_certificate, proof_of
 
 # Connections that the kernel accepts before the server does. Ranks connect all at once,
 # and one that finds no room tries again only after 1, 3 and 7 s.
@@ -64,8 +61,6 @@ _RETRY_SECONDS, _SAY_SECONDS, _ATTEMPTS = 0.5, 15.0, 5
 # says so. The header by which a client asks for it is that of RFC 7240.
 _HELD_SECONDS, _HELD = 5, re.compile(r"wait=(\d)")
 
-_NO_TLS = "or `--tls` is missing on one host"
-
 
 class Store:
     """Horovod's key-value store, for one start of a job after the other.
@@ -79,54 +74,30 @@ class Store:
     Args:
         address: Address on which the store listens.
         port: Port; 0 for one that the system chooses.
-        has_tls: Whether other hosts reach it by TLS: then it listens at 127.0.0.1, and
-            an `Entrance` at `address`.
-        proof_secret: The secret by which it proves to strangers that its certificate
-            is its own; empty where the other hosts know the certificate.
 
     Raises:
         OSError: If it cannot listen there.
         RuntimeError: If Horovod is not installed.
-        ValueError: If no certificate can be made.
     """
 
-    def __init__(
-        self,
-        address: str = LOOPBACK,
-        port: int = 0,
-        *,
-        has_tls: bool = False,
-        proof_secret: str = "",
-    ) -> None:
+    def __init__(self, address: str = LOOPBACK, port: int = 0) -> None:
         self._http = _horovods_server()
         # For each token: what stands before the names of its scopes.
         self._tokens: dict[str, str] = {}
         self._opened: tuple[str, int] | None = None
-        # What strangers may read, too.
-        self._public: dict[str, Callable[[], bytes]] = {}
         # For each name that somebody follows: what tells of another value. No longer
         # once the store closes.
         self._changes: dict[str, threading.Condition] = {}
         self._is_closing = threading.Event()
-        self._entrance = Entrance(address, port) if has_tls else None
-        certificate = make_certificate() if has_tls else None
-        self._address = LOOPBACK if has_tls else address
-        self._server = self._serving(0 if has_tls else port)
-        # The port at which this host's ranks reach it, and that for other hosts.
-        self._own_port = self.port = int(self._server.server_address[1])
+        self._address = address
+        self._server = self._serving(port)
+        self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
-        self.digest = ""
-        if self._entrance is not None and certificate is not None:
-            self.digest, self.port = certificate.digest, self._entrance.port
-            if proof_secret:
-                self.publish(CERTIFICATE, lambda: proof_of(self.digest, proof_secret))
-            self._entrance.open(certificate.context, self._own_port)
 
     def _serving(self, port: int) -> Any:
         handler = self._http.RendezvousHandler
-        own = {"tokens": self._tokens, "public": self._public, "inherited": handler}
-        own["one_at_a_time"] = threading.Lock()
+        own = {"tokens": self._tokens, "inherited": handler}
         own |= {"changes": self._changes, "is_closing": self._is_closing}
         guarded = type("Guarded", (_Guard, handler), own)
         server = self._http.RendezvousHTTPServer((self._address, port), guarded, 0)
@@ -158,15 +129,11 @@ class Store:
 
     def variables(self, secret: str) -> dict[str, str]:
         """Return the variables by which Horovod, in this host's ranks, finds it."""
-        return variables_of(self._address, self._own_port, secret)
+        return variables_of(self._address, self.port, secret)
 
     def admit(self, secret: str) -> None:
         """Take requests with this secret, too, to the end of the job."""
         self._tokens[token_of(secret)] = _OF_JOB
-
-    def publish(self, name: str, make: Callable[[], bytes]) -> None:
-        """Answer requests for this path without a token, each time with a new value."""
-        self._public[name] = make
 
     def values(self) -> dict[str, bytes]:
         """Return what those who were admitted have written, the first values first."""
@@ -186,8 +153,6 @@ class Store:
         with self._server.cache_lock:
             for change in self._changes.values():
                 change.notify_all()
-        if self._entrance is not None:
-            self._entrance.close()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -207,9 +172,7 @@ class _Guard:
     """What comes before the methods of Horovod's request handler: a token is needed."""
 
     tokens: Mapping[str, str]
-    public: Mapping[str, Callable[[], bytes]]
     inherited: Any
-    one_at_a_time: threading.Lock
     changes: dict[str, threading.Condition]
     is_closing: threading.Event
 
@@ -227,12 +190,7 @@ class _Guard:
     _put_value: Any
 
     def do_GET(self) -> None:
-        make = self.public.get(self.path.lstrip("/"))
-        if make is not None:
-            with self.one_at_a_time:
-                value = make()
-            self._answer(value)
-        elif self._is_admitted():
+        if self._is_admitted():
             if self.path.endswith(_ALL):
                 self._answer(self._all_values())
             elif held := _HELD.fullmatch(self.headers.get("Prefer") or ""):
@@ -331,22 +289,10 @@ class StoreClient:
             Horovod, with port and token behind it.
         port: Port of the store.
         secret: Secret of the job; `None` for the values of one start.
-        has_tls: Whether the store is reached by TLS.
-        digest: The certificate of the store, if it is known.
     """
 
-    def __init__(
-        self,
-        address: str,
-        port: int,
-        secret: str | None = None,
-        *,
-        has_tls: bool = False,
-        digest: str = "",
-    ) -> None:
+    def __init__(self, address: str, port: int, secret: str | None = None) -> None:
         self.address, self.port = address, port
-        self._secret, self._has_tls, self._digest = secret, has_tls, digest
-        self._exit: Exit | None = None
         self._key = "" if secret is None else derived(secret, "hosts")
         if secret is not None:
             address = f"{address}:{port}/{token_of(secret)}"
@@ -419,11 +365,6 @@ class StoreClient:
         where = self.address, self.port
         with socket.create_connection(where, _CONNECT_SECONDS) as link:
             own, theirs = link.getsockname(), link.getpeername()
-            if self._has_tls and self._exit is None:
-                digest = self._digest or _digest_at(link, self._secret or "")
-                self._exit = Exit(self.address, self.port, digest)
-                self._exit.start()
-                self._host, self._port = LOOPBACK, self._exit.port
         connection = http.client.HTTPConnection(
             str(self._host), self._port, timeout=_CONNECT_SECONDS
         )
@@ -432,8 +373,7 @@ class StoreClient:
                 connection.request("GET", f"{self._path}probe")
                 status = connection.getresponse().status
             except (http.client.HTTPException, ConnectionResetError) as error:
-                text = f"no store answers, {_NO_TLS}: {error!r}"
-                raise ConnectionError(text) from error
+                raise ConnectionError(f"no store answers: {error!r}") from error
         if status == _FORBIDDEN:
             raise PermissionError(f"refused with status {status}")
         if status not in (_OK, _NOT_FOUND):
@@ -478,16 +418,6 @@ class StoreClient:
                     print_message(f"keras-dist: still waiting: {text}.")
                 time.sleep(_RETRY_SECONDS)
         return None
-
-    def for_ranks(self, reached: str) -> tuple[str, int]:
-        """Return address and port by which the ranks of this host reach the store.
-
-        Args:
-            reached: The address of the store, as `probe` has found it.
-        """
-        if self._exit is not None:
-            return LOOPBACK, self._exit.port
-        return reached, self.port
 
     def _value(self, name: str, text: bytes | None) -> Any:
         return _json(verified(self._key, text or b"", name=name))
@@ -599,13 +529,6 @@ def variables_of(address: str, port: int, secret: str) -> dict[str, str]:
 def _tag(value: bytes | None) -> str:
     """Return what a value is told apart from others by; empty for none."""
     return "" if value is None else hashlib.sha256(value).hexdigest()[:16]
-
-
-def _digest_at(link: socket.socket, secret: str) -> str:
-    try:
-        return digest_at(link, secret)
-    except ssl.SSLError as error:
-        raise ConnectionError(f"no TLS answers, {_NO_TLS}: {error}") from error
 
 
 def _json(text: bytes | None) -> Any:

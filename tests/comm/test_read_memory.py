@@ -67,7 +67,7 @@ def summed(ranks, *before, **variables):
     start = [sys.executable, "-m", "keras_dist", "run", "-np", str(ranks)]
     script = [sys.executable, "-c", SCRIPT.format(ranks=ranks)]
     done = launch(
-        [*start, "--transport", "gloo", *before, *script],
+        [*start, *before, *script],
         ranks=None,
         timeout=180,
         env={"HOROVOD_LOG_LEVEL": "debug", **variables},

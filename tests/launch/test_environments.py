@@ -25,11 +25,6 @@ _TRAINER = {  # as Kubeflow's Trainer sets them
     "PET_MASTER_ADDR": "job-node-0-0.job",
     "PET_MASTER_PORT": "29500",
 }
-_SKYPILOT = {
-    "SKYPILOT_NODE_RANK": "1",
-    "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n",
-    "SKYPILOT_NUM_GPUS_PER_NODE": "4",
-}
 _INDEXED = {"JOB_COMPLETION_INDEX": "1", "PET_NNODES": "2"}
 
 
@@ -38,9 +33,8 @@ _INDEXED = {"JOB_COMPLETION_INDEX": "1", "PET_NNODES": "2"}
     [
         (_SLURM, ("SLURM", 4, 3, "n1", 20707, 1)),
         (_TRAINER, ("torchrun's variables", 3, 2, "job-node-0-0.job", 29500, 2)),
-        (_SKYPILOT, ("SkyPilot", 2, 1, "10.0.0.1", 29400, 4)),
         (_INDEXED, ("Kubernetes", 2, 1, "digits-0.digits.here", 29400, None)),
-        ({**_SKYPILOT, **_TRAINER}, ("SkyPilot", 2, 1, "10.0.0.1", 29400, 4)),
+        ({**_TRAINER, **_SLURM}, ("SLURM", 4, 3, "n1", 20707, 1)),
     ],
 )
 def test_where_hosts_meet_is_in_the_variables(monkeypatch, variables, expected):
@@ -56,21 +50,9 @@ def test_where_hosts_meet_is_in_the_variables(monkeypatch, variables, expected):
         found.port,
         found.num_ranks,
     ) == expected
-    assert found.hosts is None
     meeting = meeting_in(found, secret="", timeout=1.0)
     assert (meeting.plan.num_hosts, meeting.number) == expected[1:3]
-    assert meeting.is_quiet == meeting.has_munge == (found.name == "SLURM")
-
-
-@pytest.mark.parametrize("name", ["PBS_NODEFILE", "LSB_DJOB_HOSTFILE"])
-def test_hosts_of_a_file_are_counted_by_its_lines(tmp_path, name):
-    """They are reached by ssh; without the file, as on the others, there are none."""
-    variables = {name: str(tmp_path / "hosts"), "PBS_JOBID": "7", "LSB_JOBID": "7"}
-    assert environments.detect(variables) is None
-    (tmp_path / "hosts").write_text("a\na\nb\n")
-    found = environments.detect(variables)
-    assert found.hosts == {"a": 2, "b": 1} and found.host_names == ["a", "b"]
-    assert (found.num_hosts, found.host_number, found.first_host) == (2, 0, "a")
+    assert meeting.is_quiet == (found.name == "SLURM")
 
 
 @pytest.mark.parametrize(
@@ -80,9 +62,6 @@ def test_hosts_of_a_file_are_counted_by_its_lines(tmp_path, name):
         {"JOB_COMPLETION_INDEX": "1"},  # who knows how many there are
         {"MASTER_ADDR": "a", "MASTER_PORT": "1", "NODE_RANK": "0"},
         {**_TRAINER, "LOCAL_RANK": "0"},  # a process of torchrun itself
-        {"SKYPILOT_NODE_RANK": "0"},
-        {"PBS_NODEFILE": "/none", "PBS_JOBID": "7"},
-        {"LSB_JOBID": "7"},
         {"SLURM_JOB_ID": "7"},
     ],
 )
@@ -120,22 +99,8 @@ def test_hosts_of_an_environment_run_as_one_job(tmp_path, monkeypatch):
     assert [printed for _, printed, _ in found] == ["[0] 0 2 2\n", "[1] 1 2 2\n"]
 
 
-def test_one_host_of_a_scheduler_has_as_many_ranks_as_slots(tmp_path):
-    """Or as many as the user says; with another way to start it is not asked."""
-    script, file = tmp_path / "script.py", tmp_path / "hosts"
-    script.write_text(_SCRIPT)
-    file.write_text(f"{socket.gethostname()}.cluster\n" * 2)
-    variables = {"LSB_JOBID": "7", "LSB_DJOB_HOSTFILE": str(file)}
-    for words, size in (([], 2), (["-np", 3], 3), (["-H", "localhost:1"], 1)):
-        done = run(*words, script, **variables)
-        assert done.returncode == 0, done.stderr
-        assert f"0 {size} {size}\n" in done.stdout
-
-
 def test_a_secret_is_needed_where_the_environment_has_none():
     """As without ssh: before anything listens."""
-    done = run("-m", "this", **_SKYPILOT)
+    done = run("-m", "this", **_TRAINER)
     assert done.returncode == 1
     assert "needs a secret of at least 16 characters. Received: none." in done.stderr
-    done = run("--requeue", "-m", "this", **_SKYPILOT)
-    assert done.returncode == 1 and "is for jobs of SLURM" in done.stderr

@@ -186,7 +186,6 @@ def test_an_agent_takes_a_whole_header_alone():
     header = agent.Header(
         address="127.0.0.1",
         port=1,
-        digest="",
         secret="secret",
         name="1_0",
         host="a",

@@ -2,10 +2,8 @@
 
 import contextlib
 import random
-import socket
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from horovod.runner.common.util import hosts as horovod
@@ -15,7 +13,6 @@ from keras_dist.launch.failures import Failure, explain
 from keras_dist.launch.hosts import slots
 from keras_dist.launch.monitor.watchdog import OtherRanks
 from keras_dist.launch.store import Store, client_of
-from keras_dist.launch.tls import Entrance
 
 # Reads what an agent has to know, and ends a while later, without an answer.
 _SSH = """#!/bin/sh
@@ -40,17 +37,6 @@ def test_a_host_that_answers_slowly_does_not_delay_the_others(tmp_path):
     assert len(list(tmp_path.glob("ssh.of.*"))) == 16
     assert done.returncode == 1, done.stderr
     assert "no ranks could be run on h" in done.stderr
-
-
-def test_ranks_that_connect_by_tls_all_at_once_find_room():
-    """Nobody takes their connections yet; one that finds no room is never connected."""
-    server = Entrance("127.0.0.1", 0)
-    most = int(Path("/proc/sys/net/core/somaxconn").read_text())
-    with contextlib.ExitStack() as links:
-        links.callback(server.close)
-        for _ in range(min(300, most - 10)):
-            link = socket.create_connection(("127.0.0.1", server.port), timeout=10)
-            links.enter_context(link)
 
 
 class CountingStore:

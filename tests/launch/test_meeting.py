@@ -20,10 +20,8 @@ from test_launch import start as run
 
 from keras_dist.launch.agent import Agent
 from keras_dist.launch.environments.slurm import counts_in, nodes_in, task_of
-from keras_dist.launch.failures import Report
 from keras_dist.launch.hosts import Member, numbered, slots_of
 from keras_dist.launch.ranks import Command
-from keras_dist.launch.spares import Spares
 from keras_dist.launch.store import OwnStoreClient, Store, StoreClient
 
 SECRET = {"KERAS_DIST_SECRET": "a secret of these tests"}
@@ -152,7 +150,6 @@ def test_ctrl_c_of_a_command_that_waits_for_others_ends_soon(tmp_path):
             ["--nnodes", 2, "--node-rank", 2, "--rdzv", "localhost:1"],
             "numbered from 0 to one less",
         ),
-        (["-np", 2, "--requeue"], "is for jobs of SLURM"),
     ],
 )
 def test_what_cannot_meet_is_named(words, message):
@@ -312,45 +309,6 @@ def test_a_host_that_has_not_seen_the_start_reports_at_the_order_to_stop():
         assert agent.follow(Command("script", ["none.py"], {}), "none") == 3
         assert list(first.of_kind("report")) == [f"4.{agent.name}"]
         assert first.of_kind("left") == {agent.name: True}
-    finally:
-        store.close()
-
-
-def test_what_prepares_a_start_is_over_with_the_start(monkeypatch):
-    """Or the ranks would compete for the cores with processes of yet another start."""
-    store, spares, found = Store(), Spares(is_lasting=False), []
-    first = OwnStoreClient(store, "a secret")
-    host = StoreClient("127.0.0.1", store.port, "a secret")
-    member = Member("b", 1, 1, 2, "0", min_hosts=1)
-    options = {"is_first": False, "timeout": 60, "stopped": [], "spares": spares}
-    agent = Agent(host, "a secret", member, **options)
-    name = f"order.{agent.name}"
-    slots = [dataclasses.asdict(slot) for slot in slots_of([member])[0]]
-    run = {
-        "do": "run",
-        "nonce": "n",
-        "seed": "1",
-        "number": 0,
-        "reached": "",
-        "slots": slots,
-    }
-
-    def run_ranks(command, assignment, job, **options):
-        start, near = assignment.restart, {"is_start_near": True}
-        found.append(spares.is_start_near)
-        first.put(name, {**run, "start": start, **near})
-        while not spares.is_start_near:
-            time.sleep(0.05)
-        exit_order = {"do": "exit", "code": 3, "text": ""}
-        first.put(name, exit_order if start else {**run, "start": 1})
-        return Report()
-
-    monkeypatch.setattr("keras_dist.launch.agent.run_ranks", run_ranks)
-    try:
-        agent.join(60)
-        first.put(name, {**run, "start": 0})
-        assert agent.follow(Command("script", ["none.py"], {}), "none") == 3
-        assert found == [False, False]
     finally:
         store.close()
 

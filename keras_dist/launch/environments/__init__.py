@@ -9,16 +9,13 @@ from collections.abc import Mapping
 
 from keras_dist.launch.environments.environment import Environment
 from keras_dist.launch.environments.kubernetes import IndexedJob
-from keras_dist.launch.environments.lsf import Lsf
-from keras_dist.launch.environments.pbs import Pbs
-from keras_dist.launch.environments.skypilot import SkyPilot
 from keras_dist.launch.environments.slurm import Slurm
 from keras_dist.launch.environments.torchrun import Torchrun
 
 __all__ = ["ENVIRONMENTS", "Environment", "detect"]
 
 # The first one that finds its variables counts: of several, the innermost.
-ENVIRONMENTS = (Slurm, SkyPilot, Torchrun, IndexedJob, Pbs, Lsf)
+ENVIRONMENTS = (Slurm, Torchrun, IndexedJob)
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Environment | None:

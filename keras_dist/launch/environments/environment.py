@@ -10,9 +10,8 @@ from typing import ClassVar, Self
 class Environment(ABC):
     """What a scheduler says of a job in its variables.
 
-    Either it starts the same command on each host: then `num_hosts`, `host_number` and
-    `first_host` say where they meet. Or it starts one command, on the first host: then
-    `hosts` names all of them, and they are reached by ssh.
+    It starts the same command on each host; `num_hosts`, `host_number` and `first_host`
+    say where they meet.
     """
 
     name: ClassVar[str]
@@ -28,12 +27,6 @@ class Environment(ABC):
 
     # Whether all hosts print to one screen.
     is_quiet: bool = False
-
-    # Whether the scheduler can be asked to start the job again.
-    can_requeue: bool = False
-
-    # Whether munge can pass a secret from the first host to the others.
-    has_munge: bool = False
 
     # Exit code when all ranks have saved at a signal; `None` for that of the signal.
     saved_code: int | None = None
@@ -74,42 +67,6 @@ class Environment(ABC):
         return socket.gethostname()
 
     @property
-    def hosts(self) -> Mapping[str, int] | None:
-        """Slots of each host where this command runs on the first one alone."""
-        return None
-
-    @property
     def host_names(self) -> Sequence[str]:
         """Names of all hosts by their numbers, if they are known."""
-        return list(self.hosts or ())
-
-    def requeue(self) -> None:
-        """Ask the scheduler to start the job again, if it can be asked."""
-        raise NotImplementedError
-
-
-class HostList(Environment):
-    """An environment that starts one command on the first host, and names all hosts.
-
-    Args:
-        hosts: Slots of each host.
-    """
-
-    def __init__(self, hosts: Mapping[str, int]) -> None:
-        self._hosts = dict(hosts)
-
-    @property
-    def hosts(self) -> Mapping[str, int]:
-        return self._hosts
-
-    @property
-    def num_hosts(self) -> int:
-        return len(self._hosts)
-
-    @property
-    def host_number(self) -> int:
-        return 0
-
-    @property
-    def first_host(self) -> str:
-        return next(iter(self._hosts))
+        return ()

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,6 @@ from signal import SIGUSR1
 from typing import ClassVar, Self
 
 from keras_dist.launch.environments.environment import Environment
-from keras_dist.launch.failures import print_message
 from keras_dist.launch.processes import SAVED
 
 # Of the step, and not of the job, which may be larger.
@@ -24,16 +22,10 @@ _OWN = (
     "SLURM_STEP_ID",
 )
 
-# The programs by which tasks of one user trust each other; SLURM itself uses them.
-_MUNGE = ("munge", "unmunge")
-
 # Steps of different jobs may begin on one host.
 _FIRST_PORT, _NUM_PORTS, _APART = 20_000, 10_000, 101
 
 _SECONDS = 30.0
-
-# What SLURM says of a job that `scancel` ends.
-_CANCELLED = re.compile(r"JobState=(COMPLETING|CANCELLED) Reason=None")
 
 
 @dataclass(frozen=True)
@@ -91,8 +83,6 @@ class Slurm(Environment):
 
     name: ClassVar[str] = "SLURM"
     is_quiet = True
-    has_munge = True
-    can_requeue = True
     saved_code = SAVED
     signals = (SIGUSR1,)
 
@@ -127,16 +117,6 @@ class Slurm(Environment):
     def host_names(self) -> Sequence[str]:
         pairs = zip(self._task.nodes, self._task.counts, strict=True)
         return [node for node, count in pairs for _ in range(count)]
-
-    def requeue(self) -> None:
-        """Ask SLURM to start the job again, unless it was canceled."""
-        # A job at its time limit has another reason.
-        job = str(self._task.job)
-        if _CANCELLED.search(_scontrol("show", "job", job)):
-            return
-        print_message(f"keras-dist: job {job} is to start again.")
-        if answer := _scontrol("requeue", job):
-            print_message(f"keras-dist: {answer}")
 
 
 def task_of(environ: Mapping[str, str] | None = None) -> Task | None:
@@ -193,9 +173,8 @@ def counts_in(text: str) -> tuple[int, ...]:
 
 
 def can_meet(environ: Mapping[str, str]) -> bool:
-    """Return whether tasks can have a secret: their own, or one by munge."""
-    has_munge = all(shutil.which(program) is not None for program in _MUNGE)
-    return bool(environ.get("KERAS_DIST_SECRET")) or has_munge
+    """Return whether tasks have a secret, without which they cannot meet."""
+    return bool(environ.get("KERAS_DIST_SECRET"))
 
 
 def _numbers(ranges: str) -> list[str]:

@@ -8,7 +8,6 @@ also one of the first import.
 import contextlib
 import ctypes
 import faulthandler
-import importlib
 import json
 import os
 import runpy
@@ -41,18 +40,8 @@ _PR_SET_PDEATHSIG = 1
 # The most characters of a message, or of a traceback, that the launcher prints.
 _LONGEST = 100_000
 
-# The kind of command of a process that gets its command later, by a line of JSON on its
-# standard input; and what it imports meanwhile. None of it looks at the environment of
-# a rank, or at GPUs.
-SPARE = "spare"
-_IMPORTS = ("tensorflow", "keras", "horovod.tensorflow")
-
 # Seeds what all ranks draw; run by its path, since the package is not imported here.
 _SEEDS = str(Path(__file__).with_name("seeds.py"))
-
-# If this variable is set, one rank has a debugger; it is run by its path, too.
-DEBUG = "KERAS_DIST_DEBUG"
-_DEBUGGER = str(Path(__file__).with_name("debugger.py"))
 
 # At this signal a rank writes its stacks. It is one that no scheduler sends.
 DUMP_SIGNAL = signal.SIGRTMIN + 7
@@ -164,33 +153,15 @@ def _run_script(path: str) -> None:
     exec(compile(Path(path).read_bytes(), path, "exec"), main.__dict__)
 
 
-def _wait_for_order() -> tuple[str, list[str]]:
-    """In a spare process: kind and words of the command, when it becomes a rank."""
-    for name in _IMPORTS:
-        with contextlib.suppress(Exception):  # which the script sees, too
-            importlib.import_module(name)
-    line = sys.stdin.buffer.readline()
-    if not line:  # the launcher has ended
-        os._exit(1)
-    order = json.loads(line)
-    os.environ.clear()
-    os.environ.update(order["environment"])
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    return order["kind"], order["words"]
-
-
 def main(arguments: list[str]) -> None:
     """Run the user's command in this process.
 
     Args:
         arguments: Process id of the launcher, kind of the command ("script", "module"
-            or "program"), and the words of the command; or, of a spare process, the
-            process id and "spare".
+            or "program"), and the words of the command.
     """
     parent, kind, *command = arguments
     end_with(int(parent))
-    if kind == SPARE:
-        kind, command = _wait_for_order()
     if "SLURM_JOB_ID" in os.environ:  # it signals all processes, also the launcher's
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if kind == "program":
@@ -201,10 +172,6 @@ def main(arguments: list[str]) -> None:
     sys.argv = command
     try:
         runpy.run_path(_SEEDS)["seed_generators"]()
-        if DEBUG in os.environ:
-            script = command[0] if kind == "script" else None
-            given = json.loads(os.environ[DEBUG])
-            runpy.run_path(_DEBUGGER)["attach"](given, script)
         if kind == "module":
             sys.path[0] = os.getcwd()
             runpy.run_module(command[0], run_name="__main__", alter_sys=True)
