@@ -198,21 +198,6 @@ def test_the_hosts_that_are_left_go_on(job):
     assert any("rank 2 on c failed first" in line for line in job.lines())
 
 
-def test_a_start_is_prepared_while_a_host_is_silent(job):
-    """By the others; and no longer when it answers again."""
-    job = job(restarts=1)
-    b, c = job.add("b"), job.add("c")
-    job.wait_for("start 1: 3 ranks on 3 hosts")
-    for is_silent in (True, False):
-        c.is_silent = is_silent
-        for host in (job.hosts[0], b):
-            wait_until(lambda own=host, now=is_silent: own.is_start_near == now, job)
-    for host in job.hosts:
-        assert host.starts == [0]
-        host.report({"start": 0}, finished=True)
-    assert job.end() == [0, 0, 0]
-
-
 def test_a_host_that_fails_three_times_is_left_out(job):
     """And the job goes on without it, until too few are left; then it takes part."""
     job = job(restarts=5, timeout=2)
