@@ -28,7 +28,6 @@ __all__ = [
     "Throughput",
     "TrainingTime",
     "World",
-    "WritePredictions",
     "__version__",
     "average",
     "broadcast",
@@ -78,7 +77,6 @@ if not _missing and not _is_command:
         StopTogether,
         Throughput,
         TrainingTime,
-        WritePredictions,
         first_rank_only,
     )
     from keras_dist.comm import (

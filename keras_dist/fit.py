@@ -11,12 +11,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 import keras
 
 from keras_dist import checkpoint, comm, mixin, optimizer
-from keras_dist.callbacks import (
-    WritePredictions,
-    on_this_rank,
-    runs_on_first_rank_only,
-    writing,
-)
+from keras_dist.callbacks import on_this_rank, runs_on_first_rank_only
 from keras_dist.callbacks.learning_rate_warmup import rate_factor_of_step
 from keras_dist.callbacks.user_callbacks import autologged_once
 from keras_dist.data import (
@@ -44,9 +39,7 @@ from keras_dist.setup.fit_setup import FitSetup, prepare
 from keras_dist.training import step
 from keras_dist.training.autotune import without_autotune
 from keras_dist.training.predict import (
-    by_rows,
     each_batch,
-    in_turns_of_ranks,
     predict_in_turns,
     predict_presharded,
     predict_sharded,
@@ -98,7 +91,6 @@ def dist_fit(
     sync: str = "every:1",
     outer_momentum: float = 0.0,
     sparse: Sparse = "auto",
-    timeline: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
     save_steps: int | None = None,
     save_seconds: float | None = 300,
@@ -162,10 +154,6 @@ def dist_fit(
             It needs memory for two more copies of the weights.
         sparse: How the gradient of an `Embedding` is averaged, as in
             `DistributedOptimizer`.
-        timeline: A file for https://ui.perfetto.dev, to which the first rank writes
-            how long each collective waited and took. Horovod keeps a core of that rank
-            busy to write it. If the ranks have communicated before this fit, start the
-            job with HOROVOD_TIMELINE=DYNAMIC in its environment.
         resume: A folder for checkpoints; hosts that do not share it keep one each. The
             same command continues from the last one, also in the middle of an epoch and
             with another number of ranks. After SIGTERM on any rank, all ranks save and
@@ -227,7 +215,6 @@ def dist_fit(
         sync=sync,
         outer_momentum=outer_momentum,
         sparse=sparse,
-        timeline=timeline,
         resume=resume,
         save_steps=save_steps,
         save_seconds=save_seconds,
@@ -238,7 +225,6 @@ def dist_fit(
 def _train(
     model: Any, given: KerasArguments, options: Options
 ) -> keras.callbacks.History:
-    comm.announce_timeline(options.timeline)
     with comm.within(options.process_set):
         given, options = comm.run_on_all(lambda: _opened(model, given, options))
         seeds_of_order = _seed_of_order(model), seed_of_keras()
@@ -272,14 +258,12 @@ def _train(
                 scope = session_of(model).metrics
                 opening = raising_on_all(scope.data.own_error, scope.is_opening)
                 saving = checkpoint.saving(resumed, setup)
-                timeline, once = comm.timeline(options.timeline), autologged_once()
                 alone = seeds.drawing_alone(comm.rank())
                 with (
-                    timeline,
                     opening,
                     alone if comm.size() > 1 else contextlib.nullcontext(),
                     saving as arguments,
-                    once,
+                    autologged_once(),
                     marked_as_of_one_rank(),
                 ):
                     return model.fit(**arguments)
@@ -410,9 +394,8 @@ class DistributedModel:
         model: A `keras.Model`.
         batch, lr_scaling, warmup_epochs, steps_scaling,
             validation_steps_scaling, shard, leftover, target_accuracy, op, compression,
-            local_layers, process_set, sync, outer_momentum, sparse, timeline, resume,
-            save_steps, save_seconds: Defaults for these arguments of `fit`: see
-            `dist_fit`.
+            local_layers, process_set, sync, outer_momentum, sparse, resume, save_steps,
+            save_seconds: Defaults for these arguments of `fit`: see `dist_fit`.
 
     Raises:
         TypeError: If an option is unknown.
@@ -549,8 +532,7 @@ class DistributedModel:
         nothing is gathered.
 
         Args:
-            x, batch_size, verbose, steps, callbacks: As in `keras.Model.predict`. With
-                a `WritePredictions` nothing is gathered, and `None` returned.
+            x, batch_size, verbose, steps, callbacks: As in `keras.Model.predict`.
                 `batch_size` is the batch of one rank; `steps` are those of one process
                 with that batch. Only the first rank prints, and runs callbacks that
                 write files.
@@ -587,21 +569,15 @@ class DistributedModel:
                 "verbose": verbose if is_first else 0,
                 "callbacks": callbacks,
             }
-            writers = [c for c in callbacks if isinstance(c, WritePredictions)]
 
             def predict(
                 rows: Any,
                 steps: int | None = None,
                 use: Callable[[Any], Any] | None = None,
-                place: Callable[..., Any] = in_turns_of_ranks,
             ) -> Any:
-                with contextlib.ExitStack() as stack:
-                    if writers:
-                        use = stack.enter_context(writing(writers, place))
-                    if use is not None:
-                        stack.enter_context(each_batch(self.model, use))
-                    found = self.model.predict(rows, steps=steps, **arguments)
-                return None if writers else found
+                used = contextlib.nullcontext()
+                with used if use is None else each_batch(self.model, use):
+                    return self.model.predict(rows, steps=steps, **arguments)
 
             if comm.size() == 1 or options.shard == "none":
                 self._check_predict(gather)
@@ -615,13 +591,10 @@ class DistributedModel:
             facts = {
                 "`gather`": gather,
                 "`steps`": steps,
-                "the number of WritePredictions": len(writers),
                 "whether the data is arrays": is_arrays(x),
                 "whether the data was divided by `shard`": known is not None,
             }
             comm.agree(facts, advice=_ADVICE)
-            if writers:
-                gather = False
             local = {id(w) for layer in options.local_layers for w in layer.weights}
 
             def weights() -> list[Any]:
@@ -630,7 +603,7 @@ class DistributedModel:
             if known is not None:
                 if gather and steps is None:
                     return predict_presharded(x, known, predict, weights, gather=gather)
-                return predict(x, steps, place=by_rows)
+                return predict(x, steps)
             if not is_arrays(x):
                 return self._predict_batches(
                     x, steps, options, predict, weights, gather

@@ -46,7 +46,6 @@ PAGES = {
     "sync": "../concepts/averaging.md",
     "outer_momentum": "../concepts/averaging.md",
     "sparse": "../concepts/averaging.md",
-    "timeline": "../concepts/averaging.md",
     "resume": "../how_to/resume.md",
     "save_steps": "../how_to/resume.md",
     "save_seconds": "../how_to/resume.md",

@@ -45,7 +45,6 @@ from keras_dist.callbacks.user_callbacks import (
     is_calling_callbacks,
     runs_on_first_rank_only,
 )
-from keras_dist.callbacks.write_predictions import WritePredictions, writing
 
 __all__ = [
     "AverageStatistics",
@@ -61,10 +60,8 @@ __all__ = [
     "StopTogether",
     "Throughput",
     "TrainingTime",
-    "WritePredictions",
     "autologged_once",
     "order_callbacks",
-    "writing",
     "destinations",
     "first_rank_only",
     "is_calling_callbacks",

@@ -13,7 +13,6 @@
 - `agreement`: raise an error of one rank on all ranks; compare values between ranks; a
   block that the first rank runs before the others
 - `signed`: sign pickled messages, so that only those of this job are unpickled
-- `timeline`: record Horovod's timeline during a block
 """
 
 from keras_dist.comm.agreement import (
@@ -72,12 +71,6 @@ from keras_dist.comm.runtime import (
     transport_name,
     world_of_job,
 )
-from keras_dist.comm.timeline import (
-    announce_timeline,
-    start_timeline,
-    stop_timeline,
-    timeline,
-)
 from keras_dist.comm.transport import explained, waiting
 from keras_dist.comm.world import World
 
@@ -86,7 +79,6 @@ __all__ = [
     "World",
     "add_process_set",
     "agree",
-    "announce_timeline",
     "average",
     "broadcast",
     "broadcast_arrays",
@@ -124,14 +116,11 @@ __all__ = [
     "size",
     "stack",
     "start",
-    "start_timeline",
     "start_with_process_sets",
     "stop",
-    "stop_timeline",
     "sum",
     "sum_compressed",
     "sum_tensors",
-    "timeline",
     "total",
     "transport_name",
     "waiting",

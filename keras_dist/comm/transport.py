@@ -21,10 +21,6 @@ _INSTALL = "keras-dist install-horovod"
 
 _MOST_ELEMENTS = 2**31 - 1
 
-# With this value Horovod can start a timeline later than at its own start. It is not
-# the default because the thread that writes a timeline keeps a core busy.
-_TIMELINE, _DYNAMIC = "HOROVOD_TIMELINE", "DYNAMIC"
-
 
 @dataclass(frozen=True)
 class Link:
@@ -178,38 +174,6 @@ def built() -> list[str]:
     horovod = library()
     checks = {"gloo": horovod.gloo_built, "mpi": horovod.mpi_built}
     return [name for name, is_built in checks.items() if is_built()]
-
-
-def allow_timeline() -> None:
-    """Let a timeline be started later; call it before `connect`."""
-    os.environ.setdefault(_TIMELINE, _DYNAMIC)
-
-
-def check_timeline() -> None:
-    """Raise a ValueError if a timeline cannot be started."""
-    setting = os.environ.get(_TIMELINE)
-    if setting is None:
-        raise ValueError(
-            "A timeline must be enabled before Horovod starts, but Horovod had started "
-            f"already. Received: no {_TIMELINE}. Start the job with "
-            f"{_TIMELINE}={_DYNAMIC} in its environment, or call this fit before "
-            "anything else that connects the ranks."
-        )
-    if setting != _DYNAMIC:
-        raise ValueError(
-            "Horovod writes a timeline already. "
-            f"Received: {_TIMELINE}={setting!r}. Unset it, or pass no `timeline`."
-        )
-
-
-def start_timeline(link: Link, path: str) -> None:
-    """Start recording all collectives; every rank calls it, the first one writes."""
-    link.horovod.start_timeline(path)
-
-
-def stop_timeline(link: Link) -> None:
-    """Stop recording, and close the file."""
-    link.horovod.stop_timeline()
 
 
 @contextlib.contextmanager

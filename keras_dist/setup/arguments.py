@@ -81,7 +81,6 @@ class Options:
     sync: str = "every:1"
     outer_momentum: float = 0.0
     sparse: Sparse = "auto"
-    timeline: str | os.PathLike[str] | None = None
     resume: str | os.PathLike[str] | None = None
     save_steps: int | None = None
     save_seconds: float | None = 300

@@ -83,8 +83,7 @@ def predict_sharded(
 
     Args:
         arrays: All rows; every rank holds them.
-        predict: Predicts arrays of rows, without a collective; it takes the place of a
-            batch, too (`WritePredictions`). `None` if they were written.
+        predict: Predicts arrays of rows, without a collective.
         weights: Returns the weights that have to be equal on all ranks; called when the
             model is built.
         gather: `True`, `"first"`, or `False` to return only the predictions of rows
@@ -108,7 +107,7 @@ def predict_sharded(
     has_rows = rank < arrays.num_rows
 
     def outputs_of_rows() -> Any:
-        outputs = predict(own.x, place=by_rows if has_rows else nowhere)
+        outputs = predict(own.x)
         for leaf in keras.tree.flatten(outputs):
             _check_rows(leaf, own.num_rows)
         return keras.tree.map_structure(
@@ -183,8 +182,7 @@ def predict_in_turns(
     Args:
         part: This rank's batches, or a copy of a row if it has none.
         predict: Predicts batches, without a collective. It takes them, the number of
-            steps, what to do with the outputs of a batch, and its place. `None` if they
-            were written.
+            steps, and what to do with the outputs of a batch.
         weights: Returns the weights that have to be equal on all ranks; called when the
             model is built.
         steps: Batches of all ranks, or `None` for all that there are.
@@ -205,9 +203,8 @@ def predict_in_turns(
 
     def outputs_of_batches() -> Any:
         limit = None if own_steps is None else max(1, own_steps)
-        place = in_turns_of_ranks if has_rows else nowhere
         limit = limit if part.has_rows else None
-        outputs = predict(part.data, limit, use=counted, place=place)
+        outputs = predict(part.data, limit, use=counted)
         if has_rows:
             return outputs
         return keras.tree.map_structure(_without_rows, outputs)
@@ -227,20 +224,6 @@ def predict_in_turns(
         for leaf, own in zip(keras.tree.flatten(outputs), rows, strict=True)
     ]
     return keras.tree.pack_sequence_as(outputs, leaves) if _keeps(gather) else None
-
-
-def in_turns_of_ranks(step: int, count: int) -> tuple[Any, Any]:
-    """Place the rows of this rank's batch: rank r of N has the batches r, r + N, …."""
-    return step * comm.size() + comm.rank(), np.arange(count)
-
-
-def by_rows(step: int, count: int) -> tuple[Any, Any]:
-    """Place the rows of this rank's batch: it has the rows r, r + N, … of all."""
-    return step, np.arange(count) * comm.size() + comm.rank()
-
-
-def nowhere(step: int, count: int) -> None:
-    """Place rows that are copies of another rank's."""
 
 
 @contextlib.contextmanager

@@ -1,15 +1,10 @@
 """Predictions of many ranks are those of one process, in the order of the rows."""
 
-import os
-from pathlib import Path
-
 import keras
 import numpy as np
-import pyarrow
 import pytest
 import tensorflow as tf
 from claims import raises_everywhere
-from pyarrow import parquet
 
 import keras_dist
 
@@ -235,90 +230,22 @@ def test_ragged_outputs_come_in_the_order_of_the_rows(world, tmp_path):
         assert "no disk" in message
 
 
-@pytest.mark.three_ranks
-def test_predictions_are_written_as_they_come(world, tmp_path):
-    """From arrays and batches, to both formats, without a copy of the predictions."""
-    folder = keras_dist.broadcast(str(tmp_path))
-    x = np.random.default_rng(0).normal(size=(53, 4)).astype("float32")
-    model = Ragged()
-    many = keras_dist.DistributedModel(model)
-    expected = model.predict(in_batches(x, "dataset"), verbose=0)
-    for number, data in enumerate((x, in_batches(x, "dataset"), x[:2])):
-        path = f"{folder}/{number}"
-        writer = keras_dist.WritePredictions(path, "parquet")
-        options = {"batch_size": 5} if isinstance(data, np.ndarray) else {}
-        assert many.predict(data, verbose=0, callbacks=[writer], **options) is None
-        keras_dist.gather("written")
-        tables = [parquet.read_table(file) for file in Path(path).iterdir()]
-        table = pyarrow.concat_tables(tables)
-        table = table.sort_by([("batch", "ascending"), ("row", "ascending")])
-        rows = min(53, len(data) if number != 1 else 53)
-        assert table["words"].to_pylist() == expected["words"].to_list()[:rows]
-    dense = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-    dense.set_weights(keras_dist.broadcast(dense.get_weights()))
-    many = keras_dist.DistributedModel(dense)
-    writer = keras_dist.WritePredictions(f"{folder}/npy")
-    assert many.predict(x, 5, verbose=0, callbacks=[writer]) is None
-    keras_dist.gather("written")
-    found = keras_dist.WritePredictions.read(f"{folder}/npy")
-    assert_same(found, dense.predict(x, verbose=0))
-    for message in raises_everywhere(
-        ValueError, lambda: many.predict(x, verbose=0, callbacks=[writer])
-    ):
-        assert "mixed with those of another run" in message
-    few = keras_dist.WritePredictions(f"{folder}/few")  # a rank may have none of them
-    many.predict(x[:2], verbose=0, callbacks=[few])
-    keras_dist.gather("written")
-    found = keras_dist.WritePredictions.read(f"{folder}/few")
-    assert_same(found, dense.predict(x[:2], verbose=0))
-    keras_dist.gather("read")
-    if world.rank == 0 < world.size - 1:
-        last = f"predictions.rank-{world.size - 1}-of-{world.size}.npy"
-        os.remove(f"{folder}/npy/{last}")
-        with pytest.raises(ValueError, match="Predictions are missing"):
-            keras_dist.WritePredictions.read(f"{folder}/npy")
-    keras_dist.gather("removed")
-
-
 @pytest.mark.several_ranks
-def test_a_writer_or_another_gather_on_one_rank_alone_is_an_error(world, tmp_path):
+def test_another_gather_on_one_rank_alone_is_an_error(world):
     """The ranks would wait for one another, with any kind of data."""
     x = np.ones((20, 4), "float32")
     divided = tf.data.Dataset.from_tensor_slices(x).apply(keras_dist.shard(4)).batch(4)
     many = keras_dist.DistributedModel(keras.Sequential([keras.layers.Dense(1)]))
     is_first = world.rank == 0
-    own = keras_dist.WritePredictions(tmp_path)
     for data in (x, in_batches(x, "dataset"), divided):
         for options in (
-            {"callbacks": [own] if is_first else []},
             {"gather": "first" if is_first else True},
             {"gather": "all" if is_first else True},
         ):
             for message in raises_everywhere(
                 ValueError, lambda d=data, o=options: many.predict(d, verbose=0, **o)
             ):
-                assert "WritePredictions" in message or "`gather`" in message
-
-
-def test_outputs_that_have_no_file_are_errors(tmp_path):
-    """Of other rows or shapes, with a name that is taken, or ragged."""
-    x = np.ones((4, 3), "float32")
-    outputs = {
-        "other rows": lambda x: {"a": x, "b": x[:1]},
-        "taken": lambda x: {"batch": x, "b": x},
-        "ragged": lambda x: tf.RaggedTensor.from_tensor(x),
-        "another shape": lambda x: tf.zeros([tf.shape(x)[0], tf.shape(x)[0]]),
-    }
-    for name, make in outputs.items():
-
-        class Model(keras.Model):
-            def call(self, x, make=make):
-                return make(x)
-
-        data = tf.data.Dataset.from_tensor_slices(x).batch(3)
-        writer = keras_dist.WritePredictions(tmp_path / name)
-        with pytest.raises(ValueError, match="row by row|rows of one shape"):
-            Model().predict(data, verbose=0, callbacks=[writer])
+                assert "`gather`" in message
 
 
 @pytest.mark.several_ranks
