@@ -154,10 +154,10 @@ def dist_fit(
             It needs memory for two more copies of the weights.
         sparse: How the gradient of an `Embedding` is averaged, as in
             `DistributedOptimizer`.
-        resume: A folder for checkpoints; hosts that do not share it keep one each. The
-            same command continues from the last one, also in the middle of an epoch and
-            with another number of ranks. After SIGTERM on any rank, all ranks save and
-            exit with code 75.
+        resume: A folder for checkpoints, which all hosts share. The same command
+            continues from the last one, also in the middle of an epoch and with another
+            number of ranks. After SIGTERM on any rank, all ranks save and exit with
+            code 75.
         save_steps, save_seconds: With `resume`, the steps or seconds from checkpoint to
             checkpoint within an epoch; `None` turns this count off. There is always a
             checkpoint at the end of an epoch.

@@ -14,8 +14,7 @@ Public callbacks:
 
 Callbacks that `dist_fit` adds if they are needed:
 
-- `added`: `BackupAndRestore` gets weights and epoch that fit, `TensorBoard` the scaled
-  rate, sharded data the number of the epoch, and each rank a share by its speed
+- `added`: `TensorBoard` gets the scaled rate, sharded data the number of the epoch
 - `progress_bar`: Keras's progress bar, with rows per second of all ranks; and epoch and
   step for the reports of the watchdog.
 - `user_callbacks`: calls the user's callbacks, some on the first rank only; an error on

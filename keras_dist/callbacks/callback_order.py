@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from keras_dist import comm
-from keras_dist.callbacks.added import BackupEpoch, EffectiveRate
+from keras_dist.callbacks.added import EffectiveRate
 from keras_dist.callbacks.average_statistics import AverageStatistics
 from keras_dist.callbacks.broadcast_variables import BroadcastVariables
 from keras_dist.callbacks.metric_average import MetricAverage
@@ -74,8 +74,6 @@ def order_callbacks(given: Any, target_accuracy: float | None = None) -> list[An
     has_tracker = any(map(is_tracker, every))
     if tensorboards or has_tracker or comm.size() > 1:
         every.append(EffectiveRate(tensorboards, has_tracker=has_tracker))
-    if backups := _all_of(keras.callbacks.BackupAndRestore, every):
-        every.insert(0, BackupEpoch(backups))
     return [
         *(c for cls in _FIRST for c in every if isinstance(c, cls)),
         *(c for c in every if not isinstance(c, _FIRST + _LAST)),

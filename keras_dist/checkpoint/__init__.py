@@ -6,8 +6,6 @@ to the callback that saves:
 - `files`: a folder of checkpoint files, each with a checksum and replaced atomically;
   Python values as trees of JSON and arrays, and back, without pickle
 - `lock`: one training at a time writes to a folder
-- `newest`: the newest checkpoint of all folders, sent to those that lack it; one folder
-  for all hosts or one on each
 - `states`: the state of the model on all ranks, of callbacks and of random generators
 - `saved`: the content of a checkpoint; the newest one as the start of a fit, also on
   another number of ranks
@@ -58,7 +56,6 @@ def saving(resume: Resume | None, setup: FitSetup) -> Iterator[dict[str, Any]]:
         yield setup.arguments
         return
     arguments, saved = dict(setup.arguments), resume.saved
-    _print_copies(resume, setup)
     if saved is not None:
         arguments["initial_epoch"] = _first_epoch(resume, setup)
         _print_position(resume, setup)
@@ -69,7 +66,7 @@ def saving(resume: Resume | None, setup: FitSetup) -> Iterator[dict[str, Any]]:
     histories = [c for c in callbacks if isinstance(c, keras.callbacks.History)]
     others = [c for c in setup.callbacks if not isinstance(c, keras.callbacks.History)]
     requests = SaveRequests(resume.save_seconds if setup.saves_within_epochs else None)
-    writer = Writer(resume.folder) if resume.copies.is_writer else None
+    writer = Writer(resume.folder) if comm.rank() == 0 else None
     saver = Saver(resume, setup, others + histories, requests, writer)
     try:
         yield arguments | {"callbacks": [*callbacks, saver]}
@@ -119,20 +116,4 @@ def _print_position(resume: Resume, setup: FitSetup) -> None:
             rows = f", after {position.row:,} of {position.num_rows:,} rows"
         elif position.done:  # of unknown length
             rows = f", after {position.row:,} batches"
-        host = f" of host {resume.source}" if resume.source else ""
-        say(
-            f"resumed in epoch {position.epoch + 1}{rows}, from {resume.folder.path}"
-            f"{host}"
-        )
-
-
-def _print_copies(resume: Resume, setup: FitSetup) -> None:
-    """Print on the first rank which hosts keep checkpoints, if there are several."""
-    copies = resume.copies
-    if comm.rank() == 0 and setup.arguments["verbose"] != 0 and copies.are_several:
-        shown = ", ".join(copies.hosts[:8])
-        more = f" and {len(copies.hosts) - 8} more" if len(copies.hosts) > 8 else ""
-        say(
-            f"{resume.folder.path} is not shared: checkpoints are written on "
-            f"{shown}{more}"
-        )
+        say(f"resumed in epoch {position.epoch + 1}{rows}, from {resume.folder.path}")

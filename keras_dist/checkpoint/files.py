@@ -9,7 +9,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,11 +21,11 @@ _FIRST_LINE = b"keras_dist checkpoint 1\n"
 _START_BYTES = len(_FIRST_LINE) + 65  # with the checksum and its line feed
 _NAME = re.compile(r"checkpoint-(\d{8,})\.keras_dist")
 _PART = ".checkpoint.part"  # the file that is being written
-FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 # What reading a file raises that was made on purpose: with a valid checksum and any
 # content, also lists in lists in lists.
-FORGED = (
+_FORGED = (
     ArithmeticError,
     AttributeError,
     LookupError,
@@ -81,7 +81,7 @@ class Folder:
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
                 free = os.fstatvfs(file.fileno())
             except OSError as error:  # some file systems do not support this
-                if error.errno in (*FULL, errno.EFBIG):
+                if error.errno in (*_FULL, errno.EFBIG):
                     raise
                 return
         os.remove(self.part)
@@ -89,44 +89,38 @@ class Folder:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.path)
 
     def newest(self) -> tuple[Any, list[str]]:
-        """Read the newest checkpoint that is not damaged: `find` with `read`.
+        """Read the newest checkpoint that is not damaged.
+
+        Returns:
+            Its tree, `None` if there is no checkpoint; and a line for each newer
+            checkpoint that is damaged.
 
         Raises:
             DamagedError: If there are checkpoints, and all of them are damaged.
-        """
-        tree, damaged = self.find(read)
-        if tree is None and damaged:
-            raise none_is_whole(damaged)
-        return tree, damaged
-
-    def find(self, reader: Callable[[str], Any]) -> tuple[Any, list[str]]:
-        """Return what `reader` makes of the newest checkpoint that is not damaged.
-
-        Args:
-            reader: Called with paths, from the newest on, until one is not damaged.
-
-        Returns:
-            Its result, `None` if none is whole; and a line for each newer checkpoint
-            that is damaged.
         """
         damaged: list[str] = []
         for number in sorted(self.numbers(), reverse=True):
             path = self.file(number)
             try:
-                found = reader(path)
+                tree = read(path)
             except (DamagedError, OSError) as error:
                 damaged.append(f"{path}: {error}")
                 continue
             self.number = number
-            return found, damaged
+            return tree, damaged
+        if damaged:
+            raise DamagedError(
+                "No checkpoint in the folder can be read. Received: "
+                f"{'; '.join(damaged)}. Restore a copy of one, or move these files "
+                "away to train from the beginning."
+            )
         return None, damaged
 
-    def write(self, tree: Any, number: int | None = None) -> str:
+    def write(self, tree: Any) -> str:
         """Write a checkpoint, and then remove those older than the last `keep`.
 
         Args:
             tree: Dicts with text as keys, lists, text, numbers, `None` and arrays.
-            number: Of the checkpoint, above that of the last one; by default the next.
 
         Returns:
             The path of the file.
@@ -138,20 +132,12 @@ class Folder:
         try:
             _write(self.part, content)
         except OSError as error:
-            if error.errno not in FULL or not self.make_room():
+            older = [n for n in sorted(self.numbers()) if n < self.number]
+            if error.errno not in _FULL or not older:
                 raise
+            os.remove(self.file(older[0]))  # to make room
             _write(self.part, content)
-        return self.accept(self.number + 1 if number is None else number)
-
-    def make_room(self) -> bool:
-        """Remove the oldest checkpoint unless it is the newest one; whether it did."""
-        older = [n for n in sorted(self.numbers()) if n < self.number]
-        if older:
-            os.remove(self.file(older[0]))
-        return bool(older)
-
-    def accept(self, number: int) -> str:
-        """Make the file at `part` the newest checkpoint; remove those not to keep."""
+        number = self.number + 1
         with _removed_after_error(self.part):
             os.replace(self.part, self.file(number))
         _sync_folder(self.path)
@@ -176,15 +162,6 @@ class Folder:
         """Numbers of the checkpoints in the folder, in no order."""
         matches = map(_NAME.fullmatch, os.listdir(self.path))
         return [int(match[1]) for match in matches if match]
-
-
-def none_is_whole(damaged: list[str]) -> DamagedError:
-    """Make the error for a folder of damaged checkpoints, with a line for each."""
-    return DamagedError(
-        "No checkpoint in the folder can be read. Received: "
-        f"{'; '.join(damaged)}. Restore a copy of one, or move these files "
-        "away to train from the beginning."
-    )
 
 
 def packed(tree: Any) -> list[Any]:
@@ -212,31 +189,18 @@ def read(path: str) -> Any:
         DamagedError, OSError: If it is not as it was written, or cannot be read.
     """
     with open(path, "rb") as file:
-        check(file)
+        start = file.read(_START_BYTES)
         content = file.read()
-    try:
-        return _unpacked(content)
-    except FORGED as error:
-        raise DamagedError(f"it is not a checkpoint ({error})") from None
-
-
-def check(file: Any) -> str:
-    """Check the checksum of an open file without reading all of it into memory.
-
-    Returns:
-        The checksum; the file is then at the line of JSON behind it.
-
-    Raises:
-        DamagedError: If the content does not match it.
-    """
-    start = file.read(_START_BYTES)
     if not start.startswith(_FIRST_LINE):
         raise DamagedError("it does not begin as a checkpoint of keras_dist does")
-    digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest.encode() + b"\n" != start[len(_FIRST_LINE) :]:
-        raise DamagedError(f"its {file.tell()} bytes do not match its checksum")
-    file.seek(_START_BYTES)
-    return digest
+    digest = hashlib.sha256(content).hexdigest().encode()
+    if digest + b"\n" != start[len(_FIRST_LINE) :]:
+        num_bytes = len(start) + len(content)
+        raise DamagedError(f"its {num_bytes} bytes do not match its checksum")
+    try:
+        return _unpacked(content)
+    except _FORGED as error:
+        raise DamagedError(f"it is not a checkpoint ({error})") from None
 
 
 def _unpacked(content: bytes) -> Any:
@@ -252,7 +216,7 @@ def _unpacked(content: bytes) -> Any:
         array = np.frombuffer(content, dtype, count, offset).reshape(kind["shape"])
         arrays.append(array.copy())  # aligned and writable
         offset += count * dtype.itemsize
-    return filled(tree, arrays)
+    return _filled(tree, arrays)
 
 
 def _plain(tree: Any, arrays: list[np.ndarray]) -> Any:
@@ -267,11 +231,11 @@ def _plain(tree: Any, arrays: list[np.ndarray]) -> Any:
     return tree
 
 
-def filled(tree: Any, arrays: Sequence[Any]) -> Any:
+def _filled(tree: Any, arrays: Sequence[Any]) -> Any:
     """Turn JSON into a tree, with the arrays in place of their numbers.
 
     Raises:
-        One of `FORGED`: If it is not the JSON of a tree.
+        One of `_FORGED`: If it is not the JSON of a tree.
     """
     if not isinstance(tree, dict):
         return tree
@@ -279,8 +243,8 @@ def filled(tree: Any, arrays: Sequence[Any]) -> Any:
     if kind == "array":
         return arrays[value]
     if kind == "list":
-        return [filled(part, arrays) for part in value]
-    return {key: filled(part, arrays) for key, part in value.items()}
+        return [_filled(part, arrays) for part in value]
+    return {key: _filled(part, arrays) for key, part in value.items()}
 
 
 def _bytes_of(array: np.ndarray) -> Any:

@@ -6,18 +6,12 @@ so when it knows that the process is gone; where there are no such locks, what s
 in the file counts.
 """
 
-import contextlib
 import errno
 import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
 from typing import Any
-
-from keras_dist import comm
-from keras_dist.checkpoint.files import Folder
-from keras_dist.checkpoint.newest import Copies, explained
 
 _NAME = ".checkpoint.lock"
 
@@ -31,27 +25,6 @@ _WRITE_SECONDS = 1.0
 _NUMBERS = "/proc/self/ns/pid"
 
 _held: set[int] = set()  # descriptors of files that are locked
-
-
-@contextlib.contextmanager
-def locked(folder: Folder, copies: Copies) -> Iterator[None]:
-    """Inside the block, no other training writes to the folders; all ranks call this.
-
-    Args:
-        folder: The folder of this rank.
-        copies: The folders, and the rank that writes to each.
-
-    Raises:
-        RuntimeError: On all ranks, if another training uses one of them.
-    """
-    lock = FolderLock(folder.path)
-    try:
-        comm.run_on_all(
-            lambda: explained(folder.path, lock.take) if copies.is_writer else None
-        )
-        yield
-    finally:
-        lock.release()
 
 
 class FolderLock:

@@ -3,16 +3,17 @@
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 
 from keras_dist import comm
-from keras_dist.checkpoint.files import Folder
-from keras_dist.checkpoint.lock import locked
-from keras_dist.checkpoint.newest import Copies, explained, find_copies, read_newest
+from keras_dist.checkpoint.files import DamagedError, Folder
+from keras_dist.checkpoint.lock import FolderLock
 from keras_dist.data import DataPosition, ShardSpec
 from keras_dist.report.plan import Plan
 from keras_dist.setup.arguments import Options
@@ -20,6 +21,16 @@ from keras_dist.setup.fit_setup import FitSetup
 from keras_dist.version import __version__
 
 _ADVICE = "Start every rank with the same arguments."
+
+# Name of the file that the first rank writes, for the others to look for; no cache can
+# know it.
+_MARKER = ".checkpoint.{}.marker"
+
+# Seconds between the times that a rank looks for it: a network file system may show it
+# late.
+_WAITS = (0, 0.1, 0.2, 0.5, 1)
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -36,7 +47,6 @@ class Saved:
         ranks: For each rank, the state that differs from the first rank's.
         model: Layers, optimizers and shapes that the model must have.
         arrays: Weights and optimizer state; on the first rank only.
-        begun: When the training began, in seconds since 1970; 0 in files of before.
         scale: Ranks, global batch and learning rates; `None` in files of before.
         keras_seed: The seed with which Keras shuffles arrays; `None` if it draws one,
             and in files of before.
@@ -52,7 +62,6 @@ class Saved:
     ranks: list[Any]
     model: dict[str, Any]
     arrays: list[Any]
-    begun: float = 0.0
     scale: dict[str, Any] | None = None
     keras_seed: int | None = None
     data_seeds: list[tuple[int, int]] | None = None
@@ -78,26 +87,20 @@ class Resume:
     """The folder and interval of checkpoints, and the checkpoint to resume from.
 
     Args:
-        folder: The folder of the checkpoints; used by ranks that write only.
-        copies: The folders that its path stands for on all ranks, and who writes.
+        folder: The folder of the checkpoints, which the first rank reads and writes.
         save_steps: Save after this many steps; `None` for not.
         save_seconds: Save after this many seconds; `None` for not.
         seed: Seed of the order of the rows.
         keras_seed: The seed with which Keras shuffles arrays; `None` if it draws one.
-        begun: When the training began, in seconds since 1970.
         saved: The checkpoint to resume from; `None` for a new training.
-        source: The host from which the checkpoint was sent to others, if it was.
     """
 
     folder: Folder
-    copies: Copies
     save_steps: int | None
     save_seconds: float | None
     seed: int
     keras_seed: int | None
-    begun: float
     saved: Saved | None
-    source: str = ""
 
     @property
     def position(self) -> DataPosition | None:
@@ -145,8 +148,8 @@ def opened(
     Raises:
         ValueError: On all ranks, if an argument is invalid or differs between the
             ranks, or if all checkpoints are damaged.
-        RuntimeError: On all ranks, if a folder cannot be written to, or if another
-            training does so.
+        RuntimeError: On all ranks, if the folder cannot be written to, if another
+            training does so, or if a rank does not see what the first one writes.
     """
     names = ("resume", "save_steps", "save_seconds")
     given = {f"`{name}`": getattr(options, name) for name in names}
@@ -155,39 +158,95 @@ def opened(
         yield None
         return
     path = os.path.abspath(os.path.expanduser(os.fspath(options.resume)))
-    folder = Folder(path)
+    folder, lock = Folder(path), FolderLock(path)
     comm.run_on_all(lambda: _check(options, callbacks))
-    copies = find_copies(folder)
-    with locked(folder, copies):
-        comm.run_on_all(
-            lambda: explained(path, folder.prepare) if copies.is_writer else None
-        )
-        yield _read(options, folder, copies, seed, keras_seed)
+    try:
+        _on_first_rank(path, lock.take)
+        _on_first_rank(path, folder.prepare)
+        _check_shared(path)
+        yield _read(options, folder, seed, keras_seed)
+    finally:
+        lock.release()
 
 
 def _read(
-    options: Options,
-    folder: Folder,
-    copies: Copies,
-    seed: int,
-    keras_seed: int | None,
+    options: Options, folder: Folder, seed: int, keras_seed: int | None
 ) -> Resume:
-    tree, source = read_newest(folder, copies)
+    tree, damaged = _on_first_rank(folder.path, folder.newest) or (None, [])
+    if damaged:
+        warnings.warn(
+            f"A checkpoint is damaged, and an older one is used: {'; '.join(damaged)}",
+            stacklevel=2,
+        )
     # Without the weights, which are broadcast when the model is built.
-    small = None if tree is None else {**tree, "arrays": []}
-    agreed, now = comm.broadcast((small, time.time()))
-    saved = None if agreed is None else Saved.of(agreed if tree is None else tree)
+    small = comm.broadcast(None if tree is None else {**tree, "arrays": []})
+    saved = None if small is None else Saved.of(small if tree is None else tree)
     return Resume(
         folder,
-        copies,
         options.save_steps,
         options.save_seconds,
         seed=seed if saved is None else saved.seed,
         keras_seed=keras_seed if saved is None else saved.keras_seed,
-        begun=now if saved is None else saved.begun,
         saved=saved,
-        source=source,
     )
+
+
+def _on_first_rank(path: str, work: Callable[[], Result]) -> Result | None:
+    """Call a function of the folder on the first rank; all ranks call this.
+
+    Raises:
+        ValueError: On all ranks, if all checkpoints are damaged.
+        RuntimeError: On all ranks, if the folder cannot be read or written to.
+    """
+
+    def explained() -> Result | None:
+        if comm.rank() > 0:
+            return None
+        try:
+            return work()
+        except DamagedError as error:  # of a type that all ranks can raise
+            raise ValueError(str(error)) from None
+        except OSError as error:
+            raise RuntimeError(
+                "Checkpoints cannot be written to the folder that `resume` names. "
+                f"Received: resume={path!r} on host {os.uname().nodename}, {error}. "
+                "Pass a folder that the first rank can write to."
+            ) from error
+
+    return comm.run_on_all(explained)
+
+
+def _check_shared(path: str) -> None:
+    """Check that all ranks see the first rank's folder; all ranks call this.
+
+    The ranks of the next start may be on other hosts: any of them may be the first one.
+    """
+    name = comm.broadcast(_MARKER.format(uuid.uuid4().hex))
+    marker = os.path.join(path, name)
+    _on_first_rank(path, lambda: open(marker, "xb").close())
+    everyone = comm.gather((_sees(marker), os.uname().nodename))
+    if comm.rank() == 0:
+        os.remove(marker)
+    hosts = [host for is_seen, host in everyone if not is_seen]
+    if hosts:
+        raise RuntimeError(
+            "The folder that `resume` names must be one that all hosts share: a "
+            "training may go on with its first rank on another host. Received: "
+            f"resume={path!r}, where a file that the first rank has written on host "
+            f"{everyone[0][1]} is not seen by {len(hosts)} of {len(everyone)} ranks, "
+            f"on {', '.join(dict.fromkeys(hosts))}. Pass a folder on a file system "
+            "that is mounted on all hosts, with the same path."
+        )
+
+
+def _sees(path: str) -> bool:
+    for seconds in _WAITS:
+        time.sleep(seconds)
+        with contextlib.suppress(OSError):
+            os.listdir(os.path.dirname(path))  # NFS then asks the server what is new
+        if os.path.exists(path):
+            return True
+    return False
 
 
 def _check(options: Options, callbacks: Any) -> None:

@@ -5,7 +5,6 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
@@ -33,8 +32,7 @@ class Writer:
 
     If a checkpoint is submitted while another one is still being written, it waits. A
     waiting checkpoint is replaced by the next one, so that a slow disk does not slow
-    down the training. Its number is left out then: a number is the same checkpoint in
-    the folders of all hosts.
+    down the training.
 
     Args:
         folder: The folder.
@@ -44,7 +42,6 @@ class Writer:
         self._folder = folder
         self._changed = threading.Condition()
         self._next: Any = None
-        self._number = folder.number
         self._is_busy = self._is_closed = False
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -53,8 +50,7 @@ class Writer:
     def submit(self, tree: Any) -> None:
         """Let the thread write a checkpoint; its arrays must not be changed later."""
         with self._changed:
-            self._number += 1
-            self._next = self._number, tree
+            self._next = tree
             self._changed.notify_all()
 
     def wait(self) -> None:
@@ -83,31 +79,16 @@ class Writer:
                 )
                 if self._next is None:
                     return
-                (number, tree), self._next, self._is_busy = self._next, None, True
+                tree, self._next, self._is_busy = self._next, None, True
             error: Exception | None = None
             try:
-                self._folder.write(tree, number)
+                self._folder.write(tree)
             except Exception as caught:  # raised here, it would only end this thread
                 error = caught
             del tree  # as large as the model
             with self._changed:
                 self._error, self._is_busy = error, False
                 self._changed.notify_all()
-
-
-def warn_of(failures: Sequence[str]) -> None:
-    """Warn of checkpoints that could not be written.
-
-    Args:
-        failures: For each rank its error, or "".
-    """
-    failed = [text for text in failures if text]
-    if failed:
-        warnings.warn(
-            "A checkpoint could not be written. The training continues, and the "
-            f"checkpoints before it are still there. Received: {'; '.join(failed)}",
-            stacklevel=2,
-        )
 
 
 class Agreed(NamedTuple):
@@ -336,19 +317,12 @@ class Saver(keras.callbacks.Callback):
         return reader.steps_before(self._epoch) + self._done >= reader.steps
 
     def _save(self, position: DataPosition, *, is_finished: bool = False) -> None:
-        """Gather the state of all ranks, and let some of them write a checkpoint."""
-        copies = self._resume.copies
+        """Gather the state of all ranks, and let the first one write a checkpoint."""
         found = gathered(
-            self.model,
-            self._states.collected(),
-            mark=self._mark(position),
-            failure=self._take_failure(),
-            is_writer=copies.is_writer,
-            are_several=copies.are_several,
+            self.model, self._states.collected(), mark=self._mark(position)
         )
         self._requests.has_saved()
-        if comm.rank() == 0:
-            warn_of(found.failures)
+        self.report_failure()
         if self._writer is None:
             return
         saved = Saved(
@@ -363,7 +337,6 @@ class Saver(keras.callbacks.Callback):
             ranks=found.ranks,
             model=states.facts_of(self.model),
             arrays=found.arrays,
-            begun=self._resume.begun,
             scale=scale_of(self._setup.plan),
         )
         self._writer.submit(saved.tree())
@@ -381,13 +354,12 @@ class Saver(keras.callbacks.Callback):
         return reader.mark(step) if step else None
 
     def _exit(self) -> NoReturn:
-        """End this process after all checkpoints are written; all ranks call this."""
+        """End this process after the checkpoint is written; all ranks call this."""
         if self._writer is not None:
             self._writer.wait()
-        # No rank ends before, since its end ends the others.
-        failures = comm.gather(self._take_failure())
+        self.report_failure()
+        comm.gather(None)  # no rank ends before, since its end ends the others
         if comm.rank() == 0:
-            warn_of(failures)
             say(
                 f"keras_dist: asked to end by SIGTERM in epoch {self._epoch + 1}; the "
                 f"same command resumes from {self._resume.folder.path}"
@@ -396,17 +368,14 @@ class Saver(keras.callbacks.Callback):
         raise SavedExit(EXIT_CODE)
 
     def report_failure(self) -> None:
-        """Warn if this rank could not write its last checkpoint."""
-        warn_of([self._take_failure()])
-
-    def _take_failure(self) -> str:
-        """Return the error of the last write of this rank, once; or ""."""
+        """Warn once if this rank could not write its last checkpoint."""
         error = None if self._writer is None else self._writer.take_error()
-        if error is None:
-            return ""
-        copies = self._resume.copies
-        host = copies.host(comm.rank()) if copies.are_several else ""
-        return f"on host {host}: {error}" if host else str(error)
+        if error is not None:
+            warnings.warn(
+                "A checkpoint could not be written. The training continues, and the "
+                f"checkpoints before it are still there. Received: {error}",
+                stacklevel=2,
+            )
 
     def _is_within_epoch(self) -> bool:
         """Tell whether the training is resumed in the middle of an epoch."""

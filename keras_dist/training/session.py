@@ -456,26 +456,6 @@ class EpochRates:
             self._of_epoch = optimizer.effective_rates(model)
 
 
-class SaveStamp:
-    """Epoch and batch of the training, which are written into files of weights."""
-
-    def __init__(self) -> None:
-        self._epoch_and_batch: tuple[int, int] | None = None
-
-    @property
-    def value(self) -> tuple[int, int] | None:
-        """The number of completed epochs, and the last batch; `None` if not counted."""
-        return self._epoch_and_batch
-
-    def set(self, epoch: int, batch: int) -> None:
-        """Set the number of completed epochs, and the last batch."""
-        self._epoch_and_batch = epoch, batch
-
-    def clear(self) -> None:
-        """Write nothing into files of weights from now on."""
-        self._epoch_and_batch = None
-
-
 class Holder:
     """Whether `dist_fit` ends the session, or the first callback that ends.
 
@@ -515,7 +495,6 @@ class Session:
         eager_log: Which losses of a step that runs eagerly are sums over rows.
         stray: Variables that a step changes and the model does not keep.
         rates: The learning rates of the epoch.
-        stamp: Epoch and batch for files of weights.
         holder: Whether `dist_fit` ends the session.
     """
 
@@ -531,7 +510,6 @@ class Session:
     eager_log: EagerLog
     stray: StrayVariables
     rates: EpochRates
-    stamp: SaveStamp
     holder: Holder
 
     @property
@@ -569,7 +547,6 @@ def begin(model: Any, last: Session | None) -> Session:
         eager_log=EagerLog(),
         stray=StrayVariables(),
         rates=EpochRates(),
-        stamp=SaveStamp(),
         holder=Holder(),
     )
 

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import re
-import shutil
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -27,10 +26,10 @@ PIPELINES = ["as_shuffled", "as_filtered", "as_files", "Stateful", "ByIterators"
 PIPELINES += ["as_shuffled_and_divided", "as_repeated"]
 
 
-def run(folder, number, ranks, end, *, is_equivalent=False, is_local=False, **options):
+def run(folder, number, ranks, end, *, is_equivalent=False, **options):
     """One launch, which trains until `end` (kind, updates) or to the end of it."""
     given = {"folder": str(folder), "launch": number, "end": end}
-    given |= {"is_equivalent": is_equivalent, "is_local": is_local, "options": options}
+    given |= {"is_equivalent": is_equivalent, "options": options}
     script = ROOT / "tests" / "ranks" / "resumed.py"
     command = [sys.executable, str(script), json.dumps(given)]
     done = launch(command, ranks=ranks, timeout=600)
@@ -75,13 +74,8 @@ def said_to_have_changed(done):
     ],
 )
 def test_killed_processes_resume_to_the_bit(tmp_path, ranks, as_data):
-    """SIGKILL to all ranks at random steps, SIGTERM to one: the results are equal.
-
-    Three ranks have a folder each, as on hosts without a common disk, and each time one
-    of these is lost: first that of the first rank.
-    """
-    is_local = ranks == 3
-    options = {"save_steps": 2, "is_local": is_local}
+    """SIGKILL to all ranks at random steps, SIGTERM to one: the results are equal."""
+    options = {"save_steps": 2}
     options |= {} if as_data is None else {"as_data": as_data}
     steps = -(-NUM_ROWS // (6 * ranks)) - (as_data == "as_shuffled")
     if as_data == "as_repeated":
@@ -93,8 +87,6 @@ def test_killed_processes_resume_to_the_bit(tmp_path, ranks, as_data):
     ends[count // 2] = ("SIGTERM", updates[count // 2])
     for number, end in enumerate([*ends, None]):
         run(tmp_path, number, ranks, end, **options)
-        if is_local and end:
-            shutil.rmtree(tmp_path / f"rank{number % ranks}" / "cut")
     whole, cut = result_of(tmp_path, "whole"), result_of(tmp_path, "cut")
     assert len(whole[0]) == len(cut[0]) > 20
     assert all((a == b).all() for a, b in zip(whole[0], cut[0], strict=True))
@@ -113,14 +105,10 @@ def test_killed_processes_resume_to_the_bit(tmp_path, ranks, as_data):
 
 
 def test_another_number_of_ranks_resumes_the_same_training(tmp_path):
-    """Two ranks, then three, then one without a launcher; one global batch of 12.
-
-    Each has a folder of its own; the first rank's is lost before the third one comes.
-    """
+    """Two ranks, then three, then one without a launcher; one global batch of 12."""
     options = {"lr_scaling": "none", "steps_scaling": "none", "save_steps": 1}
-    options |= {"is_equivalent": True, "is_local": True}
+    options |= {"is_equivalent": True}
     run(tmp_path, 0, 2, ("SIGKILL", 5), batch_size=6, **options)
-    shutil.rmtree(tmp_path / "rank0" / "cut")
     options["verbose"] = 2
     cut = run(tmp_path, 1, 3, ("SIGKILL", 13), batch_size=4, **options)
     assert said_to_have_changed(cut) == ["ranks 2 → 3"]

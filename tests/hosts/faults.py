@@ -163,25 +163,3 @@ def test_a_host_that_comes_back_goes_on_to_the_same_bits(
     assert code == 0, lines
     found = sorted(line[4:] for line in stdout.splitlines() if "found" in line)
     assert found == undisturbed
-
-
-def test_the_first_host_comes_back_with_an_empty_disk(net, tmp_path_hosts):
-    """No disk is shared: its checkpoint comes from another host, to the same bits."""
-    hosts, path = ["-H", "a:1,b:1,c:1"], tmp_path_hosts / "w.npy"
-    done = net.run("d", [*LAUNCH, *hosts, TRAIN, path], timeout=300)
-    assert done.returncode == 0, done.stderr
-    undisturbed = sorted(x[4:] for x in done.stdout.splitlines() if "found" in x)
-    steps = tmp_path_hosts / "steps"
-    env = {"RESUME": "/tmp/lost", "STEPS": str(steps), "PAUSE": "0.5"}
-    words = [*LAUNCH, "--restarts", "3", *hosts, TRAIN, path]
-    process = net.start("d", words, env=env)
-    until(lambda: all((steps / f"{rank}.11").exists() for rank in range(3)), "11", 120)
-    net.power_off("a")
-    time.sleep(5)
-    net.power_on("a")
-    stdout, stderr = process.communicate(timeout=240)
-    assert process.returncode == 0, stderr
-    assert "resumed in epoch 2" in stdout and "from /tmp/lost of host b" in stdout
-    assert "/tmp/lost is not shared: checkpoints are written on a, b, c" in stdout
-    found = sorted(line[4:] for line in stdout.splitlines() if "found" in line)
-    assert found == undisturbed

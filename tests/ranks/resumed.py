@@ -33,10 +33,6 @@ def main(given):
     folder = Path(given["folder"])
     kind, updates = given["end"] or (None, None)
     part = f"{given['launch']}.{keras_dist.rank()}"
-    if given["is_local"]:
-        own = folder / f"rank{keras_dist.rank()}"
-        own.mkdir(exist_ok=True)
-        os.chdir(own)
     options = {"is_equivalent": given["is_equivalent"], **given["options"]}
     if "as_data" in options:
         options["as_data"] = getattr(resumable, options["as_data"])
@@ -51,9 +47,7 @@ def main(given):
                     since[update] = time.monotonic() - begin
 
             since = {}
-            # A relative path is a folder of each rank's own: ranks as hosts.
-            resume = name if given["is_local"] else str(folder / name)
-            state, history = train(resume, saw=saw, **options, **more)
+            state, history = train(str(folder / name), saw=saw, **options, **more)
         if keras_dist.rank() == 0:
             np.savez(folder / f"{name}.npz", *state)
             (folder / f"{name}.json").write_text(json.dumps(values_of(history)))

@@ -437,6 +437,19 @@ def test_another_folder_on_a_rank_is_an_error(folder):
         small(f"{folder}/{keras_dist.rank()}")
 
 
+@pytest.mark.several_ranks
+def test_a_folder_of_each_rank_is_an_error_on_all(folder, monkeypatch):
+    """As on hosts without a common disk: before training, and no file is left."""
+    own = f"{folder}/{keras_dist.rank()}"
+    os.mkdir(own)
+    monkeypatch.chdir(own)
+    rank, size = keras_dist.rank(), keras_dist.size()
+    for message in raises_everywhere(RuntimeError, lambda: small("kept")):
+        assert "must be one that all hosts share" in message
+        assert f"is not seen by {size - 1} of {size} ranks" in message
+    assert (os.listdir("kept") if rank == 0 else os.listdir()) == []
+
+
 def test_a_damaged_checkpoint_is_replaced_by_the_one_before(folder):
     """With a warning on the first rank; training resumes from the older one."""
     whole = small(f"{folder}/whole", epochs=3)

@@ -5,7 +5,6 @@ import signal
 from pathlib import Path
 
 import keras
-import numpy as np
 import pytest
 from claims import assert_equal_to_the_bit, shortened
 
@@ -224,37 +223,6 @@ def test_a_full_disk_leaves_the_file_before(rows, make_model, folder, name):
     twin.load_weights(folder / name)
     for own, other in zip(before[1], twin.get_weights(), strict=True):
         assert (own == other).all()
-
-
-@pytest.mark.several_ranks
-def test_the_epoch_of_a_backup_is_that_of_its_weights(rows, make_model, folder):
-    """Also if the process was killed before or while it wrote the epoch."""
-    backup = keras.callbacks.BackupAndRestore
-    options = {"epochs": 3, "shuffle": False, "batch_size": 16}
-
-    def last_epochs(seed):
-        model = make_model(seed=seed)
-        history = fit(model, rows, backup(str(folder)), **options)
-        assert_equal_to_the_bit(model)
-        return history.epoch, model
-
-    class Interrupt(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            if epoch == 2:
-                raise KeyboardInterrupt
-
-    whole = make_model()
-    fit(whole, rows, **options)
-    for text in ("", '{"epoch": 1, "batch": 0}'):
-        with pytest.raises(KeyboardInterrupt):
-            fit(make_model(), rows, backup(str(folder)), Interrupt(), **options)
-        keras_dist.gather("all have ended")
-        if keras_dist.rank() == 0:
-            (folder / "training_metadata.json").write_text(text)
-        epochs, model = last_epochs(seed=20 + keras_dist.rank())
-        assert epochs == [2]
-        for own, other in zip(model.get_weights(), whole.get_weights(), strict=True):
-            assert np.array_equal(own, other)
 
 
 @pytest.mark.several_ranks

@@ -382,20 +382,6 @@ MUTATIONS = [
         ("test_resume.py", "was_ended"),
     ),
     Mutation(
-        "resume: what differs on the first rank, in the files of other hosts",
-        "checkpoint/states.py",
-        "replaced = _of_first(variables, ranks)",
-        "pass",
-        ("test_copies.py", "first_disk"),
-    ),
-    Mutation(
-        "resume: a checkpoint is sent to the hosts that lack it",
-        "checkpoint/newest.py",
-        "_send(folder, newest, root=root, to=lacking)",
-        "pass",
-        ("test_copies.py", "first_disk"),
-    ),
-    Mutation(
         "resume: the optimizer's state",
         "checkpoint/states.py",
         "variables += found.variables",

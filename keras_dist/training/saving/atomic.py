@@ -10,13 +10,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import h5py
-
 from keras_dist import comm
 from keras_dist.report import new_file
-
-# The attribute of a file of weights that holds the epoch and batch of the training.
-_STAMP = "keras_dist_training"
 
 
 def replace(path: Any, write: Callable[[str], Any], *, num_bytes: int = 0) -> Any:
@@ -106,21 +101,8 @@ def _locked(folder: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def stamp_of(path: str) -> dict[str, Any] | None:
-    """Read epoch and batch that `SavesWhole` wrote into a file of weights, or `None`.
-
-    Raises:
-        OSError: If the file cannot be read.
-    """
-    with h5py.File(path, "r") as file:
-        stamp = file.attrs.get(_STAMP)
-    return None if stamp is None else {"epoch": int(stamp[0]), "batch": int(stamp[1])}
-
-
 class SavesWhole:
     """Mixin for a model: `save` and `save_weights` replace a file as a whole."""
-
-    _distributed_session: Any
 
     def save(
         self: Any, filepath: Any, overwrite: bool = True, *args: Any, **kwargs: Any
@@ -142,15 +124,11 @@ class SavesWhole:
         is_one_file = not args and not any(kwargs.values())
         if not (is_replaceable(filepath) and overwrite and is_one_file):
             return own(filepath, overwrite, *args, **kwargs)
-        stamp = self._distributed_session.stamp.value
-
-        def write(part: str) -> None:
-            own(part, True)
-            if stamp is not None:
-                with h5py.File(part, "r+") as file:
-                    file.attrs[_STAMP] = stamp
-
-        return replace(filepath, write, num_bytes=hdf5_size(self, filepath))
+        return replace(
+            filepath,
+            lambda part: own(part, True),
+            num_bytes=hdf5_size(self, filepath),
+        )
 
 
 def is_replaceable(path: Any) -> bool:
