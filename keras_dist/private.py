@@ -54,11 +54,6 @@ def compiled_parts(model: Any) -> tuple[Any, Any]:
     return loss, metrics
 
 
-def compile_config(model: Any) -> Any:
-    """Return the arguments of `compile` that are saved, a dict, or `None`."""
-    return getattr(getattr(model, "_compile_config", None), "config", None)
-
-
 def initial_epoch(model: Any) -> int | None:
     """Return the epoch to which `BackupAndRestore` has set a model."""
     return getattr(model, "_initial_epoch", None)

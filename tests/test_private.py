@@ -99,7 +99,6 @@ def made_objects() -> dict[str, object]:
     of_model = (
         "_aggregate_additional_loss",
         "_clear_losses",
-        "_compile_config",
         "_compile_loss",
         "_compile_metrics",
         "_flatten_layers",

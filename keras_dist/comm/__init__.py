@@ -45,12 +45,7 @@ from keras_dist.comm.collectives import (
 from keras_dist.comm.compressed import sum_compressed
 from keras_dist.comm.devices import Device
 from keras_dist.comm.process_sets import (
-    add_process_set,
-    forget_process_sets,
     init,
-    number_of,
-    remove_process_set,
-    start_with_process_sets,
     within,
 )
 from keras_dist.comm.runtime import (
@@ -77,7 +72,6 @@ from keras_dist.comm.world import World
 __all__ = [
     "Device",
     "World",
-    "add_process_set",
     "agree",
     "average",
     "broadcast",
@@ -90,7 +84,6 @@ __all__ = [
     "fact",
     "failing_together",
     "first_rank",
-    "forget_process_sets",
     "gather",
     "gather_unless_equal",
     "gather_or_raise",
@@ -104,19 +97,16 @@ __all__ = [
     "local_size",
     "name_by",
     "name_of",
-    "number_of",
     "nccl_version",
     "prepare",
     "rank",
     "reduce",
-    "remove_process_set",
     "run_on_all",
     "scatter",
     "sendable",
     "size",
     "stack",
     "start",
-    "start_with_process_sets",
     "stop",
     "sum",
     "sum_compressed",

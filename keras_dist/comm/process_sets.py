@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -71,72 +70,6 @@ def init(
         _sets.update({ranks: transport.add_process_set(link, ranks) for ranks in sets})
         atexit.register(_wait_for_all)  # runs before Horovod's own shutdown
     return world
-
-
-def start_with_process_sets() -> World:
-    """Connect to the other ranks such that `add_process_set` can be called later."""
-    if runtime.is_started() or launched() is None:
-        return runtime.start()
-    atexit.register(_wait_for_all)
-    return runtime.start(has_process_sets=True)
-
-
-def add_process_set(ranks: Sequence[int]) -> int:
-    """Make a group of ranks after the start; every rank calls this, in the same order.
-
-    Args:
-        ranks: The ranks, also if this one is not one of them.
-
-    Returns:
-        Horovod's number of the group; 0 for the group of all ranks.
-
-    Raises:
-        ValueError: On all ranks, if they differ, or if the group cannot be or is there.
-        RuntimeError: If the ranks were not connected by `start_with_process_sets` or
-            with process sets.
-    """
-    chosen = tuple(sorted(ranks))
-    link, world = runtime.connection()
-    _check([chosen], world.size)
-    if link is None:
-        return 0
-    agree({"the ranks of a process set": chosen}, advice="Add it on every rank.")
-    if chosen in _sets or len(chosen) == world.size:
-        raise ValueError(
-            f"There is a process set of these ranks. Received: {list(chosen)}. "
-            "Use that one."
-        )
-    if os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") != "1":
-        raise RuntimeError(
-            "Process sets can be added later only if the start knows of it. Received: "
-            f"{list(chosen)}. Call `init` with them, or with process_sets='dynamic'."
-        )
-    _sets[chosen] = transport.add_process_set(link, chosen)
-    return number_of(chosen)
-
-
-def remove_process_set(ranks: Sequence[int]) -> bool:
-    """Remove a group that was added; every rank calls this.
-
-    Returns:
-        Whether there was such a group.
-    """
-    link, _ = runtime.connection()
-    found = _sets.pop(tuple(sorted(ranks)), None)
-    if link is None or found is None:
-        return False
-    return bool(link.horovod.remove_process_set(found.process_set))
-
-
-def number_of(ranks: Sequence[int]) -> int:
-    """Horovod's number of a group that was made; 0 for the group of all ranks."""
-    found = _sets.get(tuple(sorted(ranks)))
-    return 0 if found is None else int(found.process_set.process_set_id)
-
-
-def forget_process_sets() -> None:
-    """Horovod has been shut down, and its groups with it."""
-    _sets.clear()
 
 
 def _wait_for_all() -> None:

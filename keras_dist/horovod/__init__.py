@@ -16,10 +16,7 @@ differs.
 
 from keras_dist.horovod import basics, callbacks
 from keras_dist.horovod.basics import (
-    cross_rank,
-    cross_size,
     init,
-    is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
@@ -69,13 +66,10 @@ __all__ = [
     "broadcast_object",
     "broadcast_variables",
     "callbacks",
-    "cross_rank",
-    "cross_size",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
     "init",
-    "is_homogeneous",
     "is_initialized",
     "load_model",
     "local_rank",

@@ -6,7 +6,6 @@ from typing import Any
 
 from keras_dist import comm as collectives
 from keras_dist.comm import local_rank, local_size, rank, size, transport
-from keras_dist.comm.runtime import connection
 
 __all__ = ["local_rank", "local_size", "rank", "size"]
 
@@ -18,6 +17,7 @@ FROM_HOROVOD = frozenset(
         *("ccl_built", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled"),
         *("mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built"),
         *("alltoall", "broadcast_global_variables", "join"),
+        *("cross_rank", "cross_size", "is_homogeneous"),
         *("rocm_built", "start_timeline", "stop_timeline"),
     }
 )
@@ -71,21 +71,3 @@ def shutdown() -> None:
 def is_initialized() -> bool:
     """Return True if `init` was called, or anything that calls it."""
     return collectives.is_started()
-
-
-def cross_rank() -> int:
-    """Return the number of this host among those that have this local rank."""
-    link, _ = connection()
-    return 0 if link is None else int(link.horovod.cross_rank())
-
-
-def cross_size() -> int:
-    """Return the number of hosts that have this local rank."""
-    link, _ = connection()
-    return 1 if link is None else int(link.horovod.cross_size())
-
-
-def is_homogeneous() -> bool:
-    """Return True if all hosts have the same number of ranks."""
-    link, _ = connection()
-    return link is None or bool(link.horovod.is_homogeneous())

@@ -164,15 +164,9 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         mode: str = "auto",
         save_freq: int | Literal["epoch"] = "epoch",
     ) -> None:
-        super().__init__(
-            filepath="best.weights.h5" if save_weights_only else "best.keras",
-            monitor=monitor,
-            verbose=verbose,
-            save_best_only=True,
-            save_weights_only=save_weights_only,
-            mode=mode,
-            save_freq=save_freq,
-        )
+        path = "best.weights.h5" if save_weights_only else "best.keras"
+        options = (monitor, verbose, True, save_weights_only, mode, save_freq)
+        super().__init__(path, *options)
         self.filepath: str | os.PathLike[str] | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -252,11 +246,23 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
         self.current_epoch = 0
-        self.multiplier = _function(multiplier, start_epoch)
+        if not isinstance(multiplier, (int, float)) and not callable(multiplier):
+            raise ValueError(
+                "`multiplier` must be a function of the epoch, or a number. "
+                f"Received: multiplier={multiplier!r}"
+            )
+        self.multiplier = multiplier
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if not self.staircase and not self.steps_per_epoch:
-            self.steps_per_epoch = _steps(self)
+        if self.staircase or self.steps_per_epoch:
+            return
+        self.steps_per_epoch = self.params.get("steps")
+        if not self.steps_per_epoch:
+            raise ValueError(
+                "The number of steps of an epoch is not known, so the rate of a batch "
+                f"is not known, either. Received: {type(self).__name__} with "
+                "steps_per_epoch=None. Pass `steps_per_epoch` to it or to fit."
+            )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self.current_epoch = epoch
@@ -277,7 +283,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def _set_rate(self, epoch: float) -> None:
         optimizer = self.model.optimizer
-        old, new = _rate(optimizer), self.initial_lr * self.multiplier(epoch)
+        old, factor = _rate(optimizer), self.multiplier
+        if callable(factor):
+            new = self.initial_lr * factor(epoch)
+        else:
+            new = self.initial_lr * factor ** (epoch - self.start_epoch)
         optimizer.learning_rate = new
         if self.momentum_correction and old and is_next_an_update(optimizer):
             _scale_momentum(optimizer, new / old)
@@ -344,28 +354,6 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
                 f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to "
                 f"{rate:g}."
             )
-
-
-def _function(multiplier: Any, start_epoch: int) -> Callable[[float], float]:
-    if callable(multiplier):
-        return multiplier
-    if not isinstance(multiplier, (int, float)):
-        raise ValueError(
-            "`multiplier` must be a function of the epoch, or a number. "
-            f"Received: multiplier={multiplier!r}"
-        )
-    return lambda epoch: multiplier ** (epoch - start_epoch)
-
-
-def _steps(callback: Any) -> int:
-    steps = callback.params.get("steps")
-    if not steps:
-        raise ValueError(
-            "The number of steps of an epoch is not known, so the rate of a batch is "
-            f"not known, either. Received: {type(callback).__name__} with "
-            "steps_per_epoch=None. Pass `steps_per_epoch` to it or to fit."
-        )
-    return int(steps)
 
 
 def _rate(optimizer: Any) -> float:

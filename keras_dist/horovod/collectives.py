@@ -107,9 +107,8 @@ def allreduce(
     """
     if isinstance(name, bool):  # the second argument of `horovod.tensorflow`
         average = name
-    options |= {"op": reduction(op, average), "compression": compression}
-    options |= {"prescale_factor": prescale_factor}
-    options |= {"postscale_factor": postscale_factor}
+    factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    options |= {"op": reduction(op, average), "compression": compression, **factors}
     return mark_reduced(_run("allreduce", value, options))
 
 
@@ -202,6 +201,7 @@ def _run(function: str, value: Any, options: dict[str, Any]) -> Any:
         factor = math.prod(options.get(name, 1.0) for name in names)
         scaled = tensor if factor == 1.0 else tf.cast(tensor, tf.float64) * factor
         return tf.cast(scaled, tensor.dtype)
+    options = {k: option for k, option in options.items() if option is not None}
     if tf.executing_eagerly() and "process_set" not in options:
         shape = tensor.shape[function == "allgather" :]
         called = f"{function} of {tensor.dtype.name} {tuple(shape)}"
@@ -232,11 +232,11 @@ def broadcast_object(
         session, name: Not used.
         process_set: The ranks that take part; by default all.
     """
-    options = {} if process_set is None else {"process_set": process_set}
     message = signed.sign(obj) if comm.rank() == root_rank else b""
-    length = broadcast(len(message), root_rank, **options)
+    length = broadcast(len(message), root_rank, process_set=process_set)
     content = np.frombuffer(message or bytes(int(length)), np.uint8)
-    return signed.verify(broadcast(content, root_rank, **options).numpy().tobytes())
+    content = broadcast(content, root_rank, process_set=process_set)
+    return signed.verify(content.numpy().tobytes())
 
 
 def allgather_object(
@@ -249,10 +249,10 @@ def allgather_object(
         session, name: Not used.
         process_set: The ranks that take part; by default all.
     """
-    options = {} if process_set is None else {"process_set": process_set}
     message = np.frombuffer(signed.sign(obj), np.uint8)
-    lengths = allgather([len(message)], **options).numpy()
-    messages = np.split(allgather(message, **options), np.cumsum(lengths)[:-1])
+    lengths = allgather([len(message)], process_set=process_set).numpy()
+    content = allgather(message, process_set=process_set).numpy()
+    messages = np.split(content, np.cumsum(lengths)[:-1])
     return [signed.verify(message.tobytes()) for message in messages]
 
 

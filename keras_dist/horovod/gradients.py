@@ -60,22 +60,6 @@ class Settings:
             )
 
 
-def check_groups(groups: Any, num_groups: int = 0) -> None:
-    """Check the groups in which Horovod would send gradients; we send all together.
-
-    Raises:
-        ValueError: If they are neither a number nor a list.
-    """
-    groups = num_groups if groups is None and num_groups else groups
-    if groups is None or isinstance(groups, list):
-        return
-    if not isinstance(groups, int) or groups <= 0:
-        raise ValueError(
-            "`groups` must be a positive number, or a list of lists of variables. "
-            f"Received: groups={groups!r}"
-        )
-
-
 def check_all_ranks(process_set: Any) -> None:
     """Check that gradients or metrics are asked for of all ranks.
 
@@ -150,14 +134,12 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's own name
 
     Args:
         gradtape: A `tf.GradientTape`, which is changed in place.
-        device_dense, device_sparse, scale_local_gradients: Not needed: taken for
-            scripts that pass them.
         compression: `Compression.fp16` sends two bytes a number.
         sparse_as_dense: Whether to send gradients of an `Embedding` whole.
         op: `Average` or `Sum`.
-        gradient_predivide_factor: Changes nothing but roundings; for `Average` only.
-        num_groups, groups: Checked; they change nothing but how gradients are sent.
         process_set: All ranks only.
+        device_dense, device_sparse, gradient_predivide_factor, num_groups, groups,
+            scale_local_gradients: Not used: they say how Horovod sends gradients.
 
     Returns:
         The same tape.
@@ -173,12 +155,6 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's own name
     >>> float(tape.gradient(y, x))
     6.0
     """
-    if gradient_predivide_factor != 1.0 and op != Average:
-        raise ValueError(
-            "`gradient_predivide_factor` is for hvd.Average only. Received: "
-            f"gradient_predivide_factor={gradient_predivide_factor} and op={op!r}"
-        )
-    check_groups(groups, num_groups)
     check_all_ranks(process_set)
     settings = Settings(reduction(op), compression, sparse_as_dense)
     comm.init()

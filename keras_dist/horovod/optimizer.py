@@ -17,7 +17,6 @@ from keras_dist.horovod.collectives import (
 from keras_dist.horovod.gradients import (
     Settings,
     check_all_ranks,
-    check_groups,
     reduce_gradients,
 )
 from keras_dist.optimizer import (
@@ -57,18 +56,17 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
 
     Args:
         optimizer: A Keras optimizer, which stays as it is.
-        name, device_dense, device_sparse, scale_local_gradients: Not needed: taken for
-            scripts that pass them.
         compression: `Compression.fp16` sends two bytes a number.
         sparse_as_dense: Whether to send gradients of an `Embedding` whole; by default
             they are sent as rows if that is smaller.
-        gradient_predivide_factor: Changes nothing but roundings.
         op: `Average` or `Sum`.
         backward_passes_per_step: Batches whose gradients are added before they are
             averaged. `iterations` counts batches.
         average_aggregated_gradients: Whether to divide that sum by their number.
-        num_groups, groups: Checked; they change nothing but how gradients are sent.
         process_set: All ranks only.
+        name, device_dense, device_sparse, gradient_predivide_factor, num_groups,
+            groups, scale_local_gradients: Not used: they say how Horovod sends
+            gradients.
 
     Returns:
         An optimizer of the same class, name and state.
@@ -83,7 +81,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
     >>> optimizer.__class__ is keras.optimizers.Adam
     True
     """
-    check_groups(groups, num_groups)
     check_all_ranks(process_set)
     settings = Settings(
         reduction(op),
@@ -139,13 +136,6 @@ class Passes:
             if gradient is not None and id(variable) not in self.sums:
                 zeros = tf.zeros(tuple(variable.shape), gradient.dtype)
                 self.sums[id(variable)] = tf.Variable(zeros, trainable=False)
-
-
-class CallableList(list):
-    """A list that can be called: `optimizer.variables()` and `optimizer.variables`."""
-
-    def __call__(self) -> "CallableList":
-        return self
 
 
 def average(optimizer: Any, settings: Settings) -> Any:
@@ -214,10 +204,6 @@ class AveragesLikeHorovod(ReducesGradients):
         made = super().from_config(config, *args)  # type: ignore[misc]
         _begin(made)
         return made
-
-    @property
-    def variables(self) -> CallableList:
-        return CallableList(super().variables)  # type: ignore[misc]
 
     @no_autograph
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:

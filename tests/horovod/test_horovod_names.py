@@ -21,7 +21,7 @@ OF_KERAS = [
     and callable(getattr(KERAS, name))
     and name not in ("is_version_greater_equal_than",)
 ]
-OWN = [name for name in OF_KERAS if name not in FROM_HOROVOD]
+OWN = [name for name in OF_KERAS if name not in FROM_HOROVOD | {"Compression"}]
 OF_TENSORFLOW = [
     *("broadcast_variables", "broadcast_object", "allgather_object", "is_homogeneous"),
     "DistributedGradientTape",

@@ -222,19 +222,6 @@ def test_a_loaded_model_averages_and_keeps_its_state(suffix, tmp_path):
     assert len(plain.weights) == 4
 
 
-def test_a_file_of_keras_after_one_of_h5_knows_its_optimizer(tmp_path):
-    """Saving to `.h5` takes it out of what Keras writes later."""
-    model = make()
-    fit(model, hvd.DistributedOptimizer(keras.optimizers.Adagrad(0.3)))
-    folder = tmp_path / str(hvd.rank())
-    folder.mkdir()
-    model.save(folder / "model.h5")
-    model.save(folder / "model.keras")
-    loaded = hvd.load_model(folder / "model.keras")
-    assert loaded.optimizer.__class__ is keras.optimizers.Adagrad
-    np.testing.assert_allclose(float(loaded.optimizer.learning_rate), 0.3, rtol=1e-6)
-
-
 def test_a_custom_optimizer_is_loaded(tmp_path):
     """`custom_optimizers`, and `custom_objects` for a loss."""
 
@@ -253,39 +240,6 @@ def test_a_custom_optimizer_is_loaded(tmp_path):
     assert isinstance(loaded.optimizer, Halved)
     loaded.run_eagerly = True
     loaded.fit(*rows_of(hvd.rank()), verbose=0)
-
-
-@pytest.mark.parametrize("suffix", ["h5", "keras"])
-def test_custom_objects_may_be_functions_that_make_the_object(suffix, tmp_path):
-    """As in Horovod's own tests, for an optimizer; for a layer, too."""
-
-    class Tuned(keras.optimizers.RMSprop):
-        """An optimizer of the user's."""
-
-    class Scaled(keras.layers.Dense):
-        """A layer of the user's."""
-
-    keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input((5,)), Scaled(2), keras.layers.Dense(1)])
-    optimizer = hvd.DistributedOptimizer(Tuned(0.01))
-    model.compile(optimizer, "mse", run_eagerly=True)
-    x, y = rows_of(hvd.rank())
-    model.fit(x, y, verbose=0)
-    file = str(tmp_path / f"model.{suffix}")
-    keras.saving.save_model(model, file)
-    objects = {
-        "Tuned": lambda **k: hvd.DistributedOptimizer(Tuned(**k), op=hvd.Sum),
-        "Scaled": lambda **k: Scaled(**k),
-    }
-    loaded = hvd.load_model(file, custom_objects=objects)
-    assert isinstance(loaded.optimizer, Tuned)
-    assert loaded.optimizer._settings.op == hvd.Sum  # as the function asks for
-    assert isinstance(loaded.layers[0], Scaled)
-    for own, other in zip(loaded.optimizer.variables, optimizer.variables, strict=True):
-        np.testing.assert_array_equal(own.numpy(), other.numpy())
-    loaded.run_eagerly = True
-    loaded.fit(x, y, verbose=0)
-    assert_equal_on_all(loaded)
 
 
 @pytest.mark.several_ranks
