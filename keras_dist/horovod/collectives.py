@@ -121,6 +121,9 @@ def allgather(value: Any, name: str | None = None, **options: Any) -> Any:
         name: Not used.
         **options: Others of `horovod.tensorflow.allgather`.
 
+    Returns:
+        A tensor with the rows of all ranks.
+
     Example:
 
     >>> allgather([[1.0], [2.0]]).numpy().tolist()  # on one rank
@@ -133,13 +136,16 @@ def allgather(value: Any, name: str | None = None, **options: Any) -> Any:
 def broadcast(
     value: Any, root_rank: int, name: str | None = None, **options: Any
 ) -> Any:
-    """Return the value of `root_rank` on every rank, as a tensor.
+    """Send the value of `root_rank` to every rank.
 
     Args:
         value: As in `allreduce`.
         root_rank: Number of a rank among all, also with a process set.
         name: Not used.
         **options: Others of `horovod.tensorflow.broadcast`.
+
+    Returns:
+        A tensor with the value of `root_rank`.
 
     Raises:
         ValueError: If `root_rank` is not a rank that takes part.
