@@ -122,7 +122,7 @@ def command_line() -> str:
     )
     sections = []
     for name, sub in commands.choices.items():
-        if name.endswith("-agent") or name in ("slurm-task", "check-rank"):
+        if name.endswith("-agent") or name in ("slurm-task",):
             continue  # started by us, and by nobody else
         usage = sub.format_usage().removeprefix("usage: ").strip()
         sections += [f"## keras-dist {name}", sub.description or "", ""]

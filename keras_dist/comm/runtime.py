@@ -210,11 +210,6 @@ def built_transports() -> list[str]:
     return transport.built()
 
 
-def nccl_version() -> int:
-    """Return the number of the NCCL that Horovod was built with; 0 if without."""
-    return int(transport.library().nccl_built())
-
-
 def fact(name: str, default: Any) -> Any:
     """Return what one of Horovod's functions without arguments returns.
 

@@ -41,6 +41,7 @@ print(json.dumps({
     "gloo": bool(hvd.gloo_built()),
     "mpi": bool(hvd.mpi_built()),
     "nccl": bool(hvd.nccl_built()),
+    "cuda": tensorflow.sysconfig.get_build_info().get("cuda_version", ""),
 }))
 """
 
@@ -309,6 +310,7 @@ class Built:
         gloo: Whether it was built with Gloo.
         mpi: Whether it was built with MPI.
         nccl: Whether it was built with NCCL.
+        cuda: Version of CUDA that TensorFlow was built for; empty for CPUs alone.
         is_patched: Whether it has keras_dist's patches.
     """
 
@@ -318,6 +320,7 @@ class Built:
     gloo: bool
     mpi: bool
     nccl: bool
+    cuda: str = ""
     is_patched: bool = False
 
     def __str__(self) -> str:
