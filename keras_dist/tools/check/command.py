@@ -60,10 +60,10 @@ def add_check(commands: argparse._SubParsersAction) -> None:
 
 def run_words(options: argparse.Namespace) -> list[str]:
     """Return the options of `keras-dist run` that were given to `check`."""
-    parser = argparse.ArgumentParser(add_help=False)
-    add_where(parser)
+    known = argparse.ArgumentParser(add_help=False)
+    add_where(known)
     words = []
-    for action in parser._actions:
+    for action in known._actions:
         value = getattr(options, action.dest)
         if value != action.default:
             words.append(action.option_strings[0])
