@@ -332,7 +332,6 @@ def _averaging(
                 if comm.size() > 1:
                     stack.enter_context(optimizer.attached(found, setup.averaging))
                 stack.callback(optimizer.unscale_rate, found)
-                stack.callback(optimizer.unwatch, found)
 
     return average
 

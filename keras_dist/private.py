@@ -114,12 +114,6 @@ def value_of(variable: Any) -> Any:
     return getattr(variable, "_value", None)
 
 
-def type_of_handle(handle: Any) -> Any:
-    """Return shape and dtype of the variable behind a handle; `None` if unknown."""
-    data = handle._handle_data
-    return data.shape_and_type[0] if data and data.shape_and_type else None
-
-
 def handle_of(iterator: Any) -> Any:
     """Return the handle of an iterator over a `tf.data.Dataset`.
 

@@ -267,9 +267,9 @@ def test_each_variable_has_one_row():
 
 
 def test_each_default_is_the_one_of_the_signature():
-    """In each table of arguments of `dist_fit` and of two callbacks, on any page."""
+    """In each table of arguments of `dist_fit` and of a callback, on any page."""
     defaults: dict[str, set[str]] = {}
-    for function in (Options, keras_dist.ReplicaCheck, keras_dist.NanReport):
+    for function in (Options, keras_dist.ReplicaCheck):
         for name, each in inspect.signature(function).parameters.items():
             defaults.setdefault(name, set()).add(_shown(each.default))
     head = r"^\| argument \| default \|.*\n((?:\|.*\n)+)"

@@ -34,7 +34,7 @@ many.fit(x, y, epoch=2)
 many.predict(x, gather="last")
 keras_dist.DistributedModel(model, lr_scaling="liner")
 keras_dist.DistributedModel(model, lr_scalling="none")
-keras_dist.NanReport(action="skipp")
+keras_dist.ReplicaCheck(action="rase")
 """
 
 

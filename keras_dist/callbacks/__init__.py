@@ -6,11 +6,10 @@ Public callbacks:
 - `broadcast_variables`: copies the first rank's state to all ranks before step 1.
 - `learning_rate_warmup`: scales the learning rate, with a warm-up.
 - `metric_average`: makes metrics those of all ranks.
-- `nan_report`: reports gradients that are not finite, and the layer they come from.
 - `replica_check`: compares the models of all ranks by checksums.
 - `stop_at_accuracy`: stops when a metric has reached a target.
 - `stop_together`: stops all ranks after the same step when one rank requests it.
-- `throughput`: rows per second, parts of the time of an epoch, seconds so far.
+- `throughput`: rows per second, and seconds so far.
 
 Callbacks that `dist_fit` adds if they are needed:
 
@@ -31,7 +30,6 @@ from keras_dist.callbacks.broadcast_variables import BroadcastVariables
 from keras_dist.callbacks.callback_order import on_this_rank, order_callbacks
 from keras_dist.callbacks.learning_rate_warmup import LearningRateWarmup
 from keras_dist.callbacks.metric_average import MetricAverage
-from keras_dist.callbacks.nan_report import NanReport, NotFinite
 from keras_dist.callbacks.progress_bar import ProgressBar
 from keras_dist.callbacks.replica_check import ReplicaCheck
 from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy
@@ -50,9 +48,7 @@ __all__ = [
     "BroadcastVariables",
     "LearningRateWarmup",
     "MetricAverage",
-    "NanReport",
     "NextEpoch",
-    "NotFinite",
     "ProgressBar",
     "ReplicaCheck",
     "StopAtAccuracy",

@@ -8,9 +8,6 @@ import tensorflow as tf
 from keras_dist import comm, optimizer
 from keras_dist.training import step
 from keras_dist.training.session import session_of
-from keras_dist.training.stray_variables import StrayVariable
-
-_ADVICE = "Change the same variables in the train step of every rank."
 
 
 class AverageStatistics(keras.callbacks.Callback):
@@ -88,18 +85,10 @@ class AverageStatistics(keras.callbacks.Callback):
         optimizer.synchronize_replicas(self.model)
         for found in _between_updates(self.model):
             optimizer.sum_accumulated(found)
-        by_rule, session = variables_by_rule(self.model), session_of(self.model)
-        comm.agree(session.stray.facts(), advice=_ADVICE)
-        _average(
-            [*by_rule["mean"], *session.stray.floating],
-            session.rows_trained.as_tensor(),
-        )
+        by_rule = variables_by_rule(self.model)
+        _average(by_rule["mean"], session_of(self.model).rows_trained.as_tensor())
         _add_up(by_rule["sum"], self._before)
         comm.broadcast_variables(by_rule["first"], 0)
-        if others := session.stray.others:  # the same on all ranks, which have agreed
-            values = comm.broadcast([each.read().numpy() for each in others])
-            for variable, value in zip(others, values, strict=True):
-                variable.assign(value)
         self._remember()
 
     def _remember(self) -> None:
@@ -165,10 +154,7 @@ def _exact_terms(variable: Any) -> list[Any]:
     many digits for that: its first 24 binary digits are averaged by themselves, and the
     other ones, too.
     """
-    if isinstance(variable, StrayVariable):
-        value = variable.read()
-    else:
-        value = tf.convert_to_tensor(keras.ops.convert_to_tensor(variable))
+    value = tf.convert_to_tensor(keras.ops.convert_to_tensor(variable))
     if value.dtype != tf.float64:
         return [tf.cast(value, tf.float64)]
     digits = tf.bitcast(value, tf.int64)

@@ -11,7 +11,6 @@ from keras_dist.callbacks.added import EffectiveRate
 from keras_dist.callbacks.average_statistics import AverageStatistics
 from keras_dist.callbacks.broadcast_variables import BroadcastVariables
 from keras_dist.callbacks.metric_average import MetricAverage
-from keras_dist.callbacks.nan_report import NanReport
 from keras_dist.callbacks.progress_bar import ProgressRecord
 from keras_dist.callbacks.replica_check import ReplicaCheck
 from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy
@@ -27,7 +26,6 @@ from keras_dist.callbacks.user_callbacks import (
 # those that react to what other callbacks did come after.
 _FIRST = (
     AverageStatistics,
-    NanReport,
     MetricAverage,
     Throughput,
     TrainingTime,

@@ -158,9 +158,8 @@ def _accumulated(
 ) -> Iterator[tuple[Any, np.ndarray]]:
     """Convert accumulated gradients where they do not mean the same now.
 
-    Each rank adds up its own in most fits, until the end of the epoch; with `NanReport`
-    and others those of all ranks. Local layers are left
-    out: theirs are always those of one rank.
+    Each rank adds up its own in most fits, until the end of the epoch; in others those
+    of all ranks. Local layers are left out: theirs are always those of one rank.
     """
     local = optimizer.local_ids(model)
     index_of = {id(each): index for index, each in enumerate(variables_of(model))}

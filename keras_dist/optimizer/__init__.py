@@ -11,7 +11,7 @@ and *scale* its rate while it updates.
 - `accumulation`: gradient accumulation with one allreduce for each update
 - `local_steps`: local SGD, which averages weights after every k steps
 - `options`: `Averaging`, the options of all of these
-- `instruments`: what a step carries: stop request, stopwatch, guard against NaN
+- `stop_request`: the stop request that a step carries
 - `step_context`: the context that a train step passes to `apply`; `replaced_methods`:
   methods of Keras and TensorFlow that are replaced in such a step
 - `nested`: the optimizers of a model, and those inside an optimizer
@@ -31,17 +31,14 @@ from keras_dist.optimizer.attach import (
     apply_recorded,
     attached,
     averages_every_step,
-    guarded_update,
     is_distributed,
     local_ids,
     move_to_outermost,
     only_attached,
-    unwatch,
     update,
-    watch,
 )
-from keras_dist.optimizer.instruments import Guard, Hit, StopRequest, Stopwatch
 from keras_dist.optimizer.local_steps import (
+    after_update,
     synchronize_replicas,
     uses_local_sgd,
 )
@@ -66,19 +63,16 @@ from keras_dist.optimizer.reduce import (
     reduce_gradients,
 )
 from keras_dist.optimizer.sparse import times, with_shape
+from keras_dist.optimizer.stop_request import StopRequest
 
 __all__ = [
     "ReducesGradients",
     "Averaging",
     "DistributedOptimizer",
-    "Guard",
-    "Hit",
     "Recorded",
     "AveragingState",
     "StopRequest",
-    "Stopwatch",
     "apply_recorded",
-    "guarded_update",
     "averages_every_step",
     "accumulates",
     "attached",
@@ -88,6 +82,7 @@ __all__ = [
     "effective_rates",
     "every_of",
     "restore_rate_progress",
+    "after_update",
     "uses_local_sgd",
     "move_to_outermost",
     "is_between_updates",
@@ -106,9 +101,7 @@ __all__ = [
     "synchronize_replicas",
     "times",
     "unscale_rate",
-    "unwatch",
     "update",
     "variables_of",
-    "watch",
     "with_shape",
 ]

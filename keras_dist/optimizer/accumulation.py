@@ -11,15 +11,12 @@ from keras_dist.optimizer.nested import leaves
 def accumulates(optimizer: Any) -> bool:
     """Tell whether each rank adds up its own gradients of several batches.
 
-    In three cases gradients are averaged after each batch instead: inside a
-    `LossScaleOptimizer`, which decides for each batch by the gradients of all ranks; in
-    a `MultiOptimizer`, whose optimizers may accumulate different numbers of batches;
-    and under a NaN guard, which checks the average of each batch.
+    In two cases gradients are averaged after each batch instead: inside a
+    `LossScaleOptimizer`, which decides for each batch by the gradients of all ranks;
+    and in a `MultiOptimizer`, whose optimizers may accumulate different numbers of
+    batches.
     """
-    state = getattr(optimizer, "_averaging", None)
-    is_single = leaves(optimizer) == [optimizer] and not (
-        getattr(state, "is_watched", False)
-    )
+    is_single = leaves(optimizer) == [optimizer]
     return is_single and bool(optimizer.gradient_accumulation_steps)
 
 

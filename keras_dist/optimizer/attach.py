@@ -1,7 +1,6 @@
 """Attach the reduction of gradients to optimizers: `DistributedOptimizer`."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -126,29 +125,6 @@ def is_distributed(optimizer: Any) -> bool:
     )
 
 
-def watch(optimizer: Any) -> None:
-    """Make the updates of `optimizer` call the NaN guard, on one rank too.
-
-    With gradient accumulation, gradients are now averaged after each batch, since the
-    ranks must agree to leave a batch out.
-    """
-    move_to_outermost(optimizer)
-    was_plain = not mixin.has(optimizer, ReducesGradients)
-    if comm.size() == 1:
-        _attach(optimizer, Averaging())
-    if mixin.has(optimizer, ReducesGradients):
-        optimizer._averaging.is_watched = True
-        optimizer._averaging.is_only_watched = was_plain
-
-
-def unwatch(optimizer: Any) -> None:
-    """Undo `watch`."""
-    if mixin.has(optimizer, ReducesGradients):
-        optimizer._averaging.is_watched = False
-        if optimizer._averaging.is_only_watched:
-            mixin.remove(optimizer, ReducesGradients)
-
-
 def averages_every_step(model: Any) -> bool:
     """Tell whether the gradients of `model` are averaged in each step."""
     states = [
@@ -226,33 +202,6 @@ def apply_recorded(call: Recorded, averaged: Sequence[Any]) -> None:
     update(call.optimizer, call.optimizer.apply, shaped, call.variables)
 
 
-def guarded_update(
-    optimizer: Any,
-    own: Sequence[Any],
-    averaged: Sequence[Any],
-    variables: Sequence[Any] | None,
-    make: Callable[[], Any],
-) -> None:
-    """Make an update, unless a NaN guard finds a gradient that is not finite.
-
-    Args:
-        optimizer: An optimizer that averages.
-        own: Gradients of this rank.
-        averaged: The gradients that are applied.
-        variables: The variables of the gradients; `None`: all that the optimizer was
-            built for.
-        make: A function that makes the update.
-    """
-    guard = step_context.current().guard
-    if guard is None:
-        make()
-    else:
-        known = variables_of(optimizer, variables)
-        guard.update(optimizer, own, averaged, known, make)
-    if uses_local_sgd(optimizer):
-        after_update(optimizer)
-
-
 def only_attached() -> contextlib.AbstractContextManager[None]:
     """Inside the block, an update by an optimizer that does not average is an error.
 
@@ -304,6 +253,7 @@ class ReducesGradients:
         averaged = grads
         if comm.size() > 1:
             averaged = reduce_gradients(self, grads, trainable_variables)
-        make = functools.partial(update, self, apply, averaged, trainable_variables)
-        guarded_update(self, grads, averaged, trainable_variables, make)
+        update(self, apply, averaged, trainable_variables)
+        if uses_local_sgd(self):
+            after_update(self)
         return None

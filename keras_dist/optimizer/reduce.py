@@ -30,8 +30,6 @@ class AveragingState:
         is_merged: Whether repeated rows of sparse gradients are added up before the
             exchange; `None` before the first of them.
         lookups: Which tables are read once for all rows of a batch.
-        is_watched: Whether a NaN guard checks each batch.
-        is_only_watched: Whether the optimizer has its mixin only for the guard.
         progress: Under local SGD, the steps since the last averaging.
     """
 
@@ -40,8 +38,6 @@ class AveragingState:
     is_checked: bool = False
     is_merged: bool | None = None
     lookups: Lookups = field(default_factory=Lookups)
-    is_watched: bool = False
-    is_only_watched: bool = False
     progress: LocalProgress | None = None
 
 
@@ -80,13 +76,7 @@ def reduce_gradients(
             with tf.init_scope():
                 optimizer.build(known)
         average = _accumulated if accumulates(optimizer) else _averaged
-        stopwatch = step_context.current().stopwatch
-        if stopwatch is None:
-            return average(optimizer, gradients, known, is_shared)
-        begin = stopwatch.begin_exchange(gradients)
-        result = average(optimizer, gradients, known, is_shared)
-        stopwatch.end_exchange(begin, result)
-        return result
+        return average(optimizer, gradients, known, is_shared)
 
 
 def mark_recorded(

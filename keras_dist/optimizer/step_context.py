@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras_dist import comm
 
 if TYPE_CHECKING:
-    from keras_dist.optimizer.instruments import Guard, StopRequest, Stopwatch
+    from keras_dist.optimizer.stop_request import StopRequest
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,7 @@ class StepContext:
 
     Keras calls `Optimizer.apply` with gradients and variables only, and a user's own
     `train_step` may be in between. So the step enters one of these, and `apply` gets it
-    from `current()`. With the defaults, all ranks have the same weight, and nothing is
-    timed or checked.
+    from `current()`. With the defaults, all ranks have the same weight.
 
     Args:
         rows: Rows of this rank's batch, over which its loss is a mean; a number or a
@@ -33,8 +32,6 @@ class StepContext:
         is_keras_path: Whether Keras's own code alone computes the update from the loss:
             all gradients come from the loss that was given to `scale_loss`.
         stop_request: The stop request, which is sent with the gradients.
-        stopwatch: Times the exchange of gradients.
-        guard: Checks averaged gradients before they are applied.
         recorded: A list to which `apply` adds its calls, without running them.
         is_averaged: Whether the gradients given to `apply` are averaged already.
         weighted: States of the optimizers whose loss is multiplied by this rank's
@@ -49,8 +46,6 @@ class StepContext:
     rows_of_all: Any = None
     is_keras_path: bool = False
     stop_request: "StopRequest | None" = None
-    stopwatch: "Stopwatch | None" = None
-    guard: "Guard | None" = None
     recorded: list[Any] | None = None
     is_averaged: bool = False
     weighted: list[Any] = field(default_factory=list)

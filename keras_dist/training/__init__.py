@@ -6,7 +6,7 @@
 - `loss_kind/`: which losses are means and which are sums: `of_all_rows`
 - `metrics/`: synchronize metrics; `saving/`: save models once and whole
 - `same_values`: compare what has to be equal on all ranks
-- `stray_variables`: variables that a step changes and the model does not keep
+- `stray_variables`: warn of variables that a step changes and the model does not keep
 - `batch_norm`: normalize by the statistics of the global batch
 - `recorded_step`: a step in parts, gradients, allreduce and update, where XLA compiles
   the first and the last

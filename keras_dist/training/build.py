@@ -268,16 +268,13 @@ class FirstStep:
         """Build everything before the first step on one rank too, unlike Keras."""
         self._builds_on_one_rank = True
 
-    def start(
-        self, model: Any, data: Any, own_step: Callable[[Any], Any], *, is_plain: bool
-    ) -> None:
+    def start(self, model: Any, data: Any, own_step: Callable[[Any], Any]) -> None:
         """Build `model` and call the hooks; called when its first step begins.
 
         Args:
             model: In the middle of its first train step, perhaps in a graph.
             data: The batch.
             own_step: The model's own train step.
-            is_plain: Whether the model's own train step is used unchanged.
         """
         self._has_started = True
         step = OwnStep(own_step, data, is_eager=tf.executing_eagerly())
@@ -286,7 +283,7 @@ class FirstStep:
             step_context.entered(step_context.StepContext()),
             tf.variable_creator_scope(_made_now),
         ):
-            is_built_here = self._builds_on_one_rank or not is_plain
+            is_built_here = self._builds_on_one_rank or comm.size() > 1
             if is_built_here or holds_unbuilt_optimizers(model):
                 with comm.failing_together():
                     build(model, step)

@@ -12,10 +12,11 @@ import tensorflow as tf
 
 from keras_dist.optimizer import (
     Recorded,
+    after_update,
     apply_recorded,
-    guarded_update,
     reduce_gradients,
     step_context,
+    uses_local_sgd,
     variables_of,
     with_shape,
 )
@@ -71,8 +72,9 @@ class RecordedStep:
         variables = variables_of(call.optimizer, call.variables)
         own = [with_shape(*pair) for pair in zip(own, variables, strict=True)]
         averaged = reduce_gradients(call.optimizer, own, call.variables)
-        make = functools.partial(self._apply_gradients, [averaged])
-        guarded_update(call.optimizer, own, averaged, call.variables, make)
+        self._apply_gradients([averaged])
+        if uses_local_sgd(call.optimizer):
+            after_update(call.optimizer)
         return logs
 
     def _record(self, data: Any, counts: tuple[Any, Any]) -> Any:

@@ -14,7 +14,6 @@ from keras_dist.optimizer.step_context import own_variable
 from keras_dist.training.build import FirstStep
 from keras_dist.training.loss_kind import EagerLog
 from keras_dist.training.metrics import UpdateCounts
-from keras_dist.training.stray_variables import StrayVariables
 
 
 class RowsTrained:
@@ -395,22 +394,6 @@ def is_of_one_rank(error: Exception) -> bool:
     return getattr(error, "_is_of_one_rank", False) and not comm.is_known(error)
 
 
-class Instruments:
-    """The stopwatch and the NaN guard of each train step, if they are in use."""
-
-    def __init__(self) -> None:
-        self.stopwatch: optimizer.Stopwatch | None = None
-        self.guard: optimizer.Guard | None = None
-
-    def time_steps(self) -> None:
-        """Time the parts of each step from now on."""
-        self.stopwatch = self.stopwatch or optimizer.Stopwatch()
-
-    def watch(self, guard: optimizer.Guard | None) -> None:
-        """Check gradients by `guard` before they are applied; `None`: do not."""
-        self.guard = guard
-
-
 class XlaChoice:
     """Whether steps run in two functions compiled by XLA, with an allreduce between."""
 
@@ -490,10 +473,8 @@ class Session:
         first_step: Builds the model, then calls hooks.
         stop_request: This rank's stop request, and whether all ranks have agreed.
         metrics: Whether a metric's result is one over all ranks.
-        instruments: The stopwatch and the NaN guard of each step.
         xla: Whether steps run in two functions compiled by XLA.
         eager_log: Which losses of a step that runs eagerly are sums over rows.
-        stray: Variables that a step changes and the model does not keep.
         rates: The learning rates of the epoch.
         holder: Whether `dist_fit` ends the session.
     """
@@ -505,10 +486,8 @@ class Session:
     first_step: FirstStep
     stop_request: optimizer.StopRequest
     metrics: MetricScope
-    instruments: Instruments
     xla: XlaChoice
     eager_log: EagerLog
-    stray: StrayVariables
     rates: EpochRates
     holder: Holder
 
@@ -517,11 +496,6 @@ class Session:
         """True if batches to train on or to evaluate come with a mark (`marked`)."""
         feed = self.training_data.feed
         return self.metrics.data.is_marked or (feed is not None and feed.part.is_marked)
-
-    @property
-    def is_plain(self) -> bool:
-        """True if the model's own train step is used unchanged."""
-        return comm.size() == 1 and self.instruments.guard is None
 
 
 def begin(model: Any, last: Session | None) -> Session:
@@ -542,10 +516,8 @@ def begin(model: Any, last: Session | None) -> Session:
         first_step=FirstStep(),
         stop_request=optimizer.StopRequest(),
         metrics=MetricScope(),
-        instruments=Instruments(),
         xla=XlaChoice(),
         eager_log=EagerLog(),
-        stray=StrayVariables(),
         rates=EpochRates(),
         holder=Holder(),
     )

@@ -23,6 +23,7 @@ from keras_dist.training.loss_kind import num_rows
 from keras_dist.training.recorded_step import RecordedStep
 from keras_dist.training.saving import atomic
 from keras_dist.training.session import Session, begin, raising_on_all, session_of
+from keras_dist.training.stray_variables import warn_of_stray_variables
 
 
 def install(model: Any) -> Session:
@@ -77,34 +78,26 @@ class DistributedStep(atomic.SavesWhole):
         own_step = _of_a_copy(super().train_step)  # type: ignore[misc]
         data, has_rows = session.training_data.own_rows(data)
         if not session.first_step.has_started:
-            session.first_step.start(self, data, own_step, is_plain=session.is_plain)
+            session.first_step.start(self, data, own_step)
         length = rows = num_rows(data)
         if has_rows is not None:
             rows = tf.where(has_rows, length, 0)
         session.rows_trained.add(rows)
-        if session.instruments.stopwatch is not None:
-            data = session.instruments.stopwatch.begin_step(data)
-        if session.is_plain:
+        if comm.size() == 1:
             entered = step_context.entered(step_context.StepContext())
             with entered, _not_before(session, data):
                 return own_step(data)
         data = _after_updates(self, data)
         session.rows_seen.add(rows)
         context = _context(self, rows, length, has_rows)
-        guard = session.instruments.guard
-        end = guard.begin_step(self, data) if guard is not None else lambda: None
-        is_exact = comm.size() > 1 and averages_every_step(self)
         with contextlib.ExitStack() as stack:
             stack.enter_context(step_context.entered(context))
-            if is_exact:
+            if averages_every_step(self):
                 own_step = _of_all_rows(self, own_step, data)
-            if comm.size() > 1:
-                stack.enter_context(only_attached())
+            stack.enter_context(only_attached())
             stack.enter_context(_not_before(session, data))
             stack.enter_context(_without_counting(self, has_rows))
-            logs = _run(self, own_step, data)
-        end()
-        return logs
+            return _run(self, own_step, data)
 
     def test_step(self: Any, data: Any) -> Any:
         session = self._distributed_session
@@ -133,7 +126,7 @@ class DistributedStep(atomic.SavesWhole):
     def make_train_function(self: Any, force: bool = False) -> Any:
         session = self._distributed_session
         asked = self.jit_compile
-        session.xla.choose(bool(asked) and not session.is_plain)
+        session.xla.choose(bool(asked) and comm.size() > 1)
         # XLA cannot compile a collective: `train_step` compiles what is around it.
         self.jit_compile = asked and not session.xla.is_split
         try:
@@ -209,8 +202,6 @@ def _context(
         rows_of_all=session.training_data.next_rows_of_all(),
         is_keras_path=is_keras_path and not session.xla.is_split,
         stop_request=session.stop_request,
-        stopwatch=session.instruments.stopwatch,
-        guard=session.instruments.guard,
     )
 
 
@@ -261,7 +252,7 @@ def _of_all_rows(
         log.begin_step()
         with loss_kind.of_all_rows(model, log) as row_losses:
             logs = own_step(data)
-            session_of(model).stray.find(model)
+            warn_of_stray_variables(model)
             if is_of_keras:
                 return logs
             return keras.tree.map_structure(row_losses.of_all_logged, logs)
@@ -324,7 +315,7 @@ def _not_before(session: Session, data: Any) -> Any:
     feed = session.training_data.feed
     if tf.executing_eagerly() or feed is None:
         return contextlib.nullcontext()
-    is_known = feed.plan.steps_before is not None and not session.is_plain
+    is_known = feed.plan.steps_before is not None and comm.size() > 1
     if not (feed.has_epochs or is_known):
         return contextlib.nullcontext()
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]

@@ -5,7 +5,6 @@ import signal
 from pathlib import Path
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -102,14 +101,12 @@ def test_all_of_it_is_taken_back(rows, tmp_path, moment):
     model = make()
     before = patched(model)
     names = set(vars(model))
-    callbacks = [keras_dist.NanReport("skip", f"{folder}/nan")]
-    callbacks += [Broken(moment)] if moment else []
-    poisoned = np.where(np.arange(len(x))[:, None] == 3, np.nan, x)
+    callbacks = [Broken(moment)] if moment else []
 
     def fit():
         keras_dist.dist_fit(
             model,
-            poisoned,
+            x,
             y,
             batch_size=8,
             epochs=2,

@@ -2,7 +2,6 @@
 
 import itertools
 import re
-import time
 import warnings
 
 import keras
@@ -282,32 +281,3 @@ def unseeded(data):
         return data.shuffle(9)
     finally:
         tf.random.set_seed(7)
-
-
-@pytest.mark.several_ranks
-def test_the_throughput_says_how_to_divide_slow_input(rows, make_model, capsys):
-    """Where every rank decodes all rows, and that takes more than a tenth."""
-    x, y = rows
-    data = tf.data.Dataset.from_tensor_slices((x, y))
-
-    def slow(x, y):
-        with tf.control_dependencies([tf.numpy_function(nap, [x], tf.float32)]):
-            return tf.identity(x), y
-
-    for divide, says in ((lambda rows: rows, True), (keras_dist.shard(BATCH), False)):
-        capsys.readouterr()
-        keras_dist.dist_fit(
-            make_model(),
-            data.take(40).apply(divide).map(slow).batch(BATCH),
-            verbose=2,
-            callbacks=[keras_dist.Throughput(breakdown=True)],
-        )
-        printed = capsys.readouterr().out
-        is_said = ".apply(keras_dist.shard(batch_size)) before its first map" in printed
-        assert is_said == (says and keras_dist.rank() == 0)
-
-
-def nap(x):
-    """Slow, as decoding is."""
-    time.sleep(0.02)
-    return x

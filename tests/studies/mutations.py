@@ -60,22 +60,8 @@ MUTATIONS = [
         ("test_replica_check.py", "hold_differently"),
     ),
     Mutation(
-        "NaN: metrics and statistics of a skipped batch are restored",
-        "optimizer/instruments.py",
-        "self._is_left_out.assign(True)",
-        "pass",
-        ("test_nan_report.py", "no_such_batch"),
-    ),
-    Mutation(
-        "NaN: accumulated gradients are averaged after each batch",
-        "optimizer/accumulation.py",
-        'state, "is_watched", False',
-        'state, "is_nothing", False',
-        ("test_nan_report.py", "accumulated"),
-    ),
-    Mutation(
         "stop: a request is sent with the gradients",
-        "optimizer/instruments.py",
+        "optimizer/stop_request.py",
         "self._agreed.assign_add(tf.cast(total, self._agreed.dtype))",
         "pass",
         ("test_every_callback.py", "stop_request_at"),
