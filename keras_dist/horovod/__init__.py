@@ -4,8 +4,8 @@ Names, arguments and meaning are Horovod's: each rank counts the same, and the s
 scales its own rate and divides its own steps. `docs/migrate/from_horovod.md` lists what
 differs.
 
-- `basics`: `init`, `rank`, `size`, and names that are Horovod's own: process sets, what
-  it was built with, the timeline, `alltoall`, `join`
+- `basics`: `init`, and names that are Horovod's own: process sets, what it was built
+  with, the timeline, `alltoall`, `join`
 - `collectives`: Horovod's, of values, variables, objects, and of several at once
 - `gradients`: how gradients are averaged; `DistributedGradientTape`
 - `optimizer`: `DistributedOptimizer` and its mixin
@@ -14,16 +14,10 @@ differs.
 - `sync_batch_norm`: `SyncBatchNormalization`
 """
 
+from keras_dist import comm
+from keras_dist.comm import local_rank, local_size, rank, size
 from keras_dist.horovod import basics, callbacks
-from keras_dist.horovod.basics import (
-    init,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-)
+from keras_dist.horovod.basics import init
 from keras_dist.horovod.collectives import (
     Adasum,
     Average,
@@ -79,6 +73,8 @@ __all__ = [
     "shutdown",
     "size",
 ]
+
+is_initialized, shutdown = comm.is_started, comm.stop
 
 # `ProcessSet`, `nccl_built` and other names that are Horovod's own.
 __getattr__ = basics.from_horovod

@@ -1,13 +1,10 @@
-"""Start and end of Horovod, ranks and sizes, and names that are Horovod's own."""
+"""The start of Horovod, and names that are its own."""
 
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from keras_dist import comm as collectives
-from keras_dist.comm import local_rank, local_size, rank, size, transport
-
-__all__ = ["local_rank", "local_size", "rank", "size"]
+from keras_dist.comm import size, start, transport
 
 # Names of `horovod.tensorflow` that this module has as they are there. They are looked
 # up when they are used, since on one process Horovod need not be installed.
@@ -51,7 +48,7 @@ def init(comm: Any = None, process_sets: Sequence[Any] | str | None = None) -> N
     """
     if process_sets:
         os.environ[_DYNAMIC] = "1"
-    collectives.init()
+    start()
     ranks = list(comm) if isinstance(comm, Iterable) else comm
     if ranks is not None and ranks != list(range(size())):
         raise ValueError(
@@ -61,13 +58,3 @@ def init(comm: Any = None, process_sets: Sequence[Any] | str | None = None) -> N
     if size() > 1 and process_sets and not isinstance(process_sets, str):
         for process_set in process_sets:
             from_horovod("add_process_set")(process_set)
-
-
-def shutdown() -> None:
-    """End the connection to the other ranks, at the end of the script."""
-    collectives.stop()
-
-
-def is_initialized() -> bool:
-    """Return True if `init` was called, or anything that calls it."""
-    return collectives.is_started()

@@ -268,9 +268,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.current_epoch = epoch
 
     def on_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        epoch = self.current_epoch
-        is_over = self.end_epoch is not None and epoch >= self.end_epoch
-        if epoch < self.start_epoch or is_over:
+        epoch, end = self.current_epoch, self.end_epoch
+        if epoch < self.start_epoch or (end is not None and epoch >= end):
             return
         if not self.staircase:
             self._set_rate(epoch + batch / (self.steps_per_epoch or 1))
@@ -283,11 +282,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def _set_rate(self, epoch: float) -> None:
         optimizer = self.model.optimizer
-        old, factor = _rate(optimizer), self.multiplier
-        if callable(factor):
-            new = self.initial_lr * factor(epoch)
-        else:
-            new = self.initial_lr * factor ** (epoch - self.start_epoch)
+        old, m = _rate(optimizer), self.multiplier
+        factor = m(epoch) if callable(m) else m ** (epoch - self.start_epoch)
+        new = self.initial_lr * factor
         optimizer.learning_rate = new
         if self.momentum_correction and old and is_next_an_update(optimizer):
             _scale_momentum(optimizer, new / old)
@@ -349,11 +346,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         super().on_epoch_end(epoch, logs)
         is_last = self.end_epoch is not None and epoch == self.end_epoch - 1
         if is_last and self.verbose and comm.rank() == 0:
-            rate = _rate(self.model.optimizer)
-            print(
-                f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to "
-                f"{rate:g}."
-            )
+            rate, warmup = _rate(self.model.optimizer), "gradual learning rate warmup"
+            print(f"\nEpoch {epoch + 1}: finished {warmup} to {rate:g}.")
 
 
 def _rate(optimizer: Any) -> float:
@@ -365,8 +359,6 @@ def _scale_momentum(optimizer: Any, factor: float) -> None:
 
     The momentum itself is a constant of the compiled step.
     """
-    if factor == 1.0:
-        return
     for leaf in leaves(optimizer):
         if not getattr(leaf, "momentum", 0):
             continue

@@ -287,11 +287,10 @@ def broadcast_variables(
     >>> broadcast_variables(model.weights, root_rank=0)
     """
     _check_root(root_rank, process_set)
-    found = list(variables() if callable(variables) else variables)
     # Also inside of a `tf.function`: it is traced once, and variables are values then.
     with tf.init_scope():
         # What the first trace of a function creates has values in its second trace.
-        found = [one for one in found if _plain(one).is_initialized()]
+        found = [one for one in variables if _plain(one).is_initialized()]
         if process_set is None:
             _check_same(found, root_rank)
             comm.broadcast_variables(found, root_rank)
@@ -323,11 +322,6 @@ def mark_reduced(tensor: Any) -> Any:
     with contextlib.suppress(AttributeError):
         tensor._keras_dist_is_reduced = True
     return tensor
-
-
-def is_reduced(tensor: Any) -> bool:
-    """Return True if `mark_reduced` was called on the tensor."""
-    return getattr(tensor, "_keras_dist_is_reduced", False)
 
 
 def _plain(value: Any) -> Any:

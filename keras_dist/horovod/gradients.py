@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from keras_dist import comm, mixin
@@ -12,7 +11,6 @@ from keras_dist.horovod.collectives import (
     Average,
     Compression,
     Sum,
-    is_reduced,
     mark_reduced,
     no_autograph,
     reduction,
@@ -92,7 +90,8 @@ def reduce_gradients(
     indices = [
         index
         for index, gradient in enumerate(gradients)
-        if gradient is not None and not is_reduced(gradient)
+        if gradient is not None
+        and not getattr(gradient, "_keras_dist_is_reduced", False)
     ]
     if comm.size() == 1 or not indices:
         return result
@@ -181,14 +180,6 @@ class ReducesTape:
         """Gradients of `target`, over all ranks, in the structure of `sources`."""
         del use_generic_names  # our names never depend on those of variables
         local = super().gradient(target, sources, output_gradients, *args, **kwargs)  # type: ignore[misc]
-        variables = keras.tree.flatten(sources)
-        flat = [None] * len(variables)
-        flat[:] = keras.tree.flatten(local) if len(variables) > 1 else [_only(local)]
+        variables, flat = tf.nest.flatten(sources), tf.nest.flatten(local)
         reduced = reduce_gradients(flat, variables, self._settings)
-        return keras.tree.pack_sequence_as(sources, reduced)
-
-
-def _only(structure: Any) -> Any:
-    while isinstance(structure, (list, tuple)):
-        (structure,) = structure
-    return structure
+        return tf.nest.pack_sequence_as(sources, reduced)

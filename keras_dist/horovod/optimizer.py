@@ -107,9 +107,8 @@ def _copied(optimizer: Any) -> Any:
         return optimizer  # and is then changed in place
     if optimizer.built:
         copied.build(private.trainable_variables_of(optimizer))
-        pairs = zip(copied.variables, optimizer.variables, strict=True)
-        for variable, own in pairs:
-            variable.assign(own)
+        for pair in zip(copied.variables, optimizer.variables, strict=True):
+            pair[0].assign(pair[1])
     return copied
 
 
