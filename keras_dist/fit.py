@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
@@ -29,7 +29,6 @@ from keras_dist.data import (
 )
 from keras_dist.data.steps import StepsRule
 from keras_dist.launch.monitor import seeds
-from keras_dist.optimizer.options import Compression, Op, Sparse
 from keras_dist.optimizer.rate import LearningRateRule
 from keras_dist.report.lines import show
 from keras_dist.setup import sources
@@ -84,13 +83,6 @@ def dist_fit(
     shard: Literal["auto", "none"] = "auto",
     leftover: Literal["auto", "cut", "whole", "drop"] = "auto",
     target_accuracy: float | None = None,
-    op: Op = "average",
-    compression: Compression | None = None,
-    local_layers: Sequence[keras.layers.Layer] = (),
-    process_set: Sequence[int] | None = None,
-    sync: str = "every:1",
-    outer_momentum: float = 0.0,
-    sparse: Sparse = "auto",
     resume: str | os.PathLike[str] | None = None,
     save_steps: int | None = None,
     save_seconds: float | None = 300,
@@ -134,26 +126,11 @@ def dist_fit(
             one, the others make the step without rows. `"drop"`: they are left out.
             `"auto"`: whole where a batch has a constant number of rows or tensors of
             different lengths, else cut. Where a step cannot be made without rows
-            (`class_weight`, local SGD): cut, or left out if it cannot be cut. `"cut"`
+            (`class_weight`): cut, or left out if it cannot be cut. `"cut"`
             does not apply to data that each rank shuffles in another order. With
             `batch="global"` no batches are left over.
         target_accuracy: Stop when `val_accuracy` has reached it: adds
             `StopAtAccuracy(target_accuracy)`.
-        op, compression, local_layers, process_set: How gradients are averaged, as in
-            `DistributedOptimizer`. With `process_set`, "all ranks" are those of the
-            set, and its first rank prints and writes files.
-        sync: `"every:k"`: the ranks exchange after every k steps. With `"every:1"`,
-            gradients are averaged in each step. With a larger k, each rank updates its
-            weights by its own gradients for k steps, and then the weights are averaged,
-            weighted by the rows that each rank has trained on (local SGD; Stich, 2019).
-            This is for slow networks, and does not give the model of one process. The
-            optimizer's state differs between the ranks until it is averaged with the
-            weights, before each evaluation and at the end of each epoch.
-        outer_momentum: With `sync`, the fraction of the last change of the averaged
-            weights that is added to the next one (block momentum; Chen and Huo, 2016).
-            It needs memory for two more copies of the weights.
-        sparse: How the gradient of an `Embedding` is averaged, as in
-            `DistributedOptimizer`.
         resume: A folder for checkpoints, which all hosts share. The same command
             continues from the last one, also in the middle of an epoch and with another
             number of ranks. After SIGTERM on any rank, all ranks save and exit with
@@ -208,13 +185,6 @@ def dist_fit(
         shard=shard,
         leftover=leftover,
         target_accuracy=target_accuracy,
-        op=op,
-        compression=compression,
-        local_layers=local_layers,
-        process_set=process_set,
-        sync=sync,
-        outer_momentum=outer_momentum,
-        sparse=sparse,
         resume=resume,
         save_steps=save_steps,
         save_seconds=save_seconds,
@@ -225,48 +195,45 @@ def dist_fit(
 def _train(
     model: Any, given: KerasArguments, options: Options
 ) -> keras.callbacks.History:
-    with comm.within(options.process_set):
-        given, options = comm.run_on_all(lambda: _opened(model, given, options))
-        seeds_of_order = _seed_of_order(model), seed_of_keras()
-        seed, keras_seed = comm.broadcast(seeds_of_order)
-        opened = checkpoint.opened(options, given.callbacks, seed, keras_seed)
-        with opened as resumed:
-            spec = sources.compare(
-                {"training": given.x, "validation": given.validation_data},
-                options,
-                seed=seed,
-                keras_seed=keras_seed,
-                has_class_weight=given.class_weight is not None,
-            )
-            if resumed is not None:
-                spec = resumed.placed(spec)
-                resumed, given = checkpoint.reopened(resumed, given, options, spec)
-                spec = resumed.placed(spec)
-            setup = comm.run_on_all(
-                lambda: _prepared(model, given, options, spec, resumed)
-            )
-            comm.agree(setup.facts(), advice=_ADVICE)
-            if options.shard != "none":
-                agree_on_arrays(given.data())
-            if comm.rank() == 0 and given.verbose != 0:
-                show(str(setup.plan))
+    given, options = comm.run_on_all(lambda: _opened(model, given, options))
+    seeds_of_order = _seed_of_order(model), seed_of_keras()
+    seed, keras_seed = comm.broadcast(seeds_of_order)
+    opened = checkpoint.opened(options, given.callbacks, seed, keras_seed)
+    with opened as resumed:
+        spec = sources.compare(
+            {"training": given.x, "validation": given.validation_data},
+            options,
+            seed=seed,
+            keras_seed=keras_seed,
+            has_class_weight=given.class_weight is not None,
+        )
+        if resumed is not None:
+            spec = resumed.placed(spec)
+            resumed, given = checkpoint.reopened(resumed, given, options, spec)
+            spec = resumed.placed(spec)
+        setup = comm.run_on_all(lambda: _prepared(model, given, options, spec, resumed))
+        comm.agree(setup.facts(), advice=_ADVICE)
+        if options.shard != "none":
+            agree_on_arrays(given.data())
+        if comm.rank() == 0 and given.verbose != 0:
+            show(str(setup.plan))
+        with (
+            comm.explained(),
+            distributed(model, setup),
+            reading(setup.feeds),
+        ):
+            scope = session_of(model).metrics
+            opening = raising_on_all(scope.data.own_error, scope.is_opening)
+            saving = checkpoint.saving(resumed, setup)
+            alone = seeds.drawing_alone(comm.rank())
             with (
-                comm.explained(),
-                distributed(model, setup),
-                reading(setup.feeds),
+                opening,
+                alone if comm.size() > 1 else contextlib.nullcontext(),
+                saving as arguments,
+                autologged_once(),
+                marked_as_of_one_rank(),
             ):
-                scope = session_of(model).metrics
-                opening = raising_on_all(scope.data.own_error, scope.is_opening)
-                saving = checkpoint.saving(resumed, setup)
-                alone = seeds.drawing_alone(comm.rank())
-                with (
-                    opening,
-                    alone if comm.size() > 1 else contextlib.nullcontext(),
-                    saving as arguments,
-                    autologged_once(),
-                    marked_as_of_one_rank(),
-                ):
-                    return model.fit(**arguments)
+                return model.fit(**arguments)
 
 
 def _opened(
@@ -310,7 +277,7 @@ def distributed(model: Any, setup: FitSetup) -> Iterator[None]:
         session.holder.hold()
         session.metrics.use(EvaluatedData.of(setup.validation, setup.training))
         session.training_data.use(setup.training)
-        average = _averaging(model, setup, stack)
+        average = _averaging(model, stack)
         average()
         # A train step may make an optimizer when it is first traced.
         session.first_step.call_last(average)
@@ -319,9 +286,7 @@ def distributed(model: Any, setup: FitSetup) -> Iterator[None]:
         yield
 
 
-def _averaging(
-    model: Any, setup: FitSetup, stack: contextlib.ExitStack
-) -> Callable[[], None]:
+def _averaging(model: Any, stack: contextlib.ExitStack) -> Callable[[], None]:
     """A function that makes all optimizers average that do not yet, until the end."""
     known: set[int] = set()
 
@@ -330,7 +295,7 @@ def _averaging(
             if id(found) not in known:
                 known.add(id(found))
                 if comm.size() > 1:
-                    stack.enter_context(optimizer.attached(found, setup.averaging))
+                    stack.enter_context(optimizer.attached(found))
                 stack.callback(optimizer.unscale_rate, found)
 
     return average
@@ -391,9 +356,8 @@ class DistributedModel:
 
     Args:
         model: A `keras.Model`.
-        batch, lr_scaling, warmup_epochs, steps_scaling,
-            validation_steps_scaling, shard, leftover, target_accuracy, op, compression,
-            local_layers, process_set, sync, outer_momentum, sparse, resume, save_steps,
+        batch, lr_scaling, warmup_epochs, steps_scaling, validation_steps_scaling,
+            shard, leftover, target_accuracy, resume, save_steps,
             save_seconds: Defaults for these arguments of `fit`: see `dist_fit`.
 
     Raises:
@@ -465,33 +429,32 @@ class DistributedModel:
         ['loss', 'mae']
         """
         options = Options(**self.options)
-        with comm.within(options.process_set):
-            if comm.size() == 1:
-                given = x, y, batch_size, verbose, sample_weight, steps, callbacks
-                return self.model.evaluate(*given, return_dict=return_dict)
-            options = comm.run_on_all(options.resolved)
-            given = lists_to_arrays((x, y, sample_weight))
-            x = comm.run_on_all(lambda: sources.opened(given[0]))
-            spec = sources.compare({"validation": x}, options)
-            pieces = (x, *given[1:])
-            feed = comm.run_on_all(
-                lambda: self._feed(pieces, batch_size, steps, options, spec)
+        if comm.size() == 1:
+            given = x, y, batch_size, verbose, sample_weight, steps, callbacks
+            return self.model.evaluate(*given, return_dict=return_dict)
+        options = comm.run_on_all(options.resolved)
+        given = lists_to_arrays((x, y, sample_weight))
+        x = comm.run_on_all(lambda: sources.opened(given[0]))
+        spec = sources.compare({"validation": x}, options)
+        pieces = (x, *given[1:])
+        feed = comm.run_on_all(
+            lambda: self._feed(pieces, batch_size, steps, options, spec)
+        )
+        comm.agree(feed.facts, advice=_ADVICE)
+        if options.shard != "none":
+            names = ("x", "y", "sample_weight")
+            agree_on_arrays(dict(zip(names, pieces, strict=True)))
+        is_of_all = _evaluating(self.model, feed)
+        own_data = reading([feed])
+        with comm.explained(), without_autotune(self.model), is_of_all, own_data:
+            return self.model.evaluate(
+                **feed.arguments,
+                batch_size=batch_size,
+                verbose=verbose if comm.rank() == 0 else 0,
+                steps=feed.plan.steps if steps else None,
+                callbacks=on_this_rank(_flat(callbacks)) or None,
+                return_dict=return_dict,
             )
-            comm.agree(feed.facts, advice=_ADVICE)
-            if options.shard != "none":
-                names = ("x", "y", "sample_weight")
-                agree_on_arrays(dict(zip(names, pieces, strict=True)))
-            is_of_all = _evaluating(self.model, feed)
-            own_data = reading([feed])
-            with comm.explained(), without_autotune(self.model), is_of_all, own_data:
-                return self.model.evaluate(
-                    **feed.arguments,
-                    batch_size=batch_size,
-                    verbose=verbose if comm.rank() == 0 else 0,
-                    steps=feed.plan.steps if steps else None,
-                    callbacks=on_this_rank(_flat(callbacks)) or None,
-                    return_dict=return_dict,
-                )
 
     def _feed(
         self,
@@ -556,8 +519,8 @@ class DistributedModel:
         (8, 1)
         """
         options = Options(**self.options)
-        with comm.within(options.process_set), without_autotune(self.model):
-            is_first = comm.rank() == 0  # of the process set
+        with without_autotune(self.model):
+            is_first = comm.rank() == 0
             callbacks = [
                 callback
                 for callback in _flat(callbacks)
@@ -594,10 +557,9 @@ class DistributedModel:
                 "whether the data was divided by `shard`": known is not None,
             }
             comm.agree(facts, advice=_ADVICE)
-            local = {id(w) for layer in options.local_layers for w in layer.weights}
 
             def weights() -> list[Any]:
-                return [w for w in self.model.weights if id(w) not in local]
+                return self.model.weights
 
             if known is not None:
                 if gather and steps is None:

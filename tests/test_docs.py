@@ -231,7 +231,7 @@ def test_the_reference_describes_each_public_name(name):
         assert re.search(r"\nReturns:\n {4}[^:\n]+$", text, re.MULTILINE)
     if name.rpartition(".")[0] not in _methods_on_pages():
         assert "\nExample:\n\n" in text
-    typed = ("model", "callbacks", "logs", "local_layers", "optimizer")
+    typed = ("model", "callbacks", "logs", "optimizer")
     assert Any not in [item.annotation for item in taken if item.name in typed]
 
 

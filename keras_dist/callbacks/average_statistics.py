@@ -82,7 +82,6 @@ class AverageStatistics(keras.callbacks.Callback):
             return
         self._has_changed = False
         self._is_synchronized = True
-        optimizer.synchronize_replicas(self.model)
         for found in _between_updates(self.model):
             optimizer.sum_accumulated(found)
         by_rule = variables_by_rule(self.model)
@@ -114,12 +113,9 @@ class AverageStatistics(keras.callbacks.Callback):
 
 
 def variables_by_rule(model: Any) -> dict[str, list[Any]]:
-    """Non-trainable weights outside local layers, by how they are synchronized."""
+    """Non-trainable weights by how they are synchronized."""
     found: dict[str, list[Any]] = {"mean": [], "sum": [], "first": []}
-    local = optimizer.local_ids(model)
     for variable in model.non_trainable_weights:
-        if id(variable) in local:
-            continue
         # Keras 3.5 sets "mean" where the author of a layer has set nothing.
         aggregation = getattr(variable, "aggregation", None)
         if aggregation == "sum":
@@ -176,7 +172,5 @@ def _between_updates(model: Any) -> list[Any]:
     return [
         found
         for found in optimizer.optimizers_of(model)
-        if optimizer.is_distributed(found)
-        and not optimizer.uses_local_sgd(found)
-        and optimizer.is_between_updates(found)
+        if optimizer.is_distributed(found) and optimizer.is_between_updates(found)
     ]

@@ -92,7 +92,7 @@ class BroadcastVariables(keras.callbacks.Callback):
             _facts(variables, seeds),
             advice="Create the same model and the same optimizer on every rank.",
         )
-        agree_on_constants(self.model, local=optimizer.local_ids(self.model))
+        agree_on_constants(self.model)
         self._send(variables)
         states = [keras.ops.convert_to_numpy(seed) for seed in seeds]
         received = comm.broadcast_arrays(states, self.root_rank)
@@ -137,10 +137,10 @@ def _build_optimizers(model: Any) -> None:
 def _state(model: Any) -> tuple[list[Any], list[Any]]:
     """Variables to broadcast, and states of random generators to derive."""
     seeds = [v for v in model.variables if v.name == "seed_generator_state"]
-    variables, local = list(model.weights), optimizer.local_ids(model)
+    variables = list(model.weights)
     for found in optimizer.optimizers_of(model):
         variables += found.variables
-    return list({id(v): v for v in variables if id(v) not in local}.values()), seeds
+    return list({id(v): v for v in variables}.values()), seeds
 
 
 def _megabytes(variable: Any) -> float:

@@ -80,12 +80,9 @@ class ReplicaCheck(keras.callbacks.Callback):
     a CPU each variable is read once, which took 0.3 and 0.5 % of the time of 100 steps
     of two models (`benchmarks/checks.py`).
 
-    Variables that may differ between the ranks are not compared: layers in
-    `local_layers`, random generators, metrics, accumulated gradients, and non-trainable
-    weights, which `AverageStatistics` synchronizes.
-
-    With local SGD (`sync="every:k"`) the ranks' weights differ between two
-    synchronizations, so it compares at the ends of epochs only.
+    Variables that may differ between the ranks are not compared: random generators,
+    metrics, accumulated gradients, and non-trainable weights, which `AverageStatistics`
+    synchronizes.
 
     `dist_fit` adds one with `every=None` if the list has none. On one rank it does
     nothing.
@@ -148,8 +145,7 @@ class ReplicaCheck(keras.callbacks.Callback):
         # With `steps_per_execution` this is not called after each step.
         self._steps += batch - self._last_batch
         self._last_batch = batch
-        is_due = self.every and self._steps // self.every > before // self.every
-        if is_due and not _use_local_sgd(self.model):
+        if self.every and self._steps // self.every > before // self.every:
             self.check()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -193,8 +189,7 @@ class ReplicaCheck(keras.callbacks.Callback):
             advice = f"They are copied from rank {found.root} to all."
         else:
             advice = (
-                "Make callbacks change weights and rates alike on every rank, and name "
-                "layers that belong to one rank in `local_layers`. "
+                "Make callbacks change weights and rates alike on every rank. "
                 'ReplicaCheck(action="resync") copies the variables that differ.'
             )
         return (
@@ -248,7 +243,7 @@ def _variables(model: Any) -> list[Any]:
     The learning rate comes first, then weights, then slots: the first variable that
     differs is nearest to the cause.
     """
-    left_out = optimizer.local_ids(model)
+    left_out: set[int] = set()
     state = []
     for found in optimizer.optimizers_of(model):
         state += found.variables
@@ -256,11 +251,6 @@ def _variables(model: Any) -> list[Any]:
     numbers = [variable for variable in state if len(variable.shape) == 0]
     variables = [*numbers, *model.trainable_weights, *state]
     return list({id(v): v for v in variables if id(v) not in left_out}.values())
-
-
-def _use_local_sgd(model: Any) -> bool:
-    found = optimizer.optimizers_of(model)
-    return comm.size() > 1 and any(map(optimizer.uses_local_sgd, found))
 
 
 def _digest(own: np.ndarray) -> Any:

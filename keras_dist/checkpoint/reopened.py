@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from keras_dist import comm, optimizer
+from keras_dist import comm
 from keras_dist.checkpoint.files import decoded
 from keras_dist.checkpoint.saved import Resume, Saved
 from keras_dist.data import (
@@ -52,7 +52,7 @@ def reopened(
     passes = 0 if before is None else before.number if has_steps else before.epoch
 
     def can_track() -> bool:
-        if source is None or optimizer.every_of(options.sync) != 1:
+        if source is None:
             return False
         # A number of batches is a smaller state, and any number of ranks has one.
         is_counted = not has_steps and has_division(source, spec)

@@ -123,10 +123,6 @@ def restore_first(
         was_summed: Whether accumulated gradients in it are those of all ranks, as after
             an epoch.
         is_summed: Whether they have to be here, too.
-
-    Raises:
-        ValueError: If the number of ranks has changed and the model has layers that
-            each rank trains for itself.
     """
     variables = variables_of(model)
     for variable, value in zip(variables, arrays, strict=True):
@@ -159,9 +155,8 @@ def _accumulated(
     """Convert accumulated gradients where they do not mean the same now.
 
     Each rank adds up its own in most fits, until the end of the epoch; in others those
-    of all ranks. Local layers are left out: theirs are always those of one rank.
+    of all ranks.
     """
-    local = optimizer.local_ids(model)
     index_of = {id(each): index for index, each in enumerate(variables_of(model))}
     optimizers = optimizer.optimizers_of(model)
     adds_own = list(map(optimizer.accumulates, optimizers))
@@ -171,8 +166,6 @@ def _accumulated(
         if was_own == is_own and (is_same_size or not is_own):
             continue
         for accumulator in private.accumulators(outer):
-            if id(accumulator) in local:
-                continue
             index = index_of[id(accumulator)]
             value = arrays[index]
             if was_own:
@@ -219,7 +212,7 @@ def restore_own(model: Any, own: dict[str, Any], *, is_summed: bool) -> None:
         if outer.gradient_accumulation_steps
         and (is_summed or not optimizer.accumulates(outer))
         for accumulator in private.accumulators(outer)
-    } - optimizer.local_ids(model)
+    }
     for index, value in own["variables"].items():
         if id(variables[int(index)]) not in summed:
             variables[int(index)].assign(value)
@@ -267,8 +260,6 @@ def array_of(variable: Any) -> np.ndarray:
 
 def _own_indices(model: Any, variables: Sequence[Any]) -> list[int]:
     """Indices of the variables that may differ between the ranks."""
-    if optimizer.local_ids(model):
-        return list(range(len(variables)))
     own = {id(variable) for variable in model.non_trainable_weights}
     own |= {id(variable) for variable in _accumulators(model)}
     return [index for index, variable in enumerate(variables) if id(variable) in own]
@@ -292,12 +283,6 @@ def _merge_ranks(
     model: Any, variables: Sequence[Any], ranks: Sequence[Any], starts: Any
 ) -> None:
     """Merge, on the first rank, the variables that differ between the ranks."""
-    if optimizer.local_ids(model):
-        raise ValueError(
-            "A model with layers that each rank trains for itself cannot be resumed on "
-            f"another number of ranks. Received: {len(ranks)} ranks before and "
-            f"{comm.size()} now. Start {len(ranks)} ranks, or pass an empty folder."
-        )
     by_rule = variables_by_rule(model)
     rule_by_id = {id(v): rule for rule, those in by_rule.items() for v in those}
     start_of = dict(zip(map(id, by_rule["sum"]), starts, strict=False))

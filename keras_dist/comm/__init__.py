@@ -3,10 +3,9 @@
 - `world`: rank, size, local rank and local size, read from the launcher's variables;
   how tasks of SLURM meet that no launcher of ours has started
 - `devices`: choose the GPU of this rank, or its CPU threads and cores
-- `runtime`: state of this process: its device, and its link to the other ranks
+- `runtime`: `init`; state of this process: its device, and its link to the other ranks
 - `transport`: the only file that imports Horovod; one thin function per collective
 - `settings`: of Horovod on a rank without a GPU, of Open MPI, and a limit for its start
-- `process_sets`: `init`, and collectives among some of the ranks only
 - `collectives`: average, sum, broadcast and gather of any value; of tensors in graphs,
   too
 - `compressed`: allreduce in float16 or bfloat16
@@ -28,14 +27,11 @@ from keras_dist.comm.collectives import (
     broadcast,
     broadcast_arrays,
     broadcast_variables,
-    copy,
     gather,
     gather_rows,
     gather_unless_equal,
     name_by,
     name_of,
-    reduce,
-    scatter,
     sendable,
     stack,
     sum,
@@ -44,15 +40,12 @@ from keras_dist.comm.collectives import (
 )
 from keras_dist.comm.compressed import sum_compressed
 from keras_dist.comm.devices import Device
-from keras_dist.comm.process_sets import (
-    init,
-    within,
-)
 from keras_dist.comm.runtime import (
     built_transports,
     device,
     fact,
     has_mpi,
+    init,
     is_child_of_rank,
     is_started,
     local_rank,
@@ -77,7 +70,6 @@ __all__ = [
     "broadcast_arrays",
     "broadcast_variables",
     "built_transports",
-    "copy",
     "device",
     "explained",
     "fact",
@@ -98,9 +90,7 @@ __all__ = [
     "name_of",
     "prepare",
     "rank",
-    "reduce",
     "run_on_all",
-    "scatter",
     "sendable",
     "size",
     "stack",
@@ -112,6 +102,5 @@ __all__ = [
     "total",
     "transport_name",
     "waiting",
-    "within",
     "world_of_job",
 ]

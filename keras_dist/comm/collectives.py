@@ -118,7 +118,10 @@ def broadcast(value: Value | None, root_rank: int = 0) -> Value:
     if link is None:
         return own
     if _is_tensor(value):
-        return copy(_tensor(value), root_rank, name=name_of("broadcast"))
+        tensor = _tensor(value)
+        wire, name = sendable(tensor), name_of("broadcast")
+        result = transport.broadcast(link, wire, root_rank=root_rank, name=name)
+        return tf.cast(result, tensor.dtype)
     message = sign(value if world.rank == root_rank else None)
     return verify(_gather_bytes(message)[root_rank])
 
@@ -263,7 +266,11 @@ def total(tensor: Any, *, purpose: str) -> Any:
         tensor: A tensor of the same shape and dtype on every rank.
         purpose: Part of the collective's name: what the collective is for.
     """
-    return reduce(tensor, "sum", name=name_of(purpose))
+    link, _ = runtime.connection()
+    if link is None:
+        return tensor
+    result = transport.allreduce(link, sendable(tensor), name=name_of(purpose))
+    return tf.cast(result, tensor.dtype)
 
 
 def stack(tensor: Any, *, purpose: str) -> Any:
@@ -276,49 +283,6 @@ def stack(tensor: Any, *, purpose: str) -> Any:
     return gather_rows(tensor[tf.newaxis], name=name_of(purpose))
 
 
-def reduce(
-    tensor: Any, op: str, *, name: str, before: float = 1.0, after: float = 1.0
-) -> Any:
-    """Combine the tensors of all ranks, element by element.
-
-    Args:
-        tensor: A tensor of the same shape and dtype on every rank.
-        op: `"average"`, unweighted; `"sum"`, `"min"`, `"max"`, `"product"`, `"adasum"`
-            (Maleki et al., 2021).
-        name: Name of the collective, the same on all ranks.
-        before: Factor on the tensor before the reduction.
-        after: Factor on the result.
-
-    Returns:
-        A tensor of the same shape and dtype.
-    """
-    link, _ = runtime.connection()
-    if link is None:
-        return tensor if before == after == 1.0 else _scaled(tensor, before * after)
-    factors = {"prescale_factor": before, "postscale_factor": after}
-    result = transport.allreduce(link, sendable(tensor), op, factors, name=name)
-    return tf.cast(result, tensor.dtype)
-
-
-def scatter(tensor: Any, op: str, *, name: str) -> Any:
-    """Combine the tensors of all ranks, and return this rank's rows of the result.
-
-    Args:
-        tensor: A tensor of the same shape and dtype on every rank, with rows.
-        op: `"average"` or `"sum"`.
-        name: Name of the collective, the same on all ranks.
-
-    Returns:
-        Consecutive rows; where they cannot be divided equally, the first ranks have one
-        more.
-    """
-    link, _ = runtime.connection()
-    if link is None:
-        return tensor
-    result = transport.reducescatter(link, sendable(tensor), op, name=name)
-    return tf.cast(result, tensor.dtype)
-
-
 def gather_rows(tensor: Any, *, name: str) -> Any:
     """Concatenate the tensors of all ranks along their first axis, in rank order."""
     link, _ = runtime.connection()
@@ -327,22 +291,6 @@ def gather_rows(tensor: Any, *, name: str) -> Any:
     # Indices of rows are nearly always int32, and half of what an `Embedding` may send.
     wire = sendable(tensor, as_they_are=(tf.int32,))
     result = transport.allgather(link, wire, name=name)
-    return tf.cast(result, tensor.dtype)
-
-
-def copy(tensor: Any, root_rank: int, *, name: str) -> Any:
-    """Return the tensor of `root_rank` on every rank.
-
-    Args:
-        tensor: A tensor of the same shape and dtype on every rank.
-        root_rank: The rank whose tensor is sent, counted within the process set.
-        name: Name of the collective, the same on all ranks.
-    """
-    link, _ = runtime.connection()
-    if link is None:
-        return tensor
-    wire = sendable(tensor)
-    result = transport.broadcast(link, wire, root_rank=root_rank, name=name)
     return tf.cast(result, tensor.dtype)
 
 
@@ -408,10 +356,6 @@ def sendable(tensor: Any, *, as_they_are: Sequence[Any] = ()) -> Any:
     if tf.executing_eagerly():
         return tensor
     return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape)
-
-
-def _scaled(tensor: Any, factor: float) -> Any:
-    return tf.cast(tf.cast(tensor, tf.float64) * factor, tensor.dtype)
 
 
 def _averaged(value: Any) -> Any:

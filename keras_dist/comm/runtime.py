@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 from keras_dist.comm import transport
@@ -39,16 +40,11 @@ class _Runtime:
 
     device: Device | None = None
     world: World | None = None
-    link: transport.Link | None = field(default=None, repr=False)
+    link: ModuleType | None = field(default=None, repr=False)
     has_ended: bool = False
 
 
 _runtime = _Runtime()
-
-# Inside `restricted_to`: the link to the ranks of a process set, rank and size in it.
-_current: ContextVar[tuple[transport.Link | None, World] | None] = ContextVar(
-    "current", default=None
-)
 
 # Whether this is inside of `without_collectives`.
 _is_forbidden: ContextVar[bool] = ContextVar("is_forbidden", default=False)
@@ -79,12 +75,37 @@ def _mark_process() -> None:
     os.environ[_RANK_PROCESS] = f"{os.getpid()} {identity()}"
 
 
-def start(*, has_process_sets: bool = False) -> World:
-    """Connect to the other ranks in the first call; return rank and size.
+def init(*, stall_limit: float | None = None) -> World:
+    """Connect to the other ranks, and return the rank and size of this process.
+
+    If a launcher (`keras-dist run`, `horovodrun`, `mpirun`) started this process, the
+    first call starts Horovod and chooses the device: one GPU per local rank with memory
+    growth, or this rank's share of the CPU cores. Later calls return the same value.
+    Without a launcher this process is rank 0 of 1, and Horovod is not needed.
 
     Args:
-        has_process_sets: Whether process sets are going to be made.
+        stall_limit: The job ends if no rank makes progress for this many seconds; 0
+            turns this off. In the first call only. By default the value of the
+            environment variable `KERAS_DIST_STALL_SECONDS`, else 120.
+
+    Returns:
+        A `World(rank, size, local_rank, local_size)`.
+
+    Raises:
+        RuntimeError: If a launcher started this process but Horovod cannot be used.
+        ValueError: If `stall_limit` is not a number of seconds.
+
+    Example:
+
+    >>> init()
+    World(rank=0, size=1, local_rank=0, local_size=1)
     """
+    monitor.set_limit(stall_limit)
+    return start()
+
+
+def start() -> World:
+    """Connect to the other ranks in the first call; return rank and size."""
     if _runtime.world is None:
         prepare()
         from_launcher = launched()
@@ -104,24 +125,23 @@ def start(*, has_process_sets: bool = False) -> World:
             if from_launcher[0] == SRUN:
                 meet_by_slurm()
                 _mark_process()
-            _connect(*from_launcher, has_process_sets=has_process_sets)
-    return _link_and_world()[1]
+            _runtime.world = _connect(*from_launcher)
+    return _runtime.world
 
 
-def _connect(launcher: str, expected: World, *, has_process_sets: bool) -> None:
+def _connect(launcher: str, expected: World) -> World:
     before = monitor.threads()
-    _runtime.link = transport.connect(
-        launcher, expected, has_process_sets=has_process_sets
-    )
-    world = _runtime.world = transport.world_of(_runtime.link)
+    _runtime.link = transport.connect(launcher, expected)
+    world = transport.world_of(_runtime.link)
     horovod_threads = monitor.threads() - before
     monitor.start(rank=world.rank, size=world.size, ignored_threads=horovod_threads)
+    return world
 
 
 def stop() -> None:
     """End the connection to the other ranks, for good."""
     if _runtime.link is not None:
-        _runtime.link.horovod.shutdown()
+        _runtime.link.shutdown()
         _runtime.has_ended = True
     _runtime.link = _runtime.world = None
 
@@ -137,26 +157,6 @@ def is_started() -> bool:
     return _runtime.world is not None
 
 
-def is_within() -> bool:
-    """Tell whether this is inside a block of `restricted_to`."""
-    return _current.get() is not None
-
-
-@contextlib.contextmanager
-def restricted_to(link: transport.Link, world: World) -> Iterator[None]:
-    """Inside the block, collectives are among the ranks of `link` only.
-
-    Args:
-        link: The link to the ranks of a process set.
-        world: Rank and size of this process within the set.
-    """
-    token = _current.set((link, world))
-    try:
-        yield
-    finally:
-        _current.reset(token)
-
-
 @contextlib.contextmanager
 def without_collectives() -> Iterator[None]:
     """Inside the block, a collective is an error: the other ranks are elsewhere."""
@@ -167,15 +167,14 @@ def without_collectives() -> Iterator[None]:
         _is_forbidden.reset(token)
 
 
-def connection() -> tuple[transport.Link | None, World]:
+def connection() -> tuple[ModuleType | None, World]:
     """Return the link to the other ranks, `None` on one rank; and rank and size.
 
     Raises:
         RuntimeError: If this process is not a rank but was started by one, or inside
             of `without_collectives`.
     """
-    start()
-    link, world = _link_and_world()
+    world, link = start(), _runtime.link
     if world.size > 1 and _is_forbidden.get():
         raise RuntimeError(
             "The ranks run a block of `first_rank()` one after the other, so that no "
@@ -256,7 +255,7 @@ def size() -> int:
     The first call connects to the other ranks, as `init` does.
 
     Returns:
-        The number of all ranks; in a fit with `process_set`, of those of the set.
+        The number of all ranks.
 
     Example:
 
@@ -302,7 +301,3 @@ def is_child_of_rank() -> bool:
     """Tell whether a rank of this job has started or forked this process."""
     process, _, job = os.environ.get(_RANK_PROCESS, "").partition(" ")
     return bool(process) and job == identity() and int(process) != os.getpid()
-
-
-def _link_and_world() -> tuple[transport.Link | None, World]:
-    return _current.get() or (_runtime.link, _runtime.world or World())

@@ -6,8 +6,7 @@ import ctypes
 import functools
 import importlib
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -22,26 +21,14 @@ _INSTALL = "keras-dist install-horovod"
 _MOST_ELEMENTS = 2**31 - 1
 
 
-@dataclass(frozen=True)
-class Link:
-    """Horovod and a process set: what a collective needs.
+def connect(launcher: str, expected: World) -> ModuleType:
+    """Start Horovod, and return its module, the link to all ranks.
 
-    Args:
-        horovod: The module `horovod.tensorflow`, initialized.
-        process_set: Horovod's process set: the ranks that take part.
-    """
-
-    horovod: ModuleType
-    process_set: Any
-
-
-def connect(launcher: str, expected: World, *, has_process_sets: bool = False) -> Link:
-    """Start Horovod, and return the link to all ranks; called by every rank.
+    Every rank calls this.
 
     Args:
         launcher: Name of the launcher, for error messages.
         expected: Rank and size that the launcher gave to this process.
-        has_process_sets: Whether `add_process_set` is going to be called.
 
     Raises:
         RuntimeError: If Horovod is missing, was built without TensorFlow, or
@@ -50,8 +37,6 @@ def connect(launcher: str, expected: World, *, has_process_sets: bool = False) -
     is_on_cpu = not tf.config.get_visible_devices("GPU")
     if is_on_cpu:
         settings.set_for_cpu()
-    if has_process_sets:
-        os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
     starting = contextlib.ExitStack()
     if settings.is_used(launcher):
         settings.prepare(is_on_cpu=is_on_cpu)
@@ -78,7 +63,7 @@ def connect(launcher: str, expected: World, *, has_process_sets: bool = False) -
             f"{horovod.size()}. It was probably built without the transport of this "
             f"launcher. Run `{_INSTALL} --mpi`, or start with `horovodrun --gloo`."
         )
-    return Link(horovod, horovod.global_process_set)
+    return horovod
 
 
 def _leave_horovod(shutdown: Callable[[], None]) -> None:
@@ -117,35 +102,27 @@ def _batch_scheduling() -> Iterator[None]:
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
-def add_process_set(link: Link, ranks: Sequence[int]) -> Link:
-    """Return a link to some of the ranks; all ranks call this, in the same order."""
-    if len(ranks) == link.horovod.size():
-        return link
-    return Link(link.horovod, link.horovod.add_process_set(list(ranks)))
-
-
-def world_of(link: Link) -> World:
+def world_of(link: ModuleType) -> World:
     """Rank and size of this process as Horovod knows them."""
-    horovod = link.horovod
     return World(
-        rank=horovod.rank(),
-        size=horovod.size(),
-        local_rank=horovod.local_rank(),
-        local_size=horovod.local_size(),
+        rank=link.rank(),
+        size=link.size(),
+        local_rank=link.local_rank(),
+        local_size=link.local_size(),
         # Each host has a rank with the first rank's local rank, which is 0.
-        num_hosts=horovod.cross_size(),
+        num_hosts=link.cross_size(),
     )
 
 
-def has_mpi(link: Link) -> bool:
-    """Tell whether the transport is MPI, the only one with Adasum on CPUs."""
-    return link.horovod.mpi_built() and link.horovod.mpi_enabled()
+def has_mpi(link: ModuleType) -> bool:
+    """Tell whether the transport is MPI."""
+    return link.mpi_built() and link.mpi_enabled()
 
 
-def describe(link: Link) -> str:
+def describe(link: ModuleType) -> str:
     """Name of the transport in use: Gloo or MPI; between GPUs NCCL with one of them."""
     control = "MPI" if has_mpi(link) else "Gloo"
-    if link.horovod.nccl_built() and tf.config.get_visible_devices("GPU"):
+    if link.nccl_built() and tf.config.get_visible_devices("GPU"):
         return f"NCCL ({control} for control)"
     return control
 
@@ -218,7 +195,7 @@ def _collective(function: Callable[..., Any]) -> Callable[..., Any]:
     return recorded
 
 
-def _check_size(link: Link, tensor: Any) -> None:
+def _check_size(link: ModuleType, tensor: Any) -> None:
     """Raise if the number of elements would overflow Horovod's count of 32 bits.
 
     NCCL counts in 64 bits.
@@ -232,67 +209,47 @@ def _check_size(link: Link, tensor: Any) -> None:
         )
 
 
-def _common(link: Link, name: str) -> dict[str, Any]:
+def _named(name: str) -> dict[str, Any]:
     """Arguments of every collective.
 
     By default Horovod puts TensorFlow's name scope before the name. The scope contains
     the names of Keras layers, which differ as soon as one rank has made one more model:
     the ranks would then wait forever. So the scope is ignored.
     """
-    return {"name": name, "ignore_name_scope": True, "process_set": link.process_set}
+    return {"name": name, "ignore_name_scope": True}
 
 
 @_collective
-def allreduce(
-    link: Link, tensor: Any, op: str = "sum", factors: Any = None, *, name: str
-) -> Any:
-    """Combine the tensors of all ranks; bitwise the same on every rank.
+def allreduce(link: ModuleType, tensor: Any, *, name: str) -> Any:
+    """Sum the tensors of all ranks; bitwise the same on every rank.
 
     Args:
-        link: The link to the ranks that take part.
+        link: The link to the other ranks.
         tensor: A tensor of the same shape and dtype on every rank.
-        op: Name of Horovod's reduction in lower case.
-        factors: Horovod's factors before and after the reduction, by their names.
         name: Name of the collective, the same on all ranks.
     """
-    arguments = {**_common(link, name), **(factors or {})}
-    return link.horovod.allreduce(tensor, op=_reduction(link, op), **arguments)
+    return link.allreduce(tensor, op=link.Sum, **_named(name))
 
 
 @_collective
-def reducescatter(link: Link, tensor: Any, op: str, *, name: str) -> Any:
-    """Combine the tensors of all ranks, and return this rank's rows of the result."""
-    arguments = _common(link, name)
-    return link.horovod.reducescatter(tensor, op=_reduction(link, op), **arguments)
-
-
-def _reduction(link: Link, op: str) -> Any:
-    return getattr(link.horovod, op.capitalize())
-
-
-@_collective
-def allgather(link: Link, tensor: Any, *, name: str) -> Any:
+def allgather(link: ModuleType, tensor: Any, *, name: str) -> Any:
     """Concatenate the tensors of all ranks along their first axis, in rank order."""
-    return link.horovod.allgather(tensor, **_common(link, name))
+    return link.allgather(tensor, **_named(name))
 
 
 @_collective
-def alltoall(link: Link, tensor: Any, *, name: str) -> Any:
+def alltoall(link: ModuleType, tensor: Any, *, name: str) -> Any:
     """Send row r of `tensor` to rank r; return the rows received, in rank order.
 
     Args:
-        link: The link to the ranks that take part.
+        link: The link to the other ranks.
         tensor: A tensor with one row for each rank.
         name: Name of the collective, the same on all ranks.
     """
-    return link.horovod.alltoall(tensor, **_common(link, name))
+    return link.alltoall(tensor, **_named(name))
 
 
 @_collective
-def broadcast(link: Link, tensor: Any, *, root_rank: int, name: str) -> Any:
+def broadcast(link: ModuleType, tensor: Any, *, root_rank: int, name: str) -> Any:
     """Return the tensor of `root_rank` on every rank."""
-    # Horovod counts the root among all ranks, also within a process set.
-    ranks = link.process_set.ranks
-    root = ranks[root_rank] if ranks else root_rank
-    arguments = _common(link, name)
-    return link.horovod.broadcast(tensor, root_rank=root, **arguments)
+    return link.broadcast(tensor, root_rank=root_rank, **_named(name))

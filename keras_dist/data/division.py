@@ -120,9 +120,9 @@ class ShardSpec:
         if self.leftover == "whole" and not self.can_mark:
             raise ValueError(
                 'With leftover="whole" some ranks make a step without rows, which is '
-                "not possible with `class_weight` for batches, nor with local SGD "
-                '(`sync`). Received: leftover="whole". Pass sample weights with the '
-                'batches instead of `class_weight`, or leftover="drop".'
+                "not possible with `class_weight` for batches. Received: "
+                'leftover="whole". Pass sample weights with the batches instead of '
+                '`class_weight`, or leftover="drop".'
             )
 
     @property

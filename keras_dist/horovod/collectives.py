@@ -214,12 +214,12 @@ def _run(function: str, value: Any, options: dict[str, Any]) -> Any:
         advice = "Call the same functions on all ranks, in the same order."
         comm.agree({"the collective": called}, advice=advice)
     if isinstance(compression := options.get("compression"), Compression):
-        theirs = getattr(link.horovod.Compression, compression.name)
+        theirs = getattr(link.Compression, compression.name)
         options = {**options, "compression": theirs}
     name = comm.name_of("horovod")
     options = {**options, "name": name, "ignore_name_scope": True}
     with comm.waiting(name):
-        found = getattr(link.horovod, function)(comm.sendable(tensor), **options)
+        found = getattr(link, function)(comm.sendable(tensor), **options)
     return tf.cast(found, tensor.dtype)
 
 

@@ -99,11 +99,10 @@ def reduce_gradients(
     options = Averaging(
         op="sum" if settings.op == Sum else "average",
         compression="fp16" if settings.compression is Compression.fp16 else None,
-        sparse="merged",
     )
     key = tuple(id(variables[index]) for index in indices)
     name = comm.name_by("horovod.gradients", key)
-    reduced, _ = exchange(local, 1, options, name=name)
+    reduced = exchange(local, 1, options, is_merged=True, name=name)
     for index, gradient in zip(indices, reduced, strict=True):
         result[index] = mark_reduced(tf.cast(gradient, gradients[index].dtype))
     return result

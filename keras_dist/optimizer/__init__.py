@@ -9,7 +9,6 @@ and *scale* its rate while it updates.
 - `rate`: the scaled learning rate, its rules and its warm-up
 - `sparse`: gradients of an `Embedding`, gathered as they are, or merged
 - `accumulation`: gradient accumulation with one allreduce for each update
-- `local_steps`: local SGD, which averages weights after every k steps
 - `options`: `Averaging`, the options of all of these
 - `stop_request`: the stop request that a step carries
 - `step_context`: the context that a train step passes to `apply`; `replaced_methods`:
@@ -30,17 +29,12 @@ from keras_dist.optimizer.attach import (
     ReducesGradients,
     apply_recorded,
     attached,
-    averages_every_step,
+    averages,
+    averaging_of,
     is_distributed,
-    local_ids,
     move_to_outermost,
     only_attached,
     update,
-)
-from keras_dist.optimizer.local_steps import (
-    after_update,
-    synchronize_replicas,
-    uses_local_sgd,
 )
 from keras_dist.optimizer.nested import (
     leaves,
@@ -48,7 +42,7 @@ from keras_dist.optimizer.nested import (
     optimizers_of,
     variables_of,
 )
-from keras_dist.optimizer.options import Averaging, check_usable, every_of
+from keras_dist.optimizer.options import Averaging
 from keras_dist.optimizer.rate import (
     effective_rate,
     effective_rates,
@@ -73,22 +67,18 @@ __all__ = [
     "AveragingState",
     "StopRequest",
     "apply_recorded",
-    "averages_every_step",
+    "averages",
+    "averaging_of",
     "accumulates",
     "attached",
-    "check_usable",
     "divide_accumulated",
     "effective_rate",
     "effective_rates",
-    "every_of",
     "restore_rate_progress",
-    "after_update",
-    "uses_local_sgd",
     "move_to_outermost",
     "is_between_updates",
     "is_distributed",
     "leaves",
-    "local_ids",
     "only_attached",
     "optimizers_of",
     "own_sums",
@@ -98,7 +88,6 @@ __all__ = [
     "schedule_of",
     "reduce_gradients",
     "sum_accumulated",
-    "synchronize_replicas",
     "times",
     "unscale_rate",
     "update",

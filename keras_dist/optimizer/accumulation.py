@@ -50,7 +50,7 @@ def is_between_updates(optimizer: Any) -> bool:
 
 def sum_accumulated(optimizer: Any) -> None:
     """Set every rank's accumulators to the sum over all ranks, as on one process."""
-    accumulators = _shared(optimizer)
+    accumulators = private.accumulators(optimizer)
     for dtype in (tf.float32, tf.float64):
         own = [
             a for a in accumulators if (a.dtype == "float64") == (dtype == tf.float64)
@@ -66,12 +66,5 @@ def sum_accumulated(optimizer: Any) -> None:
 
 def divide_accumulated(optimizer: Any) -> None:
     """Divide the accumulators by the number of ranks: undoes `sum_accumulated`."""
-    for accumulator in _shared(optimizer):
+    for accumulator in private.accumulators(optimizer):
         accumulator.assign(accumulator.value / comm.size())
-
-
-def _shared(optimizer: Any) -> list[Any]:
-    local = optimizer._averaging.options.local_ids()
-    variables = private.trainable_variables_of(optimizer)
-    shared = [variable for variable in variables if id(variable) not in local]
-    return private.accumulators(optimizer, shared)

@@ -10,15 +10,8 @@ import keras
 
 from keras_dist import comm, mixin
 from keras_dist.optimizer import step_context
-from keras_dist.optimizer.local_steps import after_update, uses_local_sgd
 from keras_dist.optimizer.nested import nested_optimizers, optimizers_of, variables_of
-from keras_dist.optimizer.options import (
-    Averaging,
-    Compression,
-    Op,
-    Sparse,
-    check_usable,
-)
+from keras_dist.optimizer.options import Averaging, Compression, Op
 from keras_dist.optimizer.reduce import (
     AveragingState,
     mark_recorded,
@@ -55,9 +48,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
     *,
     op: Op = "average",
     compression: Compression | None = None,
-    local_layers: Sequence[keras.layers.Layer] = (),
-    process_set: Sequence[int] | None = None,
-    sparse: Sparse = "auto",
 ) -> Optimizer:
     """Make `optimizer` average its gradients over all ranks before each update.
 
@@ -72,26 +62,18 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
     Args:
         optimizer: A `keras.optimizers.Optimizer`. With mixed precision, the outermost
             one or the one given to `compile`.
-        op: `"average"`, weighted by the rows of each rank if they are known; `"sum"`;
-            or `"adasum"` (Maleki et al., 2021), which needs 2, 4, 8, … ranks that
-            communicate over MPI.
+        op: `"average"`, weighted by the rows of each rank if they are known; or
+            `"sum"`.
         compression: `"fp16"` or `"bf16"`: float32 gradients are sent in two bytes a
             number, scaled so that none overflows, and summed in float32. `None`: they
             are sent uncompressed.
-        local_layers: Local layers: each rank trains them on its own rows. Their
-            gradients are weighted by rows, but not averaged.
-        process_set: The ranks to average over, one of the groups given to
-            `keras_dist.init`. `None`: all.
-        sparse: `"auto"`: repeated rows of an `Embedding` reach the optimizer as on one
-            process. `"merged"`: added up first. `"repeated"`: as `"auto"`, on GPUs too.
 
     Returns:
         The same object.
 
     Raises:
-        TypeError: If `optimizer` is not a Keras optimizer, or `local_layers` are not
-            layers.
-        ValueError: If an option is unknown, or cannot be used here.
+        TypeError: If `optimizer` is not a Keras optimizer.
+        ValueError: If an option is unknown.
 
     Example:
 
@@ -105,9 +87,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
             f"Received: {optimizer!r} of type {type(optimizer).__name__}"
         )
     comm.init()
-    options = Averaging(op, compression, local_layers, process_set, sparse=sparse)
-    check_usable(options)
-    return _attach(optimizer, options)
+    options = Averaging(op, compression)
+    _attach(optimizer, options)._averaging.options = options
+    return optimizer
 
 
 def _attach(optimizer: Any, options: Averaging) -> Any:
@@ -125,36 +107,27 @@ def is_distributed(optimizer: Any) -> bool:
     )
 
 
-def averages_every_step(model: Any) -> bool:
-    """Tell whether the gradients of `model` are averaged in each step."""
-    states = [
-        part._averaging
+def averaging_of(model: Any) -> list[Averaging]:
+    """List how the gradients of each optimizer of `model` are averaged in a fit."""
+    return [
+        next(
+            (
+                part._averaging.options
+                for part in nested_optimizers(optimizer)
+                if mixin.has(part, ReducesGradients)
+            ),
+            Averaging(),
+        )
         for optimizer in optimizers_of(model)
-        for part in nested_optimizers(optimizer)
-        if mixin.has(part, ReducesGradients)
     ]
-    return bool(states) and all(
-        state.options.op == "average" and state.options.every == 1 for state in states
+
+
+def averages(model: Any) -> bool:
+    """Return True if the gradients of `model` are averaged, and not added up."""
+    optimizers = optimizers_of(model)
+    return any(map(is_distributed, optimizers)) and all(
+        options.op == "average" for options in averaging_of(model)
     )
-
-
-def local_ids(model: Any) -> set[int]:
-    """Identities of the variables of local layers and of the optimizer's slots.
-
-    Keras does not record to which variable of the model a slot belongs, but the slot's
-    name begins with that variable's path.
-    """
-    found: set[int] = set()
-    for optimizer in optimizers_of(model):
-        for part in nested_optimizers(optimizer):
-            if not mixin.has(part, ReducesGradients):
-                continue
-            layers = part._averaging.options.local_layers
-            local = [weight for layer in layers for weight in layer.weights]
-            paths = tuple(weight.path.replace("/", "_") + "_" for weight in local)
-            slots = [v for v in optimizer.variables if v.name.startswith(paths)]
-            found |= {id(variable) for variable in [*local, *slots]}
-    return found
 
 
 def move_to_outermost(optimizer: Any) -> None:
@@ -173,24 +146,19 @@ def move_to_outermost(optimizer: Any) -> None:
 
 
 @contextlib.contextmanager
-def attached(optimizer: Any, options: Averaging) -> Iterator[None]:
-    """Average the gradients of `optimizer` inside the block.
+def attached(optimizer: Any) -> Iterator[None]:
+    """Context manager that averages the gradients of `optimizer`.
 
-    Afterwards the optimizer is as before. If the user's `DistributedOptimizer` made it
-    average, its own options are used, unless `options` differs from the defaults.
+    Afterwards the optimizer is as before. One that the user's `DistributedOptimizer`
+    has made average keeps its options.
     """
     move_to_outermost(optimizer)
     was_plain = not mixin.has(optimizer, ReducesGradients)
+    state: AveragingState = _attach(optimizer, Averaging())._averaging
     try:
-        state: AveragingState = _attach(optimizer, options)._averaging
-        before = state.options
-        if options != Averaging():
-            state.options, state.is_merged = options, None
-        try:
-            yield
-        finally:
-            state.options, state.progress, state.is_merged = before, None, None
+        yield
     finally:
+        state.is_merged = None  # the user may change what is linear in the gradient
         if was_plain:
             mixin.remove(optimizer, ReducesGradients)
 
@@ -250,10 +218,6 @@ class ReducesGradients:
         apply = super().apply  # type: ignore[misc]
         if context.is_averaged or not grads:
             return apply(grads, trainable_variables)
-        averaged = grads
-        if comm.size() > 1:
-            averaged = reduce_gradients(self, grads, trainable_variables)
+        averaged = reduce_gradients(self, grads, trainable_variables)
         update(self, apply, averaged, trainable_variables)
-        if uses_local_sgd(self):
-            after_update(self)
         return None

@@ -9,13 +9,8 @@ import tensorflow as tf
 from keras_dist import comm, private
 from keras_dist.optimizer import sparse, step_context
 from keras_dist.optimizer.accumulation import accumulates, is_update, take
-from keras_dist.optimizer.local_steps import (
-    LocalProgress,
-    before_update,
-    uses_local_sgd,
-)
 from keras_dist.optimizer.nested import nested_optimizers, variables_of
-from keras_dist.optimizer.options import Averaging, Sparse
+from keras_dist.optimizer.options import Averaging
 from keras_dist.optimizer.sparse import Lookups, with_shape
 
 
@@ -30,7 +25,6 @@ class AveragingState:
         is_merged: Whether repeated rows of sparse gradients are added up before the
             exchange; `None` before the first of them.
         lookups: Which tables are read once for all rows of a batch.
-        progress: Under local SGD, the steps since the last averaging.
     """
 
     number: int
@@ -38,7 +32,6 @@ class AveragingState:
     is_checked: bool = False
     is_merged: bool | None = None
     lookups: Lookups = field(default_factory=Lookups)
-    progress: LocalProgress | None = None
 
 
 def reduce_gradients(
@@ -58,25 +51,22 @@ def reduce_gradients(
     """
     state: AveragingState = optimizer._averaging
     known = variables_of(optimizer, variables)
-    with comm.within(state.options.process_set):
-        if comm.size() == 1:
-            return list(gradients)
-        local = state.options.local_ids()
-        is_shared = [
-            gradient is not None and id(variable) not in local
-            for gradient, variable in zip(gradients, known, strict=True)
-        ]
-        if not state.is_checked:
-            _check_same_gradients(gradients, known, local)
-            state.is_checked = True
-        if uses_local_sgd(optimizer):
-            before_update(optimizer)
-            return list(gradients)
-        if accumulates(optimizer) and not optimizer.built:
-            with tf.init_scope():
-                optimizer.build(known)
-        average = _accumulated if accumulates(optimizer) else _averaged
-        return average(optimizer, gradients, known, is_shared)
+    if comm.size() == 1:
+        return list(gradients)
+    if not state.is_checked:
+        _check_same_gradients(gradients, known, state.options)
+        state.is_checked = True
+    if accumulates(optimizer) and not optimizer.built:
+        with tf.init_scope():
+            optimizer.build(known)
+    present = [
+        (gradient, variable)
+        for gradient, variable in zip(gradients, known, strict=True)
+        if gradient is not None
+    ]
+    average = _accumulate if accumulates(optimizer) else _average
+    averaged = iter(average(optimizer, present))
+    return [None if gradient is None else next(averaged) for gradient in gradients]
 
 
 def mark_recorded(
@@ -88,14 +78,11 @@ def mark_recorded(
     """
     state: AveragingState = optimizer._averaging
     known = variables_of(optimizer, variables)
-    with comm.within(state.options.process_set):
-        is_single = comm.size() == 1
-    if is_single or accumulates(optimizer) or uses_local_sgd(optimizer):
+    if comm.size() == 1 or accumulates(optimizer):
         return list(gradients)
-    local = state.options.local_ids()
     return [
         state.lookups.mark(gradient, variable)
-        if isinstance(gradient, tf.IndexedSlices) and id(variable) not in local
+        if isinstance(gradient, tf.IndexedSlices)
         else gradient
         for gradient, variable in zip(gradients, known, strict=True)
     ]
@@ -108,17 +95,13 @@ def weight_loss(optimizer: Any, loss: Any) -> Any:
     the sums, would read and write all of their bytes twice more.
     """
     state: AveragingState = optimizer._averaging
-    options, before = state.options, comm.size()
-    with comm.within(options.process_set):
-        is_possible = (
-            comm.size() == before > 1
-            and options.op == "average"
-            and not options.compression
-            and options.every == 1
-            and not accumulates(optimizer)
-            and _keeps_digits(loss, optimizer)
-        )
-        return step_context.current().weight_loss(loss, state) if is_possible else loss
+    is_possible = (
+        comm.size() > 1
+        and state.options == Averaging()
+        and not accumulates(optimizer)
+        and _keeps_digits(loss, optimizer)
+    )
+    return step_context.current().weight_loss(loss, state) if is_possible else loss
 
 
 def _keeps_digits(loss: Any, optimizer: Any) -> bool:
@@ -128,45 +111,35 @@ def _keeps_digits(loss: Any, optimizer: Any) -> bool:
     return loss.dtype == tf.float64 or (loss.dtype == tf.float32 and not is_double)
 
 
-def _averaged(
-    optimizer: Any,
-    gradients: Sequence[Any],
-    variables: Sequence[Any],
-    is_shared: Sequence[bool],
-) -> list[Any]:
+def _average(optimizer: Any, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """Reduce gradients over all ranks.
+
+    Args:
+        optimizer: An optimizer that averages.
+        pairs: This rank's gradients, and their variables.
+    """
     state: AveragingState = optimizer._averaging
-    context = step_context.current()
+    context, lookups = step_context.current(), state.lookups
     weight = 1 if context.rows is None else context.rows
     if context.is_weighted(state):
         weight = None
-    counted = [v for v, counts in zip(variables, is_shared, strict=True) if counts]
-    shared = [
-        with_shape(gradient, variable)
-        for gradient, variable, counts in zip(
-            gradients, variables, is_shared, strict=True
-        )
-        if counts
-    ]
+    local = [with_shape(*pair) for pair in pairs]
+    variables = [variable for _, variable in pairs]
     name = f"keras_dist.gradients.{state.number}"
-    options = replace(state.options, sparse=_form_of_rows(optimizer, shared))
-    prepare = state.lookups.unmarked
-    if options.sparse == "repeated":
-        prepare = state.lookups.before_gather
-    own = [_counted(prepare(*pair)) for pair in zip(shared, counted, strict=True)]
-    result, total = exchange(own, weight, options, name=name)
-    if options.sparse == "repeated":
-        lengths = [_num_slices(gradient) for gradient in own]
+    is_merged = _is_merged(optimizer, local)
+    prepare = lookups.unmarked if is_merged else lookups.before_gather
+    local = [_counted(prepare(*pair)) for pair in zip(local, variables, strict=True)]
+    result = exchange(local, weight, state.options, is_merged=is_merged, name=name)
+    if not is_merged:
+        lengths = [_num_slices(gradient) for gradient in local]
         result = [
-            state.lookups.after_gather(*of_one, rows=context.rows, name=name)
-            for of_one in zip(result, lengths, counted, strict=True)
+            lookups.after_gather(*each, rows=context.rows, name=name)
+            for each in zip(result, lengths, variables, strict=True)
         ]
-    everyone = iter(result)
     is_scaled = len(nested_optimizers(optimizer)) > 1
     return [
-        _scaled_local(gradient, weight, total, state.options)
-        if gradient is None or not counts
-        else _applied(tf.cast(next(everyone), gradient.dtype), is_scaled)
-        for gradient, counts in zip(gradients, is_shared, strict=True)
+        _as_applied(tf.cast(averaged, gradient.dtype), is_scaled)
+        for averaged, (gradient, _) in zip(result, pairs, strict=True)
     ]
 
 
@@ -188,73 +161,55 @@ def _num_slices(gradient: Any) -> Any:
     return tf.shape(gradient.indices)[0] if is_rows else None
 
 
-def _scaled_local(gradient: Any, weight: Any, total: Any, options: Averaging) -> Any:
-    """Scale the gradient of a local layer to its part of the global batch's loss."""
-    if gradient is None or options.op != "average" or weight is None:
-        return gradient
-    if total is None:
-        factor = step_context.current().row_fraction(gradient.dtype)
-    else:
-        factor = tf.cast(weight, gradient.dtype) / tf.cast(total, gradient.dtype)
-    return sparse.times(gradient, factor)
-
-
-def _form_of_rows(optimizer: Any, gradients: Sequence[Any]) -> Sparse:
-    """Choose how repeated rows are sent, the same on all ranks."""
+def _is_merged(optimizer: Any, gradients: Sequence[Any]) -> bool:
+    """Return True if repeated rows are added up before they are sent; on all ranks."""
     state: AveragingState = optimizer._averaging
-    asked = state.options.sparse
     if not any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
-        return asked
+        return False
     if state.is_merged is None:
-        is_whole = asked == "merged" or state.options.op == "adasum"
-        is_merged = is_whole or sparse.may_merge(optimizer)
-        if asked == "auto" and not is_merged:
+        is_merged = sparse.may_merge(optimizer)
+        if not is_merged:
             with tf.init_scope():
                 is_merged = not all(comm.gather(sparse.is_ordered()))
         state.is_merged = is_merged
-    return "merged" if state.is_merged else "repeated"
+    return state.is_merged
 
 
-def _applied(gradient: Any, is_scaled: bool) -> Any:
+def _as_applied(gradient: Any, is_scaled: bool) -> Any:
     """An averaged gradient as the optimizer gets it."""
     is_rows = isinstance(gradient, tf.IndexedSlices)
     return sparse.all_or_none_finite(gradient) if is_rows and is_scaled else gradient
 
 
-def _accumulated(
-    optimizer: Any,
-    gradients: Sequence[Any],
-    variables: Sequence[Any],
-    is_shared: Sequence[bool],
-) -> list[Any]:
-    """Each rank adds up its own part; the ranks exchange when an update is due."""
+def _accumulate(optimizer: Any, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """Add up this rank's own part; the ranks exchange when an update is due.
+
+    Args:
+        optimizer: An optimizer that accumulates.
+        pairs: This rank's gradients, and their variables.
+    """
     state: AveragingState = optimizer._averaging
     options = state.options
     factor = 1.0
     if options.op == "average":
         factor = step_context.current().row_fraction(tf.float64)
         options = replace(options, op="sum")
-    weighted = [
-        None
-        if gradient is None
-        else tf.convert_to_tensor(gradient) * tf.cast(factor, gradient.dtype)
-        for gradient in gradients
+    local: list[Any] = [
+        tf.convert_to_tensor(gradient) * tf.cast(factor, gradient.dtype)
+        for gradient, _ in pairs
     ]
-    indices = [index for index, counts in enumerate(is_shared) if counts]
-    own: list[Any] = [weighted[index] for index in indices]
-    shared = [variables[index] for index in indices]
-    accumulators = private.accumulators(optimizer, shared)
+    variables = [variable for _, variable in pairs]
+    accumulators = private.accumulators(optimizer, variables)
 
     def update() -> list[Any]:
-        added_up = [take(a, g) for a, g in zip(accumulators, own, strict=True)]
+        added_up = [take(a, g) for a, g in zip(accumulators, local, strict=True)]
         name = f"keras_dist.accumulated.{state.number}"
-        sums, _ = exchange(added_up, 1, options, name=name)
-        return [tf.cast(s, g.dtype) for s, g in zip(sums, own, strict=True)]
+        sums = exchange(added_up, 1, options, name=name)
+        return [tf.cast(s, g.dtype) for s, g in zip(sums, local, strict=True)]
 
-    result = tf.cond(is_update(optimizer), update, lambda: list(own)) if own else []
-    for index, gradient in zip(indices, result, strict=True):
-        weighted[index] = gradient
-    return weighted
+    if not local:
+        return []
+    return tf.cond(is_update(optimizer), update, lambda: list(local))
 
 
 def exchange(
@@ -262,8 +217,9 @@ def exchange(
     weight: Any,
     options: Averaging,
     *,
+    is_merged: bool = False,
     name: str,
-) -> tuple[list[Any], Any]:
+) -> list[Any]:
     """Reduce gradients over all ranks; dense ones in few collectives per dtype.
 
     Args:
@@ -272,11 +228,13 @@ def exchange(
         weight: The weight of this rank's gradients in an average: the rows that they
             are a mean over. `None`: they have been multiplied by their weights.
         options: The options of the averaging.
+        is_merged: Whether repeated rows of `tf.IndexedSlices` are added up before they
+            are sent.
         name: A fixed name, the same on all ranks: Horovod matches collectives by name.
 
     Returns:
-        For each gradient the weighted mean over all ranks, the sum, or the adaptive
-        sum, as float32, or float64 if the gradient is that; and the sum of the weights.
+        For each gradient the weighted mean over all ranks, or the sum, as float32, or
+        float64 if the gradient is that.
         An unmerged `tf.IndexedSlices` gives the slices of all ranks, everything else
         tensors.
     """
@@ -284,22 +242,20 @@ def exchange(
         options = replace(options, op="sum")
     if options.op != "average":
         weight = 1
-    if options.op == "adasum":  # it compares whole gradients
-        gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
     result: list[Any] = [None] * len(gradients)
-    total: Any = None
     wires = [_wire_of(gradient) for gradient in gradients]
     for wire in sorted(set(wires), key=str):
         indices = [index for index, own in enumerate(wires) if own == wire]
-        summed, total = _sums(
+        summed = _sums(
             [gradients[index] for index in indices],
             tf.cast(weight, wire),
             options,
+            is_merged=is_merged,
             name=f"{name}.{wire.name}",
         )
         for index, gradient in zip(indices, summed, strict=True):
             result[index] = gradient
-    return result, total
+    return result
 
 
 def _sums(
@@ -307,8 +263,9 @@ def _sums(
     weight: Any,
     options: Averaging,
     *,
+    is_merged: bool,
     name: str,
-) -> tuple[list[Any], Any]:
+) -> list[Any]:
     """See `exchange`; for gradients that are all sent in the dtype of `weight`."""
     wire = weight.dtype
     is_rows = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
@@ -316,20 +273,21 @@ def _sums(
     rows = [gradient for gradient, is_sparse in both if is_sparse]
     dense = [tf.cast(gradient, wire) for gradient, is_sparse in both if not is_sparse]
     counts = []
-    if options.sparse == "merged":
+    if is_merged:
         rows = [sparse.merged(gradient) for gradient in rows]
         counts = [sparse.counts_of_ranks(gradient, wire) for gradient in rows]
     sums, total, counts = _dense_sums(dense, weight, counts, options, name=name)
-    of_rows = _sums_of_rows(rows, weight, total, counts, options, name=name)
+    merged_counts = counts if is_merged else None
+    of_rows = _sums_of_rows(rows, weight, total, merged_counts, options, name=name)
     kinds = {True: iter(of_rows), False: iter(sums)}
-    return [next(kinds[is_sparse]) for is_sparse in is_rows], total
+    return [next(kinds[is_sparse]) for is_sparse in is_rows]
 
 
 def _sums_of_rows(
     rows: list[Any],
     weight: Any,
     total: Any,
-    counts: list[Any],
+    counts: list[Any] | None,
     options: Averaging,
     *,
     name: str,
@@ -340,7 +298,8 @@ def _sums_of_rows(
         rows: The gradients; if they are to be merged, each row once.
         weight: The weight of this rank's gradients.
         total: The sum of the weights.
-        counts: If they are merged, the number of rows of each rank for each gradient.
+        counts: The number of rows of each rank for each gradient, if they are merged;
+            else `None`.
         options: The options of the averaging.
         name: A fixed name, the same on all ranks.
     """
@@ -350,7 +309,7 @@ def _sums_of_rows(
         own_name, shape = f"{name}.{index}", tuple(own.shape)
         values = tf.cast(own.values, weight.dtype)
         weighted = tf.IndexedSlices(values * weight if is_mean else values, own.indices)
-        if options.sparse == "merged":
+        if counts is not None:
             whole = sparse.sum_of_ranks(weighted, shape, counts[index], name=own_name)
             result.append(whole / total if is_mean else whole)
         else:
@@ -371,15 +330,9 @@ def _dense_sums(
 ) -> tuple[list[Any], Any, list[Any]]:
     """Means or sums of dense gradients, of the weights, and of counts of rows.
 
-    The stop request is summed with them, but not under Adasum, which sums nothing.
+    The stop request is summed with them.
     """
     wire = weight.dtype
-    if options.op == "adasum":
-        sums = [
-            comm.reduce(tensor, "adasum", name=f"{name}.{index}")
-            for index, tensor in enumerate(dense)
-        ]
-        return sums, weight * comm.size(), []
     is_mean = options.op == "average"
     stop_request = step_context.current().stop_request
     request = [] if stop_request is None else [stop_request.as_tensor(wire)]
@@ -420,14 +373,14 @@ def _wire_of(gradient: Any) -> Any:
 
 
 def _check_same_gradients(
-    gradients: Sequence[Any], variables: Sequence[Any], local: set[int]
+    gradients: Sequence[Any], variables: Sequence[Any], options: Averaging
 ) -> None:
     """Check that all ranks have gradients of the same kinds and shapes.
 
     Args:
         gradients: Those of this rank; `None` where there is none.
         variables: Their variables.
-        local: Identities of variables whose gradients are not exchanged.
+        options: How they are going to be averaged.
 
     Raises:
         ValueError: On all ranks, if some differ.
@@ -439,11 +392,13 @@ def _check_same_gradients(
         for index, (gradient, variable) in enumerate(
             zip(gradients, variables, strict=True)
         )
-        if id(variable) not in local
     }
     with tf.init_scope():
         comm.agree(
-            {"the number of gradients": len(gradients)}
+            {
+                "the number of gradients": len(gradients),
+                "`op` and `compression`": (options.op, options.compression),
+            }
             | {name: _described(*pair) for name, pair in own.items()},
             names={
                 name: f"of {_name(variable)}" for name, (_, variable) in own.items()

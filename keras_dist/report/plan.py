@@ -85,7 +85,6 @@ class Plan:
         is_compiled: Whether the model is compiled by XLA.
         outputs: Name and destination of each callback that writes files.
         metrics: Name and rule of each metric whose state is not summed.
-        every: Steps from one averaging to the next: 1, or more with local SGD.
         changes: Differences from the checkpoint that is resumed, in words.
         resume: Where an interrupted epoch goes on, in words; "" without `resume`.
         hosts_change: Least and most hosts, where they come and go, as `--nnodes` names
@@ -103,7 +102,6 @@ class Plan:
     is_compiled: bool
     outputs: tuple[tuple[str, str], ...]
     metrics: tuple[tuple[str, str], ...] = ()
-    every: int = 1
     changes: str = ""
     resume: str = ""
     hosts_change: str = ""
@@ -113,8 +111,6 @@ class Plan:
         lines = [("ranks", self._ranks())]
         if self.size > 1:
             lines.append(("transport", self.transport))
-        if self.size > 1 and self.every > 1:
-            lines.append(("averaging", f"of the weights, every {self.every:,} steps"))
         lines.append(("batch", self._batch()))
         if self.hosts_change and not self.training.is_global:
             text = 'the global batch changes with them; batch="global" keeps it'

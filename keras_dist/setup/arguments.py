@@ -7,9 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 import keras
 
-from keras_dist import optimizer
 from keras_dist.data.steps import StepsRule
-from keras_dist.optimizer.options import Compression, Op, Sparse
 from keras_dist.optimizer.rate import LearningRateRule
 
 BATCH_VARIABLE = "KERAS_DIST_BATCH"
@@ -74,13 +72,6 @@ class Options:
     shard: Literal["auto", "none"] = "auto"
     leftover: Literal["auto", "cut", "whole", "drop"] = "auto"
     target_accuracy: float | None = None
-    op: Op = "average"
-    compression: Compression | None = None
-    local_layers: Sequence[keras.layers.Layer] = ()
-    process_set: Sequence[int] | None = None
-    sync: str = "every:1"
-    outer_momentum: float = 0.0
-    sparse: Sparse = "auto"
     resume: str | os.PathLike[str] | None = None
     save_steps: int | None = None
     save_seconds: float | None = 300
@@ -96,8 +87,7 @@ class Options:
             environ: `KERAS_DIST_BATCH` is read, for a script that cannot be changed.
 
         Raises:
-            ValueError: If `batch` is unknown, local SGD or a sum of gradients is asked
-                for beside `"global"`.
+            ValueError: If `batch` is unknown.
         """
         batch: Any = self.batch or environ.get(BATCH_VARIABLE) or "rank"
         if batch not in ("rank", "global"):
@@ -105,17 +95,6 @@ class Options:
                 '`batch` must be "rank" (the batch size is that of one rank) or '
                 f'"global" (it is that of all ranks together). Received: {batch!r}'
                 + ("" if self.batch else f" in {BATCH_VARIABLE}")
-            )
-        if batch == "global" and optimizer.every_of(self.sync) > 1:
-            raise ValueError(
-                'batch="global" gives the model of one process, and local SGD does '
-                f'not. Received: batch="global" and sync={self.sync!r}. Leave one out.'
-            )
-        if batch == "global" and self.op != "average":
-            raise ValueError(
-                'batch="global" gives the model of one process, and a sum of gradients '
-                "depends on the number of ranks. Received: "
-                f'batch="global" and op={self.op!r}. Leave one out.'
             )
         is_global = batch == "global"
         usual: dict[str, Any] = {
@@ -125,15 +104,3 @@ class Options:
         }
         rules = {n: rule for n, rule in usual.items() if getattr(self, n) == "auto"}
         return replace(self, batch=batch, **rules)
-
-    def averaging(self) -> optimizer.Averaging:
-        """Return the options that say how gradients are averaged, checked."""
-        return optimizer.Averaging(
-            op=self.op,
-            compression=self.compression,
-            local_layers=tuple(self.local_layers),
-            process_set=self.process_set,
-            every=optimizer.every_of(self.sync),
-            outer_momentum=self.outer_momentum,
-            sparse=self.sparse,
-        )

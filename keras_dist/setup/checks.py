@@ -1,11 +1,13 @@
 """Check that a model can be trained on many ranks."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_dist import optimizer, private
+from keras_dist import optimizer
+from keras_dist.setup.arguments import Options
 from keras_dist.training.autotune import plain_strategy
 
 
@@ -41,15 +43,20 @@ def check_model(model: Any, *, is_compiled: bool = True) -> None:
         )
 
 
-def check_local_layers(model: Any, averaging: optimizer.Averaging) -> None:
-    """Raise a `ValueError` if one of `local_layers` is not a layer of `model`."""
-    known = {id(layer) for layer in private.layers_of(model, include_self=False)}
-    for layer in averaging.local_layers:
-        if id(layer) not in known:
-            raise ValueError(
-                "`local_layers` must be layers of the model. "
-                f"Received: {layer!r}, which {model.name!r} does not have."
-            )
+def check_averaging(averaging: Sequence[optimizer.Averaging], options: Options) -> None:
+    """Raise a `ValueError` if gradients of shared batches would be added up.
+
+    Args:
+        averaging: How the gradients of each optimizer are averaged.
+        options: The options of the fit.
+    """
+    is_sum = any(each.op != "average" for each in averaging)
+    if options.batch == "global" and is_sum:
+        raise ValueError(
+            'batch="global" gives the model of one process, and a sum of gradients '
+            'depends on the number of ranks. Received: batch="global" and an optimizer '
+            'made by DistributedOptimizer(…, op="sum"). Leave one out.'
+        )
 
 
 def _strategy_of(model: Any) -> Any:

@@ -22,9 +22,7 @@ from keras_dist.launch.restarts import NNODES
 from keras_dist.optimizer.rate import rate_factor
 from keras_dist.report import plan
 from keras_dist.setup.arguments import KerasArguments, Options
-from keras_dist.setup.checks import (
-    check_local_layers,
-)
+from keras_dist.setup.checks import check_averaging
 from keras_dist.training import metrics
 from keras_dist.version import __version__
 
@@ -39,7 +37,7 @@ class FitSetup:
             the first rank only.
         training: This rank's training data.
         validation: This rank's validation data, if there is any.
-        averaging: How gradients are averaged.
+        averaging: How the gradients of each optimizer are averaged.
         factor: Full factor on the learning rate.
         step_multiplier: Schedules of the learning rate are read at step × this number.
         warmup_steps: Steps until the full factor is reached.
@@ -50,7 +48,7 @@ class FitSetup:
     callbacks: list[Any]
     training: Feed
     validation: Feed | None
-    averaging: optimizer.Averaging
+    averaging: list[optimizer.Averaging]
     factor: float
     step_multiplier: int
     warmup_steps: int
@@ -66,11 +64,9 @@ class FitSetup:
         """Tell whether checkpoints are also saved in the middle of an epoch.
 
         Not for data of unknown length that does not say where it is: it has no schedule
-        to continue. And not with local SGD, where the weights of the ranks differ until
-        the end of the epoch.
+        to continue.
         """
-        has_position = self.training.division is not None or _is_tracked(self.training)
-        return has_position and self.averaging.every == 1
+        return self.training.division is not None or _is_tracked(self.training)
 
     @property
     def resume_in_words(self) -> str:
@@ -85,16 +81,14 @@ class FitSetup:
             where = f"an interrupted epoch goes on at the next {next_one}"
             return where + (size if mebibytes else "")
         why = "its data has no known position"
-        if self.averaging.every > 1:
-            why = "the ranks' weights differ in it"
-        elif self.training.arguments.get("steps_per_epoch"):
+        if self.training.arguments.get("steps_per_epoch"):
             why = "`steps_per_epoch` with batches"
         return f"an interrupted epoch begins again: {why}"
 
     def facts(self) -> dict[str, Any]:
         """Return name and value of everything that has to be equal on all ranks."""
         names = ("epochs", "initial_epoch", "validation_freq", "class_weight")
-        given, averaging = self.arguments, self.averaging
+        given = self.arguments
         facts = {f"`{name}`": given[name] for name in names} | self.training.facts
         facts |= self.validation.facts if self.validation else {}
         # A callback of the user may be missing on some ranks: it has no collectives.
@@ -106,9 +100,7 @@ class FitSetup:
         ]
         return facts | {
             "whether there is validation data": self.validation is not None,
-            "`op` and `compression`": (averaging.op, averaging.compression),
-            "`sparse`": averaging.sparse,
-            "`sync` and `outer_momentum`": (averaging.every, averaging.outer_momentum),
+            "`op` and `compression`": [(a.op, a.compression) for a in self.averaging],
             "the learning rate's factor": self.factor,
             "the steps of the warm-up": self.warmup_steps,
             "the callbacks of Keras and keras_dist": callbacks,
@@ -129,9 +121,8 @@ def prepare(
     Raises:
         ValueError: If an argument is unusable.
     """
-    averaging = options.averaging()
-    optimizer.check_usable(averaging)
-    check_local_layers(model, averaging)
+    averaging = optimizer.averaging_of(model)
+    check_averaging(averaging, options)
     world = comm.init()
     callbacks, options = _take_over_warmup(fit.callbacks, options)
     rule: Any = options.lr_scaling  # which is "auto" no more
@@ -165,7 +156,6 @@ def prepare(
             is_compiled=bool(model.jit_compile),
             outputs=ours.destinations(callbacks),
             metrics=metrics.exceptions(model.metrics),
-            every=averaging.every,
             hosts_change=os.environ.get(NNODES, ""),
         ),
     )

@@ -1,7 +1,7 @@
 """`shard`: the user divides data among the ranks before it is decoded."""
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 import keras
@@ -25,7 +25,6 @@ Data: TypeAlias = tf.data.Dataset | keras.utils.PyDataset | Iterable[Any]
 @overload
 def shard(
     batch_size: int | None = None,
-    process_set: Sequence[int] | None = None,
     *,
     batch: Literal["rank", "global"] = "rank",
 ) -> Callable[[tf.data.Dataset], tf.data.Dataset]: ...
@@ -34,7 +33,6 @@ def shard(
 @overload
 def shard(
     batch_size: list[Item],
-    process_set: Sequence[int] | None = None,
     *,
     batch: Literal["rank", "global"] = "rank",
 ) -> list[Item]: ...
@@ -43,7 +41,6 @@ def shard(
 @overload
 def shard(
     batch_size: Data,
-    process_set: Sequence[int] | None = None,
     *,
     batch: Literal["rank", "global"] = "rank",
 ) -> Any: ...
@@ -51,7 +48,6 @@ def shard(
 
 def shard(
     batch_size: int | Data | None = None,
-    process_set: Sequence[int] | None = None,
     *,
     batch: Literal["rank", "global"] = "rank",
 ) -> Callable[[tf.data.Dataset], tf.data.Dataset] | Data:
@@ -74,7 +70,6 @@ def shard(
             Or, as the only argument, the data: a `tf.data.Dataset`, a list, a
             `keras.utils.PyDataset`, or another iterable of the same elements on all
             ranks.
-        process_set: The ranks that train on this data, as in `dist_fit`.
         batch: As in `dist_fit`. `"global"`: `batch_size` rows are the batch of all
             ranks together, and `.batch(keras_dist.local_batch_size(batch_size))`
             follows: of 96 rows on five ranks, the first has 20 and the others 19.
@@ -106,8 +101,7 @@ def shard(
             "`batch_size`, the rows of one rank's batch, must be a whole number of at "
             f"least 1. Received: batch_size={batch_size!r}"
         )
-    with comm.within(process_set):
-        rank, size = comm.rank(), comm.size()
+    rank, size = comm.rank(), comm.size()
     if batch not in ("rank", "global"):
         raise ValueError(f'`batch` must be "rank" or "global". Received: {batch!r}')
     if batch == "global" and size > 1:
@@ -124,14 +118,13 @@ def shard(
     return lambda dataset: _divided(dataset, rows, rank, size)
 
 
-def local_batch_size(batch_size: int, process_set: Sequence[int] | None = None) -> int:
+def local_batch_size(batch_size: int) -> int:
     """Count this rank's rows of a batch that all ranks share.
 
     Use it behind `keras_dist.shard(batch_size, batch="global")`.
 
     Args:
         batch_size: Rows of all ranks together, at least one for each.
-        process_set: The ranks that share it, as in `dist_fit`.
 
     Returns:
         `batch_size` / ranks, rounded up on the first ranks, and down on the others.
@@ -144,8 +137,7 @@ def local_batch_size(batch_size: int, process_set: Sequence[int] | None = None) 
     >>> local_batch_size(96)
     96
     """
-    with comm.within(process_set):
-        rank, size = comm.rank(), comm.size()
+    rank, size = comm.rank(), comm.size()
     _check_global_batch(batch_size, size)
     return len(range(batch_size)[own_items(rank, size)])
 

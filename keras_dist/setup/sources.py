@@ -3,7 +3,7 @@
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist import comm, optimizer
+from keras_dist import comm
 from keras_dist.data import (
     Agreed,
     Channel,
@@ -85,18 +85,15 @@ def compare(
             data of different kinds, validation data shuffles differently on each, or
             presharded data differs or was divided for other ranks.
     """
-    # Keras would take a mark for the targets; without an exchange in each step, a copy
-    # of a batch would be trained on.
-    can_mark = not has_class_weight and optimizer.every_of(options.sync) == 1
     spec = comm.run_on_all(
         lambda: ShardSpec(
             comm.rank(),
             comm.size(),
             options.shard,
             seed,
-            _channel(options.process_set),
+            _channel(),
             leftover=options.leftover,
-            can_mark=can_mark,
+            can_mark=not has_class_weight,  # Keras would take a mark for the targets
             batch=options.batch or "rank",
             keras_seed=keras_seed,
         )
@@ -131,8 +128,8 @@ def compare(
     return spec
 
 
-def _channel(process_set: Sequence[int] | None) -> Channel:
-    """Make collectives for threads that read data: they inherit no process set.
+def _channel() -> Channel:
+    """Make collectives for threads that read data.
 
     They run in graphs, where Horovod knows a collective by its name. Outside of a graph
     it knows the kind alone: where Keras reads ahead, it would take a sum of the reading
@@ -145,10 +142,9 @@ def _channel(process_set: Sequence[int] | None) -> Channel:
         )
 
         def call(value: Any) -> np.ndarray:
-            with comm.within(process_set):
-                traced = function.get_concrete_function()  # no rank waits meanwhile
-                with comm.waiting("keras_dist.reader"):
-                    return traced(tf.constant(value, tf.int64)).numpy()
+            traced = function.get_concrete_function()  # no rank waits meanwhile
+            with comm.waiting("keras_dist.reader"):
+                return traced(tf.constant(value, tf.int64)).numpy()
 
         return call
 
@@ -246,8 +242,8 @@ def _compared_before_shard(
             raise ValueError(
                 "The data was divided for other ranks than those that train. Received: "
                 f"the data of rank {presharded.rank} of {presharded.size} on rank "
-                f"{comm.rank()} of {comm.size()}. Pass the same `process_set` to "
-                "`shard` as to this call."
+                f"{comm.rank()} of {comm.size()}. Call `shard` in the processes that "
+                "train."
             )
         _check_shares(name, source, presharded, is_global=batch == "global")
         seeds = seeds_of(presharded.source)

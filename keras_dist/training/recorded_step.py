@@ -12,11 +12,9 @@ import tensorflow as tf
 
 from keras_dist.optimizer import (
     Recorded,
-    after_update,
     apply_recorded,
     reduce_gradients,
     step_context,
-    uses_local_sgd,
     variables_of,
     with_shape,
 )
@@ -73,8 +71,6 @@ class RecordedStep:
         own = [with_shape(*pair) for pair in zip(own, variables, strict=True)]
         averaged = reduce_gradients(call.optimizer, own, call.variables)
         self._apply_gradients([averaged])
-        if uses_local_sgd(call.optimizer):
-            after_update(call.optimizer)
         return logs
 
     def _record(self, data: Any, counts: tuple[Any, Any]) -> Any:

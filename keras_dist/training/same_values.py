@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -61,7 +61,7 @@ def agree_on_arrays(data: Mapping[str, Any]) -> None:
         )
 
 
-def agree_on_constants(model: Any, *, local: Collection[int] = ()) -> None:
+def agree_on_constants(model: Any) -> None:
     """Compare what layers hold beside their weights. A collective.
 
     The words of a `StringLookup` and the mean of a `Normalization` come from data, the
@@ -70,18 +70,12 @@ def agree_on_constants(model: Any, *, local: Collection[int] = ()) -> None:
 
     Args:
         model: A model that is built.
-        local: Identities of the weights that each rank has for itself; a layer that has
-            no others is left out.
 
     Raises:
         ValueError: On all ranks, if a layer of Keras differs. For a layer of the user's
             the first rank warns: it may hold what it has computed last.
     """
-    layers = [
-        layer
-        for layer in private.layers_of(model)
-        if not layer.weights or any(id(each) not in local for each in layer.weights)
-    ]
+    layers = private.layers_of(model)
     constants = comm.run_on_all(
         lambda: {str(n): _constants(layer) for n, layer in enumerate(layers)}
     )

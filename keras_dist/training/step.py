@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_dist import comm, mixin, private
 from keras_dist.data import is_mark, marked
-from keras_dist.optimizer import averages_every_step, only_attached, step_context
+from keras_dist.optimizer import averages, only_attached, step_context
 from keras_dist.training import (
     batch_norm,
     build,
@@ -92,7 +92,7 @@ class DistributedStep(atomic.SavesWhole):
         context = _context(self, rows, length, has_rows)
         with contextlib.ExitStack() as stack:
             stack.enter_context(step_context.entered(context))
-            if averages_every_step(self):
+            if averages(self):
                 own_step = _of_all_rows(self, own_step, data)
             stack.enter_context(only_attached())
             stack.enter_context(_not_before(session, data))

@@ -46,6 +46,7 @@ class Case:
         compiled: Arguments of `compile`.
         arguments: Of both `fit` and `dist_fit`; arrays have a value for each row.
         options: Of `dist_fit` alone.
+        averaging: Options of `DistributedOptimizer`, on all ranks.
         factor: On the learning rate of one process, as a function of the ranks.
         tolerance: Largest relative difference, if no optimizer amplifies rounding.
         orders: Runs of one process with other orders of summation, to measure rounding.
@@ -64,6 +65,7 @@ class Case:
     compiled: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    averaging: dict[str, Any] = field(default_factory=dict)
     factor: Callable[[int], float] = float
     tolerance: float = 1e-5
     on_three: bool = False
@@ -130,6 +132,8 @@ class Case:
     def _trained_on_all_ranks(self) -> Any:
         x, y = SUBJECTS[self.subject].rows(self.rows)
         model = self._compiled(self.subject, RATE)
+        if self.averaging:
+            keras_dist.DistributedOptimizer(model.optimizer, **self.averaging)
         options = {"shuffle": False, "epochs": EPOCHS} | self.arguments | self.options
         keras.utils.set_random_seed(5)  # determines the order of the rows
         size = keras_dist.size()
@@ -560,7 +564,8 @@ def _options() -> list[Case]:
             'op="sum"',
             "perceptron",
             keras.optimizers.SGD,
-            options={"op": "sum", "lr_scaling": "none"},
+            options={"lr_scaling": "none"},
+            averaging={"op": "sum"},
             factor=lambda size: float(size),
         ),
         Case(
@@ -569,7 +574,7 @@ def _options() -> list[Case]:
             "perceptron",
             momentum,
             rows=101,
-            options={"compression": "fp16"},
+            averaging={"compression": "fp16"},
             tolerance=HALF,
             on_three=True,
         ),
@@ -579,7 +584,7 @@ def _options() -> list[Case]:
             "perceptron",
             momentum,
             rows=101,
-            options={"compression": "bf16"},
+            averaging={"compression": "bf16"},
             tolerance=BRAIN,
         ),
         Case(part, 'lr_scaling="sqrt"', options={"lr_scaling": "sqrt"}, factor=_root),

@@ -110,7 +110,7 @@ def main(path, *chosen_by):
         rows = measure([case for ranks, case in drawn if ranks == size], size)
     else:
         warnings.filterwarnings("error", "Training without XLA")
-        shared = [case.shared for case in cases.CASES if "op" not in case.options]
+        shared = [case.shared for case in cases.CASES if "op" not in case.averaging]
         chosen = [*cases.CASES, *shared]
         if chosen_by:
             chosen = [case for case in chosen if case.part == chosen_by[1]]

@@ -174,7 +174,8 @@ def test_a_stop_request_at_a_batch_stops_all_after_the_next(
 
     is_jitted = compression is None
     model = make_model(run_eagerly=False, jit_compile=is_jitted)
-    call = {"batch_size": 8, "epochs": 3, "verbose": 0, "compression": compression}
+    keras_dist.DistributedOptimizer(model.optimizer, compression=compression)
+    call = {"batch_size": 8, "epochs": 3, "verbose": 0}
     history = keras_dist.dist_fit(model, *rows, callbacks=[RequestsStop()], **call)
     steps = 2 if size == 1 else 3
     assert history.epoch == [0]

@@ -340,8 +340,6 @@ def test_what_cannot_be_shared_is_an_error_before_the_first_step(world):
     for options, text in (
         ({"batch": "all"}, "`batch` must be"),
         ({"batch": "global", "leftover": "cut"}, "`leftover` has no meaning"),
-        ({"batch": "global", "sync": "every:2"}, "local SGD does not"),
-        ({"batch": "global", "op": "sum"}, "depends on the number of ranks"),
         ({"x": _divided(x, y), "y": None, "batch": "global"}, "`shard` for batches of"),
         ({"x": _divided(x, y, batch="global"), "y": None}, "`shard` for batches of"),
         (
@@ -351,3 +349,11 @@ def test_what_cannot_be_shared_is_an_error_before_the_first_step(world):
     ):
         [message, *_] = raises_everywhere(ValueError, lambda o=options: fit(**o))
         assert text in message
+
+    def add_up():
+        model = compiled()
+        keras_dist.DistributedOptimizer(model.optimizer, op="sum")
+        keras_dist.dist_fit(model, x, y, batch="global", verbose=0)
+
+    [message, *_] = raises_everywhere(ValueError, add_up)
+    assert "depends on the number of ranks" in message

@@ -640,23 +640,6 @@ class Rows(keras.metrics.Metric):
 
 
 @pytest.mark.several_ranks
-def test_left_over_batches_of_a_validation_count_under_local_sgd(world):
-    """Steps cannot be marked there, but an evaluation needs no marks."""
-    model = OfMolecules()
-    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=[Rows()])
-    history = keras_dist.dist_fit(
-        model,
-        merged(2, is_shuffled=False),
-        validation_data=merged(5, is_shuffled=False),  # five batches
-        sync="every:2",
-        shuffle=False,
-        verbose=0,
-    )
-    assert history.history["val_rows"] == [22]
-    assert history.history["rows"] == [22 - 22 % (2 * world.size)]
-
-
-@pytest.mark.several_ranks
 def test_what_becomes_of_left_over_batches_is_an_option(
     world, rows, make_model, capsys
 ):
@@ -679,7 +662,6 @@ def test_what_becomes_of_left_over_batches_is_an_option(
     bad = {
         "must be": {"leftover": "keep"},
         "`class_weight`": {"leftover": "whole", "class_weight": {0: 1.0, 1: 2.0}},
-        "local SGD": {"leftover": "whole", "sync": "every:2"},
     }
     for text, options in bad.items():
         for message in raises_everywhere(

@@ -16,7 +16,6 @@ from claims import (
     assert_equal_to_the_bit,
     difference_of_states,
     largest_difference,
-    raises_everywhere,
 )
 from models import embedding, words
 
@@ -393,32 +392,6 @@ def test_a_loss_scale_sees_an_inf_of_any_slice(world):
     assert float(optimizer.dynamic_scale) == 0.5
 
 
-@pytest.mark.several_ranks
-def test_the_table_of_a_local_layer_trains_on_the_slices_of_its_rank(world):
-    """Each slice is multiplied by the fraction of the rows of its rank."""
-    x, y = words(8 * world.size)
-    with models_in("float64"):
-        keras.utils.set_random_seed(3)
-        model = embedding()
-        model.compile(keras.optimizers.Adam(0.05), "mse", run_eagerly=True)
-        start = model.get_weights()[0]
-        table = model.layers[0]
-        keras_dist.dist_fit(
-            *(model, x, y),
-            **{"batch_size": 8, "epochs": 1, "verbose": 0, "shuffle": False},
-            **{"lr_scaling": "none", "local_layers": [table]},
-        )
-        keras.utils.set_random_seed(3)
-        plain = embedding()
-        own = slice(world.rank, None, world.size)
-        with tf.GradientTape() as tape:
-            loss = keras.ops.mean((plain(x[own])[:, 0] - y[own]) ** 2) / world.size
-        gradient = tape.gradient(loss, plain.weights[0].value)
-        variable = keras.Variable(start, dtype="float64")
-        keras.optimizers.Adam(0.05).apply([gradient], [variable])
-    np.testing.assert_allclose(model.get_weights()[0], variable.numpy(), rtol=1e-10)
-
-
 def on_ranks(optimizer, **options):
     """The state after updates with the slices of all ranks, by our optimizer."""
     rank, own = keras_dist.rank(), keras_dist.DistributedOptimizer(optimizer, **options)
@@ -433,24 +406,18 @@ def all_merged(step):
 
 
 @pytest.mark.several_ranks
-def test_merged_rows_are_those_of_a_whole_gradient():
-    """`sparse="merged"` gives Adam each row once."""
-    with models_in("float64"):
-        expected = updates(make_optimizer("Adam {}"), all_merged, "float64")
-        ours = on_ranks(make_optimizer("Adam {}"), sparse="merged")
-    assert difference_of_states(ours, expected) <= 1e-10
-
-
-@pytest.mark.several_ranks
 def test_a_gpu_on_one_rank_makes_all_ranks_merge(world, monkeypatch):
-    """Its operations add repeated rows in any order: the ranks would drift apart."""
-    monkeypatch.setattr(sparse, "is_ordered", lambda: world.rank != 1)
+    """Its operations add repeated rows in any order: the ranks would drift apart.
+
+    So Adam gets each row once.
+    """
     with models_in("float64"):
-        merged = on_ranks(make_optimizer("Adam {}"), sparse="merged")
-        model = on_ranks(make_optimizer("Adam {}"))
-        anyway = on_ranks(make_optimizer("Adam {}"), sparse="repeated")
-    assert difference_of_states(model, merged) == 0
-    assert difference_of_states(anyway, merged) > 1e-3
+        repeated = on_ranks(make_optimizer("Adam {}"))
+        monkeypatch.setattr(sparse, "is_ordered", lambda: world.rank != 1)
+        expected = updates(make_optimizer("Adam {}"), all_merged, "float64")
+        merged = on_ranks(make_optimizer("Adam {}"))
+    assert difference_of_states(merged, expected) <= 1e-10
+    assert difference_of_states(repeated, merged) > 1e-3
 
 
 @pytest.mark.several_ranks
@@ -498,15 +465,3 @@ def test_slices_are_added_up_before_a_variable_changes():
         assert (table.numpy() == before + summed - summed).all()
     optimizer.assign_add(table, slices)
     assert (table.numpy() != before + summed).any()
-
-
-def test_an_unknown_way_is_an_error(world):
-    """And one that differs between the ranks."""
-    with pytest.raises(ValueError, match="Received: sparse='dense'"):
-        keras_dist.DistributedOptimizer(keras.optimizers.SGD(), sparse="dense")
-    if world.size > 1:
-        way = "merged" if world.rank else "repeated"
-        messages = raises_everywhere(
-            ValueError, lambda: trained(compiled("adam"), None, sparse=way)
-        )
-        assert "The ranks disagree on `sparse`" in messages[0]

@@ -133,7 +133,8 @@ def test_indices_of_rows_are_sent_in_their_four_bytes(monkeypatch, is_graph):
 def test_compressed_gradients_are_sent_in_two_bytes(sent, kind):
     """Two collectives of half the bytes; a sum moves every byte twice."""
     calls, moved = sent
-    model = fit("perceptron", "sgd", compression=kind)
+    sgd = keras.optimizers.SGD()
+    model = fit("perceptron", keras_dist.DistributedOptimizer(sgd, compression=kind))
     numbers = sum(weight.numpy().size for weight in model.weights)
     size = keras_dist.size()
     padded = -(-numbers // size) * size

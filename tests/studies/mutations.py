@@ -53,13 +53,6 @@ MUTATIONS = [
         ("test_replica_check.py", "once_for_each"),
     ),
     Mutation(
-        "replicas: local layers are left out",
-        "callbacks/replica_check.py",
-        "left_out = optimizer.local_ids(model)",
-        "left_out = set()",
-        ("test_replica_check.py", "hold_differently"),
-    ),
-    Mutation(
         "stop: a request is sent with the gradients",
         "optimizer/stop_request.py",
         "self._agreed.assign_add(tf.cast(total, self._agreed.dtype))",
@@ -90,8 +83,8 @@ MUTATIONS = [
     Mutation(
         "accumulation: one allreduce for each update",
         "optimizer/reduce.py",
-        "average = _accumulated if accumulates(optimizer) else _averaged",
-        "average = _averaged",
+        "average = _accumulate if accumulates(optimizer) else _average",
+        "average = _average",
         ("test_wire.py", "one_collective"),
     ),
     Mutation(
@@ -195,7 +188,7 @@ MUTATIONS = [
     Mutation(
         "training: a gradient on one rank only is an error",
         "optimizer/reduce.py",
-        "check_same_gradients(gradients, known, local)",
+        "check_same_gradients(gradients, known, state.options)",
         "pass",
         ("test_bad_input.py", "one_rank_only"),
     ),
@@ -225,7 +218,7 @@ MUTATIONS = [
         "callbacks/average_statistics.py",
         "added = comm.sum(keras.ops.convert_to_numpy(variable) - start)",
         "added = keras.ops.convert_to_numpy(variable) - start",
-        ("test_local.py", "rule"),
+        ("test_aggregation.py", "rule"),
     ),
     Mutation(
         "losses: masks",
@@ -261,13 +254,6 @@ MUTATIONS = [
         'if kind == "bf16":',
         "if True:",
         ("test_wire.py", "overflows"),
-    ),
-    Mutation(
-        "options: gradients of local layers are weighted",
-        "optimizer/reduce.py",
-        "return sparse.times(gradient, factor)",
-        "return gradient",
-        ("test_local.py", "local_layers"),
     ),
     Mutation(
         "metrics: summed over the ranks",
