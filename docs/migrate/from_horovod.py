@@ -15,7 +15,9 @@ model = keras.Sequential(
         keras.layers.Dense(10, activation="softmax"),
     ]
 )
-optimizer = keras.optimizers.Adam(1e-3)
+optimizer = keras_dist.DistributedOptimizer(
+    keras.optimizers.Adam(1e-3), compression="fp16"
+)
 model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
 
 callbacks = [keras.callbacks.ModelCheckpoint("digits.keras")]
@@ -29,5 +31,4 @@ keras_dist.dist_fit(
     callbacks=callbacks,
     verbose=2,
     warmup_epochs=2,
-    compression="fp16",
 )
