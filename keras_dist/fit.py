@@ -209,8 +209,6 @@ def _train(
         )
         if resumed is not None:
             spec = resumed.placed(spec)
-            resumed, given = checkpoint.reopened(resumed, given, options, spec)
-            spec = resumed.placed(spec)
         setup = comm.run_on_all(lambda: _prepared(model, given, options, spec, resumed))
         comm.agree(setup.facts(), advice=_ADVICE)
         if options.shard != "none":

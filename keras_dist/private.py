@@ -114,13 +114,6 @@ def value_of(variable: Any) -> Any:
     return getattr(variable, "_value", None)
 
 
-def handle_of(iterator: Any) -> Any:
-    """Return the handle of an iterator over a `tf.data.Dataset`.
-
-    `tf.train.Checkpoint` refuses an iterator whose `map` draws random numbers; the
-    operations below it do not.
-    """
-    return iterator._iterator_resource
 
 
 def inputs_of(dataset: Any) -> list[Any]:

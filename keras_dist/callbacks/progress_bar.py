@@ -6,7 +6,6 @@ from typing import Any
 import keras
 
 from keras_dist.callbacks.throughput import Throughput
-from keras_dist.data import ENDLESS
 from keras_dist.launch import monitor
 
 
@@ -73,13 +72,7 @@ class ProgressBar(keras.callbacks.ProgbarLogger):
         self._evaluation: _EvaluationBar | None = None
         self._evaluation_steps: int | None = None
 
-    def set_params(self, params: dict[str, Any]) -> None:
-        super().set_params(params)
-        self._is_endless = params["steps"] == ENDLESS
-
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if self._is_endless:
-            self.target = None
         self._rate = {}
         self._measured = time.monotonic()
         super().on_epoch_begin(epoch, logs)

@@ -9,7 +9,6 @@ to the callback that saves:
 - `states`: the state of the model on all ranks, of callbacks and of random generators
 - `saved`: the content of a checkpoint; the newest one as the start of a fit, also on
   another number of ranks
-- `reopened`: data that says where it is begins where a checkpoint ends
 - `saver`: the callback that saves when a clock or SIGTERM asks for it, in a thread, and
   that restores before the first step
 """
@@ -23,7 +22,6 @@ from typing import Any
 import keras
 
 from keras_dist import comm
-from keras_dist.checkpoint.reopened import reopened, warn_of_lost_epoch
 from keras_dist.checkpoint.saved import Resume, opened
 from keras_dist.checkpoint.saver import (
     EXIT_CODE,
@@ -36,7 +34,7 @@ from keras_dist.launch.restarts import NNODES
 from keras_dist.report.lines import say
 from keras_dist.setup.fit_setup import FitSetup
 
-__all__ = ["EXIT_CODE", "Resume", "opened", "reopened", "saving"]
+__all__ = ["EXIT_CODE", "Resume", "opened", "saving"]
 
 
 @contextlib.contextmanager
@@ -94,16 +92,13 @@ def _first_epoch(resume: Resume, setup: FitSetup) -> int:
     assert saved is not None
     if saved.is_finished:
         return int(setup.arguments["epochs"])
-    division, reader = setup.training.division, setup.training.part.reader
-    is_resumed = reader is not None and reader.is_resumed
-    if saved.position.done and division is None and not is_resumed:
+    division = setup.training.division
+    if saved.position.done and division is None:
         raise ValueError(
             "The training cannot be resumed in the middle of an epoch with this data. "
             f"Received: {setup.training.plan.kind}, and a checkpoint of the middle of "
             "an epoch. Pass the same data as before, or an empty folder."
         )
-    if division is not None and division.epoch > saved.position.epoch:
-        warn_of_lost_epoch(saved.position.epoch)
     return saved.position.epoch if division is None else division.epoch
 
 
@@ -111,9 +106,6 @@ def _print_position(resume: Resume, setup: FitSetup) -> None:
     """Print on the first rank where the training is resumed."""
     position = resume.position
     if comm.rank() == 0 and setup.arguments["verbose"] != 0 and position is not None:
-        rows = ""
-        if position.done and position.num_rows:
-            rows = f", after {position.row:,} of {position.num_rows:,} rows"
-        elif position.done:  # of unknown length
-            rows = f", after {position.row:,} batches"
+        rows = f", after {position.row:,} of {position.num_rows:,} rows"
+        rows = rows if position.done else ""
         say(f"resumed in epoch {position.epoch + 1}{rows}, from {resume.folder.path}")

@@ -1,6 +1,5 @@
 """Files of checkpoints: written and read whole, and structures of arrays as bytes."""
 
-import base64
 import contextlib
 import errno
 import hashlib
@@ -8,7 +7,6 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -287,8 +285,8 @@ def encoded(value: Any) -> Any:
     """Encode a value as a tree that a checkpoint can hold; arrays are copied.
 
     Raises:
-        TypeError: If `value` is not a number, text, `None`, bytes, an array, or a list,
-            tuple or dict of these.
+        TypeError: If `value` is not a number, text, `None`, an array, or a list, tuple
+            or dict of these.
 
     >>> encoded((1, {"best": [0.5]}))
     {'tuple': [1, {'items': [['best', {'list': [0.5]}]]}]}
@@ -301,14 +299,10 @@ def encoded(value: Any) -> Any:
         return {"values": value.copy()}
     if type(value) in (list, tuple):
         return {type(value).__name__: [encoded(part) for part in value]}
-    if type(value) is bytes:
-        return {"bytes": base64.b64encode(value).decode()}
-    if type(value).__module__ == "torch" and type(value).__name__ == "Tensor":
-        return {"torch": value.detach().cpu().numpy().copy()}
     if type(value) is dict:
         return {"items": [[encoded(k), encoded(v)] for k, v in value.items()]}
     raise TypeError(
-        "Only numbers, text, None, bytes, NumPy arrays, and lists, tuples and dicts of "
+        "Only numbers, text, None, NumPy arrays, and lists, tuples and dicts of "
         f"these, can be saved in a checkpoint. Received: {value!r}"
     )
 
@@ -328,10 +322,6 @@ def decoded(tree: Any) -> Any:
         return value[()]
     if kind == "values":
         return value
-    if kind == "bytes":
-        return base64.b64decode(value)
-    if kind == "torch":  # its data has imported it
-        return sys.modules["torch"].from_numpy(value.copy())
     items = [decoded(item) for item in value]
     return items if kind == "list" else tuple(items)
 

@@ -16,7 +16,7 @@ from keras_dist.checkpoint import states
 from keras_dist.checkpoint.files import Folder, decoded
 from keras_dist.checkpoint.saved import Resume, Saved, scale_of
 from keras_dist.checkpoint.states import CallbackStates, gathered
-from keras_dist.data import ENDLESS, DataPosition, Mark, Source
+from keras_dist.data import DataPosition, Source
 from keras_dist.report.lines import say
 from keras_dist.setup.fit_setup import FitSetup
 from keras_dist.training import step
@@ -209,19 +209,12 @@ class Saver(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         self._resume, self._setup, self._feed = resume, setup, setup.training
-        reader = self._feed.part.reader
-        self._reader = reader if reader is not None and reader.is_tracked else None
         self._saves_within = setup.saves_within_epochs
         self._callbacks, self._states = callbacks, CallbackStates(callbacks)
         self._requests, self._writer = requests, writer
         self._epoch = self._done = 0
         self._random: Any = None
         self._has_restored = False
-
-    def set_params(self, params: dict[str, Any]) -> None:
-        super().set_params(params)
-        if params["steps"] == ENDLESS:
-            params["steps"] = None  # for all callbacks: they share it
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
@@ -260,8 +253,6 @@ class Saver(keras.callbacks.Callback):
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
         before, self._done = self._done, batch + 1
-        if self._reader is not None:
-            self._reader.forget(self._done)
         if self._is_last_step():
             return  # the end of the epoch saves
         agreed = self._requests.agreed(self.model)
@@ -284,43 +275,22 @@ class Saver(keras.callbacks.Callback):
     def _position(self, epoch: int, done: int) -> DataPosition:
         """Return the position after `done` steps of an epoch."""
         division = self._feed.division
-        if division is None and self._reader is not None:
-            return self._position_of_reader(epoch, done)
         if division is None:
             return DataPosition(epoch, 0, 1, 0, 0, 0)
         if done:
             return division.position(epoch, done)
         return division.position(epoch - 1, division.steps_of_epoch(epoch - 1))
 
-    def _position_of_reader(self, epoch: int, done: int) -> DataPosition:
-        reader = self._reader
-        assert reader is not None
-        if reader.steps is not None:  # the next epoch goes on in the same pass
-            number, row = reader.place(done or reader.last_step)
-            done += reader.steps_before(epoch) if done else 0
-            return DataPosition(epoch, done, reader.steps, number, row, 0)
-        if not done:
-            return DataPosition(epoch, 0, 1, 0, 0, 0)
-        number, row = reader.place(done)
-        before = self._resume.position
-        if before is not None and before.epoch == epoch and self._is_within_epoch():
-            done += before.done
-        return DataPosition(epoch, done, 0, number, row, 0)
-
     def _is_last_step(self) -> bool:
         """Tell whether the epoch has no more steps, where their number is known."""
-        division, reader = self._feed.division, self._reader
-        if division is not None:
-            return self._done >= division.steps_of_epoch(self._epoch)
-        if reader is None or reader.steps is None:
-            return False
-        return reader.steps_before(self._epoch) + self._done >= reader.steps
+        division = self._feed.division
+        return division is not None and (
+            self._done >= division.steps_of_epoch(self._epoch)
+        )
 
     def _save(self, position: DataPosition, *, is_finished: bool = False) -> None:
         """Gather the state of all ranks, and let the first one write a checkpoint."""
-        found = gathered(
-            self.model, self._states.collected(), mark=self._mark(position)
-        )
+        found = gathered(self.model, self._states.collected())
         self._requests.has_saved()
         self.report_failure()
         if self._writer is None:
@@ -340,18 +310,6 @@ class Saver(keras.callbacks.Callback):
             scale=scale_of(self._setup.plan),
         )
         self._writer.submit(saved.tree())
-
-    def _mark(self, position: DataPosition) -> Mark | None:
-        """Return the position in data that says where it is.
-
-        Between two passes it is the end of the first one, if the second one may have
-        another order; else there is none.
-        """
-        reader = self._reader
-        if reader is None or not (position.row or reader.counts_passes):
-            return None
-        step = self._done if position.done else reader.last_step
-        return reader.mark(step) if step else None
 
     def _exit(self) -> NoReturn:
         """End this process after the checkpoint is written; all ranks call this."""
@@ -380,11 +338,8 @@ class Saver(keras.callbacks.Callback):
     def _is_within_epoch(self) -> bool:
         """Tell whether the training is resumed in the middle of an epoch."""
         position, division = self._resume.position, self._feed.division
-        if position is None:
+        if position is None or division is None:
             return False
-        if division is None:
-            is_resumed = self._reader is not None and self._reader.is_resumed
-            return is_resumed and position.done > 0
         return position.done > 0 and position.epoch == division.epoch
 
     def _own(self, saved: Saved) -> Any:
@@ -460,18 +415,13 @@ class Saver(keras.callbacks.Callback):
     def _build(self) -> None:
         """Build the model and its optimizers without a step."""
         if not self.model.built:
-            source = self._feed.source
-            if self._reader is not None and isinstance(source, Source):
-                first = source.as_read(source.first(1)[0])
-            elif self._feed.division is not None:
-                [first] = Source(self._feed.part.data).first(1)
-            else:
+            if self._feed.division is None:
                 raise ValueError(
                     "The training is finished, and there is no data to build the model "
                     "from before it is restored. Received: a model that is not built. "
                     "Build it before, for example with an `Input` as its first layer."
                 )
-            step.build_now(self.model, first)
+            step.build_now(self.model, Source(self._feed.part.data).first(1)[0])
         for each in optimizer.optimizers_of(self.model):
             if not each.built:
                 each.build(self.model.trainable_variables)

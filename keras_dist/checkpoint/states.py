@@ -16,7 +16,6 @@ from keras_dist import comm, optimizer, private
 from keras_dist.callbacks import runs_on_first_rank_only
 from keras_dist.callbacks.average_statistics import variables_by_rule
 from keras_dist.checkpoint.files import decoded, digest_of, encoded
-from keras_dist.data import Mark, has_state_dict
 from keras_dist.training.metrics.sync import (
     UpdateCounts,
     merges,
@@ -383,7 +382,7 @@ class CallbackStates:
             saved: States of `collected`, by key.
         """
         for key, callback in self._callbacks.items():
-            own = {} if has_state_dict(callback) else _attributes(callback)
+            own = {} if _has_state_dict(callback) else _attributes(callback)
             self._at_begin[key] = {name: digest_of(own[name]) for name in own}
             if key in saved:
                 _restore(callback, saved[key])
@@ -396,12 +395,18 @@ class CallbackStates:
         }
 
     def _state_of(self, key: str, callback: Any) -> Any:
-        if has_state_dict(callback):
+        if _has_state_dict(callback):
             return {"said": encoded(callback.state_dict())}  # a name in the file format
         at_begin = self._at_begin[key]
         own = _attributes(callback)
         changed = {n: t for n, t in own.items() if at_begin.get(n) != digest_of(t)}
         return {"changed": changed}
+
+
+def _has_state_dict(callback: Any) -> bool:
+    """Return True if a callback has `state_dict` and `load_state_dict`."""
+    names = ("state_dict", "load_state_dict")
+    return all(callable(getattr(callback, name, None)) for name in names)
 
 
 def _attributes(callback: Any) -> dict[str, Any]:
@@ -417,7 +422,7 @@ def _attributes(callback: Any) -> dict[str, Any]:
 
 
 def _restore(callback: Any, state: Any) -> None:
-    if "said" in state and has_state_dict(callback):
+    if "said" in state and _has_state_dict(callback):
         callback.load_state_dict(decoded(state["said"]))
     for name, tree in state.get("changed", {}).items():
         setattr(callback, name, decoded(tree))
@@ -470,17 +475,15 @@ class Gathered:
     arrays: list[Any]
 
 
-def gathered(model: Any, states: dict[str, Any], *, mark: Mark | None) -> Gathered:
+def gathered(model: Any, states: dict[str, Any]) -> Gathered:
     """Gather the state of all ranks; all ranks call this.
 
     Args:
         model: The model.
         states: State of each callback on this rank.
-        mark: The position in this rank's data, if the data says where it is.
     """
     own = own_state(model)
     own["random"] = random_state()
-    own["data"] = None if mark is None else _tree_of(mark)
     first = comm.broadcast({key: digest_of(state) for key, state in states.items()})
     own["callbacks"] = {
         key: state
@@ -490,13 +493,3 @@ def gathered(model: Any, states: dict[str, Any], *, mark: Mark | None) -> Gather
     ranks = comm.gather(own)
     variables = variables_of(model) if comm.rank() == 0 else []
     return Gathered(states, ranks, list(map(array_of, variables)))
-
-
-def _tree_of(mark: Mark) -> dict[str, Any]:
-    """Return a mark as a tree; a state that is no tree is left out of it."""
-    tree = {**vars(mark), "state": None}
-    if mark.previous is not None:
-        tree["previous"] = _tree_of(mark.previous)
-    with contextlib.suppress(TypeError):
-        tree["state"] = encoded(mark.state)
-    return tree

@@ -11,7 +11,6 @@ Keras. From the bottom:
 - `round_robin`: deal batches in turn; `Tail` decides about those that are left over
 - `presharded`: data sets that `keras_dist.shard` divided before rows were decoded
 - `source`: `Source`, one view of all data that comes in batches
-- `stateful`: data that says where it is, and can begin there
 - `sequence`: read a `PyDataset` by index
 - `stream`: read data of unknown length, of which all ranks agree on the end
 - `parts`: choose among these for each kind of source
@@ -46,7 +45,7 @@ from keras_dist.data.feed import (
     training_feed,
     validation_feed,
 )
-from keras_dist.data.parts import Part, has_division, is_dealt, makes_step
+from keras_dist.data.parts import Part, is_dealt
 from keras_dist.data.pipeline import (
     as_untuned,
     batch_size_of,
@@ -63,19 +62,8 @@ from keras_dist.data.presharded import (
 from keras_dist.data.round_robin import Tail, is_mark, marked, own_rows
 from keras_dist.data.sequence import ShardedSequence
 from keras_dist.data.source import Agreed, DeclaredIterable, Source, is_source
-from keras_dist.data.stateful import (
-    Mark,
-    Reading,
-    has_state_dict,
-    passed_over,
-    restored,
-    skipped,
-    track,
-)
-from keras_dist.data.stream import ENDLESS
 
 __all__ = [
-    "ENDLESS",
     "Agreed",
     "Arrays",
     "Channel",
@@ -83,10 +71,8 @@ __all__ = [
     "DeclaredIterable",
     "Division",
     "Feed",
-    "Mark",
     "Part",
     "Presharded",
-    "Reading",
     "ShardSpec",
     "ShardedSequence",
     "Source",
@@ -95,12 +81,9 @@ __all__ = [
     "batch_size_of",
     "before_shuffles",
     "divided",
-    "has_division",
-    "has_state_dict",
     "hold_out",
     "is_arrays",
     "is_dealt",
-    "makes_step",
     "is_mark",
     "is_source",
     "is_uneven",
@@ -111,14 +94,10 @@ __all__ = [
     "own_error",
     "own_items",
     "own_rows",
-    "passed_over",
     "presharded_of",
     "reading",
-    "restored",
     "seed_of_keras",
     "seeds_of",
-    "skipped",
-    "track",
     "training_feed",
     "validation_feed",
 ]

@@ -405,8 +405,7 @@ def _training_batches(
 ) -> Feed:
     """Make the feed of training data that comes in batches."""
     steps = arguments["steps_per_epoch"]
-    has_skipped = source.is_tracked or source.has_begun  # `stateful.track` did
-    if source.has_seeded_passes and steps is None and spec.position and not has_skipped:
+    if source.has_seeded_passes and steps is None and spec.position:
         skip_epochs(source.data, spec.position.epoch)
     part = part_of(
         source,
@@ -416,27 +415,19 @@ def _training_batches(
         epoch_steps=steps,
         class_weight=class_weight,
     )
-    reader = part.reader if source.is_tracked else None
-    if reader is not None:  # it ends each epoch, and weighs its batches
-        arguments = arguments | {"steps_per_epoch": None}
-    if (spec.is_global and part.is_marked) or reader is not None:
+    if spec.is_global and part.is_marked:
         arguments = arguments | {"class_weight": None}  # the batches have it
     is_sequence = isinstance(part.data, keras.utils.PyDataset)
     # A sequence that is not sharded is shuffled by Keras.
     is_shuffled = shuffle and part.data is source.data and is_sequence
-    steps_of_keras = arguments["steps_per_epoch"]
-    batches_at = None
-    if not is_shuffled:
-        batches_at = _batches_at(part, source, steps_of_keras, spec)
+    batches_at = None if is_shuffled else _batches_at(part, source, steps, spec)
     is_of_own = source.presharded is not None and spec.size > 1
     before = part.total if is_of_own else finite_or_none(source.length)
-    if steps_of_keras is not None:
+    if steps is not None:
         # Keras may read ahead, into batches of the next epoch.
         part = replace(part, epoch=None, division=None)
     is_within_epoch = part.division is not None and part.division.is_within_epoch
     is_exact = part.length is not None or spec.size == 1
-    if reader is not None:
-        is_exact = reader.steps is not None and not reader.is_resumed
     return Feed(
         arguments | {"x": part.data, "shuffle": is_shuffled},
         Rows(
@@ -485,7 +476,6 @@ def _batches_at(
         step = step % length if steps and length else step
         begin = step * size
         begin += 0 if part.division is None else part.division.skipped_in(epoch)
-        begin += 0 if part.reader is None else part.reader.begin
         end = part.reader.total if total is None and part.reader else total
         return batches_of_step(
             begin, total=end, rank=rank, size=size, is_mixed=is_mixed

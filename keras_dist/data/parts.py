@@ -96,25 +96,20 @@ def part_of(
         steps: Batches of all ranks in an evaluation; `None` for all.
         epoch_steps: Steps of an epoch of training; `None` for a pass.
         class_weight: Weights of classes, which become weights of rows where all ranks
-            have rows of each batch, and where Keras would read ahead to add them.
+            have rows of each batch.
 
     Raises:
         ValueError: If there are fewer rows to train on than ranks, no row to evaluate,
             or the numbers of presharded batches do not fit together.
     """
     if source.kind == "presharded" and spec.size > 1:
-        return _of_presharded(source, spec, is_training, epoch_steps, class_weight)
-    is_tracked = is_training and source.is_tracked
-    keeps_position = is_training and spec.keeps_position and not is_tracked
-    keeps_position = keeps_position and source.has_known_order()
-    if spec.size == 1 and not keeps_position and not is_tracked:
+        return _of_presharded(source, spec, is_training, class_weight)
+    keeps_position = is_training and spec.keeps_position and source.has_known_order()
+    if spec.size == 1 and not keeps_position:
         return Part(source.data, source.length)
-    is_own = not is_dealt(source, spec)
-    if is_own or (spec.size == 1 and is_tracked):
-        if source.length is None or is_tracked:
-            return _of_stream(
-                source, spec, None, is_training, epoch_steps, class_weight
-            )
+    if not is_dealt(source, spec):
+        if source.length is None:
+            return _of_stream(source, spec, None, is_training)
         return Part(_checked(source), source.length)
     rule = _rule_of(source, spec, is_training)
     # Elsewhere Keras itself weighs the batches.
@@ -128,39 +123,9 @@ def part_of(
         return few
     if source.kind == "sequence":
         return _of_sequence(source, spec, tail, shuffle)
-    if source.kind == "dataset" and source.length is not None and not is_tracked:
+    if source.kind == "dataset" and source.length is not None:
         return _of_dataset(source, spec, tail, keeps_position, epoch_steps)
-    return _of_stream(source, spec, tail, is_training, epoch_steps, class_weight)
-
-
-def makes_step(
-    source: Source, spec: ShardSpec, read: Callable[[int], list[Any]]
-) -> bool:
-    """Tell whether what is left of a pass is enough for a step of training.
-
-    Args:
-        source: The user's data.
-        spec: The ranks, and how data is divided among them.
-        read: Reads so many of the batches that are left, or as many as there are.
-    """
-    if spec.size == 1 or spec.is_global or not is_dealt(source, spec):
-        return bool(read(1))
-    left = [source.as_read(batch) for batch in read(spec.size)]
-    rule = _rule_of(source, spec, is_training=True)
-    tail = Tail(rule, spec.rank, spec.size, is_training=True).resolved(left)
-    rows = sum(map(num_rows, left))
-    return len(left) == spec.size or bool(tail.has_step(len(left), lambda: rows))
-
-
-def has_division(source: Source, spec: ShardSpec) -> bool:
-    """Tell whether a position in training data is a number of batches.
-
-    Any number of ranks can begin there, without a state.
-    """
-    is_dataset = source.kind in ("dataset", "presharded")
-    if not is_dataset or finite_or_none(source.length) is None:
-        return False
-    return part_of(source, spec, is_training=True).division is not None
+    return _of_stream(source, spec, tail, is_training)
 
 
 def makes_all_batches(source: Source, spec: ShardSpec) -> bool:
@@ -391,14 +356,6 @@ def _steps_of(data: tf.data.Dataset, count: int, tail: Tail) -> int | None:
     return None if has_tail is None else full + has_tail
 
 
-def _most_steps(source: Source, tail: Tail | None) -> int | None:
-    """Count the steps of a pass over a data set for Keras's bar, if it is known."""
-    length = finite_or_none(source.length)
-    if length is None or not isinstance(source.data, tf.data.Dataset):
-        return None
-    return length if tail is None else _steps_of(source.data, length, tail)
-
-
 def _check_seeds(seeds: list[tuple[int, int]] | None, spec: ShardSpec) -> None:
     """Check that passes have the order that they had before a checkpoint."""
     if spec.position is None or not spec.position.done:
@@ -420,7 +377,6 @@ def _of_presharded(
     source: Source,
     spec: ShardSpec,
     is_training: bool,
-    epoch_steps: int | None,
     class_weight: dict[int, float] | None,
 ) -> Part:
     """Find this rank's batches, which are all that there are in its data set.
@@ -445,9 +401,8 @@ def _of_presharded(
     if source.agreed.row is not None:
         row = tf.data.Dataset.from_tensors(source.agreed.row)
         return Part(row, 1, has_rows=False)
-    is_tracked = is_training and source.is_tracked
-    if None in lengths or (is_tracked and math.inf in lengths):
-        return _of_stream(source, spec, None, is_training, epoch_steps, class_weight)
+    if None in lengths:
+        return _of_stream(source, spec, None, is_training)
     if math.inf in lengths:
         return Part(without_auto_shard(data), math.inf)
     counts = [int(length or 0) for length in lengths]
@@ -460,8 +415,6 @@ def _of_presharded(
             "and repeat them, before `shard`: put `filter`, `take`, `skip` and "
             "`repeat` above it."
         )
-    if is_tracked:
-        return _of_stream(source, spec, None, is_training, epoch_steps, class_weight)
     is_global, is_marked = source.presharded.is_global, False
     if is_global:
         steps = max(counts)
@@ -512,21 +465,8 @@ def _of_stream(
     spec: ShardSpec,
     tail: Tail | None,
     is_training: bool,
-    epoch_steps: int | None,
-    class_weight: dict[int, float] | None,
 ) -> Part:
-    is_tracked = is_training and source.is_tracked
-    # Elsewhere Keras ends an epoch and weighs the batches, and may read ahead.
-    is_weighed = tail is not None and tail.class_weight
-    reader = StreamReader(
-        source,
-        spec,
-        tail,
-        is_training=is_training,
-        steps=epoch_steps if is_tracked else None,
-        at_most=_most_steps(source, tail) if is_tracked else None,
-        class_weight=class_weight if is_tracked and not is_weighed else None,
-    )
+    reader = StreamReader(source, spec, tail, is_training=is_training)
     return Part(
         reader.dataset(),
         None,

@@ -13,9 +13,6 @@ import tensorflow as tf
 from keras_dist import private
 from keras_dist.private import inputs_of
 
-# A value of TensorFlow's `ExternalStatePolicy`.
-_IGNORE = 1
-
 
 def length_of(data: Any) -> float | None:
     """Count the batches in one pass: a number, `math.inf`, or `None` for unknown.
@@ -86,14 +83,6 @@ def untuned_pass(dataset: tf.data.Dataset) -> Iterator[Any]:
 def has_cache_in_memory(dataset: tf.data.Dataset) -> bool:
     """Tell whether a data set, or one that it was made of, is cached in memory."""
     return any(map(_is_cache_in_memory, nodes(dataset)))
-
-
-def has_cache_in_file(dataset: tf.data.Dataset) -> bool:
-    """Tell whether a data set, or one that it was made of, is cached in a file."""
-    return any(
-        private.cache_file(node) is not None and not _is_cache_in_memory(node)
-        for node in nodes(dataset)
-    )
 
 
 def _is_cache_in_memory(dataset: tf.data.Dataset) -> bool:
@@ -194,22 +183,13 @@ _PASSES_OF_EPOCH = 2
 
 
 def skip_epochs(dataset: tf.data.Dataset, count: int) -> None:
-    """Let the next epoch have the order that it has after `count` others."""
-    skip_passes(dataset, count * (1 + unread_passes(dataset)))
-
-
-def unread_passes(dataset: tf.data.Dataset) -> int:
-    """Count the passes between two epochs that Keras begins and does not read."""
-    return _PASSES_OF_EPOCH - 1 if dataset.cardinality() >= 0 else 0
-
-
-def skip_passes(dataset: tf.data.Dataset, count: int) -> None:
-    """Let the next pass have the order that it has after `count` others.
+    """Let the next epoch have the order that it has after `count` others.
 
     One that is not `is_read_anew` is left as it is.
     """
     if is_read_anew(dataset):
-        for _ in range(count):
+        passes = _PASSES_OF_EPOCH if dataset.cardinality() >= 0 else 1
+        for _ in range(count * passes):
             iter(as_untuned(dataset))
 
 
@@ -234,52 +214,6 @@ def unread_pass(
         return as_made(batch)
 
     return nothing.map(batch_of)
-
-
-def bytes_of_caches(dataset: tf.data.Dataset) -> int:
-    """Count the bytes that caches in memory will hold, where that is known.
-
-    >>> bytes_of_caches(tf.data.Dataset.range(900).batch(300).cache().repeat()) // 900
-    8
-    """
-    total = 0
-    for node in nodes(dataset):
-        length = finite_or_none(length_of(node))
-        if not _is_cache_in_memory(node) or not length or has_seeded_passes(node):
-            continue
-        [before] = inputs_of(node)
-        tensors = tf.nest.flatten(
-            next(iter(as_untuned(before))), expand_composites=True
-        )
-        total += length * sum(len(tf.io.serialize_tensor(t).numpy()) for t in tensors)
-    return total
-
-
-def iterator_state(iterator: Any) -> list[bytes]:
-    """Return the state of an iterator over a data set, with all rows in its buffers.
-
-    What a stateful function in it has done, such as a random number that `map` draws,
-    is no part of it.
-
-    Raises:
-        tf.errors.OpError: If it has none, as one that reads a Python generator.
-    """
-    parts = tf.raw_ops.SerializeIterator(
-        resource_handle=private.handle_of(iterator), external_state_policy=_IGNORE
-    )
-    return [tf.io.serialize_tensor(part).numpy() for part in tf.unstack(parts)]
-
-
-def set_iterator_state(iterator: Any, state: list[bytes]) -> None:
-    """Let a new iterator go on where the one went on whose `iterator_state` is given.
-
-    Raises:
-        tf.errors.OpError: If it is an iterator over another pipeline.
-    """
-    parts = tf.stack([tf.io.parse_tensor(part, tf.variant) for part in state])
-    tf.raw_ops.DeserializeIterator(
-        resource_handle=private.handle_of(iterator), serialized=parts
-    )
 
 
 def by_window(

@@ -15,14 +15,11 @@ from keras_dist.data.pipeline import (
     as_untuned,
     batch_size_of,
     before_shuffles,
-    bytes_of_caches,
     finite_or_none,
-    has_cache_in_file,
     has_cache_in_memory,
     has_seeded_passes,
     is_read_anew,
     is_reshuffled,
-    iterator_state,
     length_of,
     seeds_of,
     untuned_pass,
@@ -94,18 +91,11 @@ class Source:
         presharded: How it was divided before its rows were decoded, if it was.
         is_declared: Whether the user says that all ranks have the same batches.
         agreed: What the ranks have learned of each other's data.
-        is_tuned: Whether TensorFlow tunes passes over a data set, as Keras lets it on
-            one rank.
 
     Attributes:
         length: Batches in a pass: a number, `math.inf`, or `None` for unknown.
         has_seeded_passes: Whether the order of each pass follows from seeds and its
             number, so that beginning one changes all later ones.
-        is_tracked: Whether its state is remembered while it is read (`stateful`).
-        resumed: Where it is resumed, the `stateful.Reading` of its first pass.
-        passed: The `stateful.Mark` of the end of the last pass before this process.
-        state_bytes: Bytes of the state of an iterator, if it was looked at: with all
-            rows of its caches in memory, where their number is known.
     """
 
     def __init__(
@@ -115,19 +105,12 @@ class Source:
         presharded: Presharded | None = None,
         is_declared: bool = False,
         agreed: Agreed | None = None,
-        is_tuned: bool = False,
     ) -> None:
         self.data, self.presharded = data, presharded
-        self.is_tuned = is_tuned
         self.is_declared, self.agreed = is_declared, agreed or Agreed()
         self.length = length_of(data)
         is_dataset = isinstance(data, tf.data.Dataset)
         self.has_seeded_passes = is_dataset and has_seeded_passes(data)
-        self.is_tracked = False
-        self.resumed: Any = None
-        self.passed: Any = None
-        self.state_bytes = 0
-        self._looks: list[Any] | None = None
         self._has_known_order: bool | None = None
         self._buffered: list[Any] = []
         self._held: list[Any] = []
@@ -136,15 +119,15 @@ class Source:
         self._begun: Iterator[Any] | None = data if isinstance(data, Iterator) else None
 
     @classmethod
-    def of(cls, data: Any, *, is_tuned: bool = False) -> "Source":
+    def of(cls, data: Any) -> "Source":
         """Make a source of the user's data; of what `shard` returned, of all of it.
 
         Raises:
             ValueError: If a data set was made of several that were divided differently.
         """
         if isinstance(data, Declared):
-            return cls(data.data, is_declared=True, is_tuned=is_tuned)
-        return cls(data, presharded=presharded_of(data), is_tuned=is_tuned)
+            return cls(data.data, is_declared=True)
+        return cls(data, presharded=presharded_of(data))
 
     @property
     def kind(self) -> str:
@@ -187,68 +170,8 @@ class Source:
         """Tell whether there may be fewer batches than ranks."""
         return self.length is None or self.length < size
 
-    def hold(self, count: int) -> None:
-        """Read the first batches for `first`, which reads none from now on.
-
-        Where beginning a pass changes all later ones, they are those of the next pass.
-        """
-        if self.has_seeded_passes:
-            self._begun = self._begun or self.new_pass()
-        self._looks = self.first(count)
-
-    @property
-    def has_begun(self) -> bool:
-        """Tell whether batches were read of the pass that is read next."""
-        return self._begun is not None
-
-    def begin(self) -> tuple[Iterator[Any], list[Any]]:
-        """Begin a pass over a data set: an iterator, and what was read of it before."""
-        begun, buffered = self._begun, self._buffered
-        self.forget_begun()
-        return begun or self.new_pass(), buffered
-
-    def forget_begun(self) -> None:
-        """Let the next pass be another one than that of which batches were read."""
-        self._begun, self._buffered = None, []
-
-    def has_iterator_state(self) -> bool:
-        """Tell whether an iterator over a data set can say where it is.
-
-        It is looked at behind the first batch: before it, no generator has begun. Where
-        beginning a pass changes all later ones, it is the iterator of the first pass.
-        """
-        found = self._bytes_of_state(self.data, self._begun)
-        self.state_bytes = (found or 0) + bytes_of_caches(self.data)
-        return found is not None
-
-    def may_have_state(self) -> bool:
-        """Tell the same without beginning a pass, if that would change later ones.
-
-        Then what comes before the shuffles is looked at. While an iterator fills a
-        cache in a file, there can be no other one: none of them has a state.
-        """
-        if has_cache_in_file(self.data):
-            return False
-        sources = before_shuffles(self.data) if self.has_seeded_passes else []
-        return None not in map(self._bytes_of_state, sources)
-
-    def _bytes_of_state(
-        self, dataset: tf.data.Dataset, iterator: Any = None
-    ) -> int | None:
-        if iterator is None:
-            iterator = iter(as_untuned(dataset))
-            next(iterator, None)
-            if has_cache_in_memory(dataset):  # see `first_batches`
-                self._held.append(iterator)
-        try:
-            return sum(map(len, iterator_state(iterator)))
-        except tf.errors.OpError:
-            return None
-
     def first(self, count: int) -> list[Any]:
         """Read the first `count` batches, or as many as there are."""
-        if self._looks is not None:
-            return self._looks[:count]
         if self.has_seeded_passes and self.length is None:
             self._begun = self._begun or self.new_pass()
         if self._begun is not None:
@@ -273,7 +196,7 @@ class Source:
 
     def new_pass(self) -> Iterator[Any]:
         """Begin another pass over a data set, or data that has iterators."""
-        if self.is_tuned or not isinstance(self.data, tf.data.Dataset):
+        if not isinstance(self.data, tf.data.Dataset):
             return iter(self.data)
         return untuned_pass(self.data)
 

@@ -61,25 +61,19 @@ class FitSetup:
 
     @property
     def saves_within_epochs(self) -> bool:
-        """Tell whether checkpoints are also saved in the middle of an epoch.
+        """Return True if checkpoints are also saved in the middle of an epoch.
 
-        Not for data of unknown length that does not say where it is: it has no schedule
-        to continue.
+        Not for data of unknown length or order: it has no position to continue from.
         """
-        return self.training.division is not None or _is_tracked(self.training)
+        return self.training.division is not None
 
     @property
     def resume_in_words(self) -> str:
         """Say in the plan where an interrupted epoch goes on, and why there."""
-        if self.saves_within_epochs:
-            division = self.training.division
-            unit = "batches" if division is None else division.unit
-            next_one = {"rows": "row", "batches": "batch"}[unit]
-            source = self.training.source
-            mebibytes = source.state_bytes // 2**20 if isinstance(source, Source) else 0
-            size = f", with {mebibytes:,} MiB of its buffers for each rank"
-            where = f"an interrupted epoch goes on at the next {next_one}"
-            return where + (size if mebibytes else "")
+        division = self.training.division
+        if division is not None:
+            next_one = {"rows": "row", "batches": "batch"}[division.unit]
+            return f"an interrupted epoch goes on at the next {next_one}"
         why = "its data has no known position"
         if self.training.arguments.get("steps_per_epoch"):
             why = "`steps_per_epoch` with batches"
@@ -190,8 +184,7 @@ def _arguments(
     if is_first and fit.verbose != 0 and not has_bar:
         throughput = next(c for c in callbacks if isinstance(c, ours.Throughput))
         arguments["callbacks"].append(ours.ProgressBar(throughput))
-    is_as_given = not training.has_epochs and not _is_tracked(training)
-    if comm.size() == 1 and is_as_given:
+    if comm.size() == 1 and not training.has_epochs:
         # The user's data as it is: Keras decides what it accepts.
         changed = {
             "callbacks": arguments["callbacks"],
@@ -212,11 +205,6 @@ def _arguments(
             "validation_batch_size": validation.plan.batch_size,
         }
     return arguments
-
-
-def _is_tracked(feed: Feed) -> bool:
-    """Tell whether data of unknown length says where it is."""
-    return feed.part.reader is not None and feed.part.reader.is_tracked
 
 
 def _feeds(

@@ -22,8 +22,7 @@ NUM_ROWS = 101
 KILLS = int(os.environ.get("KILLS", "0"))
 
 # Functions of `resumable.py`, each of another kind of pipeline.
-PIPELINES = ["as_shuffled", "as_filtered", "as_files", "Stateful", "ByIterators"]
-PIPELINES += ["as_shuffled_and_divided", "as_repeated"]
+PIPELINES = ["as_shuffled", "as_shuffled_and_divided", "Batches"]
 
 
 def run(folder, number, ranks, end, *, is_equivalent=False, **options):
@@ -78,8 +77,6 @@ def test_killed_processes_resume_to_the_bit(tmp_path, ranks, as_data):
     options = {"save_steps": 2}
     options |= {} if as_data is None else {"as_data": as_data}
     steps = -(-NUM_ROWS // (6 * ranks)) - (as_data == "as_shuffled")
-    if as_data == "as_repeated":
-        options |= {"steps_per_epoch": steps, "steps_scaling": "none"}
     choose = random.Random(ranks)
     count = KILLS or (2 if ranks == 2 else 1)
     updates = sorted(choose.sample(range(1, 3 * steps), min(count, 3 * steps - 1)))
@@ -93,7 +90,7 @@ def test_killed_processes_resume_to_the_bit(tmp_path, ranks, as_data):
     assert cut[1] == whole[1]
     rows = rows_of(tmp_path, "cut")
     assert rows == rows_of(tmp_path, "whole") and len(rows) == 3 * steps
-    for epoch in range(3 if as_data != "as_repeated" else 0):
+    for epoch in range(3):
         read = [
             row
             for update in range(epoch * steps, (epoch + 1) * steps)
@@ -134,57 +131,8 @@ def test_another_number_of_ranks_resumes_the_same_training(tmp_path):
     assert [len(rows_of(tmp_path, "cut")[n]) for n in (0, 8, 20)] == [2, 3, 1]
 
 
-@pytest.mark.parametrize(
-    ("as_data", "others", "said"),
-    [
-        ("ByIterators", 3, ["epoch 1, after 1[02] batch", "epoch 2, after [69] batch"]),
-        ("as_files", 3, ["epoch 1, after 1[02] batch", "epoch 2, after [69] batch"]),
-        ("as_filtered", 1, ["batches of epoch 1 are read and left", "epoch ., after"]),
-        ("as_endless", 3, ["epoch 2, after 1[02] batch", "epoch 3, after 2.|3. batch"]),
-        ("as_filtered_and_divided", 3, ["epoch 1 begins again: each rank has batches"]),
-        ("as_own", 3, ["epoch 1 begins again: each rank has batches of its own"]),
-    ],
-)
-def test_data_that_says_where_it_is_goes_on_on_other_ranks(
-    tmp_path, as_data, others, said
-):
-    """Each row of an epoch once, on two ranks, then three or one, then two again.
-
-    Of an endless data set, each batch of its order.
-
-    TensorFlow's state does not fit on one rank, where it tunes the pipeline: the
-    batches before are read and left out.
-
-    Where each rank has batches of its own, the epoch begins again, and that is said.
-    """
-    options = {"as_data": as_data, "save_steps": 1, "verbose": 2}
-    options |= {"shard": "none"} if as_data == "as_own" else {}
-    options |= {"is_equivalent": True}
-    if as_data == "as_endless":
-        options |= {"steps_per_epoch": 4, "steps_scaling": "none"}
-    run(tmp_path, 0, 2, ("SIGTERM", 5), **options)
-    second = run(tmp_path, 1, others, ("SIGTERM", 10), **options)
-    assert re.search(said[0], second.stdout), second.stdout
-    if len(said) == 1:
-        return
-    done = run(tmp_path, 2, 2, None, **options)
-    assert re.search(said[1], done.stdout), done.stdout
-    read = [
-        row
-        for _, of_rank in sorted(rows_of(tmp_path, "cut").items())
-        for _, rows in sorted(of_rank.items())
-        for row in rows
-    ]
-    if as_data == "as_endless":
-        assert len(read) > 96 and read == [n % 96 for n in range(len(read))]
-    else:
-        assert Counter(read) == dict.fromkeys(range(NUM_ROWS), 3)
-
-
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "as_data", [name for name in PIPELINES if name != "as_repeated"]
-)
+@pytest.mark.parametrize("as_data", PIPELINES)
 def test_killed_processes_go_on_on_other_ranks(tmp_path, as_data):
     """SIGKILL at random steps, on two or three ranks: each row once an epoch."""
     options = {"as_data": as_data, "save_steps": 1, "is_equivalent": True}

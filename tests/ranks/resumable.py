@@ -164,22 +164,11 @@ def as_files(x, y):
     return records.map(decoded, num_parallel_calls=2).shuffle(9, seed=2).batch(6)
 
 
-def as_filtered_and_divided(x, y):
-    """Rows of unknown number, which each rank divides, and shuffles its own."""
-    rows = tf.data.Dataset.from_tensor_slices((x, y)).filter(kept)
-    return rows.apply(keras_dist.shard(6)).shuffle(20).batch(6)
-
-
 def as_repeated(x, y):
     """Rows of an endless data set in batches of six."""
     tf.random.set_seed(5)
     rows = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(50).repeat()
     return rows.batch(6, drop_remainder=True).prefetch(2)
-
-
-def as_endless(x, y):
-    """Batches of an endless data set, in order."""
-    return as_dataset(x, y).repeat()
 
 
 def as_unseeded(x, y):
@@ -195,20 +184,6 @@ def as_cached(x, y):
     return rows.batch(6)  # whose last one completes the cache, in Keras, too
 
 
-def as_cached_in_a_file(x, y):
-    """Rows of unknown number, which are kept in a file of this rank."""
-    rows = tf.data.Dataset.from_tensor_slices((x, y)).filter(kept)
-    return rows.cache(f"{tempfile.mkdtemp()}/rows").batch(6)
-
-
-def as_counted(x, y):
-    """Rows in batches of six that a Python generator makes, and a data set holds."""
-    signature = [tf.TensorSpec([None, *a.shape[1:]], a.dtype) for a in (x, y)]
-    return tf.data.Dataset.from_generator(
-        lambda: iter(Generated(x, y)), output_signature=tuple(signature)
-    )
-
-
 def as_shuffled_and_divided(x, y):
     """Rows that are shuffled anew for each pass before each rank divides them."""
     tf.random.set_seed(5)
@@ -216,113 +191,21 @@ def as_shuffled_and_divided(x, y):
     return rows.apply(keras_dist.shard(6)).map(lambda x, y: (x, y)).batch(6)
 
 
-class Stateful:
-    """Rows in batches of six, in another order in each pass.
-
-    As of torchdata's `StatefulDataLoader`, a state is where the pass that was begun
-    last has come, and the next pass begins there.
-    """
-
-    def __init__(self, x, y):
-        self.x, self.y = x, y
-        self.passes = self.done = 0
-        self.loaded = None
-
-    def state_dict(self):
-        return {"passes": self.passes, "done": self.done}
-
-    def load_state_dict(self, state):
-        self.loaded = state
-
-    def __iter__(self):
-        state, self.loaded = self.loaded, None
-        self.passes = state["passes"] if state else self.passes + 1
-        self.done = state["done"] if state else 0
-        order = np.random.default_rng(self.passes).permutation(len(self.x))
-        return self.rest(np.array_split(order, range(6, len(order), 6)))
-
-    def rest(self, batches):
-        """The batches that are left, of lists of rows."""
-        while self.done < len(batches):
-            self.done += 1
-            rows = batches[self.done - 1]
-            yield self.x[rows], self.y[rows]
-
-
-class Keeps(Stateful):
-    """The same rows in each pass; all passes begin at a state that was loaded.
-
-    As of Hugging Face's `IterableDataset`.
-    """
-
-    def __iter__(self):
-        self.done = self.loaded["done"] if self.loaded else 0
-        return self.rest(
-            np.array_split(np.arange(len(self.x)), range(6, len(self.x), 6))
-        )
-
-
-class Loses(Keeps):
-    """Its state does not lead to the next batch, as where a buffer shuffles."""
-
-    def state_dict(self):
-        return {"done": self.done + 2}
-
-
-class HasNoTree(Keeps):
-    """Its state is nothing that a checkpoint can hold."""
-
-    def state_dict(self):
-        return {"done": self.done, "order": {1, 2}}
-
-
-class Generated:
-    """Rows in batches of six, of which nothing says where it is."""
+class Steady:
+    """Rows in batches of six, the same in each pass; nothing says where it is."""
 
     def __init__(self, x, y):
         self.x, self.y = x, y
 
     def __iter__(self):
-        return zip(np.split(self.x[:96], 16), np.split(self.y[:96], 16), strict=True)
-
-
-class ByIterators:
-    """Rows in batches of six; its iterators say where they are, as those of Grain."""
-
-    def __init__(self, x, y):
-        self.x, self.y = x, y
-
-    def __iter__(self):
-        return Places(self.x, self.y)
-
-
-class Places:
-    """An iterator over rows, with a state of bytes."""
-
-    def __init__(self, x, y):
-        self.x, self.y, self.done = x, y, 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        rows = slice(6 * self.done, 6 * self.done + 6)
-        if not len(self.x[rows]):
-            raise StopIteration
-        self.done += 1
-        return self.x[rows], self.y[rows]
-
-    def get_state(self):
-        return f"{self.done}".encode()
-
-    def set_state(self, state):
-        self.done = int(state)
+        ends = range(6, len(self.x), 6)
+        return zip(np.split(self.x, ends), np.split(self.y, ends), strict=True)
 
 
 def as_own(x, y):
     """A part of the rows for each rank."""
     own = slice(keras_dist.rank(), 6 * 15, keras_dist.size())
-    return Stateful(x[own], y[own])
+    return Steady(x[own], y[own])
 
 
 def train(

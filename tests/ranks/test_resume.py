@@ -16,16 +16,9 @@ from claims import raises_everywhere, shortened
 from resumable import (
     NUM_ROWS,
     Batches,
-    ByIterators,
     Dies,
-    Generated,
-    HasNoTree,
-    Keeps,
-    Loses,
-    Stateful,
+    Steady,
     as_cached,
-    as_cached_in_a_file,
-    as_counted,
     as_dataset,
     as_divided,
     as_files,
@@ -44,7 +37,6 @@ from resumable import (
 
 import keras_dist
 from keras_dist.checkpoint import files
-from keras_dist.data import stateful
 
 BATCH = 12
 
@@ -158,106 +150,27 @@ def test_data_in_batches_resumes_where_it_was(folder, as_data):
 
 @pytest.mark.three_ranks
 @pytest.mark.slow_on_three
-@pytest.mark.parametrize(
-    "as_data",
-    shortened(
-        [
-            Stateful,
-            Keeps,
-            Loses,
-            HasNoTree,
-            ByIterators,
-            as_own,
-            as_filtered,
-            as_files,
-            as_cached,
-        ],
-        {Stateful, Loses, ByIterators, as_files},
-    ),
-)
-def test_data_that_says_where_it_is_resumes_there(folder, capsys, as_data):
-    """At the batch behind the one that was trained, in this epoch and the next ones.
-
-    Where its state does not lead there, the batches before it are read and left out.
-    Weights of classes are not added by Keras, which would read ahead for it.
-    """
-    options = {"as_data": as_data, "is_small": True, "verbose": 2}
+@pytest.mark.parametrize("as_data", shortened([Steady, as_own, as_files], {as_files}))
+def test_an_epoch_of_data_without_a_position_begins_again(folder, as_data):
+    """From the end of the epoch before, to the bit: `save_steps` saves none within."""
+    options = {"as_data": as_data, "is_small": True, "save_steps": 1}
     options |= {"shard": "none"} if as_data is as_own else {}
-    if as_data is ByIterators:
-        options["class_weight"] = {0: 1.0, 1: 2.0}
-    expected_rows, rows = {}, {}
-    expected, history = train(
-        f"{folder}/whole", saw=expected_rows.__setitem__, **options
-    )
-    steps = len(expected_rows) // 3
-    for seed, dies in enumerate((steps + 2, steps + 5)):
-        more = {"save_steps": 1, "die": die, "dies": dies, "seed": 100 + seed}
-        with pytest.raises(Killed):
-            train(f"{folder}/cut", saw=rows.__setitem__, **options, **more)
-    rows_before = dict(rows)
-    rows.clear()
-    capsys.readouterr()
-    state, resumed = train(f"{folder}/cut", saw=rows.__setitem__, seed=77, **options)
-    assert sorted(rows) == list(range(steps + 4, 3 * steps))
-    assert is_same(state, expected) and values_of(resumed) == values_of(history)
-    assert rows_before | rows == expected_rows
-    said = capsys.readouterr().out
-    if keras_dist.rank() == 0:
-        count = 4 * (1 if as_data is as_own else keras_dist.size())
-        assert f"resumed in epoch 2, after {count} batches, from" in said
-        is_skipped = as_data in (Loses, HasNoTree)
-        assert (f"{count} batches of epoch 2 are read and left out" in said) == (
-            is_skipped
-        )
-
-
-@pytest.mark.three_ranks
-@pytest.mark.slow_on_three
-@pytest.mark.parametrize(
-    "as_data",
-    shortened([as_repeated, as_shuffled, as_filtered, Stateful], {as_repeated}),
-)
-def test_epochs_of_some_steps_go_on_in_a_pass(folder, as_data):
-    """Resumed in an epoch and between two: the rows, and the model, of one training.
-
-    And those of a training without checkpoints, where Keras ends the epochs.
-    """
-    steps = 4
-    options = {"as_data": as_data, "steps_per_epoch": steps, "steps_scaling": "none"}
-    options |= {"is_small": True}
-    options["class_weight"] = {0: 1.0, 1: 2.0}
-    whole, cut, plain = {}, {}, {}
+    whole, cut = {}, {}
     expected, history = train(f"{folder}/whole", saw=whole.__setitem__, **options)
-    for seed, dies in enumerate((2, steps + 1, 2 * steps)):
-        ends = {"save_steps": 1, "die": die, "dies": dies, "seed": 100 + seed}
-        with pytest.raises(Killed):
-            train(f"{folder}/cut", saw=cut.__setitem__, **options, **ends)
+    steps = len(whole) // 3
+    with pytest.raises(Killed):
+        train(f"{folder}/cut", saw=cut.__setitem__, die=die, dies=steps + 3, **options)
+    cut.clear()
     state, resumed = train(f"{folder}/cut", saw=cut.__setitem__, seed=77, **options)
-    assert cut == whole and len(whole) > 2 * steps
+    assert sorted(cut) == list(range(steps, 3 * steps))
+    assert {update: whole[update] for update in cut} == cut
     assert is_same(state, expected) and values_of(resumed) == values_of(history)
-    if as_data is not Stateful:  # a look at it would be a pass
-        state, _ = train(None, saw=plain.__setitem__, **options)
-        assert plain == whole and is_same(state, expected)
 
 
-def test_an_order_without_a_seed_goes_on(world, folder):
-    """Of a data set of known length: on one rank, each row is read once an epoch."""
-    options, rows = {"as_data": as_unseeded, "epochs": 2, "save_steps": 1}, {}
-    options |= {"is_small": True}
-    for seed, dies in enumerate((3, 19)):
-        ends = {"die": die, "dies": dies, "seed": 100 + seed}
-        with contextlib.suppress(Killed):
-            train(folder, saw=rows.__setitem__, **options, **ends)
-    train(folder, saw=rows.__setitem__, seed=77, **options)
-    read = sum(rows.values(), [])
-    assert world.size > 1 or sorted(read) == sorted([*range(NUM_ROWS)] * 2)
-
-
-@pytest.mark.parametrize("as_data", [as_shuffled_unevenly, as_cached])
-@pytest.mark.parametrize("more", [{}, {"steps_per_epoch": 5, "steps_scaling": "none"}])
-def test_a_resume_does_not_change_the_order_of_passes(folder, as_data, more):
+@pytest.mark.parametrize("as_data", [as_shuffled_unevenly, as_filtered, as_cached])
+def test_a_resume_does_not_change_the_order_of_passes(folder, as_data):
     """Checkpoints change nothing, also where one is that of the end of an epoch."""
-    options = {"as_data": as_data, "is_small": True} | more
+    options = {"as_data": as_data, "is_small": True}
     plain, whole, cut = {}, {}, {}
     train(None, saw=plain.__setitem__, **options)
     train(f"{folder}/whole", saw=whole.__setitem__, **options)
@@ -267,66 +180,6 @@ def test_a_resume_does_not_change_the_order_of_passes(folder, as_data, more):
         train(f"{folder}/cut", saw=cut.__setitem__, **options, **ends)
     train(f"{folder}/cut", saw=cut.__setitem__, seed=77, **options)
     assert cut == whole
-
-
-@pytest.mark.several_ranks
-def test_a_state_that_fits_on_some_ranks_only_is_an_error(folder, monkeypatch):
-    """Otherwise the ranks would read later passes in different orders."""
-    options = {"as_data": as_filtered, "is_small": True, "save_steps": 1}
-    with pytest.raises(Killed):
-        train(folder, saw={}.__setitem__, die=die, dies=4, **options)
-    if keras_dist.rank() == 1:
-        monkeypatch.setattr(stateful, "set_iterator_state", refuse)
-    messages = raises_everywhere(
-        ValueError, lambda: train(folder, saw={}.__setitem__, **options)
-    )
-    assert all("fits on some ranks only" in message for message in messages)
-
-
-def refuse(*_):
-    """As TensorFlow does for a state of another pipeline."""
-    raise tf.errors.InvalidArgumentError(None, None, "another pipeline")
-
-
-class DiesAfterSteps(keras.callbacks.Callback):
-    """Ends the training after the last step of the second epoch, before its end."""
-
-    def on_epoch_end(self, epoch, logs=None):
-        if epoch == 1:
-            raise Killed
-
-
-@pytest.mark.three_ranks
-def test_a_rest_without_a_step_is_no_epoch(world, folder):
-    """Else an epoch of no step would be in `History`, with a loss of zero."""
-    if world.size == 1:
-        return  # every batch is a step
-    x, y = (part[: 6 * (2 * world.size + 1)] for part in rows_of_all())
-
-    def fit(name, callbacks=()):
-        keras.utils.set_random_seed(3)
-        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-        options = {"resume": f"{folder}/{name}", "save_steps": 1, "leftover": "drop"}
-        data = Keeps(x / NUM_ROWS, y)
-        history = keras_dist.dist_fit(
-            model, data, epochs=3, verbose=0, callbacks=list(callbacks), **options
-        )
-        return model, history
-
-    whole, expected = fit("whole")
-    with pytest.raises(Killed):
-        fit("cut", [DiesAfterSteps()])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model, history = fit("cut")
-    for own, other in zip(model.get_weights(), whole.get_weights(), strict=True):
-        np.testing.assert_array_equal(own, other)
-    assert history.epoch == [0, 2]
-    losses = expected.history["loss"]
-    assert history.history["loss"] == [losses[0], losses[2]]
-    found = [w for w in caught if "fewer rows left" in str(w.message)]
-    assert len(found) == (world.rank == 0)
 
 
 def small(folder, units=1, **options):
@@ -405,22 +258,24 @@ def test_the_plan_says_where_an_interrupted_epoch_goes_on(folder, capsys):
         [
             (None, {}, f"{goes_on} row"),
             (as_dataset, {}, f"{goes_on} batch"),
-            (Keeps, {}, f"{goes_on} batch"),
-            (Keeps, {"steps_per_epoch": 4}, f"{goes_on} batch"),
-            (as_unseeded, {}, f"{goes_on} batch"),
-            (as_repeated, {"steps_per_epoch": 4}, f"{goes_on} batch"),
+            (as_shuffled, {}, f"{goes_on} batch"),
+            (Batches, {}, f"{goes_on} batch"),
+            (Steady, {}, f"{begins} its data has no known position"),
+            (as_unseeded, {}, f"{begins} its data has no known position"),
+            (
+                as_repeated,
+                {"steps_per_epoch": 4},
+                f"{begins} `steps_per_epoch` with batches",
+            ),
             (
                 Batches,
                 {"steps_per_epoch": 4},
                 f"{begins} `steps_per_epoch` with batches",
             ),
-            (as_filtered, {}, f"{goes_on} batch"),
-            (Generated, {}, f"{begins} its data has no known position"),
-            (as_counted, {}, f"{begins} its data has no known position"),
-            (as_cached_in_a_file, {}, f"{begins} its data has no known position"),
+            (as_filtered, {}, f"{begins} its data has no known position"),
         ]
     ):
-        if as_data is Generated and keras_dist.size() == 1:
+        if as_data is Steady and keras_dist.size() == 1:
             continue  # Keras does not take it
         options = options | {"is_small": True, "epochs": 1, "verbose": 2}
         saw = {}.__setitem__
