@@ -114,8 +114,6 @@ def value_of(variable: Any) -> Any:
     return getattr(variable, "_value", None)
 
 
-
-
 def inputs_of(dataset: Any) -> list[Any]:
     """List the data sets that a `tf.data.Dataset` was made of."""
     # `apply` of a function that returns its argument makes some their own input.
