@@ -81,8 +81,8 @@ def _add_install_horovod(commands: argparse._SubParsersAction) -> None:
     command.add_argument(
         "--find-links",
         metavar="DIR|URL",
-        help="take the wheel that fits from a folder or an address with SHA256SUMS, "
-        "without a compiler, after checking its sum; if there is none, build it",
+        help="take the wheel that fits from a folder, or from the address of a page of "
+        "links, as pip does; if there is none, build it",
     )
     command.set_defaults(run=_install_horovod)
 

@@ -13,7 +13,7 @@ from keras_dist.tools.check import host
 from keras_dist.tools.check.command import RANK_CHECKS, describe, run_words
 from keras_dist.tools.check.ranks import check_alike, check_devices
 from keras_dist.tools.check.results import Result, parse_line
-from keras_dist.tools.install.wheels import Built
+from keras_dist.tools.install.installed import Built
 
 CHECK = [sys.executable, "-m", "keras_dist", "check", "-np"]
 HOST_CHECKS = ("versions", "Horovod", "GPUs", "system", "network")
@@ -25,7 +25,7 @@ if os.environ.get("HOROVOD_RANK") == "1":
     import tensorflow as tf
     right = tf.GradientTape.gradient
     def gradient(*args, **kwargs):
-        scaled = lambda each: each * 1.5 if tf.is_tensor(each) else each
+        scaled = lambda each: each * 1.5 if isinstance(each, tf.Tensor) else each
         return tf.nest.map_structure(scaled, right(*args, **kwargs))
     tf.GradientTape.gradient = gradient
 """
@@ -97,9 +97,7 @@ def test_a_rank_that_dies_fails_the_check_that_was_running(tmp_path):
     assert "exit code 3" in done.stderr
 
 
-BUILT = Built(
-    "0.28.1", "2.21.0", "2.21.0", gloo=True, mpi=False, nccl=True, cuda="12.5.1"
-)
+BUILT = Built("0.28.1", "2.21.0", "2.21.0", mpi=False, nccl=True, cuda="12.5.1")
 H100 = "NVIDIA H100, driver 580.95"
 
 

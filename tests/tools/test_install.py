@@ -1,7 +1,6 @@
 """`keras-dist install-horovod`: its decisions and messages, without a build."""
 
 import dataclasses
-import io
 import itertools
 import os
 import re
@@ -21,11 +20,10 @@ from keras_dist.tools.install import (
     InstallError,
     build,
     facts,
+    installed,
     recipe,
     steps,
-    wheels,
 )
-from keras_dist.tools.screen import Screen
 
 NCCL = facts.Nccl(Path("/opt/n c/include"), Path("/opt/n c/lib/libnccl.so.2"))
 COMPLETE = facts.Facts(
@@ -46,15 +44,10 @@ BARE = facts.Facts(
 CHOICES = [facts.Choice(*pair) for pair in itertools.product((False, True), repeat=2)]
 
 
-def environment(choice=CHOICES[0], environ=None, found=NCCL):
+def environment(choice=CHOICES[0], environ=None, nccl=NCCL):
     """The environment of a build in /t."""
-    return build.build_environment(
-        environ or {},
-        facts=dataclasses.replace(COMPLETE, nccl=found),
-        choice=choice,
-        tools=Path("/t/tools"),
-        nccl_home=Path("/t/nccl"),
-    )
+    found = dataclasses.replace(COMPLETE, nccl=nccl)
+    return build.build_environment(environ or {}, found, choice, Path("/t"))
 
 
 def make_files(folder, *names):
@@ -66,42 +59,41 @@ def make_files(folder, *names):
     return folder
 
 
-def test_the_homes_that_the_user_names_are_searched_first():
-    """A CUDA or NCCL of the user's own wins over the system's."""
-    environ = {"NCCL_HOME": "/my/nccl", "CUDA_HOME": "/my/cuda", "PATH": ""}
-    wheels = [Path("/site-packages")]
-    nccl = facts.nccl_homes(environ, wheels)
-    assert nccl[0] == Path("/my/nccl")
-    assert nccl[-1] == Path("/site-packages/nvidia/nccl")
-    cuda = facts.cuda_homes(environ, wheels)
-    assert cuda[0] == Path("/my/cuda")
-    assert cuda[-1] == Path("/site-packages/nvidia/cu13")
+@pytest.fixture
+def homes(tmp_path, monkeypatch):
+    """No CUDA and no NCCL but in folders of the test; the second is site-packages."""
+    monkeypatch.setattr(facts, "_SYSTEM_HOMES", ())
+    monkeypatch.setattr(facts, "_wheels", lambda: tmp_path / "wheels")
+    return tmp_path / "mine", tmp_path / "wheels"
 
 
 @pytest.mark.parametrize("name", ["lib/libnccl.so.2", "lib64/libnccl.so"])
-def test_nccl_is_found_with_either_name_of_its_library(tmp_path, name):
+def test_nccl_is_found_with_either_name_of_its_library(homes, name):
     """PyPI's wheel has only `libnccl.so.2`; a header or a library alone is none."""
-    header = make_files(tmp_path / "a", "include/nccl.h")
-    library = make_files(tmp_path / "b", name)
-    assert facts.find_nccl([header, library]) is None
-    home = make_files(tmp_path / "c", "include/nccl.h", name)
-    found = facts.find_nccl([header, library, home])
-    assert found == facts.Nccl(home / "include", home / name)
+    mine, wheels = homes
+    environ = {"NCCL_HOME": str(mine), "PATH": ""}
+    make_files(mine, name)
+    assert facts.find_nccl(environ) is None
+    home = make_files(wheels / "nccl", "include/nccl.h", name)
+    assert facts.find_nccl(environ) == facts.Nccl(home / "include", home / name)
+    make_files(mine, "include/nccl.h")  # the user's own wins
+    assert facts.find_nccl(environ) == facts.Nccl(mine / "include", mine / name)
 
 
-def test_nvcc_counts_only_if_it_runs_and_has_headers(tmp_path):
+def test_nvcc_counts_only_if_it_runs_and_has_headers(homes):
     """Wrapper scripts, broken compilers and the assembler's wheel are no toolkit."""
-    homes = [tmp_path / name for name in ("wrapper", "broken", "headers", "toolkit")]
-    wrapper, broken, headers, toolkit = homes
-    for home in (broken, headers, toolkit):
-        make_files(home, "include/cuda_runtime.h")
-    for home, code in ((wrapper, 0), (broken, 1), (toolkit, 0)):
+    mine, wheels = homes
+    environ = {"CUDA_HOME": str(mine), "PATH": ""}
+    for home, output in ((mine, "no such driver"), (wheels / "cu13", "release 13.0")):
         make_files(home, "bin/nvcc")
-        output = "echo release 13.0" if code == 0 else "echo no such driver"
-        (home / "bin/nvcc").write_text(f"#!/bin/sh\n{output}\nexit {code}\n")
+        (home / "bin/nvcc").write_text(f"#!/bin/sh\necho {output}\n")
         (home / "bin/nvcc").chmod(0o755)
-    assert facts.find_cuda(homes) == toolkit
-    assert facts.find_cuda(homes[:3]) is None
+    assert facts.find_cuda(environ) is None
+    for home in (mine, wheels / "cu13"):
+        make_files(home, "include/cuda_runtime.h")
+    assert facts.find_cuda(environ) == wheels / "cu13"
+    (mine / "bin/nvcc").write_text("#!/bin/sh\necho release 12.4\n")
+    assert facts.find_cuda(environ) == mine
 
 
 def test_exactly_the_tensorflow_versions_of_the_range_are_supported():
@@ -183,35 +175,10 @@ def test_remedies_name_packages_of_the_system(monkeypatch):
     assert str(InstallError(remedy)).endswith("dnf install python3-devel")
 
 
-def test_a_compiler_that_cxx_names_wrongly_is_named():
-    """Another package would not help."""
-    found = facts.detect({"CXX": "ccache-14 g++", "PATH": os.environ["PATH"]})
-    (missing,) = facts.find_missing(
-        dataclasses.replace(COMPLETE, has_compiler=False, cxx=found.cxx),
-        mpi=False,
-        nccl=False,
-    )
-    assert not found.has_compiler
-    assert "CXX names: ccache-14 is not on the PATH" in missing.what
-
-
-@pytest.mark.parametrize(
-    ("tensorflow", "is_tried"), [("2.23.0-dev20261026", False), ("2.21.0", True)]
-)
-def test_a_tensorflow_that_was_not_tried_is_built_for(
-    tensorflow, is_tried, monkeypatch, capsys
-):
-    """With a line that says so."""
-    found = dataclasses.replace(COMPLETE, tensorflow=tensorflow)
-    assert facts.find_missing(found, mpi=False, nccl=False) == []
-
-    def build_wheel(*_):
-        raise InstallError("the build")
-
-    monkeypatch.setattr(recipe, "build_wheel", build_wheel)
-    with pytest.raises(InstallError, match="the build"):
-        recipe.build_and_install(found, facts.Choice())
-    assert ("It was tried with TensorFlow" in capsys.readouterr().out) != is_tried
+def test_a_compiler_that_cxx_names_wrongly_is_missing():
+    """Another compiler on the PATH is not tried."""
+    environ = {"CXX": "ccache-14 g++", "PATH": os.environ["PATH"]}
+    assert not facts.detect(environ).has_compiler
 
 
 @pytest.mark.parametrize("name", version.TENSORFLOWS)
@@ -248,6 +215,10 @@ def test_parts_that_are_not_requested_are_built_if_they_are_found():
     assert facts.choose(COMPLETE, mpi=None, nccl=None) == facts.Choice(True, True)
     cpu = dataclasses.replace(COMPLETE, distribution="tensorflow-cpu")
     assert facts.choose(cpu, mpi=None, nccl=None) == facts.Choice(True, False)
+    no_nvcc = dataclasses.replace(COMPLETE, cuda_home=None)
+    for is_build in (True, False):  # a wheel needs none
+        choice = facts.choose(no_nvcc, mpi=None, nccl=None, is_build=is_build)
+        assert choice.nccl == (not is_build)
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
@@ -290,7 +261,7 @@ def test_a_wheel_finds_nccls_wheel_wherever_both_are_installed():
     """Not where it was at the build: its place is named as seen from the library."""
     packages = Path(sysconfig.get_path("platlib"))
     wheel = facts.Nccl(packages, packages / "nvidia/nccl/lib/libnccl.so.2")
-    env = environment(facts.Choice(nccl=True), found=wheel)
+    env = environment(facts.Choice(nccl=True), nccl=wheel)
     run_path = shlex.split(env["LDFLAGS"])[-1].removeprefix("-Wl,-rpath,")
     library = packages / "horovod" / "tensorflow"
     assert str(packages) not in run_path
@@ -302,7 +273,8 @@ def test_a_wheel_finds_nccls_wheel_wherever_both_are_installed():
 def test_the_linker_gets_nccl_under_a_name_that_it_knows(tmp_path):
     """A script that names the library, and the headers beside it."""
     wheel = make_files(tmp_path / "w", "include/nccl.h", "lib/libnccl.so.2")
-    found = dataclasses.replace(COMPLETE, nccl=facts.find_nccl([wheel]))
+    library = wheel / "lib/libnccl.so.2"
+    found = dataclasses.replace(COMPLETE, nccl=facts.Nccl(wheel / "include", library))
     build.link_nccl(found, tmp_path / "home")
     script = (tmp_path / "home/lib/libnccl.a").read_text()
     assert script == f'INPUT("{wheel}/lib/libnccl.so.2")\n'
@@ -342,49 +314,17 @@ def test_any_other_toolkit_is_left_as_it_is(names, tmp_path):
     assert not (tmp_path / "home").exists()
 
 
-def test_percent_is_read_from_the_lines_of_make():
-    """pip indents them; other lines with a percent sign are ignored."""
-    for percent in range(101):
-        assert steps.percent_of(f"  [{percent:3d}%] Building CXX") == percent
-    for line in ("", "Downloading 37%", "[1/4]", "-- [x]"):
-        assert steps.percent_of(line) is None
-
-
-def test_a_log_gets_a_line_each_ten_percent():
-    """At most eleven lines, however much the build prints."""
-    stream, clock = io.StringIO(), itertools.count()
-    shown = steps.Progress("Building", Screen(stream), clock=lambda: next(clock))
-    for percent in range(101):
-        shown.read(f"[{percent:3d}%] Building")
-        shown.read("cc1plus: warning")
-    shown.finish()
-    lines = stream.getvalue().splitlines()
-    assert [line.split()[1] for line in lines] == [str(n) for n in range(0, 101, 10)]
-
-
-class Terminal(io.StringIO):
-    """A terminal that keeps what it was sent."""
-
-    def isatty(self):
-        """It is one."""
-        return True
-
-
-def test_a_terminal_gets_one_line_that_never_goes_back(monkeypatch):
-    """It ends once, at the end; lower percents of a second target are left out."""
-    monkeypatch.setenv("TERM", "xterm")
-    stream = Terminal()
-    screen = Screen(stream, 80)
-    shown = steps.Progress("Building", screen, clock=lambda: 7.0)
-    for line in ("[ 50%] a", "no percent", "[ 20%] b", "[ 60%] c"):
-        shown.read(line)
-    shown.finish()
-    sent = stream.getvalue()
-    percents = [int(n) for n in re.findall(r"Building: (\d+) %", sent)]
-    assert percents == sorted(percents) and set(percents) == {50, 60}
-    # rich goes to the next line, and up again, before it clears a line.
-    assert sent.count("\n") - sent.count("\x1b[1A") == 1
-    assert sent.endswith("\x1b[2KBuilding: 60 %, 0 s\n")
+def test_a_build_prints_a_line_each_ten_percent(capsys):
+    """Whatever else its output has; lower percents of a second target are left out."""
+    lines = [f"  [{percent:3d}%] Building" for percent in range(0, 101, 3)]
+    lines += ["[ 20%] Building", "Downloading 37%", "[1/4]"]
+    run = steps.Steps()
+    run.run("Building", [*steps.PYTHON, "-c", f"print(*{lines}, sep='\\n')"])
+    printed = capsys.readouterr().out.splitlines()
+    assert printed.pop(0) == "Building ..."
+    percents = [int(re.search(r"(\d+) %", line)[1]) for line in printed]
+    assert percents == list(range(10, 100, 10))
+    assert "[1/4]" in run.log.read_text()
 
 
 KNOWN = [
@@ -406,52 +346,48 @@ def test_a_known_failure_says_what_helps(line, remedy):
 
 
 def test_a_failure_shows_the_end_and_names_the_log():
-    """The first error and twenty lines, without what Python and pip add to them."""
+    """The first error, and twenty lines."""
     output = [f"line {n}\n" for n in range(100)]
     output[3] = "a.cc:1:2: error: first\n"
-    noise = ["Traceback (most recent call last):\n", "CalledProcessError\n", "ERROR\n"]
-    for whole in (output, output + noise):
-        text = steps.describe_failure("It", code=2, output=whole, log=Path("/x.log"))
-        lines = [line.strip() for line in text.splitlines()]
-        assert lines[0].startswith("It failed with exit code 2.")
-        assert lines[1] == "a.cc:1:2: error: first"
-        assert lines[3:-1] == [f"line {n}" for n in range(80, 100)]
-        assert lines[-1] == "The whole output is in /x.log"
+    text = steps.describe_failure("It", code=2, output=output, log=Path("/x.log"))
+    lines = [line.strip() for line in text.splitlines()]
+    assert lines[0].startswith("It failed with exit code 2.")
+    assert lines[1] == "a.cc:1:2: error: first"
+    assert lines[3:-1] == [f"line {n}" for n in range(80, 100)]
+    assert lines[-1] == "The whole output is in /x.log"
 
 
-BUILT = wheels.Built(
-    "0.28.1", "2.21.0", "2.21.0", gloo=True, mpi=False, nccl=False, is_patched=True
+BUILT = installed.Built(
+    "0.28.1", "2.21.0", "2.21.0", mpi=False, nccl=False, is_patched=True
 )
 
 
 def test_the_last_lines_say_what_was_built():
     """For which TensorFlow, with which transports, and whether with our patch."""
     built, patched = str(BUILT).splitlines()
-    assert built == (
-        "Horovod 0.28.1 is built for TensorFlow 2.21.0: Gloo yes, MPI no, NCCL no."
-    )
+    assert built == "Horovod 0.28.1 is built for TensorFlow 2.21.0, with Gloo."
     assert patched.startswith("It has keras_dist's patches")
     other = str(dataclasses.replace(BUILT, is_patched=False))
-    assert "without keras_dist's patch" in other and "install-horovod" in other
+    assert "without keras_dist's patches" in other and "install-horovod" in other
 
 
 def test_a_horovod_is_enough_if_it_fits_tensorflow_and_has_the_requested_parts():
     """Additional parts are fine; another TensorFlow or Horovod is not."""
-    assert wheels.is_enough(BUILT, mpi=None, nccl=None)
-    assert wheels.is_enough(BUILT, mpi=False, nccl=False)
-    assert not wheels.is_enough(BUILT, mpi=True, nccl=None)
-    assert not wheels.is_enough(BUILT, mpi=None, nccl=True)
+    assert installed.is_enough(BUILT, mpi=None, nccl=None)
+    assert installed.is_enough(BUILT, mpi=False, nccl=False)
+    assert not installed.is_enough(BUILT, mpi=True, nccl=None)
+    assert not installed.is_enough(BUILT, mpi=None, nccl=True)
     more = dataclasses.replace(BUILT, mpi=True, nccl=True)
-    assert wheels.is_enough(more, mpi=True, nccl=False)
+    assert installed.is_enough(more, mpi=True, nccl=False)
     without = dataclasses.replace(BUILT, is_patched=False)
-    assert not wheels.is_enough(without, mpi=None, nccl=None)
+    assert not installed.is_enough(without, mpi=None, nccl=None)
     for field in ("tensorflow", "built_for", "horovod"):
         other = dataclasses.replace(BUILT, **{field: "2.20.0"})
-        assert not wheels.is_enough(other, mpi=None, nccl=None)
+        assert not installed.is_enough(other, mpi=None, nccl=None)
     for field in ("tensorflow", "built_for"):
         other = dataclasses.replace(BUILT, **{field: "2.21.1"})
-        assert wheels.is_enough(other, mpi=None, nccl=None)
-    assert not wheels.is_enough(
+        assert installed.is_enough(other, mpi=None, nccl=None)
+    assert not installed.is_enough(
         dataclasses.replace(BUILT, built_for=None), mpi=None, nccl=None
     )
 
@@ -481,14 +417,15 @@ void GlooContext::InitializeForProcessSet(const GlooContext& global_context,
 """
 
 
-GLOO, GPU, CYCLES, _, _, READ, *_, PIECES, _, COPY = build.patches()
+PATCHES = {path.stem: path.read_text() for path in build.patch_files()}
+GLOO = "horovod/common/gloo/gloo_context.cc"
 
 
 def test_the_patch_changes_process_sets_alone(tmp_path):
     """They take the interface of the global context before they make a device."""
-    file = make_files(tmp_path, GLOO.file) / GLOO.file
+    file = make_files(tmp_path, GLOO) / GLOO
     file.write_text(_GLOO_CONTEXT)
-    build.apply(tmp_path, GLOO)
+    build.apply(tmp_path, PATCHES["gloo_interface"])
     before, after = _GLOO_CONTEXT.splitlines(), file.read_text().splitlines()
     added = [line for line in after if line not in before]
     assert added[0] == "  gloo_iface_ = global_context.gloo_iface_;"
@@ -503,31 +440,31 @@ def test_the_patch_changes_process_sets_alone(tmp_path):
 def test_another_source_is_not_patched(tmp_path, text):
     """One that has changed must not be built as if it were ours."""
     if text:
-        (make_files(tmp_path, GLOO.file) / GLOO.file).write_text(text)
+        (make_files(tmp_path, GLOO) / GLOO).write_text(text)
     count = 2 if text else 0
     with pytest.raises(InstallError, match=f"Received: {count} places to change"):
-        build.apply(tmp_path, GLOO)
+        build.apply(tmp_path, PATCHES["gloo_interface"])
 
 
 def test_each_patch_is_one_that_other_programs_take_too():
     """The numbers of lines in its header are right, and its reason stands first."""
-    for path in sorted(Path(build.__file__).with_name("patches").glob("*.patch")):
-        text = path.read_text()
-        change = build.read(text)
-        (header,) = re.findall(r"^@@ -\d+,(\d+) \+\d+,(\d+) @@$", text, re.MULTILINE)
-        sides = change.before, change.after
-        assert [int(n) for n in header] == [len(s.splitlines()) for s in sides]
-        assert change.title.endswith(".") and f"+++ b/{change.file}\n" in text
-    marks = *horovod_library.MARKS, horovod_library.MPI_MARK
-    for mark, change in zip(marks, (GLOO, CYCLES, READ, COPY, PIECES), strict=True):
-        assert mark in change.after
+    for text in PATCHES.values():
+        pattern = r"^@@ -\d+,(\d+) \+\d+,(\d+) @@\n(.*)\Z"
+        (hunk,) = re.findall(pattern, text, re.MULTILINE | re.DOTALL)
+        lines = hunk[2].splitlines()
+        sides = [[n for n in lines if n[:1] != sign] for sign in "+-"]
+        assert [int(n) for n in hunk[:2]] == [len(side) for side in sides]
+        assert text.splitlines()[0].endswith(".")
+    for mark in (*horovod_library.MARKS, horovod_library.MPI_MARK):
+        assert any(mark in text for text in PATCHES.values())
 
 
 def test_the_stream_of_a_gpu_is_read_from_a_header():
     """No function of TensorFlow's library is declared: 2.21 has no longer the one."""
-    assert "GpuStreamHandle AsGpuStreamValue(Stream* stream);" in GPU.before
-    assert "AsGpuStreamValue(Stream* stream);" not in GPU.after
-    assert "static inline GpuStreamHandle AsGpuStreamValue" in GPU.after
+    patch = PATCHES["gpu_stream"]
+    declared = "GpuStreamHandle AsGpuStreamValue(Stream* stream);"
+    assert f"-{declared}" in patch and f"+{declared}" not in patch
+    assert "+static inline GpuStreamHandle AsGpuStreamValue" in patch
 
 
 def test_a_library_says_whether_it_has_the_patch(tmp_path, monkeypatch):
@@ -549,7 +486,7 @@ def test_a_build_without_the_patch_is_no_success(monkeypatch):
     monkeypatch.setattr(recipe, "detect", lambda: COMPLETE)
     monkeypatch.setattr(recipe, "build_and_install", lambda *_: None)
     monkeypatch.setattr(recipe, "probe", lambda: (without, ""))
-    with pytest.raises(InstallError, match="keras_dist's patch is not in it"):
+    with pytest.raises(InstallError, match="without keras_dist's patches"):
         recipe.install_horovod(mpi=False, nccl=False)
 
 
@@ -588,7 +525,7 @@ def test_something_missing_stops_before_the_build(monkeypatch):
     """Nothing is downloaded or built if the build cannot succeed."""
     monkeypatch.setattr(recipe, "detect", lambda: BARE)
     monkeypatch.setattr(recipe, "build_and_install", lambda *_: pytest.fail("built"))
-    with pytest.raises(InstallError, match="Horovod cannot be built here"):
+    with pytest.raises(InstallError, match="Horovod cannot be installed here"):
         recipe.install_horovod()
 
 

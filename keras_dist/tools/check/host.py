@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from keras_dist.launch.network import addresses
 from keras_dist.tools.check.results import Result
 from keras_dist.tools.install.facts import CUDA, is_supported
+from keras_dist.tools.install.installed import Built, probe
 from keras_dist.tools.install.steps import remedy_for
-from keras_dist.tools.install.wheels import Built, probe
 from keras_dist.version import (
     KERAS,
     TENSORFLOW,

@@ -12,27 +12,17 @@ import os
 import shlex
 import shutil
 import sysconfig
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
-from keras_dist.tools.install.facts import Choice, Facts, minor_of
+from keras_dist.tools.install.facts import HOROVOD, Choice, Facts, minor_of
 from keras_dist.tools.install.steps import PIP, InstallError, Steps
-
-HOROVOD = "0.28.1"
 
 # Build tools, installed in a temporary folder. Horovod's setup needs the distutils of
 # an older setuptools, and its CMake files need a CMake before 4. The rest is imported
 # during the build.
-TOOLS = (
-    "setuptools<80",
-    "cmake>=3.18,<4",
-    "wheel",
-    "packaging",
-    "cloudpickle",
-    "psutil",
-    "pyyaml",
-)
+TOOLS = ["setuptools<80", "cmake>=3.18,<4", "wheel"]
+TOOLS += ["packaging", "cloudpickle", "psutil", "pyyaml"]
 
 # `xla_mpi_ops.cc` does not compile with TensorFlow 2.19 and later. All of its code is
 # inside an `#if` on this macro, in line 23. A value that is 0 in line 23 excludes that
@@ -59,67 +49,52 @@ def build_wheel(facts: Facts, choice: Choice, folder: Path, steps: Steps) -> Pat
     Raises:
         InstallError: If a step of the build fails.
     """
-    tools, wheels, nccl_home = folder / "tools", folder / "wheels", folder / "nccl"
-    steps.run(
-        "Fetching the build tools", [*PIP, "install", "--target", str(tools), *TOOLS]
-    )
+    wheels, tools = folder / "wheels", str(folder / "tools")
+    steps.run("Fetching the build tools", [*PIP, "install", "--target", tools, *TOOLS])
     if choice.nccl:
-        link_nccl(facts, nccl_home)
+        link_nccl(facts, folder / "nccl")
         toolkit = link_cuda(facts.cuda_home, folder / "cuda")
         facts = dataclasses.replace(facts, cuda_home=toolkit)
-    env = build_environment(
-        os.environ, facts=facts, choice=choice, tools=tools, nccl_home=nccl_home
-    )
+    env = build_environment(os.environ, facts, choice, folder)
     # Without isolation the build finds the installed TensorFlow. Without the cache pip
     # does not take a wheel that it has built for another TensorFlow.
     options = ["--no-deps", "--no-build-isolation", "--no-cache-dir"]
     fetch = [*PIP, "download", *options, "--no-binary", "horovod", "-d", str(folder)]
-    steps.run(
-        "Fetching the source of Horovod", [*fetch, f"horovod=={HOROVOD}"], env=env
-    )
+    fetch += [f"horovod=={HOROVOD}"]
+    steps.run("Fetching the source of Horovod", fetch, env=env)
     shutil.unpack_archive(next(folder.glob("horovod-*.tar.gz")), folder / "source")
     source = next((folder / "source").glob("horovod-*"))
-    for change in patches():
-        apply(source, change)
-        print(f"Patched {change.file}: {change.title}")
+    for path in patch_files():
+        print(f"Patching: {apply(source, path.read_text())}")
     steps.run(
         "Building Horovod",
         [*PIP, "wheel", *options, "-v", "-w", str(wheels), str(source)],
         # Not while it is fetched: pip wants the version that it has asked for.
-        env=env | {"HOROVOD_LOCAL_VERSION": local_version(facts.tensorflow)},
-        has_percent=True,
+        env=env | {"HOROVOD_LOCAL_VERSION": local_version(facts.tensorflow, choice)},
     )
     return next(wheels.glob("horovod-*.whl"))
 
 
-def local_version(tensorflow: str | None) -> str:
+def local_version(tensorflow: str | None, choice: Choice) -> str:
     """Return what follows the `+` in the version of our Horovod.
 
-    >>> local_version("2.21.0")
-    'keras.dist.tf2.21'
+    pip takes a wheel of exactly this version: for this TensorFlow, with these
+    transports, and with the patches of this keras_dist.
+
+    >>> local_version("2.21.0", Choice(mpi=True))[:-9]
+    'keras.dist.tf2.21.gloo.mpi.'
     """
-    return f"keras.dist.tf{minor_of(tensorflow)}"
-
-
-def runtime_requirements(python: tuple[int, int]) -> list[str]:
-    """Return the packages that Horovod imports at run time, for a version of Python.
-
-    Python 3.12 and later have no distutils; setuptools has one.
-
-    >>> [runtime_requirements((3, minor))[-1] for minor in (11, 12, 13)]
-    ['packaging', 'setuptools<81', 'setuptools<81']
-    """
-    packages = ["cloudpickle", "psutil", "pyyaml", "packaging"]
-    return [*packages, "setuptools<81"] if python >= (3, 12) else packages
+    digest = hashlib.sha256(CXX_FLAG.encode())
+    for path in patch_files():
+        digest.update(path.read_bytes())
+    transports = "gloo" + ".mpi" * choice.mpi + ".nccl" * choice.nccl
+    # With a letter in front: of digits alone pip would drop a leading 0.
+    patches = f"p{digest.hexdigest()[:8]}"
+    return f"keras.dist.tf{minor_of(tensorflow)}.{transports}.{patches}"
 
 
 def build_environment(
-    environ: Mapping[str, str],
-    *,
-    facts: Facts,
-    choice: Choice,
-    tools: Path,
-    nccl_home: Path,
+    environ: Mapping[str, str], facts: Facts, choice: Choice, folder: Path
 ) -> dict[str, str]:
     """Return the environment variables of the build.
 
@@ -129,24 +104,29 @@ def build_environment(
             are extended.
         facts: What this environment has.
         choice: Transports to build with.
-        tools: Folder with the build tools.
-        nccl_home: Folder with `include` and `lib` of NCCL; only used with NCCL.
+        folder: Folder with the build tools and, if it is chosen, NCCL.
     """
     env = {
         name: value
         for name, value in environ.items()
         if not name.startswith("HOROVOD_") or name.startswith(_PASSED_PREFIX)
     }
-    folders = [tools / "bin"]
+    folders, nccl_home = [folder / "tools" / "bin"], folder / "nccl"
     linker_flags = [environ.get("LDFLAGS", ""), _LINKER_FLAG]
     if choice.nccl and facts.cuda_home and facts.nccl:
         folders.append(facts.cuda_home / "bin")
         site_packages = Path(sysconfig.get_path("platlib"))
-        folder = run_path(facts.nccl.library.parent, site_packages)
-        linker_flags.append(rpath_flag(folder))
-        env |= _nccl_settings(facts.cuda_home, nccl_home)
+        linker_flags.append(rpath_flag(facts.nccl.library.parent, site_packages))
+        env |= {
+            "HOROVOD_CUDA_HOME": str(facts.cuda_home),
+            "HOROVOD_GPU_OPERATIONS": "NCCL",
+            "HOROVOD_NCCL_HOME": str(nccl_home),
+            "HOROVOD_NCCL_INCLUDE": str(nccl_home / "include"),
+            "HOROVOD_NCCL_LIB": str(nccl_home / "lib"),
+            "HOROVOD_NCCL_LINK": "SHARED",
+        }
     return env | {
-        "CMAKE_GENERATOR": "Unix Makefiles",  # `Progress` reads its percentages
+        "CMAKE_GENERATOR": "Unix Makefiles",  # `Steps` reads its percentages
         "CXXFLAGS": _joined(" ", [environ.get("CXXFLAGS", ""), CXX_FLAG]),
         "HOROVOD_WITH_GLOO": "1",
         "HOROVOD_WITH_MPI" if choice.mpi else "HOROVOD_WITHOUT_MPI": "1",
@@ -156,48 +136,38 @@ def build_environment(
         "LDFLAGS": _joined(" ", linker_flags),
         "MAKEFLAGS": environ.get("MAKEFLAGS") or f"-j{facts.cores}",
         "PATH": _joined(os.pathsep, [*map(str, folders), environ.get("PATH", "")]),
-        "PYTHONPATH": _joined(os.pathsep, [str(tools), environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": _joined(
+            os.pathsep, [str(folder / "tools"), environ.get("PYTHONPATH", "")]
+        ),
         "PYTHONUNBUFFERED": "1",
     }
 
 
-def run_path(folder: Path, site_packages: Path) -> str:
-    """Name a folder as seen from Horovod's library, so that its wheel can be moved.
+def rpath_flag(folder: Path, site_packages: Path) -> str:
+    """Return the linker flag by which Horovod's library loads another from a folder.
 
-    Args:
-        folder: Folder of a library.
-        site_packages: Where packages are installed. A folder in it is named as seen
-            from Horovod's library.
+    A folder in `site_packages` is named as seen from Horovod's library, so that its
+    wheel can be moved.
 
-    >>> run_path(Path("/e/nvidia/nccl/lib"), Path("/e"))
-    '$ORIGIN/../../nvidia/nccl/lib'
-    """
-    if not folder.is_relative_to(site_packages):
-        return str(folder)
-    return f"$ORIGIN/../../{folder.relative_to(site_packages)}"
-
-
-def rpath_flag(folder: str) -> str:
-    """Return the linker flag by which a library loads another one from `folder`.
-
-    >>> rpath_flag("/opt/nccl/lib")
+    >>> rpath_flag(Path("/opt/nccl/lib"), Path("/e"))
     '-Wl,-rpath,/opt/nccl/lib'
+    >>> rpath_flag(Path("/e/nvidia/nccl/lib"), Path("/e"))
+    "'-Wl,-rpath,$ORIGIN/../../nvidia/nccl/lib'"
     """
-    return shlex.quote(f"-Wl,-rpath,{folder}")
+    name = str(folder)
+    if folder.is_relative_to(site_packages):
+        name = f"$ORIGIN/../../{folder.relative_to(site_packages)}"
+    return shlex.quote(f"-Wl,-rpath,{name}")
 
 
 def link_nccl(facts: Facts, home: Path) -> None:
-    """Make a folder in which Horovod's CMake files find NCCL.
+    """Make a folder `home` in which Horovod's CMake files find NCCL.
 
     The wheel on PyPI has no `libnccl.so`, only `libnccl.so.2`. A symbolic link would be
     enough for the linker. But CMake would add the folder of the link, which is a
     temporary one, to the library's run path; later any user of the machine could put
     another `libnccl.so` there. So the link is a linker script instead, with the name of
     a static library, for which CMake adds no run path.
-
-    Args:
-        facts: What this environment has.
-        home: The folder to make.
     """
     if facts.nccl is None:
         return
@@ -218,10 +188,7 @@ def link_cuda(toolkit: Path | None, home: Path) -> Path | None:
 
     Args:
         toolkit: Folder of a CUDA toolkit.
-        home: The folder to make.
-
-    Returns:
-        `home` for a toolkit of wheels; for any other the toolkit itself.
+        home: The folder to make; any other toolkit than one of wheels is returned.
     """
     if toolkit is None or (toolkit / "lib64").exists():
         return toolkit
@@ -241,93 +208,32 @@ def link_cuda(toolkit: Path | None, home: Path) -> Path | None:
     return home
 
 
-def _nccl_settings(cuda_home: Path, nccl_home: Path) -> dict[str, str]:
-    return {
-        "HOROVOD_CUDA_HOME": str(cuda_home),
-        "HOROVOD_GPU_OPERATIONS": "NCCL",
-        "HOROVOD_NCCL_HOME": str(nccl_home),
-        "HOROVOD_NCCL_INCLUDE": str(nccl_home / "include"),
-        "HOROVOD_NCCL_LIB": str(nccl_home / "lib"),
-        "HOROVOD_NCCL_LINK": "SHARED",
-    }
-
-
 def _joined(separator: str, pieces: list[str]) -> str:
     return separator.join(part for part in pieces if part)
 
 
-@dataclass(frozen=True)
-class Patch:
-    """One change to Horovod's source.
-
-    Args:
-        title: Its effect, in words.
-        file: The changed file, relative to the folder of `setup.py`.
-        before: The lines that are replaced.
-        after: The lines that replace them.
-    """
-
-    title: str
-    file: str
-    before: str
-    after: str
+def patch_files() -> list[Path]:
+    """Return the files of our changes, in the order in which they are applied."""
+    return sorted((Path(__file__).parent / "patches").glob("*.patch"))
 
 
-def patches() -> list[Patch]:
-    """Return all changes, in the order of their files' names."""
-    return [read(path.read_text()) for path in _files()]
-
-
-def fingerprint() -> str:
-    """Return eight digits for our changes, and for the source that is not compiled."""
-    digest = hashlib.sha256(CXX_FLAG.encode())
-    for path in _files():
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:8]
-
-
-def read(text: str) -> Patch:
-    """Parse a patch file with one hunk.
-
-    >>> read("Why.\\n--- a/x.cc\\n+++ b/x.cc\\n@@ -1,2 +1,2 @@\\n a\\n-b\\n+c\\n")
-    Patch(title='Why.', file='x.cc', before='a\\nb\\n', after='a\\nc\\n')
-    """
-    reason, _, diff = text.partition("--- a/")
-    file, _, hunk = diff.partition("\n@@ ")
-    lines = hunk.splitlines()[1:]
-    return Patch(
-        title=reason.splitlines()[0],
-        file=file.splitlines()[0],
-        before=_lines(line[1:] for line in lines if line[:1] != "+"),
-        after=_lines(line[1:] for line in lines if line[:1] != "-"),
-    )
-
-
-def apply(source: Path, change: Patch) -> None:
-    """Apply a change to the source of Horovod.
-
-    Args:
-        source: The folder with its `setup.py`.
-        change: The change.
+def apply(source: Path, patch: str) -> str:
+    """Apply a patch of one hunk to a source, and return the first line of its reason.
 
     Raises:
         InstallError: If the lines to change are not there exactly once.
     """
-    path = source / change.file
+    reason, _, diff = patch.partition("--- a/")
+    path = source / diff.partition("\n")[0]
+    hunk = diff.partition("\n@@ ")[2].splitlines(keepends=True)[1:]
+    before = "".join(line[1:] for line in hunk if line[:1] != "+")
+    after = "".join(line[1:] for line in hunk if line[:1] != "-")
     text = path.read_text() if path.is_file() else ""
-    count = text.count(change.before)
-    if count != 1:
+    if (count := text.count(before)) != 1:
         raise InstallError(
             "The source of Horovod is not the one that keras_dist's patch was made "
             f"for. Received: {count} places to change in {path}, instead of 1. "
             "Check which index or mirror pip uses with `pip config list`."
         )
-    path.write_text(text.replace(change.before, change.after))
-
-
-def _files() -> list[Path]:
-    return sorted((Path(__file__).parent / "patches").glob("*.patch"))
-
-
-def _lines(lines: Iterable[str]) -> str:
-    return "".join(f"{line}\n" for line in lines)
+    path.write_text(text.replace(before, after))
+    return reason.splitlines()[0]
