@@ -41,10 +41,7 @@ from keras_dist.comm.collectives import (
 from keras_dist.comm.compressed import sum_compressed
 from keras_dist.comm.devices import Device
 from keras_dist.comm.runtime import (
-    built_transports,
     device,
-    fact,
-    has_mpi,
     init,
     is_child_of_rank,
     is_started,
@@ -69,17 +66,14 @@ __all__ = [
     "broadcast",
     "broadcast_arrays",
     "broadcast_variables",
-    "built_transports",
     "device",
     "explained",
-    "fact",
     "failing_together",
     "first_rank",
     "gather",
     "gather_unless_equal",
     "gather_or_raise",
     "gather_rows",
-    "has_mpi",
     "init",
     "is_child_of_rank",
     "is_known",

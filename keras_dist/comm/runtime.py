@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
 
 from keras_dist.comm import transport
 from keras_dist.comm.devices import Device, choose_device, is_unbound
@@ -202,35 +201,6 @@ def transport_name() -> str:
     """Name of the transport between ranks: "Gloo", "MPI", "NCCL (…)"; "none" on one."""
     link, _ = connection()
     return "none" if link is None else transport.describe(link)
-
-
-def built_transports() -> list[str]:
-    """Transports that Horovod was built with: "gloo", "mpi", or both."""
-    return transport.built()
-
-
-def fact(name: str, default: Any) -> Any:
-    """Return what one of Horovod's functions without arguments returns.
-
-    Args:
-        name: Name of the function, such as `"nccl_built"` or `"cross_rank"`.
-        default: What to return where Horovod cannot be asked: it is not installed, or
-            has to be started, and there is no launcher.
-    """
-    link = connection()[0] if is_started() else None
-    if link is None and not name.endswith("_built"):
-        return default
-    try:
-        library = transport.library() if link is None else link.horovod
-    except RuntimeError:
-        return default
-    return getattr(library, name)()
-
-
-def has_mpi() -> bool:
-    """Tell whether the transport between ranks is MPI."""
-    link, _ = connection()
-    return link is not None and transport.has_mpi(link)
 
 
 def rank() -> int:

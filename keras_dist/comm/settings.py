@@ -68,16 +68,6 @@ _BRIDGE = re.compile(
 )
 
 
-def is_used(launcher: str) -> bool:
-    """Tell whether the ranks find each other by MPI.
-
-    Args:
-        launcher: What has started them, by its name as of `world.launched`.
-    """
-    is_mpi = os.environ.get("HOROVOD_CONTROLLER") == "mpi"  # by `keras-dist run`
-    return is_mpi or launcher.startswith("mpirun")
-
-
 def prepare(*, is_on_cpu: bool) -> None:
     """Set variables of Open MPI that the user has not set; call it before MPI starts.
 

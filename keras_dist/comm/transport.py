@@ -38,7 +38,7 @@ def connect(launcher: str, expected: World) -> ModuleType:
     if is_on_cpu:
         settings.set_for_cpu()
     starting = contextlib.ExitStack()
-    if settings.is_used(launcher):
+    if launcher.startswith("mpirun"):
         settings.prepare(is_on_cpu=is_on_cpu)
         starting.enter_context(settings.limited_start(expected.rank, expected.size))
     if is_on_cpu:
@@ -114,14 +114,9 @@ def world_of(link: ModuleType) -> World:
     )
 
 
-def has_mpi(link: ModuleType) -> bool:
-    """Tell whether the transport is MPI."""
-    return link.mpi_built() and link.mpi_enabled()
-
-
 def describe(link: ModuleType) -> str:
     """Name of the transport in use: Gloo or MPI; between GPUs NCCL with one of them."""
-    control = "MPI" if has_mpi(link) else "Gloo"
+    control = "MPI" if link.mpi_built() and link.mpi_enabled() else "Gloo"
     if link.nccl_built() and tf.config.get_visible_devices("GPU"):
         return f"NCCL ({control} for control)"
     return control
@@ -140,17 +135,6 @@ def library() -> ModuleType:
             "Horovod cannot be used here. "
             f"Received: {type(error).__name__}: {error}. Run `{_INSTALL}`."
         ) from error
-
-
-def built() -> list[str]:
-    """Transports that Horovod was built with: "gloo", "mpi", or both.
-
-    Raises:
-        RuntimeError: If Horovod cannot be imported.
-    """
-    horovod = library()
-    checks = {"gloo": horovod.gloo_built, "mpi": horovod.mpi_built}
-    return [name for name, is_built in checks.items() if is_built()]
 
 
 @contextlib.contextmanager
@@ -179,22 +163,6 @@ def explained() -> Iterator[None]:
         ) from None
 
 
-def _collective(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a collective: record that this rank waits in it, and explain errors.
-
-    In a `tf.function` both surround the tracing alone: the collective runs later.
-    """
-
-    @functools.wraps(function)
-    def recorded(*args: Any, name: str, **kwargs: Any) -> Any:
-        link, tensor, *_ = args
-        _check_size(link, tensor)
-        with waiting(name):
-            return function(*args, name=name, **kwargs)
-
-    return recorded
-
-
 def _check_size(link: ModuleType, tensor: Any) -> None:
     """Raise if the number of elements would overflow Horovod's count of 32 bits.
 
@@ -209,17 +177,21 @@ def _check_size(link: ModuleType, tensor: Any) -> None:
         )
 
 
-def _named(name: str) -> dict[str, Any]:
-    """Arguments of every collective.
+def run(function: str, link: ModuleType, tensor: Any, name: str, **options: Any) -> Any:
+    """Call a function of Horovod: record that this rank waits in it; explain errors.
+
+    In a `tf.function` both surround the tracing alone: the collective runs later.
 
     By default Horovod puts TensorFlow's name scope before the name. The scope contains
     the names of Keras layers, which differ as soon as one rank has made one more model:
     the ranks would then wait forever. So the scope is ignored.
     """
-    return {"name": name, "ignore_name_scope": True}
+    _check_size(link, tensor)
+    with waiting(name):
+        options |= {"name": name, "ignore_name_scope": True}
+        return getattr(link, function)(tensor, **options)
 
 
-@_collective
 def allreduce(link: ModuleType, tensor: Any, *, name: str) -> Any:
     """Sum the tensors of all ranks; bitwise the same on every rank.
 
@@ -228,28 +200,19 @@ def allreduce(link: ModuleType, tensor: Any, *, name: str) -> Any:
         tensor: A tensor of the same shape and dtype on every rank.
         name: Name of the collective, the same on all ranks.
     """
-    return link.allreduce(tensor, op=link.Sum, **_named(name))
+    return run("allreduce", link, tensor, name, op=link.Sum)
 
 
-@_collective
 def allgather(link: ModuleType, tensor: Any, *, name: str) -> Any:
     """Concatenate the tensors of all ranks along their first axis, in rank order."""
-    return link.allgather(tensor, **_named(name))
+    return run("allgather", link, tensor, name)
 
 
-@_collective
 def alltoall(link: ModuleType, tensor: Any, *, name: str) -> Any:
-    """Send row r of `tensor` to rank r; return the rows received, in rank order.
-
-    Args:
-        link: The link to the other ranks.
-        tensor: A tensor with one row for each rank.
-        name: Name of the collective, the same on all ranks.
-    """
-    return link.alltoall(tensor, **_named(name))
+    """Send row r of `tensor` to rank r; return the rows received, in rank order."""
+    return run("alltoall", link, tensor, name)
 
 
-@_collective
 def broadcast(link: ModuleType, tensor: Any, *, root_rank: int, name: str) -> Any:
     """Return the tensor of `root_rank` on every rank."""
-    return link.broadcast(tensor, root_rank=root_rank, **_named(name))
+    return run("broadcast", link, tensor, name, root_rank=root_rank)

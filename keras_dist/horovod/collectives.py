@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.comm import signed
+from keras_dist.comm import signed, transport
 from keras_dist.comm.runtime import connection
 
 # TensorFlow would translate our functions inside of a `tf.function` of the user's: it
@@ -216,11 +216,8 @@ def _run(function: str, value: Any, options: dict[str, Any]) -> Any:
     if isinstance(compression := options.get("compression"), Compression):
         theirs = getattr(link.Compression, compression.name)
         options = {**options, "compression": theirs}
-    name = comm.name_of("horovod")
-    options = {**options, "name": name, "ignore_name_scope": True}
-    with comm.waiting(name):
-        found = getattr(link, function)(comm.sendable(tensor), **options)
-    return tf.cast(found, tensor.dtype)
+    wire, name = comm.sendable(tensor), comm.name_of("horovod")
+    return tf.cast(transport.run(function, link, wire, name, **options), tensor.dtype)
 
 
 def broadcast_object(

@@ -195,8 +195,8 @@ MUTATIONS = [
     Mutation(
         "training: names of collectives without scopes",
         "comm/transport.py",
-        '"ignore_name_scope": True',
-        '"ignore_name_scope": False',
+        '"ignore_name_scope": True}',
+        '"ignore_name_scope": False}',
         ("test_cases.py", "statistics and graph"),
     ),
     Mutation(
