@@ -241,7 +241,7 @@ def test_generated_parts_are_filled():
         assert "<!-- generated" not in generated.fill(page.read_text())
     for name in ("run", "check", "env", "install-horovod"):
         assert f"## keras-dist {name}\n" in generated.command_line()
-    assert "| `--restarts K`, `--max-restarts K` |" in generated.command_line()
+    assert "| `--restarts K` |" in generated.command_line()
 
 
 def test_docstrings_are_made_readable_for_sphinx():

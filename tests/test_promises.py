@@ -98,13 +98,12 @@ PROMISES = {
     ),
     "join and leave": Promise(
         page="docs/how_to/hosts.md",
-        states=r"All of it is a new start of all ranks",
-        about=r"(cannot )?join (and|or) leave",
-        says=r"new start",
+        states=r"The hosts of a job are a fixed set",
+        about=r"join (and|or) leave",
+        says=r"starts anew",
         wrong=(
-            "| processes join and leave while it trains | – | no | yes | no |",
-            "Ranks cannot join or leave a job while it trains.",
-            "ranks cannot join or leave a `dist_fit`",
+            "| processes join and leave while it trains | – | no | yes | yes |",
+            "Ranks join and leave while a job runs.",
         ),
     ),
     "Horovod's elastic mode": Promise(

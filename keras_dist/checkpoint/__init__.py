@@ -14,8 +14,6 @@ to the callback that saves:
 """
 
 import contextlib
-import os
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,7 +28,6 @@ from keras_dist.checkpoint.saver import (
     Writer,
 )
 from keras_dist.checkpoint.states import with_history
-from keras_dist.launch.restarts import NNODES
 from keras_dist.report.lines import say
 from keras_dist.setup.fit_setup import FitSetup
 
@@ -50,7 +47,6 @@ def saving(resume: Resume | None, setup: FitSetup) -> Iterator[dict[str, Any]]:
         The arguments to pass to `Model.fit`.
     """
     if resume is None:
-        _warn_of_restarts()
         yield setup.arguments
         return
     arguments, saved = dict(setup.arguments), resume.saved
@@ -73,17 +69,6 @@ def saving(resume: Resume | None, setup: FitSetup) -> Iterator[dict[str, Any]]:
         if writer is not None:
             writer.close()
             saver.report_failure()
-
-
-def _warn_of_restarts() -> None:
-    """Warn on the first rank if this training starts over when its hosts change."""
-    hosts = os.environ.get(NNODES)
-    if hosts and comm.rank() == 0:
-        warnings.warn(
-            "`dist_fit` without `resume=` begins anew when a host is lost or comes. "
-            f"Received: --nnodes {hosts}. Pass `resume=`, a folder for checkpoints.",
-            stacklevel=4,
-        )
 
 
 def _first_epoch(resume: Resume, setup: FitSetup) -> int:

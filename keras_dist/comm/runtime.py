@@ -64,7 +64,7 @@ def prepare() -> None:
         return
     launcher, world = from_launcher
     _mark_process()
-    seeds.seed_generators(is_before_script=False)
+    seeds.seed_generators()
     # mpirun binds ranks to cores itself, except under horovodrun, which turns it off.
     is_binding = launcher == "horovodrun" or is_unbound()
     _runtime.device = choose_device(world, is_binding=is_binding)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from keras_dist.launch.environments.slurm import can_meet, task_of
+from keras_dist.launch.environments import can_meet, task_of
 
 SRUN = "srun"
 

@@ -1,4 +1,4 @@
-"""The agent of a host: joins the store of a job, and does what the coordinator orders.
+"""The agent of a host: joins the store of a job, and does what the first host orders.
 
 With `--rdzv`, `keras-dist run` is itself the agent; by ssh it starts `host-agent`,
 which gets a line of JSON on standard input. The end of the input means that the
@@ -8,77 +8,46 @@ launcher is gone.
 import dataclasses
 import io
 import json
-import math
 import os
 import secrets
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from keras_dist.launch import horovod_library, processes
 from keras_dist.launch.failures import LOST_SECONDS, Report, print_message
-from keras_dist.launch.hosts import Member, Slot
+from keras_dist.launch.hosts import Member, Slot, slots_of
 from keras_dist.launch.network import check_own_name, check_reach
-from keras_dist.launch.processes import stopped_by_signals
+from keras_dist.launch.processes import ORDERED, stopped_by_signals
 from keras_dist.launch.ranks import Assignment, Command, run_ranks
-from keras_dist.launch.store import NONCE, StoreClient, secret_of_start, variables_of
+from keras_dist.launch.store import JOB, StoreClient, secret_of_start, variables_of
 from keras_dist.version import __version__
 
-# Seconds between two looks at what has come from the coordinator, and at signals; and
-# for which this host waits for its start beyond the time that the first one has.
-_LOOK_SECONDS, _MORE_SECONDS = 0.1, 15.0
+# Seconds between two looks at orders and signals, between two heartbeats, and between
+# two attempts to read the first order.
+_LOOK_SECONDS, _BEAT_SECONDS, _WAIT_SECONDS = 0.1, 1.0, 0.2
 
-# Seconds between two heartbeats; between two looks at the clock more means that this
-# host was suspended.
-_BEAT_SECONDS, _LONGEST_LOOK = 1.0, 5.0
+# A longer time between two heartbeats means that this host was suspended.
+_LONGEST_BEAT = LOST_SECONDS + 5.0
 
 # Seconds in which an agent that was started by the launcher has to reach the store.
-JOIN_SECONDS = 60.0
-
-
-class Heartbeat(threading.Thread):
-    """In an agent: writes heartbeats to the store.
-
-    Args:
-        store: The store of the job.
-        name: Id of the agent.
-        on_lost: Called once if the store was out of reach for 15 s.
-    """
-
-    def __init__(
-        self, store: StoreClient, name: str, on_lost: Callable[[], None]
-    ) -> None:
-        super().__init__(name="keras_dist.heartbeat", daemon=True)
-        self._store, self._host, self._on_lost = store, name, on_lost
-
-    def run(self) -> None:
-        last, beats = time.monotonic(), 0
-        while True:
-            begin, beats = time.monotonic(), beats + 1
-            if begin - last > LOST_SECONDS + _LONGEST_LOOK:
-                last = begin  # this host was suspended
-            if self._store.put(f"beat.{self._host}", beats):
-                last = time.monotonic()
-            elif time.monotonic() - last > LOST_SECONDS:
-                self._on_lost()
-                return
-            time.sleep(_BEAT_SECONDS)
+_JOIN_SECONDS = 60.0
 
 
 class Agent:
-    """A host that takes part in a job.
+    """A host that takes part in a job whose store is in another process.
 
     Args:
         store: The store of the job, as this host reaches it.
         secret: Secret of the job.
         member: This host.
-        is_first: Whether the store runs in this process.
-        timeout: Seconds to wait for the first start; but not where hosts come and go.
+        num_hosts: How many hosts the job has.
         stopped: Numbers of the signals that this process has received.
-        name: Id of this agent; by default a random one.
+        name: Id of this host; by default a random one.
+        is_quiet: Whether the first host prints to the same screen.
     """
 
     def __init__(
@@ -87,23 +56,22 @@ class Agent:
         secret: str,
         member: Member,
         *,
-        is_first: bool,
-        timeout: float,
+        num_hosts: int,
         stopped: list[int],
         name: str = "",
+        is_quiet: bool = False,
     ) -> None:
         self.name = name or secrets.token_hex(8)
         self._store, self._secret, self._member = store, secret, member
-        self._is_first, self._timeout, self._stopped = is_first, timeout, stopped
+        self._num_hosts, self._stopped = num_hosts, stopped
+        self._is_quiet = is_quiet
         # Addresses of this host, and of the first one as it is reached from here.
         self._address = self._reached = ""
-        self._nonce: str | None = None
-        # Whether no more orders come: the store is gone, has another job, or the
-        # launcher has closed the connection.
-        self._is_lost, self._is_replaced = threading.Event(), threading.Event()
-        self._is_cut = threading.Event()
-        # What the coordinator orders now; empty for nothing.
+        self._nonce = ""  # of the job
+        # What all hosts have to do now; empty for nothing.
         self._order: Mapping[str, Any] = {}
+        # Why no more orders come; empty if they do.
+        self._gone = ""
 
     def join(self, timeout: float) -> bool:
         """Join the job; return `False` if a signal stopped this process first.
@@ -112,7 +80,8 @@ class Agent:
             timeout: Seconds to wait for the store.
 
         Raises:
-            ValueError: If the store cannot be reached, or refuses the secret.
+            ValueError: If the store cannot be reached, refuses the secret, or has a job
+                of another kind.
         """
         found = self._store.wait(
             self._member.host, timeout=timeout, stopped=self._stopped
@@ -120,18 +89,59 @@ class Agent:
         if found is None:
             return False
         self._address, self._reached = found
-        self._nonce = self._store.get(NONCE)
-        Heartbeat(self._store, self.name, self._is_lost.set).start()
+        job = self._store.get(JOB) or {}
+        self._nonce = job.get("nonce", "")
+        if (job.get("num_hosts"), job.get("version")) != (self._num_hosts, __version__):
+            raise ValueError(
+                "The hosts of a job have to agree on `--nnodes` and on the version of "
+                f"keras_dist. Received: {self._num_hosts} and {__version__} here, "
+                f"{job.get('num_hosts')} and {job.get('version')} on the first host."
+            )
         member = dataclasses.replace(self._member, reached=self._reached)
         self._store.put_surely(f"join.{self.name}", dataclasses.asdict(member))
+        threading.Thread(target=self._keep_in_touch, daemon=True).start()
         return True
+
+    def _keep_in_touch(self) -> None:
+        """In a thread: send heartbeats, and read what the first host orders."""
+        last, beats = time.monotonic(), 0
+        while not self._gone and self._order.get("do") != "exit":
+            begin, beats = time.monotonic(), beats + 1
+            if begin - last > _LONGEST_BEAT:
+                last = begin
+            if self._store.put(f"beat.{self.name}", beats):
+                last = time.monotonic()
+                self._read_order()
+            elif time.monotonic() - last > LOST_SECONDS:
+                self._gone = (
+                    "The first host was lost, and the job ends with it. Received: no "
+                    f"answer from {self._meeting} for {LOST_SECONDS:g} s. Start the "
+                    "same command on all hosts again; with `resume=` it goes on."
+                )
+            time.sleep(_BEAT_SECONDS if self._order else _WAIT_SECONDS)
+
+    def _read_order(self) -> None:
+        order = self._store.get("order")
+        of = order or self._store.get(JOB) or {}
+        if of.get("nonce", self._nonce) != self._nonce:
+            self._gone = (
+                "The command of the first host was started again, and the job that it "
+                f"had before has ended. Received: another job at {self._meeting}. "
+                "Start the same command here again; with `resume=` it goes on."
+            )
+        elif order is not None:
+            self._order = order
+
+    @property
+    def _meeting(self) -> str:
+        return f"{self._store.address}:{self._store.port}"
 
     def cut(self) -> None:
         """End the ranks, and follow no more orders: what has started it is gone."""
-        self._is_cut.set()
+        self._gone = "The launcher is gone."
 
     def follow(self, command: Command, job: str) -> int:
-        """Do what the coordinator orders, to the end of the job.
+        """Do what the first host orders, to the end of the job.
 
         Args:
             command: The command that the ranks run.
@@ -143,81 +153,39 @@ class Agent:
         Raises:
             ValueError: If the first host is lost, or has no use for this host.
         """
-        threading.Thread(target=self._listen, daemon=True).start()
-        begin, last, said = time.monotonic(), -1, ""
-        while not self._is_cut.is_set():
+        last = -1
+        while not self._gone:
             order = self._order
             if order.get("do") == "exit":
-                if order["text"]:
+                if order["text"] and not self._is_quiet:
                     print_message(order["text"])
-                self._store.put(f"left.{self.name}", True)
+                self._leave()
                 return int(order["code"])
-            if order.get("do") == "wait":
-                if order["text"] != said:
-                    said = order["text"]
-                    print_message(said)
-            elif order and order["start"] != last:
+            if order and order["start"] != last:
                 last = order["start"]
                 # Another host may have failed before this one has seen the start.
                 is_run = order["do"] == "run"
                 report = self._run(order, command, job) if is_run else Report()
                 name = f"report.{last}.{self.name}"
                 self._store.put_surely(name, report.values())
-            self._check_first_host()
-            if last < 0:
-                self._check_needed(time.monotonic() - begin)
             self._forward_stop()
-            if self._stopped and last < 0 and not self._is_first:
-                self._store.put(f"left.{self.name}", True)
+            if self._stopped and last < 0:
+                self._leave()
                 return 128 + self._stopped[0]  # nobody waits for this host
             time.sleep(_LOOK_SECONDS)
-        return 128 + signal.SIGHUP
+        raise ValueError(self._gone)
 
-    def _listen(self) -> None:
-        """In a thread: keep what the coordinator orders, to the end of the job."""
-        for order in self._store.follow(f"order.{self.name}"):
-            self._order = order or {}
-            if order is None and self._store.get(NONCE) not in (None, self._nonce):
-                self._is_replaced.set()
-            gone = (self._is_lost, self._is_replaced, self._is_cut)
-            is_over = self._order.get("do") == "exit"
-            if is_over or any(each.is_set() for each in gone):
-                return
-
-    def _check_first_host(self) -> None:
-        meeting = f"{self._store.address}:{self._store.port}"
-        if self._is_lost.is_set():
-            raise ValueError(
-                "The first host was lost, and the job ends with it. Received: no "
-                f"answer from {meeting} for {LOST_SECONDS:g} s. Start the same "
-                "command on all hosts again; with `resume=` it goes on."
-            )
-        if self._is_replaced.is_set():
-            raise ValueError(
-                "The command of the first host was started again, and the job that it "
-                f"had before has ended. Received: another job at {meeting}. Start the "
-                "same command here again; with `resume=` it goes on."
-            )
-
-    def _check_needed(self, seconds: float) -> None:
-        """Raise if this host has waited for its first start in vain."""
-        # The first host says who is missing, before. Where hosts come and go, one may
-        # wait for as long as the job.
-        is_late = seconds > self._timeout + _MORE_SECONDS
-        if is_late and not self._member.is_elastic:
-            raise ValueError(
-                "The job has all its hosts. Received: one more, "
-                f"{self._member.host}, which was not needed for {seconds:.0f} s."
-            )
+    def _leave(self) -> None:
+        self._store.put(f"left.{self.name}", True)
 
     def _run(self, order: Mapping[str, Any], command: Command, job: str) -> Report:
         """Run this host's ranks to their end, or until an order ends them."""
-        secret = secret_of_start(self._secret, order["nonce"], order["start"])
         own = self._address
-        if own.startswith("127.") and order["reached"]:
+        if own.startswith("127."):
             own = order["reached"]  # as the others see this host
+        secret = secret_of_start(self._secret, self._nonce, order["start"])
         assignment = Assignment(
-            slots=[Slot(**slot) for slot in order["slots"]],
+            slots=self._slots(order["hosts"]),
             store=variables_of(self._reached, self._store.port, secret),
             secret=secret,
             restart=order["start"],
@@ -229,34 +197,65 @@ class Agent:
         watch = threading.Thread(target=self._watch, args=[stops, is_over], daemon=True)
         watch.start()
         try:
-            if not horovod_library.uses_named_network():
-                check_own_name(own)
-            return run_ranks(command, assignment, job, address=own, stopped=stops)
-        except (OSError, RuntimeError, ValueError) as error:
-            return Report(error=str(error))
+            return run_with_peers(command, assignment, job, address=own, stopped=stops)
         finally:
             is_over.set()
             watch.join()
 
+    def _slots(self, hosts: Sequence[tuple[str, str, int]]) -> Sequence[Slot]:
+        """Return the slots of this host.
+
+        Args:
+            hosts: Id, name and number of ranks of each host, by their numbers.
+
+        Raises:
+            ValueError: If this host is not one of them.
+        """
+        names = [name for name, _, _ in hosts]
+        if self.name not in names:
+            raise ValueError(
+                "The job has all its hosts. Received: one more, "
+                f"{self._member.host}, which is not needed."
+            )
+        members = [Member(host, num_ranks) for _, host, num_ranks in hosts]
+        return slots_of(members)[names.index(self.name)]
+
     def _watch(self, stops: list[int], is_over: threading.Event) -> None:
-        """Stop the ranks at an order, a signal, or when the coordinator is gone."""
+        """Stop the ranks at an order, a signal, or when the first host is gone."""
         while not (stops or is_over.wait(_LOOK_SECONDS)):
-            order = self._order or {"do": "run"}
             self._forward_stop()
-            gone = (self._is_lost, self._is_replaced, self._is_cut)
             if self._stopped:
                 stops.append(self._stopped[0])
-            elif any(each.is_set() for each in gone):
-                stops.append(signal.SIGHUP)
-            elif order["do"] == "save":
+            elif self._order["do"] == "save":
                 stops.append(signal.SIGTERM)
-            elif order["do"] != "run":
-                stops.append(signal.SIGHUP)
+            elif self._order["do"] != "run" or self._gone:
+                stops.append(ORDERED)
 
     def _forward_stop(self) -> None:
-        """Let the coordinator know of a signal, which ends the job on all hosts."""
+        """Let the first host know of a signal, which ends the job on all hosts."""
         if self._stopped:
             self._store.put(f"stopped.{self.name}", self._stopped[0])
+
+
+def run_with_peers(
+    command: Command,
+    assignment: Assignment,
+    job: str,
+    *,
+    address: str,
+    stopped: Sequence[int],
+) -> Report:
+    """Run this host's ranks of a job on several hosts; errors are reported.
+
+    Args:
+        command, assignment, job, address, stopped: See `run_ranks`.
+    """
+    try:
+        if not horovod_library.uses_named_network():
+            check_own_name(address)
+        return run_ranks(command, assignment, job, address=address, stopped=stopped)
+    except (OSError, RuntimeError, ValueError) as error:
+        return Report(error=str(error))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,8 +268,9 @@ class Header:
         secret: Secret of the job.
         name: Id of the agent.
         host: Name of its host, as the user has named it.
-        least: How many hosts the job has, at least.
-        most: How many hosts it has, at most.
+        number: Number of the host.
+        num_ranks: Number of ranks of the host.
+        num_hosts: Number of hosts.
         job: Id of the agent's processes.
         folder: The folder in which the ranks run.
         command: The command that they run.
@@ -281,8 +281,9 @@ class Header:
     secret: str
     name: str
     host: str
-    least: int
-    most: int
+    number: int
+    num_ranks: int
+    num_hosts: int
     job: str
     folder: str
     command: Command
@@ -337,40 +338,22 @@ def serve() -> int:
         ) from error
     check_reach(header.address, header.port)
     with processes.reaper(header.job), stopped_by_signals() as stopped:
-        agent = agent_of(header, stopped)
+        agent = Agent(
+            StoreClient(header.address, header.port, header.secret),
+            header.secret,
+            Member(header.host, header.num_ranks, header.number),
+            num_hosts=header.num_hosts,
+            stopped=stopped,
+            name=header.name,
+            is_quiet=True,
+        )
         # After the fork of the reaper, which must come before the first thread.
         threading.Thread(
             target=_wait_for_end, args=[lines, agent.cut], daemon=True
         ).start()
-        if not agent.join(JOIN_SECONDS):
+        if not agent.join(_JOIN_SECONDS):
             return 128 + stopped[0]
         return agent.follow(header.command, header.job)
-
-
-def agent_of(header: Header, stopped: list[int]) -> Agent:
-    """Return the agent that a header describes.
-
-    Args:
-        header: The header.
-        stopped: Numbers of the signals that this process has received.
-    """
-    return Agent(
-        StoreClient(header.address, header.port, header.secret),
-        header.secret,
-        Member(
-            host=header.host,
-            num_ranks=1,  # whoever has started it knows how many
-            number=None,
-            num_hosts=header.most,
-            version=__version__,
-            is_quiet=True,
-            min_hosts=header.least,
-        ),
-        is_first=False,
-        timeout=math.inf,
-        stopped=stopped,
-        name=header.name,
-    )
 
 
 def _wait_for_end(lines: io.RawIOBase | io.BytesIO, cut: Callable[[], None]) -> None:

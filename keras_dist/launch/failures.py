@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,6 @@ _MOST_LINES = 16
 
 # The error with which `checkpoint/saver.py` ends a rank that was asked to end.
 _SAVED = "SavedExit"
-
-# Exit code of a rank that has not begun to handle SIGTERM.
-_BY_SIGTERM = 128 + signal.SIGTERM
 
 # The most characters of a line that is shown.
 _LONGEST = 500
@@ -215,41 +212,10 @@ def verdict(
     return "keras-dist: the job was ended.", 1
 
 
-def blamed(
-    reports: Iterable[Report], hosts: Mapping[int, str]
-) -> tuple[str, str] | None:
-    """Return the host of the rank that failed first, and what happened, in brief.
-
-    Args:
-        reports: The reports that have come.
-        hosts: The host of each rank.
-
-    Returns:
-        `None` if no rank was the first to fail. The host is empty where the rank was
-        asked to end, which is no failure of its host.
-    """
-    failures = first_of([failure for report in reports for failure in report.failures])
-    if not failures or failures[0].is_secondary:
-        return None
-    first, host = failures[0], hosts[failures[0].rank]
-    if first.is_saved:
-        return "", f"rank {first.rank} on {host} was asked to end"
-    return host, f"rank {first.rank} on {host} failed"
-
-
-def ended_on_request(reports: Collection[Report]) -> bool:
-    """Return whether ranks ended for no other reason than that they were asked to."""
-    return not any(report.error for report in reports) and all(
-        failure.is_secondary or failure.is_saved or failure.code == _BY_SIGTERM
-        for report in reports
-        for failure in report.failures
-    )
-
-
-def lost_text(host: str, ranks: Sequence[int], seconds: float = LOST_SECONDS) -> str:
+def lost_text(host: str, ranks: Sequence[int]) -> str:
     """Return what is said of a host that sends no heartbeats."""
     named = ranks_in_words(ranks)
-    return f"host {host} has not responded for {seconds:g} s ({named})."
+    return f"host {host} has not responded for {LOST_SECONDS:g} s ({named})."
 
 
 def explain(

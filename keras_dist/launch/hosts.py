@@ -183,47 +183,22 @@ def hosts_in(path: str | os.PathLike[str]) -> str:
     return ",".join(hosts)
 
 
-def hosts_of_lines(text: str, slots: int | None = None) -> dict[str, int]:
-    """Parse what a host discovery script has printed: hosts and their slots.
+def host_count(text: str, *, source: str) -> int:
+    """Parse a number of hosts.
 
-    >>> hosts_of_lines("a:2\\n\\nb\\n", 4)
-    {'a': 2, 'b': 4}
-
-    Raises:
-        ValueError: If a line has another form, or a name that no host has.
-    """
-    hosts = {}
-    for line in filter(None, map(str.strip, text.splitlines())):
-        name, has_slots, count = line.rpartition(":")
-        if not has_slots and slots is not None:
-            name, count = line, str(slots)
-        if not name or not count.isdecimal() or " " in name:
-            raise ValueError(
-                "The host discovery script must print a line HOST:SLOTS for each host, "
-                f"or HOST alone with `-np`. Received: {line!r}"
-            )
-        check_host(name, source="the output of the host discovery script")
-        if int(count):
-            hosts[name] = int(count)
-    return hosts
-
-
-def host_range(text: str) -> tuple[int, int]:
-    """Parse `--nnodes`: the smallest and the largest number of hosts.
-
-    >>> host_range("3"), host_range("2:4")
-    ((3, 3), (2, 4))
+    Args:
+        text: The number.
+        source: Where it comes from, in words.
 
     Raises:
-        ValueError: If it has another form.
+        ValueError: If it is no number.
     """
-    least, has_range, most = text.partition(":")
-    if not least.isdecimal() or (has_range and not most.isdecimal()):
+    if not text.isdecimal():
         raise ValueError(
-            "A number of hosts is needed, or the smallest and the largest one. "
-            f"Received: --nnodes {text}. For example: --nnodes 2:4"
+            f"A number of hosts is needed. Received: {source} {text}. It is fixed "
+            "for a job; with `resume=` the same command goes on with other hosts."
         )
-    return int(least), int(most or least)
+    return int(text)
 
 
 def is_here(host: str) -> bool:
@@ -255,46 +230,19 @@ class Member:
         host: Its name. Two members of one name are one host, and share its devices.
         num_ranks: How many ranks it starts.
         number: Its number among the hosts; `None` for the next one that is free.
-        num_hosts: How many hosts it expects, at most.
-        version: Version of keras_dist.
         reached: The address at which it reaches the first host.
-        is_quiet: Whether its screen is that of the first host.
-        min_hosts: How many hosts it expects, at least; `None` for as many as at most.
     """
 
     host: str
     num_ranks: int
-    number: int | None
-    num_hosts: int
-    version: str
+    number: int | None = None
     reached: str = LOOPBACK
-    is_quiet: bool = False
-    min_hosts: int | None = None
-
-    @property
-    def is_elastic(self) -> bool:
-        """True if it expects that hosts come and go."""
-        return self.min_hosts not in (None, self.num_hosts)
-
-    @property
-    def nnodes(self) -> str:
-        """How many hosts it expects, as `--nnodes` has it."""
-        return nnodes_text(self.min_hosts, self.num_hosts)
-
-
-def nnodes_text(least: int | None, most: int) -> str:
-    """Return numbers of hosts in the form of `--nnodes`.
-
-    >>> nnodes_text(2, 4), nnodes_text(None, 3)
-    ('2:4', '3')
-    """
-    return str(most) if least in (None, most) else f"{least}:{most}"
 
 
 def ranks_of_hosts(members: Sequence[Member]) -> dict[str, int]:
     """Return the number of ranks of each host.
 
-    >>> ranks_of_hosts([Member(host, 2, None, 3, "0") for host in "aba"])
+    >>> ranks_of_hosts([Member(host, 2) for host in "aba"])
     {'a': 4, 'b': 2}
     """
     counts: dict[str, int] = {}
@@ -303,34 +251,28 @@ def ranks_of_hosts(members: Sequence[Member]) -> dict[str, int]:
     return counts
 
 
-def numbered(
-    members: Mapping[str, Member], num_hosts: int, before: Sequence[str | None] = ()
-) -> list[str | None]:
+def numbered(members: Mapping[str, Member], num_hosts: int) -> list[str | None]:
     """Number the members; those without a number of their own as they come.
 
     Args:
         members: The members by their ids, in the order in which they came.
         num_hosts: Number of hosts.
-        before: The last numbering, which members that are still there keep.
 
     Returns:
         For each number the id of a member; `None` where one is missing.
 
-    >>> one = {name: Member(name, 1, None, 3, "0") for name in "ab"}
-    >>> two = one | {"c": Member("c", 1, 0, 3, "0")}
-    >>> numbered(one, 3), numbered(two, 3), numbered(two, 3, [None, "a", "b"])
-    (['a', 'b', None], ['c', 'a', 'b'], ['c', 'a', 'b'])
+    >>> one = {name: Member(name, 1) for name in "ab"}
+    >>> two = one | {"c": Member("c", 1, 0)}
+    >>> numbered(one, 3), numbered(two, 3)
+    (['a', 'b', None], ['c', 'a', 'b'])
     """
     found: list[str | None] = [None] * num_hosts
-    for number, name in enumerate(before[:num_hosts]):
-        if name in members:
-            found[number] = name
     for name, member in members.items():
         own = member.number
-        if own is not None and name not in found and found[own : own + 1] == [None]:
+        if own is not None and found[own : own + 1] == [None]:
             found[own] = name
     for name, member in members.items():
-        if member.number is None and name not in found and None in found:
+        if member.number is None and None in found:
             found[found.index(None)] = name
     return found
 
@@ -341,7 +283,7 @@ def slots_of(members: Sequence[Member]) -> list[list[Slot]]:
     Args:
         members: The members by their numbers.
 
-    >>> two = [Member(host, 1, None, 3, "0") for host in "aba"]
+    >>> two = [Member(host, 1) for host in "aba"]
     >>> [[(s.host, s.rank, s.local_rank) for s in each] for each in slots_of(two)]
     [[('a', 0, 0)], [('b', 2, 0)], [('a', 1, 1)]]
     """

@@ -1,35 +1,27 @@
 """Hosts that meet: the same command on each of them, by hand or by a scheduler."""
 
+import contextlib
 import errno
 import os
 import secrets
 import socket
 import stat
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from signal import Signals
 
 from keras_dist.launch import processes
 from keras_dist.launch.agent import Agent
-from keras_dist.launch.coordinator import Plan, run_job
 from keras_dist.launch.environments import Environment
 from keras_dist.launch.failures import print_message
-from keras_dist.launch.hosts import (
-    LOOPBACK,
-    Member,
-    check_host,
-    nnodes_text,
-    num_gpus,
-)
-from keras_dist.launch.joined import JoinedHosts
+from keras_dist.launch.hosts import LOOPBACK, Member, check_host, num_gpus
+from keras_dist.launch.job import Job, OwnRanks, Plan
 from keras_dist.launch.network import EVERYWHERE, has_only_ipv6, is_loopback
 from keras_dist.launch.processes import stopped_by_signals
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.signing import VARIABLE as SECRET
 from keras_dist.launch.store import Store, StoreClient
-from keras_dist.version import __version__
 
 TIMEOUT_SECONDS = 300.0
 _SHORTEST_SECRET, _RETRY_SECONDS = 16, 0.5
@@ -67,8 +59,9 @@ def meeting_in(
     environment: Environment,
     *,
     num_ranks: int | None = None,
+    restarts: int = 0,
     secret: str,
-    timeout: float,
+    timeout: float = TIMEOUT_SECONDS,
 ) -> Meeting:
     """Return where the hosts of an environment meet.
 
@@ -76,13 +69,14 @@ def meeting_in(
         environment: The environment, which starts this command on each host.
         num_ranks: Number of ranks of each host; `None` for what the environment says,
             or one for each GPU, or one.
+        restarts: The largest number of restarts after failures.
         secret: Secret of the job.
         timeout: Seconds to wait for the other hosts.
     """
     address, port = environment.first_host, environment.port
     plan = Plan(
         num_hosts=environment.num_hosts,
-        min_hosts=environment.min_hosts,
+        restarts=restarts,
         timeout=timeout,
         meeting=f"{address}:{port}",
         names=environment.host_names,
@@ -95,7 +89,7 @@ def meeting_in(
         num_ranks=num_ranks or environment.num_ranks or num_gpus() or 1,
         secret=secret,
         number=environment.host_number,
-        host=environment.host_name,
+        host=environment.host_name or socket.gethostname(),
         is_quiet=environment.is_quiet,
         signals=environment.signals,
     )
@@ -108,18 +102,16 @@ def check(meeting: Meeting) -> None:
         ValueError: If it cannot be used.
     """
     number, plan = meeting.number, meeting.plan
-    nnodes = nnodes_text(plan.min_hosts, plan.num_hosts)
-    has_hosts = 1 <= plan.least <= plan.num_hosts
-    if meeting.num_ranks < 1 or not has_hosts or plan.restarts < 0:
+    if min(meeting.num_ranks, plan.num_hosts) < 1 or plan.restarts < 0:
         raise ValueError(
             "At least one host and one rank are needed, and no negative number of "
-            f"restarts. Received: --nnodes {nnodes} -np {meeting.num_ranks} "
+            f"restarts. Received: --nnodes {plan.num_hosts} -np {meeting.num_ranks} "
             f"--restarts {plan.restarts}"
         )
     if number is not None and not 0 <= number < plan.num_hosts:
         raise ValueError(
             "Hosts are numbered from 0 to one less than `--nnodes`. Received: "
-            f"--node-rank {number} --nnodes {nnodes}"
+            f"--node-rank {number} --nnodes {plan.num_hosts}"
         )
     is_open = not is_loopback(meeting.address)
     if len(meeting.secret) < _SHORTEST_SECRET and is_open:
@@ -193,52 +185,26 @@ def run_meeting(command: Command, meeting: Meeting) -> int:
         ValueError: If an argument cannot be used, or the hosts cannot meet.
     """
     check(meeting)
-    job = secrets.token_hex(8)
+    job, plan, secret = secrets.token_hex(8), meeting.plan, meeting.secret
+    member = Member(meeting.host, meeting.num_ranks, meeting.number)
     # The reaper is forked, so before the first thread.
     with processes.reaper(job), stopped_by_signals(*meeting.signals) as stopped:
         store, address = store_if_first(meeting, stopped)
-        try:
-            agent = _agent(meeting, address, stopped, is_first=store is not None)
-            coordinator = None
-            if store is not None:  # the ranks need the main thread
-                hosts = JoinedHosts(
-                    store, meeting.secret, meeting.plan, first=agent.name
-                )
-                coordinator = threading.Thread(
-                    target=run_job, args=[hosts, meeting.plan], daemon=True
-                )
-                coordinator.start()
-            if not agent.join(meeting.plan.timeout):
-                return 128 + stopped[0]
-            code = agent.follow(command, job)
-            if coordinator is not None:
-                coordinator.join()
-            return code
-        finally:
-            if store is not None:
-                store.close()
-
-
-def _agent(
-    meeting: Meeting, address: str, stopped: list[int], *, is_first: bool
-) -> Agent:
-    member = Member(
-        host=meeting.host,
-        num_ranks=meeting.num_ranks,
-        number=0 if is_first else meeting.number,
-        num_hosts=meeting.plan.num_hosts,
-        version=__version__,
-        is_quiet=meeting.is_quiet,
-        min_hosts=meeting.plan.min_hosts,
-    )
-    return Agent(
-        StoreClient(address, meeting.port, meeting.secret),
-        meeting.secret,
-        member,
-        is_first=is_first,
-        timeout=meeting.plan.timeout,
-        stopped=stopped,
-    )
+        if store is not None:
+            own = OwnRanks(command, replace(member, number=0), job)
+            with contextlib.closing(store):
+                return Job(plan, store, secret, stopped, own=own).run()
+        agent = Agent(
+            StoreClient(address, meeting.port, secret),
+            secret,
+            member,
+            num_hosts=plan.num_hosts,
+            stopped=stopped,
+            is_quiet=meeting.is_quiet,
+        )
+        if not agent.join(plan.timeout):
+            return 128 + stopped[0]
+        return agent.follow(command, job)
 
 
 def store_if_first(

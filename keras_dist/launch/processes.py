@@ -16,6 +16,9 @@ from types import FrameType
 # The exit code of a job whose ranks have saved; `checkpoint.EXIT_CODE` is the same.
 SAVED = 75
 
+# An order of the first host to end counts as this signal.
+ORDERED = SIGHUP
+
 _STOPS, _SAVES = (SIGINT, SIGTERM, SIGHUP), (SIGTERM, SIGUSR1)
 
 # Seconds to wait after SIGTERM before SIGKILL, and after SIGKILL.
@@ -235,11 +238,8 @@ def is_saving(stopped: Sequence[int]) -> bool:
 
 
 def is_ordered(stopped: Sequence[int]) -> bool:
-    """Return whether the end is by order of the first host of those that meet.
-
-    The order counts as SIGHUP, which a process gets whose terminal is gone.
-    """
-    return bool(stopped) and stopped[0] == signal.SIGHUP
+    """Return whether the end is by order of the first host."""
+    return bool(stopped) and stopped[0] == ORDERED
 
 
 def stopped_text(number: int, *, has_saved: bool, host: str = "") -> str:

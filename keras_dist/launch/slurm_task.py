@@ -9,10 +9,9 @@ import signal
 import sys
 
 from keras_dist.launch import horovod_library
-from keras_dist.launch.environments.slurm import Slurm, address_of, task_of
+from keras_dist.launch.environments import address_of, slurm, task_of
 from keras_dist.launch.hosts import slots
 from keras_dist.launch.meeting import (
-    TIMEOUT_SECONDS,
     check,
     meeting_in,
     store_if_first,
@@ -37,13 +36,13 @@ def serve() -> int:
     """
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    task = task_of()
-    if task is None:
+    task, environment = task_of(), slurm(os.environ)
+    if task is None or environment is None:
         raise ValueError(
             "This command is for tasks of SLURM. Received: no variables of a step."
         )
     job = os.environ.get(SECRET, "")
-    meeting = meeting_in(Slurm(task), secret=job, timeout=TIMEOUT_SECONDS)
+    meeting = meeting_in(environment, secret=job)
     check(meeting)
     store, address = store_if_first(meeting)
     secret = secret_of_start(job, f"{task.job}.{task.step}", 0)

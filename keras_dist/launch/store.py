@@ -1,11 +1,10 @@
 """The key-value store of a job: Horovod's, guarded by a secret; and its client.
 
-In it the ranks find each other (the rendezvous), write heartbeats, and hosts and
-coordinator exchange orders and reports. `horovodrun` has one, too, without a secret.
+In it the ranks find each other (the rendezvous) and write heartbeats, and hosts write
+their reports. `horovodrun` has one, too, without a secret.
 """
 
 import contextlib
-import hashlib
 import hmac
 import http.client
 import importlib
@@ -16,13 +15,15 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from keras_dist.launch.failures import print_message
 from keras_dist.launch.hosts import LOOPBACK, Slot
+from keras_dist.launch.network import EVERYWHERE
 from keras_dist.launch.signing import derived, signed, verified
+from keras_dist.version import __version__
 
 # Connections that the kernel accepts before the server does. Ranks connect all at once,
 # and one that finds no room tries again only after 1, 3 and 7 s.
@@ -37,10 +38,10 @@ SCOPE = "keras_dist_watch"
 # A name that ends so reads all values whose names begin with it.
 _ALL = "*"
 
-# Name of the text that is another one for each job.
-NONCE = "nonce"
+# Name of the value that describes a job, with a text that is another one for each.
+JOB = "job"
 
-_OK, _NOT_MODIFIED = 200, 304
+_OK = 200
 _BAD_REQUEST, _FORBIDDEN, _NOT_FOUND, _TIMEOUT = 400, 403, 404, 408
 
 # Nobody is admitted yet: who has the right secret is to ask again.
@@ -56,10 +57,6 @@ _SECONDS, _CONNECT_SECONDS = 2.0, 5.0
 # Seconds between two attempts to connect, and between two lines about it; and how often
 # what must arrive is sent.
 _RETRY_SECONDS, _SAY_SECONDS, _ATTEMPTS = 0.5, 15.0, 5
-
-# Seconds for which the store holds a request for a value that has not changed: then it
-# says so. The header by which a client asks for it is that of RFC 7240.
-_HELD_SECONDS, _HELD = 5, re.compile(r"wait=(\d)")
 
 
 class Store:
@@ -85,10 +82,6 @@ class Store:
         # For each token: what stands before the names of its scopes.
         self._tokens: dict[str, str] = {}
         self._opened: tuple[str, int] | None = None
-        # For each name that somebody follows: what tells of another value. No longer
-        # once the store closes.
-        self._changes: dict[str, threading.Condition] = {}
-        self._is_closing = threading.Event()
         self._address = address
         self._server = self._serving(port)
         self.port = int(self._server.server_address[1])
@@ -98,7 +91,6 @@ class Store:
     def _serving(self, port: int) -> Any:
         handler = self._http.RendezvousHandler
         own = {"tokens": self._tokens, "inherited": handler}
-        own |= {"changes": self._changes, "is_closing": self._is_closing}
         guarded = type("Guarded", (_Guard, handler), own)
         server = self._http.RendezvousHTTPServer((self._address, port), guarded, 0)
         server.daemon_threads = True
@@ -129,7 +121,8 @@ class Store:
 
     def variables(self, secret: str) -> dict[str, str]:
         """Return the variables by which Horovod, in this host's ranks, finds it."""
-        return variables_of(self._address, self.port, secret)
+        address = LOOPBACK if self._address == EVERYWHERE else self._address
+        return variables_of(address, self.port, secret)
 
     def admit(self, secret: str) -> None:
         """Take requests with this secret, too, to the end of the job."""
@@ -144,15 +137,9 @@ class Store:
         """Write a value for those who were admitted."""
         with self._server.cache_lock:
             self._server.cache.setdefault(f"{_OF_JOB}{SCOPE}", {})[name] = value
-            if f"{_OF_JOB}{SCOPE}/{name}" in self._changes:
-                self._changes[f"{_OF_JOB}{SCOPE}/{name}"].notify_all()
 
     def close(self) -> None:
         """End the server."""
-        self._is_closing.set()
-        with self._server.cache_lock:
-            for change in self._changes.values():
-                change.notify_all()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -173,8 +160,6 @@ class _Guard:
 
     tokens: Mapping[str, str]
     inherited: Any
-    changes: dict[str, threading.Condition]
-    is_closing: threading.Event
 
     # Of Python's handler.
     path: str
@@ -193,8 +178,6 @@ class _Guard:
         if self._is_admitted():
             if self.path.endswith(_ALL):
                 self._answer(self._all_values())
-            elif held := _HELD.fullmatch(self.headers.get("Prefer") or ""):
-                self._answer_change(int(held[1]))
             else:
                 self.inherited.do_GET(self)
 
@@ -214,9 +197,6 @@ class _Guard:
             return
         _, scope, key = self.path.split("/")
         self._put_value(scope, key, value)
-        with self.server.cache_lock:
-            if f"{scope}/{key}" in self.changes:
-                self.changes[f"{scope}/{key}"].notify_all()
         self.send_status_code(_OK)
 
     def do_DELETE(self) -> None:
@@ -248,28 +228,6 @@ class _Guard:
             k: v.decode("latin-1") for k, v in values.items() if k.startswith(prefix)
         }
         return json.dumps(found).encode()
-
-    def _answer_change(self, seconds: int) -> None:
-        """Answer as soon as there is another value than the one that is known."""
-        _, scope, key = self.path.split("/")
-        known = self.headers.get("If-None-Match") or ""
-
-        def is_new() -> bool:
-            value = self.server.cache.get(scope, {}).get(key)
-            return _tag(value) != known or self.is_closing.is_set()
-
-        lock = self.server.cache_lock
-        with lock:
-            name = f"{scope}/{key}"
-            change = self.changes.setdefault(name, threading.Condition(lock))
-            change.wait_for(is_new, seconds)
-            value = self.server.cache.get(scope, {}).get(key)
-        if value is None:
-            self.send_status_code(_NOT_FOUND)
-        elif _tag(value) == known:
-            self.send_status_code(_NOT_MODIFIED)
-        else:
-            self._answer(value)
 
     def _answer(self, body: bytes) -> None:
         self.send_response(_OK)
@@ -313,26 +271,6 @@ class StoreClient:
     def get(self, name: str) -> Any:
         """Read a value; `None` if there is none, or the store cannot be reached."""
         return self._value(name, self._request("GET", name))
-
-    def follow(self, name: str) -> Iterator[Any]:
-        """Yield a value whenever it has changed, without an end.
-
-        The store holds each request until there is another value, for 5 s at most;
-        then the same one is yielded again. `None` stands for no value, and for a store
-        that cannot be reached.
-        """
-        value, known = None, ""
-        while True:
-            headers = {"Prefer": f"wait={_HELD_SECONDS}", "If-None-Match": known}
-            seconds = _HELD_SECONDS + _SECONDS
-            status, body = self._exchange("GET", name, headers=headers, seconds=seconds)
-            if status == _OK:
-                value, known = self._value(name, body), _tag(body)
-            elif status != _NOT_MODIFIED:
-                value, known = None, ""
-            yield value
-            if status not in (_OK, _NOT_MODIFIED, _NOT_FOUND):
-                time.sleep(_RETRY_SECONDS)
 
     def get_all(self, prefix: str) -> dict[str, Any] | None:
         """Read all values whose names begin with a prefix, by one request.
@@ -425,47 +363,37 @@ class StoreClient:
     def _request(
         self, method: str, name: str, body: bytes | None = None
     ) -> bytes | None:
-        status, text = self._exchange(method, name, body)
-        return text if status == _OK else None
-
-    def _exchange(
-        self,
-        method: str,
-        name: str,
-        body: bytes | None = None,
-        *,
-        headers: Mapping[str, str] | None = None,
-        seconds: float = _SECONDS,
-    ) -> tuple[int, bytes]:
-        """Send a request; return the status, 0 if there is no answer, and the body."""
+        """Send a request; return the body of the answer, `None` if it is none."""
         if self._host is None:
-            return 0, b""
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=seconds)
-        try:
-            connection.request(method, self._path + name, body, dict(headers or {}))
-            response = connection.getresponse()
-            return response.status, response.read()
-        except (OSError, http.client.HTTPException):
-            return 0, b""
-        finally:
-            connection.close()
+            return None
+        link = http.client.HTTPConnection(self._host, self._port, timeout=_SECONDS)
+        with contextlib.closing(link):
+            try:
+                link.request(method, self._path + name, body)
+                response = link.getresponse()
+                text = response.read()
+            except (OSError, http.client.HTTPException):
+                return None
+        return text if response.status == _OK else None
 
 
 class OwnStoreClient(StoreClient):
     """The same values in the process that has the store.
 
-    One of them is a random text, by which a host notices that the command of the first
+    One of them has a random text, by which a host notices that the command of the first
     host was started again: then nobody knows of this host.
 
     Args:
         store: The store.
         secret: Secret of the job, which is admitted from now on.
+        num_hosts: Number of hosts of the job.
     """
 
-    def __init__(self, store: Store, secret: str) -> None:
+    def __init__(self, store: Store, secret: str, *, num_hosts: int = 1) -> None:
         super().__init__("localhost", store.port, secret)
         self._store, self.nonce = store, secrets.token_hex(16)
-        self.put(NONCE, self.nonce)
+        version = {"num_hosts": num_hosts, "version": __version__}
+        self.put(JOB, {"nonce": self.nonce, **version})
         store.admit(secret)
 
     def get_all(self, prefix: str) -> dict[str, Any]:
@@ -524,11 +452,6 @@ def variables_of(address: str, port: int, secret: str) -> dict[str, str]:
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
     }
-
-
-def _tag(value: bytes | None) -> str:
-    """Return what a value is told apart from others by; empty for none."""
-    return "" if value is None else hashlib.sha256(value).hexdigest()[:16]
 
 
 def _json(text: bytes | None) -> Any:

@@ -87,8 +87,6 @@ class Plan:
         metrics: Name and rule of each metric whose state is not summed.
         changes: Differences from the checkpoint that is resumed, in words.
         resume: Where an interrupted epoch goes on, in words; "" without `resume`.
-        hosts_change: Least and most hosts, where they come and go, as `--nnodes` names
-            them; or "".
     """
 
     version: str
@@ -104,7 +102,6 @@ class Plan:
     metrics: tuple[tuple[str, str], ...] = ()
     changes: str = ""
     resume: str = ""
-    hosts_change: str = ""
 
     def lines(self) -> list[tuple[str, str]]:
         """Return the lines of the box, as pairs of a label and a text."""
@@ -112,9 +109,6 @@ class Plan:
         if self.size > 1:
             lines.append(("transport", self.transport))
         lines.append(("batch", self._batch()))
-        if self.hosts_change and not self.training.is_global:
-            text = 'the global batch changes with them; batch="global" keeps it'
-            lines.append(("elastic", f"{self.hosts_change} hosts: {text}"))
         lines.append(("data", self.training.kind))
         lines += _rows_lines("rows", self.training, self.size)
         lines += _steps_lines("steps", self.training, self.size)

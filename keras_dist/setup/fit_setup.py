@@ -18,7 +18,6 @@ from keras_dist.data import (
     validation_feed,
 )
 from keras_dist.data.steps import scaled_steps, step_multiplier_of
-from keras_dist.launch.restarts import NNODES
 from keras_dist.optimizer.rate import rate_factor
 from keras_dist.report import plan
 from keras_dist.setup.arguments import KerasArguments, Options
@@ -150,7 +149,6 @@ def prepare(
             is_compiled=bool(model.jit_compile),
             outputs=ours.destinations(callbacks),
             metrics=metrics.exceptions(model.metrics),
-            hosts_change=os.environ.get(NNODES, ""),
         ),
     )
 

@@ -1,5 +1,6 @@
 """More launches and longer faults on hosts, for `make hosts`."""
 
+import random
 import signal
 import sys
 import time
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from network import LAUNCH, own_lines, until
+from test_hosts_faults import STUB, all_there, ended
 from test_rdzv import meet, outputs
 from test_training import TRAIN, alone, assert_equal, found_of
 
@@ -139,10 +141,10 @@ def test_a_rank_that_is_stopped_is_named_with_exit_code_70(net, tmp_path_hosts):
 
 
 @pytest.mark.parametrize("fault", ["link", "power"])
-def test_a_host_that_comes_back_goes_on_to_the_same_bits(
+def test_a_job_whose_host_was_lost_goes_on_to_the_same_bits(
     net, tmp_path_hosts, undisturbed, fault
 ):
-    """Its loss is named within 20 s, also in the middle of a collective."""
+    """It ends within 20 s, also in the middle of a collective, and names the host."""
     options = ["--restarts", "3"]
     training = Training(net, tmp_path_hosts / fault, *options, pause=0.5)
     begin = time.monotonic()
@@ -150,16 +152,52 @@ def test_a_host_that_comes_back_goes_on_to_the_same_bits(
         net.link("b", is_up=False)
     else:
         net.power_off("b")
-    while "has not responded" not in (line := training.process.stderr.readline()):
-        assert line, "the launcher has ended"
+    code, _, lines = training.end()
     assert time.monotonic() - begin < 20
-    assert line == "keras-dist: host b has not responded for 15 s (rank 1).\n"
-    time.sleep(15)
+    assert code == 1 and "has not responded for 15 s (rank 1)" in lines[0], lines
     if fault == "link":
         net.link("b", is_up=True)
     else:
         net.power_on("b")
-    code, stdout, lines = training.end(240)
-    assert code == 0, lines
-    found = sorted(line[4:] for line in stdout.splitlines() if "found" in line)
-    assert found == undisturbed
+    assert training.resumed() == undisturbed
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_faults_end_the_job_with_their_cause(net, shared, seed):
+    """A rank or a host is killed at random: nothing hangs, and nothing is left."""
+    generator = random.Random(seed)
+    way, victim = generator.choice(["ssh", "meet"]), generator.choice("abc")
+    kind = generator.choice(["rank", "command", "power"])
+    folder = shared / f"random.{seed}"
+    words = [STUB, folder, "wait"]
+    if way == "ssh":
+        jobs = {"d": net.start("d", [*LAUNCH, "-H", "a:1,b:1,c:1", *words])}
+    else:
+        jobs = dict(zip("abc", meet(net, "abc", *words, is_numbered=True), strict=True))
+    all_there(folder, ranks=3)
+    time.sleep(generator.uniform(0, 2))
+    if kind == "rank":
+        net.processes(victim, "monitor/", STUB)[0].kill()
+    elif kind == "power":
+        net.power_off(victim)
+        jobs.pop(victim, None)
+    elif way == "meet":
+        net.signal_command(jobs.pop(victim), signal.SIGKILL)
+    else:
+        agents = net.processes(victim, "-m keras_dist host-agent")
+        min(agents, key=lambda agent: agent.create_time()).kill()  # not its reaper
+    begin, said = time.monotonic(), {}
+    for name, job in jobs.items():
+        code, lines, _ = ended(job)
+        assert code, (way, kind, victim)
+        said[name] = "\n".join(lines)
+    assert time.monotonic() - begin < 25, (way, kind, victim)
+    # Where the first host is lost, with its screen, the others know its address alone.
+    is_first = way == "meet" and victim == "a" and kind != "rank"
+    cause = "The first host was lost" if is_first else f" {victim}"
+    if kind == "rank":
+        cause = f"on {victim} failed first"
+    assert all(cause in text for text in said.values()), (way, kind, victim, said)
+    for name in "abc":
+        if net.is_on(name):
+            until(lambda own=name: not net.processes(own, STUB), "the ranks' end", 10)

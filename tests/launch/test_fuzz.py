@@ -9,10 +9,9 @@ import threading
 import pytest
 
 from keras_dist.launch import agent
-from keras_dist.launch.coordinator import Plan
 from keras_dist.launch.failures import Failure, Report, verdict
 from keras_dist.launch.hosts import slots
-from keras_dist.launch.joined import JoinedHosts, Presence
+from keras_dist.launch.job import Job, Plan, Presence
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.store import (
     Store,
@@ -160,12 +159,11 @@ def test_a_report_that_is_none_counts_as_not_sent(store):
     generator = random.Random(19)
     failure = Failure(2, 1.5, 3, "KeyError: 'tea'", "Traceback", is_secondary=False)
     whole = json.loads(json.dumps(Report([failure], {2: "in step 1"}).values()))
-    plan = Plan(num_hosts=1, restarts=0)
-    joined, hosts = JoinedHosts(store[0], SECRET, plan), dict(enumerate("aab"))
+    job, hosts = Job(Plan(num_hosts=1), store[0], SECRET, []), dict(enumerate("aab"))
     presence, is_read = Presence(Values([])), 0
     for _ in range(MESSAGES):
-        joined.values.put("report.0.b", altered(generator, whole))
-        reports = joined._new_reports(["b"], 0)
+        job.values.put("report.0.b", altered(generator, whole))
+        reports = job._new_reports(["b"], 0)
         assert all(isinstance(report, Report) for report in reports.values())
         text, code = verdict(list(reports.values()), None, hosts=hosts, unknown=[])
         is_read += code != 1
@@ -174,8 +172,8 @@ def test_a_report_that_is_none_counts_as_not_sent(store):
         presence._store, presence._looked = Values([("beat.1", beat)]), 0.0
         presence.look(["0", "1"])
         presence.lost(["0", "1"])
-    joined.values.put("report.0.b", whole)
-    assert joined._new_reports(["b"], 0)["b"].failures == [failure]
+    job.values.put("report.0.b", whole)
+    assert job._new_reports(["b"], 0)["b"].failures == [failure]
     assert 0 < is_read < MESSAGES
 
 
@@ -189,8 +187,9 @@ def test_an_agent_takes_a_whole_header_alone():
         secret="secret",
         name="1_0",
         host="a",
-        least=2,
-        most=2,
+        number=0,
+        num_ranks=1,
+        num_hosts=2,
         job="1",
         folder="/",
         command=command,

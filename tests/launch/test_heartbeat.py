@@ -2,7 +2,7 @@
 
 import pytest
 
-from keras_dist.launch import joined
+from keras_dist.launch import job
 
 
 class Clock:
@@ -28,7 +28,7 @@ class Clock:
 def clock(monkeypatch):
     """A clock that `pass_time` sets forward."""
     clock = Clock()
-    monkeypatch.setattr(joined, "time", clock)
+    monkeypatch.setattr(job, "time", clock)
     return clock
 
 
@@ -47,12 +47,12 @@ def pass_time(clock, presence, seconds, *, beating, running=(0, 1)):
 
 def test_a_host_is_lost_after_15_seconds_of_silence(clock):
     """Not before, nor one that has never answered, nor one whose agent has ended."""
-    presence = joined.Presence(clock)
+    presence = job.Presence(clock)
     assert pass_time(clock, presence, 10, beating=[0, 1]) == {}
     assert pass_time(clock, presence, 14, beating=[0]) == {}
     assert pass_time(clock, presence, 5, beating=[0, 1]) == {}  # an outage of 14 s
     assert pass_time(clock, presence, 30, beating=[0], running=[0]) == {}
-    presence = joined.Presence(clock)
+    presence = job.Presence(clock)
     clock.beats.clear()
     assert pass_time(clock, presence, 60, beating=[0]) == {}
     assert pass_time(clock, presence, 5, beating=[0, 1]) == {}
@@ -61,7 +61,7 @@ def test_a_host_is_lost_after_15_seconds_of_silence(clock):
 
 def test_the_time_in_which_the_launcher_was_suspended_does_not_count(clock):
     """As when a laptop is closed; what comes after it does."""
-    presence = joined.Presence(clock)
+    presence = job.Presence(clock)
     pass_time(clock, presence, 3, beating=[0, 1])
     clock.now += 3600
     assert pass_time(clock, presence, 12, beating=[]) == {}
@@ -70,7 +70,7 @@ def test_the_time_in_which_the_launcher_was_suspended_does_not_count(clock):
 
 def test_a_host_that_takes_its_time_is_named_once(clock):
     """After 15 s; one that has ended by then, or has answered, is not."""
-    presence = joined.Presence(clock)
+    presence = job.Presence(clock)
     pass_time(clock, presence, 10, beating=[0])
     assert presence.late([0, 1, 2]) == []
     pass_time(clock, presence, 10, beating=[0])

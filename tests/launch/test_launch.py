@@ -16,7 +16,7 @@ from launch import PYTHONPATH, ROOT, launch
 
 import keras_dist
 from keras_dist.launch.function import CALL, call_and_keep, pickled_call
-from keras_dist.launch.hosts import hosts_in, hosts_of, hosts_of_lines
+from keras_dist.launch.hosts import hosts_in, hosts_of
 from keras_dist.launch.meeting import meeting_point
 
 RUN = [sys.executable, "-m", "keras_dist", "run"]
@@ -353,7 +353,7 @@ _NO_HOSTS += ["a b", "a@b@c", "a/b", "\x1b[2J", "@a", "a'b"]
 
 
 def test_what_no_host_is_called_is_an_error_wherever_hosts_are_named(tmp_path):
-    """In `-H`, a hosts file, a discovery script and `--rdzv`: before ssh is called."""
+    """In `-H`, a hosts file and `--rdzv`: before ssh is called."""
     ssh, called, file = tmp_path / "ssh", tmp_path / "called", tmp_path / "hosts"
     ssh.write_text(f'#!/bin/sh\necho "$@" >> {called}\n')
     ssh.chmod(0o755)
@@ -362,8 +362,6 @@ def test_what_no_host_is_called_is_an_error_wherever_hosts_are_named(tmp_path):
         with pytest.raises(ValueError, match="The name of a host must be") as found:
             hosts_of(f"a:1,{name}:1", None)
         assert f"Received: {name!r} in -H a:1," in str(found.value)
-        with pytest.raises(ValueError, match="The name of a host must be|must print a"):
-            hosts_of_lines(file.read_text())
         with pytest.raises(ValueError, match="The name of a host must be"):
             meeting_point(f"{name}:29400")
         if " " not in name:
@@ -374,7 +372,6 @@ def test_what_no_host_is_called_is_an_error_wherever_hosts_are_named(tmp_path):
     assert len(hosts_of(named, None)) == 4
     file.write_text("-oProxyCommand=touch-it slots=1\n")
     ways = [["-H", "-oProxyCommand=touch-it:1"], ["--hostfile", file]]
-    ways += [["--host-discovery-script", f"sed s/.slots=/:/ {file}", "--nnodes", "1:2"]]
     for words in ways:
         done = start(*words, "--ssh", ssh, "--rdzv-timeout", 1, "-m", "this")
         assert done.returncode in (1, 2), done.stderr
@@ -385,11 +382,10 @@ def test_what_no_host_is_called_is_an_error_wherever_hosts_are_named(tmp_path):
 @pytest.mark.parametrize("address", ["192.0.2.1", "fd77::1", "no.such.name"])
 def test_an_address_that_is_not_of_this_host_is_named(address):
     """Of another host, of IPv6, or of none: before anything is started."""
-    for hosts in (["-H", "b:1"], ["-H", "b:1", "--nnodes", "1:2", "--ssh", "true"]):
-        done = start(*hosts, "--address", address, "-m", "this")
-        assert done.returncode == 1
-        assert f"has this address. Received: {address} (" in done.stderr, done.stderr
-        assert "Pass an IPv4 address of this host with `--address`." in done.stderr
+    done = start("-H", "b:1", "--address", address, "-m", "this")
+    assert done.returncode == 1
+    assert f"has this address. Received: {address} (" in done.stderr, done.stderr
+    assert "Pass an IPv4 address of this host with `--address`." in done.stderr
 
 
 _STORE = """

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from keras_dist.launch.systems import DEBIAN, System, translated
+from keras_dist.tools.install.systems import DEBIAN, System, translated
 from keras_dist.version import (
     FIRST_TENSORFLOW,
     LAST_TENSORFLOW,

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from keras_dist.launch import horovod_library
-from keras_dist.launch.systems import this_system
 from keras_dist.tools.install.build import build_wheel, local_version
 from keras_dist.tools.install.facts import (
     HOROVOD,
@@ -19,6 +18,7 @@ from keras_dist.tools.install.facts import (
 )
 from keras_dist.tools.install.installed import Built, is_enough, probe
 from keras_dist.tools.install.steps import PIP, InstallError, Steps, remedy_for
+from keras_dist.tools.install.systems import this_system
 
 _INSTALL = (*PIP, "install")
 _REPLACE = (*_INSTALL, "--force-reinstall", "--no-deps")

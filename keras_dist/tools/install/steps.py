@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from keras_dist.launch.systems import here
+from keras_dist.tools.install.systems import here
 
 # -P: do not import from the current folder, in which a file may hide a package.
 PYTHON = (sys.executable, "-P")
