@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import slurm
 
@@ -138,34 +137,6 @@ def test_a_job_saves_at_sigusr1(cluster, tmp_path):
     assert f"ended by {signal.SIGUSR1.name} on n" in errors.decode()
     assert "the ranks have saved" in errors.decode()
     assert (folder / "saved.0").exists() and (folder / "saved.1").exists()
-
-
-def test_a_step_has_its_own_number_of_tasks(cluster, tmp_path):
-    """Some of them may be lost, and no others come."""
-    done = cluster.run("srun", "-N2", "-n2", *RUN, "--nnodes", "1:1", STUB, tmp_path)
-    assert done.returncode == 1
-    assert "Received: --nnodes 1:1, and 2 tasks." in done.stderr
-
-
-@pytest.mark.long
-def test_the_tasks_that_are_left_go_on(cluster, tmp_path):
-    """Where srun does not end them: here one is killed with all that it has started."""
-    folder = tmp_path / "ranks"
-    srun = ["srun", "-N2", "-n2", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
-    process = cluster.start(*srun, *RUN, "--nnodes", "1:2", STUB, folder, "again")
-    there(folder)
-    tasks = [
-        each
-        for each in psutil.process_iter(["cmdline", "environ"])
-        if (each.info["environ"] or {}).get("SLURM_PROCID") == "1"
-        and str(folder) in each.info["cmdline"]
-        and "run" in each.info["cmdline"]
-    ]
-    tasks[0].kill()
-    out, errors = (text.decode() for text in process.communicate(timeout=90))
-    assert "start 1: 2 ranks on 2 hosts (n1, n2), of 1 to 2." in errors, out + errors
-    assert "start 2 (restart 1 of at most 3): host n2 was lost; 1 rank" in errors
-    assert (folder / "there.1.0").exists() and not (folder / "there.1.1").exists()
 
 
 @pytest.mark.long
