@@ -1,6 +1,5 @@
 """Decide from the arguments of one call what this rank is going to do."""
 
-import os
 from dataclasses import dataclass, replace
 from typing import Any
 
