@@ -78,3 +78,40 @@ def test_collectives_are_among_the_ranks_of_a_process_set(tmp_path):
     done = launch([sys.executable, str(script)], ranks=3, timeout=120)
     assert done.returncode == 0, done.stderr[-5000:]
     assert done.stdout.count("all is well") == 3
+
+
+_ALONE = """
+import sys
+sys.modules["horovod"] = sys.modules["horovod.tensorflow"] = None  # not installed
+import keras, numpy as np
+import keras_dist.horovod as hvd
+hvd.init()
+assert (hvd.rank(), hvd.size(), hvd.local_rank()) == (0, 1, 0)
+assert hvd.is_initialized()
+assert float(hvd.allreduce(3.0, prescale_factor=2.0, op=hvd.Sum)) == 6
+assert hvd.allgather([1, 2]).numpy().tolist() == [1, 2]
+assert int(hvd.broadcast(7, 0)) == 7 and hvd.broadcast_object("a") == "a"
+assert hvd.allgather_object({"b": 1}) == [{"b": 1}]
+model = keras.Sequential([keras.layers.Dense(1)])
+model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.1)), "mse")
+callbacks = [
+    hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+    hvd.callbacks.MetricAverageCallback(),
+    hvd.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=1),
+]
+model.fit(np.ones((8, 2)), np.ones(8), verbose=0, callbacks=callbacks)
+try:
+    hvd.ProcessSet([0])
+except RuntimeError as error:
+    assert "keras-dist install-horovod" in str(error)
+    print("all is well")
+"""
+
+
+def test_one_process_needs_no_horovod(tmp_path):
+    """A script runs alone; what is Horovod's own says how to install it."""
+    script = tmp_path / "script.py"
+    script.write_text(_ALONE)
+    done = launch([sys.executable, str(script)], ranks=None, timeout=120)
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert "all is well" in done.stdout
