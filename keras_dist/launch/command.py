@@ -3,17 +3,22 @@
 import argparse
 import os
 import shlex
+from dataclasses import replace
 
 from keras_dist.launch import environments, slurm_task
 from keras_dist.launch.agent import serve
-from keras_dist.launch.environments import Environment
 from keras_dist.launch.failures import print_message
-from keras_dist.launch.hosts import host_count, hosts_in, hosts_of, is_here, num_gpus
-from keras_dist.launch.job import Plan, begin_text, run_by_ssh, run_locally
+from keras_dist.launch.hosts import (
+    Place,
+    host_count,
+    hosts_in,
+    hosts_of,
+    is_here,
+    num_gpus,
+)
+from keras_dist.launch.job import begin_text, run_by_ssh, run_locally
 from keras_dist.launch.meeting import (
     TIMEOUT_SECONDS,
-    Meeting,
-    meeting_in,
     meeting_point,
     run_meeting,
     secret_in,
@@ -175,27 +180,30 @@ def _run(options: argparse.Namespace) -> int:
             "A script to start is needed. Received: none. "
             "For example: keras-dist run -np 2 script.py"
         )
-    environment = _environment(options)
-    is_meeting = options.rdzv is not None or options.nnodes is not None
+    place = _place(options)
     hosts: dict[str, int] = {}
-    if environment is None and not is_meeting:
+    if place is None:
         hosts = dict(hosts_of(_named_hosts(options), options.np))
+    ranks = sum(hosts.values()) if place is None else place.num_ranks or 0
+    if min(ranks, 1 if place is None else place.num_hosts) < 1 or options.restarts < 0:
+        raise ValueError(
+            "At least one rank is needed, on at least one host, and no negative number "
+            f"of restarts. Received: -np {ranks} --nnodes {options.nnodes} "
+            f"--restarts {options.restarts}"
+        )
     command = _command(words, options)
     if options.dry_run:
         print(dry_run_text(command, hosts))
         return 0
-    if environment is not None:
-        meeting = meeting_in(
-            environment,
-            num_ranks=options.np,
-            restarts=options.restarts,
-            secret=secret_in(options.secret_file),
-            timeout=options.rdzv_timeout,
-        )
-        return run_meeting(command, meeting)
-    if is_meeting:
-        return run_meeting(command, _meeting(options))
-    return _run_on(hosts, command, options)
+    if place is None:
+        return _run_on(hosts, command, options)
+    return run_meeting(
+        command,
+        place,
+        secret_in(options.secret_file),
+        restarts=options.restarts,
+        timeout=options.rdzv_timeout,
+    )
 
 
 def _command(words: list[str], options: argparse.Namespace) -> Command:
@@ -206,12 +214,26 @@ def _command(words: list[str], options: argparse.Namespace) -> Command:
     return Command(kind, words, environment, options.log_dir)
 
 
-def _environment(options: argparse.Namespace) -> Environment | None:
-    """Return what a scheduler says, if the user names no other way to start."""
-    ways = (options.hosts, options.hostfile, options.rdzv, options.nnodes)
-    is_inner = options.with_parent is not None or "HOROVOD_RANK" in os.environ
-    is_named = is_inner or ways.count(None) < len(ways)
-    return None if is_named else environments.detect()
+def _place(options: argparse.Namespace) -> Place | None:
+    """Return where hosts meet, by the options or a scheduler; `None` if they do not."""
+    hosts = _named_hosts(options)
+    if options.rdzv is None and options.nnodes is None:
+        is_inner = options.with_parent is not None or "HOROVOD_RANK" in os.environ
+        found = None if hosts or is_inner else environments.detect()
+        if found is None:
+            return None
+    elif hosts is not None or options.rdzv is None or options.nnodes is None:
+        raise ValueError(
+            "Hosts that meet need `--nnodes` and `--rdzv`, and no `-H`, which starts "
+            f"them by ssh. Received: --nnodes {options.nnodes} --rdzv {options.rdzv} "
+            f"-H {hosts}. For example: --nnodes 2 --rdzv a:29400"
+        )
+    else:
+        address, port = meeting_point(options.rdzv)
+        num_hosts = host_count(options.nnodes, source="--nnodes")
+        found = Place(address, port, num_hosts, number=options.node_rank)
+    count = found.num_ranks if options.np is None else options.np
+    return replace(found, num_ranks=num_gpus() or 1 if count is None else count)
 
 
 def _run_on(
@@ -229,31 +251,6 @@ def _run_on(
     ssh = Ssh(shlex.split(options.ssh), options.address)
     return run_by_ssh(
         command, hosts, ssh, restarts=restarts, timeout=options.rdzv_timeout
-    )
-
-
-def _meeting(options: argparse.Namespace) -> Meeting:
-    hosts = _named_hosts(options)
-    if hosts is not None or options.rdzv is None or options.nnodes is None:
-        raise ValueError(
-            "Hosts that meet need `--nnodes` and `--rdzv`, and no `-H`, which starts "
-            f"them by ssh. Received: --nnodes {options.nnodes} --rdzv {options.rdzv} "
-            f"-H {hosts}. For example: --nnodes 2 --rdzv a:29400"
-        )
-    address, port = meeting_point(options.rdzv)
-    plan = Plan(
-        num_hosts=host_count(options.nnodes, source="--nnodes"),
-        restarts=options.restarts,
-        timeout=options.rdzv_timeout,
-        meeting=f"{address}:{port}",
-    )
-    return Meeting(
-        address=address,
-        port=port,
-        plan=plan,
-        num_ranks=(num_gpus() or 1) if options.np is None else options.np,
-        secret=secret_in(options.secret_file),
-        number=options.node_rank,
     )
 
 

@@ -8,14 +8,12 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from signal import SIGUSR1, Signals
+from signal import SIGUSR1
 
-from keras_dist.launch.hosts import host_count
+from keras_dist.launch.hosts import Place, host_count
 from keras_dist.launch.processes import SAVED
-
-PORT = 29400
 
 # Of the step, and not of the job, which may be larger.
 _NODES, _COUNTS = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"
@@ -33,40 +31,8 @@ _FIRST_PORT, _NUM_PORTS, _APART = 20_000, 10_000, 101
 _SECONDS = 30.0
 
 
-@dataclass(frozen=True)
-class Environment:
-    """What a scheduler says of a job, whose command it starts on each host.
-
-    Args:
-        name: Name of the scheduler.
-        num_hosts: Number of hosts.
-        host_number: Number of this host, from 0; `None` to be numbered as it comes.
-        first_host: Name or address of the first host.
-        port: Port of the store there.
-        num_ranks: Ranks of this host; `None` for one for each GPU, or one.
-        host_name: Name of this host, for messages; `None` for its own one.
-        host_names: Names of all hosts by their numbers, if they are known.
-        is_quiet: Whether all hosts print to one screen.
-        saved_code: Exit code when all ranks have saved at a signal; `None` for that of
-            the signal.
-        signals: Signals that stop the job beside Ctrl-C, SIGTERM and SIGHUP.
-    """
-
-    name: str
-    num_hosts: int
-    host_number: int | None
-    first_host: str
-    port: int = PORT
-    num_ranks: int | None = None
-    host_name: str | None = None
-    host_names: Sequence[str] = ()
-    is_quiet: bool = False
-    saved_code: int | None = None
-    signals: Sequence[Signals] = ()
-
-
-def detect(environ: Mapping[str, str] | None = None) -> Environment | None:
-    """Return the environment of this process; `None` if no scheduler names hosts.
+def detect(environ: Mapping[str, str] | None = None) -> Place | None:
+    """Return where this process meets other hosts; `None` if no scheduler names them.
 
     Args:
         environ: Environment variables; by default those of this process.
@@ -125,22 +91,21 @@ class Task:
         }
 
 
-def slurm(environ: Mapping[str, str]) -> Environment | None:
+def slurm(environ: Mapping[str, str]) -> Place | None:
     """Return what SLURM says to a task of a step; each task counts as a host."""
     task = task_of(environ)
     if task is None:
         return None
     pairs = zip(task.nodes, task.counts, strict=True)
-    return Environment(
-        name="SLURM",
-        num_hosts=sum(task.counts),
-        host_number=task.position,
-        first_host=address_of(task.nodes[0]),
+    return Place(
+        address=address_of(task.nodes[0]),
         port=task.port,
+        num_hosts=sum(task.counts),
+        number=task.position,
         # A task that shares its node does not get all its GPUs.
         num_ranks=None if task.counts[task.node] == 1 else 1,
-        host_name=task.nodes[task.node],
-        host_names=[node for node, count in pairs for _ in range(count)],
+        host=task.nodes[task.node],
+        names=[node for node, count in pairs for _ in range(count)],
         is_quiet=True,
         saved_code=SAVED,
         signals=(SIGUSR1,),
@@ -249,7 +214,7 @@ def _scontrol(*words: str) -> str:
     return done.stdout.strip()
 
 
-def torchrun(environ: Mapping[str, str]) -> Environment | None:
+def torchrun(environ: Mapping[str, str]) -> Place | None:
     """Return what variables of `torchrun` say, as Kubeflow's Trainer sets them.
 
     `torchrun` reads each of its options from a variable, `PET_` and its name; scripts
@@ -259,10 +224,10 @@ def torchrun(environ: Mapping[str, str]) -> Environment | None:
 
     >>> own = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a"}
     >>> found = torchrun(own)
-    >>> found.num_hosts, found.host_number, found.first_host, found.port
+    >>> found.num_hosts, found.number, found.address, found.port
     (2, 1, 'a', 29400)
     >>> found = torchrun({"PET_NNODES": "4", "PET_RDZV_ENDPOINT": "a:29500"})
-    >>> found.num_hosts, found.host_number, found.port
+    >>> found.num_hosts, found.number, found.port
     (4, None, 29500)
     """
     names = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NNODES")
@@ -278,17 +243,16 @@ def torchrun(environ: Mapping[str, str]) -> Environment | None:
     number, count = values.get("NODE_RANK", ""), values.get("NPROC_PER_NODE", "")
     address, _, port = values.get("RDZV_ENDPOINT", "").partition(":")
     port = values.get("MASTER_PORT") or port
-    return Environment(
-        name="torchrun's variables",
+    return Place(
+        address=values.get("MASTER_ADDR") or address,
+        port=int(port) if port.isdecimal() else Place.port,
         num_hosts=host_count(values["NNODES"], source="NNODES"),
-        host_number=int(number) if number.isdecimal() else None,
-        first_host=values.get("MASTER_ADDR") or address,
-        port=int(port) if port.isdecimal() else PORT,
+        number=int(number) if number.isdecimal() else None,
         num_ranks=int(count) if count.isdecimal() else None,  # or "auto", "gpu", "cpu"
     )
 
 
-def kubernetes(environ: Mapping[str, str]) -> Environment | None:
+def kubernetes(environ: Mapping[str, str]) -> Place | None:
     """Return what an Indexed Job of Kubernetes says to its pods.
 
     The controller sets `JOB_COMPLETION_INDEX`, and the pod's name is that of the job
@@ -311,11 +275,10 @@ def kubernetes(environ: Mapping[str, str]) -> Environment | None:
             "of the pods to the name of the Service, or name the first pod by "
             "PET_MASTER_ADDR."
         )
-    return Environment(
-        name="Kubernetes",
+    return Place(
+        address=f"{job}-0.{domain}",
         num_hosts=host_count(nnodes, source="PET_NNODES"),
-        host_number=int(index),
-        first_host=f"{job}-0.{domain}",
+        number=int(index),
     )
 
 

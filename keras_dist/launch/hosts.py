@@ -2,10 +2,12 @@
 
 import os
 import re
+import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from signal import Signals
 
 LOOPBACK = "127.0.0.1"
 _HERE = ("localhost", LOOPBACK)
@@ -220,6 +222,37 @@ def num_gpus(environ: Mapping[str, str] | None = None) -> int:
         named = environ["CUDA_VISIBLE_DEVICES"].split(",")
         return len([name for name in named if name.strip() not in ("", "-1")])
     return len(list(_DRIVER.iterdir())) if _DRIVER.is_dir() else 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the hosts of a job meet, and who this one is.
+
+    Args:
+        address: Name or address of the first host.
+        port: Port of the store there.
+        num_hosts: Number of hosts.
+        number: Number of this host; `None` to be numbered as it comes. Number 0 is the
+            first host. Without a number it is the one that has the address.
+        num_ranks: Ranks of this host; `None` for one for each GPU, or one.
+        host: Name of this host.
+        names: Names of all hosts by their numbers, if they are known.
+        is_quiet: Whether all hosts print to one screen.
+        saved_code: Exit code when a signal has stopped the job and all ranks have
+            saved; `None` for that of the signal.
+        signals: Signals that stop the job beside Ctrl-C, SIGTERM and SIGHUP.
+    """
+
+    address: str = LOOPBACK
+    port: int = 29400
+    num_hosts: int = 1
+    number: int | None = None
+    num_ranks: int | None = None
+    host: str = field(default_factory=socket.gethostname)
+    names: Sequence[str] = ()
+    is_quiet: bool = False
+    saved_code: int | None = None
+    signals: Sequence[Signals] = ()
 
 
 @dataclass(frozen=True)

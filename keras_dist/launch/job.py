@@ -34,6 +34,7 @@ from keras_dist.launch.failures import (
 from keras_dist.launch.hosts import (
     LOOPBACK,
     Member,
+    Place,
     Slot,
     is_here,
     numbered,
@@ -75,30 +76,6 @@ _LEAVE_SECONDS = 10.0
 
 # Id of the host that runs the loop.
 _OWN = ""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What the user has asked for.
-
-    Args:
-        num_hosts: Number of hosts.
-        restarts: The largest number of restarts after failures.
-        timeout: Seconds to wait for the hosts.
-        meeting: Where the hosts find the store, in words.
-        names: Names of all hosts, if they are known.
-        saved_code: Exit code when a signal has stopped the job and all ranks have
-            saved; `None` for that of the signal.
-        is_announced: Whether the user was told already what is started.
-    """
-
-    num_hosts: int
-    restarts: int = 0
-    timeout: float = 0.0
-    meeting: str = ""
-    names: Sequence[str] = ()
-    saved_code: int | None = None
-    is_announced: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,10 +132,9 @@ class Presence:
 
     def __init__(self, store: StoreClient) -> None:
         self._store = store
-        self._begin = self._looked = time.monotonic()
+        self._looked = time.monotonic()
         # For each host that has answered: its last heartbeat, and when it was seen.
         self._seen: dict[str, tuple[int, float]] = {}
-        self._has_warned = False
 
     def look(self, running: Collection[str]) -> None:
         """Read the heartbeats of hosts that run, twice a second."""
@@ -183,19 +159,12 @@ class Presence:
             if name in self._seen and self._looked - self._seen[name][1] > LOST_SECONDS
         ]
 
-    def late(self, running: Collection[str]) -> list[str]:
-        """Return, once, the hosts that have not answered 15 s after the start."""
-        if self._has_warned or time.monotonic() - self._begin < LOST_SECONDS:
-            return []
-        self._has_warned = True
-        return [name for name in running if name not in self._seen]
-
 
 class Job:
     """A job, in the process that has its store.
 
     Args:
-        plan: What the user has asked for.
+        place: How many hosts there are, and where they meet.
         store: The store of the job.
         secret: Secret of the job.
         stopped: Numbers of the signals that this process has received.
@@ -205,7 +174,7 @@ class Job:
 
     def __init__(
         self,
-        plan: Plan,
+        place: Place,
         store: Store,
         secret: str,
         stopped: Sequence[int],
@@ -213,22 +182,26 @@ class Job:
         own: OwnRanks | None = None,
         ssh: SshHosts | None = None,
     ) -> None:
-        self.values = OwnStoreClient(store, secret, num_hosts=plan.num_hosts)
-        self._plan, self._store, self._secret = plan, store, secret
+        self.values = OwnStoreClient(store, secret, num_hosts=place.num_hosts)
+        self._place, self._store, self._secret = place, store, secret
         self._stopped, self._own, self._ssh = stopped, own, ssh
-        self._is_alone = own is not None and plan.num_hosts == 1
+        self._is_alone = own is not None and place.num_hosts == 1
         self._presence = Presence(self.values)
         # The hosts of the job by their numbers, once all are there.
         self._members: Mapping[str, Member] = {}
 
-    def run(self) -> int:
+    def run(self, *, restarts: int, timeout: float = 0.0) -> int:
         """Run the job to its end, and let all hosts know of it; errors are printed.
+
+        Args:
+            restarts: The largest number of restarts after failures.
+            timeout: Seconds to wait for the hosts.
 
         Returns:
             The exit code.
         """
         try:
-            end = self._run()
+            end = self._run(restarts, timeout)
         except Exception as error:  # or the hosts would wait forever
             is_named = isinstance(error, _NAMED_ERRORS)
             text = str(error) if is_named else traceback.format_exc()
@@ -237,10 +210,9 @@ class Job:
         self._send_end(end)
         return end.code
 
-    def _run(self) -> End:
+    def _run(self, restarts: int, timeout: float) -> End:
         """Wait for all hosts, and start the ranks again until the job has ended."""
-        end = self._wait()
-        restarts = self._plan.restarts
+        end = self._wait(timeout)
         for start in range(restarts + 1):
             if end is None:
                 end = self._start(start)
@@ -253,7 +225,7 @@ class Job:
         assert end is not None
         return end
 
-    def _wait(self) -> End | None:
+    def _wait(self, timeout: float) -> End | None:
         """Wait for all hosts; return the end of the job if they do not come.
 
         Raises:
@@ -262,11 +234,11 @@ class Job:
         begin = said = time.monotonic()
         while not (end := self._stopped_end({})):
             joined = self._joined()
-            numbers = numbered(joined, self._plan.num_hosts)
+            numbers = numbered(joined, self._place.num_hosts)
             if None not in numbers:
                 members = {name: joined[name] for name in numbers if name is not None}
                 self._members = members
-                if not self._plan.is_announced:
+                if self._ssh is None and not self._is_alone:
                     print_message(begin_text(ranks_of_hosts(list(members.values()))))
                 return None
             if self._ssh is not None and (failed := self._ssh.failed(joined)):
@@ -274,15 +246,13 @@ class Job:
                 text = f"no ranks could be run on {host}: exit code {code}."
                 return End(code or 1, f"keras-dist: {text}", is_final=True)
             now = time.monotonic()
-            if now - begin > self._plan.timeout:
-                raise TimeoutError(self._late_text(joined, numbers))
+            if now - begin > timeout:
+                text = self._missing(joined, numbers)
+                raise TimeoutError(self._late_text(text, timeout))
             if now - said > _SAY_SECONDS:
                 said = now
                 text = self._missing(joined, numbers)
                 print_message(f"keras-dist: waiting for hosts: {text}.")
-            for host in self._late_hosts():
-                text = f"{host} has not answered yet; still waiting for its agent."
-                print_message(f"keras-dist: {text}")
             self._pause(_TICK)
         return end
 
@@ -302,28 +272,19 @@ class Job:
         """Describe who is there, and who is missing."""
         there = [joined[name].host for name in numbers if name is not None]
         away = [number for number, name in enumerate(numbers) if name is None]
-        known = [self._plan.names[number] for number in away if self._plan.names]
+        known = [self._place.names[number] for number in away if self._place.names]
         named = ", ".join(known or [f"node rank {number}" for number in away])
         listed = ", ".join(there)
-        return f"{len(there)} of {self._plan.num_hosts} ({listed}); missing: {named}"
+        return f"{len(there)} of {self._place.num_hosts} ({listed}); missing: {named}"
 
-    def _late_text(
-        self, joined: Mapping[str, Member], numbers: Sequence[str | None]
-    ) -> str:
-        text = (
-            f"Not all hosts have come within {self._plan.timeout:g} s. Received: "
-            f"{self._missing(joined, numbers)}."
-        )
+    def _late_text(self, missing: str, timeout: float) -> str:
+        text = f"Not all hosts have come within {timeout:g} s. Received: {missing}."
         if self._ssh is not None:
             return text
         return (
             f"{text} Start the same command on each of them; each has to reach "
-            f"{self._plan.meeting}."
+            f"{self._place.address}:{self._place.port}."
         )
-
-    def _late_hosts(self) -> list[str]:
-        hosts = {} if self._ssh is None else self._ssh.running()
-        return [hosts[name] for name in self._presence.late(hosts)]
 
     def _start(self, start: int) -> End:
         """Start the ranks of all hosts, and wait for their end."""
@@ -474,7 +435,7 @@ class Job:
         has_saved = bool(reports) and len(reports) == len(self._members)
         has_saved = has_saved and all(report.saved for report in reports.values())
         text = stopped_text(number, has_saved=has_saved, host=host)
-        code = self._plan.saved_code if has_saved else None
+        code = self._place.saved_code if has_saved else None
         return End(code or 128 + number, text, is_final=True)
 
     def _failed_end(self, slots: Mapping[str, Sequence[Slot]], seen: _Seen) -> End:
@@ -500,10 +461,9 @@ class Job:
 
     def _send_end(self, end: End) -> None:
         """Let all hosts end, and wait until they have seen it."""
-        first = self._plan.meeting.partition(":")[0]
         line = end.text.partition("\n")[0]
         if line != end.text:
-            line = f"{line} All of it is in the output of {first}."
+            line = f"{line} All of it is in the output of {self._place.address}."
         self._order("exit", code=end.code, text=line)
         begin = time.monotonic()
         while time.monotonic() - begin < _LEAVE_SECONDS:
@@ -542,9 +502,7 @@ def run_locally(command: Command, num_ranks: int, *, restarts: int) -> int:
 
     Raises:
         RuntimeError: If Horovod is not installed.
-        ValueError: If a number is too small.
     """
-    check_numbers(num_ranks, restarts)
     job = secrets.token_hex(8)
     # The reaper is forked, so before the first thread.
     with (
@@ -552,9 +510,9 @@ def run_locally(command: Command, num_ranks: int, *, restarts: int) -> int:
         stopped_by_signals() as stopped,
         contextlib.closing(Store()) as store,
     ):
-        plan = Plan(num_hosts=1, restarts=restarts, is_announced=True)
         own = OwnRanks(command, Member("localhost", num_ranks), job)
-        return Job(plan, store, secrets.token_hex(16), stopped, own=own).run()
+        secret = secrets.token_hex(16)
+        return Job(Place(), store, secret, stopped, own=own).run(restarts=restarts)
 
 
 def run_by_ssh(
@@ -583,9 +541,7 @@ def run_by_ssh(
     Raises:
         OSError, ValueError: If this host has no address for the others.
         RuntimeError: If Horovod is not installed.
-        ValueError: If a number cannot be used.
     """
-    check_numbers(sum(hosts.values()), restarts)
     job, secret = secrets.token_hex(8), secrets.token_hex(16)
     # The reaper is forked, so before the first thread.
     with processes.reaper(job), stopped_by_signals() as stopped:
@@ -607,28 +563,10 @@ def run_by_ssh(
                 folder=os.getcwd(),
                 command=with_environment(command),
             )
-            plan = Plan(
-                num_hosts=len(hosts),
-                restarts=restarts,
-                timeout=timeout,
-                names=list(hosts),
-                is_announced=True,
-            )
+            place = Place(address, num_hosts=len(hosts), names=list(hosts))
             with contextlib.closing(SshHosts(hosts, ssh, header)) as agents:
-                return Job(plan, store, secret, stopped, ssh=agents).run()
-
-
-def check_numbers(num_ranks: int, restarts: int) -> None:
-    """Check how many ranks and restarts the user has asked for.
-
-    Raises:
-        ValueError: If a number is too small.
-    """
-    if num_ranks < 1 or restarts < 0:
-        raise ValueError(
-            "At least one rank is needed, and no negative number of restarts. "
-            f"Received: -np {num_ranks} --restarts {restarts}"
-        )
+                launcher = Job(place, store, secret, stopped, ssh=agents)
+                return launcher.run(restarts=restarts, timeout=timeout)
 
 
 def begin_text(hosts: Mapping[str, int], *, is_importing: bool = True) -> str:

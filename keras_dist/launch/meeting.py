@@ -8,15 +8,13 @@ import socket
 import stat
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from signal import Signals
+from dataclasses import replace
 
 from keras_dist.launch import processes
 from keras_dist.launch.agent import Agent
-from keras_dist.launch.environments import Environment
 from keras_dist.launch.failures import print_message
-from keras_dist.launch.hosts import LOOPBACK, Member, check_host, num_gpus
-from keras_dist.launch.job import Job, OwnRanks, Plan
+from keras_dist.launch.hosts import LOOPBACK, Member, Place, check_host
+from keras_dist.launch.job import Job, OwnRanks
 from keras_dist.launch.network import EVERYWHERE, has_only_ipv6, is_loopback
 from keras_dist.launch.processes import stopped_by_signals
 from keras_dist.launch.ranks import Command
@@ -27,95 +25,19 @@ TIMEOUT_SECONDS = 300.0
 _SHORTEST_SECRET, _RETRY_SECONDS = 16, 0.5
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """Where the hosts of a job meet, and who this one is.
-
-    Args:
-        address: Name or address of the first host.
-        port: Port of its store.
-        plan: How many hosts the job has, and what the user has asked for.
-        num_ranks: How many ranks this host starts.
-        secret: Secret of the job.
-        number: Number of this host; `None` to be numbered as it comes. Number 0 is the
-            first host. Without a number it is the one that has the address.
-        host: Name of this host.
-        is_quiet: Whether all hosts print to one screen.
-        signals: Signals that stop the job beside Ctrl-C, SIGTERM and SIGHUP.
-    """
-
-    address: str
-    port: int
-    plan: Plan
-    num_ranks: int
-    secret: str
-    number: int | None = None
-    host: str = socket.gethostname()
-    is_quiet: bool = False
-    signals: Sequence[Signals] = ()
-
-
-def meeting_in(
-    environment: Environment,
-    *,
-    num_ranks: int | None = None,
-    restarts: int = 0,
-    secret: str,
-    timeout: float = TIMEOUT_SECONDS,
-) -> Meeting:
-    """Return where the hosts of an environment meet.
-
-    Args:
-        environment: The environment, which starts this command on each host.
-        num_ranks: Number of ranks of each host; `None` for what the environment says,
-            or one for each GPU, or one.
-        restarts: The largest number of restarts after failures.
-        secret: Secret of the job.
-        timeout: Seconds to wait for the other hosts.
-    """
-    address, port = environment.first_host, environment.port
-    plan = Plan(
-        num_hosts=environment.num_hosts,
-        restarts=restarts,
-        timeout=timeout,
-        meeting=f"{address}:{port}",
-        names=environment.host_names,
-        saved_code=environment.saved_code,
-    )
-    return Meeting(
-        address=address,
-        port=port,
-        plan=plan,
-        num_ranks=num_ranks or environment.num_ranks or num_gpus() or 1,
-        secret=secret,
-        number=environment.host_number,
-        host=environment.host_name or socket.gethostname(),
-        is_quiet=environment.is_quiet,
-        signals=environment.signals,
-    )
-
-
-def check(meeting: Meeting) -> None:
+def check(place: Place, secret: str) -> None:
     """Check what the user has asked for.
 
     Raises:
         ValueError: If it cannot be used.
     """
-    number, plan = meeting.number, meeting.plan
-    if min(meeting.num_ranks, plan.num_hosts) < 1 or plan.restarts < 0:
-        raise ValueError(
-            "At least one host and one rank are needed, and no negative number of "
-            f"restarts. Received: --nnodes {plan.num_hosts} -np {meeting.num_ranks} "
-            f"--restarts {plan.restarts}"
-        )
-    if number is not None and not 0 <= number < plan.num_hosts:
+    if place.number is not None and not 0 <= place.number < place.num_hosts:
         raise ValueError(
             "Hosts are numbered from 0 to one less than `--nnodes`. Received: "
-            f"--node-rank {number} --nnodes {plan.num_hosts}"
+            f"--node-rank {place.number} --nnodes {place.num_hosts}"
         )
-    is_open = not is_loopback(meeting.address)
-    if len(meeting.secret) < _SHORTEST_SECRET and is_open:
-        received = f"{len(meeting.secret)} characters" if meeting.secret else "none"
+    if len(secret) < _SHORTEST_SECRET and not is_loopback(place.address):
+        received = f"{len(secret)} characters" if secret else "none"
         raise ValueError(
             "A job on several hosts needs a secret of at least "
             f"{_SHORTEST_SECRET} characters. Received: {received}. Set {SECRET} to "
@@ -166,7 +88,9 @@ def meeting_point(text: str) -> tuple[str, int]:
     return address, int(port or "29400")
 
 
-def run_meeting(command: Command, meeting: Meeting) -> int:
+def run_meeting(
+    command: Command, place: Place, secret: str, *, restarts: int, timeout: float
+) -> int:
     """Take part in a job whose hosts meet, and end what this host has started.
 
     It installs signal handlers, so call it from the main thread of a process that does
@@ -174,7 +98,11 @@ def run_meeting(command: Command, meeting: Meeting) -> int:
 
     Args:
         command: The command that every rank runs.
-        meeting: Where the hosts meet; the plan of the first host counts.
+        place: Where the hosts meet.
+        secret: Secret of the job.
+        restarts: The largest number of restarts after failures; that of the first host
+            counts.
+        timeout: Seconds to wait for the other hosts.
 
     Returns:
         The exit code of the job, the same on all hosts.
@@ -184,36 +112,37 @@ def run_meeting(command: Command, meeting: Meeting) -> int:
         RuntimeError: If Horovod is not installed.
         ValueError: If an argument cannot be used, or the hosts cannot meet.
     """
-    check(meeting)
-    job, plan, secret = secrets.token_hex(8), meeting.plan, meeting.secret
-    member = Member(meeting.host, meeting.num_ranks, meeting.number)
+    check(place, secret)
+    job, member = secrets.token_hex(8), Member(place.host, place.num_ranks or 1)
     # The reaper is forked, so before the first thread.
-    with processes.reaper(job), stopped_by_signals(*meeting.signals) as stopped:
-        store, address = store_if_first(meeting, stopped)
+    with processes.reaper(job), stopped_by_signals(*place.signals) as stopped:
+        store, address = store_if_first(place, timeout, stopped)
         if store is not None:
             own = OwnRanks(command, replace(member, number=0), job)
             with contextlib.closing(store):
-                return Job(plan, store, secret, stopped, own=own).run()
+                first = Job(place, store, secret, stopped, own=own)
+                return first.run(restarts=restarts, timeout=timeout)
         agent = Agent(
-            StoreClient(address, meeting.port, secret),
+            StoreClient(address, place.port, secret),
             secret,
-            member,
-            num_hosts=plan.num_hosts,
+            replace(member, number=place.number),
+            num_hosts=place.num_hosts,
             stopped=stopped,
-            is_quiet=meeting.is_quiet,
+            is_quiet=place.is_quiet,
         )
-        if not agent.join(plan.timeout):
+        if not agent.join(timeout):
             return 128 + stopped[0]
         return agent.follow(command, job)
 
 
 def store_if_first(
-    meeting: Meeting, stopped: Sequence[int] = ()
+    place: Place, timeout: float = TIMEOUT_SECONDS, stopped: Sequence[int] = ()
 ) -> tuple[Store | None, str]:
     """Return the store, if this is the first host; and the address to reach it at.
 
     Args:
-        meeting: Where the hosts meet.
+        place: Where the hosts meet.
+        timeout: Seconds to wait until the name of the first host is known.
         stopped: The wait for the address ends as soon as this list is not empty.
 
     Raises:
@@ -221,53 +150,51 @@ def store_if_first(
         ValueError: If the name of the first host does not become known, or has IPv6
             addresses alone.
     """
-    if has_only_ipv6(meeting.address):
+    if has_only_ipv6(place.address):
         raise ValueError(
             "Hosts meet at an IPv4 address, by which their ranks connect, too. "
-            f"Received: {meeting.address}, which has IPv6 addresses alone on this "
+            f"Received: {place.address}, which has IPv6 addresses alone on this "
             "host. Name an IPv4 address of the first host, the same on all hosts: "
-            f"--rdzv 10.0.0.1:{meeting.port}"
+            f"--rdzv 10.0.0.1:{place.port}"
         )
-    if meeting.number not in (None, 0):
-        return None, meeting.address
-    address = _resolved(meeting, stopped)
+    if place.number not in (None, 0):
+        return None, place.address
+    address = _resolved(place, timeout, stopped)
     if address is None:
-        return None, meeting.address
-    if address.startswith("127.") and not is_loopback(meeting.address):
+        return None, place.address
+    if address.startswith("127.") and not is_loopback(place.address):
         # Debian's own name, which the others know by another address.
         address = EVERYWHERE
     try:
-        return Store(address, meeting.port), _reached(address)
+        return Store(
+            address, place.port
+        ), LOOPBACK if address == EVERYWHERE else address
     except OSError as error:
-        if meeting.number is None and error.errno in (
+        if place.number is None and error.errno in (
             errno.EADDRNOTAVAIL,  # not an address of this host
             errno.EADDRINUSE,  # several on one machine
         ):
-            return None, meeting.address
+            return None, place.address
         if error.errno == errno.EADDRNOTAVAIL:  # the others reach it by another one
-            return Store(EVERYWHERE, meeting.port), LOOPBACK
+            return Store(EVERYWHERE, place.port), LOOPBACK
         raise OSError(
-            f"The job's store cannot listen at {address}:{meeting.port}. "
+            f"The job's store cannot listen at {address}:{place.port}. "
             f"Received: {error}. Name another port by `--rdzv`, the same on all hosts."
         ) from error
 
 
-def _reached(address: str) -> str:
-    return LOOPBACK if address == EVERYWHERE else address
-
-
-def _resolved(meeting: Meeting, stopped: Sequence[int]) -> str | None:
+def _resolved(place: Place, timeout: float, stopped: Sequence[int]) -> str | None:
     """Look up the first host, whose name may become known only now."""
     begin = time.monotonic()
     while True:
         try:
-            return socket.gethostbyname(meeting.address)
+            return socket.gethostbyname(place.address)
         except OSError as error:
-            if meeting.number is None:
+            if place.number is None:
                 return None  # a host knows its own name, so this is another one
-            if stopped or time.monotonic() - begin > meeting.plan.timeout:
+            if stopped or time.monotonic() - begin > timeout:
                 raise ValueError(
                     "The name of the first host is not known there. Received: "
-                    f"{meeting.address} ({error})."
+                    f"{place.address} ({error})."
                 ) from error
             time.sleep(_RETRY_SECONDS)

@@ -5,7 +5,6 @@ import os
 import resource
 import shutil
 import signal
-import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -51,43 +50,6 @@ def make_folder(job: str) -> Path:
         job: Id of the job.
     """
     return Path(tempfile.mkdtemp(prefix=_prefix(job)))
-
-
-def lasting_folder(job: str) -> Path | None:
-    """Return the folder for files of a job that outlive a start on this host.
-
-    `make_lasting_folder` makes it. Other users can read the id of the job in the names
-    of its folders, and make one of that name, so only one that is of this user and
-    closed to others is taken.
-
-    Args:
-        job: Id of the job.
-
-    Returns:
-        `None` if there is none yet.
-    """
-    prefix = _prefix(_lasting(job))
-    found = sorted(Path(tempfile.gettempdir()).glob(f"{prefix}*"))
-    return next(filter(_is_private, found), None)
-
-
-def make_lasting_folder(job: str) -> Path:
-    """Return the folder of `lasting_folder`, made if there is none yet."""
-    return lasting_folder(job) or make_folder(_lasting(job))
-
-
-def _lasting(job: str) -> str:
-    return f"{job}.lasting"
-
-
-def _is_private(folder: Path) -> bool:
-    """Return whether this is a folder, not a link, that only this user can use."""
-    try:
-        found = folder.lstat()
-    except OSError:  # it has just been removed
-        return False
-    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-    return is_own and not found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
 
 
 def allow_files(count: int) -> None:

@@ -11,11 +11,7 @@ import sys
 from keras_dist.launch import horovod_library
 from keras_dist.launch.environments import address_of, slurm, task_of
 from keras_dist.launch.hosts import slots
-from keras_dist.launch.meeting import (
-    check,
-    meeting_in,
-    store_if_first,
-)
+from keras_dist.launch.meeting import TIMEOUT_SECONDS, check, store_if_first
 from keras_dist.launch.network import address_towards, check_own_name
 from keras_dist.launch.ranks import Assignment, connect_timeout, seed_of
 from keras_dist.launch.signing import VARIABLE as SECRET
@@ -36,28 +32,27 @@ def serve() -> int:
     """
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    task, environment = task_of(), slurm(os.environ)
-    if task is None or environment is None:
+    task, place = task_of(), slurm(os.environ)
+    if task is None or place is None:
         raise ValueError(
             "This command is for tasks of SLURM. Received: no variables of a step."
         )
     job = os.environ.get(SECRET, "")
-    meeting = meeting_in(environment, secret=job)
-    check(meeting)
-    store, address = store_if_first(meeting)
+    check(place, job)
+    store, address = store_if_first(place)
     secret = secret_of_start(job, f"{task.job}.{task.step}", 0)
     if store is not None:
         store.open(slots(list(zip(task.nodes, task.counts, strict=True))), secret)
         store.admit(job)
-    client = StoreClient(address, meeting.port, job)
-    found = client.wait(meeting.host, timeout=meeting.plan.timeout)
+    client = StoreClient(address, place.port, job)
+    found = client.wait(place.host, timeout=TIMEOUT_SECONDS)
     assert found is not None
     own, reached = found
     if store is not None and own.startswith("127.") and len(task.nodes) > 1:
         own = address_towards(address_of(task.nodes[1]))
     if not horovod_library.uses_named_network():
         check_own_name(own)
-    known = variables_of(reached, meeting.port, secret)
+    known = variables_of(reached, place.port, secret)
     seed = seed_of(f"{task.job}.{task.step}")
     assignment = Assignment(slots=(), store=known, secret=secret, seed=seed)
     variables = {**connect_timeout(), **assignment.variables(own)}

@@ -66,13 +66,3 @@ def test_the_time_in_which_the_launcher_was_suspended_does_not_count(clock):
     clock.now += 3600
     assert pass_time(clock, presence, 12, beating=[]) == {}
     assert set(pass_time(clock, presence, 6, beating=[])) == {0, 1}
-
-
-def test_a_host_that_takes_its_time_is_named_once(clock):
-    """After 15 s; one that has ended by then, or has answered, is not."""
-    presence = job.Presence(clock)
-    pass_time(clock, presence, 10, beating=[0])
-    assert presence.late([0, 1, 2]) == []
-    pass_time(clock, presence, 10, beating=[0])
-    assert presence.late([0, 2]) == [2]
-    assert presence.late([0, 2]) == []

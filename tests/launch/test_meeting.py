@@ -144,7 +144,7 @@ def test_ctrl_c_of_a_command_that_waits_for_others_ends_soon(tmp_path):
         (["--nnodes", 2, "--rdzv", "a:1", "-H", "a:1"], "and no `-H`"),
         (["--nnodes", 2, "--rdzv", "a:b"], "its name or address, and a port"),
         (["--nnodes", 2, "--rdzv", "a:1"], "needs a secret of at least 16"),
-        (["--nnodes", 0, "--rdzv", "localhost:1"], "At least one host and one rank"),
+        (["--nnodes", 0, "--rdzv", "localhost:1"], "on at least one host"),
         (["--nnodes", "1:2", "--rdzv", "localhost:1"], "A number of hosts is needed"),
         (
             ["--nnodes", 2, "--node-rank", 2, "--rdzv", "localhost:1"],

@@ -77,7 +77,7 @@ def _run(options: argparse.Namespace, words: Sequence[str] | None) -> int:
     """Run the checks of this host, and those of ranks unless `words` is `None`."""
     environment = environments.detect()
     # Tasks of SLURM have one screen, and often one file system.
-    is_first = not (environment and environment.is_quiet and environment.host_number)
+    is_first = not (environment and environment.is_quiet and environment.number)
     results = list[Result]()
 
     def show(result: Result) -> None:
