@@ -272,9 +272,9 @@ def distributed(model: Any, setup: FitSetup) -> Iterator[None]:
         stack.enter_context(without_autotune(model))
         stack.callback(step.uninstall, model, is_end=True)
         session = step.install(model)
-        session.holder.hold()
+        session.is_held = True
         session.metrics.use(EvaluatedData.of(setup.validation, setup.training))
-        session.training_data.use(setup.training)
+        session.feed = setup.training
         average = _averaging(model, stack)
         average()
         # A train step may make an optimizer when it is first traced.

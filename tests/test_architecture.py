@@ -101,42 +101,6 @@ def test_no_private_module_is_imported():
             assert not name.startswith(("keras.src", "tensorflow.python")), path
 
 
-def mutable_fields(node):
-    """Attributes of `self` that a class sets outside of `__init__`."""
-    found = set()
-    for method in node.body:
-        if isinstance(method, ast.FunctionDef) and method.name != "__init__":
-            for inner in ast.walk(method):
-                targets = getattr(inner, "targets", [getattr(inner, "target", None)])
-                leaves = [
-                    leaf
-                    for target in targets
-                    if isinstance(inner, (ast.Assign, ast.AugAssign, ast.AnnAssign))
-                    for leaf in ast.walk(target)
-                ]
-                found |= {
-                    leaf.attr
-                    for leaf in leaves
-                    if isinstance(leaf, ast.Attribute)
-                    and isinstance(leaf.ctx, ast.Store)
-                    and ast.unparse(leaf.value) == "self"
-                }
-    words = [ast.unparse(decorator) for decorator in node.decorator_list]
-    if any(w.startswith("dataclass") and "frozen=True" not in w for w in words):
-        fields = [part for part in node.body if isinstance(part, ast.AnnAssign)]
-        found |= {field.target.id for field in fields}
-    return found
-
-
-def test_state_is_small():
-    """A class with more than eight fields that change is several classes."""
-    for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                found = mutable_fields(node)
-                assert len(found) <= 8, f"{path}: {node.name}: {sorted(found)}"
-
-
 def test_state_is_changed_by_its_owner():
     """Nobody sets an attribute of another object of the package's session."""
     session = PACKAGE / "training" / "session.py"

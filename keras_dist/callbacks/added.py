@@ -45,7 +45,7 @@ class EffectiveRate(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._is_wanted = any(comm.gather(self._is_asked))
         if self._is_wanted:
-            session_of(self.model).rates.keep()
+            session_of(self.model).rates = {}
         self._batch = 0
 
     def on_train_batch_end(
@@ -60,11 +60,11 @@ class EffectiveRate(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._is_wanted and logs is not None:
-            logs.update(session_of(self.model).rates.of_epoch)
+            logs.update(session_of(self.model).rates or {})
 
 
 class NextEpoch(keras.callbacks.Callback):
     """Tells the data and the train step which epoch begins, before its data is read."""
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        session_of(self.model).training_data.begin_epoch(epoch)
+        session_of(self.model).begin_epoch(epoch)

@@ -90,7 +90,6 @@ def own_state(model: Any) -> dict[str, Any]:
             for index, value in values.items()
             if digests[index] != of_first.get(index)
         },
-        "adds_own": list(map(optimizer.accumulates, optimizer.optimizers_of(model))),
         "seeds": [array_of(variable) for variable in _seeds(model)],
         "metrics": [
             [array_of(variable) for variable in part.variables]
@@ -153,24 +152,19 @@ def _accumulated(
 ) -> Iterator[tuple[Any, np.ndarray]]:
     """Convert accumulated gradients where they do not mean the same now.
 
-    Each rank adds up its own in most fits, until the end of the epoch; in others those
-    of all ranks.
+    Each rank adds up its own until the end of the epoch; then they are summed.
     """
+    if was_summed == is_summed and (is_same_size or is_summed):
+        return
     index_of = {id(each): index for index, each in enumerate(variables_of(model))}
-    optimizers = optimizer.optimizers_of(model)
-    adds_own = list(map(optimizer.accumulates, optimizers))
-    saved = ranks[0].get("adds_own", adds_own)
-    for outer, added, adds in zip(optimizers, saved, adds_own, strict=True):
-        was_own, is_own = added and not was_summed, adds and not is_summed
-        if was_own == is_own and (is_same_size or not is_own):
-            continue
-        for accumulator in private.accumulators(outer):
+    for outer in optimizer.optimizers_of(model):
+        for accumulator in optimizer.own_sums(outer):
             index = index_of[id(accumulator)]
             value = arrays[index]
-            if was_own:
+            if not was_summed:
                 each = [own["variables"].get(str(index), value) for own in ranks]
                 value = np.sum(each, axis=0, dtype=value.dtype)
-            yield accumulator, value / comm.size() if is_own else value
+            yield accumulator, value if is_summed else value / comm.size()
 
 
 def rates_of(model: Any) -> list[dict[str, float]]:
@@ -208,9 +202,8 @@ def restore_own(model: Any, own: dict[str, Any], *, is_summed: bool) -> None:
     summed = {  # which `restore_first` has converted
         id(accumulator)
         for outer in optimizer.optimizers_of(model)
-        if outer.gradient_accumulation_steps
-        and (is_summed or not optimizer.accumulates(outer))
-        for accumulator in private.accumulators(outer)
+        for accumulator in optimizer.own_sums(outer)
+        if is_summed
     }
     for index, value in own["variables"].items():
         if id(variables[int(index)]) not in summed:

@@ -2,14 +2,14 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import tensorflow as tf
 
-from keras_dist import comm, optimizer, private
+from keras_dist import comm, private
 from keras_dist.data import Feed, own_error
-from keras_dist.optimizer import step_context
+from keras_dist.optimizer import StopRequest, step_context
 from keras_dist.optimizer.step_context import own_variable
 from keras_dist.training.build import FirstStep
 from keras_dist.training.loss_kind import EagerLog
@@ -94,45 +94,6 @@ class RowsSeen:
         return UpdateCounts(rows, steps, last_rows, has_rows)
 
 
-class TrainingData:
-    """The training data, and the number of the next step."""
-
-    def __init__(self) -> None:
-        self._step = _counter(0)
-        self.feed: Feed | None = None
-
-    def use(self, feed: Feed) -> None:
-        """Set the training data."""
-        self.feed = feed
-
-    def own_rows(self, data: Any) -> tuple[Any, Any]:
-        """Take this rank's rows of what a step is given.
-
-        Returns:
-            The batch, and whether it is this rank's own and not a copy: a boolean
-            scalar, or `None` if it always is.
-        """
-        is_marked = self.feed is not None and self.feed.part.is_marked
-        return split_mark(data) if is_marked else (data, None)
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Let the data, and the number of the next step, begin an epoch."""
-        assert self.feed is not None  # set by `use` before the first epoch
-        self._step.assign(self.feed.begin_epoch(epoch))
-
-    def next_rows_of_all(self) -> Any:
-        """Count the rows of all ranks in the next step; `None` if unknown.
-
-        It also increments the number of the step; in a graph or not.
-        """
-        division = None if self.feed is None else self.feed.division
-        if division is None or division.unit != "rows":
-            return None
-        _, begin, end = division.span(self._step.read_value())
-        self._step.assign_add(1)
-        return end - begin
-
-
 def split_mark(data: Any) -> tuple[Any, Any]:
     """Split a marked batch into the batch, and whether it is this rank's: a tensor."""
     batch, mark = data
@@ -154,16 +115,19 @@ class TracedFunctions:
     Args:
         model: A `keras.Model`, plain at this time.
         last: The traced functions of the fit before, if there was one.
+
+    Attributes:
+        rows_seen: Batches and rows that the metrics have seen.
     """
 
     def __init__(self, model: Any, last: "TracedFunctions | None") -> None:
         self._compiled = _compiled(model)
         self._plain_test_function = model.test_function
-        is_valid = last is not None and _is_same(last._compiled, self._compiled)
         self._test_function: Any = None
-        if last is not None and is_valid:
-            self._test_function = last._test_function
-        self.is_reused = is_valid
+        self.rows_seen = RowsSeen()
+        if last is not None and _is_same(last._compiled, self._compiled):
+            # It counts in the variable with which it was traced.
+            self._test_function, self.rows_seen = last._test_function, last.rows_seen
 
     def enter(self, model: Any) -> None:
         """Give a model that becomes distributed the test function of the last fit."""
@@ -188,17 +152,6 @@ def _is_same(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
     is_known = any(found is not None for found in now[:2])
     pairs = zip(before, now, strict=True)
     return is_known and all(old is new or old == new for old, new in pairs)
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """An evaluation that is running.
-
-    Args:
-        is_of_all: Whether it runs on all ranks.
-    """
-
-    is_of_all: bool
 
 
 @dataclass(frozen=True)
@@ -245,7 +198,8 @@ class MetricScope:
     def __init__(self) -> None:
         self._averages = False
         self._is_opening = False
-        self._evaluation: Evaluation | None = None
+        # Whether the running evaluation is one of all ranks; `None` if none runs.
+        self._is_common: bool | None = None
         self._has_result = False
         self._is_collective = False
         self._data = EvaluatedData()
@@ -267,17 +221,17 @@ class MetricScope:
         """Tell whether a result that is read now is one over all ranks."""
         if step_context.is_inside() or not self._averages:
             return False
-        return self._evaluation is None or self._evaluation.is_of_all
+        return self._is_common is not False
 
     @property
     def is_evaluating(self) -> bool:
         """True if an evaluation is running."""
-        return self._evaluation is not None
+        return self._is_common is not None
 
     def without_mark(self, data: Any) -> tuple[Any, Any]:
         """Split off the mark of a batch that is evaluated; `None` if it has none."""
-        is_marked = self._evaluation is not None and self._evaluation.is_of_all
-        return split_mark(data) if is_marked and self._data.is_marked else (data, None)
+        is_marked = self._is_common and self._data.is_marked
+        return split_mark(data) if is_marked else (data, None)
 
     def is_waited_for(self) -> bool:
         """Tell whether the other ranks wait for the result of this evaluation."""
@@ -290,8 +244,8 @@ class MetricScope:
     def begin_result(self) -> bool:
         """Note that a result over all ranks is taken; return whether own rows count."""
         self._has_result = True
-        self._is_opening = self._evaluation is None
-        return self._data.has_rows or self._evaluation is None
+        self._is_opening = self._is_common is None
+        return self._data.has_rows or self._is_common is None
 
     def end_opening(self) -> None:
         """Note that the validation data is open, or that there is none."""
@@ -306,14 +260,14 @@ class MetricScope:
                 callback that calls `evaluate` may do so on one rank only, so its
                 result is that rank's.
         """
-        before = self._evaluation, self._has_result
+        before = self._is_common, self._has_result
         is_of_all = is_of_loop or (self._is_collective and before[0] is None)
-        self._evaluation, self._has_result = Evaluation(is_of_all), False
+        self._is_common, self._has_result = is_of_all, False
         self._is_opening = False
         try:
             yield
         finally:
-            self._evaluation, self._has_result = before
+            self._is_common, self._has_result = before
 
     @contextlib.contextmanager
     def collective_evaluation(self, data: EvaluatedData) -> Iterator[None]:
@@ -321,18 +275,18 @@ class MetricScope:
         before = (
             self._averages,
             self._is_collective,
-            self._evaluation,
+            self._is_common,
             self._data,
         )
         self._averages = self._is_collective = True
-        self._evaluation, self._data = None, data
+        self._is_common, self._data = None, data
         try:
             yield
         finally:
             (
                 self._averages,
                 self._is_collective,
-                self._evaluation,
+                self._is_common,
                 self._data,
             ) = before
 
@@ -394,133 +348,79 @@ def is_of_one_rank(error: Exception) -> bool:
     return getattr(error, "_is_of_one_rank", False) and not comm.is_known(error)
 
 
-class XlaChoice:
-    """Whether steps run in two functions compiled by XLA, with an allreduce between."""
-
-    def __init__(self) -> None:
-        self._is_split = False
-
-    @property
-    def is_split(self) -> bool:
-        """True if the next step runs in two compiled functions."""
-        return self._is_split
-
-    def choose(self, is_split: bool) -> None:
-        """Set whether steps are split, when Keras makes its train function."""
-        self._is_split = is_split
-
-    def give_up(self) -> None:
-        """Train without XLA, which cannot compile this model's step."""
-        self._is_split = False
-
-
-class EpochRates:
-    """The learning rates of an epoch's last updates.
-
-    They are read before callbacks such as `ReduceLROnPlateau` set those of the next
-    epoch.
-    """
-
-    def __init__(self) -> None:
-        self._of_epoch: dict[str, float] | None = None
-
-    @property
-    def of_epoch(self) -> dict[str, float]:
-        """The rates by a name for the logs; empty before the first epoch's end."""
-        return self._of_epoch or {}
-
-    def keep(self) -> None:
-        """Read the rates at the end of each epoch from now on."""
-        self._of_epoch = self.of_epoch
-
-    def end_epoch(self, model: Any) -> None:
-        """Read the rates of the epoch that has just been trained, if they are kept."""
-        if self._of_epoch is not None:
-            self._of_epoch = optimizer.effective_rates(model)
-
-
-class Holder:
-    """Whether `dist_fit` ends the session, or the first callback that ends.
-
-    If `dist_fit` does, the session lasts until all callbacks have ended: they may save
-    and evaluate at the end of the training.
-    """
-
-    def __init__(self) -> None:
-        self._is_held = False
-
-    @property
-    def is_held(self) -> bool:
-        """True if `dist_fit` ends the session."""
-        return self._is_held
-
-    def hold(self) -> None:
-        """Leave it to `dist_fit` to end the session."""
-        self._is_held = True
-
-
-@dataclass(frozen=True)
+@dataclass
 class Session:
-    """The state of a model that trains on many ranks, during one fit.
-
-    Each part changes its state only by its own methods.
+    """What a model that trains on many ranks remembers, until its fit is over.
 
     Args:
-        traced: Functions that Keras has traced.
-        rows_seen: Batches and rows that the metrics have seen.
-        rows_trained: Rows that this rank has trained on in this epoch.
-        training_data: The training data, and the number of the next step.
+        traced: The test function that Keras has traced, which the next fit may reuse.
         first_step: Builds the model, then calls hooks.
         stop_request: This rank's stop request, and whether all ranks have agreed.
         metrics: Whether a metric's result is one over all ranks.
-        xla: Whether steps run in two functions compiled by XLA.
+        rows_trained: Rows that this rank has trained on in this epoch.
         eager_log: Which losses of a step that runs eagerly are sums over rows.
-        rates: The learning rates of the epoch.
-        holder: Whether `dist_fit` ends the session.
+        feed: The training data.
+        step: The number of the next step, a variable.
+        is_split: Whether steps run in two functions that XLA compiles, with an
+            allreduce between them.
+        rates: The learning rates of the epoch's last updates, by a name for the logs,
+            before callbacks such as `ReduceLROnPlateau` set those of the next epoch;
+            `None` if nobody reads them.
+        is_held: Whether `dist_fit` ends the session, when all callbacks have ended:
+            they may save and evaluate. Otherwise the first callback that ends does.
     """
 
     traced: TracedFunctions
-    rows_seen: RowsSeen
-    rows_trained: RowsTrained
-    training_data: TrainingData
-    first_step: FirstStep
-    stop_request: optimizer.StopRequest
-    metrics: MetricScope
-    xla: XlaChoice
-    eager_log: EagerLog
-    rates: EpochRates
-    holder: Holder
+    first_step: FirstStep = field(default_factory=FirstStep)
+    stop_request: StopRequest = field(default_factory=StopRequest)
+    metrics: MetricScope = field(default_factory=MetricScope)
+    rows_trained: RowsTrained = field(default_factory=RowsTrained)
+    eager_log: EagerLog = field(default_factory=EagerLog)
+    feed: Feed | None = None
+    step: tf.Variable = field(default_factory=lambda: _counter(0))
+    is_split: bool = False
+    rates: dict[str, float] | None = None
+    is_held: bool = False
+
+    @property
+    def rows_seen(self) -> RowsSeen:
+        """Batches and rows that the metrics have seen."""
+        return self.traced.rows_seen
 
     @property
     def has_marks(self) -> bool:
         """True if batches to train on or to evaluate come with a mark (`marked`)."""
-        feed = self.training_data.feed
-        return self.metrics.data.is_marked or (feed is not None and feed.part.is_marked)
+        return self.metrics.data.is_marked or self._is_marked
 
+    @property
+    def _is_marked(self) -> bool:
+        return self.feed is not None and self.feed.part.is_marked
 
-def begin(model: Any, last: Session | None) -> Session:
-    """Make a session for `model`, which is a plain Keras model now.
+    def without_mark(self, data: Any) -> tuple[Any, Any]:
+        """Split what a step is given into the batch and its mark.
 
-    Args:
-        model: A `keras.Model`.
-        last: The session of its last fit, if there was one.
-    """
-    traced = TracedFunctions(model, None if last is None else last.traced)
-    # A reused test function counts in the variable with which it was traced.
-    rows_seen = last.rows_seen if last is not None and traced.is_reused else RowsSeen()
-    return Session(
-        traced=traced,
-        rows_seen=rows_seen,
-        rows_trained=RowsTrained(),
-        training_data=TrainingData(),
-        first_step=FirstStep(),
-        stop_request=optimizer.StopRequest(),
-        metrics=MetricScope(),
-        xla=XlaChoice(),
-        eager_log=EagerLog(),
-        rates=EpochRates(),
-        holder=Holder(),
-    )
+        Returns:
+            The batch, and whether it is this rank's own and not a copy: a boolean
+            scalar, or `None` if it always is.
+        """
+        return split_mark(data) if self._is_marked else (data, None)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Let the data, and the number of the next step, begin an epoch."""
+        assert self.feed is not None  # set before the first epoch
+        self.step.assign(self.feed.begin_epoch(epoch))
+
+    def next_rows_of_all(self) -> Any:
+        """Count the rows of all ranks in the next step; `None` if unknown.
+
+        It also increments the number of the step; in a graph or not.
+        """
+        division = None if self.feed is None else self.feed.division
+        if division is None or division.unit != "rows":
+            return None
+        _, begin, end = division.span(self.step.read_value())
+        self.step.assign_add(1)
+        return end - begin
 
 
 def session_of(model: Any) -> Session:

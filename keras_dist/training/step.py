@@ -11,7 +11,12 @@ import tensorflow as tf
 
 from keras_dist import comm, mixin, private
 from keras_dist.data import is_mark, marked
-from keras_dist.optimizer import averages, only_attached, step_context
+from keras_dist.optimizer import (
+    averages,
+    effective_rates,
+    only_attached,
+    step_context,
+)
 from keras_dist.training import (
     batch_norm,
     build,
@@ -22,7 +27,12 @@ from keras_dist.training import (
 from keras_dist.training.loss_kind import num_rows
 from keras_dist.training.recorded_step import RecordedStep
 from keras_dist.training.saving import atomic
-from keras_dist.training.session import Session, begin, raising_on_all, session_of
+from keras_dist.training.session import (
+    Session,
+    TracedFunctions,
+    raising_on_all,
+    session_of,
+)
 from keras_dist.training.stray_variables import warn_of_stray_variables
 
 
@@ -30,11 +40,12 @@ def install(model: Any) -> Session:
     """Make `model` train on all ranks; a second call returns the same session."""
     if not mixin.has(model, DistributedStep):
         saving.begin_interval()
-        session = begin(model, model.__dict__.get("_distributed_session"))
-        # Keras does not track an attribute that is set so; it would save the session.
-        object.__setattr__(model, "_distributed_session", session)
+        traced = TracedFunctions(model, model.__dict__.get("_traced_functions"))
+        # Keras does not track attributes that are set so; it would save them.
+        object.__setattr__(model, "_traced_functions", traced)
+        object.__setattr__(model, "_distributed_session", Session(traced))
         mixin.add(model, DistributedStep)
-        session.traced.enter(model)
+        traced.enter(model)
     return session_of(model)
 
 
@@ -48,13 +59,15 @@ def uninstall(model: Any, *, is_end: bool = False) -> None:
     if not mixin.has(model, DistributedStep):
         return
     session = session_of(model)
-    if is_end or not session.holder.is_held:
+    if is_end or not session.is_held:
         saving.begin_interval()
         stopped = model.stop_training
         mixin.remove(model, DistributedStep)
         batch_norm.desynchronize(model)
         model.stop_training = stopped
         session.traced.leave(model)
+        if is_end:
+            object.__delattr__(model, "_distributed_session")
 
 
 def build_now(model: Any, data: Any) -> None:
@@ -76,7 +89,7 @@ class DistributedStep(atomic.SavesWhole):
     def train_step(self: Any, data: Any) -> Any:
         session = self._distributed_session
         own_step = _of_a_copy(super().train_step)  # type: ignore[misc]
-        data, has_rows = session.training_data.own_rows(data)
+        data, has_rows = session.without_mark(data)
         if not session.first_step.has_started:
             session.first_step.start(self, data, own_step)
         length = rows = num_rows(data)
@@ -126,9 +139,9 @@ class DistributedStep(atomic.SavesWhole):
     def make_train_function(self: Any, force: bool = False) -> Any:
         session = self._distributed_session
         asked = self.jit_compile
-        session.xla.choose(bool(asked) and comm.size() > 1)
+        session.is_split = bool(asked) and comm.size() > 1
         # XLA cannot compile a collective: `train_step` compiles what is around it.
-        self.jit_compile = asked and not session.xla.is_split
+        self.jit_compile = asked and not session.is_split
         try:
             return super().make_train_function(force)  # type: ignore[misc]
         finally:
@@ -152,8 +165,8 @@ class DistributedStep(atomic.SavesWhole):
     def _get_metrics_result_or_logs(self: Any, logs: Any) -> Any:
         # Keras's loops log this: the results, or values that the last step returned.
         session = self._distributed_session
-        if not session.metrics.is_evaluating:
-            session.rates.end_epoch(self)
+        if session.rates is not None and not session.metrics.is_evaluating:
+            session.rates = effective_rates(self)
         is_of_all = session.metrics.is_of_all()
         if comm.size() == 1 or not is_of_all:
             return super()._get_metrics_result_or_logs(logs)  # type: ignore[misc]
@@ -199,8 +212,8 @@ def _context(
         rows=rows,
         length=length if isinstance(length, int) else None,
         has_rows=has_rows,
-        rows_of_all=session.training_data.next_rows_of_all(),
-        is_keras_path=is_keras_path and not session.xla.is_split,
+        rows_of_all=session.next_rows_of_all(),
+        is_keras_path=is_keras_path and not session.is_split,
         stop_request=session.stop_request,
     )
 
@@ -267,14 +280,14 @@ def _of_all_rows(
 
 def _run(model: Any, own_step: Callable[[Any], Any], data: Any) -> Any:
     """Run the model's own step: in parts, if XLA compiles it."""
-    xla = session_of(model).xla
-    if not xla.is_split:
+    session = session_of(model)
+    if not session.is_split:
         return own_step(data)
     step = RecordedStep(own_step)
     reason = step.why_not(data)
     if reason is None:
         return step.run(data)
-    xla.give_up()
+    session.is_split = False
     if comm.rank() == 0:
         warnings.warn(f"Training without XLA: {reason}.", stacklevel=2)
     return own_step(data)
@@ -312,7 +325,7 @@ def _not_before(session: Session, data: Any) -> Any:
     process knows the number of batches of data that is divided into steps here, so it
     counts right; but for an epoch that is resumed, in one process, too.
     """
-    feed = session.training_data.feed
+    feed = session.feed
     if tf.executing_eagerly() or feed is None:
         return contextlib.nullcontext()
     is_known = feed.plan.steps_before is not None and comm.size() > 1

@@ -125,6 +125,6 @@ def test_all_of_it_is_taken_back(rows, tmp_path, moment):
     assert patched(model) == before
     assert float(model.optimizer.learning_rate) == pytest.approx(0.1)
     of_keras = {"history", "_callbacks", "stop_evaluating", "_eval_epoch_iterator"}
-    assert set(vars(model)) - names <= {"_distributed_session"} | of_keras
+    assert set(vars(model)) - names <= {"_traced_functions"} | of_keras
     assert not model.__dict__.get("stop_training", False) or moment
     model.fit(x, y, epochs=1, verbose=0)
