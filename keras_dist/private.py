@@ -109,11 +109,6 @@ def momentums_of(optimizer: Any) -> list[Any]:
     return next((vars(optimizer)[n] for n in names if n in vars(optimizer)), [])
 
 
-def value_of(variable: Any) -> Any:
-    """Return the variable of TensorFlow inside one of Keras; `None` for another."""
-    return getattr(variable, "_value", None)
-
-
 def inputs_of(dataset: Any) -> list[Any]:
     """List the data sets that a `tf.data.Dataset` was made of."""
     # `apply` of a function that returns its argument makes some their own input.
