@@ -556,21 +556,18 @@ class DistributedModel:
             }
             comm.agree(facts, advice=_ADVICE)
 
-            def weights() -> list[Any]:
-                return self.model.weights
-
             if known is not None:
                 if gather and steps is None:
-                    return predict_presharded(x, known, predict, weights, gather=gather)
+                    return predict_presharded(
+                        x, known, predict, self.model, gather=gather
+                    )
                 return predict(x, steps)
             if not is_arrays(x):
-                return self._predict_batches(
-                    x, steps, options, predict, weights, gather
-                )
+                return self._predict_batches(x, steps, options, predict, gather)
             arrays = comm.run_on_all(
                 lambda: rows_to_predict(x, batch_size=batch_size, steps=steps)
             )
-            return predict_sharded(arrays, predict, weights, gather=gather)
+            return predict_sharded(arrays, predict, self.model, gather=gather)
 
     def _check_predict(self, gather: bool | Literal["first"]) -> None:
         check_model(self.model, is_compiled=False)
@@ -586,7 +583,6 @@ class DistributedModel:
         steps: int | None,
         options: Options,
         predict: Callable[..., Any],
-        weights: Callable[[], Any],
         gather: bool | Literal["first"],
     ) -> Any:
         """Predict data that comes in batches, in turns if all ranks have the same."""
@@ -609,7 +605,7 @@ class DistributedModel:
             if not is_dealt(source, spec):
                 return predict(feed.part.data, steps)
             return predict_in_turns(
-                feed.part, predict, weights, steps=steps, gather=gather
+                feed.part, predict, self.model, steps=steps, gather=gather
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -75,7 +75,7 @@ def rows_in_batches(
 def predict_sharded(
     arrays: Arrays,
     predict: Callable[..., Any],
-    weights: Callable[[], Sequence[Any]],
+    model: Any,
     *,
     gather: bool | Literal["first"],
 ) -> Any:
@@ -84,8 +84,7 @@ def predict_sharded(
     Args:
         arrays: All rows; every rank holds them.
         predict: Predicts arrays of rows, without a collective.
-        weights: Returns the weights that have to be equal on all ranks; called when the
-            model is built.
+        model: The model, whose weights have to be equal on all ranks.
         gather: `True`, `"first"`, or `False` to return only the predictions of rows
             `[rank::size]`.
 
@@ -115,7 +114,7 @@ def predict_sharded(
         )
 
     outputs = comm.run_on_all(outputs_of_rows)
-    _agree_on_outputs(outputs, weights())
+    _agree_on_outputs(outputs, model)
     if not gather:
         return outputs
     rows = [np.arange(first, arrays.num_rows, size) for first in range(size)]
@@ -126,7 +125,7 @@ def predict_presharded(
     dataset: Any,
     presharded: Presharded,
     predict: Callable[[Any], Any],
-    weights: Callable[[], Sequence[Any]],
+    model: Any,
     *,
     gather: bool | Literal["first"],
 ) -> Any:
@@ -136,8 +135,7 @@ def predict_presharded(
         dataset: This rank's batches.
         presharded: How they were divided, by row or by batch.
         predict: Predicts a data set, without a collective.
-        weights: Returns the weights that have to be equal on all ranks; called when the
-            model is built.
+        model: The model, whose weights have to be equal on all ranks.
         gather: `True` or `"first"`.
 
     Raises:
@@ -164,7 +162,7 @@ def predict_presharded(
     empty = keras.tree.map_structure(_without_rows, outputs)
     empty = comm.broadcast(empty if comm.rank() == 0 else None)
     outputs = empty if outputs is None else outputs
-    _agree_on_outputs(outputs, weights())
+    _agree_on_outputs(outputs, model)
     rows = [presharded.rows_at(rank, total) for rank in range(size)]
     return _all_in_order(outputs, rows, gather)
 
@@ -172,7 +170,7 @@ def predict_presharded(
 def predict_in_turns(
     part: Part,
     predict: Callable[..., Any],
-    weights: Callable[[], Sequence[Any]],
+    model: Any,
     *,
     steps: int | None,
     gather: bool | Literal["first"],
@@ -183,8 +181,7 @@ def predict_in_turns(
         part: This rank's batches, or a copy of a row if it has none.
         predict: Predicts batches, without a collective. It takes them, the number of
             steps, and what to do with the outputs of a batch.
-        weights: Returns the weights that have to be equal on all ranks; called when the
-            model is built.
+        model: The model, whose weights have to be equal on all ranks.
         steps: Batches of all ranks, or `None` for all that there are.
         gather: `True`, `"first"`, or `False` to return only the predictions of this
             rank's batches.
@@ -210,7 +207,7 @@ def predict_in_turns(
         return keras.tree.map_structure(_without_rows, outputs)
 
     outputs = comm.run_on_all(outputs_of_batches)
-    _agree_on_outputs(outputs, weights())
+    _agree_on_outputs(outputs, model)
     if not gather:
         return outputs
     by_rank = comm.gather(counts if has_rows else [])
@@ -330,12 +327,15 @@ def _keeps(gather: bool | Literal["first"]) -> bool:
     return gather is True or comm.rank() == 0
 
 
-def _agree_on_outputs(outputs: Any, weights: Sequence[Any]) -> None:
+def _agree_on_outputs(outputs: Any, model: Any) -> None:
     """Raise an error on all ranks if their weights, or kinds of outputs, differ."""
     leaves = [leaf for leaf in keras.tree.flatten(outputs) if leaf is not None]
     kinds = [(leaf.shape[1:], str(leaf.dtype)) for leaf in leaves]
     comm.agree(
-        {"the weights": _checksum(weights), "the shapes of the predictions": kinds},
+        {
+            "the weights": _checksum(model.weights),
+            "the shapes of the predictions": kinds,
+        },
         advice=_ADVICE,
         names={"the weights": "these are checksums"},
     )

@@ -78,6 +78,8 @@ def test_ranks_that_differ(world, make_model, rows):
         pytest.skip("one rank cannot differ")
     x, y = rows
     own = len(x) - world.rank
+    op = "sum" if world.rank else "average"
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(), op=op)
     differing = [
         (fit(make_model(), x[:own], y[:own]), "the number of rows"),
         (fit(make_model(), x, y, epochs=1 + world.rank), "`epochs`"),
@@ -118,6 +120,7 @@ def test_ranks_that_differ(world, make_model, rows):
             ),
             "the callbacks",
         ),
+        (fit(make_model(optimizer), x, y), "`op` and `compression`"),
     ]
     for call, fact in differing:
         for message in raises_everywhere(ValueError, call):

@@ -67,7 +67,6 @@ def patched(model):
             type(layer) for layer in model.layers
         ],
         "`Optimizer.apply`": methods,
-        "`Layer.__call__`": keras.layers.Layer.__call__,
         "`jit_compile`": (model.jit_compile, model.train_function),
         "`result` of metrics without variables": [
             vars(metric).get("result") for metric in model.metrics
