@@ -101,14 +101,14 @@ class AverageStatistics(keras.callbacks.Callback):
         """State for a checkpoint."""
         return {
             "has_changed": self._has_changed,
-            "is_united": self._is_synchronized,  # the key in existing checkpoints
+            "is_synchronized": self._is_synchronized,
             "before": list(self._before.values()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of a checkpoint; called before the first step."""
         self._has_changed = state["has_changed"]
-        self._is_synchronized = state["is_united"] and comm.size() > 1
+        self._is_synchronized = state["is_synchronized"] and comm.size() > 1
         self._loaded = list(state["before"])
 
 

@@ -370,13 +370,15 @@ class Saver(keras.callbacks.Callback):
         states.check_fits(self.model, saved.model)
         is_same_size = len(saved.ranks) == comm.size()
         state = saved.callbacks.get("AverageStatistics 1", {}).get("said")
-        said: Any = decoded(state) if state else {"before": [], "is_united": False}
+        said: Any = (
+            decoded(state) if state else {"before": [], "is_synchronized": False}
+        )
         states.restore_first(
             self.model,
             saved.arrays,
             saved.ranks,
             None if is_same_size else said["before"],
-            was_summed=said["is_united"],
+            was_summed=said["is_synchronized"],
             is_summed=is_summed,
         )
         saved.arrays.clear()

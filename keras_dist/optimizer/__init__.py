@@ -5,11 +5,10 @@ and *scale* its rate while it updates.
 
 - `attach`: `DistributedOptimizer`, and the mixin whose `apply` reduces gradients
 - `reduce`: `reduce_gradients`, from a rank's own gradients to the averaged ones, by one
-  allreduce for gradients, rows and the stop request
+  allreduce for gradients, rows and the stop request; `Averaging`, its options
 - `rate`: the scaled learning rate, its rules and its warm-up
 - `sparse`: gradients of an `Embedding`, gathered as they are, or merged
 - `accumulation`: gradient accumulation with one allreduce for each update
-- `options`: `Averaging`, the options of all of these
 - `stop_request`: the stop request that a step carries
 - `step_context`: the context that a train step passes to `apply`; `replaced_methods`:
   methods of Keras and TensorFlow that are replaced in such a step
@@ -42,7 +41,6 @@ from keras_dist.optimizer.nested import (
     optimizers_of,
     variables_of,
 )
-from keras_dist.optimizer.options import Averaging
 from keras_dist.optimizer.rate import (
     effective_rate,
     effective_rates,
@@ -53,6 +51,7 @@ from keras_dist.optimizer.rate import (
     unscale_rate,
 )
 from keras_dist.optimizer.reduce import (
+    Averaging,
     AveragingState,
     reduce_gradients,
 )

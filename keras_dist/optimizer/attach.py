@@ -11,9 +11,11 @@ import keras
 from keras_dist import comm, mixin
 from keras_dist.optimizer import step_context
 from keras_dist.optimizer.nested import nested_optimizers, optimizers_of, variables_of
-from keras_dist.optimizer.options import Averaging, Compression, Op
 from keras_dist.optimizer.reduce import (
+    Averaging,
     AveragingState,
+    Compression,
+    Op,
     mark_recorded,
     reduce_gradients,
     weight_loss,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import tensorflow as tf
 
@@ -10,8 +10,37 @@ from keras_dist import comm, private
 from keras_dist.optimizer import sparse, step_context
 from keras_dist.optimizer.accumulation import accumulates, is_update, take
 from keras_dist.optimizer.nested import nested_optimizers, variables_of
-from keras_dist.optimizer.options import Averaging
 from keras_dist.optimizer.sparse import Lookups, with_shape
+
+Op = Literal["average", "sum"]
+Compression = Literal["fp16", "bf16"]
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """Options of the averaging, checked.
+
+    Args:
+        op: `"average"`, weighted by the rows of each rank, or `"sum"`.
+        compression: How numbers are sent: `None` uncompressed, `"fp16"` or `"bf16"`.
+
+    Raises:
+        ValueError: If an option is unknown.
+    """
+
+    op: Op = "average"
+    compression: Compression | None = None
+
+    def __post_init__(self) -> None:
+        if self.op not in get_args(Op):
+            raise ValueError(
+                f'`op` must be "average" or "sum". Received: op={self.op!r}'
+            )
+        if self.compression not in (None, *get_args(Compression)):
+            raise ValueError(
+                '`compression` must be None, "fp16" or "bf16". '
+                f"Received: compression={self.compression!r}"
+            )
 
 
 @dataclass
