@@ -23,6 +23,7 @@ LAYERS = {
     "private": 0,
     "report": 0,
     "data": 0,
+    "clusters": 0,
     "launch": 1,
     "comm": 2,
     "optimizer": 3,

@@ -1,0 +1,72 @@
+"""TF_CONFIG: Ray Train's `TensorflowTrainer`, TFJob, Vertex AI, SageMaker."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from keras_dist.clusters.cluster import Cluster, Place
+
+_VARIABLE = "TF_CONFIG"
+
+# Roles of the first rank, and of the others.
+_CHIEFS, _WORKER = ("chief", "master"), "worker"
+
+
+class TfConfig(Cluster):
+    """A cluster of workers, and of a chief where there is one, which is rank 0.
+
+    The ranks meet at the port of the first worker: TensorFlow does not use it here.
+    """
+
+    name: ClassVar[str] = "TF_CONFIG"
+
+    def is_here(self, environ: Mapping[str, str]) -> bool:
+        if not environ.get(_VARIABLE):
+            return False
+        workers, _ = _parse(environ[_VARIABLE])
+        return len(workers) > 1
+
+    def place(self, environ: Mapping[str, str]) -> Place:
+        workers, task = _parse(environ[_VARIABLE])
+        key = task.get("type"), task.get("index")
+        if key not in workers:
+            advice = "keras_dist has no parameter servers and no evaluator: "
+            raise ValueError(
+                "This process is not one of the workers that train. Received: the task "
+                f"{task} in {_VARIABLE}, with the ranks {list(workers)}. "
+                f"{advice if key[0] in ('ps', 'evaluator') else ''}start workers, and "
+                "at most one chief."
+            )
+        rank = list(workers).index(key)
+        hosts = [address.rpartition(":")[0] for address in workers.values()]
+        address, _, port = next(iter(workers.values())).rpartition(":")
+        return Place(
+            launcher=self.name,
+            rank=rank,
+            size=len(workers),
+            local_rank=hosts[:rank].count(hosts[rank]),
+            local_size=hosts.count(hosts[rank]),
+            address=address,
+            port=int(port),
+            variables=(_VARIABLE,),
+        )
+
+
+def _parse(text: str) -> tuple[dict[tuple[str, int], str], dict[str, Any]]:
+    """Return the address of each rank by its type and index, and this task."""
+    try:
+        config = json.loads(text)
+        cluster, task = config.get("cluster", {}), config.get("task", {})
+        workers = {
+            (role, index): address
+            for role in (*_CHIEFS, _WORKER)
+            for index, address in enumerate(cluster.get(role, []))
+        }
+        task["index"] = int(task.get("index", 0))
+        [int(address.rpartition(":")[2]) for address in workers.values()]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{_VARIABLE} does not describe a cluster. Received: {text!r} "
+            f"({type(error).__name__}: {error}). Unset it to train on one process."
+        ) from error
+    return workers, task

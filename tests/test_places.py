@@ -1,0 +1,165 @@
+"""Each launcher's variables give the place of a rank, or an error that names them."""
+
+import json
+
+import pytest
+
+from keras_dist.clusters import CLUSTERS, Place, find_place
+
+WORKERS = ["10.0.0.1:4001", "10.0.0.1:4002", "10.0.0.2:4001"]
+
+
+def tf_config(kind="worker", index=0, **cluster):
+    """TF_CONFIG of a task, as Ray Train and Vertex AI set it."""
+    cluster = cluster or {"worker": WORKERS}
+    config = {"cluster": cluster, "task": {"type": kind, "index": index}}
+    return {"TF_CONFIG": json.dumps(config)}
+
+
+HOROVOD = {
+    "HOROVOD_RANK": "3",
+    "HOROVOD_SIZE": "4",
+    "HOROVOD_LOCAL_RANK": "1",
+    "HOROVOD_LOCAL_SIZE": "2",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+MPICH = {
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "2",
+}
+SLURM = {
+    "SLURM_PROCID": "2",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "29400",
+}
+PODS = {
+    "JOB_COMPLETION_INDEX": "1",
+    "KERAS_DIST_NNODES": "2",
+    "KERAS_DIST_RDZV": "train-0.train:29400",
+}
+
+PLACES = [
+    (HOROVOD, Place("horovodrun", 3, 4, 1, 2)),
+    (OPEN_MPI, Place("mpirun (Open MPI)", 1, 2, 1, 2)),
+    (MPICH, Place("mpirun (MPICH)", 1, 2, 1, 2)),
+    (SLURM, Place("srun", 2, 4, 0, 2, "n1", 20707)),
+    (
+        SLURM | {"PMI_RANK": "2", "PMI_SIZE": "4"},
+        Place("srun", 2, 4, 0, 2, "n1", 20707),
+    ),
+    (TORCHRUN, Place("torchrun", 3, 4, 1, 2, "a", 29401)),
+    (tf_config(index=1), Place("TF_CONFIG", 1, 3, 1, 2, "10.0.0.1", 4001)),
+    (tf_config(index=2), Place("TF_CONFIG", 2, 3, 0, 1, "10.0.0.2", 4001)),
+    (
+        tf_config("worker", 0, chief=["c:1"], worker=["w:1"]),
+        Place("TF_CONFIG", 1, 2, 0, 1, "c", 1),
+    ),
+    (PODS, Place("Kubernetes", 1, 2, 0, 1, "train-0.train", 29400)),
+]
+
+
+@pytest.mark.parametrize(
+    ("environ", "place"), PLACES, ids=[place.launcher for _, place in PLACES]
+)
+def test_the_variables_of_a_launcher_are_a_place(environ, place):
+    """All of it: rank, size, those of the host, and where the ranks meet."""
+    found = find_place(environ)
+    if place.address == "10.0.0.2":  # rank 0 serves, wherever this rank is
+        assert found.address == "10.0.0.1"
+    else:
+        assert found == place
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"RANK": "0"},
+        TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"},
+        SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},  # the script of a job
+        OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        {"TF_CONFIG": ""},
+        tf_config(worker=WORKERS[:1]),
+        {"JOB_COMPLETION_INDEX": "0"},
+    ],
+)
+def test_one_process_is_no_rank(environ):
+    """Whatever the machine sets for other programs, or for a single task."""
+    assert find_place(environ) is None
+
+
+def without(environ, name):
+    """The variables without one."""
+    return {key: value for key, value in environ.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        (without(HOROVOD, "HOROVOD_SIZE"), "HOROVOD_SIZE=nothing"),
+        (without(OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), "OMPI_COMM_WORLD_SIZE=nothing"),
+        (without(SLURM, "SLURM_STEP_NODELIST"), "SLURM_STEP_NODELIST=None"),
+        (without(SLURM, "SLURM_STEP_TASKS_PER_NODE"), "TASKS_PER_NODE=None"),
+        (without(SLURM, "SLURM_JOB_ID"), "SLURM_JOB_ID=nothing"),
+        (without(TORCHRUN, "MASTER_ADDR"), "without MASTER_ADDR"),
+        (without(TORCHRUN, "MASTER_PORT"), "MASTER_PORT=nothing"),
+        (without(TORCHRUN, "WORLD_SIZE"), "WORLD_SIZE=nothing"),
+        (TORCHRUN | {"RANK": "4"}, "rank 4 of 4"),
+        (tf_config("ps", 0), "no parameter servers"),
+        (tf_config("evaluator", 0), "no evaluator"),
+        (tf_config("worker", 7), "is not one of the workers"),
+        ({"TF_CONFIG": "{"}, "does not describe a cluster"),
+        (tf_config(worker=["a", "b"]), "does not describe a cluster"),
+        (without(PODS, "KERAS_DIST_RDZV"), "KERAS_DIST_RDZV=nothing"),
+    ],
+)
+def test_half_a_description_is_an_error(environ, words):
+    """It names the variable and its value; the alternative is a training alone."""
+    with pytest.raises(ValueError, match=words):
+        find_place(environ)
+
+
+def test_two_launchers_are_an_error():
+    """`srun` inside of `mpirun`: which rank would this process be?"""
+    for pair in (OPEN_MPI | SLURM, OPEN_MPI | TORCHRUN, TORCHRUN | tf_config(index=1)):
+        with pytest.raises(ValueError, match="Two launchers say which rank"):
+            find_place(pair)
+
+
+def test_a_launcher_that_srun_has_started_counts():
+    """One task on each node starts torchrun, or Open MPI's daemons."""
+    daemons = SLURM | {
+        "SLURM_PROCID": "1",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    }
+    assert find_place(daemons | OPEN_MPI).launcher == "mpirun (Open MPI)"
+    assert find_place(daemons | TORCHRUN).launcher == "torchrun"
+    assert find_place(SLURM | HOROVOD).launcher == "horovodrun"
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS, ids=lambda cluster: cluster.name)
+def test_every_class_answers_without_variables(cluster):
+    """It is not here, and says so without an error."""
+    assert not cluster.is_here({})
