@@ -1,0 +1,183 @@
+"""Ranks that srun, torchrun, Ray Train or Kubernetes start find each other.
+
+Each process here has the variables that such a launcher sets, and no launcher of ours.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+from launch import ROOT
+
+# Prints the weights' digest: the same for all launchers, and on all ranks.
+TRAIN = """
+import hashlib, os, sys
+import keras, numpy as np
+import keras_dist
+keras.utils.set_random_seed(3)
+x = np.random.default_rng(0).normal(size=(21, 4)).astype("float32")
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+options = {"batch_size": 6, "epochs": 2, "batch": "global", "verbose": 0}
+keras_dist.dist_fit(model, x, x[:, :1], **options)
+world = keras_dist.init()
+assert keras_dist.gather(world.rank) == list(range(world.size))
+weights = b"".join(w.numpy().tobytes() for w in model.weights)
+numbers = world.rank, world.size, world.local_rank, world.local_size
+print("trained", *numbers, hashlib.sha256(weights).hexdigest())
+sys.stdout.flush()
+keras_dist.gather("done")
+os._exit(0)
+"""
+
+
+def free_port():
+    """A port that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def slurm(rank, size, port):
+    """The step's port follows from the numbers of the job and the step."""
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_TASKS_PER_NODE": str(size),
+        "SLURM_JOB_ID": str(port),
+        "SLURM_STEP_ID": "0",
+    }
+
+
+def torchrun(rank, size, port):
+    """One torchrun with so many processes."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def two_torchruns(rank, size, port):
+    """One for each rank on the same host: each has a local rank 0."""
+    own = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return torchrun(rank, size, port) | own
+
+
+def tf_config(rank, size, port):
+    """The workers of Ray Train."""
+    workers = [f"127.0.0.1:{port}", *["127.0.0.1:1"] * (size - 1)]
+    task = {"type": "worker", "index": rank}
+    return {"TF_CONFIG": json.dumps({"cluster": {"worker": workers}, "task": task})}
+
+
+def pods(rank, size, port):
+    """The pods of an Indexed Job, which are hosts."""
+    return {
+        "JOB_COMPLETION_INDEX": str(rank),
+        "KERAS_DIST_NNODES": str(size),
+        "KERAS_DIST_RDZV": f"localhost:{port}",
+    }
+
+
+def run_ranks(variables, ranks, size, *, port=None, timeout=100, script=TRAIN, env=()):
+    """What each rank printed, and how it ended."""
+    port = port or free_port()
+    common = {
+        **{n: v for n, v in os.environ.items() if not n.startswith("HOROVOD_")},
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60",
+        **dict(env),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env=common | variables(rank, size, port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in ranks
+    ]
+    try:
+        outputs = [p.communicate(timeout=timeout)[0] for p in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(p.returncode, out) for p, out in zip(processes, outputs, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [slurm, torchrun, two_torchruns, tf_config, pods],
+    ids=lambda f: f.__name__,
+)
+def test_ranks_meet_and_train_one_model(variables):
+    """Two processes have the same weights, and know all ranks."""
+    done = run_ranks(variables, [0, 1], 2)
+    lines = [line for _, out in done for line in out.splitlines() if "trained" in line]
+    assert [code for code, _ in done] == [0, 0], done
+    assert [line.split()[1:3] for line in lines] == [["0", "2"], ["1", "2"]]
+    assert len({line.split()[-1] for line in lines}) == 1
+    is_one_host = variables in (slurm, torchrun, tf_config)
+    local = ["1", "2"] if is_one_host else ["0", "1"]
+    assert lines[1].split()[3:5] == local
+
+
+SHORT = "import keras_dist.comm.rendezvous as r; r._TIMEOUT = 2.0\n" + TRAIN
+
+
+def test_a_rank_that_is_missing_is_named():
+    """On every rank that has come: by its number, and with the hosts of the others."""
+    done = run_ranks(torchrun, [0, 1], 3, script=SHORT)
+    for code, out in done:
+        assert code == 1
+        assert "Not all ranks have come" in out and "missing: rank 2" in out, out
+        assert f"2 on {socket.gethostname()}" in out
+
+
+def test_ranks_without_a_first_one_say_where_it_should_be():
+    """Rank 0 has ended, or never began."""
+    [(code, out)] = run_ranks(torchrun, [1], 2, script=SHORT)
+    assert code == 1 and "does not reach rank 0" in out, out
+
+
+def test_a_port_in_use_is_an_error_that_names_it():
+    """Another program listens there."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        [(code, out)] = run_ranks(tf_config, [0], 2, port=port, script=SHORT)
+    assert code == 1 and f"port {port} at 127.0.0.1" in out, out
+
+
+def test_ranks_that_disagree_on_their_number_are_an_error():
+    """Rank 1 was started with another size."""
+
+    def variables(rank, size, port):
+        return torchrun(rank, size, port) | {"WORLD_SIZE": str(size + rank)}
+
+    done = run_ranks(variables, [0, 1], 2, script=SHORT)
+    assert all(code == 1 for code, _ in done)
+    assert "do not agree on their number" in done[0][1], done
+
+
+def test_another_secret_is_refused():
+    """A rank of another job, by mistake."""
+
+    def variables(rank, size, port):
+        secret = {"KERAS_DIST_SECRET": f"the secret of job {rank}"}
+        return torchrun(rank, size, port) | secret
+
+    done = run_ranks(variables, [0, 1], 2, script=SHORT)
+    assert "refuses this one" in done[1][1], done[1][1]
