@@ -115,7 +115,7 @@ def command_line() -> str:
     )
     sections = []
     for name, sub in commands.choices.items():
-        if name.endswith("-agent") or name in ("slurm-task",):
+        if name.endswith("-agent"):
             continue  # started by us, and by nobody else
         usage = sub.format_usage().removeprefix("usage: ").strip()
         sections += [f"## keras-dist {name}", sub.description or "", ""]

@@ -26,6 +26,9 @@ from keras_dist.version import __version__
 # Seconds in which all ranks have to come, and between two looks.
 _TIMEOUT, _TICK = 120.0, 0.1
 
+# Seconds for which rank 0 stays, so that others read why they do not meet.
+_READ_SECONDS = 2.0
+
 # The store of the job, if this is rank 0: its thread ends with the process.
 _stores: list[Store] = []
 
@@ -63,6 +66,8 @@ def meet(place: Place) -> None:
         client.put_surely("start", _gather_ranks(place, client))
     start = _wait_for_start(place, client)
     if "error" in start:
+        if place.rank == 0:
+            time.sleep(_READ_SECONDS)
         raise RuntimeError(start["error"])
     slots = [Slot(*numbers) for numbers in start["slots"]]
     start_secret = secret_of_start(secret, job, 0)

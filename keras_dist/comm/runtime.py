@@ -7,16 +7,16 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import ModuleType
 
+from keras_dist.clusters import Place, find_place
 from keras_dist.comm import transport
 from keras_dist.comm.devices import Device, choose_device, is_unbound
+from keras_dist.comm.rendezvous import meet
 from keras_dist.comm.world import (
-    SRUN,
     World,
     check_not_elastic,
     check_not_stranded,
     identity,
-    launched,
-    meet_by_slurm,
+    world_at,
 )
 from keras_dist.launch import monitor
 from keras_dist.launch.monitor import seeds
@@ -35,12 +35,14 @@ class _Runtime:
         world: Set by `start`; `None` before.
         link: Set by `start`; `None` on one rank.
         has_ended: Set by `stop`, on several ranks.
+        failure: Why the ranks could not meet: they do not try again.
     """
 
     device: Device | None = None
     world: World | None = None
     link: ModuleType | None = field(default=None, repr=False)
     has_ended: bool = False
+    failure: RuntimeError | None = None
 
 
 _runtime = _Runtime()
@@ -59,15 +61,14 @@ def prepare() -> None:
     Does nothing without a launcher, nor in a process that a rank has started, for
     example to load data: it runs on the cores of its rank.
     """
-    from_launcher = launched()
-    if from_launcher is None or _runtime.device is not None or is_child_of_rank():
+    place = find_place()
+    if place is None or _runtime.device is not None or is_child_of_rank():
         return
-    launcher, world = from_launcher
     _mark_process()
     seeds.seed_generators()
     # mpirun binds ranks to cores itself, except under horovodrun, which turns it off.
-    is_binding = launcher == "horovodrun" or is_unbound()
-    _runtime.device = choose_device(world, is_binding=is_binding)
+    is_binding = place.launcher == "horovodrun" or is_unbound()
+    _runtime.device = choose_device(world_at(place), is_binding=is_binding)
 
 
 def _mark_process() -> None:
@@ -107,12 +108,12 @@ def start() -> World:
     """Connect to the other ranks in the first call; return rank and size."""
     if _runtime.world is None:
         prepare()
-        from_launcher = launched()
-        if from_launcher is None:
+        place = find_place()
+        if place is None:
             check_not_stranded()
             _runtime.world = World()
         elif is_child_of_rank():
-            _runtime.world = from_launcher[1]
+            _runtime.world = world_at(place)
         else:
             check_not_elastic()
             if _runtime.has_ended:
@@ -121,16 +122,28 @@ def start() -> World:
                     "again: it would crash. Received: a call that needs the other "
                     "ranks. Call `shutdown` at the end of the script."
                 )
-            if from_launcher[0] == SRUN:
-                meet_by_slurm()
-                _mark_process()
-            _runtime.world = _connect(*from_launcher)
+            if place.address:
+                _meet(place)
+            _runtime.world = _connect(place)
     return _runtime.world
 
 
-def _connect(launcher: str, expected: World) -> World:
+def _meet(place: Place) -> None:
+    """Let the ranks meet, in the first call; a later one has the same error."""
+    if _runtime.failure is None:
+        try:
+            meet(place)
+        except RuntimeError as error:
+            _runtime.failure = error
+        else:
+            _mark_process()
+            return
+    raise _runtime.failure
+
+
+def _connect(place: Place) -> World:
     before = monitor.threads()
-    _runtime.link = transport.connect(launcher, expected)
+    _runtime.link = transport.connect(place.launcher, world_at(place))
     world = transport.world_of(_runtime.link)
     horovod_threads = monitor.threads() - before
     monitor.start(rank=world.rank, size=world.size, ignored_threads=horovod_threads)
@@ -147,8 +160,7 @@ def stop() -> None:
 
 def world_of_job() -> World:
     """Rank and size as the launcher set them, without a connection to other ranks."""
-    from_launcher = launched()
-    return World() if from_launcher is None else from_launcher[1]
+    return world_at(find_place())
 
 
 def is_started() -> bool:

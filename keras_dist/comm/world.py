@@ -1,72 +1,16 @@
-"""Rank and size of a process, and how launchers pass them in the environment."""
+"""Rank and size of a process, as its launcher says them."""
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from keras_dist.launch.environments import can_meet, task_of
-
-SRUN = "srun"
-
-# The store of the job is a process of the first rank, which ends with it.
-_processes: list[subprocess.Popen[str]] = []
-
-
-def meet_by_slurm() -> None:
-    """Set the variables by which Horovod finds the other tasks of this step.
-
-    Raises:
-        RuntimeError: If the tasks cannot meet.
-    """
-    task = task_of()
-    assert task is not None
-    process = subprocess.Popen(
-        [sys.executable, "-m", "keras_dist", "slurm-task"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise RuntimeError(
-            "The tasks of this step of SLURM could not meet; the cause was printed "
-            f"above. Received: task {task.number} of {sum(task.counts)}, on "
-            f"{task.nodes[task.node]}. Start the script by `srun keras-dist run`, or "
-            "remove SLURM's variables from the environment of tasks that are to train "
-            "side by side."
-        )
-    os.environ.update({**json.loads(line), **task.environment()})
-    _processes.append(process)
-
-
-# Variables that each launcher sets: rank, size, local rank, local size.
-_LAUNCHERS = {
-    "horovodrun": (
-        "HOROVOD_RANK",
-        "HOROVOD_SIZE",
-        "HOROVOD_LOCAL_RANK",
-        "HOROVOD_LOCAL_SIZE",
-    ),
-    "mpirun (Open MPI)": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "mpirun (MPICH)": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-}
+from keras_dist.clusters import Place, find_place
 
 # Number and count of the tasks that were started together, as variables of programs
 # that do not say how these find each other: they would train side by side.
 _STRANGERS = {
-    "srun (SLURM)": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # and no secret
     "mpirun (MVAPICH2)": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
     "jsrun": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
-    "torchrun": ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"),
 }
 
 # Set by any program that starts tasks over PMIx, which does not say how many.
@@ -116,45 +60,18 @@ class World:
         return self.rank == 0
 
 
-def launched(environ: Mapping[str, str] | None = None) -> tuple[str, World] | None:
-    """Name of the launcher that started this process, and the ranks that it set.
-
-    Args:
-        environ: Environment variables; by default those of this process.
-
-    Returns:
-        `None` if no launcher started this process.
-
-    >>> launched({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"})
-    ('horovodrun', World(rank=1, size=2, local_rank=0, local_size=1))
-    >>> launched({}) is None
-    True
-    """
-    environ = os.environ if environ is None else environ
-    for launcher, (rank, size, local_rank, local_size) in _LAUNCHERS.items():
-        if rank in environ and size in environ:
-            return launcher, World(
-                rank=int(environ[rank]),
-                size=int(environ[size]),
-                local_rank=int(environ.get(local_rank, 0)),
-                local_size=int(environ.get(local_size, 1)),
-            )
-    task = task_of(environ)
-    if task is not None and sum(task.counts) > 1 and can_meet(environ):
-        return SRUN, World(
-            rank=task.number,
-            size=sum(task.counts),
-            local_rank=task.local,
-            local_size=task.counts[task.node],
-        )
-    return None
+def world_at(place: Place | None) -> World:
+    """Return rank and size of a place; one process alone for `None`."""
+    if place is None:
+        return World()
+    return World(place.rank, place.size, place.local_rank, place.local_size)
 
 
 def check_not_stranded(environ: Mapping[str, str] | None = None) -> None:
     """Check that this process, which no launcher of ours started, is alone.
 
-    `srun -n 2 python script.py` would otherwise be two trainings of all rows, which
-    write the same files.
+    Several tasks would otherwise be as many trainings of all rows, which write the same
+    files.
 
     Args:
         environ: Environment variables; by default those of this process.
@@ -162,8 +79,7 @@ def check_not_stranded(environ: Mapping[str, str] | None = None) -> None:
     Raises:
         RuntimeError: If several tasks were started.
 
-    >>> check_not_stranded({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"})
-    >>> check_not_stranded({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"})  # a job's script
+    >>> check_not_stranded({"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "1"})
     """
     environ = os.environ if environ is None else environ
     found = None
@@ -178,9 +94,9 @@ def check_not_stranded(environ: Mapping[str, str] | None = None) -> None:
         raise RuntimeError(
             "Several tasks were started, and nobody says how they meet: each would "
             f"train alone, and write the same files. Received: {found}. Start the "
-            "ranks with `keras-dist run`, `horovodrun` or Open MPI's `mpirun`; under "
-            "SLURM set KERAS_DIST_SECRET for all tasks. If they are to "
-            "train side by side, remove these variables from their environment."
+            "ranks with `keras-dist run`, `srun`, `torchrun`, `horovodrun` or Open "
+            "MPI's `mpirun`. If they are to train side by side, remove these variables "
+            "from their environment."
         )
 
 
@@ -209,6 +125,5 @@ def check_not_elastic(environ: Mapping[str, str] | None = None) -> None:
 
 
 def identity() -> str:
-    """A string that differs between ranks and between jobs, from the environment."""
-    names = [ranks[0] for ranks in _LAUNCHERS.values()]
-    return ":".join(os.environ.get(name, "") for name in (*names, *_JOBS))
+    """Return a text that differs between ranks and between jobs."""
+    return ":".join([str(find_place()), *(os.environ.get(name, "") for name in _JOBS)])

@@ -6,7 +6,6 @@
 - `agent`: what each other host does; by ssh the command `host-agent`
 - `ssh`: an agent on each host that the user has named
 - `meeting`, `environments`: the same command on each host, by hand or by a scheduler
-- `slurm_task`: tasks of SLURM that are ranks
 - `store`, `signing`: the key-value store in which hosts and ranks meet, and its client
 - `ranks`: the ranks of one host: start them, watch them, end them
 - `processes`: all processes of a job, and the signals that stop it

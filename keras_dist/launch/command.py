@@ -5,7 +5,7 @@ import os
 import shlex
 from dataclasses import replace
 
-from keras_dist.launch import environments, slurm_task
+from keras_dist.launch import environments
 from keras_dist.launch.agent import serve
 from keras_dist.launch.failures import print_message
 from keras_dist.launch.hosts import (
@@ -165,8 +165,6 @@ def _add_inner(commands: argparse._SubParsersAction) -> None:
     """Add the commands that only keras_dist calls; without a help they are hidden."""
     agent = commands.add_parser("host-agent")  # what `run` starts on other hosts
     agent.set_defaults(run=lambda options: serve())
-    task = commands.add_parser("slurm-task")  # what tasks of `srun` start
-    task.set_defaults(run=lambda options: slurm_task.serve())
 
 
 def _run(options: argparse.Namespace) -> int:

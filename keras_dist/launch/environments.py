@@ -165,11 +165,6 @@ def counts_in(text: str) -> tuple[int, ...]:
     return tuple(int(count) for count, times in pairs for _ in range(int(times or 1)))
 
 
-def can_meet(environ: Mapping[str, str]) -> bool:
-    """Return whether tasks have a secret, without which they cannot meet."""
-    return bool(environ.get("KERAS_DIST_SECRET"))
-
-
 def _numbers(ranges: str) -> list[str]:
     """Return the numbers of "08-10,12", with their zeros."""
     found = []
