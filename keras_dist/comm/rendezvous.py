@@ -111,7 +111,9 @@ def _serve(place: Place) -> Store:
         raise RuntimeError(
             f"Rank 0, started by {place.launcher}, cannot serve the rendezvous of the "
             f"job. Received: port {place.port} at {place.address} ({error}). Another "
-            f"job may use it: change {place.variables[-1]}, or start again."
+            "program may use it: start the job again, or with another port "
+            "(MASTER_PORT, TF_CONFIG, KERAS_DIST_RDZV; srun's follows from the numbers "
+            "of job and step)."
         ) from error
 
 
