@@ -52,10 +52,6 @@ templates_path = ["_templates"]
 autosummary_context = {
     "shown_methods": {
         "keras_dist.DistributedModel": "fit, evaluate, predict",
-        "keras_dist.tune.Trial": (
-            "suggest_float, suggest_int, suggest_categorical, report, should_prune, "
-            "set_user_attr"
-        ),
     }
 }
 autodoc_member_order = "bysource"

@@ -99,20 +99,17 @@ if not _missing and not _is_command:
     del prepare, saving, tensorflow
 
     if TYPE_CHECKING:
-        from keras_dist import tune as tune
         from keras_dist.launch.function import run
     else:  # a type checker would take any name
 
         def __getattr__(name: str) -> Any:
-            # Few ranks need them, and they take 30 ms.
+            # No rank needs it, and it takes 30 ms.
             if name == "run":
                 return importlib.import_module("keras_dist.launch.function").run
-            if name == "tune":
-                return importlib.import_module(f"keras_dist.{name}")
             raise AttributeError(f"module 'keras_dist' has no attribute {name!r}")
 
         def __dir__() -> list[str]:
-            return sorted({*globals(), *__all__, "tune"})
+            return sorted({*globals(), *__all__})
 elif _missing and not TYPE_CHECKING:  # a type checker would take any name
     # `keras-dist install-horovod` must start here too, and print what it needs.
     def __getattr__(name: str) -> Any:

@@ -48,7 +48,6 @@ from keras_dist.training.predict import (
 from keras_dist.training.same_values import agree_on_arrays
 from keras_dist.training.session import (
     EvaluatedData,
-    marked_as_of_one_rank,
     raising_on_all,
     session_of,
 )
@@ -229,7 +228,6 @@ def _train(
                 alone if comm.size() > 1 else contextlib.nullcontext(),
                 saving as arguments,
                 autologged_once(),
-                marked_as_of_one_rank(),
             ):
                 return model.fit(**arguments)
 

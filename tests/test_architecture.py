@@ -33,7 +33,6 @@ LAYERS = {
     "checkpoint": 7,
     "fit": 8,
     "horovod": 9,
-    "tune": 9,
     "tools": 9,
     "__init__": 10,
     "__main__": 11,

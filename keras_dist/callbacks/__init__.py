@@ -39,7 +39,6 @@ from keras_dist.callbacks.user_callbacks import (
     autologged_once,
     destinations,
     first_rank_only,
-    is_calling_callbacks,
     runs_on_first_rank_only,
 )
 
@@ -59,7 +58,6 @@ __all__ = [
     "order_callbacks",
     "destinations",
     "first_rank_only",
-    "is_calling_callbacks",
     "on_this_rank",
     "runs_on_first_rank_only",
 ]

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import sys
 from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import keras
@@ -42,9 +41,6 @@ _TRACKERS = frozenset(
         "wandb",
     }
 )
-
-# Packages whose callbacks write the results of a trial, or end it.
-_TUNERS = frozenset({"keras_tuner", "optuna", "optuna_integration"})
 
 # The attributes that hold the path or address to which they write.
 _PATH_ATTRIBUTES = (
@@ -86,9 +82,9 @@ def first_rank_only(callback: Marked) -> Marked:
 
 
 def is_writer(callback: Any) -> bool:
-    """Tell whether it writes, and is of Keras, an experiment tracker or a tuner."""
+    """Tell whether it writes, and is of Keras or of an experiment tracker."""
     is_keras = isinstance(callback, _WRITING_CALLBACKS)
-    return is_keras or _package_of(callback, _TRACKERS | _TUNERS) is not None
+    return is_keras or is_tracker(callback)
 
 
 def is_tracker(callback: Any) -> bool:
@@ -130,7 +126,7 @@ def _destination(callback: keras.callbacks.Callback) -> str:
     for attribute in _PATH_ATTRIBUTES:
         if isinstance(found := getattr(callback, attribute, None), str):
             return found
-    return _package_of(callback, _TRACKERS | _TUNERS) or "the terminal"
+    return _package_of(callback, _TRACKERS) or "the terminal"
 
 
 @contextlib.contextmanager
@@ -154,7 +150,6 @@ _ON_ALL_RANKS = tuple(
     for kind in ("train", "epoch", "test")
     for moment in ("begin", "end")
 )
-_is_calling: ContextVar[bool] = ContextVar("callbacks", default=False)
 _BATCHES = tuple(
     f"on_{kind}_batch_{moment}"
     for kind in ("train", "test")
@@ -286,14 +281,8 @@ class UserCallbacks(keras.callbacks.Callback):
         return contextlib.nullcontext()
 
 
-def is_calling_callbacks() -> bool:
-    """Tell whether a callback of the user is being called on this rank."""
-    return _is_calling.get()
-
-
 @contextlib.contextmanager
 def _calling() -> Iterator[None]:
-    token = _is_calling.set(True)
     # On the other ranks Keras's callbacks, which run there, too, do not print.
     is_quiet = comm.rank() != 0 and keras.config.is_interactive_logging_enabled()
     if is_quiet:
@@ -303,7 +292,6 @@ def _calling() -> Iterator[None]:
     finally:
         if is_quiet:
             keras.config.enable_interactive_logging()
-        _is_calling.reset(token)
 
 
 def _phases(given: Sequence[Any]) -> list[list[Any]]:

@@ -327,27 +327,6 @@ def _raise_on_all(error: Exception) -> NoReturn:
     raise error
 
 
-@contextlib.contextmanager
-def marked_as_of_one_rank() -> Iterator[None]:
-    """Inside the block, which is a training, such an error is marked.
-
-    The other ranks may wait in the collective of a step for the rank that has left it,
-    so that this rank must not go on to another collective.
-    """
-    try:
-        yield
-    except Exception as error:
-        if not comm.is_known(error):
-            with contextlib.suppress(AttributeError):
-                error._is_of_one_rank = True  # type: ignore[attr-defined]
-        raise
-
-
-def is_of_one_rank(error: Exception) -> bool:
-    """Tell whether `error` has left a training on this rank, and maybe on no other."""
-    return getattr(error, "_is_of_one_rank", False) and not comm.is_known(error)
-
-
 @dataclass
 class Session:
     """What a model that trains on many ranks remembers, until its fit is over.

@@ -9,8 +9,7 @@ from needs import leave_out
 _NEEDS = {
     "test_mlflow": ("mlflow",),
     "test_wandb": ("wandb",),
-    "test_keras_tuner": ("keras_tuner",),
-    "test_optuna": ("optuna", "optuna_integration"),
+    "test_tune": ("keras_tuner", "optuna"),
 }
 
 
