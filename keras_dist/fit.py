@@ -29,8 +29,8 @@ from keras_dist.data import (
 )
 from keras_dist.data.steps import StepsRule
 from keras_dist.launch.monitor import seeds
+from keras_dist.lines import show
 from keras_dist.optimizer.rate import LearningRateRule
-from keras_dist.report.lines import show
 from keras_dist.setup import sources
 from keras_dist.setup.arguments import Callbacks, KerasArguments, Options
 from keras_dist.setup.checks import check_model

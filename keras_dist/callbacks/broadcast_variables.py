@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm, optimizer, private
-from keras_dist.report.lines import say
+from keras_dist.lines import say
 from keras_dist.training import step
 from keras_dist.training.same_values import agree_on_constants
 from keras_dist.training.session import session_of

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 
 from keras_dist import comm
-from keras_dist.report.lines import say
+from keras_dist.lines import say
 
 
 class StopAtAccuracy(keras.callbacks.Callback):

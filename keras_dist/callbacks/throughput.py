@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from keras_dist import comm
-from keras_dist.report.lines import say
+from keras_dist.lines import say
 from keras_dist.training import step
 from keras_dist.training.session import session_of
 

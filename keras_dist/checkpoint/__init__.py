@@ -28,7 +28,7 @@ from keras_dist.checkpoint.saver import (
     Writer,
 )
 from keras_dist.checkpoint.states import with_history
-from keras_dist.report.lines import say
+from keras_dist.lines import say
 from keras_dist.setup.fit_setup import FitSetup
 
 __all__ = ["EXIT_CODE", "Resume", "opened", "saving"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist.report import new_file
+from keras_dist.training.saving.atomic import new_file
 
 _FIRST_LINE = b"keras_dist checkpoint 1\n"
 _START_BYTES = len(_FIRST_LINE) + 65  # with the checksum and its line feed

@@ -15,7 +15,7 @@ from keras_dist import comm
 from keras_dist.checkpoint.files import DamagedError, Folder
 from keras_dist.checkpoint.lock import FolderLock
 from keras_dist.data import DataPosition, ShardSpec
-from keras_dist.report.plan import Plan
+from keras_dist.plan import Plan
 from keras_dist.setup.arguments import Options
 from keras_dist.setup.fit_setup import FitSetup
 from keras_dist.version import __version__

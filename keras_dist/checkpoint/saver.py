@@ -17,7 +17,7 @@ from keras_dist.checkpoint.files import Folder, decoded
 from keras_dist.checkpoint.saved import Resume, Saved, scale_of
 from keras_dist.checkpoint.states import CallbackStates, gathered
 from keras_dist.data import DataPosition, Source
-from keras_dist.report.lines import say
+from keras_dist.lines import say
 from keras_dist.setup.fit_setup import FitSetup
 from keras_dist.training import step
 from keras_dist.training.session import session_of

@@ -27,7 +27,7 @@ from keras_dist.data.round_robin import in_turns, weights_of_classes
 from keras_dist.data.sequence import ShardedSequence
 from keras_dist.data.source import Source
 from keras_dist.data.steps import StepsRule, scaled_steps
-from keras_dist.report.plan import Rows
+from keras_dist.plan import Rows
 
 # Keras's default.
 _BATCH_SIZE = 32

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from keras_dist import callbacks as ours
-from keras_dist import comm, optimizer
+from keras_dist import comm, optimizer, plan
 from keras_dist.data import (
     Feed,
     Part,
@@ -18,7 +18,6 @@ from keras_dist.data import (
 )
 from keras_dist.data.steps import scaled_steps, step_multiplier_of
 from keras_dist.optimizer.rate import rate_factor
-from keras_dist.report import plan
 from keras_dist.setup.arguments import KerasArguments, Options
 from keras_dist.setup.checks import check_averaging
 from keras_dist.training import metrics

@@ -8,10 +8,25 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 from keras_dist import comm
-from keras_dist.report import new_file
+
+
+def new_file(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a new file for writing, in the place of what is there.
+
+    A link that somebody else has put there is removed, and never followed.
+
+    Args:
+        path: Path of a local file, in a folder that exists.
+
+    Raises:
+        OSError: If it cannot be made.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(path)
+    return open(path, "xb")
 
 
 def replace(path: Any, write: Callable[[str], Any], *, num_bytes: int = 0) -> Any:

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from keras_dist.report import plan
+from keras_dist import plan
 
 PLAN = plan.Plan(
     version="1.2.3",
