@@ -119,7 +119,7 @@ def check_not_elastic(environ: Mapping[str, str] | None = None) -> None:
             "of a running process change: it would end at the first change. Received: "
             f"{_ELASTIC}={environ[_ELASTIC]}. Start the script with `keras-dist run "
             "-H a:2,b:2 --restarts 10`, and with `dist_fit(…, resume=folder)`, which "
-            "goes on after the loss of a rank or host; or with `horovodrun -np`, "
+            "goes on after the loss of a rank; or with `horovodrun -np`, "
             "without --min-np, --max-np and --host-discovery-script."
         )
 

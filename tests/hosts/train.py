@@ -2,12 +2,10 @@
 
     train.py FILE            on ranks; the first one writes the weights to FILE
     train.py FILE RANKS      plain Keras on one process, the batch of so many ranks
-    train.py FILE FOLDER     the same, where the number of ranks of each step is there
 
 `KILL=RANK` kills that rank in the middle of the second epoch of the first start;
 `RESUME=FOLDER` resumes from there. `STEPS=FOLDER` gets a file for each rank and step
-of the first start, with `PAUSE` seconds in each step. `SIZES=FOLDER` gets a file for
-each step with the number of ranks that made it last, with `PAUSE` seconds in each.
+of the first start, with `PAUSE` seconds in each step.
 """
 
 import hashlib
@@ -54,33 +52,6 @@ class Paced(keras.callbacks.Callback):
         (self.folder / f"{self.rank}.{int(self.model.optimizer.iterations)}").touch()
 
 
-class Sizes(keras.callbacks.Callback):
-    """Writes how many ranks have made each step, and takes its time."""
-
-    def __init__(self, folder, world):
-        super().__init__()
-        self.folder, self.world = Path(folder), world
-
-    def on_train_batch_end(self, batch, logs=None):
-        """A file for this step."""
-        time.sleep(float(os.environ["PAUSE"]))
-        if self.world.is_first:
-            path = self.folder / str(int(self.model.optimizer.iterations))
-            path.write_text(str(self.world.size))
-
-
-def train_by_sizes(model, x, y, folder):
-    """Plain Keras, step by step, each with the batch of its number of ranks."""
-    step = 0
-    for _ in range(EPOCHS):
-        row = 0
-        while row < ROWS:
-            step += 1
-            end = min(ROWS, row + BATCH * int((folder / str(step)).read_text()))
-            model.train_on_batch(x[row:end], y[row:end])
-            row = end
-
-
 def model_and_data():
     """A perceptron of 180,000 weights and rows for it, the same on all ranks."""
     keras.utils.set_random_seed(7)
@@ -102,10 +73,7 @@ def main(path, ranks=None):
     model, x, y = model_and_data()
     common = {"epochs": EPOCHS, "shuffle": False}
     if ranks is not None:
-        if Path(ranks).is_dir():
-            train_by_sizes(model, x, y, Path(ranks))
-        else:
-            model.fit(x, y, batch_size=BATCH * int(ranks), verbose=0, **common)
+        model.fit(x, y, batch_size=BATCH * int(ranks), verbose=0, **common)
         np.save(path, np.concatenate([w.ravel() for w in model.get_weights()]))
         return
     world = keras_dist.init()
@@ -115,8 +83,6 @@ def main(path, ranks=None):
     callbacks = [Killed()] if is_killed else []
     if is_first_start and "STEPS" in os.environ:
         callbacks.append(Paced(os.environ["STEPS"], world.rank))
-    if "SIZES" in os.environ:
-        callbacks.append(Sizes(os.environ["SIZES"], world))
     keras_dist.dist_fit(
         model,
         x,
