@@ -266,27 +266,27 @@ class Header:
         address: Address of the launcher's host.
         port: Port of its store.
         secret: Secret of the job.
+        job: Id of the agent's processes.
+        folder: The folder in which the ranks run.
+        command: The command that they run.
         name: Id of the agent.
         host: Name of its host, as the user has named it.
         number: Number of the host.
         num_ranks: Number of ranks of the host.
         num_hosts: Number of hosts.
-        job: Id of the agent's processes.
-        folder: The folder in which the ranks run.
-        command: The command that they run.
     """
 
     address: str
     port: int
     secret: str
-    name: str
-    host: str
-    number: int
-    num_ranks: int
-    num_hosts: int
     job: str
     folder: str
     command: Command
+    name: str = ""
+    host: str = ""
+    number: int = 0
+    num_ranks: int = 0
+    num_hosts: int = 0
 
     def line(self) -> bytes:
         """Return the header as a line of JSON."""

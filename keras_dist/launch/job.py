@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from keras_dist.launch import processes
@@ -109,20 +109,6 @@ class End:
     is_final: bool = False
 
 
-@dataclass
-class _Seen:
-    """What was seen of a start, by the ids of its hosts.
-
-    Args:
-        reports: The reports that have come.
-        lost: What has happened to hosts that were lost, and the exit code for it; that
-            which was seen first is first.
-    """
-
-    reports: dict[str, Report] = field(default_factory=dict)
-    lost: dict[str, tuple[str, int]] = field(default_factory=dict)
-
-
 class Presence:
     """When each host's last heartbeat was seen.
 
@@ -189,6 +175,10 @@ class Job:
         self._presence = Presence(self.values)
         # The hosts of the job by their numbers, once all are there.
         self._members: Mapping[str, Member] = {}
+        # Of this start: the reports that have come; and what has happened to hosts that
+        # were lost, with the exit code for it, that which was seen first before others.
+        self._reports: dict[str, Report] = {}
+        self._lost: dict[str, tuple[str, int]] = {}
 
     def run(self, *, restarts: int, timeout: float = 0.0) -> int:
         """Run the job to its end, and let all hosts know of it; errors are printed.
@@ -299,9 +289,9 @@ class Job:
         hosts = [[name, m.host, m.num_ranks] for name, m in members.items()]
         seed = seed_of(self.values.nonce)
         self._order("run", start=start, hosts=hosts, seed=seed, reached=address)
-        seen = _Seen()
+        self._reports, self._lost = {}, {}
         if self._own is None:
-            self._watch(slots, start, [], seen)
+            self._watch(slots, start, [])
         else:
             assignment = Assignment(
                 slots=slots[_OWN],
@@ -311,26 +301,25 @@ class Job:
                 seed=seed,
                 has_peers=not self._is_alone,
             )
-            self._run_own(assignment, address, slots, seen)
-        if end := self._stopped_end(seen.reports):
+            self._run_own(assignment, address, slots)
+        if end := self._stopped_end(self._reports):
             return end
-        reports = seen.reports.values()
+        reports = self._reports.values()
         if len(reports) == len(members) and all(each.finished for each in reports):
             return End(0)
-        return self._failed_end(slots, seen)
+        return self._failed_end(slots)
 
     def _run_own(
         self,
         assignment: Assignment,
         address: str,
         slots: Mapping[str, Sequence[Slot]],
-        seen: _Seen,
     ) -> None:
         """Run the ranks of this host, in this thread, while another one watches."""
         assert self._own is not None
         command, job = self._own.command, self._own.job
         if self._is_alone:
-            seen.reports[_OWN] = run_ranks(
+            self._reports[_OWN] = run_ranks(
                 command, assignment, job, address=address, stopped=self._stopped
             )
             return
@@ -339,14 +328,14 @@ class Job:
 
         def watch() -> None:
             try:
-                self._watch(slots, assignment.restart, stops, seen)
+                self._watch(slots, assignment.restart, stops)
             except Exception as error:
                 errors.append(error)
                 stops.append(processes.ORDERED)
 
         thread = threading.Thread(target=watch, daemon=True)
         thread.start()
-        seen.reports[_OWN] = run_with_peers(
+        self._reports[_OWN] = run_with_peers(
             command, assignment, job, address=address, stopped=stops
         )
         thread.join()
@@ -354,11 +343,7 @@ class Job:
             raise errors[0]
 
     def _watch(
-        self,
-        slots: Mapping[str, Sequence[Slot]],
-        start: int,
-        stops: list[int],
-        seen: _Seen,
+        self, slots: Mapping[str, Sequence[Slot]], start: int, stops: list[int]
     ) -> None:
         """Wait for the reports of all hosts; end all ranks if one has failed.
 
@@ -367,14 +352,13 @@ class Job:
             start: Number of the start.
             stops: Numbers of signals that end the ranks of this host, to which one is
                 appended.
-            seen: Reports and lost hosts are added to it.
         """
         ranks = {name: [slot.rank for slot in own] for name, own in slots.items()}
         ending: float | None = None
-        while silent := [n for n in ranks if n not in {**seen.reports, **seen.lost}]:
+        while silent := [n for n in ranks if n not in {**self._reports, **self._lost}]:
             self._pause(_TICK)
-            seen.reports.update(self._new_reports(silent, start))
-            silent = [n for n in silent if n not in seen.reports and n != _OWN]
+            self._reports.update(self._new_reports(silent, start))
+            silent = [n for n in silent if n not in self._reports and n != _OWN]
             for name, code in self._ended().items():
                 if name in silent:
                     text = (
@@ -382,14 +366,14 @@ class Job:
                         f"connection to it was lost, while "
                         f"{ranks_in_words(ranks[name])} ran: exit code {code}."
                     )
-                    seen.lost.setdefault(name, (text, code or 1))
+                    self._lost.setdefault(name, (text, code or 1))
             self._presence.look(silent)
             for name in self._presence.lost(silent):
                 text = lost_text(self._members[name].host, ranks[name])
-                seen.lost.setdefault(name, (text, 1))
+                self._lost.setdefault(name, (text, 1))
             signals = [number for _, number in self._stops()]
-            has_failures = any(report.code for report in seen.reports.values())
-            if ending is None and (signals or seen.lost or has_failures):
+            has_failures = any(each.code for each in list(self._reports.values()))
+            if ending is None and (signals or self._lost or has_failures):
                 saving = is_saving(signals)
                 ending = time.monotonic() + (_SAVE_SECONDS if saving else _STOP_SECONDS)
                 self._order("save" if saving else "stop", start=start)
@@ -397,7 +381,7 @@ class Job:
             if ending is not None and time.monotonic() > ending:
                 break
         if self._ssh is not None:
-            self._ssh.lose([name for name in ranks if name not in seen.reports])
+            self._ssh.lose([name for name in ranks if name not in self._reports])
 
     def _new_reports(self, silent: Collection[str], start: int) -> dict[str, Report]:
         """Return the reports of this start that have come from these hosts."""
@@ -438,13 +422,13 @@ class Job:
         code = self._place.saved_code if has_saved else None
         return End(code or 128 + number, text, is_final=True)
 
-    def _failed_end(self, slots: Mapping[str, Sequence[Slot]], seen: _Seen) -> End:
+    def _failed_end(self, slots: Mapping[str, Sequence[Slot]]) -> End:
         """Find the first cause: a rank that failed, or what happened to a host."""
-        causes, by_rank, unknown = list(seen.lost.values()), {}, []
+        causes, by_rank, unknown = list(self._lost.values()), {}, []
         for name, own in slots.items():
             host, ranks = self._members[name].host, [slot.rank for slot in own]
             by_rank.update(dict.fromkeys(ranks, "" if self._is_alone else host))
-            report = seen.reports.get(name)
+            report = self._reports.get(name)
             if report is None:
                 unknown += ranks
                 text = f"host {host} has sent no report ({ranks_in_words(ranks)})."
@@ -452,7 +436,7 @@ class Job:
             elif report.error:
                 causes.append((f"no ranks could be run on {host}: {report.error}", 1))
         text, code = verdict(
-            list(seen.reports.values()),
+            list(self._reports.values()),
             causes[0] if causes else None,
             hosts=by_rank,
             unknown=unknown,
@@ -550,20 +534,10 @@ def run_by_ssh(
         if others or ssh.address is not None:
             address = own_address(ssh.address, [*others, "localhost"][0])
         with contextlib.closing(Store(address)) as store:
-            header = Header(
-                address=address,
-                port=store.port,
-                secret=secret,
-                name="",
-                host="",
-                number=0,
-                num_ranks=0,
-                num_hosts=len(hosts),
-                job=job,
-                folder=os.getcwd(),
-                command=with_environment(command),
-            )
             place = Place(address, num_hosts=len(hosts), names=list(hosts))
+            header = Header(
+                address, store.port, secret, job, os.getcwd(), with_environment(command)
+            )
             with contextlib.closing(SshHosts(hosts, ssh, header)) as agents:
                 launcher = Job(place, store, secret, stopped, ssh=agents)
                 return launcher.run(restarts=restarts, timeout=timeout)

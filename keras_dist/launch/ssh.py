@@ -84,6 +84,7 @@ class SshHosts:
                 host=host,
                 number=number,
                 num_ranks=num_ranks,
+                num_hosts=len(hosts),
                 job=f"{header.job}_{name}",
             )
             # What does not fit into the pipe is taken only when ssh is connected.
