@@ -80,7 +80,6 @@ def dist_fit(
     steps_scaling: StepsRule = "auto",
     validation_steps_scaling: StepsRule | float = "auto",
     shard: Literal["auto", "none"] = "auto",
-    leftover: Literal["auto", "cut", "whole", "drop"] = "auto",
     target_accuracy: float | None = None,
     resume: str | os.PathLike[str] | None = None,
     save_steps: int | None = None,
@@ -120,14 +119,6 @@ def dist_fit(
         shard: `"auto"`: arrays are sharded by row; data that comes in batches is
             sharded by batch if all ranks have the same batches. `"none"`: you have
             split all data.
-        leftover: What becomes of the last batches of a pass, if fewer are left than
-            there are ranks. `"cut"`: their rows are divided. `"whole"`: some ranks have
-            one, the others make the step without rows. `"drop"`: they are left out.
-            `"auto"`: whole where a batch has a constant number of rows or tensors of
-            different lengths, else cut. Where a step cannot be made without rows
-            (`class_weight`): cut, or left out if it cannot be cut. `"cut"`
-            does not apply to data that each rank shuffles in another order. With
-            `batch="global"` no batches are left over.
         target_accuracy: Stop when `val_accuracy` has reached it: adds
             `StopAtAccuracy(target_accuracy)`.
         resume: A folder for checkpoints, which all hosts share. The same command
@@ -182,7 +173,6 @@ def dist_fit(
         steps_scaling=steps_scaling,
         validation_steps_scaling=validation_steps_scaling,
         shard=shard,
-        leftover=leftover,
         target_accuracy=target_accuracy,
         resume=resume,
         save_steps=save_steps,
@@ -204,7 +194,6 @@ def _train(
             options,
             seed=seed,
             keras_seed=keras_seed,
-            has_class_weight=given.class_weight is not None,
         )
         if resumed is not None:
             spec = resumed.placed(spec)
@@ -353,7 +342,7 @@ class DistributedModel:
     Args:
         model: A `keras.Model`.
         batch, lr_scaling, warmup_epochs, steps_scaling, validation_steps_scaling,
-            shard, leftover, target_accuracy, resume, save_steps,
+            shard, target_accuracy, resume, save_steps,
             save_seconds: Defaults for these arguments of `fit`: see `dist_fit`.
 
     Raises:
@@ -588,7 +577,7 @@ class DistributedModel:
         if not isinstance(source, Source):
             return predict(x, steps)
         spec = sources.compare({"predicted": source}, options)
-        spec = replace(spec, batch="global", leftover="auto")
+        spec = replace(spec, batch="global")
         feed = comm.run_on_all(
             lambda: validation_feed(
                 (source, None, None),

@@ -23,12 +23,10 @@ class Rows:
         total: Rows of all ranks, or of this rank if the data is already split; `None`
             if unknown.
         of_rank: Rows of the first rank; `None` unless the data is sharded by row.
-        left_out: Rows of an epoch that no rank reads.
         steps_before: Steps of an epoch on one process; `None` if unknown.
         steps: Steps of an epoch on each rank; `None` if unknown.
         rule: The rule by which `steps` was computed from a number that the user gave,
             or "".
-        leftover: What happens to leftover batches, in words, or "".
         is_global: Whether `batch_size` is the batch of all ranks together.
     """
 
@@ -36,11 +34,9 @@ class Rows:
     batch_size: int | None = None
     total: int | None = None
     of_rank: int | None = None
-    left_out: int = 0
     steps_before: int | None = None
     steps: int | None = None
     rule: str = ""
-    leftover: str = ""
     is_global: bool = False
 
 
@@ -112,8 +108,6 @@ class Plan:
         lines.append(("data", self.training.kind))
         lines += _rows_lines("rows", self.training, self.size)
         lines += _steps_lines("steps", self.training, self.size)
-        if self.training.leftover and self.size > 1:
-            lines.append(("left over", self.training.leftover))
         if self.validation is not None:
             lines += _validation_lines(self.validation, self.size)
         lines += [
@@ -191,11 +185,9 @@ def _rows_lines(label: str, rows: Rows, size: int) -> list[tuple[str, str]]:
     if rows.of_rank is None:
         whose = " on this rank" if size > 1 else ""
         return [(label, f"{rows.total:,}{whose}")]
-    used = rows.total - rows.left_out
-    low, high = used // size, math.ceil(used / size)
+    low, high = rows.total // size, math.ceil(rows.total / size)
     each = f"{low:,}" if low == high else f"{low:,} or {high:,}"
-    left_out = f", {rows.left_out:,} left out of each epoch" if rows.left_out else ""
-    return [(label, f"{rows.total:,} → {each} per rank{left_out}")]
+    return [(label, f"{rows.total:,} → {each} per rank")]
 
 
 def _steps_lines(label: str, rows: Rows, size: int) -> list[tuple[str, str]]:

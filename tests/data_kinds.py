@@ -237,6 +237,18 @@ def ids_of_batches(data) -> list[list[int]]:
     return [np.asarray(batch[1]).astype(int).tolist() for batch in data]
 
 
+def counted_batches(part) -> list[Any]:
+    """The batches of a part whose rows count."""
+    data = part.data
+    if isinstance(data, keras.utils.PyDataset):
+        data = [data[index] for index in range(data.num_batches)]
+    if isinstance(data, tf.data.Dataset):
+        data = as_untuned(data)
+    if not part.is_marked:
+        return list(data) if part.has_rows else []
+    return [batch for batch, mark in data if int(mark[0])]
+
+
 @dataclass(frozen=True)
 class Case:
     """Data of one kind on some ranks.
@@ -273,13 +285,10 @@ class Case:
         return ids_of_batches(self.data())
 
     def promised(self) -> tuple[list[int], int]:
-        """Rows of batches that all ranks train on in a pass, and each rank's steps."""
+        """Rows that all ranks train on in a pass, and each rank's steps."""
         batches = self.batches()
-        full = len(batches) // self.size * self.size
-        tail = [row for batch in batches[full:] for row in batch]
-        is_used = len(tail) >= self.size
-        rows = [row for batch in batches[:full] for row in batch]
-        return rows + tail * is_used, full // self.size + is_used
+        rows = [row for batch in batches for row in batch]
+        return rows, -(-len(batches) // self.size)
 
 
 def draw(

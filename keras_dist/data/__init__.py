@@ -7,8 +7,8 @@ Keras. From the bottom:
 - `steps`: rules for the number of steps
 - `division`: `Division`, the arithmetic of passes, epochs and steps; `ShardSpec`
 - `pipeline`: what a `tf.data.Dataset` was made of: inputs, shuffles, caches
+- `dealer`: `Dealer`, what a rank reads of batches that all ranks have
 - `arrays`: `Arrays`, rows in memory or in memory-mapped files, in a `RowOrder`
-- `round_robin`: deal batches in turn; `Tail` decides about those that are left over
 - `presharded`: data sets that `keras_dist.shard` divided before rows were decoded
 - `source`: `Source`, one view of all data that comes in batches
 - `sequence`: read a `PyDataset` by index
@@ -30,6 +30,7 @@ from keras_dist.data.arrays import (
     lists_to_arrays,
     seed_of_keras,
 )
+from keras_dist.data.dealer import Dealer, is_mark, marked
 from keras_dist.data.division import (
     Channel,
     DataPosition,
@@ -59,7 +60,6 @@ from keras_dist.data.presharded import (
     length_before_repeat,
     presharded_of,
 )
-from keras_dist.data.round_robin import Tail, is_mark, marked, own_rows
 from keras_dist.data.sequence import ShardedSequence
 from keras_dist.data.source import Agreed, DeclaredIterable, Source, is_source
 
@@ -68,6 +68,7 @@ __all__ = [
     "Arrays",
     "Channel",
     "DataPosition",
+    "Dealer",
     "DeclaredIterable",
     "Division",
     "Feed",
@@ -76,7 +77,6 @@ __all__ = [
     "ShardSpec",
     "ShardedSequence",
     "Source",
-    "Tail",
     "as_untuned",
     "batch_size_of",
     "before_shuffles",
@@ -93,7 +93,6 @@ __all__ = [
     "marked",
     "own_error",
     "own_items",
-    "own_rows",
     "presharded_of",
     "reading",
     "seed_of_keras",

@@ -1,6 +1,6 @@
 """Arrays, sharded by row: the order of the rows, and a data set of one rank's rows."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +8,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_dist.data.dealer import marked
 from keras_dist.data.division import Division, own_items
 from keras_dist.data.pipeline import as_untuned, with_length, without_auto_shard
-from keras_dist.data.round_robin import marked
 
 # Tensors whose rows differ in length, which cannot be sliced by row.
 UNEVEN = (tf.RaggedTensor, tf.SparseTensor)
@@ -132,41 +132,6 @@ class Arrays:
         rows = own(tf.data.Dataset.range(self.num_rows).batch(batch_size))
         read = _reader_of(self.packed())
         return without_auto_shard(rows.map(read, tf.data.AUTOTUNE, deterministic=True))
-
-    def find_rows(self, batch: Any) -> np.ndarray:
-        """Find the rows of a batch, which Keras has read in an unknown order.
-
-        Args:
-            batch: `x` or `(x, …)` as it was read, with NumPy arrays.
-
-        Returns:
-            For each row of the batch the index of the first equal row, or -1 if there
-            is none.
-
-        >>> arrays = Arrays(np.array([1.0, 3.0, 2.0]))
-        >>> arrays.find_rows((np.array([2.0, 1.0]),)).tolist()
-        [2, 0]
-        """
-        leaves = [x for x in keras.tree.flatten(self.packed()) if x is not None]
-        read = [x for x in keras.tree.flatten(batch) if x is not None]
-        # A batch may have one array more: weights that Keras made of class weights.
-        read = [np.asarray(own) for own, _ in zip(read, leaves, strict=False)]
-
-        def keys(arrays: list[Any]) -> Iterator[bytes]:
-            """Yield the bytes of each row, over all arrays: equal for equal rows."""
-            for row in zip(*map(np.asarray, arrays), strict=True):
-                parts = zip(row, read, strict=False)
-                yield b"".join(np.asarray(x, own.dtype).tobytes() for x, own in parts)
-
-        row_of_key = dict.fromkeys(keys(read), -1)
-        missing = len(row_of_key)
-        for index, key in enumerate(keys(leaves)):
-            if row_of_key.get(key) == -1:
-                row_of_key[key] = index
-                missing -= 1
-            if not missing:
-                break
-        return np.array([row_of_key[key] for key in keys(read)], np.int64)
 
     def _leaves(self) -> list[Any]:
         leaves = keras.tree.flatten((self.x, self.y, self.sample_weight))
@@ -333,25 +298,6 @@ class RowOrder:
         is_shorter = division.is_within_epoch
         dataset = with_length(dataset, division.steps, may_be_shorter=is_shorter)
         return without_auto_shard(dataset)
-
-    def rows_at(self, epoch: int, step: int) -> np.ndarray:
-        """Find the indices of the rows that this rank reads at a step of an epoch.
-
-        Args:
-            epoch: Number of an epoch.
-            step: Number of the step, from 0 where this training began the epoch.
-
-        >>> division = Division.of_rows(None, 7, batch_size=2, size=2)
-        >>> order = RowOrder(division, rank=1, shuffle=False, seed=0)
-        >>> [order.rows_at(*at).tolist() for at in ((0, 0), (0, 1), (1, 0))]
-        [[1, 3], [5], [1, 3]]
-        """
-        span = self.division.span(self.division.first_step_of(epoch) + step)
-        with tf.device("CPU:0"):  # the data set draws its random numbers there, too
-            number, begin, end = (tf.constant(each, tf.int64) for each in span)
-            rows = self._rows_of_pass(number)
-            own, has_rows = self._own_rows(rows, number, begin, end)
-            return own.numpy()[: None if has_rows else 0]
 
     def _rows_of_pass(self, number: tf.Tensor) -> tf.Tensor:
         """Put the indices of all rows in their order in a pass."""

@@ -3,17 +3,15 @@
 An *item* is a row of arrays, or a batch of data that comes in batches. One process
 reads the items in order, the next global batch in each step. N ranks read the same
 global batches: rank r has the items r, r + N, … of each. All ranks make the same
-steps, so a last global batch with fewer items than ranks needs a rule of its own:
-rows are left out, and for batches `round_robin.Tail` decides.
+steps: a rank that has no item of a small last global batch takes part without rows.
 
 With `batch="global"` the global batch is the batch that the user asked for. A batch of
-data that comes in batches is then one global batch, of which each rank has rows; and a
-rank that has no row of a small last batch takes part in the step without rows.
+data that comes in batches is then one global batch, of which each rank has rows.
 
 Arithmetic only: rank and size are arguments, and nothing is read here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,17 +71,11 @@ class ShardSpec:
         keeps_position: Whether the order of the rows is ours on a single rank, too. A
             checkpoint needs that: another number of ranks may resume from it.
         position: The position in the data to resume from, if any.
-        leftover: What happens to the last batches, if fewer are left than there are
-            ranks: `"cut"`: their rows are divided; `"whole"`: some ranks have one, and
-            the others take part in the step without rows; `"drop"`: they are left out;
-            `"auto"`: they are cut where possible.
-        can_mark: Whether a step can be told that its batch has no rows.
         batch: Whose batch the user's batch is: `"rank"`, or `"global"` for the batch of
             all ranks together.
 
     Raises:
-        ValueError: If `shard` or `leftover` is unknown, `leftover` is `"whole"` and
-            steps cannot be marked, or `leftover` has no meaning.
+        ValueError: If `shard` is unknown.
     """
 
     rank: int
@@ -93,36 +85,15 @@ class ShardSpec:
     channel: Channel | None = None
     keeps_position: bool = False
     position: DataPosition | None = None
-    leftover: str = "auto"
-    can_mark: bool = True
     batch: str = "rank"
     keras_seed: int | None = None
     seeds_before: list[tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
-        if self.batch == "global" and self.leftover != "auto":
-            raise ValueError(
-                '`leftover` has no meaning with batch="global": no batches are left '
-                "over, since all ranks have rows of each batch. Received: "
-                f"leftover={self.leftover!r}. Leave it out."
-            )
         if self.shard not in ("auto", "none"):
             raise ValueError(
                 '`shard` must be "auto" or "none" (the data is already split). '
                 f"Received: shard={self.shard!r}"
-            )
-        if self.leftover not in ("auto", "cut", "whole", "drop"):
-            raise ValueError(
-                "`leftover`, what becomes of the last batches of a pass if they are "
-                'fewer than the ranks, must be "auto", "cut", "whole" or "drop". '
-                f"Received: leftover={self.leftover!r}"
-            )
-        if self.leftover == "whole" and not self.can_mark:
-            raise ValueError(
-                'With leftover="whole" some ranks make a step without rows, which is '
-                "not possible with `class_weight` for batches. Received: "
-                'leftover="whole". Pass sample weights with the batches instead of '
-                '`class_weight`, or leftover="drop".'
             )
 
     @property
@@ -144,38 +115,6 @@ def own_items(rank: int, size: int) -> slice:
     [[0, 3, 6], [1, 4], [2, 5]]
     """
     return slice(rank, None, size)
-
-
-def steps_of_rows(num_rows: int, *, global_batch: int, least: int) -> int:
-    """Count the steps of a pass over `num_rows` rows, the same on every rank.
-
-    A last global batch with fewer than `least` rows is left out.
-
-    >>> [steps_of_rows(n, global_batch=20, least=2) for n in (100, 101, 102)]
-    [5, 5, 6]
-    """
-    full, tail = divmod(num_rows, global_batch)
-    return full + (tail >= least)
-
-
-def batches_of_step(
-    begin: int, *, total: int | None, rank: int, size: int, is_mixed: bool = False
-) -> Sequence[int]:
-    """Name the batches of which one rank has rows in a step.
-
-    They are several where fewer batches are left than there are ranks, or where each
-    rank has rows of every batch of the step: `is_mixed`.
-
-    Args:
-        begin: Index of the first batch of the step, of all ranks.
-        total: Batches of a pass; `None` if unknown.
-
-    >>> [batches_of_step(n, total=5, rank=1, size=2) for n in (0, 2, 4)]
-    [[1], [3], [4]]
-    """
-    end = begin + size if total is None else min(begin + size, total)
-    whole = list(range(begin, end))
-    return whole[rank : rank + 1] if len(whole) == size and not is_mixed else whole
 
 
 @dataclass(frozen=True)
@@ -217,87 +156,52 @@ class Division:
     begin: int = 0
 
     @classmethod
-    def of_rows(
+    def of(
         cls,
         position: DataPosition | None,
-        num_rows: int,
+        total: int,
         *,
-        batch_size: int,
+        per_step: int,
         size: int,
+        unit: str,
         steps: int | None = None,
-        is_global: bool = False,
     ) -> "Division":
-        """Divide the rows of arrays.
+        """Divide a training, from its beginning or from a position.
 
         Args:
             position: Where to resume, perhaps saved by another number of ranks; `None`
                 for a new training.
-            num_rows: Rows of the data.
-            batch_size: Rows of one rank's batch.
+            total: Items of the data.
+            per_step: Items that all ranks read in a step.
             size: Number of ranks.
+            unit: What an item is: `"rows"` or `"batches"`.
             steps: Steps of an epoch; `None` for the steps of a pass.
-            is_global: Whether `batch_size` is that of all ranks together. Then a rank
-                may have no row of the last batch of a pass.
 
         Raises:
             ValueError: If `position` is in the middle of an epoch of other data.
         """
-
-        global_batch = batch_size if is_global else batch_size * size
-        least = 1 if is_global else size
-
-        def steps_after(read: int) -> int:
-            left = num_rows - read
-            return steps_of_rows(left, global_batch=global_batch, least=least)
-
-        in_pass = steps_after(0)
+        in_pass = -(-total // per_step)
         of_epoch = steps or in_pass
-        whole = cls(
-            num_rows, size, global_batch, of_epoch, in_pass, in_pass, of_epoch, "rows"
-        )
-        is_within = position is not None and bool(position.done or position.row)
-        return whole._from(position, steps_after if is_within else None)
-
-    @classmethod
-    def of_batches(
-        cls,
-        position: DataPosition | None,
-        length: int,
-        *,
-        size: int,
-        steps_after: Callable[[int], int],
-        per_step: int | None = None,
-    ) -> "Division":
-        """Divide batches; each epoch is one pass.
-
-        `length` is the number of batches in a pass, `steps_after` counts the steps of
-        the rest of a pass of which some batches were read, and all ranks together read
-        `per_step` batches in a step, by default one each. See `of_rows`.
-        """
-        steps = steps_after(0)
-        in_step = per_step or size
-        whole = cls(length, size, in_step, steps, steps, steps, steps, "batches")
-        is_within = position is not None and position.done > 0
-        return whole._from(position, steps_after if is_within else None)
+        whole = cls(total, size, per_step, of_epoch, in_pass, in_pass, of_epoch, unit)
+        if position is None:
+            return whole
+        if not (position.done or position.row):
+            return replace(whole, epoch=position.epoch, first_pass=position.number)
+        return whole._resumed(position)
 
     @property
     def is_within_epoch(self) -> bool:
         """Tell whether the first epoch is shorter, being the rest of one."""
         return self.first_steps < self.steps
 
-    @property
-    def left_out(self) -> int:
-        """Items of a whole pass that no rank reads."""
-        return self.total - self._end_of_pass(0, self.steps_per_pass)
-
     def items_of_rank(self, rank: int) -> int:
         """Count the items that a rank reads in a whole pass.
 
-        >>> rows = Division.of_rows(None, 101, batch_size=10, size=3)
+        >>> rows = Division.of(None, 101, per_step=30, size=3, unit="rows")
         >>> [rows.items_of_rank(rank) for rank in range(3)]
         [34, 34, 33]
         """
-        full, tail = divmod(self.total - self.left_out, self.global_batch)
+        full, tail = divmod(self.total, self.global_batch)
         own = own_items(rank, self.size)
         return full * len(range(self.global_batch)[own]) + len(range(tail)[own])
 
@@ -328,7 +232,7 @@ class Division:
             The pass, counted from 0 where this training begins; the index in it of the
             first item; and the index after the last item.
 
-        >>> rows = Division.of_rows(None, 105, batch_size=10, size=2)
+        >>> rows = Division.of(None, 105, per_step=20, size=2, unit="rows")
         >>> [rows.span(step) for step in (0, 5, 6)]
         [(0, 0, 20), (0, 100, 105), (1, 0, 20)]
         """
@@ -338,15 +242,9 @@ class Division:
         number, step = (step + missing) // per_pass, (step + missing) % per_pass
         is_first = 1 // (1 + number)
         begin = step * global_size + is_first * (self.begin - missing * global_size)
-        end = self._end_of_pass(0, per_pass)
-        end_of_first = self._end_of_pass(self.begin, self.steps_in_first_pass)
-        end += is_first * (end_of_first - end)
         is_last = (step + 1) // per_pass
-        return (
-            number,
-            begin,
-            begin + global_size + is_last * (end - begin - global_size),
-        )
+        end = begin + global_size
+        return number, begin, end + is_last * (self.total - end)
 
     def position(self, epoch: int, done: int) -> DataPosition:
         """Return the position after `done` steps of an epoch.
@@ -360,17 +258,8 @@ class Division:
             epoch, done = epoch + 1, 0
         return DataPosition(epoch, done, self.steps, number, begin, self.total)
 
-    def _end_of_pass(self, begin: int, steps: int) -> int:
-        return min(self.total, begin + steps * self.global_batch)
-
-    def _from(
-        self, position: DataPosition | None, steps_after: Callable[[int], int] | None
-    ) -> "Division":
-        """Begin at a position; without `steps_after`, with a whole epoch and pass."""
-        if position is None:
-            return self
-        if steps_after is None:
-            return replace(self, epoch=position.epoch, first_pass=position.number)
+    def _resumed(self, position: DataPosition) -> "Division":
+        """Begin at a position in the middle of an epoch."""
         if position.num_rows != self.total:
             raise ValueError(
                 "The training cannot go on in the middle of an epoch with other data. "
@@ -378,24 +267,14 @@ class Division:
                 f"with {position.num_rows} rows or batches. Pass the same data, or an "
                 "empty folder."
             )
-        in_pass = left = steps_after(position.row)
-        is_pass = self.steps == self.steps_per_pass
-        ends_with_pass = is_pass and position.done > 0
-        if not ends_with_pass:
+        in_pass = left = -(-(self.total - position.row) // self.global_batch)
+        if self.steps != self.steps_per_pass or not position.done:
             left = -(-(position.steps - position.done) * self.steps // position.steps)
-        if in_pass and left:
-            return replace(
-                self,
-                epoch=position.epoch,
-                first_steps=left,
-                first_pass=position.number,
-                begin=position.row,
-                steps_in_first_pass=in_pass,
-            )
-        # Fewer items of the pass are left than there are ranks now: they are left out.
         return replace(
             self,
-            epoch=position.epoch + ends_with_pass,
-            first_steps=self.steps if is_pass else left,
-            first_pass=position.number + 1,
+            epoch=position.epoch,
+            first_steps=left,
+            first_pass=position.number,
+            begin=position.row,
+            steps_in_first_pass=in_pass,
         )

@@ -5,7 +5,7 @@ import functools
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,11 +20,10 @@ from keras_dist.data.arrays import (
     is_arrays,
     order_of_keras,
 )
-from keras_dist.data.division import Division, ShardSpec, batches_of_step
-from keras_dist.data.parts import Part, in_words, is_dealt, makes_all_batches, part_of
+from keras_dist.data.dealer import add_class_weights, deal_evaluations
+from keras_dist.data.division import Division, ShardSpec
+from keras_dist.data.parts import Part, in_words, is_dealt, part_of
 from keras_dist.data.pipeline import finite_or_none, length_of, skip_epochs
-from keras_dist.data.round_robin import in_turns, weights_of_classes
-from keras_dist.data.sequence import ShardedSequence
 from keras_dist.data.source import Source
 from keras_dist.data.steps import StepsRule, scaled_steps
 from keras_dist.plan import Rows
@@ -48,13 +47,6 @@ class Feed:
         source: The user's data, to be kept until a pass over it was read; `None` if
             Keras reads it, and may refuse it.
         is_exact: Whether the number of steps in the plan is certain, not an estimate.
-        made_by_all: The source of which each rank makes the batches of all ranks, and
-            leaves out most; `None` if there is none.
-        rows_at: Function of an epoch, a step in it and the batch that was read there.
-            Returns the indices of the batch's rows in the user's arrays, -1 for a row
-            that is not found.
-        batches_at: Function of an epoch and a step in it that returns the indices of
-            the batches in the user's data; `None` if unknown.
         facts: Name and value of everything that has to be equal on all ranks.
     """
 
@@ -63,9 +55,6 @@ class Feed:
     part: Part
     source: Arrays | Source | None = None
     is_exact: bool = True
-    made_by_all: Source | None = None
-    rows_at: Callable[[int, int, Any], Any] | None = None
-    batches_at: Callable[[int, int], Sequence[int]] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -157,37 +146,28 @@ def training_feed(
             plan,
             Part(x, plan.steps),
             arrays,
-            rows_at=lambda _, __, batch: arrays.find_rows(batch),
             facts=facts | {"the steps of an epoch": steps},
         )
-    division = Division.of_rows(
+    division = Division.of(
         spec.position,
         arrays.num_rows,
-        batch_size=batch_size,
+        per_step=batch_size if spec.is_global else batch_size * spec.size,
         size=spec.size,
+        unit="rows",
         steps=steps,
-        is_global=spec.is_global,
     )
     facts["the number of rows"] = arrays.num_rows
     facts["the batch size"] = batch_size
     facts["the steps of an epoch"] = division.steps
     # They are part of the data set: Keras accepts none of them beside one.
     replaced = ["y", "sample_weight", "batch_size", "steps_per_epoch"]
-    has_classes = hasattr(y, "shape") and len(y.shape) <= 2
-    if class_weight and has_classes and sample_weight is None:
-        arrays = replace(
-            arrays, sample_weight=weights_of_classes(np.asarray(y), class_weight)
-        )
+    if class_weight:
+        targets = np.asarray(arrays.y) if tf.is_tensor(arrays.y) else arrays.y
+        given_rows = (arrays.x, targets, arrays.sample_weight)
+        arrays = Arrays(*add_class_weights(given_rows, class_weight))
         facts["`class_weight`"] = class_weight
         replaced.append("class_weight")
-    is_marked = spec.is_global and division.has_empty_parts
-    if is_marked and class_weight and "class_weight" not in replaced:
-        raise ValueError(
-            "With `class_weight` for these targets each rank needs a row of the last "
-            "batch, which is too small for that. Received: "
-            f"{arrays.num_rows} rows in batches of {batch_size} for {spec.size} ranks. "
-            "Pass `sample_weight` instead, or another batch size."
-        )
+    is_marked = division.has_empty_parts
     fixed = _order_of_keras(division, shuffle, spec.keras_seed)
     order = RowOrder(division, spec.rank, shuffle, spec.seed, is_marked, fixed)
     epoch = tf.Variable(division.epoch, dtype=tf.int64, trainable=False)
@@ -198,14 +178,12 @@ def training_feed(
             plan,
             kind="arrays, sharded by row, " + ("shuffled" if shuffle else "in order"),
             of_rank=division.items_of_rank(spec.rank),
-            left_out=division.left_out,
             steps_before=steps_per_epoch or steps_per_pass,
             steps=division.steps,
         ),
         Part(dataset, division.steps, division, epoch, is_marked=is_marked),
         arrays,
         is_exact=not division.is_within_epoch,
-        rows_at=lambda number, step, _: order.rows_at(number, step),
         facts=facts,
     )
 
@@ -251,7 +229,6 @@ def validation_feed(
             steps_before=steps or finite_or_none(source.length),
             steps=_fewer(own_steps, _steps_of_pass(part, source, spec)),
             rule=rule,
-            leftover=part.leftover,
         )
         arguments = pieces | {"x": part.data}
         is_exact = is_exact or spec.size == 1
@@ -304,7 +281,10 @@ def _validation_in_turns(
     """Deal whole batches of validation rows: the batches of one process."""
     total = -(-arrays.num_rows // batch_size)
     own = functools.partial(
-        in_turns, steps=min(steps or total, total), rank=spec.rank, size=spec.size
+        deal_evaluations,
+        steps=min(steps or total, total),
+        rank=spec.rank,
+        size=spec.size,
     )
     dataset = arrays.in_batches(batch_size, own)
     own_steps = -(-min(steps or total, total) // spec.size)
@@ -412,17 +392,16 @@ def _training_batches(
         spec,
         is_training=True,
         shuffle=shuffle,
-        epoch_steps=steps,
         class_weight=class_weight,
     )
-    if spec.is_global and part.is_marked:
+    if part.is_weighed:
         arguments = arguments | {"class_weight": None}  # the batches have it
     is_sequence = isinstance(part.data, keras.utils.PyDataset)
     # A sequence that is not sharded is shuffled by Keras.
     is_shuffled = shuffle and part.data is source.data and is_sequence
-    batches_at = None if is_shuffled else _batches_at(part, source, steps, spec)
-    is_of_own = source.presharded is not None and spec.size > 1
-    before = part.total if is_of_own else finite_or_none(source.length)
+    before = finite_or_none(source.length)
+    if source.presharded is not None and spec.size > 1:
+        before = _batches_before_shard(source)
     if steps is not None:
         # Keras may read ahead, into batches of the next epoch.
         part = replace(part, epoch=None, division=None)
@@ -437,13 +416,10 @@ def _training_batches(
             steps_before=steps_before or before,
             steps=_fewer(steps, _steps_of_pass(part, source, spec)),
             rule=rule,
-            leftover=part.leftover,
         ),
         part,
         source,
         is_exact=is_exact and not is_within_epoch,
-        made_by_all=source if makes_all_batches(source, spec) else None,
-        batches_at=batches_at,
         facts={
             "the batches of a pass over its data": finite_or_none(part.length),
             "the steps of an epoch": steps,
@@ -453,35 +429,13 @@ def _training_batches(
     )
 
 
-def _batches_at(
-    part: Part, source: Source, steps: int | None, spec: ShardSpec
-) -> Callable[[int, int], Sequence[int]]:
-    """Make a function of an epoch and a step that names the user's batches there."""
-    if isinstance(part.data, ShardedSequence):
-        return part.data.batches_at
-    presharded = source.presharded if spec.size > 1 else None
-    if presharded is not None and presharded.is_global:
-        presharded = None
-    total = part.total if presharded else finite_or_none(source.length)
-    # Of each presharded batch of one process, all ranks have rows.
-    is_mixed = presharded is not None and total is not None
-    is_own = (presharded is None or total is None) and not is_dealt(source, spec)
-    is_own = is_own or _is_shared(source, spec)
-    rank, size = (0, 1) if is_own else (spec.rank, spec.size)
-
-    def batches_at(epoch: int, step: int) -> Sequence[int]:
-        # With `steps_per_epoch` an epoch begins where the epoch before it ended.
-        step += epoch * (steps or 0)
-        length = finite_or_none(part.length)
-        step = step % length if steps and length else step
-        begin = step * size
-        begin += 0 if part.division is None else part.division.skipped_in(epoch)
-        end = part.reader.total if total is None and part.reader else total
-        return batches_of_step(
-            begin, total=end, rank=rank, size=size, is_mixed=is_mixed
-        )
-
-    return batches_at
+def _batches_before_shard(source: Source) -> int | None:
+    """Count the batches of one process; `None` if `shard` does not know their rows."""
+    presharded = source.presharded
+    assert presharded is not None
+    length = finite_or_none(presharded.length)
+    rows = presharded.batch_size or source.batch_size
+    return -(-length // rows) if length and rows else None
 
 
 def _batch_size_of(source: Source) -> int | None:

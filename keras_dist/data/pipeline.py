@@ -110,19 +110,6 @@ def rows_per_batch(dataset: tf.data.Dataset) -> int | None:
     return first.shape[0] if first.shape.rank else None
 
 
-def lengths_of_spec(element_spec: Any) -> list[int | None]:
-    """List the lengths of first axes: `None` if open, 0 for a scalar.
-
-    >>> lengths_of_spec(tf.data.Dataset.range(8).batch(4).element_spec)
-    [None]
-    """
-    return [
-        None if spec.shape.rank is None else spec.shape[0] if spec.shape.rank else 0
-        for spec in tf.nest.flatten(element_spec)
-        if hasattr(spec, "shape")
-    ]
-
-
 def seeds_of(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
     """List the seeds of shuffles and random sources; (0, 0) is new each time.
 

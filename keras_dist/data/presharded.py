@@ -139,71 +139,36 @@ def length_before_repeat(dataset: tf.data.Dataset) -> float | None:
     return length_before_repeat(inputs[0])
 
 
-@dataclass(frozen=True)
-class Rest:
-    """The rest of a pass over presharded data, after some batches.
+def rows_per_step(
+    presharded: Presharded, data: tf.data.Dataset, lengths: Sequence[int]
+) -> int | None:
+    """Count the rows of all ranks in a step; `None` if they may not be rows of before.
+
+    Each row must have become one row of a batch: none was left out or added after the
+    division.
 
     Args:
         presharded: How the data was divided.
-        data: The batches of this rank, of `batch_size` rows.
-        total: Batches of one process in a pass.
+        data: The batches of this rank.
+        lengths: The batches of each rank.
     """
-
-    presharded: Presharded
-    data: tf.data.Dataset
-    batch_size: int
-    total: int
-
-    @classmethod
-    def of(
-        cls, presharded: Presharded, data: tf.data.Dataset, lengths: Sequence[int]
-    ) -> "Rest | None":
-        """Return `None` if the batches may not be those of one process.
-
-        Each row must have become one row of a batch: none was left out or added after
-        the division.
-        """
-        length = finite_or_none(presharded.length)
-        if presharded.is_global and presharded.batch_size:
-            # Each element is this rank's rows of a batch, for any number of ranks.
-            total = max(lengths)
-            return cls(presharded, data, presharded.batch_size, int(total))
-        rows = presharded.batch_size or rows_per_batch(data)
-        if length is None or rows is None:
-            return None
-        counts = [presharded.rows_of(rank, length) for rank in range(presharded.size)]
-        if list(lengths) == [-(-count // rows) for count in counts]:
-            return cls(presharded, data, rows, -(-length // rows))
-        if list(lengths) == [count // rows for count in counts]:  # `drop_remainder`
-            return cls(presharded, data, rows, length // rows)
+    length = finite_or_none(presharded.length)
+    rows = presharded.batch_size or rows_per_batch(data)
+    if length is None or rows is None:
         return None
+    counts = [presharded.rows_of(rank, length) for rank in range(presharded.size)]
+    is_whole = list(lengths) == [-(-count // rows) for count in counts]
+    return rows * presharded.size if is_whole else None
 
-    def steps_after(self, read: int) -> int:
-        """Count the steps of all ranks, after `read` batches of all ranks."""
-        size = self.presharded.size
-        if self.presharded.is_global:
-            return self.total - read
-        return min(self.batches_after(read, rank) for rank in range(size))
 
-    def batches_after(self, read: int, rank: int) -> int:
-        """Count the batches of one rank, after `read` batches of all ranks."""
-        length = finite_or_none(self.presharded.length) or 0
-        rows = self.presharded.rows_of(rank, length) - self._rows_read(read, rank)
-        return rows // self.batch_size if self._drops else -(-rows // self.batch_size)
-
-    def after(self, read: int, rank: int) -> tf.data.Dataset:
-        """Return the batches of one rank, after `read` batches of all ranks."""
-        if read % self.presharded.size == 0:
-            return self.data.skip(read // self.presharded.size)
-        rows = self.data.unbatch().skip(self._rows_read(read, rank))
-        return rows.batch(self.batch_size, drop_remainder=self._drops)
-
-    @property
-    def _drops(self) -> bool:
-        return self.total * self.batch_size < (self.presharded.length or 0)
-
-    def _rows_read(self, read: int, rank: int) -> int:
-        return self.presharded.rows_of(rank, read * self.batch_size)
+def rest_of(
+    presharded: Presharded, data: tf.data.Dataset, read: int, per_step: int
+) -> tf.data.Dataset:
+    """Return the batches of this rank behind `read` rows of all ranks."""
+    if read % per_step == 0:
+        return data.skip(read // per_step)
+    rows = data.unbatch().skip(presharded.rows_of(presharded.rank, read))
+    return rows.batch(per_step // presharded.size)
 
 
 def _every(source: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:

@@ -1,25 +1,20 @@
-"""A `keras.utils.PyDataset`, sharded by batch, round robin."""
+"""A `keras.utils.PyDataset`, of which each rank reads its own batches by index."""
 
 from typing import Any
 
 import keras
 import numpy as np
 
-from keras_dist.data.division import (
-    Channel,
-    DataPosition,
-    Division,
-    batches_of_step,
-)
-from keras_dist.data.round_robin import Tail, marked, num_rows
+from keras_dist.data.dealer import Dealer, marked
+from keras_dist.data.division import Channel, DataPosition, Division
 from keras_dist.data.source import Declared, fingerprint_of, standardized
 
 
 class ShardedSequence(Declared, keras.utils.PyDataset):
     """This rank's batches of a `PyDataset`; no batch of another rank is made.
 
-    In step i, rank r of N reads the batch of index i × N + r, and `tail` decides about
-    the last batches; or each rank makes every batch, and keeps its rows of it.
+    In step i, rank r of N reads the batch of index i × N + r; or each rank makes every
+    batch, and keeps its rows of it.
 
     With `seed`, the order of the batches is a function of the seed and the epoch alone,
     so it is the same on every rank and for every number of ranks. The last batch stays
@@ -27,7 +22,7 @@ class ShardedSequence(Declared, keras.utils.PyDataset):
 
     Args:
         data: The user's `PyDataset`, with the same batches on all ranks.
-        tail: What this rank makes of the batches that are left over, or of each batch.
+        dealer: What this rank reads of the batches.
         seed: Seed of the order, which changes from epoch to epoch; `None` to keep it.
         channel: Collectives, to compare batches that the user's `on_epoch_end` changes.
         position: Where to resume, if a training is resumed.
@@ -37,7 +32,7 @@ class ShardedSequence(Declared, keras.utils.PyDataset):
     def __init__(
         self,
         data: Any,
-        tail: Tail,
+        dealer: Dealer,
         *,
         seed: int | None = None,
         channel: Channel | None = None,
@@ -50,27 +45,21 @@ class ShardedSequence(Declared, keras.utils.PyDataset):
             max_queue_size=data.max_queue_size,
         )
         self.data = data
-        self._tail, self._seed = tail, seed
+        self._dealer, self._seed = dealer, seed
         self._channel = channel if self._changes_between_epochs() else None
-        self._rows: dict[int, int] = {}  # of the batches whose rows were counted
-        self._has_tail: bool | None = None
         self.division: Division | None = None
-        first = position.epoch if position else 0
-        self._begin(first, 0)
         total = data.num_batches
         is_resumed = total is not None and position is not None
-        self.is_marked = tail.is_marked(
-            int(total or 0) % tail.per_step, is_resumed=is_resumed
-        )
+        self.is_marked = dealer.is_marked(int(total or 0), is_resumed=is_resumed)
         if total is not None and keeps_position:
-            self.division = Division.of_batches(
+            self.division = Division.of(
                 position,
                 int(total),
-                size=tail.size,
-                per_step=tail.per_step,
-                steps_after=lambda read: self._steps_after(first, read),
+                per_step=dealer.per_step,
+                size=dealer.size,
+                unit="batches",
             )
-            self._begin(first, 0)
+        self.assign(position.epoch if position else 0)
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes make batches and take no part in collectives.
@@ -78,15 +67,9 @@ class ShardedSequence(Declared, keras.utils.PyDataset):
 
     def assign(self, epoch: int) -> None:
         """Set the number of the epoch that is read from now on."""
-        self._begin(epoch, self._skipped_in(epoch))
-
-    def batches_at(self, epoch: int, step: int) -> list[int]:
-        """Name the user's batches that this rank reads at a step of an epoch."""
-        order, size = self._order_of(epoch), self._tail.per_step
-        rank = self._tail.rank % size
-        begin, total = step * size + self._skipped_in(epoch), self.data.num_batches
-        own = batches_of_step(begin, total=total, rank=rank, size=size)
-        return [_index_in_order(order, index) for index in own]
+        division = self.division
+        self._skipped = 0 if division is None else division.skipped_in(int(epoch))
+        self._order = self._order_of(epoch)
 
     @property
     def num_batches(self) -> int | None:
@@ -94,28 +77,21 @@ class ShardedSequence(Declared, keras.utils.PyDataset):
         if self.data.num_batches is None:
             return None
         # Keras asks before `assign` was called, and again when it begins the epoch.
-        total = int(self.data.num_batches)
-        full, count = divmod(total - self._skipped, self._tail.per_step)
-        # Not before this is asked: batches that are left over are made to be counted.
-        if self._has_tail is None:
-            rows = (self._rows_of(number) for number in range(total - count, total))
-            self._has_tail = bool(self._tail.has_step(count, lambda: sum(rows)))
-        return full + self._has_tail
+        return self._dealer.num_steps(int(self.data.num_batches) - self._skipped)
 
     def __getitem__(self, index: int) -> Any:
-        per_step, total = self._tail.per_step, self.data.num_batches
+        per_step, total = self._dealer.per_step, self.data.num_batches
         begin = index * per_step + self._skipped
+        count = per_step if total is None else min(per_step, int(total) - begin)
 
         def batch_at(number: int) -> Any:
-            return self.data[_index_in_order(self._order, begin + number)]
+            batch = self.data[self._index(begin + number)]
+            is_plain = not self.is_marked and self._dealer.class_weight is None
+            return batch if is_plain else standardized(batch)
 
-        if self._tail.rule == "rows":
-            batch, has_rows = self._tail.rows_of(standardized(batch_at(0)))
-        elif total is None or begin + per_step <= total:
-            batch, has_rows = batch_at(self._tail.rank), True
-        else:
-            batch, has_rows = self._tail.batch(total - begin, batch_at)
-        return marked(standardized(batch), has_rows) if self.is_marked else batch
+        own = self._dealer.take(count, batch_at)
+        assert own is not None  # `num_batches` counts those that there are
+        return marked(*own) if self.is_marked else own[0]
 
     def on_epoch_begin(self) -> None:
         """Call the user's `on_epoch_begin`."""
@@ -128,8 +104,6 @@ class ShardedSequence(Declared, keras.utils.PyDataset):
             ValueError: On all ranks, if their first batches differ afterwards.
         """
         self.data.on_epoch_end()
-        if self._changes_between_epochs():
-            self._rows.clear()
         if self._channel is None:
             return
         fingerprints = self._channel.gather(fingerprint_of([self.data[0]]))
@@ -140,35 +114,18 @@ class ShardedSequence(Declared, keras.utils.PyDataset):
                 "with a random generator that has the same seed on every rank."
             )
 
-    def _skipped_in(self, epoch: int) -> int:
-        return 0 if self.division is None else self.division.skipped_in(int(epoch))
-
     def _changes_between_epochs(self) -> bool:
         return type(self.data).on_epoch_end is not keras.utils.PyDataset.on_epoch_end
 
-    def _begin(self, epoch: int, skipped: int) -> None:
-        self._order, self._skipped = self._order_of(epoch), skipped
-        # Other batches are the last ones now, and may have fewer rows.
-        self._has_tail = None
-
-    def _steps_after(self, epoch: int, read: int) -> int:
-        self._begin(epoch, read)
-        return self.num_batches or 0
-
     def _order_of(self, epoch: int) -> Any:
+        """Return the order of all batches but the last, which may be smaller."""
         total = self.data.num_batches
         if self._seed is None or not total:
             return None
         generator = np.random.default_rng([self._seed, int(epoch)])
         return generator.permutation(total - 1)
 
-    def _rows_of(self, number: int) -> int:
-        index = _index_in_order(self._order, number)
-        if index not in self._rows:
-            self._rows[index] = num_rows(self.data[index])
-        return self._rows[index]
-
-
-def _index_in_order(order: Any, index: int) -> int:
-    is_last = order is None or index >= len(order)
-    return index if is_last else int(order[index])
+    def _index(self, number: int) -> int:
+        """Find the user's index of the batch that has a number in the order."""
+        is_last = self._order is None or number >= len(self._order)
+        return number if is_last else int(self._order[number])

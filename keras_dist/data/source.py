@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.data.arrays import UNEVEN
+from keras_dist.data.dealer import num_rows
 from keras_dist.data.pipeline import (
     as_untuned,
     batch_size_of,
@@ -25,7 +26,6 @@ from keras_dist.data.pipeline import (
     untuned_pass,
 )
 from keras_dist.data.presharded import Presharded, presharded_of
-from keras_dist.data.round_robin import num_rows
 
 # The number of batches that are compared to see whether ranks read the same data.
 _LOOKS = 2
@@ -65,7 +65,6 @@ class Agreed:
     Args:
         is_same: Whether batch i is the same on all ranks, or may be taken for it.
         note: What the plan says of it, beside how it is sharded.
-        is_unordered: Whether the ranks read it in different orders.
         lengths: Of presharded data, the batches in a pass of each rank, `math.inf`, or
             `None` if unknown.
         row: A row of another rank, if this one has none of presharded data.
@@ -73,7 +72,6 @@ class Agreed:
 
     is_same: bool = False
     note: str = ""
-    is_unordered: bool = False
     lengths: tuple[float | None, ...] = ()
     row: Any = None
 
@@ -114,7 +112,7 @@ class Source:
         self._has_known_order: bool | None = None
         self._buffered: list[Any] = []
         self._held: list[Any] = []
-        self._shapes_of_first: list[tuple[int, ...]] | None = None
+        self._first_rows: int | None = None
         # What yields the batches behind those that are buffered.
         self._begun: Iterator[Any] | None = data if isinstance(data, Iterator) else None
 
@@ -154,8 +152,7 @@ class Source:
         """Rows in a batch but for the last one; `None` if unknown so far."""
         if isinstance(self.data, tf.data.Dataset):
             return batch_size_of(self.data)
-        shapes = self._shapes_of_first
-        return shapes[0][0] if shapes and shapes[0] else None
+        return self._first_rows
 
     @property
     def seeds(self) -> list[tuple[int, int]]:
@@ -261,16 +258,6 @@ class Source:
             for leaves in zip(*flat, strict=False)
         ]
 
-    def shapes_of_first(self) -> list[tuple[int, ...]]:
-        """Return the shapes of the first batch, which is read if it was not yet."""
-        if self._shapes_of_first is None:
-            self._look(self.first(1))
-        return self._shapes_of_first or []
-
-    def num_first_rows(self, size: int) -> int:
-        """Count the rows in the first `size` batches."""
-        return sum(map(num_rows, self.first(size)))
-
     def _rest(self, batches: Iterable[Any]) -> Iterator[Any]:
         while self._buffered:
             yield self._buffered.pop(0)
@@ -278,12 +265,9 @@ class Source:
 
     def _first_looks(self, size: int) -> list[Any]:
         count = max(_LOOKS, size) if self.is_short(size) else _LOOKS
-        return self._look(self.first(count))
-
-    def _look(self, batches: list[Any]) -> list[Any]:
-        leaves = keras.tree.flatten([self.as_read(batch) for batch in batches[:1]])
-        shapes = [tuple(leaf.shape) for leaf in leaves if leaf is not None]
-        self._shapes_of_first = shapes
+        batches = self.first(count)
+        if batches and not isinstance(self.data, tf.data.Dataset):
+            self._first_rows = num_rows(self.as_read(batches[0]))
         return batches
 
 

@@ -70,7 +70,6 @@ class Options:
     steps_scaling: StepsRule = "auto"
     validation_steps_scaling: StepsRule | float = "auto"
     shard: Literal["auto", "none"] = "auto"
-    leftover: Literal["auto", "cut", "whole", "drop"] = "auto"
     target_accuracy: float | None = None
     resume: str | os.PathLike[str] | None = None
     save_steps: int | None = None

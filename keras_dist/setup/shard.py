@@ -9,9 +9,9 @@ import tensorflow as tf
 
 from keras_dist import comm
 from keras_dist.data import (
+    Dealer,
     DeclaredIterable,
     ShardedSequence,
-    Tail,
     divided,
     own_items,
     presharded_of,
@@ -166,7 +166,7 @@ def _of_rank(data: Any, rank: int, size: int) -> Any:
     if size == 1:
         return data
     if is_sequence:
-        return ShardedSequence(data, Tail("cut", rank, size, is_training=False))
+        return ShardedSequence(data, Dealer(rank, size, is_training=False))
     if isinstance(data, (list, tuple)):
         return data[own_items(rank, size)]
     return DeclaredIterable(data, rank=rank, size=size)

@@ -66,7 +66,6 @@ def compare(
     *,
     seed: int = 0,
     keras_seed: int | None = None,
-    has_class_weight: bool = False,
 ) -> ShardSpec:
     """Check whether all ranks have the same batches. A collective of all ranks.
 
@@ -75,13 +74,12 @@ def compare(
         options: The options of `dist_fit`.
         seed: Seed of the order of the rows, the same on all ranks.
         keras_seed: The seed with which Keras shuffles arrays; `None` if it draws one.
-        has_class_weight: Whether Keras multiplies each batch by weights of classes.
 
     Returns:
         How the data is divided among the ranks.
 
     Raises:
-        ValueError: On all ranks, if `shard` or `leftover` is unusable, the ranks have
+        ValueError: On all ranks, if `shard` is unusable, the ranks have
             data of different kinds, validation data shuffles differently on each, or
             presharded data differs or was divided for other ranks.
     """
@@ -92,8 +90,6 @@ def compare(
             options.shard,
             seed,
             _channel(),
-            leftover=options.leftover,
-            can_mark=not has_class_weight,  # Keras would take a mark for the targets
             batch=options.batch or "rank",
             keras_seed=keras_seed,
         )
@@ -180,8 +176,7 @@ def _compare_batches(sources: Mapping[str, Source]) -> None:
             note = _note_on_random(name, source, own[name][0])
         elif any(other[name] != own[name] for other in everyone):
             note = _note_on_shuffles(name, source)  # the same rows, by other seeds
-        is_unordered = note is not None and _MAY_BE_SHUFFLED in note
-        source.agree(Agreed(note is not None, note or "", is_unordered))
+        source.agree(Agreed(note is not None, note or ""))
 
 
 def _note_on_random(name: str, source: Source, before: str) -> str | None:

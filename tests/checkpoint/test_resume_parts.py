@@ -48,47 +48,37 @@ def test_schedules_and_warmup_resume_on_other_numbers_of_ranks():
     assert type(same) is keras.optimizers.SGD
 
 
+def batches_of(position, total, size):
+    """Batches that are dealt to some ranks."""
+    return Division.of(position, total, per_step=size, size=size, unit="batches")
+
+
 def test_every_batch_of_an_epoch_is_read_once():
     """On any number of ranks before and after, from every step."""
     for before in range(1, 5):
         for after in range(1, 5):
-
-            def steps_after(size):
-                return lambda skipped: (23 - skipped) // size
-
-            whole = Division.of_batches(
-                None, 23, size=before, steps_after=steps_after(before)
-            )
-            assert (whole.steps, whole.is_within_epoch) == (23 // before, False)
-            for done in range(1, whole.steps):
+            whole, steps = batches_of(None, 23, before), -(-23 // before)
+            assert (whole.steps, whole.is_within_epoch) == (steps, False)
+            for done in range(1, steps):
                 position = whole.position(2, done)
-                assert position == DataPosition(
-                    2, done, whole.steps, 2, done * before, 23
-                )
-                rest = Division.of_batches(
-                    position, 23, size=after, steps_after=steps_after(after)
-                )
-                left = (23 - done * before) // after
-                if not left:
-                    assert (rest.epoch, rest.begin) == (3, 0)
-                    continue
+                assert position == DataPosition(2, done, steps, 2, done * before, 23)
+                rest = batches_of(position, 23, after)
+                left = -(-(23 - done * before) // after)
                 assert rest.steps_of_epoch(2) == left and rest.epoch == 2
-                assert rest.steps_of_epoch(3) == 23 // after
+                assert rest.steps_of_epoch(3) == -(-23 // after)
                 for more in range(left):
                     position = rest.position(2, more)
                     assert position.row == done * before + more * after
                     assert position.steps - position.done == left - more
-                assert rest.position(2, left) == DataPosition(
-                    3, 0, 23 // after, 3, 0, 23
-                )
+                later = DataPosition(3, 0, -(-23 // after), 3, 0, 23)
+                assert rest.position(2, left) == later
 
 
 def test_other_batches_are_refused_in_the_middle():
     """At the beginning of an epoch they are accepted."""
-    sizes = {"size": 2, "steps_after": lambda skipped: 5}
     with pytest.raises(ValueError, match="Received: 10 batches"):
-        Division.of_batches(DataPosition(0, 1, 5, 0, 2, 11), 10, **sizes)
-    later = Division.of_batches(DataPosition(1, 0, 5, 1, 0, 11), 10, **sizes)
+        batches_of(DataPosition(0, 1, 5, 0, 2, 11), 10, 2)
+    later = batches_of(DataPosition(1, 0, 5, 1, 0, 11), 10, 2)
     assert later.epoch == 1
 
 

@@ -14,9 +14,9 @@ SIZES = ((1, 6), (2, 3), (3, 2), (2, 5))
 
 
 def sized(size, batch_size, steps=None):
-    """Arguments of `Division.of_rows`; an epoch is a pass by default."""
-    sizes = {"num_rows": NUM_ROWS, "batch_size": batch_size, "size": size}
-    return sizes | {"steps": steps}
+    """Arguments of `Division.of`; an epoch is a pass by default."""
+    sizes = {"total": NUM_ROWS, "per_step": batch_size * size, "size": size}
+    return sizes | {"unit": "rows", "steps": steps}
 
 
 def positions_of(schedule, epoch):
@@ -41,41 +41,41 @@ def test_a_resumed_training_reads_the_same_batches_on_as_many_ranks(steps):
     """Resumed at every step of an epoch, and again at every step of the rest."""
     for size, batch_size in SIZES:
         sizes = sized(size, batch_size, steps)
-        whole = Division.of_rows(None, **sizes)
+        whole = Division.of(None, **sizes)
         expected = [positions_of(whole, epoch) for epoch in range(4)]
         for done in range(whole.steps):
-            rest = Division.of_rows(whole.position(1, done), **sizes)
+            rest = Division.of(whole.position(1, done), **sizes)
             assert positions_of(rest, 1) == expected[1][done:]
             assert [positions_of(rest, 2), positions_of(rest, 3)] == expected[2:]
             for more in range(whole.steps - done):
-                again = Division.of_rows(rest.position(1, more), **sizes)
+                again = Division.of(rest.position(1, more), **sizes)
                 assert positions_of(again, 1) == expected[1][done + more :]
                 assert [positions_of(again, 2), positions_of(again, 3)] == expected[2:]
 
 
 def test_another_number_of_ranks_reads_each_row_that_is_left_once():
-    """In the resumed pass and in later ones; fewer rows than ranks may be left out."""
+    """In the resumed pass and in later ones."""
     for before, after in itertools.permutations(SIZES, 2):
-        whole = Division.of_rows(None, **sized(*before))
+        whole = Division.of(None, **sized(*before))
         first = positions_of(whole, 1)
         for done in range(1, whole.steps):
-            rest = Division.of_rows(whole.position(1, done), **sized(*after))
-            own = positions_of(rest, 1) if rest.epoch == 1 else []
+            rest = Division.of(whole.position(1, done), **sized(*after))
+            own = positions_of(rest, 1)
             read = sum((part for _, part in first[:done] + own), [])
             assert {number for number, _ in own} <= {1}
-            assert read == list(range(len(read))) and len(read) > NUM_ROWS - after[0]
+            assert read == list(range(NUM_ROWS))
             following = positions_of(rest, 2)
             read = sum((part for _, part in following), [])
             assert {number for number, _ in following} == {2}
-            assert read == list(range(len(read))) and len(read) > NUM_ROWS - after[0]
+            assert read == list(range(NUM_ROWS))
 
 
 def test_the_rows_of_each_step_are_known_beforehand():
     """The rows of all ranks at each step, counted from the beginning of epoch 0."""
     for before, after in itertools.product(SIZES[:3], repeat=2):
-        whole = Division.of_rows(None, **sized(*before))
+        whole = Division.of(None, **sized(*before))
         for done in (0, 1, whole.steps - 1):
-            rest = Division.of_rows(whole.position(1, done), **sized(*after))
+            rest = Division.of(whole.position(1, done), **sized(*after))
             for epoch in (rest.epoch, rest.epoch + 1):
                 positions = positions_of(rest, epoch)
                 steps = rest.first_step_of(epoch) + np.arange(len(positions))
@@ -93,10 +93,10 @@ def test_the_data_set_yields_the_rows_of_the_schedule(shuffle, steps):
     orders = {}
     # Inside batches, another size has other orders.
     for after in ((2, 3, steps), (3, 3, steps))[: 1 if shuffle == "batch" else 2]:
-        whole = Division.of_rows(None, **sized(2, 3, steps))
+        whole = Division.of(None, **sized(2, 3, steps))
         for schedule in (
             whole,
-            Division.of_rows(whole.position(1, 2), **sized(*after)),
+            Division.of(whole.position(1, 2), **sized(*after)),
         ):
             for epoch, batches in global_batches(data, schedule, shuffle, (1, 2)):
                 positions = positions_of(schedule, epoch)
@@ -112,17 +112,20 @@ def global_batches(data, schedule, shuffle, epochs):
     variable = tf.Variable(0, dtype=tf.int64)
     of_all = []
     for rank in range(schedule.size):
-        order = RowOrder(schedule, rank, shuffle=shuffle, seed=5)
+        order = RowOrder(schedule, rank, shuffle=shuffle, seed=5, is_marked=True)
         of_all.append(order.dataset(data, variable))
         assert int(of_all[-1].cardinality()) == schedule.steps
     for epoch in epochs:
         variable.assign(epoch)
-        batches_of_ranks = [[x.numpy().tolist() for x in dataset] for dataset in of_all]
+        batches_of_ranks = [
+            [x.numpy().tolist() * int(mark[0]) for x, mark in dataset]
+            for dataset in of_all
+        ]
         batches = []
         for of_ranks in zip(*batches_of_ranks, strict=True):
             global_batch = [None] * sum(map(len, of_ranks))
             for rank, batch in enumerate(of_ranks):
-                assert 0 < len(batch) <= schedule.global_batch // schedule.size
+                assert len(batch) <= schedule.global_batch // schedule.size
                 global_batch[rank :: schedule.size] = batch
             batches.append(global_batch)
         yield epoch, batches
@@ -131,9 +134,9 @@ def global_batches(data, schedule, shuffle, epochs):
 def test_resuming_within_an_epoch_of_other_data_is_an_error():
     """Between epochs the number of rows may change."""
     sizes = sized(2, 3)
-    position = Division.of_rows(None, **sizes).position(1, 2)
+    position = Division.of(None, **sizes).position(1, 2)
     with pytest.raises(ValueError, match="23 rows"):
-        Division.of_rows(position, **sizes | {"num_rows": 24})
-    whole = Division.of_rows(None, **sizes)
+        Division.of(position, **sizes | {"total": 24})
+    whole = Division.of(None, **sizes)
     position = whole.position(1, whole.steps)
     assert (position.epoch, position.number, position.row) == (2, 2, 0)

@@ -178,9 +178,6 @@ class Case:
         if self.arguments.get("shuffle"):
             rows = np.concatenate(read_by_keras(self.rows, seed=5))
         global_batch = self.global_batch(size)
-        tail = self.rows % global_batch
-        is_left_out = tail < size and not self.is_global
-        rows = rows[: self.rows - (tail if is_left_out else 0)]
         if seed is None:
             return rows
         generator = np.random.default_rng(seed)

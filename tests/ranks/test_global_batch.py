@@ -339,7 +339,6 @@ def test_what_cannot_be_shared_is_an_error_before_the_first_step(world):
     assert f"batches of {world.size - 1} rows" in message
     for options, text in (
         ({"batch": "all"}, "`batch` must be"),
-        ({"batch": "global", "leftover": "cut"}, "`leftover` has no meaning"),
         ({"x": _divided(x, y), "y": None, "batch": "global"}, "`shard` for batches of"),
         ({"x": _divided(x, y, batch="global"), "y": None}, "`shard` for batches of"),
         (

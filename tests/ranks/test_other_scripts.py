@@ -522,7 +522,6 @@ def test_batches_that_cannot_be_cut_go_whole_to_one_rank(world, rows, kind, sour
                     shuffle=False,
                     verbose=0,
                     lr_scaling="none",
-                    leftover="auto" if source != "sequence" else "whole",
                 )
         texts = [str(each.message) for each in caught]
         assert not [text for text in texts if "cannot be seen from the graph" in text]
@@ -640,41 +639,23 @@ class Rows(keras.metrics.Metric):
 
 
 @pytest.mark.several_ranks
-def test_what_becomes_of_left_over_batches_is_an_option(
-    world, rows, make_model, capsys
+@pytest.mark.parametrize("source", ["dataset", "sequence", "unknown length"])
+def test_left_over_batches_have_the_weights_of_their_classes(
+    world, rows, make_model, source
 ):
-    """Cut and whole train the same, `"drop"` on fewer rows; the plan says which."""
-    found, plans = {}, {}
-    for leftover in ("auto", "cut", "whole", "drop"):
-        model = make_model()
-        data = in_batches(rows, 50 // (world.size * 2 + 1), "dataset", drop=False)
-        data = data.take(world.size * 2 + 1)
-        keras_dist.dist_fit(model, data, leftover=leftover, verbose=2)
-        found[leftover] = int(model.optimizer.iterations), model
-        plans[leftover] = capsys.readouterr().out
-    assert found["cut"][0] == found["whole"][0] == found["drop"][0] + 1 == 3
-    assert largest_difference(found["cut"][1], found["whole"][1]) < 1e-5
-    assert largest_difference(found["cut"][1], found["auto"][1]) == 0
-    if world.is_first:
-        for leftover, text in (("cut", "cut by rows"), ("drop", "left out")):
-            assert f"1 batch: {text}" in plans[leftover]
-        assert "whole to some ranks" in plans["whole"]
-    bad = {
-        "must be": {"leftover": "keep"},
-        "`class_weight`": {"leftover": "whole", "class_weight": {0: 1.0, 1: 2.0}},
-    }
-    for text, options in bad.items():
-        for message in raises_everywhere(
-            ValueError,
-            lambda options=options: keras_dist.dist_fit(
-                make_model(), in_batches(rows, 10, "dataset"), verbose=0, **options
-            ),
-        ):
-            assert text in message and "Received: leftover=" in message
-    weights = {"class_weight": {0: 1.0, 1: 2.0}}  # with these, static batches are cut
-    keras_dist.dist_fit(
-        make_model(), in_batches(rows, 10, "dataset"), verbose=0, **weights
-    )
+    """One batch is left over: the weights of one process with the global batch."""
+    count, weights = 50 // (world.size * 2 + 1), {0: 0.3, 1: 2.0}
+    total = count * (world.size * 2 + 1)
+    arrays = [array[:total] for array in rows]
+    model, oracle = make_model(), make_model()
+    options = {"class_weight": weights, "epochs": 2, "verbose": 0, "shuffle": False}
+    data = in_batches(arrays, count, source, drop=False)
+    keras_dist.dist_fit(model, data, lr_scaling="none", **options)
+    size = count * world.size
+    oracle.fit(in_batches(arrays, size, "dataset", drop=False), **options)
+    assert int(model.optimizer.iterations) == int(oracle.optimizer.iterations) == 6
+    assert largest_difference(model, oracle) < 1e-5
+    assert_equal_to_the_bit(model)
 
 
 class Augments(keras.Model):

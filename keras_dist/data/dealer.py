@@ -1,0 +1,343 @@
+"""Deal batches to the ranks in turn: rank r of N has the batches r, r + N, ….
+
+If the number of batches is not a multiple of N, fewer than N are left at the end of a
+pass. There is one rule for them: the first ranks have one each, and in training the
+others take part in the step without rows. So every row is trained on once, whatever the
+batches are made of.
+
+With `batch="global"` no batch is dealt in training: all ranks have rows of each one. In
+evaluations batches are dealt whole; where each reads only some of them
+(`validation_steps`), `deal_evaluations` deals those of each evaluation.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dist.data.pipeline import (
+    by_window,
+    checked_length,
+    finite_or_none,
+    length_of,
+)
+
+# Stands in the error of a pass whose last round has too few batches.
+_WRONG_COUNT = (
+    "Batches after the last full round: expected to contain others but contained"
+)
+
+# A number of rows that no batch has.
+_ALL_ROWS = 2**30
+
+
+@dataclass(frozen=True)
+class Dealer:
+    """What one rank reads of batches, which the ranks read together.
+
+    In training all ranks make the same steps. A rank without a batch gets a copy of
+    another one, with a mark that its rows do not count (`marked`). In an evaluation it
+    makes a step less.
+
+    Args:
+        rank: This rank.
+        size: Number of ranks; 1 for batches that are this rank's own.
+        is_training: Whether all ranks have to make the same number of steps.
+        splits_batches: Whether each batch is a step, of which rank r of N has the rows
+            r, r + N, …. Where its tensors differ in length, the first rank has it all.
+        class_weight: Weights of classes, which become weights of rows here: Keras would
+            take a mark for the targets.
+    """
+
+    rank: int
+    size: int
+    is_training: bool
+    splits_batches: bool = False
+    class_weight: dict[int, float] | None = None
+
+    @property
+    def per_step(self) -> int:
+        """Batches that the ranks together read in a step."""
+        return 1 if self.splits_batches else self.size
+
+    def is_marked(self, total: int | None, *, is_resumed: bool = False) -> bool:
+        """Return True if each batch of the data comes with a mark.
+
+        `total` is the number of batches, `None` if unknown; in the rest of a pass that
+        is resumed another number may be left over.
+        """
+        if self.splits_batches:
+            return True
+        if self.size == 1 or not self.is_training:
+            return False
+        return total is None or is_resumed or total % self.size > 0
+
+    def num_steps(self, total: int) -> int:
+        """Count this rank's steps of `total` batches.
+
+        >>> [Dealer(rank, 3, is_training=True).num_steps(4) for rank in range(3)]
+        [2, 2, 2]
+        >>> [Dealer(rank, 3, is_training=False).num_steps(4) for rank in range(3)]
+        [2, 1, 1]
+        """
+        if self.is_training:
+            return -(-total // self.per_step)
+        return len(range(self.rank, total, self.size))
+
+    def take(
+        self, count: int, batch_at: Callable[[int], Any]
+    ) -> tuple[Any, Any] | None:
+        """Take this rank's part of a step of `count` batches; `None` if it has none.
+
+        `batch_at` makes one of them, and is called only for the one that is needed.
+        Beside the rows, return whether they count.
+        """
+        if self.splits_batches:
+            batch = add_class_weights(batch_at(0), self.class_weight)
+            return own_rows(batch, self.rank, self.size)
+        has_batch = self.rank < count
+        if not count or not (has_batch or self.is_training):
+            return None
+        batch = batch_at(min(self.rank, count - 1))
+        return add_class_weights(batch, self.class_weight), has_batch
+
+    def deal(self, dataset: tf.data.Dataset, *, is_marked: bool) -> tf.data.Dataset:
+        """Read this rank's batches of a data set that is not of unknown length.
+
+        Each rank reads all batches of a round, to the end of the data: a rank that
+        stopped before it would cut a cache in it short (see `source.first_batches`).
+        """
+        length = length_of(dataset)
+        total = finite_or_none(length)
+        is_tuple = type(dataset.element_spec) is tuple
+
+        @tf.autograph.experimental.do_not_convert
+        def split(*batch: Any) -> Any:
+            return marked(*self.take(1, lambda _: batch if is_tuple else batch[0]))  # type: ignore[misc]
+
+        @tf.autograph.experimental.do_not_convert
+        def weigh(*batch: Any) -> Any:
+            return add_class_weights(batch, self.class_weight)
+
+        if self.splits_batches:
+            own_rows = dataset.map(split, tf.data.AUTOTUNE, deterministic=True)
+            return own_rows if total is None else checked_length(own_rows, total)
+        if self.class_weight:
+            dataset = dataset.map(weigh, tf.data.AUTOTUNE, deterministic=True)
+        if length == math.inf:
+            return dataset.shard(self.size, self.rank)
+        assert total is not None  # data of unknown length is read by `StreamReader`
+        if self.size == 1:
+            return checked_length(dataset, total)
+        left_over = total % self.size
+
+        def own(batches: tf.data.Dataset, count: tf.Tensor) -> tf.data.Dataset:
+            # `window` takes an error at the end of the data for the end itself.
+            is_right = tf.equal(count, self.size) | tf.equal(count, left_over)
+            check = tf.debugging.Assert(is_right, [_WRONG_COUNT, count])
+            with tf.control_dependencies([check]):
+                index = tf.constant(self.rank, tf.int64)
+                index = (
+                    tf.minimum(index, count - 1) if is_marked else tf.identity(index)
+                )
+            batch = batches.skip(index).take(1)
+            return batch.map(functools.partial(mark, count)) if is_marked else batch
+
+        @tf.autograph.experimental.do_not_convert
+        def mark(count: tf.Tensor, *batch: Any) -> Any:
+            return marked(batch if is_tuple else batch[0], self.rank < count)
+
+        # A window is read to its end before a batch of it is.
+        return checked_length(by_window(dataset, self.size, own), self.num_steps(total))
+
+
+def add_class_weights(batch: Any, class_weight: dict[int, float] | None) -> Any:
+    """Add the weights of the rows' classes to a batch `(x, y)`, if there are any.
+
+    Raises:
+        ValueError: If there are weights of rows already, or several targets.
+    """
+    if not class_weight:
+        return batch
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    if sample_weight is not None:
+        raise ValueError(
+            "You cannot `class_weight` and `sample_weight` at the same time. Received: "
+            f"class_weight={class_weight} and rows with weights of their own. Multiply "
+            "these by the weights of the classes instead."
+        )
+    if y is None or keras.tree.is_nested(y):
+        raise ValueError(
+            "`class_weight` is only supported for Models with a single output. "
+            f"Received: class_weight={class_weight} and targets of type "
+            f"{type(y).__name__}. Pass the weights of the rows as `sample_weight`."
+        )
+    return x, y, weights_of_classes(y, class_weight)
+
+
+def weights_of_classes(y: Any, class_weight: dict[int, float]) -> Any:
+    """Return the weight of each row's class, as Keras computes it.
+
+    Args:
+        y: Classes of shape `(rows,)` or `(rows, 1)`, or one-hot `(rows, classes)`: an
+            array, or a tensor of a data set.
+        class_weight: Weights of classes; that of another class is 1.
+
+    Returns:
+        Of shape `(rows,)`: for an array one of Keras's float type; for a tensor one of
+        float32, in which Keras weighs data sets.
+    """
+    if tf.is_tensor(y):
+        of_classes = [class_weight.get(c, 1.0) for c in range(max(class_weight) + 1)]
+        if y.shape.rank is not None and y.shape.rank > 1:
+            is_one_hot = y.shape[-1] is None or y.shape[-1] > 1
+            y = tf.argmax(y, axis=-1) if is_one_hot else tf.squeeze(y, axis=-1)
+        if y.dtype.is_floating:
+            y = tf.round(y)
+        return tf.gather(tf.constant(of_classes, tf.float32), tf.cast(y, tf.int32))
+    classes = np.asarray(y)
+    if classes.ndim > 1:
+        is_one_hot = classes.shape[-1] != 1
+        classes = classes.argmax(axis=-1) if is_one_hot else classes[..., 0]
+    classes = np.round(classes).astype("int32")
+    weights = [class_weight.get(int(found), 1.0) for found in classes.ravel()]
+    return np.asarray(weights, dtype=keras.config.floatx()).reshape(classes.shape)
+
+
+def deal_evaluations(
+    dataset: tf.data.Dataset, *, steps: int, rank: int, size: int
+) -> tf.data.Dataset:
+    """Deal the batches of evaluations that each read `steps` batches.
+
+    As in Keras, an evaluation goes on in the data where the one before it ended. Its
+    batches are dealt in turn, and each comes with a mark. All ranks make the same
+    number of steps: where fewer batches than ranks are left, a rank without one reads
+    the last of them, which does not count.
+
+    Args:
+        dataset: The batches, the same on all ranks.
+        steps: Batches of all ranks in an evaluation.
+        rank: This rank.
+        size: Number of ranks.
+
+    >>> data = tf.data.Dataset.range(5)
+    >>> own = [deal_evaluations(data, steps=3, rank=rank, size=2) for rank in range(2)]
+    >>> [[(int(batch), int(mark[0])) for batch, mark in part] for part in own]
+    [[(0, 1), (2, 1), (3, 1)], [(1, 1), (2, 0), (4, 1)]]
+    """
+    total = finite_or_none(length_of(dataset))
+
+    def place_of(index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the number of a batch in its round, and the batches of the round."""
+        number = index % steps
+        end = steps if total is None else tf.minimum(total - index + number, steps)
+        begin = number - number % size  # of a round of one batch for each rank
+        in_round = tf.minimum(end - begin, size)
+        return number - begin, in_round
+
+    @tf.autograph.experimental.do_not_convert
+    def is_read(index: tf.Tensor, _: Any) -> tf.Tensor:
+        place, in_round = place_of(index)
+        return tf.equal(place, tf.minimum(in_round - 1, rank))
+
+    @tf.autograph.experimental.do_not_convert
+    def with_mark(index: tf.Tensor, batch: Any) -> Any:
+        _, in_round = place_of(index)
+        return marked(batch, rank < in_round)
+
+    own = dataset.enumerate().filter(is_read).map(with_mark)
+    if total is None:
+        return own
+    full, rest = divmod(total, steps)
+    return checked_length(own, full * -(-steps // size) + -(-rest // size))
+
+
+def marked(batch: Any, has_rows: Any) -> tuple[Any, Any]:
+    """Put a mark beside a batch: a number in an array of one, 0 if no row counts.
+
+    A rank that has no batch in a step that others make gets a copy of another rank's.
+    """
+    if tf.is_tensor(has_rows):
+        return batch, tf.cast(tf.reshape(has_rows, [1]), tf.int32)
+    return batch, np.array([has_rows], "int32")
+
+
+def is_mark(leaf: Any) -> bool:
+    """Return True if a tensor beside a batch of a data set may be its mark."""
+    is_tensor = tf.is_tensor(leaf) and leaf.dtype == tf.int32
+    return is_tensor and leaf.shape.as_list() == [1]
+
+
+def num_rows(batch: Any) -> int:
+    """Count the rows in a batch: the length of the first axis of its first array."""
+    for leaf in keras.tree.flatten(batch):
+        if leaf is not None and len(leaf.shape):
+            return int(leaf.shape[0])
+    return 0
+
+
+def own_rows(batch: Any, rank: int, size: int) -> tuple[Any, Any]:
+    """Take one rank's rows of a batch, and tell whether they count.
+
+    Where it has none, it gets the first row, which does not count. If the tensors of
+    the batch differ in length, all ranks get all of it, and it counts on the first one.
+
+    Args:
+        batch: Arrays or tensors, in any structure.
+        rank: The rank.
+        size: Number of ranks.
+
+    Returns:
+        The rows, and whether they count: in a graph a tensor.
+
+    >>> own_rows(np.arange(5), 1, 2), own_rows(np.arange(1), 1, 2)
+    ((array([1, 3]), True), (array([0]), False))
+    """
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+    if any(isinstance(leaf, tf.SparseTensor) for leaf in leaves):
+        return batch, rank == 0
+    lengths = [_rows_of_leaf(leaf) for leaf in leaves]
+    if all(isinstance(length, int) for length in lengths):
+        is_even: Any = len(set(lengths)) == 1
+        has_rows = rank < lengths[0] if is_even else rank == 0
+        span: Any = (0, _ALL_ROWS, 1)
+        if is_even:
+            span = (rank, _ALL_ROWS, size) if has_rows else (0, 1, 1)
+    else:
+        lengths = tf.stack([tf.cast(length, tf.int32) for length in lengths])
+        is_even = tf.reduce_all(tf.equal(lengths, lengths[0]))
+        has_rows = tf.where(is_even, rank < lengths[0], rank == 0)
+        span = tf.constant((rank, _ALL_ROWS, size))
+        span = tf.where(has_rows, span, tf.constant((0, 1, 1)))
+        span = tf.unstack(tf.where(is_even, span, tf.constant((0, _ALL_ROWS, 1))))
+
+    def own(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        if isinstance(leaf, tf.RaggedTensor):
+            begin, end, step = span
+            rows = tf.range(begin, tf.minimum(end, _length(leaf, tf.int32)), step)
+            return tf.gather(leaf, rows)
+        rows = leaf[slice(*span)]
+        if tf.is_tensor(span[0]):  # then TensorFlow does not know the shape
+            rows = tf.ensure_shape(rows, [None, *leaf.shape[1:]])
+        return rows
+
+    return tf.nest.map_structure(own, batch), has_rows
+
+
+def _length(leaf: Any, dtype: Any) -> tf.Tensor:
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.cast(leaf.nrows(), dtype)
+    return tf.shape(leaf, dtype)[0]
+
+
+def _rows_of_leaf(leaf: Any) -> Any:
+    """Return the length of the first axis: an integer if it is known, else a tensor."""
+    known = None if isinstance(leaf, tf.RaggedTensor) else leaf.shape[0]
+    return _length(leaf, tf.int32) if known is None else int(known)
