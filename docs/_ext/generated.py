@@ -37,7 +37,6 @@ PAGES = {
     "steps_scaling": "../concepts/scaling.md",
     "validation_steps_scaling": "../concepts/scaling.md",
     "shard": "../concepts/scaling.md",
-    "leftover": "../concepts/scaling.md",
     "target_accuracy": "../concepts/scaling.md",
     "resume": "../how_to/resume.md",
     "save_steps": "../how_to/resume.md",

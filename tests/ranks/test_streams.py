@@ -278,7 +278,6 @@ def test_an_error_in_one_ranks_evaluation_is_raised_on_all(world, rows, make_mod
 def test_ranks_that_run_dry_stop_at_the_same_step(world, rows, make_model):
     """When no rank has a batch: all rows are trained on, as by one process."""
     x, y = rows
-    rank = world.rank
     parts = [
         (x[: BATCH * (4 + r)] + r, y[: BATCH * (4 + r)]) for r in range(world.size)
     ]
