@@ -384,8 +384,8 @@ MUTATIONS = [
     Mutation(
         "resume: from the next batch",
         "data/parts.py",
-        "return deal(data.skip(division.begin))",
-        "return deal(data.take(length - division.begin))",
+        "lambda: deal(data.skip(division.begin))",
+        "lambda: deal(data.take(length - division.begin))",
         ("test_resume.py", "in_batches"),
     ),
 ]
