@@ -15,7 +15,7 @@ import numpy as np
 
 from keras_dist.training.saving.atomic import new_file
 
-_FIRST_LINE = b"keras_dist checkpoint 1\n"
+_FIRST_LINE = b"keras_dist checkpoint 2\n"
 _START_BYTES = len(_FIRST_LINE) + 65  # with the checksum and its line feed
 _NAME = re.compile(r"checkpoint-(\d{8,})\.keras_dist")
 _PART = ".checkpoint.part"  # the file that is being written

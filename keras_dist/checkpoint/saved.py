@@ -47,9 +47,8 @@ class Saved:
         ranks: For each rank, the state that differs from the first rank's.
         model: Layers, optimizers and shapes that the model must have.
         arrays: Weights and optimizer state; on the first rank only.
-        scale: Ranks, global batch and learning rates; `None` in files of before.
-        keras_seed: The seed with which Keras shuffles arrays; `None` if it draws one,
-            and in files of before.
+        scale: Ranks, global batch and learning rates.
+        keras_seed: The seed with which Keras shuffles arrays; `None` if it draws one.
         data_seeds: The seeds of a data set's shuffles, if the position depends on them.
     """
 
@@ -68,18 +67,14 @@ class Saved:
 
     def tree(self) -> dict[str, Any]:
         """Return the content as a tree for a checkpoint file."""
-        # The position is called "place" in files since 0.1.0.
-        own = {name: value for name, value in vars(self).items() if name != "position"}
-        own["place"] = asdict(self.position)
+        own = {**vars(self), "position": asdict(self.position)}
         return {"keras_dist": __version__, **own}
 
     @classmethod
     def of(cls, tree: dict[str, Any]) -> "Saved":
         """Invert `tree`."""
-        own = {
-            n: value for n, value in tree.items() if n not in ("keras_dist", "place")
-        }
-        return cls(position=DataPosition(**tree["place"]), **own)
+        own = {name: value for name, value in tree.items() if name != "keras_dist"}
+        return cls(**{**own, "position": DataPosition(**own["position"])})
 
 
 @dataclass(frozen=True)

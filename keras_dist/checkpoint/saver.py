@@ -15,7 +15,7 @@ from keras_dist.callbacks import BroadcastVariables
 from keras_dist.checkpoint import states
 from keras_dist.checkpoint.files import Folder, decoded
 from keras_dist.checkpoint.saved import Resume, Saved, scale_of
-from keras_dist.checkpoint.states import CallbackStates, gathered
+from keras_dist.checkpoint.states import CallbackStates
 from keras_dist.data import DataPosition, Source
 from keras_dist.lines import say
 from keras_dist.setup.fit_setup import FitSetup
@@ -290,7 +290,8 @@ class Saver(keras.callbacks.Callback):
 
     def _save(self, position: DataPosition, *, is_finished: bool = False) -> None:
         """Gather the state of all ranks, and let the first one write a checkpoint."""
-        found = gathered(self.model, self._states.collected())
+        callbacks = self._states.collected()
+        ranks = states.gather_ranks(self.model, callbacks)
         self._requests.has_saved()
         self.report_failure()
         if self._writer is None:
@@ -303,10 +304,10 @@ class Saver(keras.callbacks.Callback):
             is_finished=is_finished,
             rates=states.rates_of(self.model),
             warmup_steps=self._setup.warmup_steps,
-            callbacks=found.callbacks,
-            ranks=found.ranks,
+            callbacks=callbacks,
+            ranks=ranks,
             model=states.facts_of(self.model),
-            arrays=found.arrays,
+            arrays=list(map(states.array_of, states.variables_of(self.model))),
             scale=scale_of(self._setup.plan),
         )
         self._writer.submit(saved.tree())

@@ -5,7 +5,6 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -453,27 +452,15 @@ def restore_random(states: dict[str, Any]) -> None:
             tf.random.get_global_generator().reset(decoded(states["tensorflow"]))
 
 
-@dataclass(frozen=True)
-class Gathered:
-    """What a checkpoint has of all ranks.
-
-    Args:
-        callbacks: State of each callback on the first rank.
-        ranks: For each rank, the state that differs from the first rank's.
-        arrays: Weights and optimizer state of the first rank; empty on the others.
-    """
-
-    callbacks: dict[str, Any]
-    ranks: list[Any]
-    arrays: list[Any]
-
-
-def gathered(model: Any, states: dict[str, Any]) -> Gathered:
-    """Gather the state of all ranks; all ranks call this.
+def gather_ranks(model: Any, states: dict[str, Any]) -> list[Any]:
+    """Gather what each rank has of its own; all ranks call this.
 
     Args:
         model: The model.
         states: State of each callback on this rank.
+
+    Returns:
+        For each rank, the state that differs from the first rank's.
     """
     own = own_state(model)
     own["random"] = random_state()
@@ -483,6 +470,4 @@ def gathered(model: Any, states: dict[str, Any]) -> Gathered:
         for key, state in states.items()
         if digest_of(state) != first.get(key)
     }
-    ranks = comm.gather(own)
-    variables = variables_of(model) if comm.rank() == 0 else []
-    return Gathered(states, ranks, list(map(array_of, variables)))
+    return comm.gather(own)

@@ -144,7 +144,7 @@ def test_a_forged_checkpoint_runs_no_code(folder, tmp_path):
     ):
         body = json.dumps(head).encode() + b"\n" + text + payload
         digest = hashlib.sha256(body).hexdigest().encode()
-        newest.write_bytes(b"keras_dist checkpoint 1\n" + digest + b"\n" + body)
+        newest.write_bytes(b"keras_dist checkpoint 2\n" + digest + b"\n" + body)
         assert counted(folder) == (1, 1), head
     newest.write_bytes(payload)
     assert counted(folder) == (1, 1)
