@@ -25,7 +25,7 @@ help:
 	@echo "make hosts   more launches and faults on hosts of our own (root)"
 	@echo "make clusters    what clusters start: installs it into .venv-clusters"
 	@echo "make libraries   KerasHub, KerasRS, trackers and tuners: installs them into .venv-libraries"
-	@echo "make matrix  try each claimed Python, TensorFlow and Keras in a new environment (noxfile.py): ONLY='3.13'"
+	@echo "make matrix  try each claimed Python, TensorFlow and Keras in a new environment (noxfile.py): ONLY='py313'"
 	@echo "make wheels  a wheel of Horovod for each Python and TensorFlow, into WHEELS=dist/wheels"
 	@echo "make release the package, its wheels and the site, in dist/, and a tag; nothing is uploaded"
 	@echo "LONG_TESTS=1 also runs the variants for which make test has no time"
