@@ -18,18 +18,28 @@ ENVIRONMENT = (DOCS / "reference" / "environment.md").read_text()
 # What other programs say, and what has no text of its own.
 _FOREIGN = ("Exit codes", "Messages of other programs")
 
-# Parts of other errors, and Python's own for a name that there is not.
-_WITHOUT_ENTRY = (
-    "it does not begin as",
-    "its \0 bytes",
-    "it is no",
-    "because of ",
-    "an array has the shape",
-    "module 'keras_dist' has no attribute",
-    "module 'keras_dist.horovod' has no attribute",
-    "no store answers",
-    "refused with status ",
-)
+# Errors whose message cannot tell the cure: the page has each, in these words.
+_WITH_ENTRY = {
+    "a stall": "no rank has made progress for",
+    "a stall in MPI": "MPI has not connected the ranks",
+    "Horovod is missing, or has no TensorFlow": "but Horovod cannot be used here.",
+    "Horovod without a transport": "without the transport of this launcher",
+    "ranks that disagree": "The ranks disagree on",
+    "rows that differ": "The ranks have different rows",
+    "weights that differ": "The ranks no longer hold the same model.",
+    "ranks that do not meet": "Not all ranks have come",
+    "hosts that do not meet": "Not all hosts have come",
+    "no way to the first host": "The first host cannot be reached.",
+    "another secret": "does not have the signature of this job",
+    "a port in use": "The job's store cannot listen",
+    "a port in use on rank 0": "cannot serve the rendezvous of the job",
+    "a rank that is gone": "Another rank has ended while this one waited for it.",
+    "a host that is gone": "has not responded for",
+    "a rank that was killed": "was ended by",
+    "a folder in use": "Another training writes to the folder",
+    "resume with another model": "The folder has checkpoints of another model.",
+    "resume with other data": "The training cannot",
+}
 
 
 def template(node):
@@ -59,21 +69,6 @@ def templates():
     return found - {None}
 
 
-def complaints():
-    """The text of each error that is raised, and of each warning."""
-    for tree in trees():
-        for node in ast.walk(tree):
-            call = node.exc if isinstance(node, ast.Raise) else node
-            is_warning = isinstance(call, ast.Call) and (
-                ast.unparse(call.func) == "warnings.warn"
-            )
-            is_raised = isinstance(node, ast.Raise) and isinstance(call, ast.Call)
-            if (is_raised or is_warning) and call.args:
-                text = template(call.args[0])
-                if text is not None and text.strip("\0"):
-                    yield text
-
-
 def pattern(key):
     """Finds the pieces of a key, in their order."""
     pieces = [re.escape(piece.strip()) for piece in key.split("…") if piece.strip()]
@@ -97,21 +92,15 @@ def keys():
 def test_the_page_quotes_the_source():
     """Every error text that is a heading, or a first cell, is what the code says."""
     known = templates()
-    assert len(keys()) > 100
+    assert len(keys()) > 50
     stale = [k for k in keys() if not any(map(pattern(k).search, known))]
     assert not stale
 
 
-def test_every_error_is_on_the_page():
-    """Whoever looks for the text of an error or a warning finds it."""
-    patterns = [pattern(key) for key in keys()]
-    missing = [
-        text
-        for text in complaints()
-        if not text.startswith(_WITHOUT_ENTRY)
-        and not any(p.search(text) for p in patterns)
-    ]
-    assert not missing
+@pytest.mark.parametrize("kind", _WITH_ENTRY)
+def test_an_error_that_cannot_tell_its_cure_is_on_the_page(kind):
+    """Under its text; of other errors the message is enough."""
+    assert any(_WITH_ENTRY[kind] in key for key in keys())
 
 
 @pytest.mark.parametrize("code", [STALLED, SAVED])
