@@ -246,7 +246,7 @@ class UserCallbacks(keras.callbacks.Callback):
 
     def _call(self, index: int, hook: str, args: tuple[Any, ...]) -> None:
         error, self._error = self._error, None
-        with _calling():
+        with _silent_on_other_ranks():
             if error is not None:
                 raise error
             for callback in self._phases[index] if index < len(self._phases) else ():
@@ -263,7 +263,7 @@ class UserCallbacks(keras.callbacks.Callback):
         if self._error is not None:
             return
         try:
-            with _calling():
+            with _silent_on_other_ranks():
                 for callback in called:
                     with self._scope_of(callback):
                         getattr(callback, hook)(batch, logs=logs)
@@ -282,8 +282,8 @@ class UserCallbacks(keras.callbacks.Callback):
 
 
 @contextlib.contextmanager
-def _calling() -> Iterator[None]:
-    # On the other ranks Keras's callbacks, which run there, too, do not print.
+def _silent_on_other_ranks() -> Iterator[None]:
+    """Keep Keras's callbacks from printing on all ranks but the first."""
     is_quiet = comm.rank() != 0 and keras.config.is_interactive_logging_enabled()
     if is_quiet:
         keras.config.disable_interactive_logging()
