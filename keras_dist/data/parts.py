@@ -256,6 +256,7 @@ def _of_dataset(
         division,
         deal(data),
         lambda: deal(data.skip(division.begin)),
+        dealer.class_weight,
     )
 
 
@@ -289,7 +290,8 @@ def _of_presharded(
         dealer = Dealer(0, 1, is_training, class_weight=class_weight)
         return _of_stream(source, spec, dealer)
     if is_training and class_weight:
-        data = data.map(lambda *batch: add_class_weights(batch, class_weight))
+        weigh = functools.partial(add_class_weights, class_weight=class_weight)
+        data = data.map(tf.autograph.experimental.do_not_convert(lambda *b: weigh(b)))
     if math.inf in lengths:
         return Part(without_auto_shard(data), math.inf, is_weighed=True)
     counts = [int(length or 0) for length in lengths]
@@ -329,7 +331,7 @@ def _of_presharded(
         first = _marked_to(first_steps(checked_length(data, own), 1), 1, 1)
         return first.map(lambda batch, mark: (batch, 0 * mark))
 
-    return _divided(source, spec, part, division, whole, left)
+    return _divided(source, spec, part, division, whole, left, class_weight)
 
 
 def _division_of_presharded(
@@ -373,6 +375,7 @@ def _divided(
     division: Division,
     whole: tf.data.Dataset,
     rest: Callable[[], tf.data.Dataset],
+    class_weight: dict[int, float] | None,
 ) -> Part:
     """Complete a part that begins with the rest of a pass, if some of it was read."""
     seeds = source.seeds if source.has_seeded_passes else None
@@ -381,8 +384,11 @@ def _divided(
     if not division.begin:
         return replace(part, data=without_auto_shard(whole))
     if seeds is not None:
-        mark = functools.partial(marked, has_rows=True)
-        as_made = mark if part.is_marked else lambda batch: batch
+
+        def as_made(batch: Any) -> Any:
+            batch = add_class_weights(batch, class_weight)
+            return marked(batch, has_rows=True) if part.is_marked else batch
+
         whole = unread_pass(source.data, as_made).concatenate(whole)
     epoch = tf.Variable(division.epoch, dtype=tf.int64, trainable=False)
     dataset = rest_and_whole(rest(), whole, epoch=epoch, steps=division.steps)

@@ -132,6 +132,7 @@ def test_a_graph_resumes_in_the_middle_of_an_epoch_to_the_bit(folder, is_dataset
 def test_data_in_batches_resumes_where_it_was(folder, as_data):
     """At a batch: none before it is read again, and none is left out."""
     options = {"as_data": as_data, "is_small": True, "epochs": 3}
+    options["class_weight"] = {0: 1.0, 1: 2.0}
     expected_rows, rows = {}, {}
     expected, history = train(
         f"{folder}/whole", saw=expected_rows.__setitem__, **options
