@@ -9,7 +9,7 @@ from keras_dist.launch import environments
 from keras_dist.launch.agent import serve
 from keras_dist.launch.failures import print_message
 from keras_dist.launch.hosts import (
-    Place,
+    Meeting,
     host_count,
     hosts_in,
     hosts_of,
@@ -178,12 +178,15 @@ def _run(options: argparse.Namespace) -> int:
             "A script to start is needed. Received: none. "
             "For example: keras-dist run -np 2 script.py"
         )
-    place = _place(options)
+    meeting = _meeting(options)
     hosts: dict[str, int] = {}
-    if place is None:
+    if meeting is None:
         hosts = dict(hosts_of(_named_hosts(options), options.np))
-    ranks = sum(hosts.values()) if place is None else place.num_ranks or 0
-    if min(ranks, 1 if place is None else place.num_hosts) < 1 or options.restarts < 0:
+    ranks = sum(hosts.values()) if meeting is None else meeting.num_ranks or 0
+    if (
+        min(ranks, 1 if meeting is None else meeting.num_hosts) < 1
+        or options.restarts < 0
+    ):
         raise ValueError(
             "At least one rank is needed, on at least one host, and no negative number "
             f"of restarts. Received: -np {ranks} --nnodes {options.nnodes} "
@@ -193,11 +196,11 @@ def _run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(dry_run_text(command, hosts))
         return 0
-    if place is None:
+    if meeting is None:
         return _run_on(hosts, command, options)
     return run_meeting(
         command,
-        place,
+        meeting,
         secret_in(options.secret_file),
         restarts=options.restarts,
         timeout=options.rdzv_timeout,
@@ -212,7 +215,7 @@ def _command(words: list[str], options: argparse.Namespace) -> Command:
     return Command(kind, words, environment, options.log_dir)
 
 
-def _place(options: argparse.Namespace) -> Place | None:
+def _meeting(options: argparse.Namespace) -> Meeting | None:
     """Return where hosts meet, by the options or a scheduler; `None` if they do not."""
     hosts = _named_hosts(options)
     if options.rdzv is None and options.nnodes is None:
@@ -229,7 +232,7 @@ def _place(options: argparse.Namespace) -> Place | None:
     else:
         address, port = meeting_point(options.rdzv)
         num_hosts = host_count(options.nnodes, source="--nnodes")
-        found = Place(address, port, num_hosts, number=options.node_rank)
+        found = Meeting(address, port, num_hosts, number=options.node_rank)
     count = found.num_ranks if options.np is None else options.np
     return replace(found, num_ranks=num_gpus() or 1 if count is None else count)
 

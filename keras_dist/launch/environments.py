@@ -9,29 +9,21 @@ import re
 import socket
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
 from signal import SIGUSR1
 
-from keras_dist.launch.hosts import Place, host_count
+from keras_dist.clusters.slurm import Slurm, expand_counts, expand_nodes
+from keras_dist.launch.hosts import Meeting, host_count
 from keras_dist.launch.processes import SAVED
 
-# Of the step, and not of the job, which may be larger.
+# What `srun` sets for each task.
 _NODES, _COUNTS = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"
-_OWN = (
-    "SLURM_PROCID",
-    "SLURM_NODEID",
-    "SLURM_LOCALID",
-    "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-)
-
-# Steps of different jobs may begin on one host.
-_FIRST_PORT, _NUM_PORTS, _APART = 20_000, 10_000, 101
+_NODE = "SLURM_NODEID"
+_OF_STEP = (_NODES, _COUNTS, _NODE, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
 _SECONDS = 30.0
 
 
-def detect(environ: Mapping[str, str] | None = None) -> Place | None:
+def detect(environ: Mapping[str, str] | None = None) -> Meeting | None:
     """Return where this process meets other hosts; `None` if no scheduler names them.
 
     Args:
@@ -45,134 +37,26 @@ def detect(environ: Mapping[str, str] | None = None) -> Place | None:
     return next((each for each in found if each is not None), None)
 
 
-@dataclass(frozen=True)
-class Task:
-    """One task of a step of SLURM.
-
-    Args:
-        number: Number of the task in the step.
-        node: Number of its node in the step.
-        local: Number of the task on its node.
-        job: Id of the job.
-        step: Id of the step.
-        nodes: Names of the step's nodes.
-        counts: Number of tasks on each node.
-    """
-
-    number: int
-    node: int
-    local: int
-    job: int
-    step: int
-    nodes: tuple[str, ...]
-    counts: tuple[int, ...]
-
-    @property
-    def position(self) -> int:
-        """Number of the task, counted node by node, however tasks are distributed."""
-        return sum(self.counts[: self.node]) + self.local
-
-    @property
-    def port(self) -> int:
-        """The port at which the tasks of the step meet, on the first node."""
-        return _FIRST_PORT + (self.job * _APART + self.step) % _NUM_PORTS
-
-    def environment(self) -> dict[str, str]:
-        """Horovod's variables where each task is a rank."""
-        crossing = [k for k, count in enumerate(self.counts) if count > self.local]
-        return {
-            "HOROVOD_HOSTNAME": self.nodes[self.node],
-            "HOROVOD_RANK": str(self.number),
-            "HOROVOD_SIZE": str(sum(self.counts)),
-            "HOROVOD_LOCAL_RANK": str(self.local),
-            "HOROVOD_LOCAL_SIZE": str(self.counts[self.node]),
-            "HOROVOD_CROSS_RANK": str(crossing.index(self.node)),
-            "HOROVOD_CROSS_SIZE": str(len(crossing)),
-        }
-
-
-def slurm(environ: Mapping[str, str]) -> Place | None:
+def slurm(environ: Mapping[str, str]) -> Meeting | None:
     """Return what SLURM says to a task of a step; each task counts as a host."""
-    task = task_of(environ)
-    if task is None:
+    if not all(name in environ for name in _OF_STEP):
         return None
-    pairs = zip(task.nodes, task.counts, strict=True)
-    return Place(
-        address=address_of(task.nodes[0]),
-        port=task.port,
-        num_hosts=sum(task.counts),
-        number=task.position,
+    place, node = Slurm().place(environ), int(environ[_NODE])
+    nodes, counts = expand_nodes(environ[_NODES]), expand_counts(environ[_COUNTS])
+    return Meeting(
+        address=address_of(place.address),
+        port=place.port,
+        num_hosts=place.size,
+        # Counted node by node, however the tasks are distributed.
+        number=sum(counts[:node]) + place.local_rank,
         # A task that shares its node does not get all its GPUs.
-        num_ranks=None if task.counts[task.node] == 1 else 1,
-        host=task.nodes[task.node],
-        names=[node for node, count in pairs for _ in range(count)],
+        num_ranks=None if place.local_size == 1 else 1,
+        host=nodes[node],
+        names=[n for n, count in zip(nodes, counts, strict=True) for _ in range(count)],
         is_quiet=True,
         saved_code=SAVED,
         signals=(SIGUSR1,),
     )
-
-
-def task_of(environ: Mapping[str, str] | None = None) -> Task | None:
-    """Return the task that this process is; `None` outside of a step.
-
-    Args:
-        environ: Environment variables; by default those of this process.
-
-    >>> step = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
-    >>> own = {"SLURM_PROCID": "1", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}
-    >>> ids = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
-    >>> task = task_of(step | own | ids)  # cyclic: one task on each node, then again
-    >>> task.nodes, task.counts, task.position, task.port
-    (('n1', 'n2'), (2, 2), 2, 20707)
-    """
-    environ = os.environ if environ is None else environ
-    if _NODES not in environ or _COUNTS not in environ:
-        return None
-    if not all(environ.get(name, "").isdecimal() for name in _OWN):
-        return None
-    number, node, local, job, step = (int(environ[name]) for name in _OWN)
-    nodes, counts = nodes_in(environ[_NODES]), counts_in(environ[_COUNTS])
-    if len(nodes) != len(counts) or node >= len(nodes) or local >= counts[node]:
-        return None
-    return Task(number, node, local, job, step, nodes, counts)
-
-
-def nodes_in(text: str) -> tuple[str, ...]:
-    """Return the names in a list of nodes.
-
-    >>> nodes_in("gpu[08-10,12],login1")
-    ('gpu08', 'gpu09', 'gpu10', 'gpu12', 'login1')
-    >>> nodes_in("r[1-2]n[1-2]")
-    ('r1n1', 'r1n2', 'r2n1', 'r2n2')
-    """
-    found: list[str] = []
-    for pattern in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
-        names = [""]
-        for plain, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", pattern):
-            ends = _numbers(ranges) if ranges else [plain]
-            names = [name + end for name in names for end in ends]
-        found += names
-    return tuple(found)
-
-
-def counts_in(text: str) -> tuple[int, ...]:
-    """Return the number of tasks on each node.
-
-    >>> counts_in("2(x3),1")
-    (2, 2, 2, 1)
-    """
-    pairs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return tuple(int(count) for count, times in pairs for _ in range(int(times or 1)))
-
-
-def _numbers(ranges: str) -> list[str]:
-    """Return the numbers of "08-10,12", with their zeros."""
-    found = []
-    for each in ranges.split(","):
-        first, _, last = each.partition("-")
-        for number in range(int(first), int(last or first) + 1):
-            found.append(str(number).zfill(len(first)))
-    return found
 
 
 def address_of(node: str) -> str:
@@ -209,7 +93,7 @@ def _scontrol(*words: str) -> str:
     return done.stdout.strip()
 
 
-def torchrun(environ: Mapping[str, str]) -> Place | None:
+def torchrun(environ: Mapping[str, str]) -> Meeting | None:
     """Return what variables of `torchrun` say, as Kubeflow's Trainer sets them.
 
     `torchrun` reads each of its options from a variable, `PET_` and its name; scripts
@@ -238,16 +122,16 @@ def torchrun(environ: Mapping[str, str]) -> Place | None:
     number, count = values.get("NODE_RANK", ""), values.get("NPROC_PER_NODE", "")
     address, _, port = values.get("RDZV_ENDPOINT", "").partition(":")
     port = values.get("MASTER_PORT") or port
-    return Place(
+    return Meeting(
         address=values.get("MASTER_ADDR") or address,
-        port=int(port) if port.isdecimal() else Place.port,
+        port=int(port) if port.isdecimal() else Meeting.port,
         num_hosts=host_count(values["NNODES"], source="NNODES"),
         number=int(number) if number.isdecimal() else None,
         num_ranks=int(count) if count.isdecimal() else None,  # or "auto", "gpu", "cpu"
     )
 
 
-def kubernetes(environ: Mapping[str, str]) -> Place | None:
+def kubernetes(environ: Mapping[str, str]) -> Meeting | None:
     """Return what an Indexed Job of Kubernetes says to its pods.
 
     The controller sets `JOB_COMPLETION_INDEX`, and the pod's name is that of the job
@@ -270,7 +154,7 @@ def kubernetes(environ: Mapping[str, str]) -> Place | None:
             "of the pods to the name of the Service, or name the first pod by "
             "PET_MASTER_ADDR."
         )
-    return Place(
+    return Meeting(
         address=f"{job}-0.{domain}",
         num_hosts=host_count(nnodes, source="PET_NNODES"),
         number=int(index),

@@ -225,7 +225,7 @@ def num_gpus(environ: Mapping[str, str] | None = None) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class Meeting:
     """Where the hosts of a job meet, and who this one is.
 
     Args:

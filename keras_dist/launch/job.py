@@ -33,8 +33,8 @@ from keras_dist.launch.failures import (
 )
 from keras_dist.launch.hosts import (
     LOOPBACK,
+    Meeting,
     Member,
-    Place,
     Slot,
     is_here,
     numbered,
@@ -150,7 +150,7 @@ class Job:
     """A job, in the process that has its store.
 
     Args:
-        place: How many hosts there are, and where they meet.
+        meeting: How many hosts there are, and where they meet.
         store: The store of the job.
         secret: Secret of the job.
         stopped: Numbers of the signals that this process has received.
@@ -160,7 +160,7 @@ class Job:
 
     def __init__(
         self,
-        place: Place,
+        meeting: Meeting,
         store: Store,
         secret: str,
         stopped: Sequence[int],
@@ -168,10 +168,10 @@ class Job:
         own: OwnRanks | None = None,
         ssh: SshHosts | None = None,
     ) -> None:
-        self.values = OwnStoreClient(store, secret, num_hosts=place.num_hosts)
-        self._place, self._store, self._secret = place, store, secret
+        self.values = OwnStoreClient(store, secret, num_hosts=meeting.num_hosts)
+        self._meeting, self._store, self._secret = meeting, store, secret
         self._stopped, self._own, self._ssh = stopped, own, ssh
-        self._is_alone = own is not None and place.num_hosts == 1
+        self._is_alone = own is not None and meeting.num_hosts == 1
         self._presence = Presence(self.values)
         # The hosts of the job by their numbers, once all are there.
         self._members: Mapping[str, Member] = {}
@@ -224,7 +224,7 @@ class Job:
         begin = said = time.monotonic()
         while not (end := self._stopped_end({})):
             joined = self._joined()
-            numbers = numbered(joined, self._place.num_hosts)
+            numbers = numbered(joined, self._meeting.num_hosts)
             if None not in numbers:
                 members = {name: joined[name] for name in numbers if name is not None}
                 self._members = members
@@ -262,10 +262,10 @@ class Job:
         """Describe who is there, and who is missing."""
         there = [joined[name].host for name in numbers if name is not None]
         away = [number for number, name in enumerate(numbers) if name is None]
-        known = [self._place.names[number] for number in away if self._place.names]
+        known = [self._meeting.names[number] for number in away if self._meeting.names]
         named = ", ".join(known or [f"node rank {number}" for number in away])
         listed = ", ".join(there)
-        return f"{len(there)} of {self._place.num_hosts} ({listed}); missing: {named}"
+        return f"{len(there)} of {self._meeting.num_hosts} ({listed}); missing: {named}"
 
     def _late_text(self, missing: str, timeout: float) -> str:
         text = f"Not all hosts have come within {timeout:g} s. Received: {missing}."
@@ -273,7 +273,7 @@ class Job:
             return text
         return (
             f"{text} Start the same command on each of them; each has to reach "
-            f"{self._place.address}:{self._place.port}."
+            f"{self._meeting.address}:{self._meeting.port}."
         )
 
     def _start(self, start: int) -> End:
@@ -419,7 +419,7 @@ class Job:
         has_saved = bool(reports) and len(reports) == len(self._members)
         has_saved = has_saved and all(report.saved for report in reports.values())
         text = stopped_text(number, has_saved=has_saved, host=host)
-        code = self._place.saved_code if has_saved else None
+        code = self._meeting.saved_code if has_saved else None
         return End(code or 128 + number, text, is_final=True)
 
     def _failed_end(self, slots: Mapping[str, Sequence[Slot]]) -> End:
@@ -447,7 +447,7 @@ class Job:
         """Let all hosts end, and wait until they have seen it."""
         line = end.text.partition("\n")[0]
         if line != end.text:
-            line = f"{line} All of it is in the output of {self._place.address}."
+            line = f"{line} All of it is in the output of {self._meeting.address}."
         self._order("exit", code=end.code, text=line)
         begin = time.monotonic()
         while time.monotonic() - begin < _LEAVE_SECONDS:
@@ -496,7 +496,7 @@ def run_locally(command: Command, num_ranks: int, *, restarts: int) -> int:
     ):
         own = OwnRanks(command, Member("localhost", num_ranks), job)
         secret = secrets.token_hex(16)
-        return Job(Place(), store, secret, stopped, own=own).run(restarts=restarts)
+        return Job(Meeting(), store, secret, stopped, own=own).run(restarts=restarts)
 
 
 def run_by_ssh(
@@ -534,12 +534,12 @@ def run_by_ssh(
         if others or ssh.address is not None:
             address = own_address(ssh.address, [*others, "localhost"][0])
         with contextlib.closing(Store(address)) as store:
-            place = Place(address, num_hosts=len(hosts), names=list(hosts))
+            meeting = Meeting(address, num_hosts=len(hosts), names=list(hosts))
             header = Header(
                 address, store.port, secret, job, os.getcwd(), with_environment(command)
             )
             with contextlib.closing(SshHosts(hosts, ssh, header)) as agents:
-                launcher = Job(place, store, secret, stopped, ssh=agents)
+                launcher = Job(meeting, store, secret, stopped, ssh=agents)
                 return launcher.run(restarts=restarts, timeout=timeout)
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from keras_dist.launch import processes
 from keras_dist.launch.agent import Agent
 from keras_dist.launch.failures import print_message
-from keras_dist.launch.hosts import LOOPBACK, Member, Place, check_host
+from keras_dist.launch.hosts import LOOPBACK, Meeting, Member, check_host
 from keras_dist.launch.job import Job, OwnRanks
 from keras_dist.launch.network import EVERYWHERE, has_only_ipv6, is_loopback
 from keras_dist.launch.processes import stopped_by_signals
@@ -25,18 +25,18 @@ TIMEOUT_SECONDS = 300.0
 _SHORTEST_SECRET, _RETRY_SECONDS = 16, 0.5
 
 
-def check(place: Place, secret: str) -> None:
+def check(meeting: Meeting, secret: str) -> None:
     """Check what the user has asked for.
 
     Raises:
         ValueError: If it cannot be used.
     """
-    if place.number is not None and not 0 <= place.number < place.num_hosts:
+    if meeting.number is not None and not 0 <= meeting.number < meeting.num_hosts:
         raise ValueError(
             "Hosts are numbered from 0 to one less than `--nnodes`. Received: "
-            f"--node-rank {place.number} --nnodes {place.num_hosts}"
+            f"--node-rank {meeting.number} --nnodes {meeting.num_hosts}"
         )
-    if len(secret) < _SHORTEST_SECRET and not is_loopback(place.address):
+    if len(secret) < _SHORTEST_SECRET and not is_loopback(meeting.address):
         received = f"{len(secret)} characters" if secret else "none"
         raise ValueError(
             "A job on several hosts needs a secret of at least "
@@ -89,7 +89,7 @@ def meeting_point(text: str) -> tuple[str, int]:
 
 
 def run_meeting(
-    command: Command, place: Place, secret: str, *, restarts: int, timeout: float
+    command: Command, meeting: Meeting, secret: str, *, restarts: int, timeout: float
 ) -> int:
     """Take part in a job whose hosts meet, and end what this host has started.
 
@@ -98,7 +98,7 @@ def run_meeting(
 
     Args:
         command: The command that every rank runs.
-        place: Where the hosts meet.
+        meeting: Where the hosts meet.
         secret: Secret of the job.
         restarts: The largest number of restarts after failures; that of the first host
             counts.
@@ -112,23 +112,23 @@ def run_meeting(
         RuntimeError: If Horovod is not installed.
         ValueError: If an argument cannot be used, or the hosts cannot meet.
     """
-    check(place, secret)
-    job, member = secrets.token_hex(8), Member(place.host, place.num_ranks or 1)
+    check(meeting, secret)
+    job, member = secrets.token_hex(8), Member(meeting.host, meeting.num_ranks or 1)
     # The reaper is forked, so before the first thread.
-    with processes.reaper(job), stopped_by_signals(*place.signals) as stopped:
-        store, address = store_if_first(place, timeout, stopped)
+    with processes.reaper(job), stopped_by_signals(*meeting.signals) as stopped:
+        store, address = store_if_first(meeting, timeout, stopped)
         if store is not None:
             own = OwnRanks(command, replace(member, number=0), job)
             with contextlib.closing(store):
-                first = Job(place, store, secret, stopped, own=own)
+                first = Job(meeting, store, secret, stopped, own=own)
                 return first.run(restarts=restarts, timeout=timeout)
         agent = Agent(
-            StoreClient(address, place.port, secret),
+            StoreClient(address, meeting.port, secret),
             secret,
-            replace(member, number=place.number),
-            num_hosts=place.num_hosts,
+            replace(member, number=meeting.number),
+            num_hosts=meeting.num_hosts,
             stopped=stopped,
-            is_quiet=place.is_quiet,
+            is_quiet=meeting.is_quiet,
         )
         if not agent.join(timeout):
             return 128 + stopped[0]
@@ -136,12 +136,12 @@ def run_meeting(
 
 
 def store_if_first(
-    place: Place, timeout: float = TIMEOUT_SECONDS, stopped: Sequence[int] = ()
+    meeting: Meeting, timeout: float = TIMEOUT_SECONDS, stopped: Sequence[int] = ()
 ) -> tuple[Store | None, str]:
     """Return the store, if this is the first host; and the address to reach it at.
 
     Args:
-        place: Where the hosts meet.
+        meeting: Where the hosts meet.
         timeout: Seconds to wait until the name of the first host is known.
         stopped: The wait for the address ends as soon as this list is not empty.
 
@@ -150,51 +150,51 @@ def store_if_first(
         ValueError: If the name of the first host does not become known, or has IPv6
             addresses alone.
     """
-    if has_only_ipv6(place.address):
+    if has_only_ipv6(meeting.address):
         raise ValueError(
             "Hosts meet at an IPv4 address, by which their ranks connect, too. "
-            f"Received: {place.address}, which has IPv6 addresses alone on this "
+            f"Received: {meeting.address}, which has IPv6 addresses alone on this "
             "host. Name an IPv4 address of the first host, the same on all hosts: "
-            f"--rdzv 10.0.0.1:{place.port}"
+            f"--rdzv 10.0.0.1:{meeting.port}"
         )
-    if place.number not in (None, 0):
-        return None, place.address
-    address = _resolved(place, timeout, stopped)
+    if meeting.number not in (None, 0):
+        return None, meeting.address
+    address = _resolved(meeting, timeout, stopped)
     if address is None:
-        return None, place.address
-    if address.startswith("127.") and not is_loopback(place.address):
+        return None, meeting.address
+    if address.startswith("127.") and not is_loopback(meeting.address):
         # Debian's own name, which the others know by another address.
         address = EVERYWHERE
     try:
         return Store(
-            address, place.port
+            address, meeting.port
         ), LOOPBACK if address == EVERYWHERE else address
     except OSError as error:
-        if place.number is None and error.errno in (
+        if meeting.number is None and error.errno in (
             errno.EADDRNOTAVAIL,  # not an address of this host
             errno.EADDRINUSE,  # several on one machine
         ):
-            return None, place.address
+            return None, meeting.address
         if error.errno == errno.EADDRNOTAVAIL:  # the others reach it by another one
-            return Store(EVERYWHERE, place.port), LOOPBACK
+            return Store(EVERYWHERE, meeting.port), LOOPBACK
         raise OSError(
-            f"The job's store cannot listen at {address}:{place.port}. "
+            f"The job's store cannot listen at {address}:{meeting.port}. "
             f"Received: {error}. Name another port by `--rdzv`, the same on all hosts."
         ) from error
 
 
-def _resolved(place: Place, timeout: float, stopped: Sequence[int]) -> str | None:
+def _resolved(meeting: Meeting, timeout: float, stopped: Sequence[int]) -> str | None:
     """Look up the first host, whose name may become known only now."""
     begin = time.monotonic()
     while True:
         try:
-            return socket.gethostbyname(place.address)
+            return socket.gethostbyname(meeting.address)
         except OSError as error:
-            if place.number is None:
+            if meeting.number is None:
                 return None  # a host knows its own name, so this is another one
             if stopped or time.monotonic() - begin > timeout:
                 raise ValueError(
                     "The name of the first host is not known there. Received: "
-                    f"{place.address} ({error})."
+                    f"{meeting.address} ({error})."
                 ) from error
             time.sleep(_RETRY_SECONDS)

@@ -11,6 +11,7 @@ from keras_dist.launch import environments
 _SLURM = {
     "SLURM_STEP_NODELIST": "n[1-2]",
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_PROCID": "3",
     "SLURM_NODEID": "1",
     "SLURM_LOCALID": "1",

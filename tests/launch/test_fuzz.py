@@ -10,7 +10,7 @@ import pytest
 
 from keras_dist.launch import agent
 from keras_dist.launch.failures import Failure, Report, verdict
-from keras_dist.launch.hosts import Place, slots
+from keras_dist.launch.hosts import Meeting, slots
 from keras_dist.launch.job import Job, Presence
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.store import (
@@ -159,7 +159,7 @@ def test_a_report_that_is_none_counts_as_not_sent(store):
     generator = random.Random(19)
     failure = Failure(2, 1.5, 3, "KeyError: 'tea'", "Traceback", is_secondary=False)
     whole = json.loads(json.dumps(Report([failure], {2: "in step 1"}).values()))
-    job, hosts = Job(Place(), store[0], SECRET, []), dict(enumerate("aab"))
+    job, hosts = Job(Meeting(), store[0], SECRET, []), dict(enumerate("aab"))
     presence, is_read = Presence(Values([])), 0
     for _ in range(MESSAGES):
         job.values.put("report.0.b", altered(generator, whole))

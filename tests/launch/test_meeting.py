@@ -18,7 +18,7 @@ from test_launch import RUN, left_behind
 from test_launch import start as run
 
 from keras_dist.launch.agent import Agent
-from keras_dist.launch.environments import counts_in, nodes_in, task_of
+from keras_dist.launch.environments import slurm
 from keras_dist.launch.hosts import Member, numbered, slots_of
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.store import OwnStoreClient, Store, StoreClient
@@ -322,41 +322,24 @@ def test_ranks_of_an_earlier_start_are_refused():
         store.close()
 
 
-def test_lists_of_slurm_are_read_as_slurm_writes_them():
-    """With zeros, several ranges, and counts that repeat."""
-    assert nodes_in("n1") == ("n1",)
-    assert nodes_in("a[1-3,07],b,c[09-11]x") == (
-        *("a1", "a2", "a3", "a07", "b"),
-        *("c09x", "c10x", "c11x"),
-    )
-    assert counts_in("3") == (3,)
-    assert counts_in("2,1(x3),4") == (2, 1, 1, 1, 4)
-
-
-def test_every_task_of_slurm_has_the_slot_of_its_node():
+def test_every_task_of_slurm_is_a_host_node_by_node():
     """For block and cyclic distributions of unequal counts."""
     counts = (3, 1, 2)
     block = [(node, local) for node in range(3) for local in range(counts[node])]
     cyclic = sorted(block, key=lambda each: (each[1], each[0]))
     common = {
-        "SLURM_STEP_NODELIST": "n[1-3]",
+        "SLURM_STEP_NODELIST": "127.0.0.[1-3]",
         "SLURM_STEP_TASKS_PER_NODE": "3,1,2",
+        "SLURM_STEP_NUM_TASKS": "6",
         "SLURM_JOB_ID": "5",
         "SLURM_STEP_ID": "1",
     }
     for tasks in (block, cyclic):
-        found = []
         for number, (node, local) in enumerate(tasks):
             own = {"PROCID": number, "NODEID": node, "LOCALID": local}
-            task = task_of(common | {f"SLURM_{k}": str(v) for k, v in own.items()})
-            assert block[task.position] == (node, local)
-            found.append(task.environment())
-        assert [int(each["HOROVOD_RANK"]) for each in found] == list(range(6))
-        for local in range(3):
-            across = [e for e in found if e["HOROVOD_LOCAL_RANK"] == str(local)]
-            sizes = {int(each["HOROVOD_CROSS_SIZE"]) for each in across}
-            assert sizes == {len(across)}
-            crossing = sorted(int(each["HOROVOD_CROSS_RANK"]) for each in across)
-            assert crossing == list(range(len(across)))
-    assert task_of({**common, "SLURM_PROCID": "0"}) is None
-    assert task_of({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0"}) is None
+            found = slurm(common | {f"SLURM_{k}": str(v) for k, v in own.items()})
+            assert block[found.number] == (node, local)
+            assert (found.num_hosts, found.address) == (6, "127.0.0.1")
+            assert found.names[found.number] == found.host == f"127.0.0.{node + 1}"
+    assert slurm({**common, "SLURM_PROCID": "0"}) is None
+    assert slurm({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0"}) is None
