@@ -257,7 +257,7 @@ def distributed(model: Any, setup: FitSetup) -> Iterator[None]:
     """Inside the block, `model` trains on all ranks; then it is a plain model again."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_autotune(model))
-        stack.callback(step.uninstall, model, is_end=True)
+        stack.callback(step.uninstall, model, is_over=True)
         session = step.install(model)
         session.is_held = True
         session.metrics.use(EvaluatedData.of(setup.validation, setup.training))
@@ -632,4 +632,4 @@ def _evaluating(model: Any, feed: Feed) -> Iterator[None]:
             yield
     finally:
         if not is_training:
-            step.uninstall(model)
+            step.uninstall(model, is_over=True)

@@ -49,24 +49,26 @@ def install(model: Any) -> Session:
     return session_of(model)
 
 
-def uninstall(model: Any, *, is_end: bool = False) -> None:
+def uninstall(model: Any, *, is_over: bool = False) -> None:
     """Make `model` a plain Keras model again, unless `dist_fit` is still running.
 
     Args:
         model: A model on which `install` was called.
-        is_end: Whether `dist_fit` is over.
+        is_over: Whether a `dist_fit` or an evaluation on all ranks is over, so that
+            nobody reads the session any more. Callbacks may, after the first of them
+            has called this.
     """
     if not mixin.has(model, DistributedStep):
         return
     session = session_of(model)
-    if is_end or not session.is_held:
+    if is_over or not session.is_held:
         saving.begin_interval()
         stopped = model.stop_training
         mixin.remove(model, DistributedStep)
         batch_norm.desynchronize(model)
         model.stop_training = stopped
         session.traced.leave(model)
-        if is_end:
+        if is_over:
             object.__delattr__(model, "_distributed_session")
 
 
