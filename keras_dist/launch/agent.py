@@ -19,7 +19,7 @@ from typing import Any
 
 from keras_dist.launch import horovod_library, processes
 from keras_dist.launch.failures import LOST_SECONDS, Report, print_message
-from keras_dist.launch.hosts import Member, Slot, slots_of
+from keras_dist.launch.hosts import Member, Slot, assign_slots
 from keras_dist.launch.network import check_own_name, check_reach
 from keras_dist.launch.processes import ORDERED, stopped_by_signals
 from keras_dist.launch.ranks import Assignment, Command, run_ranks
@@ -218,7 +218,7 @@ class Agent:
                 f"{self._member.host}, which is not needed."
             )
         members = [Member(host, num_ranks) for _, host, num_ranks in hosts]
-        return slots_of(members)[names.index(self.name)]
+        return assign_slots(members)[names.index(self.name)]
 
     def _watch(self, stops: list[int], is_over: threading.Event) -> None:
         """Stop the ranks at an order, a signal, or when the first host is gone."""

@@ -10,22 +10,27 @@ from keras_dist.launch.agent import serve
 from keras_dist.launch.failures import print_message
 from keras_dist.launch.hosts import (
     Meeting,
-    host_count,
-    hosts_in,
-    hosts_of,
     is_here,
     num_gpus,
+    parse_host_count,
+    parse_hosts,
+    read_hostfile,
 )
 from keras_dist.launch.job import begin_text, run_by_ssh, run_locally
 from keras_dist.launch.meeting import (
     TIMEOUT_SECONDS,
-    meeting_point,
+    parse_endpoint,
+    read_secret,
     run_meeting,
-    secret_in,
 )
 from keras_dist.launch.monitor.rank_process import end_with
 from keras_dist.launch.monitor.watchdog import VARIABLE, limit_of
-from keras_dist.launch.ranks import Command, command_of, connect_timeout, dry_run_text
+from keras_dist.launch.ranks import (
+    Command,
+    connect_timeout,
+    dry_run_text,
+    parse_command,
+)
 from keras_dist.launch.signing import VARIABLE as SECRET
 from keras_dist.launch.ssh import Ssh
 from keras_dist.launch.startup_noise import VARIABLE as VERBOSE
@@ -181,7 +186,7 @@ def _run(options: argparse.Namespace) -> int:
     meeting = _meeting(options)
     hosts: dict[str, int] = {}
     if meeting is None:
-        hosts = dict(hosts_of(_named_hosts(options), options.np))
+        hosts = dict(parse_hosts(_named_hosts(options), options.np))
     ranks = sum(hosts.values()) if meeting is None else meeting.num_ranks or 0
     if (
         min(ranks, 1 if meeting is None else meeting.num_hosts) < 1
@@ -201,7 +206,7 @@ def _run(options: argparse.Namespace) -> int:
     return run_meeting(
         command,
         meeting,
-        secret_in(options.secret_file),
+        read_secret(options.secret_file),
         restarts=options.restarts,
         timeout=options.rdzv_timeout,
     )
@@ -211,7 +216,7 @@ def _command(words: list[str], options: argparse.Namespace) -> Command:
     environment = connect_timeout()
     if options.stall_limit is not None:
         environment[VARIABLE] = str(limit_of(options.stall_limit))
-    kind, words = ("module", words) if options.module else command_of(words)
+    kind, words = ("module", words) if options.module else parse_command(words)
     return Command(kind, words, environment, options.log_dir)
 
 
@@ -230,8 +235,8 @@ def _meeting(options: argparse.Namespace) -> Meeting | None:
             f"-H {hosts}. For example: --nnodes 2 --rdzv a:29400"
         )
     else:
-        address, port = meeting_point(options.rdzv)
-        num_hosts = host_count(options.nnodes, source="--nnodes")
+        address, port = parse_endpoint(options.rdzv)
+        num_hosts = parse_host_count(options.nnodes, source="--nnodes")
         found = Meeting(address, port, num_hosts, number=options.node_rank)
     count = found.num_ranks if options.np is None else options.np
     return replace(found, num_ranks=num_gpus() or 1 if count is None else count)
@@ -263,4 +268,4 @@ def _named_hosts(options: argparse.Namespace) -> str | None:
             "Hosts are named by `-H` or by `--hostfile`. "
             f"Received: -H {options.hosts} and --hostfile {options.hostfile}"
         )
-    return hosts_in(options.hostfile)
+    return read_hostfile(options.hostfile)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from signal import SIGUSR1
 
 from keras_dist.clusters.slurm import Slurm, expand_counts, expand_nodes
-from keras_dist.launch.hosts import Meeting, host_count
+from keras_dist.launch.hosts import Meeting, parse_host_count
 from keras_dist.launch.processes import SAVED
 
 # What `srun` sets for each task.
@@ -125,7 +125,7 @@ def torchrun(environ: Mapping[str, str]) -> Meeting | None:
     return Meeting(
         address=values.get("MASTER_ADDR") or address,
         port=int(port) if port.isdecimal() else Meeting.port,
-        num_hosts=host_count(values["NNODES"], source="NNODES"),
+        num_hosts=parse_host_count(values["NNODES"], source="NNODES"),
         number=int(number) if number.isdecimal() else None,
         num_ranks=int(count) if count.isdecimal() else None,  # or "auto", "gpu", "cpu"
     )
@@ -156,7 +156,7 @@ def kubernetes(environ: Mapping[str, str]) -> Meeting | None:
         )
     return Meeting(
         address=f"{job}-0.{domain}",
-        num_hosts=host_count(nnodes, source="PET_NNODES"),
+        num_hosts=parse_host_count(nnodes, source="PET_NNODES"),
         number=int(index),
     )
 

@@ -79,7 +79,7 @@ class Failure:
     is_saved: bool = False
 
 
-def failure_of(
+def find_failure(
     rank: int,
     returncode: int | None,
     *,
@@ -123,12 +123,12 @@ def failure_of(
     )
 
 
-def first_of(failures: Sequence[Failure]) -> list[Failure]:
+def sort_failures(failures: Sequence[Failure]) -> list[Failure]:
     """Sort failures: by time, but those with their cause on another rank come last.
 
     >>> early = Failure(0, 1.0, 1, "lost connection", "", True)
     >>> late = Failure(1, 2.0, 3, "division by zero", "", False)
-    >>> [failure.summary for failure in first_of([early, late])]
+    >>> [failure.summary for failure in sort_failures([early, late])]
     ['division by zero', 'lost connection']
     """
     return sorted(failures, key=lambda failure: (failure.is_secondary, failure.time))
@@ -162,7 +162,7 @@ class Report:
         return self.failures[0].code if self.failures else 1 if self.error else 0
 
 
-def report_of(values: Mapping[str, Any]) -> Report:
+def parse_report(values: Mapping[str, Any]) -> Report:
     """Return the report that `Report.values` has made to values of JSON.
 
     Raises:
@@ -199,7 +199,9 @@ def verdict(
         hosts: The host of each rank.
         unknown: Ranks of hosts that have sent no report.
     """
-    failures = first_of([failure for report in reports for failure in report.failures])
+    failures = sort_failures(
+        [failure for report in reports for failure in report.failures]
+    )
     where = {rank: text for report in reports for rank, text in report.where.items()}
     if cause is not None and all(failure.is_secondary for failure in failures):
         text, code = cause
@@ -229,7 +231,7 @@ def explain(
     """Describe the first failure, with a line for each other rank.
 
     Args:
-        failures: The failures, sorted by `first_of`; at least one.
+        failures: The failures, sorted by `sort_failures`; at least one.
         positions: The position of each rank in words; see `Ranks.where`. Ranks that
             have ended with exit code 0 are left out.
         num_ranks: Number of ranks.

@@ -106,7 +106,7 @@ def check_host(name: str, *, source: str) -> None:
         )
 
 
-def hosts_of(argument: str | None, num_ranks: int | None) -> list[tuple[str, int]]:
+def parse_hosts(argument: str | None, num_ranks: int | None) -> list[tuple[str, int]]:
     """Parse `-H`: name and number of ranks of each host; the first are filled first.
 
     Args:
@@ -114,8 +114,10 @@ def hosts_of(argument: str | None, num_ranks: int | None) -> list[tuple[str, int
         num_ranks: Number of ranks; `None` for as many as there are slots or, on this
             host alone, GPUs.
 
-    >>> hosts_of("localhost:2", None), hosts_of("a:2,b:2", 3), hosts_of(None, 4)
-    ([('localhost', 2)], [('a', 2), ('b', 1)], [('localhost', 4)])
+    >>> parse_hosts("localhost:2", None), parse_hosts("a:2,b:2", 3)
+    ([('localhost', 2)], [('a', 2), ('b', 1)])
+    >>> parse_hosts(None, 4)
+    [('localhost', 4)]
 
     Raises:
         ValueError: If `argument` has another form, a name that no host has, or fewer
@@ -155,7 +157,7 @@ def hosts_of(argument: str | None, num_ranks: int | None) -> list[tuple[str, int
     return result
 
 
-def hosts_in(path: str | os.PathLike[str]) -> str:
+def read_hostfile(path: str | os.PathLike[str]) -> str:
     """Read the hosts of a file, in the form of `-H`.
 
     The file is one of `horovodrun` or `mpirun`: a line for each host, `NAME slots=N`.
@@ -185,7 +187,7 @@ def hosts_in(path: str | os.PathLike[str]) -> str:
     return ",".join(hosts)
 
 
-def host_count(text: str, *, source: str) -> int:
+def parse_host_count(text: str, *, source: str) -> int:
     """Parse a number of hosts.
 
     Args:
@@ -272,10 +274,10 @@ class Member:
     reached: str = LOOPBACK
 
 
-def ranks_of_hosts(members: Sequence[Member]) -> dict[str, int]:
+def count_ranks(members: Sequence[Member]) -> dict[str, int]:
     """Return the number of ranks of each host.
 
-    >>> ranks_of_hosts([Member(host, 2) for host in "aba"])
+    >>> count_ranks([Member(host, 2) for host in "aba"])
     {'a': 4, 'b': 2}
     """
     counts: dict[str, int] = {}
@@ -284,7 +286,7 @@ def ranks_of_hosts(members: Sequence[Member]) -> dict[str, int]:
     return counts
 
 
-def numbered(members: Mapping[str, Member], num_hosts: int) -> list[str | None]:
+def number_hosts(members: Mapping[str, Member], num_hosts: int) -> list[str | None]:
     """Number the members; those without a number of their own as they come.
 
     Args:
@@ -296,7 +298,7 @@ def numbered(members: Mapping[str, Member], num_hosts: int) -> list[str | None]:
 
     >>> one = {name: Member(name, 1) for name in "ab"}
     >>> two = one | {"c": Member("c", 1, 0)}
-    >>> numbered(one, 3), numbered(two, 3)
+    >>> number_hosts(one, 3), number_hosts(two, 3)
     (['a', 'b', None], ['c', 'a', 'b'])
     """
     found: list[str | None] = [None] * num_hosts
@@ -310,17 +312,17 @@ def numbered(members: Mapping[str, Member], num_hosts: int) -> list[str | None]:
     return found
 
 
-def slots_of(members: Sequence[Member]) -> list[list[Slot]]:
+def assign_slots(members: Sequence[Member]) -> list[list[Slot]]:
     """Return the slots of each member; those of one host stand side by side.
 
     Args:
         members: The members by their numbers.
 
     >>> two = [Member(host, 1) for host in "aba"]
-    >>> [[(s.host, s.rank, s.local_rank) for s in each] for each in slots_of(two)]
+    >>> [[(s.host, s.rank, s.local_rank) for s in each] for each in assign_slots(two)]
     [[('a', 0, 0)], [('b', 2, 0)], [('a', 1, 1)]]
     """
-    counts = ranks_of_hosts(members)
+    counts = count_ranks(members)
     free = {host: [] for host in counts}  # type: dict[str, list[Slot]]
     for slot in slots(list(counts.items())):
         free[slot.host].append(slot)

@@ -26,9 +26,9 @@ from keras_dist.launch.failures import (
     LOST_SECONDS,
     Report,
     lost_text,
+    parse_report,
     print_message,
     ranks_in_words,
-    report_of,
     verdict,
 )
 from keras_dist.launch.hosts import (
@@ -36,10 +36,10 @@ from keras_dist.launch.hosts import (
     Meeting,
     Member,
     Slot,
+    assign_slots,
+    count_ranks,
     is_here,
-    numbered,
-    ranks_of_hosts,
-    slots_of,
+    number_hosts,
 )
 from keras_dist.launch.network import own_address
 from keras_dist.launch.processes import (
@@ -48,7 +48,7 @@ from keras_dist.launch.processes import (
     stopped_by_signals,
     stopped_text,
 )
-from keras_dist.launch.ranks import Assignment, Command, run_ranks, seed_of
+from keras_dist.launch.ranks import Assignment, Command, job_seed, run_ranks
 from keras_dist.launch.ssh import Ssh, SshHosts, with_environment
 from keras_dist.launch.store import OwnStoreClient, Store, StoreClient, secret_of_start
 
@@ -224,12 +224,12 @@ class Job:
         begin = said = time.monotonic()
         while not (end := self._stopped_end({})):
             joined = self._joined()
-            numbers = numbered(joined, self._meeting.num_hosts)
+            numbers = number_hosts(joined, self._meeting.num_hosts)
             if None not in numbers:
                 members = {name: joined[name] for name in numbers if name is not None}
                 self._members = members
                 if self._ssh is None and not self._is_alone:
-                    print_message(begin_text(ranks_of_hosts(list(members.values()))))
+                    print_message(begin_text(count_ranks(list(members.values()))))
                 return None
             if self._ssh is not None and (failed := self._ssh.failed(joined)):
                 host, code = failed
@@ -279,7 +279,7 @@ class Job:
     def _start(self, start: int) -> End:
         """Start the ranks of all hosts, and wait for their end."""
         members = self._members
-        slots = dict(zip(members, slots_of(list(members.values())), strict=True))
+        slots = dict(zip(members, assign_slots(list(members.values())), strict=True))
         allow_files(_FILES_OF_RANK * sum(map(len, slots.values())))
         secret = secret_of_start(self._secret, self.values.nonce, start)
         self._store.open([slot for own in slots.values() for slot in own], secret)
@@ -287,7 +287,7 @@ class Job:
         reached = [each for each in reached if not each.startswith("127.")]
         address = reached[0] if reached else LOOPBACK
         hosts = [[name, m.host, m.num_ranks] for name, m in members.items()]
-        seed = seed_of(self.values.nonce)
+        seed = job_seed(self.values.nonce)
         self._order("run", start=start, hosts=hosts, seed=seed, reached=address)
         self._reports, self._lost = {}, {}
         if self._own is None:
@@ -392,7 +392,7 @@ class Job:
                 with contextlib.suppress(
                     KeyError, TypeError, ValueError, AttributeError
                 ):
-                    found[name] = report_of(values)  # else it is no report
+                    found[name] = parse_report(values)  # else it is no report
         return found
 
     def _ended(self) -> dict[str, int]:

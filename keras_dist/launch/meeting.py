@@ -46,7 +46,7 @@ def check(meeting: Meeting, secret: str) -> None:
         )
 
 
-def secret_in(path: str | None, environ: Mapping[str, str] | None = None) -> str:
+def read_secret(path: str | None, environ: Mapping[str, str] | None = None) -> str:
     """Read the secret of the job: from a file, or else from the environment.
 
     Args:
@@ -69,10 +69,10 @@ def secret_in(path: str | None, environ: Mapping[str, str] | None = None) -> str
     return (os.environ if environ is None else environ).get(SECRET, "")
 
 
-def meeting_point(text: str) -> tuple[str, int]:
+def parse_endpoint(text: str) -> tuple[str, int]:
     """Parse `--rdzv`: address and port.
 
-    >>> meeting_point("a:29400"), meeting_point("a")
+    >>> parse_endpoint("a:29400"), parse_endpoint("a")
     (('a', 29400), ('a', 29400))
 
     Raises:

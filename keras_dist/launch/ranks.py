@@ -15,9 +15,9 @@ from keras_dist.launch import processes
 from keras_dist.launch.failures import (
     Failure,
     Report,
-    failure_of,
-    first_of,
+    find_failure,
     print_message,
+    sort_failures,
 )
 from keras_dist.launch.hosts import Slot, is_here, num_gpus, slots
 from keras_dist.launch.monitor import rank_process, record, seeds, stacks
@@ -65,7 +65,7 @@ class Command:
     log_dir: str | None = None
 
 
-def command_of(words: Sequence[str]) -> tuple[str, list[str]]:
+def parse_command(words: Sequence[str]) -> tuple[str, list[str]]:
     """Return the kind of a command (script, module, program), and its words.
 
     `python script.py` counts as a script, so that its errors are reported.
@@ -97,7 +97,7 @@ class Assignment:
         store: The variables by which Horovod finds the store; see `variables_of`.
         secret: The secret by which the ranks sign.
         restart: Number of the restart; 0 in the first run.
-        seed: The seed of what the scripts of all ranks draw; see `seed_of`.
+        seed: The seed of what the scripts of all ranks draw; see `job_seed`.
         has_peers: Whether other hosts take part, whose failures are reported together
             with where these ranks were.
     """
@@ -121,7 +121,7 @@ class Assignment:
         return {**own, RESTART: str(self.restart)} if self.restart else own
 
 
-def seed_of(job: str) -> str:
+def job_seed(job: str) -> str:
     """Return the seed that the scripts of all ranks start from, also after a restart.
 
     Args:
@@ -223,7 +223,7 @@ class Ranks:
                 failed_at = now
             if failed_at is not None and now - failed_at > _GRACE:
                 break
-        return first_of(self._failures())
+        return sort_failures(self._failures())
 
     def end(self, stopped: Sequence[int]) -> None:
         """End all processes of the job on this host, and remove its files.
@@ -307,7 +307,7 @@ class Ranks:
         failures = []
         for rank, process in self._processes.items():
             ended_at, memory = self._ended.get(rank, (None, 0))
-            failure = failure_of(
+            failure = find_failure(
                 rank,
                 process.returncode,
                 path=self._path(rank, "report"),

@@ -110,14 +110,14 @@ class Store:
         if self._opened is not None:
             token, number = self._opened[0], self._opened[1] + 1
             del self._tokens[token]
-        self._opened = token_of(secret), number
+        self._opened = store_token(secret), number
         # How many ranks use each scope; then it is emptied.
         sizes = self._server.scope_size
         for slot in slots:
             sizes[f"{number}~global"] = slot.size
             sizes[f"{number}~local_{slot.host}"] = slot.local_size
             sizes[f"{number}~cross_{slot.local_rank}"] = slot.cross_size
-        self._tokens[token_of(secret)] = f"{number}~"
+        self._tokens[store_token(secret)] = f"{number}~"
 
     def variables(self, secret: str) -> dict[str, str]:
         """Return the variables by which Horovod, in this host's ranks, finds it."""
@@ -126,7 +126,7 @@ class Store:
 
     def admit(self, secret: str) -> None:
         """Take requests with this secret, too, to the end of the job."""
-        self._tokens[token_of(secret)] = _OF_JOB
+        self._tokens[store_token(secret)] = _OF_JOB
 
     def values(self) -> dict[str, bytes]:
         """Return what those who were admitted have written, the first values first."""
@@ -253,7 +253,7 @@ class StoreClient:
         self.address, self.port = address, port
         self._key = "" if secret is None else derived(secret, "hosts")
         if secret is not None:
-            address = f"{address}:{port}/{token_of(secret)}"
+            address = f"{address}:{port}/{store_token(secret)}"
         # Horovod makes its URLs in the same way: the token becomes the first part of
         # the path.
         url = urlsplit(f"http://{address}:{port}/{SCOPE}/")
@@ -422,7 +422,7 @@ def client_of(environ: Mapping[str, str] | None = None) -> StoreClient | None:
     return StoreClient(address, int(port)) if address and port else None
 
 
-def token_of(secret: str) -> str:
+def store_token(secret: str) -> str:
     """Return what the paths of requests begin with."""
     return derived(secret, "store")
 
@@ -447,7 +447,7 @@ def variables_of(address: str, port: int, secret: str) -> dict[str, str]:
         secret: The secret of the start, which `Store.open` was given.
     """
     return {
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": f"{address}:{port}/{token_of(secret)}",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": f"{address}:{port}/{store_token(secret)}",
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",

@@ -30,10 +30,10 @@ print("sum", keras_dist.sum(1), flush=True)
 _STRANGER = """
 import http.client, json, os, socket, sys
 sys.argv[0] = "keras-dist"  # which needs no TensorFlow
-from keras_dist.launch.store import StoreClient, token_of
+from keras_dist.launch.store import StoreClient, store_token
 host, ports = sys.argv[1], json.loads(sys.argv[2])
 wrong = "not the secret of this job"
-paths = [f"{first}/{rest}" for first in ("", "0" * 32, token_of(wrong))
+paths = [f"{first}/{rest}" for first in ("", "0" * 32, store_token(wrong))
          for rest in ("keras_dist_watch/0", "keras_dist_watch/*", "global/0", "probe")]
 paths += ["../etc/passwd", ""]
 

@@ -17,7 +17,7 @@ from keras_dist.launch.store import (
     Store,
     StoreClient,
     client_of,
-    token_of,
+    store_token,
     variables_of,
 )
 
@@ -92,7 +92,14 @@ def test_a_stranger_changes_nothing_in_the_store(store, capfd):
     ranks = client_of(variables)
     assert ranks.put("beat.0", 1) and ranks.put("host.1", {"saved": True})
     before = {name: dict(scope) for name, scope in own._server.cache.items()}
-    tokens = ["", "0" * 32, SECRET, token_of(SECRET)[:31], token_of("another"), "ü"]
+    tokens = [
+        "",
+        "0" * 32,
+        SECRET,
+        store_token(SECRET)[:31],
+        store_token("another"),
+        "ü",
+    ]
     accepted = []
     for _ in range(MESSAGES):
         method = generator.choice(["GET", "PUT", "DELETE", "HEAD", "POST", "get"])
@@ -113,7 +120,7 @@ def test_what_a_rank_sends_by_mistake_ends_neither_store_nor_launcher(store, cap
     generator = random.Random(18)
     own, variables = store
     ranks, threads = client_of(variables), threading.active_count()
-    path = f"/{token_of(SECRET)}:{own.port}/keras_dist_watch/"
+    path = f"/{store_token(SECRET)}:{own.port}/keras_dist_watch/"
     for number in range(500):
         name = generator.choice(["beat.0", "host.0", "a/b", "", "*", "x*", "../x"])
         message = request(generator.choice(["GET", "PUT", "DELETE"]), path + name, b"1")
@@ -132,7 +139,7 @@ def test_a_value_is_taken_whole_or_not_at_all(store):
     own, variables = store
     ranks = client_of(variables)
     ranks.put("beat.0", 1)
-    path = f"/{token_of(SECRET)}:{own.port}/keras_dist_watch/beat.0"
+    path = f"/{store_token(SECRET)}:{own.port}/keras_dist_watch/beat.0"
     for length in ("", "x", "-1", "1e3", "99", "9" * 5000, "999999999"):
         message = f"PUT {path} HTTP/1.1\r\nContent-Length: {length}\r\n\r\n22"
         answer = answer_of(own._server, message.encode())

@@ -16,8 +16,8 @@ from launch import PYTHONPATH, ROOT, launch
 
 import keras_dist
 from keras_dist.launch.function import CALL, call_and_keep, pickled_call
-from keras_dist.launch.hosts import hosts_in, hosts_of
-from keras_dist.launch.meeting import meeting_point
+from keras_dist.launch.hosts import parse_hosts, read_hostfile
+from keras_dist.launch.meeting import parse_endpoint
 
 RUN = [sys.executable, "-m", "keras_dist", "run"]
 
@@ -360,16 +360,16 @@ def test_what_no_host_is_called_is_an_error_wherever_hosts_are_named(tmp_path):
     for name in _NO_HOSTS:
         file.write_text(f"a:1\n{name}:1\n")
         with pytest.raises(ValueError, match="The name of a host must be") as found:
-            hosts_of(f"a:1,{name}:1", None)
+            parse_hosts(f"a:1,{name}:1", None)
         assert f"Received: {name!r} in -H a:1," in str(found.value)
         with pytest.raises(ValueError, match="The name of a host must be"):
-            meeting_point(f"{name}:29400")
+            parse_endpoint(f"{name}:29400")
         if " " not in name:
             file.write_text(f"a slots=1\n{name} slots=1\n")
             with pytest.raises(ValueError, match=f"in line 2 of {file}"):
-                hosts_in(file)
+                read_hostfile(file)
     named = "me.too@node-1.cluster:2,10.0.0.1:1,größe:1,DOMAIN\\me@fe80::1%eth0:1"
-    assert len(hosts_of(named, None)) == 4
+    assert len(parse_hosts(named, None)) == 4
     file.write_text("-oProxyCommand=touch-it slots=1\n")
     ways = [["-H", "-oProxyCommand=touch-it:1"], ["--hostfile", file]]
     for words in ways:

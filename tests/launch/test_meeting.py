@@ -19,7 +19,7 @@ from test_launch import start as run
 
 from keras_dist.launch.agent import Agent
 from keras_dist.launch.environments import slurm
-from keras_dist.launch.hosts import Member, numbered, slots_of
+from keras_dist.launch.hosts import Member, assign_slots, number_hosts
 from keras_dist.launch.ranks import Command
 from keras_dist.launch.store import OwnStoreClient, Store, StoreClient
 
@@ -190,7 +190,7 @@ def test_numbers_are_kept_and_each_is_given_once():
     for numbers in itertools.product((None, 0, 1, 2), repeat=4):
         for count in range(5):
             members = {f"m{k}": Member(f"h{k}", 1, numbers[k]) for k in range(count)}
-            found = numbered(members, 3)
+            found = number_hosts(members, 3)
             given = [name for name in found if name is not None]
             assert len(set(given)) == len(given)
             for number, name in enumerate(found):
@@ -205,7 +205,7 @@ def test_slots_count_each_rank_once_and_hosts_by_name():
     for names in itertools.product("ab", repeat=3):
         for counts in itertools.product((1, 2), repeat=3):
             members = [Member(n, c) for n, c in zip(names, counts, strict=True)]
-            found = slots_of(members)
+            found = assign_slots(members)
             assert [len(own) for own in found] == list(counts)
             slots = [slot for own in found for slot in own]
             assert sorted(slot.rank for slot in slots) == list(range(sum(counts)))
@@ -312,7 +312,7 @@ def test_ranks_of_an_earlier_start_are_refused():
         first, second = (
             StoreClient("127.0.0.1", store.port, secret) for secret in ("one", "two")
         )
-        slots = [slot for own in slots_of([Member("a", 2, 0)]) for slot in own]
+        slots = [slot for own in assign_slots([Member("a", 2, 0)]) for slot in own]
         store.open(slots, "one")
         assert first.put("beat", 1) and not second.put("beat", 1)
         store.open(slots, "two")
