@@ -97,12 +97,12 @@ class Dealer:
         `batch_at` makes one of them, and is called only for the one that is needed.
         Beside the rows, return whether they count.
         """
+        has_batch = self.rank < count
+        if not count or not (has_batch or self.is_training or self.splits_batches):
+            return None
         if self.splits_batches:
             batch = add_class_weights(batch_at(0), self.class_weight)
             return own_rows(batch, self.rank, self.size)
-        has_batch = self.rank < count
-        if not count or not (has_batch or self.is_training):
-            return None
         batch = batch_at(min(self.rank, count - 1))
         return add_class_weights(batch, self.class_weight), has_batch
 

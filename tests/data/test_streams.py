@@ -168,6 +168,16 @@ def test_a_rank_whose_data_has_ended_takes_part_without_rows():
     assert "on ranks [0] of 2 alone" in str(own.reader.failure)
 
 
+def test_rows_of_batches_of_unknown_length_are_divided():
+    """With `batch="global"`: to the end, and each row belongs to one rank."""
+    rows = []
+    for rank in range(3):
+        data = dataset_of(make_batches(3, 1), is_known=False)
+        own = dealt(data, ShardSpec(rank, 3, batch="global"), is_training=True)
+        rows += [row for x, _ in counted_batches(own) for row in np.asarray(x)]
+    assert sorted(rows) == list(range(7))
+
+
 def test_worker_processes_get_no_channel():
     """A sequence is pickled for them, and a channel cannot be."""
 
