@@ -24,7 +24,7 @@ _ON_CPU = {
     # allocated.
     "HOROVOD_FUSION_THRESHOLD": "0",
     # By our change to its source (tools/install/patches/read_memory.patch) ranks of one
-    # host exchange large tensors over Gloo by reading each other's memory, if they may.
+    # host sum large tensors over Gloo by reading each other's memory, if they may.
     "KERAS_DIST_READ_MEMORY": "1",
 }
 

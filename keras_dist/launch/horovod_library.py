@@ -1,6 +1,7 @@
-"""What the installed Horovod was built with, without importing it."""
+"""Whether the installed Horovod has our changes, without importing it."""
 
 import importlib.util
+from collections.abc import Iterable
 from pathlib import Path
 
 # Stand in the library if it was compiled from the changed source: texts of debug
@@ -9,19 +10,9 @@ NETWORK_MARK = "keras_dist: process sets use the network interface "
 MARKS = (
     NETWORK_MARK,
     "KERAS_DIST_LONGEST_CYCLE_MS",
-    "keras_dist: ranks read each other's memory, parts too",
+    "KERAS_DIST_READ_MEMORY",
     "keras_dist: the sum is in place",
 )
-
-# In a library that was built with MPI: a text of Horovod's own, and the mark.
-_HAS_MPI, MPI_MARK = b"MPI_Allreduce failed", "keras_dist: the sum is in pieces of "
-
-
-def is_patched(library: Path) -> bool:
-    """Return whether a library of Horovod was compiled from the changed source."""
-    content = library.read_bytes()
-    marks = (*MARKS, MPI_MARK) if _HAS_MPI in content else MARKS
-    return all(mark.encode() in content for mark in marks)
 
 
 def installed_library() -> Path | None:
@@ -34,9 +25,8 @@ def installed_library() -> Path | None:
 
 
 def is_installed() -> bool:
-    """Return whether a Horovod is installed, and has all changes."""
-    library = installed_library()
-    return library is not None and is_patched(library)
+    """Return True if a Horovod is installed that was compiled from our source."""
+    return _has(MARKS)
 
 
 def uses_named_network() -> bool:
@@ -44,5 +34,10 @@ def uses_named_network() -> bool:
 
     One that an earlier version of this package has built has this change, too.
     """
+    return _has([NETWORK_MARK])
+
+
+def _has(marks: Iterable[str]) -> bool:
     library = installed_library()
-    return library is not None and NETWORK_MARK.encode() in library.read_bytes()
+    content = b"" if library is None else library.read_bytes()
+    return all(mark.encode() in content for mark in marks)

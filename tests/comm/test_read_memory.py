@@ -1,4 +1,4 @@
-"""Ranks of one host that read each other's memory over Gloo, or may not."""
+"""Ranks of one host that read each other's memory to sum over Gloo, or may not."""
 
 import os
 import sys
@@ -6,8 +6,7 @@ import sys
 import pytest
 from launch import launch
 
-# Sums, parts of sums, and parts put together, around the smallest size that is read so,
-# of all ranks and of some.
+# Sums around the smallest size that is summed so, of all ranks and of some.
 SCRIPT = """
 import numpy as np
 import tensorflow as tf
@@ -27,21 +26,9 @@ for dtype in ("float32", "float64", "int64", "float16"):
                 for _ in range(3):
                     summed = hvd.allreduce(own, op=hvd.Sum, **of_group)
                     assert (summed.numpy() == values * total).all(), (dtype, length)
-                    part = hvd.reducescatter(own, op=hvd.Sum, **of_group)
-                    each, more = divmod(length, len(members))
-                    at = list(members).index(hvd.rank())
-                    start = each * at + min(at, more)
-                    of_part = slice(start, start + each + (at < more))
-                    assert (part.numpy() == values[of_part] * total).all()
-                    ends = [length - member for member in members]
-                    whole = hvd.allgather(own[: length - hvd.rank()], **of_group)
-                    parts = [values[:end] * (1 + m) for end, m in zip(ends, members)]
-                    assert (whole.numpy() == np.concatenate(parts)).all()
                 assert (own.numpy() == values * (1 + hvd.rank())).all()
         largest = hvd.allreduce(own, op=hvd.Max)
         assert (largest.numpy() == values * hvd.size()).all()
-        mean = hvd.reducescatter(own[:, None], op=hvd.Average)
-        assert mean.shape[0] <= length // hvd.size() + 1 and mean.numpy().max() > 99
 print("all sums are right", flush=True)
 """
 

@@ -446,7 +446,7 @@ def test_another_source_is_not_patched(tmp_path, text):
         build.apply(tmp_path, PATCHES["gloo_interface"])
 
 
-def test_each_patch_is_one_that_other_programs_take_too():
+def test_each_patch_is_one_that_other_programs_take_too(tmp_path):
     """The numbers of lines in its header are right, and its reason stands first."""
     for text in PATCHES.values():
         pattern = r"^@@ -\d+,(\d+) \+\d+,(\d+) @@\n(.*)\Z"
@@ -454,8 +454,13 @@ def test_each_patch_is_one_that_other_programs_take_too():
         lines = hunk[2].splitlines()
         sides = [[n for n in lines if n[:1] != sign] for sign in "+-"]
         assert [int(n) for n in hunk[:2]] == [len(side) for side in sides]
-        assert text.splitlines()[0].endswith(".")
-    for mark in (*horovod_library.MARKS, horovod_library.MPI_MARK):
+        before, after = ("".join(f"{n[1:]}\n" for n in side) for side in sides)
+        name = re.search(r"^\+\+\+ b/(.*)$", text, re.MULTILINE)[1]
+        file = make_files(tmp_path, name) / name
+        file.write_text(f"a\n{before}z\n")
+        assert build.apply(tmp_path, text).endswith(".")
+        assert file.read_text() == f"a\n{after}z\n"
+    for mark in horovod_library.MARKS:
         assert any(mark in text for text in PATCHES.values())
 
 
@@ -471,13 +476,11 @@ def test_a_library_says_whether_it_has_the_patch(tmp_path, monkeypatch):
     """By texts that only the changed source has; one with a part of it has not."""
     library = tmp_path / "mpi_lib.so"
     monkeypatch.setattr(horovod_library, "installed_library", lambda: library)
-    for of_mpi in ([], ["MPI_Allreduce failed, see", horovod_library.MPI_MARK]):
-        marks = [*horovod_library.MARKS, *of_mpi]
-        for number in range(len(marks) + 1):
-            texts = ["\x7fELF", *of_mpi[:1], "sets use", *marks[:number], "more"]
-            library.write_bytes("\0".join(texts).encode())
-            assert horovod_library.is_installed() == (number == len(marks))
-            assert horovod_library.uses_named_network() == (number > 0)
+    marks = horovod_library.MARKS
+    for number in range(len(marks) + 1):
+        library.write_bytes("\0".join(["\x7fELF", *marks[:number], "more"]).encode())
+        assert horovod_library.is_installed() == (number == len(marks))
+        assert horovod_library.uses_named_network() == (number > 0)
 
 
 def test_a_build_without_the_patch_is_no_success(monkeypatch):

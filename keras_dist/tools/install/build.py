@@ -225,9 +225,9 @@ def apply(source: Path, patch: str) -> str:
     """
     reason, _, diff = patch.partition("--- a/")
     path = source / diff.partition("\n")[0]
-    hunk = diff.partition("\n@@ ")[2].splitlines(keepends=True)[1:]
-    before = "".join(line[1:] for line in hunk if line[:1] != "+")
-    after = "".join(line[1:] for line in hunk if line[:1] != "-")
+    hunk = diff.partition("\n@@ ")[2].splitlines()[1:]
+    before = "".join(f"{line[1:]}\n" for line in hunk if line[:1] != "+")
+    after = "".join(f"{line[1:]}\n" for line in hunk if line[:1] != "-")
     text = path.read_text() if path.is_file() else ""
     if (count := text.count(before)) != 1:
         raise InstallError(
