@@ -15,7 +15,7 @@ import pytest
 
 from keras_dist import __main__ as command
 from keras_dist import version
-from keras_dist.launch import horovod_library, systems
+from keras_dist.launch import horovod_library
 from keras_dist.tools.install import (
     InstallError,
     build,
@@ -140,39 +140,6 @@ def test_each_distribution_of_tensorflow_is_found(name, monkeypatch):
     assert version.installed_tensorflow() == (name, "2.17.1")
     with pytest.raises(ImportError, match=rf"pip install '{name}>=2\.18'"):
         version.require("TensorFlow", "2.17.1", version.FIRST_TENSORFLOW)
-
-
-@pytest.mark.parametrize(
-    ("release", "environ", "line"),
-    [
-        ("ID=debian", {}, "apt-get install g++ make libopenmpi-dev openmpi-bin"),
-        ('ID=mint\nID_LIKE="ubuntu debian"', {}, "apt-get install g++ make"),
-        ("ID=nixos", {}, "apt-get install g++ make"),
-        ("ID=fedora", {}, "dnf install gcc-c++ make openmpi-devel openmpi"),
-        ('ID="rocky"\nID_LIKE="rhel centos fedora"', {}, "dnf install gcc-c++ make"),
-        ("ID=alpine", {}, "apk add g++ make openmpi-dev openmpi"),
-        (
-            "ID=debian",
-            {"CONDA_PREFIX": "/opt/conda/envs/a"},
-            "conda install -c conda-forge gxx make openmpi\n(no `sudo` is needed)",
-        ),
-    ],
-)
-def test_packages_are_those_of_the_system(release, environ, line):
-    """Where nothing else is known, Debian's."""
-    lacking = dataclasses.replace(
-        COMPLETE, has_compiler=False, has_make=False, has_open_mpi=False
-    )
-    missing = facts.find_missing(lacking, mpi=True, nccl=False)
-    assert line in facts.explain(missing, systems.system_of(environ, release))
-
-
-def test_remedies_name_packages_of_the_system(monkeypatch):
-    """Also those of a step that has failed."""
-    fedora = systems.system_of({}, "ID=fedora")
-    monkeypatch.setattr(systems, "this_system", lambda: fedora)
-    remedy = steps.remedy_for("fatal error: Python.h: No such file or directory")
-    assert str(InstallError(remedy)).endswith("dnf install python3-devel")
 
 
 def test_a_compiler_that_cxx_names_wrongly_is_missing():

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from keras_dist.tools.install.systems import DEBIAN, System, translated
 from keras_dist.version import (
     FIRST_TENSORFLOW,
     LAST_TENSORFLOW,
@@ -235,13 +234,14 @@ def find_missing(facts: Facts, *, mpi: bool, nccl: bool) -> list[Missing]:
     return missing
 
 
-def explain(missing: Sequence[Missing], system: System = DEBIAN) -> str:
-    """Write the message about what is missing, with the packages of a system."""
+def explain(missing: Sequence[Missing]) -> str:
+    """Write the message about what is missing, with Debian's packages."""
     lines = ["Horovod cannot be installed here. Missing:"]
     for item in missing:
         lines += [f"  - {item.what}", *([f"    {item.advice}"] if item.advice else [])]
     packages = dict.fromkeys(name for item in missing for name in item.debian)
     if packages:
-        command = translated(f"apt-get install {' '.join(packages)}", system)
-        lines += [f"On {system.title}:", f"    {command}", f"({system.note})"]
+        lines.append("On Debian or Ubuntu, as root or after `sudo`:")
+        lines.append(f"    apt-get install {' '.join(packages)}")
+        lines.append("docs/how_to/install.md has the packages of other systems.")
     return "\n".join(lines)

@@ -18,7 +18,6 @@ from keras_dist.tools.install.facts import (
 )
 from keras_dist.tools.install.installed import Built, is_enough, probe
 from keras_dist.tools.install.steps import PIP, InstallError, Steps, remedy_for
-from keras_dist.tools.install.systems import this_system
 
 _INSTALL = (*PIP, "install")
 _REPLACE = (*_INSTALL, "--force-reinstall", "--no-deps")
@@ -62,7 +61,7 @@ def install_horovod(
         if places:
             print(f"No wheel of Horovod in {' or '.join(places)} fits: it is built.")
         if missing := find_missing(facts, mpi=bool(mpi), nccl=bool(nccl)):
-            raise InstallError(explain(missing, this_system()))
+            raise InstallError(explain(missing))
         choice = choose(facts, mpi=mpi, nccl=nccl)
         build_and_install(facts, choice, steps, wheel_dir)
         how = "built"

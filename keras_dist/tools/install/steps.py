@@ -8,8 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from keras_dist.tools.install.systems import here
-
 # -P: do not import from the current folder, in which a file may hide a package.
 PYTHON = (sys.executable, "-P")
 PIP = (*PYTHON, "-m", "pip", "--disable-pip-version-check")
@@ -64,9 +62,6 @@ _REMEDIES = {
 
 class InstallError(RuntimeError):
     """Horovod was not installed; the message says why and what to do."""
-
-    def __init__(self, text: str) -> None:  # with Debian's packages
-        super().__init__(here(text))
 
 
 class Steps:
