@@ -15,4 +15,4 @@ _NEEDS = {
 
 def pytest_collection_modifyitems(items):
     """Leave out what cannot be run here, with the reason in the summary."""
-    leave_out(items, __file__, _NEEDS)
+    leave_out(items, __file__, _NEEDS, target="libraries")
