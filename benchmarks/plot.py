@@ -39,11 +39,7 @@ def plot(rates: report.Rates, path: Path) -> None:
         axis.set_xticks(range(len(stacks)), names, rotation=35, ha="right", fontsize=8)
         axis.set_title(report.MODELS[model], fontsize=10)
     axes[0][0].set_ylabel("rows per second")
-    figure.suptitle(
-        "Two ranks: rows per second, and the share of each stack's own ceiling "
-        "(dotted)",
-        fontsize=11,
-    )
+    figure.suptitle("Two ranks: rows per second, beside their ceiling (dotted)")
     figure.tight_layout()
     figure.savefig(path, dpi=130)
 

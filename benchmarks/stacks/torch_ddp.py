@@ -107,7 +107,7 @@ def train_epoch(clock, model, sgd, x, y):
 for name in arguments.models:
     rows = common.rows_of(name, size, arguments.scale)
     x, y = (torch.from_numpy(array[rank::size].copy()) for array in rows)
-    if not common.CASES[name].is_flat:
+    if name not in common.FLAT:
         x = x.permute(0, 3, 1, 2)
     decay = 2e-4 if name == "wide_resnet" else 0.0
     parts = []
