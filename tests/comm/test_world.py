@@ -10,22 +10,18 @@ from launch import PYTHONPATH
 from keras_dist.comm import settings
 from keras_dist.comm.world import check_not_elastic, check_not_stranded
 
-# Variables of two tasks, as each program sets them for the second one. srun's are those
-# of SLURM 22.05, also with --mpi=pmix.
+# Variables of two tasks, as each program sets them for the second one.
 _TASKS = {
-    "srun": {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"},
     "MVAPICH2": {"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"},
     "jsrun": {"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2"},
-    "torchrun": {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2"},
     "PMIx": {"PMIX_RANK": "1"},
 }
 
-# One task; the script of an sbatch of two tasks; PyTorch's variables without torchrun.
+# One task; the script of an sbatch of two tasks.
 _ALONE = [
     {},
     {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0"},
     {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_NUM_NODES": "2"},
-    {"RANK": "0", "WORLD_SIZE": "2"},
 ]
 
 
@@ -56,10 +52,10 @@ def run(code, **environ):
 
 def test_init_raises_it_before_anything_is_trained():
     """From the environment alone, on every task."""
-    done = run("import keras_dist; keras_dist.init()", **_TASKS["srun"])
+    done = run("import keras_dist; keras_dist.init()", **_TASKS["jsrun"])
     assert done.returncode == 1
     assert "RuntimeError: Several tasks were started" in done.stderr
-    assert "srun (SLURM), SLURM_PROCID=1, SLURM_STEP_NUM_TASKS=2" in done.stderr
+    assert "jsrun, JSM_NAMESPACE_RANK=1, JSM_NAMESPACE_SIZE=2" in done.stderr
 
 
 _ELASTIC = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_ELASTIC": "1"}
