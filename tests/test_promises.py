@@ -97,7 +97,7 @@ PROMISES = {
         but_for=("docs/troubleshooting.md",),
     ),
     "join and leave": Promise(
-        page="docs/how_to/hosts.md",
+        page="docs/how_to/launch.md",
         states=r"The hosts of a job are a fixed set",
         about=r"join (and|or) leave",
         says=r"starts anew",
@@ -107,7 +107,7 @@ PROMISES = {
         ),
     ),
     "Horovod's elastic mode": Promise(
-        page="docs/how_to/hosts.md",
+        page="docs/how_to/launch.md",
         states=r"With `dist_fit` it is an error at the start",
         about=r"Horovod's elastic mode\b.* (is an|which is an|an) error",
         says=r"error with `dist_fit`|With `dist_fit` it is an error",
@@ -117,7 +117,7 @@ PROMISES = {
         ),
     ),
     "where the traceback stands": Promise(
-        page="docs/how_to/launching.md",
+        page="docs/how_to/launch.md",
         states=r"a report is printed at the end of the output: the traceback",
         about=r"traceback\b.*\b(first|last|end)\b|\b(first|last|end)\b.*\btraceback"
         r"|prints the error of the rank that failed first",
