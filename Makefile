@@ -152,7 +152,7 @@ wheels:
 	    case $$minor-$$tensorflow in 13-2.18|13-2.19) continue;; esac; \
 	    $(MAKE) --no-print-directory wheel PYTHON=$$python TENSORFLOW=$$tensorflow || exit 1; \
 	done; done
-	cd '$(WHEELS)' && sha256sum horovod-*.whl > SHA256SUMS && cat SHA256SUMS
+	@ls '$(WHEELS)'
 
 # One of them, in an environment of its own. auditwheel names the oldest C library; a
 # wheel that none of its policies allows keeps the tag of this system.
