@@ -129,7 +129,7 @@ def without(environ, name):
         (tf_config("ps", 0), "no parameter servers"),
         (tf_config("evaluator", 0), "no evaluator"),
         (tf_config("worker", 7), "is not one of the workers"),
-        ({"TF_CONFIG": "{"}, "does not describe a cluster"),
+        ({"TF_CONFIG": "{"}, "does not describe a cluster. Received: '{'"),
         (tf_config(worker=["a", "b"]), "does not describe a cluster"),
         (without(PODS, "KERAS_DIST_RDZV"), "KERAS_DIST_RDZV=nothing"),
     ],

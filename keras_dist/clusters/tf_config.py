@@ -66,7 +66,7 @@ def _parse(text: str) -> tuple[dict[tuple[str, int], str], dict[str, Any]]:
         [int(address.rpartition(":")[2]) for address in workers.values()]
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
-            "TF_CONFIG does not describe a cluster. Received: {text!r} "
+            f"TF_CONFIG does not describe a cluster. Received: {text!r} "
             f"({type(error).__name__}: {error}). Unset it to train on one process."
         ) from error
     return workers, task

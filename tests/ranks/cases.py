@@ -39,7 +39,6 @@ class Case:
         part: The topic.
         name: Name of the case, in words.
         subject: Name of the model in `models.SUBJECTS`.
-        oracle: Name of the model of one process, if it is not `subject`.
         optimizer: Makes the optimizer for a learning rate.
         rows: How many rows there are.
         batch_size: Of one rank.
@@ -59,7 +58,6 @@ class Case:
     name: str
     subject: str = "perceptron"
     optimizer: Callable[[float], Any] = keras.optimizers.SGD
-    oracle: str | None = None
     rows: int = 48
     batch_size: int = 8
     compiled: dict[str, Any] = field(default_factory=dict)
@@ -144,7 +142,7 @@ class Case:
     def on_one_process(self, size: int, seed: int | None = None) -> Any:
         """The oracle; with a seed, the rows of each batch are in another order."""
         x, y = SUBJECTS[self.subject].rows(self.rows)
-        model = self._compiled(self.oracle or self.subject, RATE * self.factor(size))
+        model = self._compiled(self.subject, RATE * self.factor(size))
         if type(model.optimizer).__name__ == "ScheduleFreeAdamW" and model.built:
             # Keras gives its state the first values only outside of a graph.
             model.optimizer.build(model.trainable_variables)
@@ -431,14 +429,6 @@ def _embeddings() -> list[Case]:
         Case(part, "as rows, in a graph", "large embedding", compiled=in_graph),
         Case(
             part,
-            "Adam, merged",
-            "large embedding",
-            adam,
-            oracle="large dense embedding",
-            options={"sparse": "merged"},
-        ),
-        Case(
-            part,
             "Adam, with XLA",
             "embedding",
             adam,
@@ -632,7 +622,6 @@ TABLE_ONLY = {
     "data: class_weight",
     "data: sample_weight",
     "embeddings: Adam, clipped, in a graph",
-    "embeddings: Adam, merged",
     "embeddings: Adam, with XLA",
     "embeddings: SGD, sent whole",
     "mixed precision: mixed_bfloat16",

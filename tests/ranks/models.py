@@ -101,20 +101,12 @@ def regularized():
     )
 
 
-class DenseEmbedding(keras.layers.Embedding):
-    """Multiplies by one-hot rows: the oracle where repeated rows are merged."""
-
-    def call(self, x):
-        one_hot = keras.ops.one_hot(x, self.input_dim)
-        return keras.ops.matmul(one_hot, self.embeddings)
-
-
-def embedding(size=11, layer=keras.layers.Embedding):
+def embedding(size=11):
     """Rows of a table beside dense layers."""
     return keras.Sequential(
         [
             keras.Input((4,), dtype="int32"),
-            layer(size, 3),
+            keras.layers.Embedding(size, 3),
             keras.layers.Flatten(),
             keras.layers.Dense(1),
         ]
@@ -268,9 +260,6 @@ SUBJECTS = {
     "embedding": Subject(embedding, words),
     "large embedding": Subject(lambda: embedding(500), many_words),
     "tiny embedding": Subject(lambda: embedding(3), few_words),
-    "large dense embedding": Subject(
-        lambda: embedding(500, DenseEmbedding), many_words
-    ),
     "half": Subject(lambda: in_precision("mixed_float16"), vectors),
     "brain": Subject(lambda: in_precision("mixed_bfloat16"), vectors),
     "all brain": Subject(lambda: in_precision("bfloat16"), vectors),
