@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.comm import settings
+from keras_dist.comm.rendezvous import describe_ended_rank
 from keras_dist.comm.world import World
 from keras_dist.launch import monitor
 
@@ -157,10 +158,7 @@ def explained() -> Iterator[None]:
     except tf.errors.UnknownError as error:
         if "Horovod has been shut down" not in str(error):
             raise
-        raise RuntimeError(
-            "Another rank has ended while this one waited for it. "
-            "Its own error, printed by that rank, is the cause."
-        ) from None
+        raise RuntimeError(describe_ended_rank()) from None
 
 
 def _check_size(link: ModuleType, tensor: Any) -> None:

@@ -181,3 +181,28 @@ def test_another_secret_is_refused():
 
     done = run_ranks(variables, [0, 1], 2, script=SHORT)
     assert "refuses this one" in done[1][1], done[1][1]
+
+
+FAIL = """
+import keras_dist
+if keras_dist.rank() == 1:
+    raise KeyError("tea")
+keras_dist.gather("never")
+"""
+
+
+def test_a_rank_that_fails_is_named_on_the_others_and_to_torchrun(tmp_path):
+    """Its traceback on itself, a line on the others, and torchrun's error file."""
+
+    def variables(rank, size, port):
+        file = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / f"{rank}.json")}
+        return torchrun(rank, size, port) | file
+
+    (code, first), (failed, second) = run_ranks(variables, [0, 1], 2, script=FAIL)
+    assert code == failed == 1
+    assert "KeyError: 'tea'" in second and "Traceback" in second
+    line = f"Rank 1 on {socket.gethostname()} has failed; its traceback is the cause."
+    assert line in first and line not in second, first
+    message = json.loads((tmp_path / "1.json").read_text())["message"]
+    assert message["message"] == "KeyError: 'tea'"
+    assert "Traceback" in message["extraInfo"]["py_callstack"]
