@@ -118,8 +118,14 @@ def run_ranks(variables, ranks, size, *, port=None, timeout=100, script=TRAIN, e
 
 @pytest.mark.parametrize(
     "variables",
-    [slurm, torchrun, two_torchruns, tf_config, pods],
-    ids=lambda f: f.__name__,
+    [
+        slurm,
+        pytest.param(torchrun, marks=pytest.mark.long),
+        two_torchruns,
+        tf_config,
+        pods,
+    ],
+    ids=lambda variables: variables.__name__,
 )
 def test_ranks_meet_and_train_one_model(variables):
     """Two processes have the same weights, and know all ranks."""
