@@ -15,11 +15,14 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from keras_dist.clusters import Place
+from keras_dist.clusters.slurm import Slurm
+from keras_dist.launch.environments import address_of
 from keras_dist.launch.hosts import Slot, ranges
 from keras_dist.launch.network import EVERYWHERE, address_towards, interface
 from keras_dist.launch.ranks import connect_timeout
@@ -58,6 +61,7 @@ def meet(place: Place) -> None:
         RuntimeError: If ranks are missing after 120 s, if their numbers contradict each
             other, or if the port is in use.
     """
+    place = replace(place, address=_resolve(place))
     job = f"{place.launcher} {place.address}:{place.port}"
     secret = os.environ.get(SECRET) or derived(job, "without a secret")
     if place.rank == 0:
@@ -136,6 +140,12 @@ def _report_failures(rank: int, client: StoreClient) -> None:
         print_error(kind, error, trace)
 
     sys.excepthook = report
+
+
+def _resolve(place: Place) -> str:
+    """Return an address of rank 0: names of SLURM's nodes may be known to it alone."""
+    is_node = place.launcher == Slurm.name
+    return address_of(place.address) if is_node else place.address
 
 
 def _serve(place: Place) -> Store:
