@@ -61,8 +61,9 @@ def meet(place: Place) -> None:
         RuntimeError: If ranks are missing after 120 s, if their numbers contradict each
             other, or if the port is in use.
     """
-    place = replace(place, address=_resolve(place))
+    # By the launcher's name of the host: some ranks may know an address of it alone.
     job = f"{place.launcher} {place.address}:{place.port}"
+    place = replace(place, address=_resolve(place))
     secret = os.environ.get(SECRET) or derived(job, "without a secret")
     if place.rank == 0:
         _stores.append(_serve(place))
