@@ -33,6 +33,7 @@ __all__ = [
     "first_rank",
     "first_rank_only",
     "gather",
+    "gather_rows",
     "init",
     "local_batch_size",
     "local_rank",
@@ -42,6 +43,8 @@ __all__ = [
     "shard",
     "size",
     "sum",
+    "sum_over_rows",
+    "weighted_mean",
 ]
 
 # The command starts and ends processes, and has no use for TensorFlow.
@@ -93,6 +96,7 @@ if not _missing and not _is_command:
     from keras_dist.optimizer import DistributedOptimizer
     from keras_dist.setup.shard import local_batch_size, shard
     from keras_dist.training import saving
+    from keras_dist.training.rows import gather_rows, sum_over_rows, weighted_mean
 
     prepare()
     saving.install()

@@ -48,6 +48,8 @@ class Feed:
             Keras reads it, and may refuse it.
         is_exact: Whether the number of steps in the plan is certain, not an estimate.
         facts: Name and value of everything that has to be equal on all ranks.
+        is_strided: Whether rank r of N has the rows r, r + N, … of each global batch;
+            if not, the batches of the ranks follow one another in it.
     """
 
     arguments: dict[str, Any]
@@ -56,6 +58,7 @@ class Feed:
     source: Arrays | Source | None = None
     is_exact: bool = True
     facts: dict[str, Any] = field(default_factory=dict)
+    is_strided: bool = False
 
     @property
     def division(self) -> Division | None:
@@ -185,6 +188,7 @@ def training_feed(
         arrays,
         is_exact=not division.is_within_epoch,
         facts=facts,
+        is_strided=True,
     )
 
 
@@ -426,6 +430,7 @@ def _training_batches(
             "`class_weight`": class_weight,
             "whether the data can be read from the middle": part.division is not None,
         },
+        is_strided=source.presharded is not None or _is_shared(source, spec),
     )
 
 

@@ -29,6 +29,10 @@ class StepContext:
         has_rows: Whether the batch is this rank's own; a boolean scalar, if it may be a
             copy of another rank's, whose rows count as 0. `None`: it is.
         rows_of_all: Rows of the batches of all ranks, if known without a collective.
+        is_strided: Whether rank r of N has the rows r, r + N, … of the global batch; if
+            not, the batches of the ranks follow one another in it.
+        is_compiled: Whether XLA compiles this part of the step, so that no collective
+            can be in it.
         is_keras_path: Whether Keras's own code alone computes the update from the loss:
             all gradients come from the loss that was given to `scale_loss`.
         stop_request: The stop request, which is sent with the gradients.
@@ -44,6 +48,8 @@ class StepContext:
     length: int | None = None
     has_rows: Any = None
     rows_of_all: Any = None
+    is_strided: bool = False
+    is_compiled: bool = False
     is_keras_path: bool = False
     stop_request: "StopRequest | None" = None
     recorded: list[Any] | None = None

@@ -4,6 +4,7 @@
 - `session`: `Session`, the state of a model during one fit: rows, metrics, functions
 - `build`: build the model at its first batch, then call hooks
 - `loss_kind/`: which losses are means and which are sums: `of_all_rows`
+- `rows`: losses over the rows of all ranks: `sum_over_rows`, `gather_rows`
 - `metrics/`: synchronize metrics; `saving/`: save models once and whole
 - `same_values`: compare what has to be equal on all ranks
 - `stray_variables`: warn of variables that a step changes and the model does not keep

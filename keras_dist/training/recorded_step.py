@@ -79,6 +79,7 @@ class RecordedStep:
         context = dataclasses.replace(
             step_context.current(),
             recorded=calls,
+            is_compiled=True,
             rows=rows,
             rows_of_all=rows_of_all,
         )

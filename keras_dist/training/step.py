@@ -215,6 +215,7 @@ def _context(
         length=length if isinstance(length, int) else None,
         has_rows=has_rows,
         rows_of_all=session.next_rows_of_all(),
+        is_strided=session.feed is not None and session.feed.is_strided,
         is_keras_path=is_keras_path and not session.is_split,
         stop_request=session.stop_request,
     )

@@ -1,0 +1,273 @@
+"""`sum_over_rows`, `weighted_mean`, `gather_rows`: the losses of one process.
+
+In float64. The oracle's steps do not call them: they compute the same plainly.
+"""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from claims import assert_equal_to_the_bit, models_in, raises_everywhere
+
+import keras_dist
+
+pytestmark = pytest.mark.several_ranks
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(53, 5))
+Y = np.where(RANDOM.random((53, 3)) < 0.4, np.nan, RANDOM.normal(size=(53, 3)))
+Y[:9:2] = np.nan  # of two ranks, the first one has no target of the first batch
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    """Everything in this file is computed in float64."""
+    with models_in("float64"):
+        yield
+
+
+class Ours:
+    """The functions of this package."""
+
+    sum_over_rows = staticmethod(keras_dist.sum_over_rows)
+    weighted_mean = staticmethod(keras_dist.weighted_mean)
+    gather_rows = staticmethod(keras_dist.gather_rows)
+
+
+class Plain:
+    """What they are on one process."""
+
+    @staticmethod
+    def sum_over_rows(loss):
+        """The sum."""
+        return loss
+
+    @staticmethod
+    def weighted_mean(values, weights):
+        """The mean."""
+        weights = tf.cast(weights, values.dtype)
+        while weights.shape.rank < values.shape.rank:
+            weights = weights[..., None]
+        weights = weights * tf.ones_like(values)
+        return tf.reduce_sum(values * weights) / tf.reduce_sum(weights)
+
+    @staticmethod
+    def gather_rows(z):
+        """The rows."""
+        return z
+
+
+def mean_and_sum(of, x, y, z):
+    """A mean and a sum over rows."""
+    total = of.sum_over_rows(tf.reduce_sum(tf.abs(z)))
+    return tf.reduce_mean(tf.square(z)) + 0.01 * total
+
+
+def missing_targets(of, x, y, z):
+    """A mean over the targets that are not NaN."""
+    is_known = ~tf.math.is_nan(y)
+    errors = tf.square(tf.where(is_known, y, tf.zeros_like(y)) - z)
+    return of.weighted_mean(errors, is_known)
+
+
+def attention(of, x, y, z):
+    """A mean with one weight a row, which has a gradient."""
+    return of.weighted_mean(tf.square(z - 1), tf.nn.sigmoid(z[:, 0]))
+
+
+def negatives(of, x, y, z):
+    """Each row against all others, in two views."""
+    one, other = of.gather_rows((z, z * tf.cast(x[:, :3], z.dtype)))
+    labels = tf.range(tf.shape(one)[0])
+    logits = tf.matmul(one, other, transpose_b=True)
+    return tf.reduce_mean(
+        tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+    )
+
+
+def neighbors(of, x, y, z):
+    """A loss that depends on the order of the rows."""
+    z = of.gather_rows(z)
+    return tf.reduce_mean(tf.square(z[1:] - z[:-1]))
+
+
+def rows_against_all(of, x, y, z):
+    """The rows of a rank against those of all: a mean over the former."""
+    every = of.gather_rows(z)
+    return tf.reduce_mean(tf.nn.softplus(tf.matmul(z, every, transpose_b=True)), 1)
+
+
+def neighbors_and_more(of, x, y, z):
+    """Also of one row."""
+    return neighbors(of, x, y, z) + negatives(of, x, y, z)
+
+
+LOSSES = {
+    function.__name__: function
+    for function in (
+        mean_and_sum,
+        missing_targets,
+        attention,
+        negatives,
+        neighbors,
+        rows_against_all,
+    )
+}
+
+
+class Step(keras.Model):
+    """A train step that computes one of these losses."""
+
+    def __init__(self, loss, of):
+        super().__init__()
+        self.dense, self.loss_of_rows, self.of = keras.layers.Dense(3), loss, of
+
+    def call(self, x):
+        """The outputs."""
+        return self.dense(x)
+
+    def train_step(self, data):
+        """One update."""
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_of_rows(self.of, x, y, self(x, training=True))
+            loss = tf.reduce_mean(loss)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def trained(loss, of, fit, x=X, y=Y, *, compiled=None, **options):
+    """The model after two epochs, and its log."""
+    keras.utils.set_random_seed(3)
+    model = Step(loss, of)
+    model(X[:1])
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), **(compiled or {}))
+    history = fit(model, x, y, epochs=2, shuffle=False, verbose=0, **options)
+    return model, history.history
+
+
+def assert_equal(loss, compiled=None, x=X, y=Y, oracle=None, rows=10, **options):
+    """All ranks train the model of one process."""
+    plain, expected = trained(
+        loss, Plain, keras.Model.fit, *(oracle or (x, y)), batch_size=rows
+    )
+    model, found = trained(
+        loss, Ours, keras_dist.dist_fit, x, y, compiled=compiled, **options
+    )
+    assert_equal_to_the_bit(model)
+    for own, one in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(own, one, rtol=1e-9, atol=1e-11)
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-9)
+
+
+@pytest.mark.three_ranks
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_over_the_rows_of_all_ranks_equals_one_process(name):
+    """The last batch has 3 rows: on two ranks 2 and 1. Keras logs its last step."""
+    assert_equal(LOSSES[name], batch="global", batch_size=10)
+
+
+@pytest.mark.three_ranks
+def test_a_rank_without_rows_takes_part(world):
+    """One row is left for the last batch."""
+    for loss in (neighbors_and_more, missing_targets):
+        assert_equal(loss, x=X[:51], y=Y[:51], batch="global", batch_size=10)
+
+
+@pytest.mark.three_ranks
+@pytest.mark.parametrize("batch", ["rank", "global"])
+@pytest.mark.parametrize("kind", ["arrays", "batches", "presharded"])
+def test_gathered_rows_have_the_order_of_the_global_batch(world, kind, batch):
+    """Whatever the data: rows are strided, or batches dealt to the ranks in turn."""
+    rows = 10 if batch == "global" else 10 * world.size
+    options = {"batch": batch, "lr_scaling": 1.0, "rows": rows}
+    if kind == "arrays":
+        assert_equal(neighbors, batch_size=10, **options)
+        return
+    data = tf.data.Dataset.from_tensor_slices((X, Y))
+    if kind == "presharded":
+        data = data.apply(keras_dist.shard(10, batch=batch))
+        local = keras_dist.local_batch_size(10) if batch == "global" else 10
+        data = data.batch(local)
+    else:
+        data = data.batch(10)
+    assert_equal(neighbors, x=data, y=None, oracle=(X, Y), **options)
+
+
+@pytest.mark.parametrize("name", ["mean_and_sum", "missing_targets", "neighbors"])
+@pytest.mark.parametrize("how", ["run_eagerly", "jit_compile"])
+def test_it_does_so_without_a_graph_and_under_xla(world, name, how):
+    """XLA compiles no collective: that step runs without it, with a warning."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled = {how: True}
+        assert_equal(LOSSES[name], compiled, batch="global", batch_size=10)
+    messages = [str(w.message) for w in caught if "without XLA" in str(w.message)]
+    is_said = how == "jit_compile" and name != "mean_and_sum" and world.rank == 0
+    assert bool(messages) == is_said, messages
+    assert all("communicates with the other ranks" in text for text in messages)
+
+
+def test_a_loop_of_the_users_own_equals_one_process(world):
+    """Each rank has a half of the rows; `DistributedOptimizer` averages."""
+    rank, size = world.rank, world.size
+    own = slice(rank * 12, rank * 12 + 12)
+    for loss in (mean_and_sum, missing_targets, negatives, neighbors):
+        found = []
+        for of, part in ((Plain, slice(0, 12 * size)), (Ours, own)):
+            keras.utils.set_random_seed(3)
+            model = Step(loss, of)
+            model(X[:1])
+            optimizer = keras.optimizers.SGD(0.1)
+            if of is Ours:
+                optimizer = keras_dist.DistributedOptimizer(optimizer)
+            with tf.GradientTape() as tape:
+                x, y = tf.constant(X[part]), tf.constant(Y[part])
+                value = tf.reduce_mean(loss(of, x, y, model(x)))
+            gradients = tape.gradient(value, model.trainable_variables)
+            optimizer.apply(gradients, model.trainable_variables)
+            found.append(model.get_weights())
+        for one, many in zip(*found, strict=True):
+            np.testing.assert_allclose(many, one, rtol=1e-9, atol=1e-12)
+
+
+def test_an_evaluation_computes_them_plainly(world):
+    """Ranks may evaluate another number of batches: no collective is in them."""
+
+    class Evaluates(Step):
+        def test_step(self, data):
+            x, y = data
+            value = tf.reduce_mean(self.loss_of_rows(self.of, x, y, self(x)))
+            return {"value": value}
+
+    for loss in (negatives, missing_targets, mean_and_sum):
+        model = Evaluates(loss, Ours)
+        model.compile()
+        keras_dist.DistributedModel(model).evaluate(X[:13], Y[:13], 4, verbose=0)
+
+
+def test_an_unusable_argument_is_an_error_everywhere():
+    """It says what was received."""
+    messages = raises_everywhere(
+        ValueError, lambda: keras_dist.sum_over_rows(tf.ones(3))
+    )
+    assert "Received: a tensor of shape (3,)" in messages[0]
+    messages = raises_everywhere(
+        ValueError, lambda: keras_dist.weighted_mean(tf.ones(3), tf.ones((3, 2)))
+    )
+    assert "weights of shape (3, 2)" in messages[0]
+
+    def views(of, x, y, z):
+        return tf.reduce_mean(of.gather_rows(tf.concat([z, z], 0)))
+
+    for compiled in ({"run_eagerly": True}, {}):
+        messages = raises_everywhere(
+            (ValueError, tf.errors.InvalidArgumentError),
+            lambda c=compiled: trained(
+                views, Ours, keras_dist.dist_fit, compiled=c, batch_size=10
+            ),
+        )
+        assert all("one entry for each row" in message for message in messages)
