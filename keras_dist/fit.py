@@ -599,6 +599,9 @@ class DistributedModel:
         return self.model(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        # A copy that is being made has no model yet, and its methods are not those.
+        if name == "model" or name.startswith("__"):
+            raise AttributeError(name)
         return getattr(self.model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

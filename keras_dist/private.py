@@ -6,8 +6,17 @@ and for others in the rest of the package. A method that Keras calls on a mixin 
 package has to be defined in the mixin: `OVERRIDDEN`.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import contextvars
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from typing import Any, TypeVar
+
+import keras
+
+Result = TypeVar("Result")
+
+# The state that Keras keeps for each thread: the dtype policy, scopes, counts of names.
+STATE = "GLOBAL_STATE_TRACKER"
 
 # The methods that mixins define, and attributes of `self` that they read there.
 OVERRIDDEN = {
@@ -30,6 +39,26 @@ MODULES = "keras.src"
 
 # `Callback`: the attribute that its property `model` returns.
 CALLBACK_MODEL = "_model"
+
+
+def run_in_thread(function: Callable[[], Result]) -> Result:
+    """Call a function in another thread, with the state that Keras has in this one.
+
+    The other thread is outside of a graph that is being traced here.
+    """
+    # A public function of the module that has the state.
+    tracker = keras.utils.clear_session.__globals__[STATE]
+    state, context = vars(tracker), contextvars.copy_context()
+
+    def run() -> Result:
+        vars(tracker).update(state)
+        try:
+            return context.run(function)
+        finally:
+            state.update(vars(tracker))
+
+    with futures.ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(run).result()
 
 
 def layers_of(model: Any, *, include_self: bool = True) -> list[Any]:

@@ -1,9 +1,11 @@
 """Without a launcher: plain Keras, the same numbers, no Horovod needed."""
 
+import copy
 import inspect
 import io
 import json
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -271,3 +273,19 @@ def test_the_world_is_frozen_and_always_the_same():
         world.rank = 3
     assert json.dumps(keras_dist.gather({"a": 1})) == '[{"a": 1}]'
     assert keras_dist.broadcast("x") == "x" and keras_dist.sum([1, 2]) == [1, 2]
+
+
+def test_a_distributed_model_is_copied_and_pickled():
+    """The copy has a model of its own kind, with the same weights and options."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    wrapped = keras_dist.DistributedModel(model, shard="none")
+    copies = (
+        copy.copy(wrapped),
+        copy.deepcopy(wrapped),
+        pickle.loads(pickle.dumps(wrapped)),
+    )
+    for one in copies:
+        assert type(one) is keras_dist.DistributedModel
+        assert one.options == {"shard": "none"}
+        np.testing.assert_array_equal(one.get_weights()[0], model.get_weights()[0])
+    assert copies[0].model is model and copies[1].model is not model

@@ -11,6 +11,7 @@
 - `batch_norm`: normalize by the statistics of the global batch
 - `recorded_step`: a step in parts, gradients, allreduce and update, where XLA compiles
   the first and the last
+- `remember`: remember variables and random numbers, and put them back
 - `predict`: predict shards of the rows, and gather the predictions
 - `autotune`: read data without TensorFlow's tuning thread
 """

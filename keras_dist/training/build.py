@@ -1,19 +1,23 @@
 """Build the model, its metrics and its optimizers before the first step."""
 
 import contextlib
-import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm, private
 from keras_dist.optimizer import nested_optimizers, optimizers_of, step_context
+from keras_dist.optimizer.replaced_methods import replaced_methods
 from keras_dist.training import batch_norm
+from keras_dist.training.remember import (
+    list_variables,
+    preserve_generators,
+    preserve_variables,
+)
 
 # Builds a model; raises an error if it cannot.
 Method = Callable[[Any, "OwnStep"], None]
@@ -158,7 +162,7 @@ def _by_tracing(model: Any, step: OwnStep) -> None:
     # Gradients are averaged in the step itself, not here.
     context = step_context.StepContext(is_averaged=True)
     try:
-        with restoring_generators(), step_context.entered(context), _inlined():
+        with preserve_generators(), step_context.entered(context), _run_inline():
             tf.function(trace, autograph=False).get_concrete_function(specs)
     finally:
         private.clear_losses(model)  # of this graph
@@ -180,51 +184,27 @@ def _made_now(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         return next_creator(**kwargs)
 
 
-@contextlib.contextmanager
-def _inlined() -> Iterator[None]:
-    """Inside the block, functions of the user's are not traced for themselves.
+def _run_inline() -> contextlib.AbstractContextManager[None]:
+    """Context manager in which a `tf.function` of the user's runs as plain Python.
 
-    They would keep a trace in which no gradient is averaged.
+    It would keep the trace, in which no gradient is averaged.
     """
-    before = tf.config.functions_run_eagerly()
-    tf.config.run_functions_eagerly(True)
-    try:
-        yield
-    finally:
-        tf.config.run_functions_eagerly(before)
+
+    def run(plain: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        return function.python_function(*args, **kwargs)
+
+    return replaced_methods({(type(tf.function(run)), "__call__"): run})
 
 
 def _by_running(model: Any, step: OwnStep) -> None:
     """Run the step on its batch, and take back what it did to variables."""
-    before = [(variable, tf.identity(variable)) for variable in all_variables(model)]
-
-    def noted(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        variable = next_creator(**kwargs)
-        before.append((variable, tf.identity(variable)))
-        return variable
-
     context = step_context.StepContext(is_averaged=True)
-    try:
-        with (
-            restoring_generators(),
-            step_context.entered(context),
-            tf.variable_creator_scope(noted),
-        ):
-            step.run(step.data)
-    finally:
-        for variable, value in before:
-            variable.assign(value)
-
-
-def all_variables(model: Any) -> list[Any]:
-    """List weights, states of random generators, metrics and optimizers' variables."""
-    found = list(model.variables)
-    for layer in private.layers_of(model):
-        if isinstance(layer, keras.Model):
-            found += layer.metrics_variables
-    for optimizer in optimizers_of(model):
-        found += optimizer.variables
-    return found
+    with (
+        preserve_generators(),
+        step_context.entered(context),
+        preserve_variables(list_variables(model)),
+    ):
+        step.run(step.data)
 
 
 def _warn(model: Any, error: Exception) -> None:
@@ -292,14 +272,3 @@ class FirstStep:
                 batch_norm.synchronize(model)
                 for hook in self._hooks:
                     hook()
-
-
-@contextlib.contextmanager
-def restoring_generators() -> Iterator[None]:
-    """After the block, the next random numbers are those that were next before it."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])

@@ -1,15 +1,14 @@
 """A train step in three parts: gradients, the exchange with other ranks, the update."""
 
-import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable
-from concurrent import futures
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from keras_dist import private
 from keras_dist.optimizer import (
     Recorded,
     apply_recorded,
@@ -48,9 +47,7 @@ class RecordedStep:
         # This is called while a graph is traced. Another thread is outside of that
         # graph; so is `tf.init_scope`, but there no tape records a gradient.
         specs = keras.tree.map_structure(_spec, (data, _counts()))
-        context = contextvars.copy_context()
-        with futures.ThreadPoolExecutor(max_workers=1) as thread:
-            return thread.submit(context.run, self._try, specs).result()
+        return private.run_in_thread(lambda: self._try(specs))
 
     def _try(self, specs: tuple[Any, Any]) -> str | None:
         try:

@@ -241,11 +241,17 @@ class MetricScope:
         """Tell whether others wait for this rank to open the validation data."""
         return self._is_opening
 
-    def begin_result(self) -> bool:
-        """Note that a result over all ranks is taken; return whether own rows count."""
+    def has_rows(self) -> bool:
+        """Return False if this rank evaluates a copy of another rank's row."""
+        return self._data.has_rows or self._is_common is None
+
+    def end_steps(self) -> None:
+        """Note that Keras's loop has its result over all ranks.
+
+        A callback may take one at any batch; more steps come then.
+        """
         self._has_result = True
         self._is_opening = self._is_common is None
-        return self._data.has_rows or self._is_common is None
 
     def end_opening(self) -> None:
         """Note that the validation data is open, or that there is none."""

@@ -26,6 +26,7 @@ from keras_dist.training import (
 )
 from keras_dist.training.loss_kind import num_rows
 from keras_dist.training.recorded_step import RecordedStep
+from keras_dist.training.remember import preserve_variables
 from keras_dist.training.saving import atomic
 from keras_dist.training.session import (
     Session,
@@ -172,7 +173,9 @@ class DistributedStep(atomic.SavesWhole):
         is_of_all = session.metrics.is_of_all()
         if comm.size() == 1 or not is_of_all:
             return super()._get_metrics_result_or_logs(logs)  # type: ignore[misc]
-        return _results(self, super().get_metrics_result, logs)  # type: ignore[misc]
+        results = _results(self, super().get_metrics_result, logs)  # type: ignore[misc]
+        session.metrics.end_steps()
+        return results
 
     @property
     def stop_training(self: Any) -> bool:
@@ -243,10 +246,8 @@ def _without_counting(model: Any, has_rows: Any) -> Iterator[None]:
         if isinstance(layer, keras.Model):
             counters += layer.metrics_variables
     counters = list({id(variable): variable for variable in counters}.values())
-    before = [tf.convert_to_tensor(variable.value) for variable in counters]
-    yield
-    for variable, value in zip(counters, before, strict=True):
-        variable.assign(tf.where(has_rows, variable.value, value))
+    with preserve_variables(counters, unless=has_rows):
+        yield
 
 
 def _of_all_rows(
@@ -300,7 +301,7 @@ def _results(model: Any, own_result: Callable[[], Any], logs: Any = None) -> Any
     session = session_of(model)
     if not session.metrics.is_of_all():
         return own_result()
-    seen = session.rows_seen.seen(has_rows=session.metrics.begin_result())
+    seen = session.rows_seen.seen(has_rows=session.metrics.has_rows())
     return metrics.global_result(model.metrics, own_result, seen=seen, logs=logs)
 
 

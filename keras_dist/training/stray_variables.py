@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from keras_dist import comm, private
 from keras_dist.optimizer.step_context import known_as
-from keras_dist.training.build import all_variables
+from keras_dist.training.remember import list_variables
 
 
 def warn_of_stray_variables(model: Any) -> None:
@@ -23,7 +23,7 @@ def warn_of_stray_variables(model: Any) -> None:
         return
     graph = tf.compat.v1.get_default_graph()
     handles = _handles_of(graph)
-    values = [getattr(own, "value", own) for own in all_variables(model)]
+    values = [getattr(own, "value", own) for own in list_variables(model)]
     known = {id(getattr(value, "handle", None)) for value in values}
     names = {
         id(value.handle): f"{layer.name}.{name}"

@@ -40,6 +40,34 @@ def test_an_error_on_one_rank_ends_all_of_them(tmp_path, ranks):
     assert "UnknownError" not in done.stderr
 
 
+_READS_RESULTS = """
+import keras, keras_dist, numpy as np, tensorflow as tf
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse", metrics=["mae"])
+class Reads(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.get_metrics_result()
+class Rows(keras.utils.PyDataset):
+    def __len__(self):
+        return 9
+    def __getitem__(self, batch):
+        if batch == 4 and keras_dist.rank() == 1:
+            raise KeyError("tea")
+        return np.ones((4, 2)), np.ones((4, 1))
+keras_dist.dist_fit(model, Rows(), verbose=0, shuffle=False, shard="none",
+                    callbacks=[Reads()])
+"""
+
+
+def test_data_that_fails_after_a_callback_has_read_results_ends_all(tmp_path):
+    """The other rank is in its step, and not where a rank waits for the results."""
+    script = tmp_path / "script.py"
+    script.write_text(_READS_RESULTS)
+    command = [sys.executable, str(script)]
+    done = launch(command, ranks=2, timeout=150)
+    assert done.returncode == 1 and "KeyError" in done.stderr and "tea" in done.stderr
+
+
 _KILLED = """
 import os, signal, sys
 import keras, keras_dist, numpy as np

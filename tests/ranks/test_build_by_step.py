@@ -480,6 +480,34 @@ def test_building_leaves_no_trace(world, is_eager, reads):
         assert len(set(model.drawn[: more + 1])) == 1
 
 
+class SeesFunctions(Stepping):
+    """Notes whether functions of TensorFlow run eagerly, in the whole process."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.seen = []
+
+    def train_step(self, data):
+        self.seen.append(tf.config.functions_run_eagerly())
+        return super().train_step(data)
+
+    @tf.function
+    def loss_of(self, data):
+        x, y = data
+        return ops.mean((self.dense(x) - y) ** 2)
+
+
+def test_building_changes_nothing_for_other_threads(world):
+    """Data that a thread loads meanwhile goes on in its functions."""
+    x = np.ones((16, 3), "float32")
+    model = SeesFunctions()
+    model.compile("sgd")
+    keras_dist.dist_fit(model, x, x[:, :1], batch_size=8, verbose=0)
+    assert len(model.seen) > 1 and not any(model.seen)
+    assert_equal_to_the_bit(model)
+
+
 def test_a_second_fit_builds_nothing_again(world):
     """Its step is run as on one process."""
     models = []

@@ -83,6 +83,32 @@ def test_a_step_may_change_the_dicts_of_its_batch(rows):
     assert_equal_to_the_bit(model)
 
 
+class SeesPolicy(keras.Sequential):
+    """Notes the dtype policy, and how Keras names a layer that its step makes."""
+
+    def train_step(self, data):
+        """Keras's own."""
+        name = keras.layers.Dense(1, name=None).name
+        self.seen.add((keras.config.dtype_policy().name, name.split("_")[0]))
+        self.names.append(name)
+        return super().train_step(data)
+
+
+def test_a_step_that_is_compiled_in_parts_has_the_state_of_keras(rows):
+    """XLA's first part is traced in another thread; Keras has a state for each."""
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        model = SeesPolicy([keras.Input((5,)), keras.layers.Dense(1)])
+        object.__setattr__(model, "seen", set())
+        object.__setattr__(model, "names", [])
+        model.compile("sgd", "mse", jit_compile=True)
+        keras_dist.dist_fit(model, *rows, batch_size=8, **ARGUMENTS)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert model.seen == {("mixed_bfloat16", "dense")}
+    assert len(set(model.names)) == len(model.names) > 1
+
+
 @pytest.mark.filterwarnings("ignore:Training without XLA")
 @pytest.mark.parametrize("is_jitted", [False, True])
 def test_two_optimizers_in_one_step_equal_one_process(world, rows, is_jitted):

@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from keras_dist import comm
 from keras_dist.optimizer import step_context
-from keras_dist.training.build import restoring_generators
 from keras_dist.training.loss_kind.probe import (
     Kind,
     Probe,
@@ -20,6 +19,7 @@ from keras_dist.training.loss_kind.probe import (
     Undecided,
     num_rows,
 )
+from keras_dist.training.remember import preserve_generators
 
 # Operations that do not change a scalar's value.
 _UNCHANGED = {"Identity", "Snapshot", "CheckNumerics", "Cast", "EnsureShape"}
@@ -228,7 +228,7 @@ class EagerLog:
         self._answers, self._is_open = [], True
         try:
             with (
-                restoring_generators(),
+                preserve_generators(),
                 futures.ThreadPoolExecutor(max_workers=1) as thread,
             ):
                 thread.submit(context.run, _trace, step, specs).result()

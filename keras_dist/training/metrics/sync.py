@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from keras_dist import comm, private
 from keras_dist.training.metrics.step_logs import Path, leaves_of, map_leaves, names_of
+from keras_dist.training.remember import preserve_variables
 
 _ADVICE = "Compile and track the same metrics on every rank."
 
@@ -302,7 +303,8 @@ def _synchronized(
     seen = [report.seen for report in reports]
     values = synchronized(list(others.values()), own_states[: len(others)], seen)
     counted = [report for report in reports if report.seen.has_rows]
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(preserve_variables(changed))
         for variable, value in zip(others.values(), values, strict=True):
             if value.dtype.kind == "f" and keras.backend.is_int_dtype(variable.dtype):
                 value = np.rint(value)  # an average of integers
@@ -315,12 +317,8 @@ def _synchronized(
                 [report.seen for report in counted],
             )
             object.__setattr__(metric, "result", lambda mean=mean: mean)
+            stack.callback(metric.__dict__.pop, "result", None)
         yield
-    finally:
-        for metric in without_state:
-            metric.__dict__.pop("result", None)
-        for variable, state in zip(changed, own_states, strict=True):
-            variable.assign(state)
 
 
 def _results_of_each(metrics: Sequence[Any], results: Any) -> dict[Path, np.ndarray]:

@@ -1,0 +1,66 @@
+"""Remember variables and random numbers, and put them back."""
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dist import private
+from keras_dist.optimizer import optimizers_of
+
+
+def list_variables(model: Any) -> list[Any]:
+    """List weights, states of random generators, metrics and optimizers' variables."""
+    variables = list(model.variables)
+    for layer in private.layers_of(model):
+        if isinstance(layer, keras.Model):
+            variables += layer.metrics_variables
+    for optimizer in optimizers_of(model):
+        variables += optimizer.variables
+    return list({id(variable): variable for variable in variables}.values())
+
+
+@contextlib.contextmanager
+def preserve_variables(
+    variables: Sequence[Any], *, unless: Any = None
+) -> Iterator[None]:
+    """Context manager that sets variables back to the values that they have now.
+
+    Variables that are made in it are set back to their first values, unless they are
+    made in a graph.
+
+    Args:
+        variables: Variables of Keras or TensorFlow.
+        unless: A boolean scalar: the variables keep their new values where it is true.
+    """
+    before = [(variable, tf.identity(variable)) for variable in variables]
+
+    def make(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        variable = next_creator(**kwargs)
+        if tf.executing_eagerly():
+            before.append((variable, tf.identity(variable)))
+        return variable
+
+    try:
+        with tf.variable_creator_scope(make):
+            yield
+    finally:
+        for variable, value in before:
+            if unless is not None:
+                value = tf.where(unless, tf.identity(variable), value)
+            variable.assign(value)
+
+
+@contextlib.contextmanager
+def preserve_generators() -> Iterator[None]:
+    """Context manager after which `random` and `numpy.random` go on as without it."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
