@@ -34,10 +34,16 @@ def supported_pythons() -> list[str]:
 
 
 def blocks(page: Path, language: str) -> list[tuple[int, str]]:
-    """The code blocks of a page in one language: first line's number, and text."""
+    """The code blocks of a page in one language: first line's number, and text.
+
+    A file that the page includes comes before them.
+    """
     text = page.read_text()
     found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    return [(text[: block.start(1)].count("\n") + 1, block[1]) for block in found]
+    shown = [(text[: block.start(1)].count("\n") + 1, block[1]) for block in found]
+    files = re.findall(r"^```\{literalinclude\} (\S+\.py)$", text, re.MULTILINE)
+    included = [(1, (page.parent / file).read_text()) for file in files]
+    return included + shown if shown else []
 
 
 def named(page: Path) -> str:

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -30,22 +29,6 @@ import generated  # noqa: E402 - lies beside the pages that it fills
 import wrapping  # noqa: E402
 
 README = (ROOT / "README.md").read_text()
-_MIGRATE = DOCS / "migrate"
-# Pages, scripts before and after the change that they show, and which of them run here:
-# those before on one process; Horovod's own Keras layer and MultiWorkerMirroredStrategy
-# do not work with Keras 3.
-_DIFFS = {
-    "from_model_fit.md": [("single.py", "ranks.py", True)],
-    "from_horovod.md": [
-        ("horovod_keras2.py", "horovod_module.py", False),
-        ("horovod_keras2.py", "from_horovod.py", False),
-    ],
-    "from_tf_distribute.md": [
-        ("mirrored.py", "from_mirrored.py", True),
-        ("multi_worker.py", "from_multi_worker.py", False),
-    ],
-}
-_PAIRS = [pair for pairs in _DIFFS.values() for pair in pairs]
 
 
 def _run(names, folder, ranks):
@@ -58,10 +41,9 @@ def _with_snippets():
     return [named(page) for page in pages() if blocks(page, "python")]
 
 
-def test_scripts_before_a_migration_run_on_one_process(tmp_path):
-    """And the README."""
-    before = [named(_MIGRATE / old) for old, _, runs in _PAIRS if runs]
-    _run(["README.md", *before], tmp_path, None)
+def test_the_readme_runs_on_one_process(tmp_path):
+    """As it stands."""
+    _run(["README.md"], tmp_path, None)
 
 
 @pytest.mark.long
@@ -71,9 +53,8 @@ def test_snippets_run_on_one_process(tmp_path):
 
 
 def test_snippets_run_on_two_ranks(tmp_path):
-    """Each page's in their order; and the scripts after a migration."""
-    after = [named(_MIGRATE / new) for _, new, _ in _PAIRS]
-    _run(_with_snippets() + after, tmp_path, 2)
+    """Each page's in their order."""
+    _run(_with_snippets(), tmp_path, 2)
 
 
 def test_snippets_that_start_ranks_run(tmp_path):
@@ -93,42 +74,16 @@ def test_snippets_that_start_ranks_run(tmp_path):
         assert "[0.002, 0.002]" in done.stdout
 
 
-def test_pages_begin_with_the_same_data_and_model():
+def test_pages_include_the_first_snippet():
     """A reader who has pasted it once knows it; and each page has what it needs."""
-    summary = "Imports, data and a model for the snippets of this page"
-    fold = re.compile(
-        rf"^<details>\n<summary>{summary}</summary>\n\n"
-        r"```(?:python|py)\n(.*?)^```\n\n</details>$",
-        re.DOTALL | re.MULTILINE,
-    )
-    shown = {named(page): fold.findall(page.read_text()) for page in pages()}
-    folded = {page: found for page, found in shown.items() if found}
-    assert len(folded) > 10 and all(len(found) == 1 for found in folded.values())
-    assert len({found[0] for found in folded.values()}) == 1
+    pages_with_it = [page for page in pages() if "first_snippet.py" in page.read_text()]
+    assert len(pages_with_it) > 10
     for page in pages():
         text = "".join(
             code for kind in ("python", "py") for _, code in blocks(page, kind)
         )
         calls = re.search(r"\bmake_model\(", text)
         assert not calls or "def make_model(" in text, named(page)
-
-
-@pytest.mark.parametrize("page", _DIFFS)
-def test_migrations_show_the_difference_of_two_scripts(page):
-    """Line by line, as `diff` does."""
-    shown = [code for _, code in blocks(_MIGRATE / page, "diff")]
-    for (old, new, _), text in zip(_DIFFS[page], shown, strict=False):
-        assert text == difference(_MIGRATE / old, _MIGRATE / new)
-    assert len(shown) >= len(_DIFFS[page])
-
-
-def difference(old: Path, new: Path) -> str:
-    """All lines of two scripts, those that differ marked, without their docstrings."""
-    before, after = (
-        path.read_text().partition('"""\n\n')[2].splitlines() for path in (old, new)
-    )
-    lines = difflib.unified_diff(before, after, n=1000, lineterm="")
-    return "".join(f"{line.rstrip()}\n" for line in list(lines)[3:])
 
 
 def test_the_difference_of_the_examples_is_shown():
@@ -140,7 +95,7 @@ def test_the_difference_of_the_examples_is_shown():
     lines = difflib.unified_diff(single, many, n=0, lineterm="")
     changed = [line for line in lines if not line.startswith(("@@", "---", "+++"))]
     start = changed.index("+import keras_dist")
-    _, (_, shown) = blocks(_MIGRATE / "from_model_fit.md", "diff")
+    _, (_, shown) = blocks(DOCS / "how_to" / "migrate.md", "diff")
     assert sorted(shown.splitlines()) == sorted(changed[start:])
 
 
@@ -298,7 +253,7 @@ def test_a_page_of_a_class_has_its_methods():
 
 def test_the_readme_is_short_and_its_links_lead_somewhere():
     """Everything else is in the pages."""
-    assert len(README.splitlines()) <= 150
+    assert len(README.splitlines()) <= 100
     for link in re.findall(r"\]\(([^)#]+)", README):
         assert link.startswith("https://") or (ROOT / link).exists(), link
 

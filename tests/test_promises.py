@@ -148,7 +148,7 @@ PROMISES = {
         wrong=("Keras's progress bar shows no total in the first epoch.",),
     ),
     "how many lines change": Promise(
-        page="docs/migrate/from_model_fit.md",
+        page="docs/how_to/migrate.md",
         states=r"^Two lines change: the import, and the call",
         about=r"lines? (of your script )?(changes?|differs?)\b"
         r"|what to change in a script",

@@ -32,12 +32,12 @@ TRIED = "reference/versions.json"
 # Where each option of `dist_fit` is explained, from docs/reference/.
 PAGES = {
     "batch": "../concepts/batch.md",
-    "lr_scaling": "../concepts/scaling.md",
-    "warmup_epochs": "../concepts/scaling.md",
-    "steps_scaling": "../concepts/scaling.md",
-    "validation_steps_scaling": "../concepts/scaling.md",
-    "shard": "../concepts/scaling.md",
-    "target_accuracy": "../concepts/scaling.md",
+    "lr_scaling": "../how_to/learning_rate.md",
+    "warmup_epochs": "../how_to/learning_rate.md",
+    "steps_scaling": "../how_to/learning_rate.md",
+    "validation_steps_scaling": "../how_to/learning_rate.md",
+    "shard": "../how_to/learning_rate.md",
+    "target_accuracy": "../how_to/learning_rate.md",
     "resume": "../how_to/resume.md",
     "save_steps": "../how_to/resume.md",
     "save_seconds": "../how_to/resume.md",

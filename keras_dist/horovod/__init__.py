@@ -1,7 +1,7 @@
 """Horovod's Keras module on Keras 3: `import keras_dist.horovod as hvd`.
 
 Names, arguments and meaning are Horovod's: each rank counts the same, and the script
-scales its own rate and divides its own steps. `docs/migrate/from_horovod.md` lists what
+scales its own rate and divides its own steps. `docs/how_to/migrate.md` lists what
 differs.
 
 - `basics`: `init`, and names that are Horovod's own: process sets, what it was built

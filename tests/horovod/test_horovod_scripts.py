@@ -1,7 +1,7 @@
 """Scripts for Horovod's Keras layer do on Keras 3 what they did on Keras 2.
 
 What they did there is in `horovod_scripts/recorded.json`: weights and logs of two ranks
-by Horovod 0.28.1 itself. The scripts are as `docs/migrate/from_horovod.md` says: they
+by Horovod 0.28.1 itself. The scripts are as `docs/how_to/migrate.md` says: they
 import `keras_dist.horovod`, and spell what Keras 3 has renamed as it does.
 """
 

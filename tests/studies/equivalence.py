@@ -36,10 +36,11 @@ are the largest differences of any weight and any part of the optimizer's state,
 relative to the largest value of its tensor. After each case all ranks held the same
 bits.
 
-A tolerance with a * belongs to an optimizer that amplifies rounding errors (by a sign,
-or a division by a small moment): it is the largest difference of three runs of one
-process that sum the same batches in another order. In float16, bfloat16 and with
-compression, the tolerance is a few roundings of a number.
+The tolerance is 1.0e-05, or the number in brackets. One with a * belongs to an
+optimizer that amplifies rounding errors (by a sign, or a division by a small moment):
+it is the largest difference of three runs of one process that sum the same batches in
+another order. In float16, bfloat16 and with compression, the tolerance is a few
+roundings of a number.
 """
 
 _WAYS = """## Ways to train that keras.io shows
@@ -116,19 +117,22 @@ def tables(results):
         is_code = "_" in part
         title = f"## `{part}`" if is_code else f"## {part[0].upper()}{part[1:]}"
         lines = [title, ""]
-        cells = [cell for head in heads for cell in (head, "tolerance")]
-        lines += [f"| case | {' | '.join(cells)} |", "|---" * 9 + "|"]
+        lines += [f"| case | {' | '.join(heads)} |", "|---" * 5 + "|"]
         for of_kinds in rows:
-            cells = [f"`{of_kinds[0]['name']}`"]
-            for row in of_kinds:
-                if row is None:
-                    cells += ["–", "–"]
-                    continue
-                mark = "*" if row["is_measured"] else ""
-                cells += [f"{row['difference']:.1e}", f"{row['tolerance']:.1e}{mark}"]
+            cells = [f"`{of_kinds[0]['name']}`", *map(_case_cell, of_kinds)]
             lines += [f"| {' | '.join(cells)} |"]
         texts[title] = "\n".join([*lines, ""])
     return texts
+
+
+def _case_cell(row):
+    """The difference, and its tolerance if it is not the usual one; – if not tried."""
+    if row is None:
+        return "–"
+    mark = "*" if row["is_measured"] else ""
+    usual = row["tolerance"] == SINGLE and not mark
+    tolerance = "" if usual else f" ({row['tolerance']:.1e}{mark})"
+    return f"{row['difference']:.1e}{tolerance}"
 
 
 def ways_of_page(results):
