@@ -1,5 +1,9 @@
 import keras
+import numpy as np
+import tensorflow as tf
 from sklearn.datasets import load_digits
+
+import keras_dist
 
 images, labels = load_digits(return_X_y=True)  # pip install scikit-learn
 images = images.astype("float32") / 16
