@@ -45,8 +45,8 @@ def launch(
             TensorFlow three times before it starts a rank.
 
     Returns:
-        The exit code, and what was printed: each line with its rank before it, as in
-        "[0] " or, under `horovodrun`, "[0]<stdout>:".
+        The exit code, and what was printed: each line with its rank before it, as of
+        `prefix` or, under `horovodrun`, "[0]<stdout>:".
 
     Raises:
         TimeoutError: With what was printed so far.
@@ -73,6 +73,11 @@ def launch(
         _end(process)
         raise
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def prefix(rank: int) -> str:
+    """What `keras-dist run` puts before each line of a rank."""
+    return f"[{rank}] " if rank else ""
 
 
 def _under(launcher: str, command: list[str], ranks: int) -> list[str]:

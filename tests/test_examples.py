@@ -26,7 +26,7 @@ needs_fashion_mnist = pytest.mark.skipif(
 
 
 def run(name, *arguments, ranks=None):
-    """The lines that an example prints, without the rank before each."""
+    """The lines that an example prints, on the first rank alone."""
     command = [sys.executable, f"examples/{name}.py", *arguments]
     return lines_of(launch(command, ranks=ranks, timeout=180), ranks)
 
@@ -36,8 +36,8 @@ def lines_of(done, ranks):
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     lines = done.stdout.splitlines()
     if ranks is not None:
-        assert all(line.startswith("[0] ") for line in lines), done.stdout
-    return [line.removeprefix("[0] ") for line in lines]
+        assert not any(line.startswith("[1] ") for line in lines), done.stdout
+    return lines
 
 
 def last_number(pattern, lines):

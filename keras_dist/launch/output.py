@@ -29,25 +29,23 @@ class Output:
     """Passes on the output of the ranks.
 
     Several ranks write to one screen, so a line, or a state of a progress bar, is shown
-    when it is complete, or long. Its bytes stay what they are. TensorFlow's known noise
-    on standard error is left out unless `KERAS_DIST_VERBOSE=1` is set (see
-    `startup_noise`); a file has all lines.
+    when it is complete, or long. Lines of the first rank stay what they are; those of
+    rank K begin with `[K] `. TensorFlow's known noise on standard error is left out
+    unless `KERAS_DIST_VERBOSE=1` is set (see `startup_noise`); a file has all lines.
 
     Args:
-        size: The number of ranks; if there are several, each line begins with `[rank]`.
         folder: Folder for one file for each rank; the screen then shows only the first
             rank. By default the screen shows all ranks.
-        is_of_agents: Whether agents on other hosts have left out these lines already.
+        is_of_agents: Whether launchers on other hosts have prepared these lines.
     """
 
     def __init__(
         self,
-        size: int,
-        folder: str | os.PathLike[str] | None,
+        folder: str | os.PathLike[str] | None = None,
         *,
         is_of_agents: bool = False,
     ) -> None:
-        self._size = size
+        self._is_of_agents = is_of_agents
         # What is noise on one host may be an error on another one.
         self._shows_all = is_of_agents or is_verbose()
         self._selector = selectors.DefaultSelector()
@@ -62,11 +60,12 @@ class Output:
     def add(self, rank: int, stdout: Any, stderr: Any) -> None:
         """Read from the pipes of a rank."""
         if self._folder is not None:
-            self._files[rank] = _log(self._folder / f"rank.{rank}.log")
+            self._files[rank] = _open_log(self._folder / f"rank.{rank}.log")
+        prefix = f"[{rank}] ".encode() if rank and not self._is_of_agents else b""
         for pipe, screen in ((stdout, sys.stdout), (stderr, sys.stderr)):
             os.set_blocking(pipe.fileno(), False)
             is_filtered = pipe is stderr and not self._shows_all
-            lines = _Lines(rank, self._prefix(rank), screen, is_filtered=is_filtered)
+            lines = _Lines(rank, prefix, screen, is_filtered=is_filtered)
             self._selector.register(pipe, selectors.EVENT_READ, lines)
 
     def pass_on(self, seconds: float) -> bool:
@@ -74,12 +73,10 @@ class Output:
         is_any = False
         for key, _ in self._selector.select(seconds):
             data = _read(key.fd)
-            if data is None:
-                continue
             if data:
                 is_any = True
                 self._write(key.data, data)
-            else:
+            elif data is not None:
                 self._finish(key)
         return is_any
 
@@ -99,9 +96,6 @@ class Output:
         for file in self._files.values():
             file.close()
 
-    def _prefix(self, rank: int) -> bytes:
-        return b"" if self._size == 1 or self._folder else f"[{rank}] ".encode()
-
     def _finish(self, key: Any) -> None:
         if key.data.has_part:
             self._write(key.data, b"\n")
@@ -120,7 +114,7 @@ class Output:
 
     def _show(self, lines: "_Lines", shown: list[bytes]) -> None:
         last = self._unfinished
-        if last and last.is_interrupted_by(lines, shown[0]):
+        if last is not None and last is not lines and lines.is_beside(last):
             last.interrupt()
         lines.print(b"".join(shown))
         is_bar = shown[-1].endswith(b"\r") and lines.screen.isatty()
@@ -146,36 +140,38 @@ class _Lines:
         return bool(self._rest) or self.is_in_line
 
     def add(self, data: bytes) -> list[bytes]:
-        """Add data; return the lines that are complete now, with their prefix."""
+        """Add data; return what can be shown now: lines, or a part of a long one."""
         data = self._rest + data
         # A carriage return at the end may be followed by a newline.
         end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1
-        lines, self._rest = _LINE.findall(data[:end]), data[end:]
-        shown = []
-        if lines and self.is_in_line:
-            end_of_line = self._continued(lines.pop(0))
-            shown = [end_of_line] if end_of_line else []
-            self.is_in_line = False
-        shown += [self._prefixed(line) for line in lines if self._is_shown(line)]
+        pieces, self._rest = _LINE.findall(data[:end]), data[end:]
         if len(self._rest) > _LONGEST:
-            part = self._rest.removesuffix(b"\r")
-            shown.append(
-                self._continued(part) if self.is_in_line else self._prefix + part
-            )
-            self._rest, self.is_in_line = self._rest[len(part) :], True
-        return shown
+            pieces.append(self._rest.removesuffix(b"\r"))
+            self._rest = self._rest[len(pieces[-1]) :]
+        return [shown for piece in pieces if (shown := self._prepare(piece))]
+
+    def _prepare(self, piece: bytes) -> bytes:
+        """Return a line, or a part of one, as it is shown; empty if it is left out."""
+        was_in_line = self.is_in_line
+        was_interrupted, self._is_interrupted = self._is_interrupted, False
+        self.is_in_line = not piece.endswith((b"\n", b"\r"))
+        if was_in_line and not was_interrupted:
+            return piece
+        if was_in_line and not piece.strip(b"\r\n"):
+            return b""  # nothing is left of a line whose end has come already
+        if self._is_filtered and is_startup_noise(piece.rstrip(b"\r\n")):
+            return b""
+        # A progress bar begins with a carriage return, and what it takes back, which is
+        # no line.
+        return self._prefix + piece if piece.strip(b"\b\r") else piece
 
     def print(self, data: bytes) -> None:
         self.screen.flush()
         self.screen.buffer.write(data)  # not as text, which a part of one is not
         self.screen.flush()
 
-    def is_interrupted_by(self, other: "_Lines", line: bytes) -> bool:
-        """Return whether another line would stand in or over the unfinished one."""
-        if other is self:
-            return False
-        if not self.is_in_line:  # the end of a longer bar would stay visible
-            return line.endswith(b"\n")
+    def is_beside(self, other: "_Lines") -> bool:
+        """Return True if both are seen on one screen."""
         are_terminals = other.screen.isatty() and self.screen.isatty()
         return other.screen is self.screen or are_terminals
 
@@ -184,24 +180,8 @@ class _Lines:
         self.print(b"\n")
         self._is_interrupted = self.is_in_line
 
-    def _is_shown(self, line: bytes) -> bool:
-        return not (self._is_filtered and is_startup_noise(line.rstrip(b"\r\n")))
 
-    def _prefixed(self, line: bytes) -> bytes:
-        # A progress bar begins with a carriage return, and what it takes back, which is
-        # no line.
-        return self._prefix + line if line.strip(b"\b\r") else line
-
-    def _continued(self, part: bytes) -> bytes:
-        """Return the next part of a line that is shown in part."""
-        if not self._is_interrupted:
-            return part
-        self._is_interrupted = False
-        # Nothing is left of a line whose end has come already.
-        return self._prefix + part if part.strip(b"\r\n") else b""
-
-
-def _log(path: Path) -> IO[bytes]:
+def _open_log(path: Path) -> IO[bytes]:
     """Open the log file of a rank; a job that is restarted appends to it.
 
     Raises:

@@ -193,7 +193,7 @@ class Ranks:
         # Record and report files; only this user can read them.
         self._folder = processes.make_folder(job)
         self._has_saved = False
-        self._output = Output(slots[0].size, command.log_dir)
+        self._output = Output(command.log_dir)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         # For each rank that has ended: when, and the most memory it used, in KiB.
         self._ended: dict[int, tuple[float, int]] = {}

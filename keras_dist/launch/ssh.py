@@ -62,7 +62,7 @@ class SshHosts:
     """
 
     def __init__(self, hosts: Mapping[str, int], ssh: Ssh, header: Header) -> None:
-        self._output = Output(1, None, is_of_agents=True)  # they put the rank before
+        self._output = Output(is_of_agents=True)
         self._hosts: dict[str, str] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         for number, (host, num_ranks) in enumerate(hosts.items()):

@@ -69,7 +69,11 @@ def undisturbed(running, shared):
     """What both ranks of a training without faults print."""
     done = running.run("a", [*LAUNCH, "-H", "a:1,b:1", TRAIN, shared / "w.npy"])
     assert done.returncode == 0, done.stderr
-    return sorted(line[4:] for line in done.stdout.splitlines() if "found" in line)
+    return sorted(
+        line.removeprefix("[1] ")
+        for line in done.stdout.splitlines()
+        if "found" in line
+    )
 
 
 class Training:
@@ -108,7 +112,9 @@ class Training:
         self.process = self.start()
         code, stdout, lines = self.end()
         assert code == 0, lines
-        return sorted(line[4:] for line in stdout.splitlines() if "found" in line)
+        return sorted(
+            line.removeprefix("[1] ") for line in stdout.splitlines() if "found" in line
+        )
 
 
 def test_sigterm_to_the_launcher_saves_in_the_middle_of_a_long_step(

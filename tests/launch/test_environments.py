@@ -93,7 +93,7 @@ def test_hosts_of_an_environment_run_as_one_job(tmp_path, monkeypatch):
         processes.append(command(script))
     found = ended(processes)
     assert [code for code, _, _ in found] == [0, 0], found
-    assert [printed for _, printed, _ in found] == ["[0] 0 2 2\n", "[1] 1 2 2\n"]
+    assert [printed for _, printed, _ in found] == ["0 2 2\n", "[1] 1 2 2\n"]
 
 
 def test_a_secret_is_needed_where_the_environment_has_none():

@@ -65,7 +65,7 @@ def ended(processes, seconds=60):
     """Exit code and both outputs of each, that of the first host first."""
     found = [(p, *p.communicate(timeout=seconds)) for p in processes]
     found = [(p.returncode, stdout, stderr) for p, stdout, stderr in found]
-    return sorted(found, key=lambda each: "[0] " not in each[1])
+    return sorted(found, key=lambda each: "[1] " in each[1])
 
 
 def test_a_job_that_meets_starts_again_and_prints_the_first_cause(tmp_path):
@@ -77,7 +77,7 @@ def test_a_job_that_meets_starts_again_and_prints_the_first_cause(tmp_path):
     )
     assert code == other_code == 0, errors
     for start in (0, 1):
-        assert f"[0] rank 0 of 2 start {start}\n" in first
+        assert f"rank 0 of 2 start {start}\n" in first
         assert f"[1] rank 1 of 2 start {start}\n" in second
     assert errors.startswith("keras-dist: 2 ranks on "), errors
     assert errors.split("\n")[1].startswith("keras-dist: rank 1 on "), errors

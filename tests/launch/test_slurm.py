@@ -106,7 +106,7 @@ def test_several_tasks_on_a_node_share_its_devices(cluster, tmp_path):
     done = cluster.run("srun", "-N2", "-n4", "--overcommit", *RUN, script)
     assert done.returncode == 1
     assert sorted(done.stdout.splitlines()) == [
-        "[0] 0 4 0 2 n1",
+        "0 4 0 2 n1",
         "[1] 1 4 1 2 n1",
         "[2] 2 4 0 2 n2",
         "[3] 3 4 1 2 n2",
