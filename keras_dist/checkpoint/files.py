@@ -1,37 +1,31 @@
-"""Files of checkpoints: written and read whole, and structures of arrays as bytes."""
+"""Files of checkpoints: written and read whole, and Python values in them."""
 
 import contextlib
 import errno
 import hashlib
+import io
 import json
-import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from keras_dist.training.saving.atomic import new_file
 
-_FIRST_LINE = b"keras_dist checkpoint 2\n"
-_START_BYTES = len(_FIRST_LINE) + 65  # with the checksum and its line feed
 _NAME = re.compile(r"checkpoint-(\d{8,})\.keras_dist")
 _PART = ".checkpoint.part"  # the file that is being written
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
-# What reading a file raises that was made on purpose: with a valid checksum and any
-# content, also lists in lists in lists.
-_FORGED = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
+# The last line of a file, with the number of the format.
+_LAST_LINE = b"\nkeras_dist checkpoint 3, sha256 "
+_LAST_BYTES = len(_LAST_LINE) + 64 + 1
+
+# Seconds between attempts to read a file: a server of files may have to start again.
+_WAITS = (0.2, 1.0, 3.0)
 
 
 class DamagedError(ValueError):
@@ -59,7 +53,10 @@ class Folder:
             OSError: If the folder cannot be made or written to.
         """
         os.makedirs(self.path, exist_ok=True)
-        _write(self.part, [b"\0" * 4096])
+        with self._new_part() as file:
+            file.write(b"\0" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
         os.remove(self.part)
 
     def reserve(self, num_bytes: int) -> None:
@@ -72,7 +69,7 @@ class Folder:
             OSError: If there is too little space.
         """
         missing = max(1, self.keep - len(self.numbers()))
-        with _removed_after_error(self.part), new_file(self.part) as file:
+        with self._new_part() as file:
             try:
                 # Allocate one checkpoint, and compare the rest with the free space: one
                 # file of the size of all might exceed the largest file size allowed.
@@ -90,22 +87,24 @@ class Folder:
         """Read the newest checkpoint that is not damaged.
 
         Returns:
-            Its tree, `None` if there is no checkpoint; and a line for each newer
+            Its value, `None` if there is no checkpoint; and a line for each newer
             checkpoint that is damaged.
 
         Raises:
             DamagedError: If there are checkpoints, and all of them are damaged.
+            OSError: If a file cannot be read, which does not mean that it is damaged:
+                training from an older one would overwrite it.
         """
         damaged: list[str] = []
         for number in sorted(self.numbers(), reverse=True):
             path = self.file(number)
             try:
-                tree = read(path)
-            except (DamagedError, OSError) as error:
+                value = read(path)
+            except DamagedError as error:
                 damaged.append(f"{path}: {error}")
                 continue
             self.number = number
-            return tree, damaged
+            return value, damaged
         if damaged:
             raise DamagedError(
                 "No checkpoint in the folder can be read. Received: "
@@ -114,11 +113,11 @@ class Folder:
             )
         return None, damaged
 
-    def write(self, tree: Any) -> str:
+    def write(self, value: Any) -> str:
         """Write a checkpoint, and then remove those older than the last `keep`.
 
         Args:
-            tree: Dicts with text as keys, lists, text, numbers, `None` and arrays.
+            value: A value that `to_json` returned, or that it does not need to change.
 
         Returns:
             The path of the file.
@@ -126,18 +125,16 @@ class Folder:
         Raises:
             OSError: If it cannot be written. Earlier checkpoints are still there then.
         """
-        content = packed(tree)
         try:
-            _write(self.part, content)
+            self._write_part(value)
         except OSError as error:
             older = [n for n in sorted(self.numbers()) if n < self.number]
             if error.errno not in _FULL or not older:
                 raise
             os.remove(self.file(older[0]))  # to make room
-            _write(self.part, content)
+            self._write_part(value)
         number = self.number + 1
-        with _removed_after_error(self.part):
-            os.replace(self.part, self.file(number))
+        os.replace(self.part, self.file(number))
         _sync_folder(self.path)
         self.number = number
         numbers = self.numbers()
@@ -161,100 +158,156 @@ class Folder:
         matches = map(_NAME.fullmatch, os.listdir(self.path))
         return [int(match[1]) for match in matches if match]
 
+    def _write_part(self, value: Any) -> None:
+        with self._new_part() as file:
+            write(file, value)
+            file.flush()
+            os.fsync(file.fileno())
 
-def packed(tree: Any) -> list[Any]:
-    """Serialize a tree.
+    @contextlib.contextmanager
+    def _new_part(self) -> Iterator[BinaryIO]:
+        """Context manager that opens the part; an error in it removes the file."""
+        try:
+            with new_file(self.part) as file:
+                yield file
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.remove(self.part)
+            raise
 
-    Returns:
-        The parts of a file, in order: first line, digest, head, JSON, and the bytes of
-        each array. The head says how long the JSON is, and which arrays follow it.
+
+def write(file: BinaryIO, value: Any) -> None:
+    """Write a value as a file of `numpy.savez`, and a last line with its checksum.
+
+    Args:
+        file: An empty file, open for reading and writing.
+        value: As in `Folder.write`.
     """
-    arrays: list[np.ndarray] = []
-    text = json.dumps(_plain(tree, arrays)).encode()
-    kinds = [{"shape": array.shape, "dtype": array.dtype.name} for array in arrays]
-    head = json.dumps({"bytes": len(text), "arrays": kinds}).encode() + b"\n"
-    body: list[Any] = [head, text, *(_bytes_of(array) for array in arrays)]
-    digest = hashlib.sha256()
-    for part in body:
-        digest.update(part)
-    return [_FIRST_LINE, digest.hexdigest().encode() + b"\n", *body]
+    text, arrays = _to_text(value)
+    np.savez(file, *arrays, header=np.frombuffer(text, np.uint8))
+    file.seek(0)
+    found = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]
+    file.write(_LAST_LINE + found.hexdigest().encode() + b"\n")
 
 
 def read(path: str) -> Any:
-    """Read the tree that was written to a file.
+    """Read the value that was written to a file; tuples and numbers of NumPy, too.
 
     Raises:
-        DamagedError, OSError: If it is not as it was written, or cannot be read.
+        DamagedError: If it is not as it was written.
+        OSError: If it cannot be read, also after some seconds.
     """
-    with open(path, "rb") as file:
-        start = file.read(_START_BYTES)
-        content = file.read()
-    if not start.startswith(_FIRST_LINE):
-        raise DamagedError("it does not begin as a checkpoint of keras_dist does")
-    digest = hashlib.sha256(content).hexdigest().encode()
-    if digest + b"\n" != start[len(_FIRST_LINE) :]:
-        num_bytes = len(start) + len(content)
+    content, last_line = _read_patiently(path)
+    if not last_line.startswith(_LAST_LINE):
+        raise DamagedError(
+            "it does not end as a checkpoint of format 3 does, which this version of "
+            "keras_dist reads"
+        )
+    found = hashlib.sha256(content).hexdigest().encode()
+    if last_line != _LAST_LINE + found + b"\n":
+        num_bytes = len(content) + _LAST_BYTES
         raise DamagedError(f"its {num_bytes} bytes do not match its checksum")
     try:
-        return _unpacked(content)
-    except _FORGED as error:
+        with np.load(io.BytesIO(content), allow_pickle=False) as file:
+            return _from_text(file["header"].tobytes(), file)
+    except MemoryError:
+        raise
+    # With a valid checksum and any content, of which reading raises anything.
+    except Exception as error:
         raise DamagedError(f"it is not a checkpoint ({error})") from None
 
 
-def _unpacked(content: bytes) -> Any:
-    end = content.index(b"\n") + 1
-    head = json.loads(content[:end])
-    tree = json.loads(content[end : end + head["bytes"]])
-    arrays, offset = [], end + head["bytes"]
-    for kind in head["arrays"]:
-        dtype = np.dtype(kind["dtype"])
-        count = math.prod(kind["shape"])
-        if count < 0:  # NumPy would read the whole rest of the file
-            raise ValueError(f"an array has the shape {kind['shape']}")
-        array = np.frombuffer(content, dtype, count, offset).reshape(kind["shape"])
-        arrays.append(array.copy())  # aligned and writable
-        offset += count * dtype.itemsize
-    return _filled(tree, arrays)
+def _read_patiently(path: str) -> tuple[bytes, bytes]:
+    """Return all of a file but its last line, and that."""
+    for seconds in (*_WAITS, None):
+        try:
+            with open(path, "rb") as file:
+                num_bytes = os.fstat(file.fileno()).st_size
+                return file.read(max(0, num_bytes - _LAST_BYTES)), file.read()
+        except OSError as error:
+            if seconds is None:
+                raise OSError(
+                    error.errno, os.strerror(error.errno or 0), path
+                ) from None
+            time.sleep(seconds)
+    raise AssertionError("The last attempt raises.")
 
 
-def _plain(tree: Any, arrays: list[np.ndarray]) -> Any:
-    """Turn a tree into JSON, with numbers in place of arrays, and collect these."""
-    if isinstance(tree, np.ndarray):
-        arrays.append(tree)
-        return {"array": len(arrays) - 1}
-    if isinstance(tree, list):
-        return {"list": [_plain(part, arrays) for part in tree]}
-    if isinstance(tree, dict):
-        return {"dict": {key: _plain(part, arrays) for key, part in tree.items()}}
-    return tree
+def to_json(value: Any) -> Any:
+    """Turn a value of Python into what JSON has, and arrays, which are copied.
 
-
-def _filled(tree: Any, arrays: Sequence[Any]) -> Any:
-    """Turn JSON into a tree, with the arrays in place of their numbers.
+    Objects whose only key begins with `$` stand for what JSON does not have.
 
     Raises:
-        One of `_FORGED`: If it is not the JSON of a tree.
+        TypeError: If `value` is not a number, text, `None`, an array, or a list, tuple
+            or dict of these.
+
+    >>> to_json({"best": (1, [0.5])})
+    {'best': {'$tuple': [1, [0.5]]}}
     """
-    if not isinstance(tree, dict):
-        return tree
-    ((kind, value),) = tree.items()
-    if kind == "array":
-        return arrays[value]
-    if kind == "list":
-        return [_filled(part, arrays) for part in value]
-    return {key: _filled(part, arrays) for key, part in value.items()}
+    if type(value) in (type(None), bool, int, float, str):
+        return value
+    if isinstance(value, np.generic) and not value.dtype.hasobject:
+        return {"$scalar": np.array(value)}
+    if type(value) is np.ndarray and not value.dtype.hasobject:
+        return value.copy()
+    if type(value) is list:
+        return [to_json(part) for part in value]
+    if type(value) is tuple:
+        return {"$tuple": [to_json(part) for part in value]}
+    if type(value) is dict:
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: to_json(part) for key, part in value.items()}
+        return {"$items": [[to_json(k), to_json(v)] for k, v in value.items()]}
+    raise TypeError(
+        "Only numbers, text, None, NumPy arrays, and lists, tuples and dicts of "
+        f"these, can be saved in a checkpoint. Received: {value!r}"
+    )
 
 
-def _bytes_of(array: np.ndarray) -> Any:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+def digest(value: Any) -> bytes:
+    """Return a digest that is the same for equal values of `to_json`."""
+    text, arrays = _to_text(value)
+    found = hashlib.sha256(text)
+    for array in arrays:
+        found.update(f"{array.dtype}{array.shape}".encode())
+        found.update(array.tobytes())
+    return found.digest()
 
 
-def _write(path: str, content: list[Any]) -> None:
-    with _removed_after_error(path), new_file(path) as file:
-        for part in content:
-            file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
+def _to_text(value: Any) -> tuple[bytes, list[np.ndarray]]:
+    """Serialize a value as JSON, with numbers in place of arrays, and these arrays."""
+    arrays: list[np.ndarray] = []
+
+    def place(array: np.ndarray) -> dict[str, Any]:
+        arrays.append(array)
+        if array.dtype.isbuiltin != 2:
+            return {"$array": len(arrays) - 1}
+        # NumPy does not write the name of a dtype of `ml_dtypes`, such as bfloat16.
+        arrays[-1] = array.view(f"u{array.dtype.itemsize}")
+        return {"$array": len(arrays) - 1, "dtype": array.dtype.name}
+
+    text = json.dumps(value, default=place).encode()
+    return text, arrays
+
+
+def _from_text(text: bytes, arrays: Any) -> Any:
+    """Invert `to_json` and `_to_text`."""
+
+    def restore(found: dict[str, Any]) -> Any:
+        match found:
+            case {"$array": number}:
+                array = arrays[f"arr_{number}"]
+                return array.view(found["dtype"]) if "dtype" in found else array
+            case {"$scalar": array}:
+                return array[()]
+            case {"$tuple": parts}:
+                return tuple(parts)
+            case {"$items": pairs}:
+                return dict(pairs)
+        return found
+
+    return json.loads(text, object_hook=restore)
 
 
 def _sync_folder(folder: str) -> None:
@@ -265,67 +318,3 @@ def _sync_folder(folder: str) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _removed_after_error(part: str) -> Iterator[None]:
-    """Remove a file if the block raises an error."""
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.remove(part)
-        raise
-
-
-_PLAIN = (type(None), bool, int, float, str)
-
-
-def encoded(value: Any) -> Any:
-    """Encode a value as a tree that a checkpoint can hold; arrays are copied.
-
-    Raises:
-        TypeError: If `value` is not a number, text, `None`, an array, or a list, tuple
-            or dict of these.
-
-    >>> encoded((1, {"best": [0.5]}))
-    {'tuple': [1, {'items': [['best', {'list': [0.5]}]]}]}
-    """
-    if type(value) in _PLAIN:
-        return value
-    if isinstance(value, np.generic) and value.dtype.kind != "O":
-        return {"scalar": np.array(value)}
-    if type(value) is np.ndarray and value.dtype.kind != "O":
-        return {"values": value.copy()}
-    if type(value) in (list, tuple):
-        return {type(value).__name__: [encoded(part) for part in value]}
-    if type(value) is dict:
-        return {"items": [[encoded(k), encoded(v)] for k, v in value.items()]}
-    raise TypeError(
-        "Only numbers, text, None, NumPy arrays, and lists, tuples and dicts of "
-        f"these, can be saved in a checkpoint. Received: {value!r}"
-    )
-
-
-def decoded(tree: Any) -> Any:
-    """Decode a tree of `encoded`.
-
-    >>> decoded(encoded((1, {"best": [0.5]})))
-    (1, {'best': [0.5]})
-    """
-    if not isinstance(tree, dict):
-        return tree
-    ((kind, value),) = tree.items()
-    if kind == "items":
-        return {decoded(key): decoded(part) for key, part in value}
-    if kind == "scalar":
-        return value[()]
-    if kind == "values":
-        return value
-    items = [decoded(item) for item in value]
-    return items if kind == "list" else tuple(items)
-
-
-def digest_of(tree: Any) -> bytes:
-    """A digest that is the same for equal trees."""
-    return packed(tree)[1]

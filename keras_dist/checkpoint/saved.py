@@ -203,9 +203,9 @@ def _on_first_rank(path: str, work: Callable[[], Result]) -> Result | None:
             raise ValueError(str(error)) from None
         except OSError as error:
             raise RuntimeError(
-                "Checkpoints cannot be written to the folder that `resume` names. "
-                f"Received: resume={path!r} on host {os.uname().nodename}, {error}. "
-                "Pass a folder that the first rank can write to."
+                "Checkpoints cannot be read or written in the folder that `resume` "
+                f"names. Received: resume={path!r} on host {os.uname().nodename}, "
+                f"{error}. Pass a folder that the first rank can read and write."
             ) from error
 
     return comm.run_on_all(explained)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, NoReturn
 import keras
 
 from keras_dist import comm, optimizer
-from keras_dist.callbacks import BroadcastVariables
+from keras_dist.callbacks import AverageStatistics, BroadcastVariables
 from keras_dist.checkpoint import states
-from keras_dist.checkpoint.files import Folder, decoded
+from keras_dist.checkpoint.files import Folder
 from keras_dist.checkpoint.saved import Resume, Saved, scale_of
 from keras_dist.checkpoint.states import CallbackStates
 from keras_dist.data import DataPosition, Source
@@ -290,7 +290,7 @@ class Saver(keras.callbacks.Callback):
 
     def _save(self, position: DataPosition, *, is_finished: bool = False) -> None:
         """Gather the state of all ranks, and let the first one write a checkpoint."""
-        callbacks = self._states.collected()
+        callbacks = self._states.collect()
         ranks = states.gather_ranks(self.model, callbacks)
         self._requests.has_saved()
         self.report_failure()
@@ -370,16 +370,14 @@ class Saver(keras.callbacks.Callback):
             return
         states.check_fits(self.model, saved.model)
         is_same_size = len(saved.ranks) == comm.size()
-        state = saved.callbacks.get("AverageStatistics 1", {}).get("said")
-        said: Any = (
-            decoded(state) if state else {"before": [], "is_synchronized": False}
-        )
+        statistics = self._states.find(saved.callbacks, AverageStatistics)
+        starts = [] if statistics is None else statistics["before"]
         states.restore_first(
             self.model,
             saved.arrays,
             saved.ranks,
-            None if is_same_size else said["before"],
-            was_summed=said["is_synchronized"],
+            None if is_same_size else starts,
+            was_summed=statistics is not None and statistics["is_synchronized"],
             is_summed=is_summed,
         )
         saved.arrays.clear()

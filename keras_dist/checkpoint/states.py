@@ -3,6 +3,7 @@
 import contextlib
 import math
 import random
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ import tensorflow as tf
 from keras_dist import comm, optimizer, private
 from keras_dist.callbacks import runs_on_first_rank_only
 from keras_dist.callbacks.average_statistics import variables_by_rule
-from keras_dist.checkpoint.files import decoded, digest_of, encoded
+from keras_dist.checkpoint.files import digest, to_json
 from keras_dist.training.metrics.sync import (
     UpdateCounts,
     merges,
@@ -79,7 +80,7 @@ def own_state(model: Any) -> dict[str, Any]:
     variables = variables_of(model)
     own = _own_indices(model, variables)
     values = {str(index): array_of(variables[index]) for index in own}
-    digests = {index: digest_of(value) for index, value in values.items()}
+    digests = {index: digest(value) for index, value in values.items()}
     of_first = comm.broadcast(digests)
     session = session_of(model)
     rows = session.rows_trained.total()
@@ -278,11 +279,14 @@ def _merge_ranks(
     rule_by_id = {id(v): rule for rule, those in by_rule.items() for v in those}
     start_of = dict(zip(map(id, by_rule["sum"]), starts, strict=False))
     rows = np.array([own["rows"] for own in ranks], np.float64)
-    for index in {index for own in ranks for index in own["variables"]}:
-        variable = variables[int(index)]
-        first = array_of(variable)
-        values = [own["variables"].get(index, first) for own in ranks]
+    differing = {int(index) for own in ranks for index in own["variables"]}
+    for index, variable in enumerate(variables):
         rule = rule_by_id.get(id(variable), "first")
+        # Ranks that have added the same number have equal values.
+        if index not in differing and rule != "sum":
+            continue
+        first = array_of(variable)
+        values = [own["variables"].get(str(index), first) for own in ranks]
         if rule == "sum":
             start = start_of.get(id(variable), 0)
             variable.assign(start + sum(value - start for value in values))
@@ -342,6 +346,9 @@ def _first_difference(before: Sequence[Any], now: Sequence[Any]) -> tuple[Any, A
 # Keras would negate it again.
 _NOT_STATE = ("params", "model", private.CALLBACK_MODEL, "min_delta")
 
+# When this process began, by the clock of `time.monotonic` and `time.perf_counter`.
+_BEGIN = time.monotonic_ns()
+
 
 class CallbackStates:
     """Collects and restores the state of callbacks.
@@ -350,7 +357,8 @@ class CallbackStates:
     and take. The state of any other callback is its attributes that are numbers, text,
     arrays, or lists and dicts of these, but only those that have changed since the
     training began. So an argument that was changed in the script, such as a new
-    `patience`, is not overwritten.
+    `patience`, is not overwritten. Nor is a reading of `time.monotonic()` or
+    `time.perf_counter()`, which means nothing in another process.
 
     Args:
         callbacks: All callbacks of a fit. Those that run on the first rank only are
@@ -371,27 +379,32 @@ class CallbackStates:
         """Restore the saved states, after `on_train_begin` of the callbacks.
 
         Args:
-            saved: States of `collected`, by key.
+            saved: What `collect` returned, read from a file.
         """
         for key, callback in self._callbacks.items():
-            own = {} if _has_state_dict(callback) else _attributes(callback)
-            self._at_begin[key] = {name: digest_of(own[name]) for name in own}
+            state = {} if _has_state_dict(callback) else _attributes(callback)
+            self._at_begin[key] = {name: digest(state[name]) for name in state}
             if key in saved:
                 _restore(callback, saved[key])
 
-    def collected(self) -> dict[str, Any]:
-        """Return the states of callbacks as trees, by class name and number."""
+    def collect(self) -> dict[str, Any]:
+        """Return the states of callbacks by class name and number, as JSON."""
         return {
             key: self._state_of(key, callback)
             for key, callback in self._callbacks.items()
         }
 
+    def find(self, saved: dict[str, Any], kind: type) -> Any:
+        """Return the saved `state_dict` of the callback of a class, `None` if none."""
+        keys = [key for key, each in self._callbacks.items() if isinstance(each, kind)]
+        return next((saved[k]["state_dict"] for k in keys if k in saved), None)
+
     def _state_of(self, key: str, callback: Any) -> Any:
         if _has_state_dict(callback):
-            return {"said": encoded(callback.state_dict())}  # a name in the file format
+            return {"state_dict": to_json(callback.state_dict())}
         at_begin = self._at_begin[key]
-        own = _attributes(callback)
-        changed = {n: t for n, t in own.items() if at_begin.get(n) != digest_of(t)}
+        state = _attributes(callback)
+        changed = {n: v for n, v in state.items() if at_begin.get(n) != digest(v)}
         return {"changed": changed}
 
 
@@ -402,22 +415,36 @@ def _has_state_dict(callback: Any) -> bool:
 
 
 def _attributes(callback: Any) -> dict[str, Any]:
-    """Attributes of a callback that a checkpoint can hold, as trees."""
+    """Attributes of a callback that a checkpoint can hold, as JSON."""
     attributes = {}
     for name, value in vars(callback).items():
-        if name not in _NOT_STATE and not callable(value):
-            try:
-                attributes[name] = encoded(value)
-            except TypeError:
-                continue
+        if name not in _NOT_STATE and not callable(value) and not _is_clock(value):
+            with contextlib.suppress(TypeError, RecursionError):
+                attributes[name] = to_json(value)
     return attributes
 
 
+def _is_clock(value: Any) -> bool:
+    """Return True for readings of this process's clock, and lists and dicts of them.
+
+    A reading is between the begin of the process and now, a multiple of a nanosecond,
+    and has more digits than the float32 of a loss or metric.
+    """
+    if type(value) in (list, tuple, dict):
+        parts = list(value.values() if type(value) is dict else value)
+        return bool(parts) and all(map(_is_clock, parts))
+    if type(value) is int:
+        return _BEGIN <= value <= time.monotonic_ns()
+    if type(value) is not float or not _BEGIN <= value * 1e9 <= time.monotonic_ns():
+        return False
+    return round(value * 1e9) / 1e9 == value != float(np.float32(value))
+
+
 def _restore(callback: Any, state: Any) -> None:
-    if "said" in state and _has_state_dict(callback):
-        callback.load_state_dict(decoded(state["said"]))
-    for name, tree in state.get("changed", {}).items():
-        setattr(callback, name, decoded(tree))
+    if "state_dict" in state and _has_state_dict(callback):
+        callback.load_state_dict(state["state_dict"])
+    for name, value in state.get("changed", {}).items():
+        setattr(callback, name, value)
 
 
 def with_history(callbacks: Sequence[Any]) -> list[Any]:
@@ -431,43 +458,38 @@ def with_history(callbacks: Sequence[Any]) -> list[Any]:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the states of the generators, as a tree."""
+    """Return the states of the generators of random numbers."""
     states = {
-        "python": encoded(random.getstate()),
-        "numpy": encoded(np.random.get_state(legacy=False)),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),
     }
     # With op determinism TensorFlow has none until the user makes it.
     with contextlib.suppress(RuntimeError):
-        generator = tf.random.get_global_generator()
-        states["tensorflow"] = encoded(generator.state.numpy())
+        states["tensorflow"] = tf.random.get_global_generator().state.numpy()
     return states
 
 
 def restore_random(states: dict[str, Any]) -> None:
-    """Set the generators to the states of `collected`."""
-    random.setstate(decoded(states["python"]))
-    np.random.set_state(decoded(states["numpy"]))
+    """Set the generators to the states that `random_state` returned."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
     if "tensorflow" in states:
         with contextlib.suppress(RuntimeError, ValueError):  # another algorithm
-            tf.random.get_global_generator().reset(decoded(states["tensorflow"]))
+            tf.random.get_global_generator().reset(states["tensorflow"])
 
 
 def gather_ranks(model: Any, states: dict[str, Any]) -> list[Any]:
-    """Gather what each rank has of its own; all ranks call this.
+    """Gather the state of each rank that differs from the first; all ranks call this.
 
     Args:
         model: The model.
         states: State of each callback on this rank.
-
-    Returns:
-        For each rank, the state that differs from the first rank's.
     """
-    own = own_state(model)
-    own["random"] = random_state()
-    first = comm.broadcast({key: digest_of(state) for key, state in states.items()})
-    own["callbacks"] = {
-        key: state
-        for key, state in states.items()
-        if digest_of(state) != first.get(key)
+    state = own_state(model)
+    state["random"] = to_json(random_state())
+    digests = {key: digest(value) for key, value in states.items()}
+    first = comm.broadcast(digests)
+    state["callbacks"] = {
+        key: value for key, value in states.items() if digests[key] != first.get(key)
     }
-    return comm.gather(own)
+    return comm.gather(state)

@@ -203,6 +203,47 @@ def test_a_second_job_with_the_same_folder_ends_at_once(tmp_path):
     assert left == []
 
 
+_COUNTS = """
+import sys
+import keras, keras_dist, numpy as np
+
+class Counts(keras.layers.Layer):
+    def build(self, shape):
+        self.rows = self.add_weight(initializer="zeros", trainable=False,
+                                    aggregation="sum")
+
+    def call(self, x, training=False):
+        if training:
+            self.rows.assign_add(float(x.shape[0]))
+        return x
+
+class OwnStatistics(keras_dist.AverageStatistics):
+    pass
+
+class Ends(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if keras_dist.size() == 2 and self.model.optimizer.iterations == 5:
+            sys.exit(1)
+
+model = keras.Sequential([keras.Input((1,)), Counts(), keras.layers.Dense(1)])
+model.compile("sgd", "mse", run_eagerly=True)
+keras_dist.dist_fit(model, np.ones((12, 1)), np.ones(12), epochs=2, batch_size=2,
+                    verbose=0, resume=sys.argv[1], save_steps=1,
+                    callbacks=[OwnStatistics(), Ends()])
+print("counted", float(model.layers[0].rows))
+"""
+
+
+def test_sums_are_of_all_rows_with_a_statistics_callback_of_the_users(tmp_path):
+    """A subclass, in the middle of an epoch, on another number of ranks."""
+    script = tmp_path / "script.py"
+    script.write_text(_COUNTS)
+    command = [sys.executable, str(script), str(tmp_path / "folder")]
+    assert launch(command, ranks=2, timeout=120).returncode == 1
+    done = launch(command, ranks=None, timeout=120)
+    assert "counted 24.0" in done.stdout, done.stdout + done.stderr
+
+
 def test_the_exit_code_is_documented():
     """In the README, as a number."""
     assert f"exit code {EXIT_CODE}" in (ROOT / "README.md").read_text()

@@ -1,10 +1,13 @@
 """The state of a resumed training: rates, batches, callbacks."""
 
+import time
+
 import keras
 import numpy as np
 import pytest
 
 from keras_dist import optimizer
+from keras_dist.checkpoint import files
 from keras_dist.checkpoint.states import CallbackStates
 from keras_dist.data import DataPosition, Division
 
@@ -82,6 +85,18 @@ def test_other_batches_are_refused_in_the_middle():
     assert later.epoch == 1
 
 
+@pytest.fixture
+def written(tmp_path):
+    """Returns what a checkpoint with a value has."""
+
+    def write_and_read(value):
+        folder = files.Folder(str(tmp_path))
+        folder.write(value)
+        return folder.newest()[0]
+
+    return write_and_read
+
+
 class HasStateDict(keras.callbacks.Callback):
     """Returns and loads its own state."""
 
@@ -98,7 +113,7 @@ class HasStateDict(keras.callbacks.Callback):
         self.secret = set(state["secret"])
 
 
-def test_callbacks_restore_attributes_that_have_changed():
+def test_callbacks_restore_attributes_that_have_changed(written):
     """But no arguments of the script, as a new patience; `state_dict` comes first."""
 
     def make(patience):
@@ -113,7 +128,7 @@ def test_callbacks_restore_attributes_that_have_changed():
     callbacks[0].best_weights = [np.arange(3.0)]
     callbacks[0].wait, callbacks[0].best = 2, np.float32(0.25)
     callbacks[1].secret = {7}
-    saved = states.collected()
+    saved = written(states.collect())
     again = make(5)
     CallbackStates(again).begin(saved)
     assert (again[0].wait, again[0].best, again[0].patience) == (2, 0.25, 5)
@@ -121,7 +136,7 @@ def test_callbacks_restore_attributes_that_have_changed():
     assert again[1].secret == {7} and again[2].wait == 0
 
 
-def test_early_stopping_still_minimizes_after_a_resume():
+def test_early_stopping_still_minimizes_after_a_resume(written):
     """Keras decides on minimum or maximum at the end of the first epoch."""
 
     def end_epoch(stops, epoch, loss):
@@ -137,5 +152,35 @@ def test_early_stopping_still_minimizes_after_a_resume():
     states.begin({})
     assert [end_epoch(first, n, loss) for n, loss in enumerate((1, 0.95))] == [0, 1]
     second.on_train_begin()
-    CallbackStates([second]).begin(states.collected())
+    CallbackStates([second]).begin(written(states.collect()))
     assert end_epoch(second, 2, 0.94) == 2
+
+
+class Clocks(keras.callbacks.Callback):
+    """Reads clocks, and counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.saved_at, self.started, self.counted_at = None, 0.0, 0
+        self.times, self.loss, self.pairs = [], 1.0, []
+
+    def on_epoch_end(self, epoch, logs=None):
+        """As one that saves every ten minutes does."""
+        now = time.monotonic()
+        self.saved_at, self.started = now, time.perf_counter()
+        self.counted_at = time.monotonic_ns()
+        self.times.append(now)
+        self.loss = float(np.float32(now))
+        self.pairs.append((now, 0.5))
+
+
+def test_no_callback_gets_the_clock_of_another_process(written):
+    """What it counts there is nothing here; a loss of that size is kept."""
+    first, second = Clocks(), Clocks()
+    states = CallbackStates([first])
+    states.begin({})
+    first.on_epoch_end(0)
+    CallbackStates([second]).begin(written(states.collect()))
+    assert (second.saved_at, second.started, second.counted_at) == (None, 0.0, 0)
+    assert second.times == [] and second.loss == first.loss
+    assert second.pairs == first.pairs

@@ -236,8 +236,8 @@ def test_the_plan_says_what_is_another_than_in_the_checkpoint(folder, capsys):
             newest = max(glob.glob(f"{folder}/kept/checkpoint-*"))
             tree = files.read(newest)
             assert tree.pop("scale")["ranks"] == size
-            with open(newest, "wb") as file:
-                file.writelines(files.packed(tree))
+            with open(newest, "w+b") as file:
+                files.write(file, files.to_json(tree))
         keras_dist.gather("as an earlier version would have written it")
         options = {"epochs": epochs, "batch_size": batch_size, "verbose": 2}
         small(f"{folder}/kept", lr_scaling=scaling, **options)

@@ -14,7 +14,7 @@ from keras_dist import comm
 
 
 def new_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a new file for writing, in the place of what is there.
+    """Open a new file for writing and reading, in the place of what is there.
 
     A link that somebody else has put there is removed, and never followed.
 
@@ -26,7 +26,7 @@ def new_file(path: str | os.PathLike[str]) -> BinaryIO:
     """
     with contextlib.suppress(FileNotFoundError):
         os.remove(path)
-    return open(path, "xb")
+    return open(path, "x+b")
 
 
 def replace(path: Any, write: Callable[[str], Any], *, num_bytes: int = 0) -> Any:
