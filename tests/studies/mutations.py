@@ -349,7 +349,7 @@ MUTATIONS = [
     Mutation(
         "resume: state of callbacks",
         "checkpoint/states.py",
-        "setattr(callback, name, decoded(tree))",
+        "setattr(callback, name, value)",
         "pass",
         ("test_resume.py", "was_ended"),
     ),
