@@ -205,7 +205,7 @@ def _train(
             show(str(setup.plan))
         with (
             comm.explained(),
-            distributed(model, setup),
+            distributed(model, setup, is_resumed=resumed is not None),
             reading(setup.feeds),
         ):
             scope = session_of(model).metrics
@@ -253,7 +253,7 @@ def _seed_of_order(model: Any) -> int:
 
 
 @contextlib.contextmanager
-def distributed(model: Any, setup: FitSetup) -> Iterator[None]:
+def distributed(model: Any, setup: FitSetup, *, is_resumed: bool) -> Iterator[None]:
     """Inside the block, `model` trains on all ranks; then it is a plain model again."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_autotune(model))
@@ -261,14 +261,21 @@ def distributed(model: Any, setup: FitSetup) -> Iterator[None]:
         session = step.install(model)
         session.is_held = True
         session.metrics.use(EvaluatedData.of(setup.validation, setup.training))
-        session.feed = setup.training
+        session.use(setup.training)
         average = _averaging(model, stack)
         average()
         # A train step may make an optimizer when it is first traced.
         session.first_step.call_last(average)
         # A MultiOptimizer may have no inner optimizers before it is built.
         session.first_step.call_last(lambda: _scale_rates(model, setup))
-        yield
+        if not is_resumed:  # which continues rates and accumulated gradients
+            rates = setup.factor, setup.warmup_steps, setup.step_multiplier
+            step.reuse_train_function(model, rates)
+        try:
+            yield
+        except BaseException:
+            session.options = None
+            raise
 
 
 def _averaging(model: Any, stack: contextlib.ExitStack) -> Callable[[], None]:

@@ -188,7 +188,7 @@ def _begin(optimizer: Any) -> None:
     # Keras does not track attributes that are set so; it would save them.
     object.__setattr__(optimizer, "_passes", Passes())
     # `dist_fit` averages by this, by its own rules.
-    object.__setattr__(optimizer, "_averaging", AveragingState(0, Averaging()))
+    object.__setattr__(optimizer, "_averaging", AveragingState(Averaging()))
 
 
 class AveragesLikeHorovod(ReducesGradients):

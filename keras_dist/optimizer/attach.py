@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any, TypeVar
 
 import keras
@@ -22,10 +21,6 @@ from keras_dist.optimizer.reduce import (
 )
 from keras_dist.optimizer.replaced_methods import replaced_methods
 from keras_dist.optimizer.sparse import added_in_order, with_shape
-
-# Optimizers are numbered in the order in which they are made to average, which is the
-# same on all ranks. Horovod matches collectives by name, and Keras's names repeat.
-_numbers = count()
 
 Optimizer = TypeVar("Optimizer", bound=keras.optimizers.Optimizer)
 
@@ -96,10 +91,21 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
 
 def _attach(optimizer: Any, options: Averaging) -> Any:
     if not mixin.has(optimizer, ReducesGradients):
-        state = AveragingState(next(_numbers), options)
-        object.__setattr__(optimizer, "_averaging", state)
+        # The state of the last fit is part of the graph of its step.
+        state = vars(optimizer).get("_averaging")
+        if state is None or state.options != options:
+            object.__setattr__(optimizer, "_averaging", AveragingState(options))
         mixin.add(optimizer, ReducesGradients)
     return optimizer
+
+
+def check_again(model: Any) -> None:
+    """Let all ranks compare gradients again: they trace a new train function."""
+    for outermost in optimizers_of(model):
+        for part in nested_optimizers(outermost):
+            if mixin.has(part, ReducesGradients):
+                options = part._averaging.options
+                object.__setattr__(part, "_averaging", AveragingState(options))
 
 
 def is_distributed(optimizer: Any) -> bool:
@@ -156,11 +162,10 @@ def attached(optimizer: Any) -> Iterator[None]:
     """
     move_to_outermost(optimizer)
     was_plain = not mixin.has(optimizer, ReducesGradients)
-    state: AveragingState = _attach(optimizer, Averaging())._averaging
+    _attach(optimizer, Averaging())
     try:
         yield
     finally:
-        state.is_merged = None  # the user may change what is linear in the gradient
         if was_plain:
             mixin.remove(optimizer, ReducesGradients)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, Literal, get_args
 
 import tensorflow as tf
@@ -11,6 +12,10 @@ from keras_dist.optimizer import sparse, step_context
 from keras_dist.optimizer.accumulation import accumulates, is_update, take
 from keras_dist.optimizer.nested import nested_optimizers, variables_of
 from keras_dist.optimizer.sparse import Lookups, with_shape
+
+# Horovod matches collectives by name, and Keras's names repeat. An optimizer gets its
+# number where all ranks compare its gradients, so that they count alike.
+_numbers = count()
 
 Op = Literal["average", "sum"]
 Compression = Literal["fp16", "bf16"]
@@ -45,20 +50,19 @@ class Averaging:
 
 @dataclass
 class AveragingState:
-    """The state of an optimizer that averages.
+    """The state of an optimizer that averages, for one train function.
 
     Args:
-        number: The number of the optimizer, the same on all ranks.
         options: The options of the averaging.
-        is_checked: Whether the ranks have compared their gradients' shapes and dtypes.
+        number: Part of the names of its collectives; `None` before the ranks have
+            compared their gradients' shapes and dtypes.
         is_merged: Whether repeated rows of sparse gradients are added up before the
             exchange; `None` before the first of them.
         lookups: Which tables are read once for all rows of a batch.
     """
 
-    number: int
     options: Averaging
-    is_checked: bool = False
+    number: int | None = None
     is_merged: bool | None = None
     lookups: Lookups = field(default_factory=Lookups)
 
@@ -82,9 +86,9 @@ def reduce_gradients(
     known = variables_of(optimizer, variables)
     if comm.size() == 1:
         return list(gradients)
-    if not state.is_checked:
+    if state.number is None:
         _check_same_gradients(gradients, known, state.options)
-        state.is_checked = True
+        state.number = next(_numbers)
     if accumulates(optimizer) and not optimizer.built:
         with tf.init_scope():
             optimizer.build(known)

@@ -27,6 +27,11 @@ class StopRequest:
         self._is_asked = False
         self._is_collective = False
 
+    def reset(self) -> None:
+        """Begin a fit: nothing is requested."""
+        self._is_asked = self._is_collective = False
+        self.clear()
+
     @property
     def is_asked(self) -> bool:
         """True if this rank has requested to stop."""

@@ -269,6 +269,15 @@ class FirstStep:
                     build(model, step)
             # Outside of the graph that is being traced, so that this runs once, now.
             with tf.init_scope():
-                batch_norm.synchronize(model)
-                for hook in self._hooks:
-                    hook()
+                self._call_hooks(model)
+
+    def start_traced(self, model: Any) -> None:
+        """Call the hooks before the first step of a function that was traced before."""
+        self._has_started = True
+        with step_context.entered(step_context.StepContext()):
+            self._call_hooks(model)
+
+    def _call_hooks(self, model: Any) -> None:
+        batch_norm.synchronize(model)
+        for hook in self._hooks:
+            hook()

@@ -107,39 +107,67 @@ def _counter(value: Any) -> tf.Variable:
 
 
 class TracedFunctions:
-    """Keeps the test function of a distributed model from one fit to the next.
+    """What a model keeps from one fit to the next: traced functions, and their state.
 
-    The train function is traced again in each fit: one that was traced before does not
-    average gradients. The test function is valid until the model is compiled again.
-
-    Args:
-        model: A `keras.Model`, plain at this time.
-        last: The traced functions of the fit before, if there was one.
+    Keras traces a function again after `compile` alone. Ours are kept beside those of
+    the plain model, which average nothing. A train function is used again in a fit in
+    which everything that is part of the graph is equal: `options`.
 
     Attributes:
-        rows_seen: Batches and rows that the metrics have seen.
+        options: Of the fit in which the train function was traced; `None`: unknown.
+        is_split: Whether steps run in two functions that XLA compiles, with an
+            allreduce between them.
+        rows_trained, rows_seen, stop_request: See `Session`; they are in the graphs.
+        position: Where the next step begins: rows of the pass before it, rows of the
+            whole pass, and rows of all ranks in a step.
     """
 
-    def __init__(self, model: Any, last: "TracedFunctions | None") -> None:
-        self._compiled = _compiled(model)
-        self._plain_test_function = model.test_function
-        self._test_function: Any = None
-        self.rows_seen = RowsSeen()
-        if last is not None and _is_same(last._compiled, self._compiled):
-            # It counts in the variable with which it was traced.
-            self._test_function, self.rows_seen = last._test_function, last.rows_seen
+    def __init__(self) -> None:
+        self.options: Any = None
+        self.is_split = False
+        self.rows_trained, self.rows_seen = RowsTrained(), RowsSeen()
+        self.stop_request = StopRequest()
+        self.position = _counter([0, 0, 0])
+        self._compiled: tuple[Any, ...] = ()
+        self._functions: tuple[Any, Any] = (None, None)  # of training and evaluation
+        self._plain: tuple[Any, Any] = (None, None)
 
     def enter(self, model: Any) -> None:
-        """Give a model that becomes distributed the test function of the last fit."""
-        model.train_function = None
-        model.test_function = self._test_function
+        """Give a model that becomes distributed its test function of the last fit."""
+        if not _is_same(self._compiled, _compiled(model)):
+            self._functions = (None, None)
+        self._compiled = _compiled(model)
+        self._plain = model.train_function, model.test_function
+        model.train_function, model.test_function = None, self._functions[1]
+        self.rows_trained.begin_epoch()
+        self.stop_request.reset()
+        self.position.assign([0, 0, 0])
 
-    def leave(self, model: Any) -> None:
-        """Keep the test function, and give the plain model back its own."""
-        model.train_function = None
-        self._test_function = model.test_function
+    def split(self, is_split: bool) -> None:
+        """Set whether XLA compiles parts of a step."""
+        self.is_split = is_split
+
+    def train_function(self, options: Any) -> Any:
+        """Return the train function of the last fit, if it was one with `options`."""
+        return self._functions[0] if self.options == options else None
+
+    def leave(self, model: Any, options: Any) -> None:
+        """Keep the functions, and give the plain model back its own.
+
+        Args:
+            model: The model, which is plain now.
+            options: Of this fit; `None` if the train function must not be used again.
+        """
+        traced = model.train_function, model.test_function
         is_same = _is_same(self._compiled, _compiled(model))
-        model.test_function = self._plain_test_function if is_same else None
+        if traced[0] is None:  # an evaluation
+            traced = self._functions[0], traced[1]
+        else:
+            self.options = options
+        self._functions = traced if is_same else (None, None)
+        plain = self._plain if is_same else (None, None)
+        model.train_function, model.test_function = plain
+        self._plain = (None, None)
 
 
 def _compiled(model: Any) -> tuple[Any, ...]:
@@ -149,9 +177,10 @@ def _compiled(model: Any) -> tuple[Any, ...]:
 
 
 def _is_same(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
-    is_known = any(found is not None for found in now[:2])
+    if len(before) != len(now) or all(found is None for found in now[:2]):
+        return False
     pairs = zip(before, now, strict=True)
-    return is_known and all(old is new or old == new for old, new in pairs)
+    return all(old is new or old == new for old, new in pairs)
 
 
 @dataclass(frozen=True)
@@ -338,16 +367,14 @@ class Session:
     """What a model that trains on many ranks remembers, until its fit is over.
 
     Args:
-        traced: The test function that Keras has traced, which the next fit may reuse.
+        traced: What the next fit may use again.
+        options: What is part of the graph of a step beside what is compiled; `None` if
+            the next fit must not use the train function.
+        is_traced: Whether this fit uses the train function of the last one.
         first_step: Builds the model, then calls hooks.
-        stop_request: This rank's stop request, and whether all ranks have agreed.
         metrics: Whether a metric's result is one over all ranks.
-        rows_trained: Rows that this rank has trained on in this epoch.
         eager_log: Which losses of a step that runs eagerly are sums over rows.
         feed: The training data.
-        step: The number of the next step, a variable.
-        is_split: Whether steps run in two functions that XLA compiles, with an
-            allreduce between them.
         rates: The learning rates of the epoch's last updates, by a name for the logs,
             before callbacks such as `ReduceLROnPlateau` set those of the next epoch;
             `None` if nobody reads them.
@@ -356,16 +383,24 @@ class Session:
     """
 
     traced: TracedFunctions
+    options: Any = None
+    is_traced: bool = False
     first_step: FirstStep = field(default_factory=FirstStep)
-    stop_request: StopRequest = field(default_factory=StopRequest)
     metrics: MetricScope = field(default_factory=MetricScope)
-    rows_trained: RowsTrained = field(default_factory=RowsTrained)
     eager_log: EagerLog = field(default_factory=EagerLog)
     feed: Feed | None = None
-    step: tf.Variable = field(default_factory=lambda: _counter(0))
-    is_split: bool = False
     rates: dict[str, float] | None = None
     is_held: bool = False
+
+    @property
+    def rows_trained(self) -> RowsTrained:
+        """Rows that this rank has trained on in this epoch."""
+        return self.traced.rows_trained
+
+    @property
+    def stop_request(self) -> StopRequest:
+        """This rank's stop request, and whether all ranks have agreed."""
+        return self.traced.stop_request
 
     @property
     def rows_seen(self) -> RowsSeen:
@@ -390,22 +425,57 @@ class Session:
         """
         return split_mark(data) if self._is_marked else (data, None)
 
+    def use(self, feed: Feed) -> None:
+        """Set the training data of this fit."""
+        self.feed = feed
+        if feed.division is not None:
+            self._set_position(feed.division.begin)
+
     def begin_epoch(self, epoch: int) -> None:
-        """Let the data, and the number of the next step, begin an epoch."""
+        """Let the data, and the position of the next step, begin an epoch."""
         assert self.feed is not None  # set before the first epoch
-        self.step.assign(self.feed.begin_epoch(epoch))
+        step, division = self.feed.begin_epoch(epoch), self.feed.division
+        if division is not None:
+            self._set_position(division.span(step)[1])
+
+    def _set_position(self, begin: int) -> None:
+        division = self.feed.division if self.feed else None
+        if division is not None:
+            position = begin, division.total, division.global_batch
+            self.traced.position.assign(position)
+
+    @property
+    def knows_rows(self) -> bool:
+        """True if the rows of all ranks in a step are known without a collective."""
+        division = None if self.feed is None else self.feed.division
+        return division is not None and division.unit == "rows"
+
+    @property
+    def may_read_on(self) -> bool:
+        """True if Keras may begin a step more, and see then that there is no batch.
+
+        It does where it does not know the number of batches. One process knows it of
+        data that is divided into steps here; but for an epoch that is resumed, in one
+        process, too.
+        """
+        feed = self.feed
+        if feed is None:
+            return False
+        is_known = feed.plan.steps_before is not None and comm.size() > 1
+        return feed.has_epochs or is_known
 
     def next_rows_of_all(self) -> Any:
         """Count the rows of all ranks in the next step; `None` if unknown.
 
-        It also increments the number of the step; in a graph or not.
+        It also moves the position behind the step; in a graph or not.
         """
-        division = None if self.feed is None else self.feed.division
-        if division is None or division.unit != "rows":
+        if not self.knows_rows:
             return None
-        _, begin, end = division.span(self.step.read_value())
-        self.step.assign_add(1)
-        return end - begin
+        begin, total, per_step = tf.unstack(self.traced.position.read_value())
+        rows = tf.minimum(per_step, total - begin)
+        end = (begin + rows) % total
+        self.traced.position.assign(tf.stack([end, total, per_step]))
+        return rows
 
 
 def session_of(model: Any) -> Session:

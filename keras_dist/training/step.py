@@ -13,8 +13,11 @@ from keras_dist import comm, mixin, private
 from keras_dist.data import is_mark, marked
 from keras_dist.optimizer import (
     averages,
+    averaging_of,
+    check_again,
     effective_rates,
     only_attached,
+    optimizers_of,
     step_context,
 )
 from keras_dist.training import (
@@ -41,7 +44,7 @@ def install(model: Any) -> Session:
     """Make `model` train on all ranks; a second call returns the same session."""
     if not mixin.has(model, DistributedStep):
         saving.begin_interval()
-        traced = TracedFunctions(model, model.__dict__.get("_traced_functions"))
+        traced = model.__dict__.get("_traced_functions") or TracedFunctions()
         # Keras does not track attributes that are set so; it would save them.
         object.__setattr__(model, "_traced_functions", traced)
         object.__setattr__(model, "_distributed_session", Session(traced))
@@ -68,9 +71,31 @@ def uninstall(model: Any, *, is_over: bool = False) -> None:
         mixin.remove(model, DistributedStep)
         batch_norm.desynchronize(model)
         model.stop_training = stopped
-        session.traced.leave(model)
+        session.traced.leave(model, session.options)
         if is_over:
             object.__delattr__(model, "_distributed_session")
+
+
+def reuse_train_function(model: Any, options: Any) -> None:
+    """Use the train function of the last fit, if all ranks can. A collective.
+
+    Args:
+        model: A model on which `install` was called.
+        options: What is part of the graph of a step beside what is compiled.
+    """
+    session = session_of(model)
+    session.options = (
+        options,
+        optimizers_of(model),
+        averaging_of(model),
+        session.knows_rows,
+        session.may_read_on,
+        session.has_marks,
+    )
+    function = session.traced.train_function(session.options)
+    session.is_traced = all(comm.gather(function is not None))
+    if session.is_traced:
+        model.train_function = function
 
 
 def build_now(model: Any, data: Any) -> None:
@@ -140,15 +165,29 @@ class DistributedStep(atomic.SavesWhole):
         return own(x, y, sample_weight)
 
     def make_train_function(self: Any, force: bool = False) -> Any:
+        if self.train_function is not None and not force:
+            return
         session = self._distributed_session
+        session.is_traced = False
+        check_again(self)
         asked = self.jit_compile
-        session.is_split = bool(asked) and comm.size() > 1
+        is_split = bool(asked) and comm.size() > 1
+        session.traced.split(is_split)
         # XLA cannot compile a collective: `train_step` compiles what is around it.
-        self.jit_compile = asked and not session.is_split
+        self.jit_compile = asked and not is_split
         try:
-            return super().make_train_function(force)  # type: ignore[misc]
+            super().make_train_function(force)  # type: ignore[misc]
         finally:
             self.jit_compile = asked
+        function = self.train_function
+
+        def train(iterator: Any) -> Any:
+            session = session_of(self)
+            if session.is_traced and not session.first_step.has_started:
+                session.first_step.start_traced(self)
+            return function(iterator)
+
+        self.train_function = train
 
     def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
         scope = self._distributed_session.metrics
@@ -219,7 +258,7 @@ def _context(
         has_rows=has_rows,
         rows_of_all=session.next_rows_of_all(),
         is_strided=session.feed is not None and session.feed.is_strided,
-        is_keras_path=is_keras_path and not session.is_split,
+        is_keras_path=is_keras_path and not session.traced.is_split,
         stop_request=session.stop_request,
     )
 
@@ -285,13 +324,13 @@ def _of_all_rows(
 def _run(model: Any, own_step: Callable[[Any], Any], data: Any) -> Any:
     """Run the model's own step: in parts, if XLA compiles it."""
     session = session_of(model)
-    if not session.is_split:
+    if not session.traced.is_split:
         return own_step(data)
     step = RecordedStep(own_step)
     reason = step.why_not(data)
     if reason is None:
         return step.run(data)
-    session.is_split = False
+    session.traced.split(False)
     if comm.rank() == 0:
         warnings.warn(f"Training without XLA: {reason}.", stacklevel=2)
     return own_step(data)
@@ -321,19 +360,13 @@ def _after_updates(model: Any, data: Any) -> Any:
 
 
 def _not_before(session: Session, data: Any) -> Any:
-    """Inside the block, whatever a graph does is done after the batch was read.
+    """Context manager in which a graph does nothing before the batch was read.
 
     Where Keras does not know the number of batches, it begins a step more at the end of
     the data, and sees then that there is no batch. What does not depend on the batch is
-    done nevertheless, such as counting the update, or drawing a random number. One
-    process knows the number of batches of data that is divided into steps here, so it
-    counts right; but for an epoch that is resumed, in one process, too.
+    done nevertheless, such as counting the update, or drawing a random number.
     """
-    feed = session.feed
-    if tf.executing_eagerly() or feed is None:
-        return contextlib.nullcontext()
-    is_known = feed.plan.steps_before is not None and comm.size() > 1
-    if not (feed.has_epochs or is_known):
+    if tf.executing_eagerly() or not session.may_read_on:
         return contextlib.nullcontext()
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
     return tf.control_dependencies(leaves)

@@ -1,0 +1,156 @@
+"""A second `dist_fit` uses the step that was traced before, as Keras does."""
+
+import gc
+import weakref
+
+import keras
+import numpy as np
+import pytest
+from claims import assert_equal_to_the_bit, largest_difference
+
+import keras_dist
+
+GIVEN = {"batch_size": 6, "shuffle": False, "verbose": 0}
+
+
+class NotedSGD(keras.optimizers.SGD):
+    """Notes each variable that an update is traced for."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.noted = [*getattr(self, "noted", []), variable.name]
+        super().update_step(gradient, variable, learning_rate)
+
+
+def make(**options):
+    """A model with four weights, in a graph."""
+    keras.utils.set_random_seed(3)
+    hidden = keras.layers.Dense(4, activation="tanh")
+    model = keras.Sequential([keras.Input((5,)), hidden, keras.layers.Dense(1)])
+    optimizer = NotedSGD(0.1, momentum=0.9)
+    model.compile(optimizer, "mse", metrics=["mae"], run_eagerly=False, **options)
+    return model
+
+
+def dist_fit(model, *args, **kwargs):
+    """`dist_fit` as a script for one process calls it."""
+    return keras_dist.dist_fit(model, *args, batch="global", **{**GIVEN, **kwargs})
+
+
+def plain_fit(model, *args, **kwargs):
+    """The oracle."""
+    return model.fit(*args, **{**GIVEN, **kwargs})
+
+
+def pair(run):
+    """Do the same with plain Keras on one process and with `dist_fit`."""
+    expected, model = make(), make()
+    histories = run(expected, plain_fit), run(model, dist_fit)
+    np.testing.assert_allclose(histories[1], histories[0], rtol=1e-5)
+    assert largest_difference(model, expected) < 1e-5
+    assert_equal_to_the_bit(model)
+    return model, expected
+
+
+@pytest.mark.three_ranks
+def test_a_fit_for_each_epoch_is_traced_once(rows):
+    """With other rows, batches, positions and a validation in between."""
+    x, y = rows
+
+    def run(model, fit):
+        losses = []
+        for epoch, count in enumerate([96, 96, 101, 60]):
+            given = {"initial_epoch": epoch, "epochs": epoch + 1}
+            if epoch == 3:
+                given = {"epochs": 2, "steps_per_epoch": 5}
+            history = fit(model, x[:count], y[:count], validation_data=rows, **given)
+            losses += history.history["loss"] + history.history["val_mae"]
+        return losses
+
+    model, _ = pair(run)
+    # Once more for the shape of the last batch of 101 rows; Keras's own cache has both.
+    assert len(model.optimizer.noted) <= 2 * 4
+
+
+@pytest.mark.parametrize("is_trained_first", [False, True])
+def test_trainable_is_that_of_the_traced_step(rows, is_trained_first):
+    """Without `compile`, a switch between two fits changes nothing, as in Keras."""
+    x, y = (array[:96] for array in rows)
+
+    def run(model, fit):
+        model.layers[0].trainable = is_trained_first
+        first = fit(model, x, y).history["loss"]
+        model.layers[0].trainable = not is_trained_first
+        return first + fit(model, x, y).history["loss"]
+
+    pair(run)
+
+
+def test_what_a_graph_holds_is_traced_again_where_it_differs(rows):
+    """Another rate, an optimizer of another kind, or `compile`."""
+    x, y = (array[:96] for array in rows)
+    model = make()
+    for scaling, count in ((1.0, 4), (1.0, 4), (2.0, 8), (2.0, 8), (1.0, 12)):
+        keras_dist.dist_fit(model, x, y, lr_scaling=scaling, **GIVEN)
+        assert len(model.optimizer.noted) == count
+    model.compile(NotedSGD(0.1), "mse", run_eagerly=False)
+    keras_dist.dist_fit(model, x, y, lr_scaling=1.0, **GIVEN)
+    assert len(model.optimizer.noted) == 4
+    assert_equal_to_the_bit(model)
+
+
+@pytest.mark.several_ranks
+def test_all_ranks_trace_if_one_has_to(rows, world):
+    """A rank that has compiled again does not leave the others in their step."""
+    x, y = (array[:96] for array in rows)
+    model = make()
+    dist_fit(model, x, y)
+    if world.rank == 1:
+        optimizer = model.optimizer
+        model.compile(optimizer, "mse", metrics=["mae"], run_eagerly=False)
+    dist_fit(model, x, y)
+    assert len(model.optimizer.noted) == 8
+    assert_equal_to_the_bit(model)
+
+
+def test_weights_that_one_rank_has_set_are_copied_before_the_first_step(rows, world):
+    """Also if its step was traced in the fit before."""
+    x, y = (array[:96] for array in rows)
+    model = make()
+    dist_fit(model, x, y)
+    if world.rank == 1:
+        model.set_weights([weight + 1 for weight in model.get_weights()])
+    dist_fit(model, x, y)
+    assert len(model.optimizer.noted) == 4
+    assert_equal_to_the_bit(model)
+
+
+@pytest.mark.several_ranks
+def test_an_error_lets_the_next_fit_trace_again(rows):
+    """What has failed once is not used again."""
+    x, y = (array[:96] for array in rows)
+
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise KeyError("tea")
+
+    model = make()
+    with pytest.raises((KeyError, RuntimeError), match="tea"):
+        dist_fit(model, x, y, callbacks=[Fails()])
+    dist_fit(model, x, y)
+    assert len(model.optimizer.noted) == 8
+    assert_equal_to_the_bit(model)
+
+
+def test_no_data_outlives_a_fit(rows):
+    """Neither training nor validation data, also where an evaluation comes between."""
+    model, dead = make(), []
+    for _ in range(2):
+        x, y = (array.copy() for array in rows)
+        held_out = x.copy(), y.copy()
+        dist_fit(model, x, y, validation_data=held_out)
+        keras_dist.DistributedModel(model).evaluate(*held_out, verbose=0)
+        dead += [weakref.ref(array) for array in (x, y, *held_out)]
+        del x, y, held_out
+        gc.collect()
+        assert [ref() is None for ref in dead] == [True] * len(dead)
+    assert not hasattr(model, "_distributed_session")
