@@ -114,8 +114,6 @@ def command_line() -> str:
     )
     sections = []
     for name, sub in commands.choices.items():
-        if name.endswith("-agent"):
-            continue  # started by us, and by nobody else
         usage = sub.format_usage().removeprefix("usage: ").strip()
         sections += [f"## keras-dist {name}", sub.description or "", ""]
         sections += ["```text", usage, "```", "", *_command_rows(sub), ""]

@@ -31,8 +31,8 @@ class Slurm(Cluster):
 
     def place(self, environ: Mapping[str, str]) -> Place:
         counts = expand_counts(environ.get(_COUNTS, ""))
-        node, nodes = environ.get(_NODE, ""), expand_nodes(environ.get(_NODES, ""))
-        if not (nodes and node.isdecimal() and int(node) < len(counts)):
+        node, first = environ.get(_NODE, ""), find_first_node(environ.get(_NODES, ""))
+        if not (first and node.isdecimal() and int(node) < len(counts)):
             raise ValueError(
                 "srun has not said which nodes its step has. Received: "
                 f"{_NODES}={environ.get(_NODES)}, {_COUNTS}={environ.get(_COUNTS)}, "
@@ -46,37 +46,20 @@ class Slurm(Cluster):
             size=read_number(environ, _SIZE, self.name),
             local_rank=read_number(environ, _LOCAL, self.name),
             local_size=counts[int(node)],
-            address=nodes[0],
+            address=first,
             port=_FIRST_PORT + (job * _APART + step) % _NUM_PORTS,
             variables=(_RANK, _SIZE, _LOCAL, _NODES, _COUNTS),
         )
 
 
-def expand_nodes(text: str) -> list[str]:
-    """Return the names in a list of nodes.
+def find_first_node(text: str) -> str:
+    """Return the first name in a list of nodes; empty if there is none.
 
-    >>> expand_nodes("gpu[08-10,12],login1")
-    ['gpu08', 'gpu09', 'gpu10', 'gpu12', 'login1']
-    >>> expand_nodes("r[1-2]n[1-2]")
-    ['r1n1', 'r1n2', 'r2n1', 'r2n2']
+    >>> find_first_node("r[01-2,7]n[1-2],login1")
+    'r01n1'
     """
-    nodes: list[str] = []
-    for pattern in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
-        names = [""]
-        for plain, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", pattern):
-            ends = _expand_ranges(ranges) if ranges else [plain]
-            names = [name + end for name in names for end in ends]
-        nodes += names
-    return nodes
-
-
-def _expand_ranges(ranges: str) -> list[str]:
-    numbers = []
-    for each in ranges.split(","):
-        first, _, last = each.partition("-")
-        for number in range(int(first), int(last or first) + 1):
-            numbers.append(str(number).zfill(len(first)))
-    return numbers
+    names = re.match(r"(?:[^,\[]|\[[^\]]*\])*", text)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", names[0] if names else "")
 
 
 def expand_counts(text: str) -> list[int]:

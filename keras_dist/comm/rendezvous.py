@@ -6,29 +6,40 @@ numbers of all. Then Horovod finds the ranks by the same store.
 """
 
 import contextlib
-import errno
 import json
 import os
+import secrets
 import socket
 import sys
 import time
 import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from keras_dist.clusters import Place
 from keras_dist.clusters.slurm import Slurm
-from keras_dist.launch.environments import address_of
-from keras_dist.launch.hosts import Slot, ranges
-from keras_dist.launch.network import EVERYWHERE, address_towards, interface
+from keras_dist.launch.failures import LOST_SECONDS
+from keras_dist.launch.hosts import ranges
+from keras_dist.launch.network import (
+    address_towards,
+    interface,
+    is_loopback,
+    resolve_node,
+)
 from keras_dist.launch.ranks import connect_timeout
 from keras_dist.launch.signing import VARIABLE as SECRET
 from keras_dist.launch.signing import derived
-from keras_dist.launch.store import Store, StoreClient, secret_of_start, variables_of
+from keras_dist.launch.store import (
+    Store,
+    StoreClient,
+    make_slot,
+    serve_at,
+    slot_variables,
+    store_variables,
+)
 from keras_dist.version import __version__
 
 # Seconds in which all ranks have to come, and between two looks.
@@ -63,12 +74,13 @@ def meet(place: Place) -> None:
     """
     # By the launcher's name of the host: some ranks may know an address of it alone.
     job = f"{place.launcher} {place.address}:{place.port}"
-    place = replace(place, address=_resolve(place))
+    # Names of SLURM's nodes may be known to it alone.
+    is_node = place.launcher == Slurm.name
+    address = resolve_node(place.address) if is_node else place.address
     secret = os.environ.get(SECRET) or derived(job, "without a secret")
     if place.rank == 0:
-        _stores.append(_serve(place))
-        _stores[0].admit(secret)
-    client = StoreClient(place.address, place.port, secret)
+        _stores.append(_serve(place, address, secret))
+    client = StoreClient(address, place.port, secret)
     try:
         own, reached = client.wait(socket.gethostname(), timeout=_TIMEOUT) or ("", "")
     except ValueError as error:
@@ -80,30 +92,27 @@ def meet(place: Place) -> None:
     facts = {"here": here, "size": place.size, "version": __version__}
     client.put_surely(f"rank.{place.rank}", facts)
     if place.rank == 0:
-        client.put_surely("start", _gather_ranks(place, client))
+        start = _gather_ranks(place, client)
+        if "error" not in start:  # what is read below can be used at once
+            _stores[0].open([make_slot(*numbers) for numbers in start["slots"]])
+        client.put_surely("start", start)
     start = _wait_for_start(place, client)
     if "error" in start:
         if place.rank == 0:
             time.sleep(_READ_SECONDS)
         raise RuntimeError(start["error"])
-    slots = [Slot(*numbers) for numbers in start["slots"]]
-    start_secret = secret_of_start(secret, job, 0)
-    if place.rank == 0:
-        _stores[0].open(slots, start_secret)
-        client.put_surely("is_open", True)
-    if own.startswith("127."):  # rank 0 reaches itself so; others reach it by another
-        others = [a for _, _, _, a in start["ranks"] if not a.startswith("127.")]
+    if is_loopback(own):  # rank 0 reaches itself so; others reach it by another
+        others = [a for _, _, _, a in start["ranks"] if not is_loopback(a)]
         own = address_towards(others[0]) if others else own
     os.environ.update(
         {
             **connect_timeout(),
-            **variables_of(reached, place.port, start_secret),
-            **slots[place.rank].environment(),
+            **store_variables(reached, place.port, secret),
+            **slot_variables(make_slot(*start["slots"][place.rank])),
             **interface(own),
-            SECRET: start_secret,
+            SECRET: derived(secret, f"ranks {start['nonce']}"),
         }
     )
-    _wait_for(client, "is_open", time.monotonic() + _TIMEOUT)
     _clients.append(client)
     _report_failures(place.rank, client)
 
@@ -143,30 +152,15 @@ def _report_failures(rank: int, client: StoreClient) -> None:
     sys.excepthook = report
 
 
-def _resolve(place: Place) -> str:
-    """Return an address of rank 0: names of SLURM's nodes may be known to it alone."""
-    is_node = place.launcher == Slurm.name
-    return address_of(place.address) if is_node else place.address
-
-
-def _serve(place: Place) -> Store:
+def _serve(place: Place, address: str, secret: str) -> Store:
     """Return the store of the job, on rank 0.
 
     Raises:
         RuntimeError: If the port is in use.
     """
-    address = EVERYWHERE
-    with contextlib.suppress(OSError):  # only its resolver knows the name
-        address = socket.gethostbyname(place.address)
-    if address.startswith("127.") and place.local_size < place.size:
-        address = EVERYWHERE  # Debian's own name, which others know by another address
+    is_alone = place.local_size == place.size
     try:
-        try:
-            return Store(address, place.port)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-            return Store(EVERYWHERE, place.port)
+        return serve_at(address, place.port, secret, is_alone=is_alone)
     except OSError as error:
         raise RuntimeError(
             f"Rank 0, started by {place.launcher}, cannot serve the rendezvous of the "
@@ -204,14 +198,15 @@ def _gather_ranks(place: Place, client: StoreClient) -> dict[str, Any]:
                 "rank 0."
             }
     ordered = [there[rank] for rank in range(place.size)]
-    return {"ranks": ordered, "slots": _number_slots(ordered)}
+    nonce = secrets.token_hex(16)
+    return {"ranks": ordered, "slots": _number_slots(ordered), "nonce": nonce}
 
 
 def _number_slots(ranks: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Return the fields of the slot of each rank.
+    """Return the fields of the slot of each rank, whose order is the launcher's.
 
     >>> _number_slots([["a", 0, 2, ""], ["b", 0, 1, ""], ["a", 1, 2, ""]])[1]
-    [1, 3, 'b', 0, 1, 1, 2]
+    ['b', 1, 0, 1, 3, 1, 2]
     """
     cross_sizes = Counter(local_rank for _, local_rank, _, _ in ranks)
     before: Counter[int] = Counter()
@@ -222,26 +217,28 @@ def _number_slots(ranks: Sequence[Sequence[Any]]) -> list[list[Any]]:
         first_ranks[host] += local_rank == 0
         name = host if first_ranks[host] <= 1 else f"{host}-{first_ranks[host]}"
         cross = before[local_rank], cross_sizes[local_rank]
-        slots.append([len(slots), len(ranks), name, local_rank, local_size, *cross])
+        own = len(slots), local_rank, cross[0], len(ranks), local_size, cross[1]
+        slots.append([name, *own])
         before[local_rank] += 1
     return slots
 
 
 def _wait_for_start(place: Place, client: StoreClient) -> dict[str, Any]:
     """Return what rank 0 has answered."""
+    begin = answered = time.monotonic()
     # Rank 0 gives up first, and says why.
-    start = _wait_for(client, "start", time.monotonic() + _TIMEOUT + 15.0)
-    if not isinstance(start, dict):
-        return {
-            "error": f"Rank 0, started by {place.launcher}, has ended before the ranks "
-            f"met. Received: rank {place.rank} of {place.size} on "
-            f"{socket.gethostname()}, and no answer at {place.address}:{place.port}. "
-            "Rank 0's own output has the cause."
-        }
-    return start
-
-
-def _wait_for(client: StoreClient, name: str, end: float) -> Any:
-    while (value := client.get(name)) is None and time.monotonic() < end:
+    while answered - begin < _TIMEOUT + 15.0:
+        values = client.get_all("start")
+        if values:
+            return dict(values["start"])
+        if values is not None:
+            answered = time.monotonic()
+        elif time.monotonic() - answered > LOST_SECONDS:
+            break
         time.sleep(_TICK)
-    return value
+    return {
+        "error": f"Rank 0, started by {place.launcher}, has ended before the ranks "
+        f"met. Received: rank {place.rank} of {place.size} on "
+        f"{socket.gethostname()}, and no answer at {place.address}:{place.port}. "
+        "Rank 0's own output has the cause."
+    }

@@ -1,27 +1,29 @@
-"""Start the ranks of a job, watch its hosts, and start the ranks again: one loop.
+"""A job on one host or on several: one launcher on each, and the store on the first.
 
-The process with the store of the job runs it: `keras-dist run` on one machine, on the
-first host, or as the launcher of `-H`, which has no ranks of its own. The other hosts
-follow (`agent`).
+All launchers do the same: each runs the ranks of its host, and reports how they have
+ended. On the first host a thread, the coordinator, decides when ranks start and end.
 
-In the store, with ID the id of another host: `order` is what all hosts have to do;
-`join.ID` describes the host; `beat.ID` is its heartbeat; `report.START.ID` is how its
-ranks have ended; `stopped.ID` is a signal that it has received; `left.ID` says that it
-has ended.
+In the store, with K the number of a host: `host.K` describes it; `beat.K` has a count
+that grows, and the signal that its launcher has received; `report.START.K` is how its
+ranks have ended; `left.K` says that its launcher exits. The coordinator writes `state`:
+what all hosts do now.
 """
 
 import contextlib
+import io
 import os
 import secrets
+import socket
 import threading
 import time
 import traceback
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from signal import SIGHUP, SIGUSR1
 from typing import Any
 
-from keras_dist.launch import processes
-from keras_dist.launch.agent import Header, run_with_peers
+from keras_dist.clusters import Place
+from keras_dist.clusters.slurm import Slurm
+from keras_dist.launch import horovod_library, processes
 from keras_dist.launch.failures import (
     LOST_SECONDS,
     Report,
@@ -31,26 +33,42 @@ from keras_dist.launch.failures import (
     ranks_in_words,
     verdict,
 )
-from keras_dist.launch.hosts import (
-    LOOPBACK,
-    Meeting,
-    Member,
-    Slot,
-    assign_slots,
-    count_ranks,
-    is_here,
-    number_hosts,
+from keras_dist.launch.hosts import LOOPBACK
+from keras_dist.launch.monitor import seeds
+from keras_dist.launch.network import (
+    check_own_name,
+    has_only_ipv6,
+    interface,
+    is_loopback,
+    resolve_node,
 )
-from keras_dist.launch.network import own_address
-from keras_dist.launch.processes import (
-    allow_files,
-    is_saving,
-    stopped_by_signals,
-    stopped_text,
+from keras_dist.launch.processes import ORDERED, is_saving, stopped_by_signals
+from keras_dist.launch.ranks import RESTART, Command, run_ranks
+from keras_dist.launch.signing import VARIABLE as SECRET
+from keras_dist.launch.signing import derived
+from keras_dist.launch.store import (
+    Store,
+    StoreClient,
+    assign_ranks,
+    serve_at,
+    store_variables,
 )
-from keras_dist.launch.ranks import Assignment, Command, job_seed, run_ranks
-from keras_dist.launch.ssh import Ssh, SshHosts, with_environment
-from keras_dist.launch.store import OwnStoreClient, Store, StoreClient, secret_of_start
+from keras_dist.version import __version__
+
+# Seconds in which all hosts have to come; and in which a command that ssh has started
+# has to reach the first host.
+_TIMEOUT, _SSH_TIMEOUT = 300.0, 20.0
+
+# Seconds between two looks, between two heartbeats (before the start, and then), and
+# between two lines about hosts that are missing.
+_TICK, _FIRST_BEAT_SECONDS, _BEAT_SECONDS, _SAY_SECONDS = 0.05, 0.1, 1.0, 15.0
+
+# Between two looks at the heartbeats; more means that this machine was suspended.
+_LONGEST_LOOK = 5.0
+
+# Seconds in which a host has to end its ranks and report; the second number if they
+# may save before. And seconds for which the store stays until all hosts have left.
+_STOP_SECONDS, _SAVE_SECONDS, _LEAVE_SECONDS = LOST_SECONDS + 2, 45.0, 10.0
 
 # Files that are open at once: three pipes of each host, a connection of each rank.
 _FILES_OF_RANK = 8
@@ -58,503 +76,501 @@ _FILES_OF_RANK = 8
 # Of these errors the message is enough.
 _NAMED_ERRORS = (ImportError, OSError, RuntimeError, ValueError)
 
-_TICK = 0.1
 
-# Seconds between two looks at who is there while ranks run, and between two lines about
-# hosts that are missing.
-_LOOK_SECONDS, _SAY_SECONDS = 0.5, 15.0
+def run_job(
+    command: Command,
+    place: Place,
+    num_ranks: int,
+    secret: str,
+    *,
+    restarts: int = 0,
+    is_silent: bool = False,
+    over_ssh: bool = False,
+) -> int:
+    """Run this host's part of a job, and end every process that it has started.
 
-# Between two looks at the heartbeats; more means that this machine was suspended.
-_LONGEST_LOOK = 5.0
-
-# Seconds in which a host has to end its ranks and report; the second number if they
-# may save before.
-_STOP_SECONDS, _SAVE_SECONDS = LOST_SECONDS + 2, 45.0
-
-# Seconds for which the store stays until all hosts have seen the end.
-_LEAVE_SECONDS = 10.0
-
-# Id of the host that runs the loop.
-_OWN = ""
-
-
-@dataclass(frozen=True)
-class OwnRanks:
-    """The ranks of the host that runs the loop.
+    It installs signal handlers, so call it from the main thread of a process that does
+    nothing else.
 
     Args:
-        command: The command that they run.
-        member: The host.
-        job: Id of the job, by which their processes are found.
-    """
-
-    command: Command
-    member: Member
-    job: str
-
-
-@dataclass(frozen=True)
-class End:
-    """How a start, or the job, has ended.
-
-    Args:
-        code: The exit code.
-        text: The message for the user.
-        is_final: Whether there is no other start: a signal has stopped the job, or a
-            host was lost.
-    """
-
-    code: int
-    text: str = ""
-    is_final: bool = False
-
-
-class Presence:
-    """When each host's last heartbeat was seen.
-
-    Args:
-        store: The store of the job.
-    """
-
-    def __init__(self, store: StoreClient) -> None:
-        self._store = store
-        self._looked = time.monotonic()
-        # For each host that has answered: its last heartbeat, and when it was seen.
-        self._seen: dict[str, tuple[int, float]] = {}
-
-    def look(self, running: Collection[str]) -> None:
-        """Read the heartbeats of hosts that run, twice a second."""
-        now = time.monotonic()
-        if now - self._looked < _LOOK_SECONDS:
-            return
-        pause = now - self._looked
-        if pause > _LONGEST_LOOK:
-            self._seen = {k: (n, t + pause) for k, (n, t) in self._seen.items()}
-        self._looked = now
-        found = self._store.get_all("beat.") or {}  # one request, however many hosts
-        for name in running:
-            beats = found.get(f"beat.{name}")
-            if beats is not None and self._seen.get(name, (0, 0.0))[0] != beats:
-                self._seen[name] = beats, now
-
-    def lost(self, running: Collection[str]) -> list[str]:
-        """Return the hosts that run, as far as is known, but were silent for 15 s."""
-        return [
-            name
-            for name in running
-            if name in self._seen and self._looked - self._seen[name][1] > LOST_SECONDS
-        ]
-
-
-class Job:
-    """A job, in the process that has its store.
-
-    Args:
-        meeting: How many hosts there are, and where they meet.
-        store: The store of the job.
+        command: The command that every rank runs.
+        place: Number of this host, number of hosts, and where the first host is.
+        num_ranks: Number of ranks of this host.
         secret: Secret of the job.
+        restarts: The largest number of restarts after failures; that of the first host
+            counts.
+        is_silent: Whether nothing is said about the start.
+        over_ssh: Whether standard input has the numbers of signals, and its end means
+            that the command which has started this one is gone.
+
+    Returns:
+        The exit code of the job, the same on all hosts: 0, or that of the rank that
+        failed first, or 128 + the number of the signal that stopped the job.
+
+    Raises:
+        OSError: If the port is in use.
+        RuntimeError: If Horovod is not installed.
+        ValueError: If the hosts cannot meet.
+    """
+    job, is_slurm = secrets.token_hex(8), "SLURM_JOB_ID" in os.environ
+    address = place.address
+    if place.launcher == Slurm.name:
+        address = resolve_node(address)
+    if has_only_ipv6(address):
+        raise ValueError(
+            "Hosts meet at an IPv4 address, by which their ranks connect, too. "
+            f"Received: {address}, which has IPv6 addresses alone on this host. Name "
+            "an IPv4 address of the first host, the same on all hosts: "
+            f"--rdzv 10.0.0.1:{place.port}"
+        )
+    with (
+        processes.reaper(job),  # is forked, so before the first thread
+        stopped_by_signals(*[SIGUSR1] * is_slurm) as stopped,
+        contextlib.ExitStack() as stack,
+    ):
+        if over_ssh:
+            _start_thread(_read_signals, stopped)
+        port, timeout = place.port, _SSH_TIMEOUT if over_ssh else _TIMEOUT
+        is_quiet, coordinator = over_ssh or is_slurm, None
+        if place.rank == 0:
+            store = _serve(place, address, secret)
+            stack.callback(store.close)
+            address, port = store.address, store.port
+            client = StoreClient(address, port, secret)
+            begin = None if is_silent else command.kind != "program"
+            first = Coordinator(
+                client, store, place.size, restarts, begin, is_quiet=is_quiet
+            )
+            coordinator = _start_thread(first.run)
+        client = StoreClient(address, port, secret)
+        host = Host(client, secret, place, num_ranks, stopped, is_quiet=is_quiet)
+        code = host.run(command, job, timeout)
+        if coordinator is not None:
+            coordinator.join()
+        return code
+
+
+def _serve(place: Place, address: str, secret: str) -> Store:
+    try:
+        return serve_at(address, place.port, secret, is_alone=place.size == 1)
+    except OSError as error:
+        raise OSError(
+            f"The job's store cannot listen at {place.address}:{place.port}. "
+            f"Received: {error}. Name another port by `--rdzv`, the same on all hosts."
+        ) from error
+
+
+def _start_thread(function: Any, *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=function, args=args, daemon=True)
+    thread.start()
+    return thread
+
+
+def _read_signals(stopped: list[int]) -> None:
+    """In a thread, read what `launch.ssh` writes."""
+    # Without a buffer, whose lock this thread would hold when Python ends.
+    lines = io.FileIO(0, closefd=False)
+    for line in iter(lines.readline, b""):
+        stopped.append(int(line))
+    stopped.append(SIGHUP)
+
+
+class Host:
+    """A host of a job: runs its ranks when the coordinator starts them.
+
+    Args:
+        client: The client of the job's store.
+        secret: Secret of the job.
+        place: Number of this host, and number of hosts.
+        num_ranks: Number of ranks of this host.
         stopped: Numbers of the signals that this process has received.
-        own: The ranks of this host; `None` for none.
-        ssh: The other hosts, if this process has started them.
+        is_quiet: Whether the first host prints to the same screen.
     """
 
     def __init__(
         self,
-        meeting: Meeting,
-        store: Store,
+        client: StoreClient,
         secret: str,
+        place: Place,
+        num_ranks: int,
         stopped: Sequence[int],
         *,
-        own: OwnRanks | None = None,
-        ssh: SshHosts | None = None,
+        is_quiet: bool,
     ) -> None:
-        self.values = OwnStoreClient(store, secret, num_hosts=meeting.num_hosts)
-        self._meeting, self._store, self._secret = meeting, store, secret
-        self._stopped, self._own, self._ssh = stopped, own, ssh
-        self._is_alone = own is not None and meeting.num_hosts == 1
-        self._presence = Presence(self.values)
-        # The hosts of the job by their numbers, once all are there.
-        self._members: Mapping[str, Member] = {}
-        # Of this start: the reports that have come; and what has happened to hosts that
-        # were lost, with the exit code for it, that which was seen first before others.
-        self._reports: dict[str, Report] = {}
-        self._lost: dict[str, tuple[str, int]] = {}
+        self._client, self._secret, self._stopped = client, secret, stopped
+        self._number, self._num_hosts = place.rank, place.size
+        self._num_ranks, self._is_quiet = num_ranks, is_quiet
+        # As a task of `ssh` or SLURM, a host may have a name of its own.
+        given = (os.environ.get(n) for n in ("HOROVOD_HOSTNAME", "SLURMD_NODENAME"))
+        self._name = next(filter(None, given), socket.gethostname())
+        self._id = secrets.token_hex(8)
+        self._state: Mapping[str, Any] = {}
+        # Why the coordinator is not followed any more; empty if it is.
+        self._gone = ""
 
-    def run(self, *, restarts: int, timeout: float = 0.0) -> int:
-        """Run the job to its end, and let all hosts know of it; errors are printed.
+    def run(self, command: Command, job: str, timeout: float) -> int:
+        """Join the job, and do what the coordinator says, to the end.
 
         Args:
-            restarts: The largest number of restarts after failures.
-            timeout: Seconds to wait for the hosts.
+            command: The command that the ranks run.
+            job: Id of the processes that this host starts.
+            timeout: Seconds to wait for the first host.
 
         Returns:
-            The exit code.
+            The exit code of the job.
+
+        Raises:
+            ValueError: If the first host cannot be reached, is lost, or has another
+                job.
         """
+        ends = self._client.wait(self._name, timeout=timeout, stopped=self._stopped)
+        if ends is None:
+            return 128 + self._stopped[0]
+        self._join(*ends)
+        _start_thread(self._keep_in_touch)
+        start = 0
+        while "code" not in self._state:
+            if self._gone:
+                raise ValueError(self._gone)
+            if self._state["start"] == start:
+                report = self._run_start(start, command, job, *ends)
+                name = f"report.{start}.{self._number}"
+                self._client.put_surely(name, report.values())
+                start += 1
+            elif self._stopped and not start and self._number:
+                self._client.put(f"host.{self._number}", None)  # others may come
+                return 128 + self._stopped[0]
+            time.sleep(_TICK)
+        self._client.put(f"left.{self._number}", True)
+        if self._number and not self._is_quiet and self._state["text"]:
+            print_message(self._state["text"])
+        return int(self._state["code"])
+
+    def _join(self, own: str, reached: str) -> None:
+        """Describe this host to the coordinator."""
+        begin = time.monotonic()
+        while not self._state and time.monotonic() - begin < LOST_SECONDS:
+            self._state = self._client.get("state") or {}
+        facts = [self._num_hosts, __version__]
+        if self._state.get("facts") != facts:
+            raise ValueError(
+                "The hosts of a job have to agree on `--nnodes` and on the version of "
+                f"keras_dist. Received: {facts} here, and {self._state.get('facts')} "
+                "on the first host."
+            )
+        description = [self._id, self._name, self._num_ranks, reached]
+        self._client.put_surely(f"host.{self._number}", description)
+
+    def _keep_in_touch(self) -> None:
+        """In a thread: send heartbeats, and read what the coordinator has written."""
+        where = f"{self._client.address}:{self._client.port}"
+        answered, beats, nonce = time.monotonic(), 0, self._state["nonce"]
+        while not self._gone and "code" not in self._state:
+            beats, told, begin = beats + 1, list(self._stopped[:1]), time.monotonic()
+            if begin - answered > LOST_SECONDS + _LONGEST_LOOK:
+                answered = begin  # this host was suspended
+            is_there = self._client.put(f"beat.{self._number}", [beats, *told])
+            state = self._client.get("state") if is_there else None
+            if is_there:
+                answered = time.monotonic()
+            elif time.monotonic() - answered > LOST_SECONDS:
+                self._gone = (
+                    "The first host was lost, and the job ends with it. Received: no "
+                    f"answer from {where} for {LOST_SECONDS:g} s. Start the same "
+                    "command on all hosts again; with `resume=` it goes on."
+                )
+            if state and state["nonce"] != nonce:
+                self._gone = (
+                    "The command of the first host was started again, and the job that "
+                    f"it had before has ended. Received: another job at {where}. Start "
+                    "the same command here again; with `resume=` it goes on."
+                )
+            elif state:
+                self._state = state
+            has_started = self._state["start"] >= 0
+            pause = _BEAT_SECONDS if has_started else _FIRST_BEAT_SECONDS
+            while time.monotonic() - begin < pause and told == self._stopped[:1]:
+                time.sleep(_TICK)
+
+    def _run_start(
+        self, start: int, command: Command, job: str, own: str, reached: str
+    ) -> Report:
+        """Run the ranks of one start to their end."""
+        state = self._state
+        if self._id not in [each[0] for each in state["hosts"]]:
+            raise ValueError(
+                "The job has all its hosts. Received: one more, with the node rank "
+                f"{self._number}. Give each host a number of its own."
+            )
+        slots = assign_ranks([(name, count) for _, name, count, _ in state["hosts"]])
+        host = state["hosts"][self._number][1]
+        if is_loopback(own):
+            own = state["reached"]  # as the others see this host
+        variables = {
+            **store_variables(reached, self._client.port, self._secret),
+            SECRET: derived(self._secret, f"ranks {state['nonce']} {start}"),
+            seeds.VARIABLE: str(int(derived(state["nonce"], "seed")[:8], 16)),
+            **({RESTART: str(start)} if start else {}),
+        }
+        variables = {**variables, **_given_seed()}
         try:
-            end = self._run(restarts, timeout)
+            if self._num_hosts > 1 and not horovod_library.uses_named_network():
+                check_own_name(own)
+            return run_ranks(
+                command,
+                [slot for slot in slots if slot.hostname == host],
+                {**variables, **interface(own)},
+                job,
+                stop=lambda: self._stop(start),
+                has_peers=self._num_hosts > 1,
+            )
+        except (OSError, RuntimeError, ValueError) as error:
+            return Report(error=str(error))
+
+    def _stop(self, start: int) -> int:
+        """Return the number of the signal that ends the ranks now; 0 for none."""
+        if self._stopped:
+            return self._stopped[0]
+        is_over = self._gone or self._state["start"] != start or "code" in self._state
+        return int(ORDERED if is_over else self._state["stop"])
+
+
+def _given_seed() -> dict[str, str]:
+    """Return the seed that the user has set."""
+    given = os.environ.get(seeds.VARIABLE)
+    return {seeds.VARIABLE: given} if given else {}
+
+
+class Coordinator:
+    """Decides, on the first host, when the ranks of all hosts start and end.
+
+    Args:
+        client: The client of the job's store.
+        store: The store.
+        num_hosts: Number of hosts.
+        restarts: The largest number of restarts after failures.
+        begin: Whether the ranks will import TensorFlow, as far as is known; `None` to
+            say nothing about the start.
+        is_quiet: Whether all hosts print to one screen.
+    """
+
+    def __init__(
+        self,
+        client: StoreClient,
+        store: Store,
+        num_hosts: int,
+        restarts: int,
+        begin: bool | None,
+        *,
+        is_quiet: bool,
+    ) -> None:
+        self._client, self._store, self._numbers = client, store, range(num_hosts)
+        self._restarts, self._begin, self._is_quiet = restarts, begin, is_quiet
+        facts = {"facts": [num_hosts, __version__], "nonce": secrets.token_hex(16)}
+        self._state: dict[str, Any] = {**facts, "start": -1}
+        # Id, name, number of ranks and way to this host, of each host that has come.
+        self._hosts: dict[int, list[Any]] = {}
+        # The last heartbeat of each host, and when it was first seen.
+        self._beats: dict[int, tuple[Any, float]] = {}
+        self._looked = time.monotonic()
+        self._write()
+
+    def run(self) -> None:
+        """In a thread: run the job to its end, and let all hosts know of it."""
+        try:
+            code, text = self._run_job()
         except Exception as error:  # or the hosts would wait forever
             is_named = isinstance(error, _NAMED_ERRORS)
             text = str(error) if is_named else traceback.format_exc()
-            end = End(1, f"keras-dist: {text}")
-            print_message(end.text)
-        self._send_end(end)
-        return end.code
+            code, text = 1, f"keras-dist: {text}"
+            print_message(text)
+        line = text.partition("\n")[0]
+        if line != text:
+            first = self._hosts.get(0, ["", "the first host"])[1]
+            line = f"{line} All of it is in the output of {first}."
+        self._write(code=code, text=line)
+        begin = time.monotonic()
+        while time.monotonic() - begin < _LEAVE_SECONDS:
+            values = self._look()
+            staying = [k for k in self._hosts if f"left.{k}" not in values]
+            if not set(staying) - set(self._lost(staying)):
+                return
+            time.sleep(_TICK)
 
-    def _run(self, restarts: int, timeout: float) -> End:
-        """Wait for all hosts, and start the ranks again until the job has ended."""
-        end = self._wait(timeout)
-        for start in range(restarts + 1):
-            if end is None:
-                end = self._start(start)
-            if end.text:
-                print_message(end.text)
-            if not end.code or end.is_final or start == restarts:
+    def _run_job(self) -> tuple[int, str]:
+        """Start the ranks until the job has ended; return exit code and message."""
+        code, text = self._gather_hosts()
+        for start in range(self._restarts + 1):
+            if text:
                 break
-            print_message(f"keras-dist: start {start + 2} of at most {restarts + 1}.")
-            end = self._stopped_end({})
-        assert end is not None
-        return end
+            code, text, is_final = self._run_start(start)
+            if text:
+                print_message(text)
+            if not code or is_final or start == self._restarts:
+                break
+            text = ""
+            count = self._restarts + 1
+            print_message(f"keras-dist: start {start + 2} of at most {count}.")
+        return code, text
 
-    def _wait(self, timeout: float) -> End | None:
-        """Wait for all hosts; return the end of the job if they do not come.
+    def _gather_hosts(self) -> tuple[int, str]:
+        """Wait for all hosts; return exit code and message if a signal ends the wait.
 
         Raises:
             TimeoutError: If some are missing.
         """
         begin = said = time.monotonic()
-        while not (end := self._stopped_end({})):
-            joined = self._joined()
-            numbers = number_hosts(joined, self._meeting.num_hosts)
-            if None not in numbers:
-                members = {name: joined[name] for name in numbers if name is not None}
-                self._members = members
-                if self._ssh is None and not self._is_alone:
-                    print_message(begin_text(count_ranks(list(members.values()))))
-                return None
-            if self._ssh is not None and (failed := self._ssh.failed(joined)):
-                host, code = failed
-                text = f"no ranks could be run on {host}: exit code {code}."
-                return End(code or 1, f"keras-dist: {text}", is_final=True)
-            now = time.monotonic()
-            if now - begin > timeout:
-                text = self._missing(joined, numbers)
-                raise TimeoutError(self._late_text(text, timeout))
+        while True:
+            values, now = self._look(), time.monotonic()
+            found = {k: values.get(f"host.{k}") for k in self._numbers}
+            self._hosts = {k: host for k, host in found.items() if host}
+            if number := values.get("beat.0", [0])[1:]:
+                code, text = self._stopped_end(0, number[0], {})
+                print_message(text)
+                return code, text
+            missing = [str(k) for k in self._numbers if k not in self._hosts]
+            if not missing:
+                break
+            there = ", ".join(host[1] for host in self._hosts.values())
+            said_of = f"{len(self._hosts)} of {len(self._numbers)} ({there}); "
+            said_of += f"missing: node rank {', '.join(missing)}"
+            if now - begin > _TIMEOUT:
+                raise TimeoutError(
+                    f"Not all hosts have come within {_TIMEOUT:g} s. Received: "
+                    f"{said_of}. Start the same command on each of them; each has to "
+                    "reach the address and port of `--rdzv`."
+                )
             if now - said > _SAY_SECONDS:
                 said = now
-                text = self._missing(joined, numbers)
-                print_message(f"keras-dist: waiting for hosts: {text}.")
-            self._pause(_TICK)
-        return end
+                print_message(f"keras-dist: waiting for hosts: {said_of}.")
+            time.sleep(_TICK)
+        names = [host[1] for host in self._hosts.values()]
+        for number, host in self._hosts.items():  # several launchers of one machine
+            if host[1] in names[:number]:
+                host[1] = f"{host[1]}-{number}"
+        if self._begin is not None:
+            counts = [host[2] for host in self._hosts.values()]
+            print_message(begin_text(counts, is_importing=self._begin))
+        return 0, ""
 
-    def _joined(self) -> dict[str, Member]:
-        """Return the hosts that are there, in the order in which they came."""
-        joined = {} if self._own is None else {_OWN: self._own.member}
-        found = self.values.of_kind("join")
-        gone = {*self.values.of_kind("left"), *self.values.of_kind("stopped")}
-        names = [name for name in found if name not in gone]
-        self._presence.look(names)
-        lost = self._presence.lost(names)
-        return joined | {n: Member(**found[n]) for n in names if n not in lost}
-
-    def _missing(
-        self, joined: Mapping[str, Member], numbers: Sequence[str | None]
-    ) -> str:
-        """Describe who is there, and who is missing."""
-        there = [joined[name].host for name in numbers if name is not None]
-        away = [number for number, name in enumerate(numbers) if name is None]
-        known = [self._meeting.names[number] for number in away if self._meeting.names]
-        named = ", ".join(known or [f"node rank {number}" for number in away])
-        listed = ", ".join(there)
-        return f"{len(there)} of {self._meeting.num_hosts} ({listed}); missing: {named}"
-
-    def _late_text(self, missing: str, timeout: float) -> str:
-        text = f"Not all hosts have come within {timeout:g} s. Received: {missing}."
-        if self._ssh is not None:
-            return text
-        return (
-            f"{text} Start the same command on each of them; each has to reach "
-            f"{self._meeting.address}:{self._meeting.port}."
+    def _run_start(self, start: int) -> tuple[int, str, bool]:
+        """Run the ranks once; return exit code, message, and whether it was final."""
+        hosts = [self._hosts[k] for k in self._numbers]
+        slots = assign_ranks([(name, count) for _, name, count, _ in hosts])
+        ranks = {
+            k: [slot.rank for slot in slots if slot.hostname == self._hosts[k][1]]
+            for k in self._numbers
+        }
+        processes.allow_files(_FILES_OF_RANK * len(slots))
+        self._store.open(slots)
+        ways = [way for *_, way in hosts if not is_loopback(way)]
+        way = ways[0] if ways else LOOPBACK
+        self._write(start=start, hosts=hosts, reached=way, stop=0)
+        reports, lost, stops = self._watch(start, ranks)
+        if stops:
+            return *self._stopped_end(*stops[0], reports), True
+        if len(reports) == len(hosts) and all(r.finished for r in reports.values()):
+            return 0, "", True
+        is_one = len(hosts) == 1
+        causes, unknown, by_rank = list(lost.values()), list[int](), dict[int, str]()
+        for k in self._numbers:
+            name = self._hosts[k][1]
+            by_rank.update(dict.fromkeys(ranks[k], "" if is_one else name))
+            if k not in reports:
+                unknown += ranks[k]
+                named = ranks_in_words(ranks[k])
+                causes.append(f"host {name} has sent no report ({named}).")
+            elif reports[k].error:
+                cause = reports[k].error
+                causes.append(
+                    cause if is_one else f"no ranks could be run on {name}: {cause}"
+                )
+        first = (causes[0], 1) if causes else None
+        text, code = verdict(
+            list(reports.values()), first, hosts=by_rank, unknown=unknown
         )
-
-    def _start(self, start: int) -> End:
-        """Start the ranks of all hosts, and wait for their end."""
-        members = self._members
-        slots = dict(zip(members, assign_slots(list(members.values())), strict=True))
-        allow_files(_FILES_OF_RANK * sum(map(len, slots.values())))
-        secret = secret_of_start(self._secret, self.values.nonce, start)
-        self._store.open([slot for own in slots.values() for slot in own], secret)
-        reached = [member.reached for member in members.values()]
-        reached = [each for each in reached if not each.startswith("127.")]
-        address = reached[0] if reached else LOOPBACK
-        hosts = [[name, m.host, m.num_ranks] for name, m in members.items()]
-        seed = job_seed(self.values.nonce)
-        self._order("run", start=start, hosts=hosts, seed=seed, reached=address)
-        self._reports, self._lost = {}, {}
-        if self._own is None:
-            self._watch(slots, start, [])
-        else:
-            assignment = Assignment(
-                slots=slots[_OWN],
-                store=self._store.variables(secret),
-                secret=secret,
-                restart=start,
-                seed=seed,
-                has_peers=not self._is_alone,
-            )
-            self._run_own(assignment, address, slots)
-        if end := self._stopped_end(self._reports):
-            return end
-        reports = self._reports.values()
-        if len(reports) == len(members) and all(each.finished for each in reports):
-            return End(0)
-        return self._failed_end(slots)
-
-    def _run_own(
-        self,
-        assignment: Assignment,
-        address: str,
-        slots: Mapping[str, Sequence[Slot]],
-    ) -> None:
-        """Run the ranks of this host, in this thread, while another one watches."""
-        assert self._own is not None
-        command, job = self._own.command, self._own.job
-        if self._is_alone:
-            self._reports[_OWN] = run_ranks(
-                command, assignment, job, address=address, stopped=self._stopped
-            )
-            return
-        stops: list[int] = []
-        errors: list[Exception] = []
-
-        def watch() -> None:
-            try:
-                self._watch(slots, assignment.restart, stops)
-            except Exception as error:
-                errors.append(error)
-                stops.append(processes.ORDERED)
-
-        thread = threading.Thread(target=watch, daemon=True)
-        thread.start()
-        self._reports[_OWN] = run_with_peers(
-            command, assignment, job, address=address, stopped=stops
-        )
-        thread.join()
-        if errors:
-            raise errors[0]
+        return code, text, bool(unknown)
 
     def _watch(
-        self, slots: Mapping[str, Sequence[Slot]], start: int, stops: list[int]
-    ) -> None:
+        self, start: int, ranks: Mapping[int, Sequence[int]]
+    ) -> tuple[dict[int, Report], dict[int, str], list[tuple[int, int]]]:
         """Wait for the reports of all hosts; end all ranks if one has failed.
 
-        Args:
-            slots: The slots of each host, by its id.
-            start: Number of the start.
-            stops: Numbers of signals that end the ranks of this host, to which one is
-                appended.
+        Returns:
+            The reports; what has happened to hosts that were lost; and the signals that
+            launchers have received, each with the number of the host.
         """
-        ranks = {name: [slot.rank for slot in own] for name, own in slots.items()}
-        ending: float | None = None
-        while silent := [n for n in ranks if n not in {**self._reports, **self._lost}]:
-            self._pause(_TICK)
-            self._reports.update(self._new_reports(silent, start))
-            silent = [n for n in silent if n not in self._reports and n != _OWN]
-            for name, code in self._ended().items():
-                if name in silent:
-                    text = (
-                        f"the agent on {self._members[name].host} was killed, or the "
-                        f"connection to it was lost, while "
-                        f"{ranks_in_words(ranks[name])} ran: exit code {code}."
-                    )
-                    self._lost.setdefault(name, (text, code or 1))
-            self._presence.look(silent)
-            for name in self._presence.lost(silent):
-                text = lost_text(self._members[name].host, ranks[name])
-                self._lost.setdefault(name, (text, 1))
-            signals = [number for _, number in self._stops()]
-            has_failures = any(each.code for each in list(self._reports.values()))
-            if ending is None and (signals or self._lost or has_failures):
-                saving = is_saving(signals)
-                ending = time.monotonic() + (_SAVE_SECONDS if saving else _STOP_SECONDS)
-                self._order("save" if saving else "stop", start=start)
-                stops.append(signals[0] if signals else processes.ORDERED)
-            if ending is not None and time.monotonic() > ending:
-                break
-        if self._ssh is not None:
-            self._ssh.lose([name for name in ranks if name not in self._reports])
+        reports, lost = dict[int, Report](), dict[int, str]()
+        end = None
+        while True:
+            values = self._look()
+            stops = [
+                (k, number)
+                for k in self._numbers
+                for number in values.get(f"beat.{k}", [0])[1:]
+            ]
+            for k in self._numbers:
+                if k not in reports and (found := values.get(f"report.{start}.{k}")):
+                    reports[k] = parse_report(found)
+            for k in self._lost([k for k in self._numbers if k not in reports]):
+                lost.setdefault(k, lost_text(self._hosts[k][1], ranks[k]))
+            if len({*reports, *lost}) == len(self._numbers):
+                return reports, lost, stops
+            has_failed = lost or any(each.code for each in reports.values())
+            if end is None and (stops or has_failed):
+                saving = bool(stops) and is_saving(stops[0][1])
+                self._write(stop=stops[0][1] if saving else ORDERED)
+                end = time.monotonic() + (_SAVE_SECONDS if saving else _STOP_SECONDS)
+            if end is not None and time.monotonic() > end:
+                return reports, lost, stops
+            time.sleep(_TICK)
 
-    def _new_reports(self, silent: Collection[str], start: int) -> dict[str, Report]:
-        """Return the reports of this start that have come from these hosts."""
-        found = {}
-        for key, values in self.values.of_kind("report").items():
-            number, _, name = key.partition(".")
-            if number == str(start) and name in silent:
-                with contextlib.suppress(
-                    KeyError, TypeError, ValueError, AttributeError
-                ):
-                    found[name] = parse_report(values)  # else it is no report
-        return found
+    def _stopped_end(
+        self, number: int, signal: int, reports: Mapping[int, Report]
+    ) -> tuple[int, str]:
+        """Return exit code and message of a job that a signal has ended."""
+        has_saved = len(reports) == len(self._numbers)
+        has_saved = has_saved and all(each.saved for each in reports.values())
+        is_named = len(self._numbers) > 1 and not self._is_quiet
+        where = self._hosts[number][1] if is_named else ""
+        code = 128 + signal
+        if has_saved and "SLURM_JOB_ID" in os.environ:
+            code = processes.SAVED  # so that the job's script requeues it
+        return code, processes.stopped_text(signal, has_saved=has_saved, host=where)
 
-    def _ended(self) -> dict[str, int]:
-        """Return the exit codes of agents that have ended, where they are known."""
-        return {} if self._ssh is None else self._ssh.ended()
+    def _look(self) -> dict[str, Any]:
+        """Read all values, and note the heartbeats."""
+        values, now = self._client.get_all("") or {}, time.monotonic()
+        pause = now - self._looked
+        self._looked = now
+        for k in self._hosts:
+            beat = values.get(f"beat.{k}")
+            before, since = self._beats.get(k, (None, now))
+            if pause > _LONGEST_LOOK:
+                since += pause
+            self._beats[k] = (beat, now if beat != before else since)
+        return values
 
-    def _stops(self) -> list[tuple[str, int]]:
-        """Return the signals that end the job, and the host of each, if it matters."""
-        is_met = self._own is not None and not self._is_alone
-        here = self._own.member.host if self._own is not None and is_met else ""
-        found = self.values.of_kind("stopped")
-        return [(here, number) for number in self._stopped] + [
-            (self._members[name].host, number)
-            for name, number in found.items()
-            if name in self._members
-        ]
+    def _lost(self, numbers: Sequence[int]) -> list[int]:
+        """Return those of these hosts whose heartbeats have ended 15 s ago."""
+        first = self._looked - LOST_SECONDS
+        return [k for k in numbers if self._beats.get(k, (None, first))[1] < first]
 
-    def _stopped_end(self, reports: Mapping[str, Report]) -> End | None:
-        """Return the end of a job that a signal has stopped; `None` if none has."""
-        stops = self._stops()
-        if not stops:
-            return None
-        host, number = stops[0]
-        has_saved = bool(reports) and len(reports) == len(self._members)
-        has_saved = has_saved and all(report.saved for report in reports.values())
-        text = stopped_text(number, has_saved=has_saved, host=host)
-        code = self._meeting.saved_code if has_saved else None
-        return End(code or 128 + number, text, is_final=True)
-
-    def _failed_end(self, slots: Mapping[str, Sequence[Slot]]) -> End:
-        """Find the first cause: a rank that failed, or what happened to a host."""
-        causes, by_rank, unknown = list(self._lost.values()), {}, []
-        for name, own in slots.items():
-            host, ranks = self._members[name].host, [slot.rank for slot in own]
-            by_rank.update(dict.fromkeys(ranks, "" if self._is_alone else host))
-            report = self._reports.get(name)
-            if report is None:
-                unknown += ranks
-                text = f"host {host} has sent no report ({ranks_in_words(ranks)})."
-                causes.append((text, 1))
-            elif report.error:
-                causes.append((f"no ranks could be run on {host}: {report.error}", 1))
-        text, code = verdict(
-            list(self._reports.values()),
-            causes[0] if causes else None,
-            hosts=by_rank,
-            unknown=unknown,
-        )
-        return End(code, text, is_final=bool(unknown))
-
-    def _send_end(self, end: End) -> None:
-        """Let all hosts end, and wait until they have seen it."""
-        line = end.text.partition("\n")[0]
-        if line != end.text:
-            line = f"{line} All of it is in the output of {self._meeting.address}."
-        self._order("exit", code=end.code, text=line)
-        begin = time.monotonic()
-        while time.monotonic() - begin < _LEAVE_SECONDS:
-            gone = {**self.values.of_kind("left"), **self._ended()}
-            staying = [n for n in self.values.of_kind("join") if n not in gone]
-            self._presence.look(staying)
-            if not set(staying) - set(self._presence.lost(staying)):
-                return
-            self._pause(_TICK)
-
-    def _pause(self, seconds: float) -> None:
-        if self._ssh is None:
-            time.sleep(seconds)
-        else:
-            self._ssh.pass_on_for(seconds)
-
-    def _order(self, verb: str, **values: Any) -> None:
-        """Write what all hosts have to do now."""
-        self.values.put("order", {"do": verb, "nonce": self.values.nonce, **values})
+    def _write(self, **values: Any) -> None:
+        self._state |= values
+        self._client.put_surely("state", self._state)
 
 
-def run_locally(command: Command, num_ranks: int, *, restarts: int) -> int:
-    """Run a command on ranks of this host, and end every process that they start.
-
-    It installs signal handlers, so call it from the main thread of a process that does
-    nothing else.
-
-    Args:
-        command: The command that every rank runs.
-        num_ranks: Number of ranks.
-        restarts: The largest number of restarts after failures.
-
-    Returns:
-        The exit code: 0, or that of the rank that failed first, or 128 + the number of
-        the signal that stopped the job.
-
-    Raises:
-        RuntimeError: If Horovod is not installed.
-    """
-    job = secrets.token_hex(8)
-    # The reaper is forked, so before the first thread.
-    with (
-        processes.reaper(job),
-        stopped_by_signals() as stopped,
-        contextlib.closing(Store()) as store,
-    ):
-        own = OwnRanks(command, Member("localhost", num_ranks), job)
-        secret = secrets.token_hex(16)
-        return Job(Meeting(), store, secret, stopped, own=own).run(restarts=restarts)
-
-
-def run_by_ssh(
-    command: Command,
-    hosts: Mapping[str, int],
-    ssh: Ssh,
-    *,
-    restarts: int,
-    timeout: float,
-) -> int:
-    """Run a command on hosts that are reached by ssh.
-
-    It installs signal handlers, so call it from the main thread of a process that does
-    nothing else.
-
-    Args:
-        command: The command that every rank runs.
-        hosts: The hosts, and the number of ranks of each.
-        ssh: How they are reached.
-        restarts: The largest number of restarts after failures.
-        timeout: Seconds to wait for the hosts.
-
-    Returns:
-        The exit code of the job; see `run_locally`.
-
-    Raises:
-        OSError, ValueError: If this host has no address for the others.
-        RuntimeError: If Horovod is not installed.
-    """
-    job, secret = secrets.token_hex(8), secrets.token_hex(16)
-    # The reaper is forked, so before the first thread.
-    with processes.reaper(job), stopped_by_signals() as stopped:
-        others = [host for host in hosts if not is_here(host)]
-        address = LOOPBACK
-        if others or ssh.address is not None:
-            address = own_address(ssh.address, [*others, "localhost"][0])
-        with contextlib.closing(Store(address)) as store:
-            meeting = Meeting(address, num_hosts=len(hosts), names=list(hosts))
-            header = Header(
-                address, store.port, secret, job, os.getcwd(), with_environment(command)
-            )
-            with contextlib.closing(SshHosts(hosts, ssh, header)) as agents:
-                launcher = Job(meeting, store, secret, stopped, ssh=agents)
-                return launcher.run(restarts=restarts, timeout=timeout)
-
-
-def begin_text(hosts: Mapping[str, int], *, is_importing: bool = True) -> str:
+def begin_text(counts: Sequence[int], *, is_importing: bool = True) -> str:
     """Return the line that says what is started: nothing else does, for seconds.
 
     Args:
-        hosts: Number of ranks of each host.
+        counts: Number of ranks of each host.
         is_importing: Whether the ranks will import TensorFlow, as far as is known.
 
-    >>> print(begin_text({"localhost": 2}))
+    >>> print(begin_text([2]))
     keras-dist: 2 ranks on this host, importing TensorFlow
     """
-    count = sum(hosts.values())
-    where = f"{len(hosts)} hosts" if len(hosts) > 1 else next(iter(hosts))
-    where = "this host" if where == "localhost" else where
-    text = f"keras-dist: {count} rank{'s' * (count != 1)} on {where}"
+    where = f"{len(counts)} hosts" if len(counts) > 1 else "this host"
+    text = f"keras-dist: {sum(counts)} rank{'s' * (sum(counts) != 1)} on {where}"
     return f"{text}, importing TensorFlow" if is_importing else text

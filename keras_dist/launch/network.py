@@ -1,8 +1,10 @@
 """Addresses of this host and its network interfaces, by which other hosts reach it."""
 
 import fcntl
+import re
 import socket
 import struct
+import subprocess
 
 from keras_dist.launch.failures import print_message
 
@@ -10,39 +12,12 @@ from keras_dist.launch.failures import print_message
 EVERYWHERE = "0.0.0.0"
 
 _SIOCGIFADDR = 0x8915
-
-# Seconds in which a host has to reach the store.
-_REACH_SECONDS = 10.0
-
-_CURE = (
-    "The Horovod of this environment was built without keras_dist's patch: run "
-    "`keras-dist install-horovod` on each host, or let the name resolve to that "
-    "address in /etc/hosts."
-)
+_SCONTROL_SECONDS = 30.0
 
 
-def own_address(named: str | None, other: str) -> str:
-    """Return the address of this host by which other hosts reach it.
-
-    Args:
-        named: What the user has named, as by `--address`; `None` to find it by routing.
-        other: Name of another host.
-
-    Raises:
-        ValueError: If it is not one of this host, or of IPv6; or as `address_towards`.
-    """
-    if named is None:
-        return address_towards(other)
-    with socket.socket(socket.AF_INET) as probe:
-        try:
-            probe.bind((named, 0))
-        except OSError as error:
-            raise ValueError(
-                "No network interface of this host has this address. Received: "
-                f"{named} ({error}). Pass an IPv4 address of this host with "
-                "`--address`."
-            ) from error
-    return named
+def is_loopback(address: str) -> bool:
+    """Return whether no other machine can reach an address."""
+    return address == "localhost" or address.startswith("127.")
 
 
 def address_towards(host: str) -> str:
@@ -55,11 +30,10 @@ def address_towards(host: str) -> str:
         try:
             probe.connect((host.rpartition("@")[2], 9))  # sends nothing
         except OSError as error:
-            version = "; it has IPv6 addresses alone" if has_only_ipv6(host) else ""
             raise ValueError(
-                f"A host cannot be reached. Received: {host} ({error}{version}). If "
-                "only ssh knows that name, pass the IPv4 address of this host, as the "
-                "other host can reach it, with `--address`."
+                f"A host cannot be reached. Received: {host} ({error}). Ranks connect "
+                "by IPv4. If only ssh knows that name, pass the IPv4 address of the "
+                "first host, as the others can reach it: --rdzv 10.0.0.1:29400"
             ) from error
         return str(probe.getsockname()[0])
 
@@ -67,28 +41,36 @@ def address_towards(host: str) -> str:
 def has_only_ipv6(host: str) -> bool:
     """Return whether a name has only IPv6 addresses here, which Gloo cannot use."""
     try:
-        found = socket.getaddrinfo(host.rpartition("@")[2], None)
+        found = socket.getaddrinfo(host, None)
     except OSError:
         return False
     return {family for family, *_ in found} == {socket.AF_INET6}
 
 
-def interface_of(address: str) -> str:
-    """Return the name of the network interface with an address of this host.
-
-    >>> interface_of("127.0.0.1")
-    'lo'
+def resolve_node(node: str) -> str:
+    """Return the name of a node, or its address if only SLURM knows the name.
 
     Raises:
-        ValueError: If no interface has this address.
+        ValueError: If there is none.
     """
-    for name, found in addresses().items():
-        if found == address:
-            return name
-    raise ValueError(
-        f"No network interface of this host has this address. Received: {address}. "
-        "Pass an address of this host with `--address`."
-    )
+    try:
+        socket.gethostbyname(node)
+    except OSError:
+        words = ["scontrol", "show", "node", node]
+        try:
+            text = subprocess.run(
+                words, capture_output=True, text=True, timeout=_SCONTROL_SECONDS
+            ).stdout
+        except (OSError, subprocess.TimeoutExpired):
+            text = ""
+        found = re.search(r"NodeAddr=(\S+)", text)
+        if found is None:
+            raise ValueError(
+                f"The address of a node of this step is not known. Received: {node}. "
+                "Its name has to resolve, or `scontrol show node` has to answer."
+            ) from None
+        return found[1]
+    return node
 
 
 def addresses() -> dict[str, str]:
@@ -114,44 +96,27 @@ def interface(address: str) -> dict[str, str]:
 
     Args:
         address: Address of this host, by which the ranks of other hosts reach it.
-    """
-    name = interface_of(address)
-    return {"HOROVOD_GLOO_IFACE": name, "NCCL_SOCKET_IFNAME": name}
 
-
-def is_loopback(address: str) -> bool:
-    """Return whether no other machine can reach an address."""
-    return address == "localhost" or address.startswith("127.")
-
-
-def check_reach(address: str, port: int) -> None:
-    """Connect to the store once, before any rank is started.
-
-    A firewall that lets only ssh in would otherwise be noticed by Horovod after 120 s.
-
-    Args:
-        address: Address of the launcher's host.
-        port: Port of the store.
+    >>> interface("127.0.0.1")["HOROVOD_GLOO_IFACE"]
+    'lo'
 
     Raises:
-        ValueError: If there is no connection within 10 s.
+        ValueError: If no interface has this address.
     """
-    try:
-        socket.create_connection((address, port), _REACH_SECONDS).close()
-    except OSError as error:
-        raise ValueError(
-            "The launcher's host cannot be reached from another host. Received: "
-            f"{socket.gethostname()} cannot reach {address}:{port} ({error}). Ranks "
-            "and launcher connect at ports that the system chooses: open all ports "
-            "between the hosts, or name another network by `--address`."
-        ) from error
+    for name, found in addresses().items():
+        if found == address:
+            return {"HOROVOD_GLOO_IFACE": name, "NCCL_SOCKET_IFNAME": name}
+    raise ValueError(
+        f"No network interface of this host has this address. Received: {address}. "
+        "Name the first host by an address that the others can reach: --rdzv."
+    )
 
 
 def check_own_name(address: str) -> None:
     """Check that this host's own name leads to the address of the ranks' network.
 
-    Without the patch (see `install.patch`) Gloo listens at the first address of the
-    host's name that it can bind, whatever interface was named.
+    Without the patch (see `install.patch`) Gloo listens at an address of the host's
+    name, whatever interface was named.
 
     Args:
         address: Address of this host by which the others reach it.
@@ -159,34 +124,22 @@ def check_own_name(address: str) -> None:
     Raises:
         ValueError: If the name does not resolve, or to an address of loopback.
     """
-    if address.startswith("127."):
-        return  # the "hosts" are this machine by other names
-    name = socket.gethostname()
-    found = gloo_address(name)
-    if found is None or found.startswith("127.") or found == "::1":
+    name, cure = socket.gethostname(), "run `keras-dist install-horovod` on each host"
+    try:
+        infos = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        found = [str(info[4][0]) for info in infos]
+    except OSError:
+        found = []
+    if address in found or is_loopback(address):
+        return
+    cure = f"{cure}, or let the name resolve to {address} in /etc/hosts."
+    if all(each == "::1" or is_loopback(each) for each in found):
         raise ValueError(
             "Ranks on other hosts could not connect to those of this host. Received: "
-            f"the name {name} resolves there to {found or 'no address'}, and not to "
-            f"{address}. {_CURE}"
+            f"the name {name} resolves there to {', '.join(found) or 'no address'}, "
+            f"and Horovod was built without keras_dist's patch: {cure}"
         )
-    if found != address:
-        print_message(
-            f"keras-dist: {name} is {found} by its own name, so gradients do not use "
-            f"the network of {address}. {_CURE}"
-        )
-
-
-def gloo_address(name: str) -> str | None:
-    """Return the address that Gloo takes for a name; `None` if there is none."""
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return None
-    for family, kind, protocol, _, address in found:
-        with socket.socket(family, kind, protocol) as probe:
-            try:
-                probe.bind((address[0], 0))
-            except OSError:
-                continue
-            return str(address[0])
-    return None
+    print_message(
+        f"keras-dist: {name} is {found[0]} by its own name, so gradients do not use "
+        f"the network of {address}. Horovod has not keras_dist's patch: {cure}"
+    )

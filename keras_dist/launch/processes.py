@@ -7,7 +7,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1
 from types import FrameType
@@ -15,7 +15,7 @@ from types import FrameType
 # The exit code of a job whose ranks have saved; `checkpoint.EXIT_CODE` is the same.
 SAVED = 75
 
-# An order of the first host to end counts as this signal.
+# What the first host decides for all counts as this signal.
 ORDERED = SIGHUP
 
 _STOPS, _SAVES = (SIGINT, SIGTERM, SIGHUP), (SIGTERM, SIGUSR1)
@@ -194,14 +194,9 @@ def stopped_by_signals(*others: signal.Signals) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def is_saving(stopped: Sequence[int]) -> bool:
-    """Return whether the first signal gives the ranks time to save."""
-    return bool(stopped) and stopped[0] in _SAVES
-
-
-def is_ordered(stopped: Sequence[int]) -> bool:
-    """Return whether the end is by order of the first host."""
-    return bool(stopped) and stopped[0] == ORDERED
+def is_saving(number: int) -> bool:
+    """Return whether a signal gives the ranks time to save."""
+    return number in _SAVES
 
 
 def stopped_text(number: int, *, has_saved: bool, host: str = "") -> str:

@@ -7,9 +7,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from keras_dist.launch import processes
 from keras_dist.launch.failures import (
@@ -19,13 +20,11 @@ from keras_dist.launch.failures import (
     print_message,
     sort_failures,
 )
-from keras_dist.launch.hosts import Slot, is_here, num_gpus, slots
-from keras_dist.launch.monitor import rank_process, record, seeds, stacks
-from keras_dist.launch.network import interface
+from keras_dist.launch.hosts import is_here, num_gpus
+from keras_dist.launch.monitor import rank_process, record, stacks
 from keras_dist.launch.output import Output
-from keras_dist.launch.processes import is_ordered, is_saving
-from keras_dist.launch.signing import VARIABLE as SECRET
-from keras_dist.launch.signing import derived
+from keras_dist.launch.processes import ORDERED, is_saving
+from keras_dist.launch.store import assign_ranks, slot_variables
 
 # The variable with the number of the restart, from 1; not set in the first run.
 RESTART = "KERAS_DIST_RESTART"
@@ -88,49 +87,6 @@ def parse_command(words: Sequence[str]) -> tuple[str, list[str]]:
     return "program", list(words)
 
 
-@dataclass(frozen=True)
-class Assignment:
-    """Which ranks a host runs, and where they find the others.
-
-    Args:
-        slots: The slots of this host's ranks.
-        store: The variables by which Horovod finds the store; see `variables_of`.
-        secret: The secret by which the ranks sign.
-        restart: Number of the restart; 0 in the first run.
-        seed: The seed of what the scripts of all ranks draw; see `job_seed`.
-        has_peers: Whether other hosts take part, whose failures are reported together
-            with where these ranks were.
-    """
-
-    slots: Sequence[Slot]
-    store: Mapping[str, str]
-    secret: str
-    restart: int = 0
-    seed: str = ""
-    has_peers: bool = False
-
-    def variables(self, address: str) -> dict[str, str]:
-        """Return the environment variables that all ranks of the host have in common.
-
-        Args:
-            address: Address of the host, by which the others reach it.
-        """
-        own = {**self.store, SECRET: self.secret, **interface(address)}
-        if self.seed:
-            own[seeds.VARIABLE] = self.seed
-        return {**own, RESTART: str(self.restart)} if self.restart else own
-
-
-def job_seed(job: str) -> str:
-    """Return the seed that the scripts of all ranks start from, also after a restart.
-
-    Args:
-        job: A text that is another one for each job.
-    """
-    given = os.environ.get(seeds.VARIABLE)
-    return given or str(int(derived(job, "seed")[:8], 16))
-
-
 def connect_timeout() -> dict[str, str]:
     """Return the variable by which ranks wait for later ones, if it is not set."""
     return {} if _CONNECT in os.environ else {_CONNECT: str(_CONNECT_SECONDS)}
@@ -138,45 +94,47 @@ def connect_timeout() -> dict[str, str]:
 
 def run_ranks(
     command: Command,
-    assignment: Assignment,
+    slots: Sequence[Any],
+    variables: Mapping[str, str],
     job: str,
     *,
-    address: str,
-    stopped: Sequence[int],
+    stop: Callable[[], int],
+    has_peers: bool,
 ) -> Report:
     """Run the ranks of this host until all have ended, one failed, or it is stopped.
 
     Args:
         command: The command that they run.
-        assignment: Which ranks they are.
+        slots: The slot of each rank.
+        variables: Environment variables that all ranks of the host have in common.
         job: Id of the job, by which their processes are found.
-        address: Address of this host, by which the others reach it.
-        stopped: Numbers of signals, to which others are appended. When it is not empty,
-            the ranks get SIGTERM, and SIGKILL if they are still there after a while,
-            which is longest after SIGTERM, so that they can save.
+        stop: Returns the number of a signal that ends the ranks, or 0. They get
+            SIGTERM, and SIGKILL if they are still there after a while, which is longest
+            after SIGTERM, so that they can save.
+        has_peers: Whether other hosts take part, whose failures are reported together
+            with where these ranks were.
     """
-    environment = {**command.environment, **assignment.variables(address)}
-    gpus, ranks = num_gpus({**os.environ, **environment}), len(assignment.slots)
-    if 0 < gpus < ranks and not assignment.restart:
+    environment = {**command.environment, **variables}
+    gpus, count = num_gpus({**os.environ, **environment}), len(slots)
+    if 0 < gpus < count and RESTART not in variables:
         print_message(
-            f"keras-dist: {ranks} ranks share {gpus} GPU{'s' * (gpus > 1)} of this "
+            f"keras-dist: {count} ranks share {gpus} GPU{'s' * (gpus > 1)} of this "
             "host, and the memory there, which NCCL refuses. Start one for each GPU: "
             f"-np {gpus}"
         )
-    full = replace(command, environment=environment)
     failures: list[Failure] = []
     where: dict[int, str] = {}
     finished = False
-    started = Ranks(full, assignment.slots, job)
+    ranks = Ranks(replace(command, environment=environment), slots, job)
     try:
-        started.start()
-        failures = started.wait(stopped)
-        finished = started.have_finished
-        if failures or assignment.has_peers:
-            where = started.where()
+        ranks.start()
+        failures = ranks.wait(stop)
+        finished = ranks.have_finished
+        if failures or has_peers:
+            where = ranks.where()
     finally:
-        started.end(stopped)
-    return Report(failures, where, started.has_saved, finished=finished)
+        ranks.end(stop())
+    return Report(failures, where, ranks.has_saved, finished=finished)
 
 
 class Ranks:
@@ -188,7 +146,7 @@ class Ranks:
         job: Id of the job, by which its processes are found.
     """
 
-    def __init__(self, command: Command, slots: Sequence[Slot], job: str) -> None:
+    def __init__(self, command: Command, slots: Sequence[Any], job: str) -> None:
         self._command, self._slots, self._job = command, slots, job
         # Record and report files; only this user can read them.
         self._folder = processes.make_folder(job)
@@ -205,17 +163,17 @@ class Ranks:
             self._processes[slot.rank] = process
             self._output.add(slot.rank, process.stdout, process.stderr)
 
-    def wait(self, stopped: Sequence[int]) -> list[Failure]:
+    def wait(self, stop: Callable[[], int]) -> list[Failure]:
         """Wait until all ranks have ended, or one has failed, or the job is stopped.
 
         Args:
-            stopped: The wait ends as soon as this list is not empty.
+            stop: The wait ends as soon as this returns a number.
 
         Returns:
             The failures, the first one first.
         """
         failed_at = None
-        while not stopped and len(self._ended) < len(self._processes):
+        while not stop() and len(self._ended) < len(self._processes):
             self._output.pass_on(_TICK)
             self._poll()
             now = time.monotonic()
@@ -225,17 +183,15 @@ class Ranks:
                 break
         return sort_failures(self._failures())
 
-    def end(self, stopped: Sequence[int]) -> None:
+    def end(self, signal: int) -> None:
         """End all processes of the job on this host, and remove its files.
 
         Args:
-            stopped: Numbers of the signals that end the job; empty for none.
+            signal: Number of the signal that ends the job; 0 for none.
         """
-        seconds = _END_SECONDS
-        if is_saving(stopped):
+        seconds = _ORDERED_SECONDS if signal == ORDERED else _END_SECONDS
+        if is_saving(signal):
             seconds = _SAVE_SECONDS
-        elif is_ordered(stopped):
-            seconds = _ORDERED_SECONDS
         running = [p.pid for r, p in self._processes.items() if r not in self._ended]
         processes.end(self._job, running, seconds=seconds, wait=self._pass_on_for)
         for process in self._processes.values():
@@ -275,7 +231,7 @@ class Ranks:
         with contextlib.suppress(OSError):
             self._output.pass_on_for(seconds)
 
-    def _started(self, slot: Slot) -> subprocess.Popen[bytes]:
+    def _started(self, slot: Any) -> subprocess.Popen[bytes]:
         """Start the process of one rank."""
         record.make(self._path(slot.rank, "record"))
         environment = _environment_of(self._command, slot) | {
@@ -353,22 +309,22 @@ def dry_run_text(command: Command, hosts: Mapping[str, int]) -> str:
     lines = [f"command    {python[command.kind]}{shlex.join(command.words)}"]
     if not hosts:
         lines.append("ranks      known when the hosts have met")
-    for slot in slots(list(hosts.items())):
+    for slot in assign_ranks(list(hosts.items())):
         variables = _environment_of(command, slot).items()
         told = {n: v for n, v in variables if os.environ.get(n) != v}
         device = f"GPU {slot.local_rank} if its host has GPUs, else CPU"
-        if is_here(slot.host):
+        if is_here(slot.hostname):
             count = num_gpus()
             device = f"GPU {slot.local_rank % count}" if count else "CPU"
         else:  # by its own cores
             told = {n: v for n, v in told.items() if n not in _THREADS}
-        lines.append(f"rank {slot.rank:<6}{slot.host}, {device}")
+        lines.append(f"rank {slot.rank:<6}{slot.hostname}, {device}")
         lines.append(" " * 11 + " ".join(f"{n}={v}" for n, v in told.items()))
     lines.append("Nothing was started.")
     return "\n".join(lines)
 
 
-def _environment_of(command: Command, slot: Slot) -> dict[str, str]:
+def _environment_of(command: Command, slot: Any) -> dict[str, str]:
     """Return the environment of a rank, but for what is known only at the start."""
     quiet = {rank_process.QUIET: "1"} if command.log_dir is None else {}
     return {
@@ -376,10 +332,10 @@ def _environment_of(command: Command, slot: Slot) -> dict[str, str]:
         **os.environ,
         "PYTHONUNBUFFERED": "1",
         **command.environment,
-        **slot.environment(),
+        **slot_variables(slot),
         **quiet,
     }
 
 
-def _threads(slot: Slot) -> int:
+def _threads(slot: Any) -> int:
     return max(1, len(os.sched_getaffinity(0)) // slot.local_size)

@@ -1,7 +1,16 @@
-"""Start an agent on each of several hosts by ssh."""
+"""Type `keras-dist run --nodes N --node-rank K --rdzv …` on each host, by ssh.
+
+On standard input each gets a line of JSON with its environment, and the job's secret in
+it, and then the number of each signal that this process receives. When this process
+ends, for whatever reason, so does the input, and with it what was started there.
+"""
 
 import contextlib
+import io
+import json
 import os
+import queue
+import random
 import re
 import secrets
 import shlex
@@ -9,14 +18,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 
-from keras_dist.launch.agent import Header
-from keras_dist.launch.hosts import is_here
+from keras_dist.launch.failures import print_message
+from keras_dist.launch.hosts import is_here, parse_endpoint
+from keras_dist.launch.network import address_towards
 from keras_dist.launch.output import Output
-from keras_dist.launch.ranks import Command
-from keras_dist.launch.startup_noise import VARIABLE as VERBOSE
+from keras_dist.launch.processes import stopped_by_signals
+from keras_dist.launch.signing import VARIABLE as SECRET
+
+# A firewall that drops port 22 is noticed after 10 s, not 134; a lost host after 30 s.
+_SSH = ["ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes"]
+_SSH += ["-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=10"]
 
 # Variables of this host or this login session, which are not passed to other hosts.
 _NOT_PASSED_ON = re.compile(
@@ -24,128 +37,168 @@ _NOT_PASSED_ON = re.compile(
     r"|TMPDIR|USER|XDG_.*|_"
 )
 
-# Seconds in which an agent has to end when it was told so, and for what it says last.
-_END_SECONDS, _DRAIN_SECONDS = 3.0, 0.1
+# Ports of the job's store that nobody else is likely to use.
+_PORTS = range(20_000, 30_000)
+
+# Seconds in which all commands end after one has; after that of the first host, which
+# waits for the others; and after the end of their input.
+_TOGETHER_SECONDS, _FIRST_SECONDS, _END_SECONDS, _TICK = 5.0, 1.0, 2.0, 0.1
+
+# The exit code of ssh where the connection, or the command, was lost.
+_LOST = 255
 
 
-@dataclass(frozen=True)
-class Ssh:
-    """How other hosts are reached.
-
-    Args:
-        words: The command and options of ssh; `--`, host and command line are added.
-        address: Address of this host for the others; `None` to find it by routing.
-    """
-
-    words: Sequence[str]
-    address: str | None = None
-
-    def command(self, host: str) -> list[str]:
-        """Return the command that starts the agent of a host, here without ssh."""
-        agent = [sys.executable, "-m", "keras_dist", "host-agent"]
-        if is_here(host):
-            return agent
-        # Nothing secret: all users can read the command lines of processes.
-        found = [(name, os.environ.get(name)) for name in ("PYTHONPATH", VERBOSE)]
-        variables = [f"{name}={value}" for name, value in found if value]
-        # What stands behind `--` is no option, whatever a host is called.
-        return [*self.words, "--", host, shlex.join(["env", *variables, *agent])]
-
-
-class SshHosts:
-    """The agents of a job on the hosts that the user has named, by their ids.
+def run_by_ssh(hosts: Mapping[str, int], words: Sequence[str], rdzv: str | None) -> int:
+    """Run a job on hosts that are reached by ssh, or are this one.
 
     Args:
         hosts: The hosts, and the number of ranks of each.
-        ssh: How they are reached.
-        header: What each agent has to know, but for its host.
+        words: Options of `keras-dist run`, and the command of the ranks.
+        rdzv: Address and port at which the hosts meet; by default the name of the first
+            one, and a random port.
+
+    Returns:
+        The exit code of the job.
+
+    Raises:
+        ValueError: If another host cannot be reached.
     """
-
-    def __init__(self, hosts: Mapping[str, int], ssh: Ssh, header: Header) -> None:
-        self._output = Output(is_of_agents=True)
-        self._hosts: dict[str, str] = {}
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        for number, (host, num_ranks) in enumerate(hosts.items()):
-            name = secrets.token_hex(8)
-            process = subprocess.Popen(
-                ssh.command(host),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-            )
-            self._hosts[name], self._processes[name] = host, process
-            self._output.add(number, process.stdout, process.stderr)
-            # An id for each agent, which ends only its own ranks even if several agents
-            # run on one machine.
-            own = replace(
-                header,
-                name=name,
-                host=host,
-                number=number,
-                num_ranks=num_ranks,
-                num_hosts=len(hosts),
-                job=f"{header.job}_{name}",
-            )
-            # What does not fit into the pipe is taken only when ssh is connected.
-            words = [process, own.line()]
-            threading.Thread(target=_write, args=words, daemon=True).start()
-
-    def pass_on_for(self, seconds: float) -> None:
-        """Wait for so long, and pass on what the agents print."""
-        self._output.pass_on_for(seconds)
-
-    def running(self) -> dict[str, str]:
-        """Return the hosts of agents that run."""
-        ended = self.ended()
-        return {name: host for name, host in self._hosts.items() if name not in ended}
-
-    def ended(self) -> dict[str, int]:
-        """Return the exit codes of agents that have ended: 128 + n after a signal."""
-        codes = {name: process.poll() for name, process in self._processes.items()}
-        return {
-            name: code if code >= 0 else 128 - code
-            for name, code in codes.items()
-            if code is not None
-        }
-
-    def failed(self, joined: Collection[str]) -> tuple[str, int] | None:
-        """Return host and exit code of an agent that has ended before it joined."""
-        for name, code in self.ended().items():
-            if name not in joined:
-                self.pass_on_for(_DRAIN_SECONDS)  # it has said more about it
-                return self._hosts[name], code
-        return None
-
-    def lose(self, names: Collection[str]) -> None:
-        """End the agents that do not answer any more."""
-        for name in names:
-            self._processes[name].kill()
-            self._processes[name].wait()
-
-    def close(self) -> None:
-        """End all agents, and pass on the rest of what they print."""
-        begin = time.monotonic()
-        while self.running() and time.monotonic() - begin < _END_SECONDS:
-            self.pass_on_for(_DRAIN_SECONDS)
-        for process in self._processes.values():
-            process.kill()  # its reaper ends what is left
-            process.wait()
-        self._output.close()
-
-
-def with_environment(command: Command) -> Command:
-    """Return a command with the variables of this process, for other hosts."""
-    variables = {
+    first, *_ = hosts
+    address, port = rdzv or first.rpartition("@")[2], random.choice(_PORTS)
+    if rdzv is None and is_here(first):
+        address = address_towards(next(host for host in hosts if not is_here(host)))
+    if rdzv is not None:
+        address, port = parse_endpoint(rdzv)
+    passed_on = {
         name: value
         for name, value in os.environ.items()
         if not _NOT_PASSED_ON.fullmatch(name)
     }
-    return replace(command, environment={**variables, **command.environment})
+    passed_on[SECRET] = secrets.token_hex(16)
+    commands: dict[str, HostCommand] = {}
+    output = Output(is_of_agents=True)
+    with stopped_by_signals() as stopped:
+        try:
+            for number, (host, count) in enumerate(hosts.items()):
+                options = ["--over-ssh", "--nnodes", len(hosts), "--node-rank", number]
+                options += ["--rdzv", f"{address}:{port}", "-np", count]
+                named = {**passed_on, "HOROVOD_HOSTNAME": host.rpartition("@")[2]}
+                own = HostCommand(host, [*map(str, options), *words], named)
+                commands[host] = own
+                output.add(number, own.process.stdout, own.process.stderr)
+            return _wait(commands, stopped, output)
+        finally:
+            _end(commands, output)
 
 
-def _write(process: "subprocess.Popen[bytes]", line: bytes) -> None:
-    assert process.stdin is not None
-    with contextlib.suppress(OSError):  # it has ended, which its exit code shows
-        process.stdin.write(line)
-        process.stdin.flush()
+class HostCommand:
+    """The command on one host.
+
+    Args:
+        host: The host, as the user has named it.
+        words: Options of `keras-dist run`, and the command of the ranks.
+        environment: Its environment variables.
+    """
+
+    def __init__(
+        self, host: str, words: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
+        run = [sys.executable, "-m", "keras_dist", "run", *words]
+        if not is_here(host):
+            # Nothing secret: all users can read the command lines of processes.
+            path = [f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}"]
+            line = shlex.join(["cd", os.getcwd()])
+            line += f" && exec {shlex.join(['env', *path, *run])}"
+            # What stands behind `--` is no option, whatever a host is called.
+            run = [*_SSH, "--", host, line]
+        self.process = subprocess.Popen(
+            run,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # so that Ctrl-C reaches only this process
+        )
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.write(json.dumps(dict(environment)))
+        # What does not fit into the pipe is taken only when ssh is connected.
+        threading.Thread(target=self._pass_on, daemon=True).start()
+
+    def write(self, line: str) -> None:
+        """Write a line to its standard input."""
+        self._lines.put(f"{line}\n".encode())
+
+    def end_input(self) -> None:
+        """Let it end, as if this process were gone."""
+        self._lines.put(b"")
+
+    def _pass_on(self) -> None:
+        assert self.process.stdin is not None
+        # If it has ended, its exit code shows that.
+        with contextlib.suppress(OSError), self.process.stdin as pipe:
+            while line := self._lines.get():
+                pipe.write(line)
+                pipe.flush()
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, 128 + n after a signal; `None` while it runs."""
+        code = self.process.poll()
+        return 128 - code if code is not None and code < 0 else code
+
+
+def read_environment() -> None:
+    """On a host, read the first line of standard input.
+
+    Raises:
+        ValueError: If it is not what this file writes.
+    """
+    line = io.FileIO(0, closefd=False).readline()
+    try:
+        os.environ.update(json.loads(line))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            "This option is for `keras-dist run -H`, which writes an environment to "
+            f"standard input. Received: --over-ssh, and {line[:50]!r}."
+        ) from error
+
+
+def _wait(
+    commands: Mapping[str, HostCommand], stopped: Sequence[int], output: Output
+) -> int:
+    """Wait until the commands of all hosts have ended, or one alone."""
+    (first, *_), told, begin = commands, 0, 0.0
+    while True:
+        output.pass_on_for(_TICK)
+        for number in stopped[told:]:
+            told += 1
+            for command in commands.values():
+                command.write(str(number))
+        codes = {host: c.code for host, c in commands.items() if c.code is not None}
+        begin = (begin or time.monotonic()) if codes else 0.0
+        code = codes.get(first, _LOST)
+        passed = time.monotonic() - begin if begin else 0.0
+        is_over = code != _LOST and passed > _FIRST_SECONDS
+        if is_over or len(codes) == len(commands):
+            return code  # all know that of the job
+        if passed > _TOGETHER_SECONDS:
+            host, code = next(iter(codes.items()))
+            print_message(
+                f"keras-dist: the command on {host} has ended alone, or the connection "
+                f"to it was lost: exit code {code}. Those on the other hosts are ended."
+            )
+            return code or 1
+
+
+def _end(commands: Mapping[str, HostCommand], output: Output) -> None:
+    """End all commands, and pass on the rest of what they print."""
+    for command in commands.values():
+        command.end_input()
+    begin = time.monotonic()
+    while any(c.code is None for c in commands.values()) and (
+        time.monotonic() - begin < _END_SECONDS
+    ):
+        output.pass_on_for(_TICK)
+    for command in commands.values():
+        command.process.kill()
+        command.process.wait()
+    output.close()

@@ -1,17 +1,16 @@
-"""The key-value store of a job: Horovod's, guarded by a secret; and its client.
+"""Horovod's rendezvous: how it numbers ranks, and its key-value store behind a token.
 
-In it the ranks find each other (the rendezvous) and write heartbeats, and hosts write
-their reports. `horovodrun` has one, too, without a secret.
+In the store the ranks find each other (the rendezvous) and write heartbeats, and hosts
+write their reports. `horovodrun` has one, too, without a token.
 """
 
 import contextlib
+import errno
 import hmac
 import http.client
 import importlib
 import json
 import os
-import re
-import secrets
 import socket
 import threading
 import time
@@ -20,55 +19,98 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from keras_dist.launch.failures import print_message
-from keras_dist.launch.hosts import LOOPBACK, Slot
-from keras_dist.launch.network import EVERYWHERE
+from keras_dist.launch.hosts import LOOPBACK
+from keras_dist.launch.network import EVERYWHERE, is_loopback
 from keras_dist.launch.signing import derived, signed, verified
-from keras_dist.version import __version__
 
 # Connections that the kernel accepts before the server does. Ranks connect all at once,
 # and one that finds no room tries again only after 1, 3 and 7 s.
 _BACKLOG = 1024
 
-# Before the scopes of those who were admitted for all starts.
-_OF_JOB = "job~"
-
-# The scope of our values, beside those of Horovod.
-SCOPE = "keras_dist_watch"
+# The scope of values of the ranks, and that of the hosts, beside those of Horovod.
+SCOPE, _HOSTS = "keras_dist_watch", "keras_dist_hosts"
 
 # A name that ends so reads all values whose names begin with it.
 _ALL = "*"
 
-# Name of the value that describes a job, with a text that is another one for each.
-JOB = "job"
+_OK, _FORBIDDEN, _NOT_FOUND = 200, 403, 404
 
-_OK = 200
-_BAD_REQUEST, _FORBIDDEN, _NOT_FOUND, _TIMEOUT = 400, 403, 404, 408
+# Seconds for a request, between two attempts to connect, and between two lines about
+# it; and how often what must arrive is sent.
+_SECONDS, _RETRY_SECONDS, _SAY_SECONDS, _ATTEMPTS = 2.0, 0.5, 15.0, 5
 
-# Nobody is admitted yet: who has the right secret is to ask again.
-_TOO_EARLY = 503
 
-# Bytes of one value at most. The largest are the addresses that Gloo keeps for a rank,
-# 0.15 MB where there are 1,000 ranks.
-_LARGEST = 1 << 26
+def assign_ranks(hosts: Sequence[tuple[str, int]]) -> list[Any]:
+    """Number the ranks of a job as Horovod does, host by host.
 
-# Seconds for a request, and for the first one.
-_SECONDS, _CONNECT_SECONDS = 2.0, 5.0
+    Args:
+        hosts: Name and number of ranks of each host; each name once.
 
-# Seconds between two attempts to connect, and between two lines about it; and how often
-# what must arrive is sent.
-_RETRY_SECONDS, _SAY_SECONDS, _ATTEMPTS = 0.5, 15.0, 5
+    Returns:
+        Horovod's `SlotInfo` of each rank.
+
+    >>> [(s.hostname, s.rank, s.local_rank, s.cross_rank, s.cross_size)
+    ...  for s in assign_ranks([("a", 2), ("b", 1)])]
+    [('a', 0, 0, 0, 2), ('a', 1, 1, 0, 1), ('b', 2, 0, 1, 2)]
+
+    Raises:
+        RuntimeError: If Horovod is not installed.
+    """
+    _, horovod = _import_horovod()
+    infos = [horovod.HostInfo(name, count) for name, count in hosts]
+    slots: list[Any] = horovod.get_host_assignments(infos, sum(n for _, n in hosts))
+    return slots
+
+
+def make_slot(*fields: Any) -> Any:
+    """Make Horovod's `SlotInfo` of a rank whose numbers a launcher has given."""
+    return _import_horovod()[1].SlotInfo(*fields)
+
+
+def slot_variables(slot: Any) -> dict[str, str]:
+    """Return the variables that pass a slot to Horovod."""
+    return {
+        "HOROVOD_HOSTNAME": slot.hostname,
+        "HOROVOD_RANK": str(slot.rank),
+        "HOROVOD_SIZE": str(slot.size),
+        "HOROVOD_LOCAL_RANK": str(slot.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(slot.local_size),
+        "HOROVOD_CROSS_RANK": str(slot.cross_rank),
+        "HOROVOD_CROSS_SIZE": str(slot.cross_size),
+    }
+
+
+def store_variables(address: str, port: int, secret: str) -> dict[str, str]:
+    """Return the variables by which Horovod, in each rank, finds a store.
+
+    Args:
+        address: Address of the store.
+        port: Its port.
+        secret: The secret that `Store` was given.
+    """
+    return {
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": f"{address}:{port}/{store_token(secret)}",
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+    }
+
+
+def store_token(secret: str) -> str:
+    """Return what the paths of requests begin with."""
+    return derived(secret, "store")
 
 
 class Store:
-    """Horovod's key-value store, for one start of a job after the other.
+    """Horovod's key-value store, in a thread of this process.
 
-    It only answers requests whose path begins with a token that follows from a secret:
-    whoever reads the token on the network has not got the secret, by which the ranks
-    sign. The token is in the path because Horovod's client sends no headers; but it
-    accepts an address with a path behind the port. Each start has a token and values
-    of its own, and that of an earlier one is refused.
+    It only answers requests whose path begins with a token that follows from the job's
+    secret: whoever reads the token on the network has not got the secret, by which
+    hosts and ranks sign. The token is in the path because Horovod's client sends no
+    headers; but it accepts an address with a path behind the port.
 
     Args:
+        secret: Secret of the job.
         address: Address on which the store listens.
         port: Port; 0 for one that the system chooses.
 
@@ -77,66 +119,27 @@ class Store:
         RuntimeError: If Horovod is not installed.
     """
 
-    def __init__(self, address: str = LOOPBACK, port: int = 0) -> None:
-        self._http = _horovods_server()
-        # For each token: what stands before the names of its scopes.
-        self._tokens: dict[str, str] = {}
-        self._opened: tuple[str, int] | None = None
-        self._address = address
-        self._server = self._serving(port)
+    def __init__(self, secret: str, address: str = LOOPBACK, port: int = 0) -> None:
+        horovod, _ = _import_horovod()
+        handler = _guard(horovod.RendezvousHandler, store_token(secret))
+        self._server = horovod.RendezvousHTTPServer((address, port), handler, 0)
+        self._server.daemon_threads = True
+        # What is no request at all is no traceback on the user's screen.
+        self._server.handle_error = lambda request, address: None
+        self._server.socket.listen(_BACKLOG)  # Horovod's server has 5
         self.port = int(self._server.server_address[1])
+        # The address at which this host reaches it.
+        self.address = LOOPBACK if address == EVERYWHERE else address
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
 
-    def _serving(self, port: int) -> Any:
-        handler = self._http.RendezvousHandler
-        own = {"tokens": self._tokens, "inherited": handler}
-        guarded = type("Guarded", (_Guard, handler), own)
-        server = self._http.RendezvousHTTPServer((self._address, port), guarded, 0)
-        server.daemon_threads = True
-        # What is no request at all is no traceback on the user's screen.
-        server.handle_error = lambda request, address: None
-        server.socket.listen(_BACKLOG)  # Horovod's server has 5
-        return server
-
-    def open(self, slots: Sequence[Slot], secret: str) -> None:
-        """Take requests of the ranks of a start, and no longer those of the last one.
+    def open(self, slots: Sequence[Any]) -> None:
+        """Forget all values, and let the ranks of a start find each other.
 
         Args:
-            slots: The slots of all ranks.
-            secret: Secret of the start.
+            slots: The slots of all ranks, by `assign_ranks`.
         """
-        number = 0
-        if self._opened is not None:
-            token, number = self._opened[0], self._opened[1] + 1
-            del self._tokens[token]
-        self._opened = store_token(secret), number
-        # How many ranks use each scope; then it is emptied.
-        sizes = self._server.scope_size
-        for slot in slots:
-            sizes[f"{number}~global"] = slot.size
-            sizes[f"{number}~local_{slot.host}"] = slot.local_size
-            sizes[f"{number}~cross_{slot.local_rank}"] = slot.cross_size
-        self._tokens[store_token(secret)] = f"{number}~"
-
-    def variables(self, secret: str) -> dict[str, str]:
-        """Return the variables by which Horovod, in this host's ranks, finds it."""
-        address = LOOPBACK if self._address == EVERYWHERE else self._address
-        return variables_of(address, self.port, secret)
-
-    def admit(self, secret: str) -> None:
-        """Take requests with this secret, too, to the end of the job."""
-        self._tokens[store_token(secret)] = _OF_JOB
-
-    def values(self) -> dict[str, bytes]:
-        """Return what those who were admitted have written, the first values first."""
-        with self._server.cache_lock:
-            return dict(self._server.cache.get(f"{_OF_JOB}{SCOPE}", {}))
-
-    def write(self, name: str, value: bytes) -> None:
-        """Write a value for those who were admitted."""
-        with self._server.cache_lock:
-            self._server.cache.setdefault(f"{_OF_JOB}{SCOPE}", {})[name] = value
+        self._server.init(slots)
 
     def close(self) -> None:
         """End the server."""
@@ -145,9 +148,42 @@ class Store:
         self._thread.join()
 
 
-def _horovods_server() -> Any:
+def serve_at(address: str, port: int, secret: str, *, is_alone: bool) -> Store:
+    """Make the store of a job at the address by which others know this host.
+
+    If this host knows itself by another address, as by Debian's 127.0.1.1, or does not
+    know its name, the store listens at all of its addresses.
+
+    Args:
+        address: Name or address of this host.
+        port: Port of the store.
+        secret: Secret of the job.
+        is_alone: Whether all processes that use the store are on this host.
+
+    Raises:
+        OSError: If the port is in use.
+        RuntimeError: If Horovod is not installed.
+    """
+    found = EVERYWHERE
+    with contextlib.suppress(OSError):  # the name may become known later
+        found = socket.gethostbyname(address)
+    if is_loopback(found) and not (is_alone or is_loopback(address)):
+        found = EVERYWHERE
     try:
-        return importlib.import_module("horovod.runner.http.http_server")
+        return Store(secret, found, port)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+    return Store(secret, EVERYWHERE, port)
+
+
+def _import_horovod() -> tuple[Any, Any]:
+    """Return Horovod's modules with the server, and with the numbering of ranks."""
+    try:
+        return (
+            importlib.import_module("horovod.runner.http.http_server"),
+            importlib.import_module("horovod.runner.common.util.hosts"),
+        )
     except ImportError as error:
         raise RuntimeError(
             f"Horovod is not installed here. Received: {error}. "
@@ -155,85 +191,44 @@ def _horovods_server() -> Any:
         ) from error
 
 
-class _Guard:
-    """What comes before the methods of Horovod's request handler: a token is needed."""
+def _guard(handler: Any, token: str) -> Any:
+    """Return a class like Horovod's handler of requests, which asks for the token."""
 
-    tokens: Mapping[str, str]
-    inherited: Any
+    class Guarded(handler):  # type: ignore[misc]
+        path: str
 
-    # Of Python's handler.
-    path: str
-    headers: Any
-    server: Any
-    rfile: Any
-    wfile: Any
-    close_connection: bool
-    send_status_code: Any
-    send_response: Any
-    send_header: Any
-    end_headers: Any
-    _put_value: Any
+        def parse_request(self) -> bool:
+            if not super().parse_request():
+                return False
+            first, _, rest = self.path.lstrip("/").partition("/")
+            received = first.partition(":")[0]  # Horovod adds the port to it
+            is_admitted = hmac.compare_digest(received.encode(), token.encode())
+            # Of Python's own handler, which shows files of this folder.
+            if not is_admitted or self.command not in ("GET", "PUT", "DELETE"):
+                self.close_connection = True
+                self.send_status_code(_FORBIDDEN)
+                return False
+            self.path = f"/{rest}"
+            return True
 
-    def do_GET(self) -> None:
-        if self._is_admitted():
-            if self.path.endswith(_ALL):
-                self._answer(self._all_values())
-            else:
-                self.inherited.do_GET(self)
+        def do_GET(self) -> None:
+            if not self.path.endswith(_ALL):
+                return super().do_GET()
+            _, scope, prefix = self.path.removesuffix(_ALL).split("/")
+            with self.server.cache_lock:
+                values = dict(self.server.cache.get(scope, {}))
+            found = {
+                n: v.decode("latin-1")
+                for n, v in values.items()
+                if n.startswith(prefix)
+            }
+            body = json.dumps(found).encode()
+            self.send_response(_OK)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
 
-    def do_PUT(self) -> None:
-        if not self._is_admitted():
-            return
-        length = self.headers.get("Content-Length") or ""
-        if not re.fullmatch(r"\d{1,9}", length) or int(length) > _LARGEST:
-            self._refuse(_BAD_REQUEST)
-            return
-        try:
-            value = self.rfile.read(int(length))
-        except TimeoutError:
-            value = b""
-        if len(value) < int(length):  # Horovod's would keep what has come
-            self._refuse(_TIMEOUT)
-            return
-        _, scope, key = self.path.split("/")
-        self._put_value(scope, key, value)
-        self.send_status_code(_OK)
-
-    def do_DELETE(self) -> None:
-        if self._is_admitted():
-            self.inherited.do_DELETE(self)
-
-    def do_HEAD(self) -> None:  # the inherited one shows files of this folder
-        self.send_status_code(_FORBIDDEN)
-
-    def _is_admitted(self) -> bool:
-        first, _, rest = self.path.lstrip("/").partition("/")
-        received = first.partition(":")[0].encode()  # Horovod adds the port to it
-        for token, prefix in list(self.tokens.items()):
-            if hmac.compare_digest(received, token.encode()):
-                self.path = f"/{prefix}{rest}"
-                return rest.count("/") == 1 or self._refuse(_BAD_REQUEST)
-        return self._refuse(_FORBIDDEN if self.tokens else _TOO_EARLY)
-
-    def _refuse(self, status: int) -> bool:
-        self.close_connection = True
-        self.send_status_code(status)
-        return False
-
-    def _all_values(self) -> bytes:
-        _, scope, prefix = self.path.removesuffix(_ALL).split("/")
-        with self.server.cache_lock:
-            values = dict(self.server.cache.get(scope, {}))
-        found = {
-            k: v.decode("latin-1") for k, v in values.items() if k.startswith(prefix)
-        }
-        return json.dumps(found).encode()
-
-    def _answer(self, body: bytes) -> None:
-        self.send_response(_OK)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+    return Guarded
 
 
 class StoreClient:
@@ -246,18 +241,19 @@ class StoreClient:
         address: Name or address of the store's host; or, as launchers pass it to
             Horovod, with port and token behind it.
         port: Port of the store.
-        secret: Secret of the job; `None` for the values of one start.
+        secret: Secret of the job, for the values of hosts; `None` for those of ranks.
     """
 
     def __init__(self, address: str, port: int, secret: str | None = None) -> None:
         self.address, self.port = address, port
-        self._key = "" if secret is None else derived(secret, "hosts")
+        self._key, scope = "", SCOPE
         if secret is not None:
+            self._key, scope = derived(secret, "hosts"), _HOSTS
             address = f"{address}:{port}/{store_token(secret)}"
         # Horovod makes its URLs in the same way: the token becomes the first part of
         # the path.
-        url = urlsplit(f"http://{address}:{port}/{SCOPE}/")
-        self._host, self._port, self._path = url.hostname, url.port, url.path
+        url = urlsplit(f"http://{address}:{port}/{scope}/")
+        self._host, self._port, self._path = url.hostname or "", url.port, url.path
 
     def put(self, name: str, value: Any) -> bool:
         """Write a value; whether the store could be reached."""
@@ -300,23 +296,15 @@ class StoreClient:
             OSError: If it cannot be reached, or does not answer as a store does.
             PermissionError: If it refuses this host's secret.
         """
-        where = self.address, self.port
-        with socket.create_connection(where, _CONNECT_SECONDS) as link:
-            own, theirs = link.getsockname(), link.getpeername()
-        connection = http.client.HTTPConnection(
-            str(self._host), self._port, timeout=_CONNECT_SECONDS
-        )
-        with contextlib.closing(connection):
-            try:
-                connection.request("GET", f"{self._path}probe")
-                status = connection.getresponse().status
-            except (http.client.HTTPException, ConnectionResetError) as error:
-                raise ConnectionError(f"no store answers: {error!r}") from error
+        try:
+            status, _, ends = self._send("GET", "probe")
+        except http.client.HTTPException as error:
+            raise ConnectionError(f"no store answers: {error!r}") from error
         if status == _FORBIDDEN:
             raise PermissionError(f"refused with status {status}")
         if status not in (_OK, _NOT_FOUND):
             raise ConnectionError(f"no store answers: status {status}")
-        return str(own[0]), str(theirs[0])
+        return ends
 
     def wait(
         self, host: str, *, timeout: float, stopped: Sequence[int] = ()
@@ -340,7 +328,7 @@ class StoreClient:
                 raise ValueError(
                     "The first host refuses this one. Received: another secret than "
                     f"that of the job at {meeting}. Give all hosts the same "
-                    "KERAS_DIST_SECRET or `--secret-file`."
+                    "KERAS_DIST_SECRET."
                 ) from error
             except OSError as error:
                 text = f"{host} cannot reach {meeting} ({error})"
@@ -364,50 +352,23 @@ class StoreClient:
         self, method: str, name: str, body: bytes | None = None
     ) -> bytes | None:
         """Send a request; return the body of the answer, `None` if it is none."""
-        if self._host is None:
+        try:
+            status, text, _ = self._send(method, name, body)
+        except (OSError, http.client.HTTPException):
             return None
+        return text if status == _OK else None
+
+    def _send(
+        self, method: str, name: str, body: bytes | None = None
+    ) -> tuple[int, bytes, tuple[str, str]]:
+        """Send a request; return status, body, and the addresses of both ends."""
         link = http.client.HTTPConnection(self._host, self._port, timeout=_SECONDS)
         with contextlib.closing(link):
-            try:
-                link.request(method, self._path + name, body)
-                response = link.getresponse()
-                text = response.read()
-            except (OSError, http.client.HTTPException):
-                return None
-        return text if response.status == _OK else None
-
-
-class OwnStoreClient(StoreClient):
-    """The same values in the process that has the store.
-
-    One of them has a random text, by which a host notices that the command of the first
-    host was started again: then nobody knows of this host.
-
-    Args:
-        store: The store.
-        secret: Secret of the job, which is admitted from now on.
-        num_hosts: Number of hosts of the job.
-    """
-
-    def __init__(self, store: Store, secret: str, *, num_hosts: int = 1) -> None:
-        super().__init__("localhost", store.port, secret)
-        self._store, self.nonce = store, secrets.token_hex(16)
-        version = {"num_hosts": num_hosts, "version": __version__}
-        self.put(JOB, {"nonce": self.nonce, **version})
-        store.admit(secret)
-
-    def get_all(self, prefix: str) -> dict[str, Any]:
-        texts = self._store.values()
-        found = {n: self._value(n, t) for n, t in texts.items() if n.startswith(prefix)}
-        return {name: value for name, value in found.items() if value is not None}
-
-    def _request(
-        self, method: str, name: str, body: bytes | None = None
-    ) -> bytes | None:
-        if method == "PUT":
-            self._store.write(name, body or b"")
-            return b""
-        return self._store.values().get(name)
+            link.connect()
+            ends = link.sock.getsockname()[0], link.sock.getpeername()[0]
+            link.request(method, self._path + name, body)
+            response = link.getresponse()
+            return response.status, response.read(), ends
 
 
 def client_of(environ: Mapping[str, str] | None = None) -> StoreClient | None:
@@ -420,38 +381,6 @@ def client_of(environ: Mapping[str, str] | None = None) -> StoreClient | None:
     address = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
     port = environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT")
     return StoreClient(address, int(port)) if address and port else None
-
-
-def store_token(secret: str) -> str:
-    """Return what the paths of requests begin with."""
-    return derived(secret, "store")
-
-
-def secret_of_start(secret: str, nonce: str, start: int) -> str:
-    """Return the secret of one start of a job, which each host computes for itself.
-
-    Args:
-        secret: Secret of the job.
-        nonce: A random text, new for each job.
-        start: Number of the start.
-    """
-    return derived(secret, f"start {nonce} {start}")
-
-
-def variables_of(address: str, port: int, secret: str) -> dict[str, str]:
-    """Return the variables by which Horovod, in each rank, finds a store.
-
-    Args:
-        address: Address of the store.
-        port: Its port.
-        secret: The secret of the start, which `Store.open` was given.
-    """
-    return {
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": f"{address}:{port}/{store_token(secret)}",
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-        "HOROVOD_CONTROLLER": "gloo",
-        "HOROVOD_CPU_OPERATIONS": "gloo",
-    }
 
 
 def _json(text: bytes | None) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from network import LAUNCH, own_lines, until
-from test_hosts_faults import STUB, all_there, ended
+from test_hosts_faults import STUB, all_there, ended, kill_command
 from test_rdzv import meet, outputs
 from test_training import TRAIN, alone, assert_equal, found_of
 
@@ -50,7 +50,7 @@ def test_hosts_that_meet_start_again_where_a_rank_is_killed(net, shared, alone, 
     path, last = shared / "met.npy", len(hosts) - 1
     variables = {"KILL": str(last), "RESUME": str(shared / f"met.{hosts}")}
     words = ["--restarts", 1, TRAIN, path]
-    stdout, stderr = outputs(meet(net, hosts, *words, is_numbered=True, **variables))
+    stdout, stderr = outputs(meet(net, hosts, *words, **variables))
     assert f"rank {last} on {hosts[last]} failed first" in stderr
     assert "SIGKILL" in stderr and "start 2 of at most 2" in stderr
     assert found_of(stdout, len(hosts)) == [(0, 1, host) for host in hosts]
@@ -179,7 +179,7 @@ def test_random_faults_end_the_job_with_their_cause(net, shared, seed):
     if way == "ssh":
         jobs = {"d": net.start("d", [*LAUNCH, "-H", "a:1,b:1,c:1", *words])}
     else:
-        jobs = dict(zip("abc", meet(net, "abc", *words, is_numbered=True), strict=True))
+        jobs = dict(zip("abc", meet(net, "abc", *words), strict=True))
     all_there(folder, ranks=3)
     time.sleep(generator.uniform(0, 2))
     if kind == "rank":
@@ -190,8 +190,7 @@ def test_random_faults_end_the_job_with_their_cause(net, shared, seed):
     elif way == "meet":
         net.signal_command(jobs.pop(victim), signal.SIGKILL)
     else:
-        agents = net.processes(victim, "-m keras_dist host-agent")
-        min(agents, key=lambda agent: agent.create_time()).kill()  # not its reaper
+        kill_command(net, victim)
     begin, said = time.monotonic(), {}
     for name, job in jobs.items():
         code, lines, _ = ended(job)

@@ -69,7 +69,10 @@ for port in ports:
     print(json.dumps([port, {"plain": sorted(map(str, answers)), "secret": secret}]))
 """
 
-_OPTIONS = {"ssh": [], "meet": ["--nnodes", 2, "--rdzv", "{first}:29400"]}
+_OPTIONS = {
+    "ssh": [],
+    "meet": ["--nnodes", 2, "--rdzv", "{first}:29400", "--node-rank"],
+}
 
 
 def listening(net, name):
@@ -91,8 +94,10 @@ def started(net, way, hosts, *words):
     first, second = hosts
     options = [str(word).format(first=first) for word in _OPTIONS[way]]
     if way == "meet":
-        command = [*LAUNCH, *options, *words]
-        return [net.start(host, command, env=SECRET) for host in hosts]
+        return [
+            net.start(host, [*LAUNCH, *options, number, *words], env=SECRET)
+            for number, host in enumerate(hosts)
+        ]
     return [
         net.start(first, [*LAUNCH, *options, "-H", f"{first}:1,{second}:1", *words])
     ]

@@ -61,7 +61,7 @@ def test_four_ranks_on_two_hosts_use_the_network_that_is_named(net, shared, alon
     debian_names(net)
     before = [[net.bytes_of(name, n) for n in (0, 1)] for name in "ab"]
     path = shared / "four.npy"
-    options = ["--address", net.address("a", 1), "-H", "a:1,b:3"]
+    options = ["--rdzv", f"{net.address('a', 1)}:29400", "-H", "a:1,b:3"]
     done = net.run("a", [*LAUNCH, *options, TRAIN, path])
     assert done.returncode == 0, done.stderr
     expected = [(0, 1, "a"), (0, 3, "b"), (1, 3, "b"), (2, 3, "b")]

@@ -1,31 +1,22 @@
-"""Random messages neither end nor confuse the store, the launcher or an agent."""
+"""Random messages neither end nor confuse the store of a job."""
 
-import io
-import json
 import random
 import socket
 import threading
 
 import pytest
 
-from keras_dist.launch import agent
-from keras_dist.launch.failures import Failure, Report, verdict
-from keras_dist.launch.hosts import Meeting, slots
-from keras_dist.launch.job import Job, Presence
-from keras_dist.launch.ranks import Command
 from keras_dist.launch.store import (
     Store,
-    StoreClient,
+    assign_ranks,
     client_of,
     store_token,
-    variables_of,
+    store_variables,
 )
 
 MESSAGES = 10_000
 SECRET = "the secret of the job"
 HOSTS = [("a", 2), ("b", 1)]
-
-_VALUES = [None, True, -1, 1e308, "", "x", [], [[]], {}, {"rank": 0}, "\0", "ü" * 9]
 
 
 def mutated(generator, message):
@@ -46,25 +37,12 @@ def mutated(generator, message):
     return bytes(changed)
 
 
-def altered(generator, value):
-    """A JSON value in which one of the values inside is another one, or is missing."""
-    if not isinstance(value, (dict, list)) or not value or generator.random() < 0.2:
-        return generator.choice(_VALUES)
-    copy = value.copy()
-    key = generator.choice(list(copy) if isinstance(copy, dict) else range(len(copy)))
-    if generator.random() < 0.2:
-        del copy[key]
-    else:
-        copy[key] = altered(generator, copy[key])
-    return copy
-
-
 @pytest.fixture
 def store():
     """A store with values, and the variables by which ranks find it."""
-    store = Store()
-    store.open(slots(HOSTS), SECRET)
-    yield store, variables_of("127.0.0.1", store.port, SECRET)
+    store = Store(SECRET)
+    store.open(assign_ranks(HOSTS))
+    yield store, store_variables("127.0.0.1", store.port, SECRET)
     store.close()
 
 
@@ -132,96 +110,3 @@ def test_what_a_rank_sends_by_mistake_ends_neither_store_nor_launcher(store, cap
     assert ranks.put("beat.0", 7) and ranks.get("beat.0") == 7
     assert threading.active_count() < threads + 300
     assert capfd.readouterr().err == ""
-
-
-def test_a_value_is_taken_whole_or_not_at_all(store):
-    """Lengths that are none, too large, or more than what comes."""
-    own, variables = store
-    ranks = client_of(variables)
-    ranks.put("beat.0", 1)
-    path = f"/{store_token(SECRET)}:{own.port}/keras_dist_watch/beat.0"
-    for length in ("", "x", "-1", "1e3", "99", "9" * 5000, "999999999"):
-        message = f"PUT {path} HTTP/1.1\r\nContent-Length: {length}\r\n\r\n22"
-        answer = answer_of(own._server, message.encode())
-        assert b" 40" in answer.split(b"\r\n")[0], (length, answer)
-    assert ranks.get("beat.0") == 1
-
-
-class Values(StoreClient):
-    """A store that answers with what it is given."""
-
-    def __init__(self, values):
-        super().__init__("127.0.0.1", 1)
-        self.texts = {name: json.dumps(value).encode() for name, value in values}
-
-    def _request(self, method, name, body=None):
-        if name.endswith("*"):
-            found = {n: t.decode("latin-1") for n, t in self.texts.items()}
-            return json.dumps(found).encode()
-        return self.texts.get(name)
-
-
-def test_a_report_that_is_none_counts_as_not_sent(store):
-    """The launcher reads reports and heartbeats, and what it reads makes a message."""
-    generator = random.Random(19)
-    failure = Failure(2, 1.5, 3, "KeyError: 'tea'", "Traceback", is_secondary=False)
-    whole = json.loads(json.dumps(Report([failure], {2: "in step 1"}).values()))
-    job, hosts = Job(Meeting(), store[0], SECRET, []), dict(enumerate("aab"))
-    presence, is_read = Presence(Values([])), 0
-    for _ in range(MESSAGES):
-        job.values.put("report.0.b", altered(generator, whole))
-        reports = job._new_reports(["b"], 0)
-        assert all(isinstance(report, Report) for report in reports.values())
-        text, code = verdict(list(reports.values()), None, hosts=hosts, unknown=[])
-        is_read += code != 1
-        assert text.startswith("keras-dist: ")
-        beat = generator.choice([*_VALUES, 5])
-        presence._store, presence._looked = Values([("beat.1", beat)]), 0.0
-        presence.look(["0", "1"])
-        presence.lost(["0", "1"])
-    job.values.put("report.0.b", whole)
-    assert job._new_reports(["b"], 0)["b"].failures == [failure]
-    assert 0 < is_read < MESSAGES
-
-
-def test_an_agent_takes_a_whole_header_alone():
-    """All else is an error that says what an agent is for, before anything starts."""
-    generator = random.Random(20)
-    command = Command(kind="script", words=["a.py"], environment={"A": "b"})
-    header = agent.Header(
-        address="127.0.0.1",
-        port=1,
-        secret="secret",
-        name="1_0",
-        host="a",
-        number=0,
-        num_ranks=1,
-        num_hosts=2,
-        job="1",
-        folder="/",
-        command=command,
-    )
-    line = header.line()
-    assert agent.header_of(line) == header
-    refused = 0
-    for number in range(MESSAGES):
-        if number % 2:
-            message = mutated(generator, line)
-        else:
-            message = json.dumps(altered(generator, json.loads(line))).encode()
-        try:
-            agent.header_of(message)
-        except ValueError as error:
-            refused += 1
-            assert "started by `keras-dist run -H`" in str(error)
-    assert refused > MESSAGES / 2
-
-
-def test_an_agent_goes_on_until_the_connection_ends():
-    """Random lines behind the header are none of the launcher's."""
-    generator = random.Random(21)
-    texts = [generator.randbytes(generator.randint(0, 40)) for _ in range(MESSAGES)]
-    lines = io.BytesIO(b"\n".join(text.replace(b"\n", b"") for text in texts))
-    cuts = []
-    agent._wait_for_end(lines, lambda: cuts.append(lines.read()))
-    assert cuts == [b""]

@@ -1,4 +1,4 @@
-"""When a host counts as lost, by its heartbeats and the clock of the launcher."""
+"""When a host counts as lost, by its heartbeats and the clock of the first host."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from keras_dist.launch import job
 
 
 class Clock:
-    """The time, and the heartbeats that have come by then."""
+    """The time, and the heartbeats that have come by then: a store's client."""
 
     def __init__(self):
         self.now, self.beats = 1000.0, {}
@@ -15,13 +15,12 @@ class Clock:
         """As of `time.monotonic`."""
         return self.now
 
-    def get(self, name):
-        """As of `StoreClient`."""
-        return self.beats.get(name)
+    def put_surely(self, name, value):
+        """As of `StoreClient`; nobody reads it."""
 
     def get_all(self, prefix):
-        """As of `StoreClient`, where the names of all values begin so."""
-        return self.beats
+        """As of `StoreClient`."""
+        return dict(self.beats)
 
 
 @pytest.fixture
@@ -32,37 +31,38 @@ def clock(monkeypatch):
     return clock
 
 
-def pass_time(clock, presence, seconds, *, beating, running=(0, 1)):
+@pytest.fixture
+def first(clock):
+    """The coordinator of two hosts that have come."""
+    first = job.Coordinator(clock, None, 2, 0, None, is_quiet=True)
+    first._hosts = {0: ["id0", "a", 1, ""], 1: ["id1", "b", 1, ""]}
+    return first
+
+
+def pass_time(clock, first, seconds, *, beating):
     """So many seconds, in which these hosts send heartbeats; who was lost when."""
     lost = {}
     for second in range(1, seconds + 1):
         clock.now += 1.01
         for number in beating:
-            clock.beats[f"beat.{number}"] = int(clock.now)
-        presence.look(list(running))
-        for number in presence.lost(list(running)):
+            clock.beats[f"beat.{number}"] = [int(clock.now)]
+        first._look()
+        for number in first._lost([0, 1]):
             lost.setdefault(number, second)
     return lost
 
 
-def test_a_host_is_lost_after_15_seconds_of_silence(clock):
-    """Not before, nor one that has never answered, nor one whose agent has ended."""
-    presence = job.Presence(clock)
-    assert pass_time(clock, presence, 10, beating=[0, 1]) == {}
-    assert pass_time(clock, presence, 14, beating=[0]) == {}
-    assert pass_time(clock, presence, 5, beating=[0, 1]) == {}  # an outage of 14 s
-    assert pass_time(clock, presence, 30, beating=[0], running=[0]) == {}
-    presence = job.Presence(clock)
-    clock.beats.clear()
-    assert pass_time(clock, presence, 60, beating=[0]) == {}
-    assert pass_time(clock, presence, 5, beating=[0, 1]) == {}
-    assert set(pass_time(clock, presence, 18, beating=[0])) == {1}
+def test_a_host_is_lost_after_15_seconds_of_silence(clock, first):
+    """Not before."""
+    assert pass_time(clock, first, 10, beating=[0, 1]) == {}
+    assert pass_time(clock, first, 14, beating=[0]) == {}
+    assert pass_time(clock, first, 5, beating=[0, 1]) == {}  # an outage of 14 s
+    assert set(pass_time(clock, first, 18, beating=[0])) == {1}
 
 
-def test_the_time_in_which_the_launcher_was_suspended_does_not_count(clock):
+def test_the_time_in_which_the_first_host_was_suspended_does_not_count(clock, first):
     """As when a laptop is closed; what comes after it does."""
-    presence = job.Presence(clock)
-    pass_time(clock, presence, 3, beating=[0, 1])
+    pass_time(clock, first, 3, beating=[0, 1])
     clock.now += 3600
-    assert pass_time(clock, presence, 12, beating=[]) == {}
-    assert set(pass_time(clock, presence, 6, beating=[])) == {0, 1}
+    assert pass_time(clock, first, 12, beating=[]) == {}
+    assert set(pass_time(clock, first, 6, beating=[])) == {0, 1}

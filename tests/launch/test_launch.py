@@ -16,8 +16,7 @@ from launch import PYTHONPATH, ROOT, launch, prefix
 
 import keras_dist
 from keras_dist.launch.function import CALL, call_and_keep, pickled_call
-from keras_dist.launch.hosts import parse_hosts, read_hostfile
-from keras_dist.launch.meeting import parse_endpoint
+from keras_dist.launch.hosts import parse_endpoint, parse_hosts, read_hostfile
 
 RUN = [sys.executable, "-m", "keras_dist", "run"]
 
@@ -274,14 +273,28 @@ keras_dist.gather("never")
 """
 
 
+def free_port():
+    """A port at which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def stand_in(folder, text):
+    """The variable PATH with a stand-in for ssh, which gets `--`, host and command."""
+    ssh = folder / "ssh"
+    ssh.write_text(f'#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\n{text}')
+    ssh.chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
 def test_ranks_of_several_hosts_are_one_job(tmp_path):
     """Two names of this machine, and a stand-in for ssh that runs the command here."""
-    script, ssh, mark = tmp_path / "script.py", tmp_path / "ssh", uuid.uuid4().hex
+    script, mark = tmp_path / "script.py", uuid.uuid4().hex
     script.write_text(_ON_HOSTS)
-    ssh.write_text('#!/bin/sh\ntest "$1" = -- && echo "to $2" >&2\nexec sh -c "$3"\n')
-    ssh.chmod(0o755)
-    hosts = ["-H", "a:1,b:2", "--ssh", ssh, "--address", "127.0.0.1"]
-    done = start(*hosts, script, mark=mark)
+    path = stand_in(tmp_path, 'echo "to $2" >&2\nexec sh -c "$3"\n')
+    hosts = ["-H", "a:1,b:2", "--rdzv", f"127.0.0.1:{free_port()}"]
+    done = start(*hosts, script, mark=mark, PATH=path)
     assert done.returncode == 1, done.stderr
     assert "to a\n" in done.stderr and "to b\n" in done.stderr
     expected = [(0, 0, 1), (1, 0, 2), (2, 1, 2)]
@@ -298,10 +311,12 @@ def test_a_host_that_cannot_be_reached_is_named(tmp_path):
     """And the ranks of the others end."""
     script, mark = tmp_path / "script.py", uuid.uuid4().hex
     script.write_text(_SLEEPS)
-    hosts = ["-H", "localhost:1,b:1", "--ssh", "false", "--address", "127.0.0.1"]
-    done = start(*hosts, script, mark=mark)
-    assert done.returncode == 1
-    assert "keras-dist: no ranks could be run on b: exit code 1." in done.stderr
+    hosts = ["-H", "localhost:1,b:1", "--rdzv", f"127.0.0.1:{free_port()}"]
+    path = stand_in(tmp_path, "echo no way >&2\nexit 255\n")
+    done = start(*hosts, script, mark=mark, PATH=path)
+    assert done.returncode == 255
+    assert done.stderr.startswith("no way\nkeras-dist: the command on b has ended")
+    assert "connection to it was lost: exit code 255." in done.stderr
     assert left_behind(mark) == []
 
 
@@ -353,9 +368,8 @@ _NO_HOSTS += ["a b", "a@b@c", "a/b", "\x1b[2J", "@a", "a'b"]
 
 def test_what_no_host_is_called_is_an_error_wherever_hosts_are_named(tmp_path):
     """In `-H`, a hosts file and `--rdzv`: before ssh is called."""
-    ssh, called, file = tmp_path / "ssh", tmp_path / "called", tmp_path / "hosts"
-    ssh.write_text(f'#!/bin/sh\necho "$@" >> {called}\n')
-    ssh.chmod(0o755)
+    called, file = tmp_path / "called", tmp_path / "hosts"
+    path = stand_in(tmp_path, f'echo "$@" >> {called}\n')
     for name in _NO_HOSTS:
         file.write_text(f"a:1\n{name}:1\n")
         with pytest.raises(ValueError, match="The name of a host must be") as found:
@@ -372,26 +386,17 @@ def test_what_no_host_is_called_is_an_error_wherever_hosts_are_named(tmp_path):
     file.write_text("-oProxyCommand=touch-it slots=1\n")
     ways = [["-H", "-oProxyCommand=touch-it:1"], ["--hostfile", file]]
     for words in ways:
-        done = start(*words, "--ssh", ssh, "--rdzv-timeout", 1, "-m", "this")
+        done = start(*words, "-m", "this", PATH=path)
         assert done.returncode in (1, 2), done.stderr
         assert "-oProxyCommand=touch-it" in done.stderr or words[0] == "-H"
     assert not called.exists()
-
-
-@pytest.mark.parametrize("address", ["192.0.2.1", "fd77::1", "no.such.name"])
-def test_an_address_that_is_not_of_this_host_is_named(address):
-    """Of another host, of IPv6, or of none: before anything is started."""
-    done = start("-H", "b:1", "--address", address, "-m", "this")
-    assert done.returncode == 1
-    assert f"has this address. Received: {address} (" in done.stderr, done.stderr
-    assert "Pass an IPv4 address of this host with `--address`." in done.stderr
 
 
 _STORE = """
 import sys, time
 sys.argv[0] = "keras-dist"
 from keras_dist.launch.store import Store
-print(Store().port, flush=True)
+print(Store("secret").port, flush=True)
 time.sleep(100)
 """
 

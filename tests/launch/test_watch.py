@@ -7,9 +7,14 @@ import sys
 import pytest
 from launch import PYTHONPATH, launch, prefix
 
-from keras_dist.launch.hosts import slots
 from keras_dist.launch.monitor.watchdog import EXIT_CODE
-from keras_dist.launch.store import Store, StoreClient, client_of
+from keras_dist.launch.store import (
+    Store,
+    StoreClient,
+    assign_ranks,
+    client_of,
+    store_variables,
+)
 
 _STALLS = """
 import sys, time
@@ -151,9 +156,9 @@ def test_ranks_that_work_are_left_alone(tmp_path):
 
 def test_a_process_without_the_secret_is_refused():
     """Without the secret of the job nothing is read or written."""
-    with contextlib.closing(Store()) as own:
-        own.open(slots([("localhost", 2)]), "the-secret")
-        found = own.variables("the-secret")
+    with contextlib.closing(Store("the secret")) as own:
+        own.open(assign_ranks([("localhost", 2)]))
+        found = store_variables("127.0.0.1", own.port, "the secret")
         port = found["HOROVOD_GLOO_RENDEZVOUS_PORT"]
         rank = client_of(found)
         rank.put("0", {"beat": 1})

@@ -206,7 +206,7 @@ def test_the_options_of_run_reach_the_ranks(monkeypatch):
     """As they were given; without any, there are two ranks or one for each GPU."""
     parser = argparse.ArgumentParser()
     add_where(parser)
-    given = ["-H", "a:1,b:1", "--address", "10.0.0.1"]
+    given = ["-H", "a:1,b:1", "--rdzv", "10.0.0.1:29400"]
     assert run_words(parser.parse_args(given)) == given
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     assert run_words(parser.parse_args([])) == ["-np", "3"]

@@ -13,7 +13,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from keras_dist.launch import environments
+from keras_dist.clusters import find_nodes
+from keras_dist.clusters.slurm import Slurm
 from keras_dist.launch.command import add_where
 from keras_dist.launch.hosts import num_gpus
 from keras_dist.tools.check.host import check_host
@@ -68,16 +69,16 @@ def run_words(options: argparse.Namespace) -> list[str]:
         if value != action.default:
             words.append(action.option_strings[0])
             words += [] if action.nargs == 0 else [str(value)]
-    if not words and environments.detect() is None:
+    if not words and find_nodes() is None:
         words = ["-np", str(num_gpus() or 2)]
     return words
 
 
 def _run(options: argparse.Namespace, words: Sequence[str] | None) -> int:
     """Run the checks of this host, and those of ranks unless `words` is `None`."""
-    environment = environments.detect()
+    nodes = find_nodes()
     # Tasks of SLURM have one screen, and often one file system.
-    is_first = not (environment and environment.is_quiet and environment.number)
+    is_first = not (nodes and nodes.launcher == Slurm.name and nodes.rank)
     results = list[Result]()
 
     def show(result: Result) -> None:
