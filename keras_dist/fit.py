@@ -443,7 +443,7 @@ class DistributedModel:
                 **feed.arguments,
                 batch_size=batch_size,
                 verbose=verbose if comm.rank() == 0 else 0,
-                steps=feed.plan.steps if steps else None,
+                steps=feed.keras_steps,
                 callbacks=on_this_rank(_flat(callbacks)) or None,
                 return_dict=return_dict,
             )
@@ -589,7 +589,7 @@ class DistributedModel:
             lambda: validation_feed(
                 (source, None, None),
                 batch_size=None,
-                steps=None,
+                steps=steps,
                 steps_rule="none",
                 spec=spec,
             )
@@ -597,10 +597,8 @@ class DistributedModel:
         comm.agree(feed.facts, advice=_ADVICE)
         with comm.explained(), reading([feed]):
             if not is_dealt(source, spec):
-                return predict(feed.part.data, steps)
-            return predict_in_turns(
-                feed.part, predict, self.model, steps=steps, gather=gather
-            )
+                return predict(feed.adapter.data, steps)
+            return predict_in_turns(feed.adapter, predict, self.model, gather=gather)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)

@@ -78,7 +78,7 @@ def _first_epoch(resume: Resume, setup: FitSetup) -> int:
     if saved.is_finished:
         return int(setup.arguments["epochs"])
     division = setup.training.division
-    if saved.position.done and division is None:
+    if saved.position.step and division is None:
         raise ValueError(
             "The training cannot be resumed in the middle of an epoch with this data. "
             f"Received: {setup.training.plan.kind}, and a checkpoint of the middle of "
@@ -89,8 +89,9 @@ def _first_epoch(resume: Resume, setup: FitSetup) -> int:
 
 def _print_position(resume: Resume, setup: FitSetup) -> None:
     """Print on the first rank where the training is resumed."""
-    position = resume.position
+    position, division = resume.position, setup.training.division
     if comm.rank() == 0 and setup.arguments["verbose"] != 0 and position is not None:
-        rows = f", after {position.row:,} of {position.num_rows:,} rows"
-        rows = rows if position.done else ""
+        rows = ""
+        if position.step and division is not None:
+            rows = f", after {division.begin:,} of {division.total:,} {division.unit}"
         say(f"resumed in epoch {position.epoch + 1}{rows}, from {resume.folder.path}")

@@ -38,7 +38,9 @@ class Saved:
     """The content of a checkpoint. Names of the fields are names in the file format.
 
     Args:
-        position: Epoch and row that the training had reached.
+        position: What the training had reached.
+        data: What a position in the middle of an epoch depends on: `Division.facts`;
+            empty for data that has no such position.
         seed: Seed of the order of the rows.
         is_finished: Whether the training was stopped, for example by EarlyStopping.
         rates: How far each optimizer's learning rate has come: `rate_progress`.
@@ -49,10 +51,10 @@ class Saved:
         arrays: Weights and optimizer state; on the first rank only.
         scale: Ranks, global batch and learning rates.
         keras_seed: The seed with which Keras shuffles arrays; `None` if it draws one.
-        data_seeds: The seeds of a data set's shuffles, if the position depends on them.
     """
 
     position: DataPosition
+    data: dict[str, Any]
     seed: int
     is_finished: bool
     rates: list[dict[str, float]]
@@ -63,7 +65,6 @@ class Saved:
     arrays: list[Any]
     scale: dict[str, Any] | None = None
     keras_seed: int | None = None
-    data_seeds: list[tuple[int, int]] | None = None
 
     def tree(self) -> dict[str, Any]:
         """Return the content as a tree for a checkpoint file."""
@@ -108,7 +109,7 @@ class Resume:
             spec,
             seed=self.seed,
             keras_seed=self.keras_seed,
-            seeds_before=None if self.saved is None else self.saved.data_seeds,
+            facts_before=None if self.saved is None else self.saved.data,
             keeps_position=True,
             position=self.position,
         )

@@ -276,16 +276,16 @@ class Saver(keras.callbacks.Callback):
         """Return the position after `done` steps of an epoch."""
         division = self._feed.division
         if division is None:
-            return DataPosition(epoch, 0, 1, 0, 0, 0)
+            return DataPosition(epoch, 0, 0)
         if done:
             return division.position(epoch, done)
-        return division.position(epoch - 1, division.steps_of_epoch(epoch - 1))
+        return division.position(epoch - 1, division.count_steps(epoch - 1))
 
     def _is_last_step(self) -> bool:
         """Tell whether the epoch has no more steps, where their number is known."""
         division = self._feed.division
         return division is not None and (
-            self._done >= division.steps_of_epoch(self._epoch)
+            self._done >= division.count_steps(self._epoch)
         )
 
     def _save(self, position: DataPosition, *, is_finished: bool = False) -> None:
@@ -296,11 +296,12 @@ class Saver(keras.callbacks.Callback):
         self.report_failure()
         if self._writer is None:
             return
+        division = self._feed.division
         saved = Saved(
             position=position,
             seed=self._resume.seed,
             keras_seed=self._resume.keras_seed,
-            data_seeds=self._setup.training.part.seeds,
+            data={} if division is None else division.facts(),
             is_finished=is_finished,
             rates=states.rates_of(self.model),
             warmup_steps=self._setup.warmup_steps,
@@ -341,7 +342,7 @@ class Saver(keras.callbacks.Callback):
         position, division = self._resume.position, self._feed.division
         if position is None or division is None:
             return False
-        return position.done > 0 and position.epoch == division.epoch
+        return position.step > 0 and position.epoch == division.epoch
 
     def _own(self, saved: Saved) -> Any:
         """Return this rank's saved state; on another size the first rank's."""
@@ -422,7 +423,7 @@ class Saver(keras.callbacks.Callback):
                     "from before it is restored. Received: a model that is not built. "
                     "Build it before, for example with an `Input` as its first layer."
                 )
-            step.build_now(self.model, Source(self._feed.part.data).first(1)[0])
+            step.build_now(self.model, Source(self._feed.adapter.data).first(1)[0])
         for each in optimizer.optimizers_of(self.model):
             if not each.built:
                 each.build(self.model.trainable_variables)

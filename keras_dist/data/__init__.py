@@ -13,30 +13,31 @@ Keras. From the bottom:
 - `source`: `Source`, one view of all data that comes in batches
 - `sequence`: read a `PyDataset` by index
 - `stream`: read data of unknown length, of which all ranks agree on the end
-- `parts`: choose among these for each kind of source
+- `adapters`: choose among these for each kind of source
 - `feed`: `training_feed` and `validation_feed`, for every kind of data
 
 To support a new kind of data: if it yields batches, `Source` must know its length and
 how to iterate over it, and the rest follows.
 
 Nothing here imports Horovod or `comm`. Rank and size are arguments, and data that has
-to communicate while it is read does so through a `Channel`.
+to communicate while it is read does so through `ShardSpec.gather`.
 """
 
+from keras_dist.data.adapters import DataAdapter, is_dealt
 from keras_dist.data.arrays import (
     Arrays,
     is_arrays,
+    is_scipy_sparse,
     is_uneven,
     lists_to_arrays,
     seed_of_keras,
 )
 from keras_dist.data.dealer import Dealer, is_mark, marked
 from keras_dist.data.division import (
-    Channel,
     DataPosition,
     Division,
     ShardSpec,
-    own_items,
+    local_items,
 )
 from keras_dist.data.feed import (
     Feed,
@@ -46,57 +47,67 @@ from keras_dist.data.feed import (
     training_feed,
     validation_feed,
 )
-from keras_dist.data.parts import Part, is_dealt
 from keras_dist.data.pipeline import (
     as_untuned,
-    batch_size_of,
-    before_shuffles,
-    length_of,
-    seeds_of,
+    cache_files,
+    count_batches,
+    find_batch_size,
+    list_seeds,
+    list_unshuffled_inputs,
 )
 from keras_dist.data.presharded import (
     Presharded,
-    divided,
+    divide_rows,
     length_before_repeat,
     presharded_of,
 )
 from keras_dist.data.sequence import ShardedSequence
-from keras_dist.data.source import Agreed, DeclaredIterable, Source, is_source
+from keras_dist.data.source import (
+    EQUAL_ROWS,
+    DeclaredIterable,
+    Source,
+    draw_other_numbers,
+    is_source,
+    preserve_generators,
+)
 
 __all__ = [
-    "Agreed",
+    "EQUAL_ROWS",
+    "draw_other_numbers",
     "Arrays",
-    "Channel",
     "DataPosition",
     "Dealer",
     "DeclaredIterable",
     "Division",
     "Feed",
-    "Part",
+    "DataAdapter",
     "Presharded",
     "ShardSpec",
     "ShardedSequence",
     "Source",
     "as_untuned",
-    "batch_size_of",
-    "before_shuffles",
-    "divided",
+    "find_batch_size",
+    "list_unshuffled_inputs",
+    "cache_files",
+    "divide_rows",
     "hold_out",
     "is_arrays",
     "is_dealt",
     "is_mark",
+    "is_scipy_sparse",
     "is_source",
     "is_uneven",
     "length_before_repeat",
-    "length_of",
+    "count_batches",
     "lists_to_arrays",
     "marked",
     "own_error",
-    "own_items",
+    "local_items",
+    "preserve_generators",
     "presharded_of",
     "reading",
     "seed_of_keras",
-    "seeds_of",
+    "list_seeds",
     "training_feed",
     "validation_feed",
 ]

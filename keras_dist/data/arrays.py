@@ -9,8 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.data.dealer import marked
-from keras_dist.data.division import Division, own_items
-from keras_dist.data.pipeline import as_untuned, with_length, without_auto_shard
+from keras_dist.data.division import Division, local_items
+from keras_dist.data.pipeline import as_untuned, disable_auto_shard, with_length
 
 # Tensors whose rows differ in length, which cannot be sliced by row.
 UNEVEN = (tf.RaggedTensor, tf.SparseTensor)
@@ -34,9 +34,9 @@ class Arrays:
     sample_weight: Any = None
 
     def __post_init__(self) -> None:
-        lengths = {len(leaf) for leaf in self._leaves()}
+        lengths = {leaf.shape[0] for leaf in self._leaves()}
         if len(lengths) != 1:
-            shapes = [tuple(np.shape(leaf)) for leaf in self._leaves()]
+            shapes = [tuple(leaf.shape) for leaf in self._leaves()]
             raise ValueError(
                 "All arrays must have the same number of rows. "
                 f"Received: arrays of the shapes {shapes}"
@@ -44,9 +44,11 @@ class Arrays:
 
     @classmethod
     def of(cls, x: Any, y: Any = None, sample_weight: Any = None) -> "Arrays":
-        """Make `Arrays` of pandas, NumPy and TensorFlow values."""
+        """Make `Arrays` of pandas, NumPy, SciPy and TensorFlow values."""
 
         def converted(leaf: Any) -> Any:
+            if is_scipy_sparse(leaf):
+                return leaf.tocsr()  # of which rows can be sliced
             is_usable = tf.is_tensor(leaf) or isinstance(leaf, np.memmap)
             return leaf if leaf is None or is_usable else np.asarray(leaf)
 
@@ -56,22 +58,22 @@ class Arrays:
     @property
     def num_rows(self) -> int:
         """Length of the first axis."""
-        return len(self._leaves()[0])
+        return int(self._leaves()[0].shape[0])
 
     @property
     def is_on_disk(self) -> bool:
-        """Tell whether at least one array is a memory-mapped file."""
+        """Return True if at least one array is a memory-mapped file."""
         return any(isinstance(leaf, np.memmap) for leaf in self._leaves())
 
     def row_shapes(self) -> list[tuple[int, ...]]:
         """Shape of one row of each array."""
-        return [tuple(np.shape(leaf))[1:] for leaf in self._leaves()]
+        return [tuple(leaf.shape)[1:] for leaf in self._leaves()]
 
     def pieces(self) -> dict[str, Any]:
         """Return the arrays by the names of Keras's arguments."""
         return {"x": self.x, "y": self.y, "sample_weight": self.sample_weight}
 
-    def packed(self) -> Any:
+    def pack(self) -> Any:
         """Return what a step is given: `x`, `(x, y)` or `(x, y, sample_weight)`.
 
         Without `y` it is as in Keras: `x` itself, or `(x,)` if that is a list or tuple;
@@ -93,14 +95,14 @@ class Arrays:
         pieces = self.pieces().values()
         return Arrays(*(keras.tree.map_structure(sliced, piece) for piece in pieces))
 
-    def own_or_first(self, *, rank: int, size: int) -> "Arrays":
+    def take_local_rows(self, *, rank: int, size: int) -> "Arrays":
         """Return the rows that a rank evaluates or predicts, always at least one.
 
         Keras cannot evaluate empty data. If there are fewer rows than ranks, a rank
         without a row evaluates a copy of row 0, and its metrics must not be counted.
         """
         has_rows = rank < self.num_rows
-        return self[own_items(rank, size) if has_rows else slice(0, 1)]
+        return self[local_items(rank, size) if has_rows else slice(0, 1)]
 
     def split(self, fraction: float) -> tuple["Arrays", "Arrays"]:
         """Split off validation rows; as in Keras, they are the last `fraction`.
@@ -130,8 +132,8 @@ class Arrays:
         `own` selects some of the batches of row indices, before they are read.
         """
         rows = own(tf.data.Dataset.range(self.num_rows).batch(batch_size))
-        read = _reader_of(self.packed())
-        return without_auto_shard(rows.map(read, tf.data.AUTOTUNE, deterministic=True))
+        read = _make_reader(self.pack())
+        return disable_auto_shard(rows.map(read, tf.data.AUTOTUNE, deterministic=True))
 
     def _leaves(self) -> list[Any]:
         leaves = keras.tree.flatten((self.x, self.y, self.sample_weight))
@@ -139,20 +141,25 @@ class Arrays:
 
 
 def is_arrays(data: Any) -> bool:
-    """Tell whether `data` is an array-like, or a structure of array-likes only."""
+    """Return True if `data` is an array-like, or a structure of array-likes only."""
     if data is None or isinstance(data, tf.data.Dataset):
         return False
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
     return bool(leaves) and all(
         hasattr(leaf, "shape")
-        and (tf.is_tensor(leaf) or hasattr(leaf, "__array__"))
+        and (tf.is_tensor(leaf) or hasattr(leaf, "__array__") or is_scipy_sparse(leaf))
         and not isinstance(leaf, UNEVEN)
         for leaf in leaves
     )
 
 
+def is_scipy_sparse(leaf: Any) -> bool:
+    """Return True if `leaf` is a sparse matrix or array of SciPy."""
+    return type(leaf).__module__.startswith("scipy.sparse") and hasattr(leaf, "tocsr")
+
+
 def is_uneven(data: Any) -> bool:
-    """Tell whether `data` is tensors, of which some are ragged or sparse."""
+    """Return True if `data` is tensors, of which some are ragged or sparse."""
     leaves = keras.tree.flatten(data)
     dense = [leaf for leaf in leaves if not isinstance(leaf, UNEVEN)]
     return len(dense) < len(leaves) and (not dense or is_arrays(dense))
@@ -175,7 +182,7 @@ def seed_of_keras() -> int | None:
     return None if found[0] is None else int(found[0])
 
 
-def order_of_keras(seed: int, total: int, batch_size: int | None) -> tf.Tensor:
+def draw_keras_order(seed: int, total: int, batch_size: int | None) -> tf.Tensor:
     """Return the order in which `Model.fit` reads the rows of arrays in each epoch.
 
     The seed of a shuffle follows from TensorFlow's seed and the number of operations
@@ -188,7 +195,7 @@ def order_of_keras(seed: int, total: int, batch_size: int | None) -> tf.Tensor:
         batch_size: Rows of a batch inside of which rows are shuffled
             (`shuffle="batch"`); `None` to shuffle all of them.
 
-    >>> order_of_keras(0, 8, None).numpy().tolist()
+    >>> draw_keras_order(0, 8, None).numpy().tolist()
     [6, 4, 7, 3, 2, 1, 5, 0]
     """
 
@@ -244,7 +251,7 @@ class RowOrder:
         seed: Seed of the permutations, the same on all ranks.
         is_marked: Whether each batch comes with a mark (`marked`), because this
             rank may have no row of a small last batch: then it reads the first one.
-        fixed: The order of every pass (`order_of_keras`); `None` for one of ours.
+        fixed: The order of every pass (`draw_keras_order`); `None` for one of ours.
     """
 
     division: Division
@@ -278,37 +285,37 @@ class RowOrder:
             last, rows = state
             number, begin, end = division.span(step)
             rows = tf.cond(
-                tf.equal(number, last), lambda: rows, lambda: self._rows_of_pass(number)
+                tf.equal(number, last), lambda: rows, lambda: self._order_rows(number)
             )
-            own, has_rows = self._own_rows(rows, number, begin, end)
+            own, has_rows = self._take_local_rows(rows, number, begin, end)
             return (number, rows), marked(own, has_rows) if self.is_marked else own
 
         @tf.autograph.experimental.do_not_convert
         def rows_of_epoch(_: tf.Tensor) -> tf.data.Dataset:
             current = tf.maximum(epoch.read_value(), division.epoch)
-            first, end = map(division.first_step_of, (current, current + 1))
+            first, end = map(division.find_first_step, (current, current + 1))
             number, _, _ = division.span(first)
-            state = number, self._rows_of_pass(number)
+            state = number, self._order_rows(number)
             return tf.data.Dataset.range(first, end).scan(state, next_rows)
 
         # The variable is read inside `flat_map`, when an iterator is made.
         rows = tf.data.Dataset.range(1).flat_map(rows_of_epoch)
-        read = _reader_of(arrays.packed())
+        read = _make_reader(arrays.pack())
         dataset = rows.map(read, tf.data.AUTOTUNE, deterministic=True)
         is_shorter = division.is_within_epoch
         dataset = with_length(dataset, division.steps, may_be_shorter=is_shorter)
-        return without_auto_shard(dataset)
+        return disable_auto_shard(dataset)
 
-    def _rows_of_pass(self, number: tf.Tensor) -> tf.Tensor:
+    def _order_rows(self, number: tf.Tensor) -> tf.Tensor:
         """Put the indices of all rows in their order in a pass."""
         if self.fixed is not None:
             return tf.identity(self.fixed)
         rows = tf.range(self.division.total, dtype=tf.int64)
         if self.shuffle and self.shuffle != "batch":
-            return self._permuted(rows, self.division.first_pass + number)
+            return self._permute(rows, self.division.first_pass + number)
         return rows
 
-    def _own_rows(
+    def _take_local_rows(
         self, rows: tf.Tensor, number: tf.Tensor, begin: tf.Tensor, end: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Select this rank's rows of a span of a pass, and tell whether it has any."""
@@ -316,16 +323,16 @@ class RowOrder:
         if self.shuffle == "batch" and self.fixed is None:
             number = (division.first_pass + number) * division.steps_per_pass
             number += begin // division.global_batch
-            global_batch = self._permuted(global_batch, number)
-        own = global_batch[own_items(self.rank, division.size)]
+            global_batch = self._permute(global_batch, number)
+        own = global_batch[local_items(self.rank, division.size)]
         has_rows = tf.size(own) > 0
         return tf.cond(has_rows, lambda: own, lambda: global_batch[:1]), has_rows
 
-    def _permuted(self, rows: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+    def _permute(self, rows: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
         return tf.random.experimental.stateless_shuffle(rows, [self.seed, number])
 
 
-def _reader_of(arrays: Any) -> Callable[..., Any]:
+def _make_reader(arrays: Any) -> Callable[..., Any]:
     """Make a function of row indices that returns these rows of all arrays.
 
     Its result has the mark of the indices, if they come with one.
@@ -334,7 +341,7 @@ def _reader_of(arrays: Any) -> Callable[..., Any]:
     and only the requested rows are read. Rows come in the dtypes that Keras would use.
     """
     readers = keras.tree.map_structure(
-        lambda leaf: None if leaf is None else _leaf_reader(leaf),
+        lambda leaf: None if leaf is None else _make_leaf_reader(leaf),
         keras.tree.lists_to_tuples(arrays),
     )
 
@@ -348,21 +355,41 @@ def _reader_of(arrays: Any) -> Callable[..., Any]:
     return read
 
 
-def _leaf_reader(leaf: Any) -> Callable[[tf.Tensor], tf.Tensor]:
+def _make_leaf_reader(leaf: Any) -> Callable[[tf.Tensor], Any]:
+    if is_scipy_sparse(leaf):
+        return _make_sparse_reader(leaf)
     if not isinstance(leaf, np.memmap):
-        tensor = _in_keras_dtype(tf.convert_to_tensor(leaf))
+        tensor = _cast_to_floatx(tf.convert_to_tensor(leaf))
         return lambda rows: tf.gather(tensor, rows)
 
     def from_disk(rows: tf.Tensor) -> tf.Tensor:
         values = tf.numpy_function(
             lambda indices: np.asarray(leaf[indices]), [rows], tf.as_dtype(leaf.dtype)
         )
-        return _in_keras_dtype(tf.ensure_shape(values, [None, *leaf.shape[1:]]))
+        return _cast_to_floatx(tf.ensure_shape(values, [None, *leaf.shape[1:]]))
 
     return from_disk
 
 
-def _in_keras_dtype(tensor: tf.Tensor) -> tf.Tensor:
+def _make_sparse_reader(matrix: Any) -> Callable[[tf.Tensor], tf.SparseTensor]:
+    """Make a function of row indices that returns these rows of a SciPy CSR matrix."""
+    matrix = matrix if matrix.has_sorted_indices else matrix.sorted_indices()
+
+    def entries(indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        rows = matrix[indices].tocoo()
+        return np.stack([rows.row, rows.col], 1).astype("int64"), rows.data
+
+    def read(rows: tf.Tensor) -> tf.SparseTensor:
+        dtypes = [tf.int64, tf.as_dtype(matrix.dtype)]
+        indices, values = tf.numpy_function(entries, [rows], dtypes)
+        values = _cast_to_floatx(tf.ensure_shape(values, [None]))
+        shape = tf.stack([tf.size(rows, tf.int64), matrix.shape[1]])
+        return tf.SparseTensor(tf.ensure_shape(indices, [None, 2]), values, shape)
+
+    return read
+
+
+def _cast_to_floatx(tensor: tf.Tensor) -> tf.Tensor:
     """Convert floats to `floatx`, as Keras does with arrays."""
     if tensor.dtype.is_floating:
         return tf.cast(tensor, keras.config.floatx())

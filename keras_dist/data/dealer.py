@@ -6,8 +6,7 @@ others take part in the step without rows. So every row is trained on once, what
 batches are made of.
 
 With `batch="global"` no batch is dealt in training: all ranks have rows of each one. In
-evaluations batches are dealt whole; where each reads only some of them
-(`validation_steps`), `deal_evaluations` deals those of each evaluation.
+evaluations batches are dealt whole.
 """
 
 import functools
@@ -21,10 +20,10 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.data.pipeline import (
+    assert_length,
     by_window,
-    checked_length,
+    count_batches,
     finite_or_none,
-    length_of,
 )
 
 # Stands in the error of a pass whose last round has too few batches.
@@ -102,7 +101,7 @@ class Dealer:
             return None
         if self.splits_batches:
             batch = add_class_weights(batch_at(0), self.class_weight)
-            return own_rows(batch, self.rank, self.size)
+            return take_local_rows(batch, self.rank, self.size)
         batch = batch_at(min(self.rank, count - 1))
         return add_class_weights(batch, self.class_weight), has_batch
 
@@ -112,7 +111,7 @@ class Dealer:
         Each rank reads all batches of a round, to the end of the data: a rank that
         stopped before it would cut a cache in it short (see `source.first_batches`).
         """
-        length = length_of(dataset)
+        length = count_batches(dataset)
         total = finite_or_none(length)
         is_tuple = type(dataset.element_spec) is tuple
 
@@ -125,15 +124,15 @@ class Dealer:
             return add_class_weights(batch, self.class_weight)
 
         if self.splits_batches:
-            own_rows = dataset.map(split, tf.data.AUTOTUNE, deterministic=True)
-            return own_rows if total is None else checked_length(own_rows, total)
+            local = dataset.map(split, tf.data.AUTOTUNE, deterministic=True)
+            return local if total is None else assert_length(local, total)
         if self.class_weight:
             dataset = dataset.map(weigh, tf.data.AUTOTUNE, deterministic=True)
         if length == math.inf:
             return dataset.shard(self.size, self.rank)
         assert total is not None  # data of unknown length is read by `StreamReader`
         if self.size == 1:
-            return checked_length(dataset, total)
+            return assert_length(dataset, total)
         left_over = total % self.size
 
         def own(batches: tf.data.Dataset, count: tf.Tensor) -> tf.data.Dataset:
@@ -153,7 +152,7 @@ class Dealer:
             return marked(batch if is_tuple else batch[0], self.rank < count)
 
         # A window is read to its end before a batch of it is.
-        return checked_length(by_window(dataset, self.size, own), self.num_steps(total))
+        return assert_length(by_window(dataset, self.size, own), self.num_steps(total))
 
 
 def add_class_weights(batch: Any, class_weight: dict[int, float] | None) -> Any:
@@ -177,10 +176,10 @@ def add_class_weights(batch: Any, class_weight: dict[int, float] | None) -> Any:
             f"Received: class_weight={class_weight} and targets of type "
             f"{type(y).__name__}. Pass the weights of the rows as `sample_weight`."
         )
-    return x, y, weights_of_classes(y, class_weight)
+    return x, y, weigh_classes(y, class_weight)
 
 
-def weights_of_classes(y: Any, class_weight: dict[int, float]) -> Any:
+def weigh_classes(y: Any, class_weight: dict[int, float]) -> Any:
     """Return the weight of each row's class, as Keras computes it.
 
     Args:
@@ -209,54 +208,6 @@ def weights_of_classes(y: Any, class_weight: dict[int, float]) -> Any:
     return np.asarray(weights, dtype=keras.config.floatx()).reshape(classes.shape)
 
 
-def deal_evaluations(
-    dataset: tf.data.Dataset, *, steps: int, rank: int, size: int
-) -> tf.data.Dataset:
-    """Deal the batches of evaluations that each read `steps` batches.
-
-    As in Keras, an evaluation goes on in the data where the one before it ended. Its
-    batches are dealt in turn, and each comes with a mark. All ranks make the same
-    number of steps: where fewer batches than ranks are left, a rank without one reads
-    the last of them, which does not count.
-
-    Args:
-        dataset: The batches, the same on all ranks.
-        steps: Batches of all ranks in an evaluation.
-        rank: This rank.
-        size: Number of ranks.
-
-    >>> data = tf.data.Dataset.range(5)
-    >>> own = [deal_evaluations(data, steps=3, rank=rank, size=2) for rank in range(2)]
-    >>> [[(int(batch), int(mark[0])) for batch, mark in part] for part in own]
-    [[(0, 1), (2, 1), (3, 1)], [(1, 1), (2, 0), (4, 1)]]
-    """
-    total = finite_or_none(length_of(dataset))
-
-    def place_of(index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the number of a batch in its round, and the batches of the round."""
-        number = index % steps
-        end = steps if total is None else tf.minimum(total - index + number, steps)
-        begin = number - number % size  # of a round of one batch for each rank
-        in_round = tf.minimum(end - begin, size)
-        return number - begin, in_round
-
-    @tf.autograph.experimental.do_not_convert
-    def is_read(index: tf.Tensor, _: Any) -> tf.Tensor:
-        place, in_round = place_of(index)
-        return tf.equal(place, tf.minimum(in_round - 1, rank))
-
-    @tf.autograph.experimental.do_not_convert
-    def with_mark(index: tf.Tensor, batch: Any) -> Any:
-        _, in_round = place_of(index)
-        return marked(batch, rank < in_round)
-
-    own = dataset.enumerate().filter(is_read).map(with_mark)
-    if total is None:
-        return own
-    full, rest = divmod(total, steps)
-    return checked_length(own, full * -(-steps // size) + -(-rest // size))
-
-
 def marked(batch: Any, has_rows: Any) -> tuple[Any, Any]:
     """Put a mark beside a batch: a number in an array of one, 0 if no row counts.
 
@@ -281,7 +232,7 @@ def num_rows(batch: Any) -> int:
     return 0
 
 
-def own_rows(batch: Any, rank: int, size: int) -> tuple[Any, Any]:
+def take_local_rows(batch: Any, rank: int, size: int) -> tuple[Any, Any]:
     """Take one rank's rows of a batch, and tell whether they count.
 
     Where it has none, it gets the first row, which does not count. If the tensors of
@@ -295,13 +246,13 @@ def own_rows(batch: Any, rank: int, size: int) -> tuple[Any, Any]:
     Returns:
         The rows, and whether they count: in a graph a tensor.
 
-    >>> own_rows(np.arange(5), 1, 2), own_rows(np.arange(1), 1, 2)
+    >>> take_local_rows(np.arange(5), 1, 2), take_local_rows(np.arange(1), 1, 2)
     ((array([1, 3]), True), (array([0]), False))
     """
     leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
     if any(isinstance(leaf, tf.SparseTensor) for leaf in leaves):
         return batch, rank == 0
-    lengths = [_rows_of_leaf(leaf) for leaf in leaves]
+    lengths = [_count_rows(leaf) for leaf in leaves]
     if all(isinstance(length, int) for length in lengths):
         is_even: Any = len(set(lengths)) == 1
         has_rows = rank < lengths[0] if is_even else rank == 0
@@ -337,7 +288,7 @@ def _length(leaf: Any, dtype: Any) -> tf.Tensor:
     return tf.shape(leaf, dtype)[0]
 
 
-def _rows_of_leaf(leaf: Any) -> Any:
+def _count_rows(leaf: Any) -> Any:
     """Return the length of the first axis: an integer if it is known, else a tensor."""
     known = None if isinstance(leaf, tf.RaggedTensor) else leaf.shape[0]
     return _length(leaf, tf.int32) if known is None else int(known)

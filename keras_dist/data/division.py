@@ -11,47 +11,25 @@ data that comes in batches is then one global batch, of which each rank has rows
 Arithmetic only: rank and size are arguments, and nothing is read here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
-
-
-@dataclass(frozen=True)
-class Channel:
-    """Collectives for data that communicates with the other ranks while it is read.
-
-    Args:
-        sum: Sums a whole number over all ranks.
-        gather: Returns the values of all ranks, in rank order: numbers, texts or
-            `None`.
-    """
-
-    sum: Callable[[int], int]
-    gather: Callable[[Any], list[Any]]
 
 
 @dataclass(frozen=True)
 class DataPosition:
     """Position of a training in its data, for any number of ranks.
 
-    Saved in checkpoints. For data that comes in batches, `row` and `num_rows` count
-    batches.
-
     Args:
         epoch: Number of the current epoch.
-        done: Steps of this epoch that are done.
-        steps: Steps of the whole epoch.
-        number: Number of the current pass over the rows.
-        row: Rows of this pass that have been read.
-        num_rows: Rows of the data.
+        step: Steps of this epoch that are done.
+        items: Rows, or batches of data that comes in batches, that were read before, in
+            all passes together.
     """
 
     epoch: int
-    done: int
-    steps: int
-    number: int
-    row: int
-    num_rows: int
+    step: int
+    items: int
 
 
 @dataclass(frozen=True)
@@ -65,12 +43,13 @@ class ShardSpec:
         seed: Seed of the order of the rows, the same on all ranks.
         keras_seed: The seed with which Keras shuffles arrays, the same on all ranks;
             `None` if it draws one.
-        seeds_before: The seeds of the data's shuffles in the checkpoint to resume from;
-            `None` if the position does not depend on them.
-        channel: Collectives for data that needs them while it is read.
+        gather: Returns the numbers or texts of all ranks, in rank order, for data that
+            communicates while it is read.
         keeps_position: Whether the order of the rows is ours on a single rank, too. A
             checkpoint needs that: another number of ranks may resume from it.
         position: The position in the data to resume from, if any.
+        facts_before: With `position`, what `Division.facts` were then; `None` for what
+            they are now.
         batch: Whose batch the user's batch is: `"rank"`, or `"global"` for the batch of
             all ranks together.
 
@@ -82,12 +61,12 @@ class ShardSpec:
     size: int
     shard: str = "auto"
     seed: int = 0
-    channel: Channel | None = None
+    gather: Callable[[Any], list[Any]] | None = None
     keeps_position: bool = False
     position: DataPosition | None = None
     batch: str = "rank"
     keras_seed: int | None = None
-    seeds_before: list[tuple[int, int]] | None = None
+    facts_before: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.shard not in ("auto", "none"):
@@ -98,20 +77,20 @@ class ShardSpec:
 
     @property
     def is_global(self) -> bool:
-        """Tell whether ranks share the batches that the user asked for."""
+        """Return True if ranks share the batches that the user asked for."""
         return self.batch == "global" and self.size > 1
 
     def local_batch(self, batch_size: int) -> int:
         """Return this rank's rows of a full batch of the user's `batch_size`."""
         if not self.is_global:
             return batch_size
-        return len(range(batch_size)[own_items(self.rank, self.size)])
+        return len(range(batch_size)[local_items(self.rank, self.size)])
 
 
-def own_items(rank: int, size: int) -> slice:
+def local_items(rank: int, size: int) -> slice:
     """Select the items of one rank: every `size`-th, starting at `rank`.
 
-    >>> [list(range(7))[own_items(r, 3)] for r in range(3)]
+    >>> [list(range(7))[local_items(r, 3)] for r in range(3)]
     [[0, 3, 6], [1, 4], [2, 5]]
     """
     return slice(rank, None, size)
@@ -126,7 +105,7 @@ class Division:
     of an epoch, in the middle of a pass: the first epoch and the first pass may be
     shorter than the later ones.
 
-    Steps are counted from 0 where this training begins. `span` and `first_step_of`
+    Steps are counted from 0 where this training begins. `span` and `find_first_step`
     take Python integers or integer tensors.
 
     Args:
@@ -138,6 +117,7 @@ class Division:
         steps_in_first_pass: Steps of what is left of the first pass.
         first_steps: Steps of the first epoch that are left.
         unit: What an item is: `"rows"` or `"batches"`.
+        seeds: Of shuffles that decide the order of the items; `None` for none.
         epoch: Number of the first epoch.
         first_pass: Number of the first pass.
         begin: Index in the first pass of the first item to read.
@@ -151,6 +131,7 @@ class Division:
     steps_in_first_pass: int
     first_steps: int
     unit: str
+    seeds: list[tuple[int, int]] | None = None
     epoch: int = 0
     first_pass: int = 0
     begin: int = 0
@@ -158,70 +139,83 @@ class Division:
     @classmethod
     def of(
         cls,
-        position: DataPosition | None,
+        spec: ShardSpec,
         total: int,
         *,
         per_step: int,
-        size: int,
         unit: str,
         steps: int | None = None,
+        seeds: list[tuple[int, int]] | None = None,
     ) -> "Division":
         """Divide a training, from its beginning or from a position.
 
         Args:
-            position: Where to resume, perhaps saved by another number of ranks; `None`
-                for a new training.
+            spec: The ranks, and where to resume; perhaps another number of ranks saved
+                that.
             total: Items of the data.
             per_step: Items that all ranks read in a step.
-            size: Number of ranks.
             unit: What an item is: `"rows"` or `"batches"`.
             steps: Steps of an epoch; `None` for the steps of a pass.
+            seeds: Of shuffles that decide the order of the items.
 
         Raises:
-            ValueError: If `position` is in the middle of an epoch of other data.
+            ValueError: If the position is in the middle of an epoch of other data.
         """
+        position = spec.position
         in_pass = -(-total // per_step)
-        of_epoch = steps or in_pass
-        whole = cls(total, size, per_step, of_epoch, in_pass, in_pass, of_epoch, unit)
+        per_epoch = steps or in_pass
+        sizes = (total, spec.size, per_step, per_epoch, in_pass, in_pass, per_epoch)
+        new = cls(*sizes, unit, seeds)
         if position is None:
-            return whole
-        if not (position.done or position.row):
-            return replace(whole, epoch=position.epoch, first_pass=position.number)
-        return whole._resumed(position)
+            return new
+        before = spec.facts_before or new.facts()
+        first_pass, begin = divmod(position.items, before["items"])
+        new = replace(new, epoch=position.epoch, first_pass=first_pass)
+        if not (position.step or begin):
+            return new
+        new._check_same(before)
+        in_pass = left = -(-(total - begin) // per_step)
+        if per_epoch != new.steps_per_pass or not position.step:
+            left = -(-(before["steps"] - position.step) * per_epoch // before["steps"])
+        return replace(new, first_steps=left, begin=begin, steps_in_first_pass=in_pass)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a position in the middle of an epoch depends on."""
+        return {"items": self.total, "steps": self.steps, "seeds": self.seeds}
 
     @property
     def is_within_epoch(self) -> bool:
-        """Tell whether the first epoch is shorter, being the rest of one."""
+        """Return True if the first epoch is shorter, being the rest of one."""
         return self.first_steps < self.steps
 
-    def items_of_rank(self, rank: int) -> int:
+    def count_items(self, rank: int) -> int:
         """Count the items that a rank reads in a whole pass.
 
-        >>> rows = Division.of(None, 101, per_step=30, size=3, unit="rows")
-        >>> [rows.items_of_rank(rank) for rank in range(3)]
+        >>> rows = Division.of(ShardSpec(0, 3), 101, per_step=30, unit="rows")
+        >>> [rows.count_items(rank) for rank in range(3)]
         [34, 34, 33]
         """
         full, tail = divmod(self.total, self.global_batch)
-        own = own_items(rank, self.size)
+        own = local_items(rank, self.size)
         return full * len(range(self.global_batch)[own]) + len(range(tail)[own])
 
     @property
     def has_empty_parts(self) -> bool:
-        """Tell whether the last step of a pass may have fewer items than ranks."""
+        """Return True if the last step of a pass may have fewer items than ranks."""
         lengths = self.total, self.total - self.begin
         return any(0 < length % self.global_batch < self.size for length in lengths)
 
-    def first_step_of(self, epoch: Any) -> Any:
+    def find_first_step(self, epoch: Any) -> Any:
         """Return the first step of an epoch, which must not be before the first one."""
         later = epoch - self.epoch
         is_first = 1 // (1 + later)
         return later * self.steps - (1 - is_first) * (self.steps - self.first_steps)
 
-    def steps_of_epoch(self, epoch: int) -> int:
+    def count_steps(self, epoch: int) -> int:
         """Return the steps of an epoch."""
         return self.first_steps if epoch <= self.epoch else self.steps
 
-    def skipped_in(self, epoch: int) -> int:
+    def count_skipped(self, epoch: int) -> int:
         """Return the items of an epoch that were read before the training resumed."""
         return self.begin if epoch == self.epoch else 0
 
@@ -232,7 +226,7 @@ class Division:
             The pass, counted from 0 where this training begins; the index in it of the
             first item; and the index after the last item.
 
-        >>> rows = Division.of(None, 105, per_step=20, size=2, unit="rows")
+        >>> rows = Division.of(ShardSpec(0, 2), 105, per_step=20, unit="rows")
         >>> [rows.span(step) for step in (0, 5, 6)]
         [(0, 0, 20), (0, 100, 105), (1, 0, 20)]
         """
@@ -251,30 +245,29 @@ class Division:
 
         After its last step, that is the beginning of the next epoch.
         """
-        number, begin, _ = self.span(self.first_step_of(epoch) + done)
-        number += self.first_pass
-        done += self.steps - self.steps_of_epoch(epoch)
+        number, begin, _ = self.span(self.find_first_step(epoch) + done)
+        done += self.steps - self.count_steps(epoch)
         if done == self.steps:
             epoch, done = epoch + 1, 0
-        return DataPosition(epoch, done, self.steps, number, begin, self.total)
+        items = (self.first_pass + number) * self.total + begin
+        return DataPosition(epoch, done, items)
 
-    def _resumed(self, position: DataPosition) -> "Division":
-        """Begin at a position in the middle of an epoch."""
-        if position.num_rows != self.total:
+    def _check_same(self, before: Mapping[str, Any]) -> None:
+        """Raise a `ValueError` if a training had other data before."""
+        if before["items"] != self.total:
             raise ValueError(
                 "The training cannot go on in the middle of an epoch with other data. "
                 f"Received: {self.total} {self.unit}, and a checkpoint of a training "
-                f"with {position.num_rows} rows or batches. Pass the same data, or an "
+                f"with {before['items']} rows or batches. Pass the same data, or an "
                 "empty folder."
             )
-        in_pass = left = -(-(self.total - position.row) // self.global_batch)
-        if self.steps != self.steps_per_pass or not position.done:
-            left = -(-(position.steps - position.done) * self.steps // position.steps)
-        return replace(
-            self,
-            epoch=position.epoch,
-            first_steps=left,
-            first_pass=position.number,
-            begin=position.row,
-            steps_in_first_pass=in_pass,
-        )
+        seeds = before["seeds"]
+        seeds = seeds and [tuple(pair) for pair in seeds]  # lists, in a checkpoint
+        if seeds != self.seeds:
+            raise ValueError(
+                "The training cannot go on in the middle of an epoch in another order "
+                "of the data: rows would come twice. Received: shuffles with the seeds "
+                f"{self.seeds or 'none'}, and {seeds or 'none'} in the checkpoint. Set "
+                "the same seeds as before (`shuffle(seed=…)`, "
+                "keras.utils.set_random_seed), or pass an empty folder."
+            )

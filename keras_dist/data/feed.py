@@ -1,7 +1,6 @@
 """Feeds: the arguments for Keras that replace the user's data on one rank."""
 
 import contextlib
-import functools
 import math
 import re
 import warnings
@@ -13,19 +12,24 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_dist.data.adapters import (
+    DataAdapter,
+    adapt_batches,
+    describe_sharding,
+    is_dealt,
+)
 from keras_dist.data.arrays import (
     UNEVEN,
     Arrays,
     RowOrder,
+    draw_keras_order,
     is_arrays,
-    order_of_keras,
 )
-from keras_dist.data.dealer import add_class_weights, deal_evaluations
+from keras_dist.data.dealer import Dealer, add_class_weights
 from keras_dist.data.division import Division, ShardSpec
-from keras_dist.data.parts import Part, in_words, is_dealt, part_of
-from keras_dist.data.pipeline import finite_or_none, length_of, skip_epochs
+from keras_dist.data.pipeline import count_batches, finite_or_none, skip_epochs
 from keras_dist.data.source import Source
-from keras_dist.data.steps import StepsRule, scaled_steps
+from keras_dist.data.steps import StepsRule, scale_steps
 from keras_dist.plan import Rows
 
 # Keras's default.
@@ -43,9 +47,10 @@ class Feed:
     Args:
         arguments: Keyword arguments for `Model.fit` or `Model.evaluate`.
         plan: The plan's lines about its rows and steps.
-        part: What this rank reads.
+        adapter: What this rank reads.
         source: The user's data, to be kept until a pass over it was read; `None` if
             Keras reads it, and may refuse it.
+        keras_steps: The steps of an evaluation for Keras; `None` where its data ends.
         is_exact: Whether the number of steps in the plan is certain, not an estimate.
         facts: Name and value of everything that has to be equal on all ranks.
         is_strided: Whether rank r of N has the rows r, r + N, … of each global batch;
@@ -54,8 +59,9 @@ class Feed:
 
     arguments: dict[str, Any]
     plan: Rows
-    part: Part
+    adapter: DataAdapter
     source: Arrays | Source | None = None
+    keras_steps: int | None = None
     is_exact: bool = True
     facts: dict[str, Any] = field(default_factory=dict)
     is_strided: bool = False
@@ -63,18 +69,18 @@ class Feed:
     @property
     def division(self) -> Division | None:
         """Division of the rows or batches over steps, if the feed has a position."""
-        return self.part.division
+        return self.adapter.division
 
     @property
     def has_epochs(self) -> bool:
-        """Tell whether `begin_epoch` must be called before each epoch is read."""
-        return self.part.epoch is not None
+        """Return True if `begin_epoch` must be called before each epoch is read."""
+        return self.adapter.epoch is not None
 
     def begin_epoch(self, epoch: int) -> int:
         """Set the epoch that is read next; return its first step of this training."""
-        if self.part.epoch is not None:
-            self.part.epoch.assign(epoch)
-        return 0 if self.division is None else self.division.first_step_of(epoch)
+        if self.adapter.epoch is not None:
+            self.adapter.epoch.assign(epoch)
+        return 0 if self.division is None else self.division.find_first_step(epoch)
 
 
 def training_feed(
@@ -112,20 +118,20 @@ def training_feed(
             "There is no data to train on. Received: x=None. Pass arrays, a "
             "tf.data.Dataset, a keras.utils.PyDataset or a generator as `x`."
         )
-    steps = scaled_steps(steps_rule, steps_per_epoch, size=spec.size)
-    rule = _scaling(steps_rule, steps_per_epoch)
+    steps = scale_steps(steps_rule, steps_per_epoch, size=spec.size)
+    rule = _describe_rule(steps_rule, steps_per_epoch)
     if not is_arrays((x, y, sample_weight)):
         source = x if isinstance(x, Source) else Source(x)
         pieces = {"y": y, "sample_weight": sample_weight}
         _check_trainable(source, pieces, steps, spec)
         arguments = pieces | {"batch_size": batch_size, "steps_per_epoch": steps}
-        return _training_batches(
+        return _feed_batches(
             source, arguments, bool(shuffle), steps_per_epoch, rule, spec, class_weight
         )
     arrays = Arrays.of(x, y, sample_weight)
     # Keras's default: all rows divided by the steps, or 32.
     per_step = -(-arrays.num_rows // steps_per_epoch) if steps_per_epoch else None
-    batch_size = _checked_batch_size(batch_size or per_step or _BATCH_SIZE)
+    batch_size = _check_batch_size(batch_size or per_step or _BATCH_SIZE)
     _check_rows(arrays, batch_size, spec)
     is_sharded = spec.size > 1 or spec.keeps_position
     is_plain = not is_sharded or spec.shard == "none"
@@ -147,15 +153,14 @@ def training_feed(
         return Feed(
             given | {"batch_size": own_batch, "steps_per_epoch": steps},
             plan,
-            Part(x, plan.steps),
+            DataAdapter(x, plan.steps),
             arrays,
             facts=facts | {"the steps of an epoch": steps},
         )
     division = Division.of(
-        spec.position,
+        spec,
         arrays.num_rows,
         per_step=batch_size if spec.is_global else batch_size * spec.size,
-        size=spec.size,
         unit="rows",
         steps=steps,
     )
@@ -171,7 +176,7 @@ def training_feed(
         facts["`class_weight`"] = class_weight
         replaced.append("class_weight")
     is_marked = division.has_empty_parts
-    fixed = _order_of_keras(division, shuffle, spec.keras_seed)
+    fixed = _find_keras_order(division, shuffle, spec.keras_seed)
     order = RowOrder(division, spec.rank, shuffle, spec.seed, is_marked, fixed)
     epoch = tf.Variable(division.epoch, dtype=tf.int64, trainable=False)
     dataset = order.dataset(arrays, epoch)
@@ -180,11 +185,11 @@ def training_feed(
         replace(
             plan,
             kind="arrays, sharded by row, " + ("shuffled" if shuffle else "in order"),
-            of_rank=division.items_of_rank(spec.rank),
+            of_rank=division.count_items(spec.rank),
             steps_before=steps_per_epoch or steps_per_pass,
             steps=division.steps,
         ),
-        Part(dataset, division.steps, division, epoch, is_marked=is_marked),
+        DataAdapter(dataset, division.steps, division, epoch, is_marked=is_marked),
         arrays,
         is_exact=not division.is_within_epoch,
         facts=facts,
@@ -215,28 +220,36 @@ def validation_feed(
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     name = "validation_steps_scaling"
-    own_steps = scaled_steps(
+    own_steps = scale_steps(
         steps_rule, steps, size=spec.size, name=name, multiples=True
     )
-    rule = _scaling(steps_rule, steps)
+    rule = _describe_rule(steps_rule, steps)
     pieces = {"x": x, "y": y, "sample_weight": sample_weight}
     if not is_arrays(tuple(pieces.values())) and x is not None:
         source = x if isinstance(x, Source) else Source(x)
-        part = part_of(source, spec, is_training=False, steps=own_steps)
-        if part.is_marked and own_steps is not None:
-            own_steps = -(-own_steps // spec.size)
+        limit = own_steps if is_dealt(source, spec) and spec.size > 1 else None
+        if limit is not None and not spec.is_global:
+            limit *= spec.size
+        adapter = adapt_batches(source, spec, is_training=False, limit=limit)
+        if limit is not None:
+            own_steps = -(-limit // spec.size)
         # With `steps`, a rank that has fewer rows left makes fewer of them.
-        is_exact = part.length is not None and source.presharded is None
+        is_exact = adapter.length is not None and source.presharded is None
         plan = Rows(
-            in_words(source, spec, is_training=False),
+            describe_sharding(source, spec, is_training=False),
             batch_size=batch_size,
             steps_before=steps or finite_or_none(source.length),
-            steps=_fewer(own_steps, _steps_of_pass(part, source, spec)),
+            steps=_take_smallest(own_steps, _count_steps(adapter, source, spec)),
             rule=rule,
         )
-        arguments = pieces | {"x": part.data}
-        is_exact = is_exact or spec.size == 1
-        return Feed(arguments, plan, part, source, is_exact=is_exact)
+        return Feed(
+            pieces | {"x": adapter.data},
+            plan,
+            adapter,
+            source,
+            keras_steps=None if limit is not None else own_steps and plan.steps,
+            is_exact=is_exact or spec.size == 1,
+        )
     plan = Rows(
         "arrays, already split" if spec.size > 1 else "arrays",
         batch_size=batch_size,
@@ -245,8 +258,8 @@ def validation_feed(
         rule=rule,
     )
     if spec.size == 1 or spec.shard == "none":
-        plan = replace(plan, total=len(keras.tree.flatten(x)[0]))
-        return Feed(pieces, plan, Part(x, own_steps))
+        plan = replace(plan, total=keras.tree.flatten(x)[0].shape[0])
+        return Feed(pieces, plan, DataAdapter(x, own_steps), keras_steps=own_steps)
     arrays = Arrays.of(x, y, sample_weight)
     if arrays.num_rows == 0:
         raise ValueError(
@@ -255,8 +268,8 @@ def validation_feed(
         )
     rows_per_step = batch_size or _BATCH_SIZE
     if spec.is_global:
-        return _validation_in_turns(arrays, rows_per_step, steps, own_steps, rule, spec)
-    own = arrays.own_or_first(rank=spec.rank, size=spec.size)
+        return _deal_arrays(arrays, rows_per_step, steps, own_steps, rule, spec)
+    own = arrays.take_local_rows(rank=spec.rank, size=spec.size)
     steps_per_pass = -(-own.num_rows // rows_per_step)
     pieces = own.pieces()
     if own.is_on_disk:
@@ -269,12 +282,15 @@ def validation_feed(
         steps_before=steps or -(-arrays.num_rows // rows_per_step),
         steps=min(own_steps or steps_per_pass, steps_per_pass),
     )
-    part = Part(pieces["x"], steps_per_pass, has_rows=spec.rank < arrays.num_rows)
+    adapter = DataAdapter(
+        pieces["x"], steps_per_pass, has_rows=spec.rank < arrays.num_rows
+    )
     facts = {"the number of validation rows": arrays.num_rows}
-    return Feed(pieces, plan, part, arrays, facts=facts)
+    keras_steps = own_steps and plan.steps
+    return Feed(pieces, plan, adapter, arrays, keras_steps=keras_steps, facts=facts)
 
 
-def _validation_in_turns(
+def _deal_arrays(
     arrays: Arrays,
     batch_size: int,
     steps_before: int | None,
@@ -283,28 +299,26 @@ def _validation_in_turns(
     spec: ShardSpec,
 ) -> Feed:
     """Deal whole batches of validation rows: the batches of one process."""
-    total = -(-arrays.num_rows // batch_size)
-    own = functools.partial(
-        deal_evaluations,
-        steps=min(steps or total, total),
-        rank=spec.rank,
-        size=spec.size,
+    in_pass = -(-arrays.num_rows // batch_size)
+    total = min(steps or in_pass, in_pass)
+    has_rows = spec.rank < total
+    dealer = Dealer(spec.rank if has_rows else 0, spec.size, is_training=False)
+    dataset = arrays.in_batches(
+        batch_size, lambda rows: dealer.deal(rows.take(total), is_marked=False)
     )
-    dataset = arrays.in_batches(batch_size, own)
-    own_steps = -(-min(steps or total, total) // spec.size)
     plan = Rows(
         "arrays, sharded by batch",
         batch_size=batch_size,
         is_global=True,
         total=arrays.num_rows,
-        steps_before=steps_before or total,
-        steps=own_steps,
+        steps_before=steps_before or in_pass,
+        steps=-(-total // spec.size),
         rule=rule,
     )
     pieces = {"x": dataset, "y": None, "sample_weight": None}
     facts = {"the number of validation rows": arrays.num_rows}
-    part = Part(dataset, length_of(dataset), is_marked=True)
-    return Feed(pieces, plan, part, arrays, facts=facts)
+    adapter = DataAdapter(dataset, count_batches(dataset), has_rows=has_rows)
+    return Feed(pieces, plan, adapter, arrays, facts=facts)
 
 
 def hold_out(
@@ -329,7 +343,7 @@ def hold_out(
 
 @contextlib.contextmanager
 def reading(feeds: Sequence[Feed]) -> Iterator[None]:
-    """Inside the block, raise the error that the user's data raised.
+    """Context manager that raises the error that the user's data raised.
 
     TensorFlow reads the data in a thread and wraps an error of the user's generator in
     a long error of its own: here the original error is raised. Keras warns when data
@@ -353,8 +367,8 @@ def own_error(feeds: Sequence[Feed], error: Exception) -> Exception:
     if not isinstance(error, tf.errors.OpError):
         return error
     for feed in feeds:
-        if feed.part.reader is not None and feed.part.reader.failure is not None:
-            return feed.part.reader.failure
+        if feed.adapter.reader is not None and feed.adapter.reader.failure is not None:
+            return feed.adapter.reader.failure
     if found := _WRONG_LENGTH.search(error.message):
         return RuntimeError(
             "A pass over the data gave another number of batches than the data set's "
@@ -366,19 +380,19 @@ def own_error(feeds: Sequence[Feed], error: Exception) -> Exception:
     return error
 
 
-def _order_of_keras(
+def _find_keras_order(
     division: Division, shuffle: bool | str, seed: int | None
 ) -> tf.Tensor | None:
     if not shuffle or seed is None:
         return None
     if shuffle != "batch":
-        return order_of_keras(seed, division.total, None)
+        return draw_keras_order(seed, division.total, None)
     if division.begin % division.global_batch:
         return None  # resumed: the batches before had another size
-    return order_of_keras(seed, division.total, division.global_batch)
+    return draw_keras_order(seed, division.total, division.global_batch)
 
 
-def _training_batches(
+def _feed_batches(
     source: Source,
     arguments: dict[str, Any],
     shuffle: bool,
@@ -391,50 +405,51 @@ def _training_batches(
     steps = arguments["steps_per_epoch"]
     if source.has_seeded_passes and steps is None and spec.position:
         skip_epochs(source.data, spec.position.epoch)
-    part = part_of(
+    adapter = adapt_batches(
         source,
         spec,
         is_training=True,
         shuffle=shuffle,
         class_weight=class_weight,
     )
-    if part.is_weighed:
+    if adapter.is_weighed:
         arguments = arguments | {"class_weight": None}  # the batches have it
-    is_sequence = isinstance(part.data, keras.utils.PyDataset)
+    is_sequence = isinstance(adapter.data, keras.utils.PyDataset)
     # A sequence that is not sharded is shuffled by Keras.
-    is_shuffled = shuffle and part.data is source.data and is_sequence
+    is_shuffled = shuffle and adapter.data is source.data and is_sequence
     before = finite_or_none(source.length)
     if source.presharded is not None and spec.size > 1:
-        before = _batches_before_shard(source)
+        before = _count_batches_before_shard(source)
     if steps is not None:
         # Keras may read ahead, into batches of the next epoch.
-        part = replace(part, epoch=None, division=None)
-    is_within_epoch = part.division is not None and part.division.is_within_epoch
-    is_exact = part.length is not None or spec.size == 1
+        adapter = replace(adapter, epoch=None, division=None)
+    is_within_epoch = adapter.division is not None and adapter.division.is_within_epoch
+    is_exact = adapter.length is not None or spec.size == 1
     return Feed(
-        arguments | {"x": part.data, "shuffle": is_shuffled},
+        arguments | {"x": adapter.data, "shuffle": is_shuffled},
         Rows(
-            in_words(source, spec, is_training=True),
-            batch_size=arguments["batch_size"] or _batch_size_of(source),
+            describe_sharding(source, spec, is_training=True),
+            batch_size=arguments["batch_size"] or _find_batch_size(source),
             is_global=_is_shared(source, spec),
             steps_before=steps_before or before,
-            steps=_fewer(steps, _steps_of_pass(part, source, spec)),
+            steps=_take_smallest(steps, _count_steps(adapter, source, spec)),
             rule=rule,
         ),
-        part,
+        adapter,
         source,
         is_exact=is_exact and not is_within_epoch,
         facts={
-            "the batches of a pass over its data": finite_or_none(part.length),
+            "the batches of a pass over its data": finite_or_none(adapter.length),
             "the steps of an epoch": steps,
             "`class_weight`": class_weight,
-            "whether the data can be read from the middle": part.division is not None,
+            "whether the data can be read from the middle": adapter.division
+            is not None,
         },
         is_strided=source.presharded is not None or _is_shared(source, spec),
     )
 
 
-def _batches_before_shard(source: Source) -> int | None:
+def _count_batches_before_shard(source: Source) -> int | None:
     """Count the batches of one process; `None` if `shard` does not know their rows."""
     presharded = source.presharded
     assert presharded is not None
@@ -443,7 +458,7 @@ def _batches_before_shard(source: Source) -> int | None:
     return -(-length // rows) if length and rows else None
 
 
-def _batch_size_of(source: Source) -> int | None:
+def _find_batch_size(source: Source) -> int | None:
     """Return the rows of a batch as the user thinks of it; `None` if unknown so far."""
     presharded = source.presharded
     if presharded is not None and presharded.is_global:
@@ -452,28 +467,28 @@ def _batch_size_of(source: Source) -> int | None:
 
 
 def _is_shared(source: Source, spec: ShardSpec) -> bool:
-    """Tell whether all ranks have rows of each batch."""
+    """Return True if all ranks have rows of each batch."""
     is_presharded = source.presharded is not None and source.presharded.is_global
     return spec.is_global and (is_presharded or is_dealt(source, spec))
 
 
-def _steps_of_pass(part: Part, source: Source, spec: ShardSpec) -> int | None:
+def _count_steps(adapter: DataAdapter, source: Source, spec: ShardSpec) -> int | None:
     """Count the steps of a pass; `None` if unknown or infinite.
 
-    Where `part.length` is unknown it is an estimate, one too high at most: the last
+    Where `adapter.length` is unknown it is an estimate, one too high at most: the last
     step is left out if its batches have too few rows.
     """
     length = finite_or_none(source.length)
-    if part.length is not None or length is None:
-        return finite_or_none(part.length)
+    if adapter.length is not None or length is None:
+        return finite_or_none(adapter.length)
     return math.ceil(length / (spec.size if is_dealt(source, spec) else 1))
 
 
-def _fewer(*steps: int | None) -> int | None:
+def _take_smallest(*steps: int | None) -> int | None:
     return min(filter(None, steps), default=None)
 
 
-def _scaling(rule: StepsRule | float, steps: int | None) -> str:
+def _describe_rule(rule: StepsRule | float, steps: int | None) -> str:
     """Name in the plan the rule by which a given number of steps was changed."""
     if steps is None:
         return ""
@@ -527,7 +542,7 @@ def _check_rows(arrays: Arrays, batch_size: int, spec: ShardSpec) -> None:
         )
 
 
-def _checked_batch_size(batch_size: Any) -> int:
+def _check_batch_size(batch_size: Any) -> int:
     if not hasattr(batch_size, "__index__") or batch_size < 1:
         raise ValueError(
             "`batch_size`, the rows of one rank's batch, must be a whole number of at "

@@ -14,12 +14,12 @@ from keras_dist import private
 from keras_dist.private import inputs_of
 
 
-def length_of(data: Any) -> float | None:
+def count_batches(data: Any) -> float | None:
     """Count the batches in one pass: a number, `math.inf`, or `None` for unknown.
 
-    >>> length_of(tf.data.Dataset.range(3)), length_of(iter([]))
+    >>> count_batches(tf.data.Dataset.range(3)), count_batches(iter([]))
     (3, None)
-    >>> length_of(tf.data.Dataset.range(3).repeat())
+    >>> count_batches(tf.data.Dataset.range(3).repeat())
     inf
     """
     if isinstance(data, tf.data.Dataset):
@@ -81,7 +81,7 @@ def untuned_pass(dataset: tf.data.Dataset) -> Iterator[Any]:
 
 
 def has_cache_in_memory(dataset: tf.data.Dataset) -> bool:
-    """Tell whether a data set, or one that it was made of, is cached in memory."""
+    """Return True if a data set, or one that it was made of, is cached in memory."""
     return any(map(_is_cache_in_memory, nodes(dataset)))
 
 
@@ -89,11 +89,21 @@ def _is_cache_in_memory(dataset: tf.data.Dataset) -> bool:
     return tf.get_static_value(private.cache_file(dataset)) == b""
 
 
-def batch_size_of(dataset: tf.data.Dataset) -> int | None:
+def cache_files(dataset: tf.data.Dataset) -> dict[str, tf.data.Dataset]:
+    """Return the files in which a data set is cached, and what is cached in each.
+
+    >>> list(cache_files(tf.data.Dataset.range(3).cache("rows").batch(2)))
+    ['rows']
+    """
+    named = {tf.get_static_value(private.cache_file(n)): n for n in nodes(dataset)}
+    return {name.decode(): node for name, node in named.items() if name}
+
+
+def find_batch_size(dataset: tf.data.Dataset) -> int | None:
     """Return the rows in each batch but for the last one, `None` if unknown.
 
     >>> data = tf.data.Dataset.range(9).batch(4).map(lambda number: number * 2)
-    >>> batch_size_of(data.prefetch(2))
+    >>> find_batch_size(data.prefetch(2))
     4
     """
     for node in nodes(dataset):
@@ -110,11 +120,11 @@ def rows_per_batch(dataset: tf.data.Dataset) -> int | None:
     return first.shape[0] if first.shape.rank else None
 
 
-def seeds_of(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
+def list_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
     """List the seeds of shuffles and random sources; (0, 0) is new each time.
 
     >>> tf.random.set_seed(1)
-    >>> seeds_of(tf.data.Dataset.range(9).shuffle(9, seed=2).batch(2))
+    >>> list_seeds(tf.data.Dataset.range(9).shuffle(9, seed=2).batch(2))
     [(1, 2)]
     """
     found = map(private.seeds_of, nodes(dataset))
@@ -122,7 +132,7 @@ def seeds_of(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
 
 
 def is_reshuffled(dataset: tf.data.Dataset) -> bool:
-    """Tell whether each pass has another order, as after `shuffle`.
+    """Return True if each pass has another order, as after `shuffle`.
 
     >>> random = tf.data.Dataset.random
     >>> [is_reshuffled(random(1, rerandomize_each_iteration=b)) for b in (False, True)]
@@ -132,16 +142,16 @@ def is_reshuffled(dataset: tf.data.Dataset) -> bool:
 
 
 def has_seeded_passes(dataset: tf.data.Dataset) -> bool:
-    """Tell whether the order of each pass follows from seeds and its number.
+    """Return True if the order of each pass follows from seeds and its number.
 
     Beginning a pass over such data, even to look at one batch, changes the order of all
     later ones.
     """
-    return is_reshuffled(dataset) and (0, 0) not in seeds_of(dataset)
+    return is_reshuffled(dataset) and (0, 0) not in list_seeds(dataset)
 
 
 def is_read_anew(dataset: tf.data.Dataset) -> bool:
-    """Tell whether no data set that has another order in each pass is kept by `cache`.
+    """Return True if `cache` keeps no data set that has another order in each pass.
 
     What was kept has one order only, that of the pass in which it was read.
 
@@ -153,14 +163,16 @@ def is_read_anew(dataset: tf.data.Dataset) -> bool:
     return not any(map(is_reshuffled, caches))
 
 
-def before_shuffles(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+def list_unshuffled_inputs(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
     """List what a data set is made of, before the first shuffle.
 
     Reading it changes no order: the next pass of a shuffle has another one.
     """
-    if not seeds_of(dataset):
+    if not list_seeds(dataset):
         return [dataset]
-    return [found for one in inputs_of(dataset) for found in before_shuffles(one)]
+    return [
+        found for one in inputs_of(dataset) for found in list_unshuffled_inputs(one)
+    ]
 
 
 # At the end of each epoch of data of known length Keras makes an iterator that it does
@@ -180,7 +192,7 @@ def skip_epochs(dataset: tf.data.Dataset, count: int) -> None:
             iter(as_untuned(dataset))
 
 
-def unread_pass(
+def begin_unread_pass(
     dataset: tf.data.Dataset, as_made: Callable[[Any], Any]
 ) -> tf.data.Dataset:
     """Return a data set without batches, which begins a pass over `dataset`.
@@ -219,9 +231,9 @@ def by_window(
         window = tf.data.Dataset.zip(components if is_tuple else components[0])
         return own(window, window.cardinality())
 
-    windows, length = source.window(count), finite_or_none(length_of(source))
+    windows, length = source.window(count), finite_or_none(count_batches(source))
     if length is not None:
-        windows = checked_length(windows, math.ceil(length / count))
+        windows = assert_length(windows, math.ceil(length / count))
     return windows.flat_map(of_window)
 
 
@@ -234,11 +246,16 @@ def take_if(
 
 
 def first_steps(dataset: tf.data.Dataset, steps: int) -> tf.data.Dataset:
-    """Yield the first `steps` batches; all are read, or a cache would be cut short.
+    """Yield the first `steps` batches, or as many as there are.
+
+    Finite data that is cached is read to its end: `take` would cut the cache short.
 
     >>> [int(number) for number in first_steps(tf.data.Dataset.range(5), 3)]
     [0, 1, 2]
     """
+    length = finite_or_none(count_batches(dataset))
+    if length is None or not has_cache_in_memory(dataset):
+        return dataset.take(steps)
 
     @tf.autograph.experimental.do_not_convert
     def is_first(number: tf.Tensor, _: Any) -> tf.Tensor:
@@ -248,10 +265,11 @@ def first_steps(dataset: tf.data.Dataset, steps: int) -> tf.data.Dataset:
     def batch_of(_: tf.Tensor, batch: Any) -> Any:
         return batch
 
-    return checked_length(dataset.enumerate().filter(is_first).map(batch_of), steps)
+    first = dataset.enumerate().filter(is_first).map(batch_of)
+    return assert_length(first, min(steps, length))
 
 
-def checked_length(dataset: tf.data.Dataset, length: int) -> tf.data.Dataset:
+def assert_length(dataset: tf.data.Dataset, length: int) -> tf.data.Dataset:
     """Make a pass over more or fewer batches than `length` an error.
 
     Keras takes fewer for the end of the epoch, and the other ranks would wait.
@@ -272,7 +290,7 @@ def with_length(
     (5, 2)
     """
     if not may_be_shorter:
-        return checked_length(dataset, steps)
+        return assert_length(dataset, steps)
     # A choice between two data sets, of which the second is infinite and never chosen.
     # TensorFlow takes the choice to be infinite, and its first `steps` batches to be
     # `steps`; reading still ends where `dataset` ends.
@@ -281,7 +299,7 @@ def with_length(
     return dataset.take(steps)
 
 
-def rest_and_whole(
+def resume_in_first_epoch(
     rest: tf.data.Dataset, whole: tf.data.Dataset, *, epoch: tf.Variable, steps: int
 ) -> tf.data.Dataset:
     """Yield `rest` in the first epoch, and `whole`, of `steps` batches, in later ones.
@@ -300,7 +318,7 @@ def rest_and_whole(
     return with_length(dataset, steps, may_be_shorter=True)
 
 
-def without_auto_shard(dataset: tf.data.Dataset) -> tf.data.Dataset:
+def disable_auto_shard(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Prefetch a data set, and keep TensorFlow from sharding it once more."""
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = (

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.data.division import own_items
+from keras_dist.data.division import local_items
 from keras_dist.data.pipeline import (
+    assert_length,
     by_window,
-    checked_length,
+    count_batches,
     finite_or_none,
     has_cache_in_memory,
     inputs_of,
-    length_of,
     rows_per_batch,
 )
 
@@ -49,31 +49,31 @@ class Presharded:
     @property
     def length(self) -> float | None:
         """Rows of all ranks, `math.inf`, or `None` if unknown."""
-        return length_of(self.source)
+        return count_batches(self.source)
 
     def facts(self) -> tuple[object, ...]:
         """Return what has to be equal on all ranks."""
         kind = "global" if self.is_global else f"of {self.size} ranks"
         return self.batch_size, kind, self.length
 
-    def rows_at(self, rank: int, length: int) -> np.ndarray:
+    def list_rows(self, rank: int, length: int) -> np.ndarray:
         """List the indices of a rank's rows among the first `length`."""
         rows = np.arange(length)
         if self.is_global:
             return rows[rows % (self.batch_size or 1) % self.size == rank]
-        return rows[own_items(rank, self.size)]
+        return rows[local_items(rank, self.size)]
 
-    def rows_of(self, rank: int, length: int) -> int:
-        """Count the rows that `rows_at` lists."""
-        return len(self.rows_at(rank, length))
+    def count_rows(self, rank: int, length: int) -> int:
+        """Count the rows that `list_rows` lists."""
+        return len(self.list_rows(rank, length))
 
 
-# How each data set was divided that `divided` has returned.
+# How each data set was divided that `divide_rows` has returned.
 _KNOWN: "weakref.WeakKeyDictionary[tf.data.Dataset, Presharded]"
 _KNOWN = weakref.WeakKeyDictionary()
 
 
-def divided(
+def divide_rows(
     source: tf.data.Dataset,
     *,
     batch_size: int | None,
@@ -86,13 +86,13 @@ def divided(
     `source` has the same rows on all ranks; see `Presharded` for the others.
 
     >>> rows = tf.data.Dataset.range(7)
-    >>> own = [divided(rows, batch_size=2, rank=rank, size=2) for rank in (0, 1)]
+    >>> own = [divide_rows(rows, batch_size=2, rank=rank, size=2) for rank in (0, 1)]
     >>> [[int(row) for row in data] for data in own]
     [[0, 2, 4, 6], [1, 3, 5]]
     """
     presharded = Presharded(batch_size, rank, size, source, is_global)
     length = finite_or_none(presharded.length)
-    own = None if length is None else presharded.rows_of(rank, length)
+    own = None if length is None else presharded.count_rows(rank, length)
     if is_global:
         assert batch_size is not None  # `shard` checks it
         dataset = by_window(source, batch_size, lambda rows, _: rows.shard(size, rank))
@@ -101,7 +101,7 @@ def divided(
     if presharded.length == math.inf:
         own = tf.data.INFINITE_CARDINALITY
     if own is not None:
-        dataset = checked_length(dataset, own)
+        dataset = assert_length(dataset, own)
     _KNOWN[dataset] = presharded
     return dataset
 
@@ -132,7 +132,7 @@ def length_before_repeat(dataset: tf.data.Dataset) -> float | None:
 
     It is `math.inf` if the data was endless before it was divided.
     """
-    length = length_of(dataset)
+    length = count_batches(dataset)
     inputs = [] if dataset in _KNOWN else inputs_of(dataset)
     if length != math.inf or len(inputs) != 1:
         return length
@@ -156,18 +156,18 @@ def rows_per_step(
     rows = presharded.batch_size or rows_per_batch(data)
     if length is None or rows is None:
         return None
-    counts = [presharded.rows_of(rank, length) for rank in range(presharded.size)]
+    counts = [presharded.count_rows(rank, length) for rank in range(presharded.size)]
     is_whole = list(lengths) == [-(-count // rows) for count in counts]
     return rows * presharded.size if is_whole else None
 
 
-def rest_of(
+def skip_read_rows(
     presharded: Presharded, data: tf.data.Dataset, read: int, per_step: int
 ) -> tf.data.Dataset:
     """Return the batches of this rank behind `read` rows of all ranks."""
     if read % per_step == 0:
         return data.skip(read // per_step)
-    rows = data.unbatch().skip(presharded.rows_of(presharded.rank, read))
+    rows = data.unbatch().skip(presharded.count_rows(presharded.rank, read))
     return rows.batch(per_step // presharded.size)
 
 

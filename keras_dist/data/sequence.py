@@ -1,16 +1,17 @@
 """A `keras.utils.PyDataset`, of which each rank reads its own batches by index."""
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 
 from keras_dist.data.dealer import Dealer, marked
-from keras_dist.data.division import Channel, DataPosition, Division
-from keras_dist.data.source import Declared, fingerprint_of, standardized
+from keras_dist.data.division import Division, ShardSpec
+from keras_dist.data.source import digest_batches, standardize
 
 
-class ShardedSequence(Declared, keras.utils.PyDataset):
+class ShardedSequence(keras.utils.PyDataset):
     """This rank's batches of a `PyDataset`; no batch of another rank is made.
 
     In step i, rank r of N reads the batch of index i × N + r; or each rank makes every
@@ -21,73 +22,79 @@ class ShardedSequence(Declared, keras.utils.PyDataset):
     the last one, because it may be smaller.
 
     Args:
-        data: The user's `PyDataset`, with the same batches on all ranks.
+        undivided: The user's `PyDataset`, with the same batches on all ranks.
         dealer: What this rank reads of the batches.
+        limit: Batches of all ranks in a pass; `None` for all that there are.
         seed: Seed of the order, which changes from epoch to epoch; `None` to keep it.
-        channel: Collectives, to compare batches that the user's `on_epoch_end` changes.
-        position: Where to resume, if a training is resumed.
-        keeps_position: Whether to make a `division`, if there is an end.
+        gather: A collective, to compare batches that the user's `on_epoch_end` changes.
+        spec: For data that has an end, where to resume, and to make a `division`;
+            `None` for no position.
     """
 
     def __init__(
         self,
-        data: Any,
+        undivided: Any,
         dealer: Dealer,
         *,
+        limit: int | None = None,
         seed: int | None = None,
-        channel: Channel | None = None,
-        position: DataPosition | None = None,
-        keeps_position: bool = False,
+        gather: Callable[[Any], list[Any]] | None = None,
+        spec: ShardSpec | None = None,
     ) -> None:
         super().__init__(
-            workers=data.workers,
-            use_multiprocessing=data.use_multiprocessing,
-            max_queue_size=data.max_queue_size,
+            workers=undivided.workers,
+            use_multiprocessing=undivided.use_multiprocessing,
+            max_queue_size=undivided.max_queue_size,
         )
-        self.data = data
-        self._dealer, self._seed = dealer, seed
-        self._channel = channel if self._changes_between_epochs() else None
+        self.undivided = undivided
+        self._dealer, self._seed, self._limit = dealer, seed, limit
+        self._gather_texts = gather if self._changes_between_epochs() else None
         self.division: Division | None = None
-        total = data.num_batches
+        total = self._total
+        position = None if spec is None else spec.position
         is_resumed = total is not None and position is not None
-        self.is_marked = dealer.is_marked(int(total or 0), is_resumed=is_resumed)
-        if total is not None and keeps_position:
+        self.is_marked = dealer.is_marked(total or 0, is_resumed=is_resumed)
+        if total is not None and spec is not None:
             self.division = Division.of(
-                position,
-                int(total),
-                per_step=dealer.per_step,
-                size=dealer.size,
-                unit="batches",
+                spec, total, per_step=dealer.per_step, unit="batches"
             )
-        self.assign(position.epoch if position else 0)
+        # Keras asks for the length before the first epoch begins: that of all others.
+        self._skipped = 0
+        self._order = self._order_of(position.epoch if position else 0)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Worker processes make batches and take no part in collectives.
-        return self.__dict__ | {"_channel": None}
+        # Worker processes make batches and take no part in a collective.
+        return self.__dict__ | {"_gather_texts": None}
 
     def assign(self, epoch: int) -> None:
         """Set the number of the epoch that is read from now on."""
         division = self.division
-        self._skipped = 0 if division is None else division.skipped_in(int(epoch))
+        self._skipped = 0 if division is None else division.count_skipped(int(epoch))
         self._order = self._order_of(epoch)
+
+    @property
+    def _total(self) -> int | None:
+        """Batches of all ranks in a pass; `None` for infinite data."""
+        total = self.undivided.num_batches
+        if self._limit is None or total is None:
+            return self._limit if total is None else int(total)
+        return min(int(total), self._limit)
 
     @property
     def num_batches(self) -> int | None:
         """Batches of this rank in the current epoch; `None` for infinite data."""
-        if self.data.num_batches is None:
-            return None
-        # Keras asks before `assign` was called, and again when it begins the epoch.
-        return self._dealer.num_steps(int(self.data.num_batches) - self._skipped)
+        total = self._total
+        return None if total is None else self._dealer.num_steps(total - self._skipped)
 
     def __getitem__(self, index: int) -> Any:
-        per_step, total = self._dealer.per_step, self.data.num_batches
+        per_step, total = self._dealer.per_step, self._total
         begin = index * per_step + self._skipped
-        count = per_step if total is None else min(per_step, int(total) - begin)
+        count = per_step if total is None else min(per_step, total - begin)
 
         def batch_at(number: int) -> Any:
-            batch = self.data[self._index(begin + number)]
+            batch = self.undivided[self._index(begin + number)]
             is_plain = not self.is_marked and self._dealer.class_weight is None
-            return batch if is_plain else standardized(batch)
+            return batch if is_plain else standardize(batch)
 
         own = self._dealer.take(count, batch_at)
         assert own is not None  # `num_batches` counts those that there are
@@ -95,7 +102,7 @@ class ShardedSequence(Declared, keras.utils.PyDataset):
 
     def on_epoch_begin(self) -> None:
         """Call the user's `on_epoch_begin`."""
-        self.data.on_epoch_begin()
+        self.undivided.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
         """Call the user's `on_epoch_end`; it may shuffle, the same way on all ranks.
@@ -103,23 +110,26 @@ class ShardedSequence(Declared, keras.utils.PyDataset):
         Raises:
             ValueError: On all ranks, if their first batches differ afterwards.
         """
-        self.data.on_epoch_end()
-        if self._channel is None:
+        self.undivided.on_epoch_end()
+        if self._gather_texts is None:
             return
-        fingerprints = self._channel.gather(fingerprint_of([self.data[0]]))
+        fingerprints = self._gather_texts(digest_batches([self.undivided[0]]))
         if len(set(fingerprints)) > 1:
             raise ValueError(
                 "After `on_epoch_end` the ranks' batches differ, so they cannot be "
-                f"sharded. Received: x of type {type(self.data).__name__}. Shuffle it "
-                "with a random generator that has the same seed on every rank."
+                "sharded. Received: x of type "
+                f"{type(self.undivided).__name__}. Shuffle it with a random generator "
+                "that has the same seed on every rank."
             )
 
     def _changes_between_epochs(self) -> bool:
-        return type(self.data).on_epoch_end is not keras.utils.PyDataset.on_epoch_end
+        return (
+            type(self.undivided).on_epoch_end is not keras.utils.PyDataset.on_epoch_end
+        )
 
     def _order_of(self, epoch: int) -> Any:
         """Return the order of all batches but the last, which may be smaller."""
-        total = self.data.num_batches
+        total = self.undivided.num_batches
         if self._seed is None or not total:
             return None
         generator = np.random.default_rng([self._seed, int(epoch)])

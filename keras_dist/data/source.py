@@ -1,9 +1,10 @@
 """Data that comes in batches, seen in one way: data sets, sequences, streams."""
 
+import contextlib
 import hashlib
 import itertools
+import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -14,15 +15,15 @@ from keras_dist.data.arrays import UNEVEN
 from keras_dist.data.dealer import num_rows
 from keras_dist.data.pipeline import (
     as_untuned,
-    batch_size_of,
-    before_shuffles,
+    count_batches,
+    find_batch_size,
     finite_or_none,
     has_cache_in_memory,
     has_seeded_passes,
     is_read_anew,
     is_reshuffled,
-    length_of,
-    seeds_of,
+    list_seeds,
+    list_unshuffled_inputs,
     untuned_pass,
 )
 from keras_dist.data.presharded import Presharded, presharded_of
@@ -31,16 +32,7 @@ from keras_dist.data.presharded import Presharded, presharded_of
 _LOOKS = 2
 
 
-class Declared:
-    """A rank's part of `data`, of which the user says that all ranks have the same.
-
-    `keras_dist.shard` returns it; `dist_fit` reads and shards `data` itself.
-    """
-
-    data: Any
-
-
-class DeclaredIterable(Declared):
+class DeclaredIterable:
     """Every `size`-th element of an iterable, starting at `rank`.
 
     >>> list(DeclaredIterable("abcde", rank=1, size=2))
@@ -48,32 +40,14 @@ class DeclaredIterable(Declared):
     """
 
     def __init__(self, data: Iterable[Any], *, rank: int, size: int) -> None:
-        self.data = data
+        self.undivided: Any = data
         self._rank, self._size = rank, size
 
     def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(self.data, self._rank, None, self._size)
+        return itertools.islice(self.undivided, self._rank, None, self._size)
 
     def __len__(self) -> int:
-        return len(range(self._rank, len(self.data), self._size))
-
-
-@dataclass(frozen=True)
-class Agreed:
-    """Facts about the data that the ranks have learned from each other.
-
-    Args:
-        is_same: Whether batch i is the same on all ranks, or may be taken for it.
-        note: What the plan says of it, beside how it is sharded.
-        lengths: Of presharded data, the batches in a pass of each rank, `math.inf`, or
-            `None` if unknown.
-        row: A row of another rank, if this one has none of presharded data.
-    """
-
-    is_same: bool = False
-    note: str = ""
-    lengths: tuple[float | None, ...] = ()
-    row: Any = None
+        return len(range(self._rank, len(self.undivided), self._size))
 
 
 class Source:
@@ -83,49 +57,46 @@ class Source:
     in a data set short if it were dropped before (`first_batches`).
 
     Args:
-        data: A `tf.data.Dataset`, a `keras.utils.PyDataset`, a torch `DataLoader`, or
-            an iterator such as a generator. Batches that `first` reads from an iterator
-            are buffered, so that a later pass begins with them.
-        presharded: How it was divided before its rows were decoded, if it was.
-        is_declared: Whether the user says that all ranks have the same batches.
-        agreed: What the ranks have learned of each other's data.
+        data: A `tf.data.Dataset`, a `keras.utils.PyDataset`, a torch `DataLoader`, an
+            iterator such as a generator, which is never closed (`next_pass`), or what
+            `keras_dist.shard` returned.
+        is_same: Whether batch i is the same on all ranks, or may be taken for it.
 
     Attributes:
         length: Batches in a pass: a number, `math.inf`, or `None` for unknown.
+        presharded: How it was divided before its rows were decoded, if it was.
+        is_declared: Whether the user says that all ranks have the same batches: of what
+            `shard` returned, `data` is all of it.
         has_seeded_passes: Whether the order of each pass follows from seeds and its
             number, so that beginning one changes all later ones.
+        note: What the plan says of it, beside how it is sharded.
+        lengths: Of presharded data, the batches in a pass of each rank, `math.inf`, or
+            `None` if unknown.
+        row: A row of another rank, if this one has none of presharded data.
+
+    Raises:
+        ValueError: If a data set was made of several that were divided differently.
     """
 
-    def __init__(
-        self,
-        data: Any,
-        *,
-        presharded: Presharded | None = None,
-        is_declared: bool = False,
-        agreed: Agreed | None = None,
-    ) -> None:
-        self.data, self.presharded = data, presharded
-        self.is_declared, self.agreed = is_declared, agreed or Agreed()
-        self.length = length_of(data)
-        is_dataset = isinstance(data, tf.data.Dataset)
-        self.has_seeded_passes = is_dataset and has_seeded_passes(data)
+    def __init__(self, data: Any, *, is_same: bool = False) -> None:
+        undivided: Any = getattr(data, "undivided", None)
+        self.is_declared = undivided is not None
+        self.data: Any = undivided if self.is_declared else data
+        self.presharded: Presharded | None = presharded_of(self.data)
+        self.is_same, self.note = is_same or self.is_declared, ""
+        self.lengths: tuple[float | None, ...] = ()
+        self.row: Any = None
+        self.length = count_batches(self.data)
+        is_dataset = isinstance(self.data, tf.data.Dataset)
+        self.has_seeded_passes = is_dataset and has_seeded_passes(self.data)
         self._has_known_order: bool | None = None
         self._buffered: list[Any] = []
         self._held: list[Any] = []
         self._first_rows: int | None = None
         # What yields the batches behind those that are buffered.
-        self._begun: Iterator[Any] | None = data if isinstance(data, Iterator) else None
-
-    @classmethod
-    def of(cls, data: Any) -> "Source":
-        """Make a source of the user's data; of what `shard` returned, of all of it.
-
-        Raises:
-            ValueError: If a data set was made of several that were divided differently.
-        """
-        if isinstance(data, Declared):
-            return cls(data.data, is_declared=True)
-        return cls(data, presharded=presharded_of(data))
+        self._begun: Iterator[Any] | None = None if self.is_repeatable else self.data
+        # Of an iterator of which a pass has begun, the batches that come next.
+        self._unread: Iterator[Any] | None = None
 
     @property
     def kind(self) -> str:
@@ -144,47 +115,68 @@ class Source:
 
     @property
     def is_repeatable(self) -> bool:
-        """Tell whether the first batches can be read again."""
+        """Return True if the first batches can be read again."""
         return not isinstance(self.data, Iterator)
 
     @property
     def batch_size(self) -> int | None:
         """Rows in a batch but for the last one; `None` if unknown so far."""
         if isinstance(self.data, tf.data.Dataset):
-            return batch_size_of(self.data)
+            return find_batch_size(self.data)
         return self._first_rows
 
     @property
-    def seeds(self) -> list[tuple[int, int]]:
+    def seeds(self) -> list[tuple[int, int]] | None:
         """Seeds of the shuffles, if they and the number of a pass decide the order."""
-        return seeds_of(self.data) if self.has_seeded_passes else []
-
-    def agree(self, agreed: Agreed) -> None:
-        """Set what the ranks have learned of each other's data."""
-        self.agreed = agreed
+        return list_seeds(self.data) if self.has_seeded_passes else None
 
     def is_short(self, size: int) -> bool:
-        """Tell whether there may be fewer batches than ranks."""
+        """Return True if there may be fewer batches than ranks."""
         return self.length is None or self.length < size
 
     def first(self, count: int) -> list[Any]:
-        """Read the first `count` batches, or as many as there are."""
+        """Read the first `count` batches, or as many as there are.
+
+        The next pass reads them, too. Where they are made anew for it, the generators
+        of random numbers go back to where they were.
+        """
         if self.has_seeded_passes and self.length is None:
             self._begun = self._begun or self.new_pass()
         if self._begun is not None:
-            more = max(count - len(self._buffered), 0)
+            more = 0 if self._unread else max(count - len(self._buffered), 0)
             self._buffered += itertools.islice(self._begun, more)
             return self._buffered[:count]
         if isinstance(self.data, tf.data.Dataset):
             return first_batches(self.data, count, self._held)
-        return list(itertools.islice(self, count))
+        with preserve_generators():
+            return list(itertools.islice(self, count))
+
+    def next_pass(self, global_batch: int) -> Iterator[Any]:
+        """Begin a pass, as Keras does on one process.
+
+        A generator goes on where the pass before it ended. Keras has looked at two
+        batches of it, with which each pass begins, and reads one batch ahead, which is
+        lost where a pass ends before the generator.
+
+        Args:
+            global_batch: The batches that are one of one process.
+        """
+        if self.is_repeatable:
+            return iter(self)
+        looks = self.first(_LOOKS * global_batch)
+        if self._unread is None:
+            # `chain` does not close a generator that it reads.
+            rest = self._buffered[_LOOKS * global_batch :]
+            self._unread = itertools.chain(rest, self.data)
+        return _read_ahead(itertools.chain(looks, self._unread), global_batch)
 
     def __iter__(self) -> Iterator[Any]:
+        if not self.is_repeatable:
+            return self.next_pass(1)
         if self._begun is not None:
-            begun = self._begun
-            if self.is_repeatable:
-                self._begun = None  # the next pass is another one
-            return self._rest(begun)
+            begun, buffered = self._begun, self._buffered
+            self._begun, self._buffered = None, []  # the next pass is another one
+            return itertools.chain(buffered, begun)
         if isinstance(self.data, keras.utils.PyDataset):
             is_endless = self.data.num_batches is None
             indices = itertools.count() if is_endless else range(self.data.num_batches)
@@ -198,16 +190,16 @@ class Source:
         return untuned_pass(self.data)
 
     def has_known_order(self) -> bool:
-        """Tell whether it is known what each pass yields, so that a rank can skip some.
+        """Return True if it is known what a pass yields, so that a rank can skip some.
 
         Of presharded data the rows are compared; what a `map` makes of them may be
         random.
         """
         if self._has_known_order is None:
-            self._has_known_order = self._finds_known_order()
+            self._has_known_order = self._look_for_order()
         return self._has_known_order
 
-    def _finds_known_order(self) -> bool:
+    def _look_for_order(self) -> bool:
         if self.kind == "sequence":
             return True
         if self.kind == "stream" or finite_or_none(self.length) is None:
@@ -216,59 +208,84 @@ class Source:
             # The order of pass k follows from k; `skip_epochs` begins the ones before.
             return self.has_seeded_passes and is_read_anew(self.data)
 
-        def look() -> str:
+        def look() -> list[str]:
             if self.presharded is None:
                 return self.fingerprint(1)
-            return self.fingerprint_of_sources(before_shuffles(self.presharded.source))
+            return self.fingerprint_before_shard()
 
-        return look() == look()
+        before = look()
+        with draw_other_numbers():
+            return look() == before
 
-    def as_read(self, batch: Any) -> Any:
+    def standardize(self, batch: Any) -> Any:
         """Convert a batch to what Keras hands to a step; of a data set it is that."""
         is_dataset = isinstance(self.data, tf.data.Dataset)
-        return batch if is_dataset else standardized(batch)
+        return batch if is_dataset else standardize(batch)
 
-    def fingerprint(self, size: int) -> str:
-        """Digest the first batches: equal if the ranks read the same data.
+    def fingerprint(self, size: int) -> list[str]:
+        """Digest each component of the first batches: alike if ranks read the same.
+
+        A component is one tensor of a batch, such as the images or the labels.
 
         If each pass has another order by its seeds, the first elements before the
         shuffle are digested, and `seeds` decide the rest: no pass is begun.
         """
         if self.has_seeded_passes:
-            first = self.fingerprint_of_sources(before_shuffles(self.data))
-            return f"{first} {self.data.element_spec}"
-        return fingerprint_of(self._first_looks(size))
-
-    def fingerprint_of_sources(self, sources: Sequence[tf.data.Dataset]) -> str:
-        """Digest the first elements of what `data` is made of."""
-        return fingerprint_of(
-            first_batches(source, _LOOKS, self._held) for source in sources
-        )
-
-    def fingerprints(self, size: int) -> list[str]:
-        """Digest each component of the first batches; "" if its rows are equal.
-
-        A component is one tensor of a batch, such as the images or the labels. If only
-        some are equal over the ranks, the same rows are changed at random; equal rows
-        would show nothing.
-        """
+            sources = list_unshuffled_inputs(self.data)
+            return [*self._fingerprint_inputs(sources), str(self.data.element_spec)]
         flat = [tf.nest.flatten(batch) for batch in self._first_looks(size)]
-        return [
-            "" if _has_equal_rows(leaves) else fingerprint_of(leaves)
-            for leaves in zip(*flat, strict=False)
-        ]
+        return list(map(digest_batches, zip(*flat, strict=False)))
 
-    def _rest(self, batches: Iterable[Any]) -> Iterator[Any]:
-        while self._buffered:
-            yield self._buffered.pop(0)
-        yield from batches
+    def fingerprint_before_shard(self) -> list[str]:
+        """Digest the first elements of presharded data before the first shuffle."""
+        assert self.presharded is not None
+        return self._fingerprint_inputs(list_unshuffled_inputs(self.presharded.source))
+
+    def _fingerprint_inputs(self, inputs: Sequence[tf.data.Dataset]) -> list[str]:
+        return [digest_batches(first_batches(d, _LOOKS, self._held)) for d in inputs]
 
     def _first_looks(self, size: int) -> list[Any]:
-        count = max(_LOOKS, size) if self.is_short(size) else _LOOKS
+        is_short = self.is_repeatable and self.is_short(size)
+        count = max(_LOOKS, size) if is_short else _LOOKS
         batches = self.first(count)
         if batches and not isinstance(self.data, tf.data.Dataset):
-            self._first_rows = num_rows(self.as_read(batches[0]))
+            self._first_rows = num_rows(self.standardize(batches[0]))
         return batches
+
+
+@contextlib.contextmanager
+def draw_other_numbers() -> Iterator[None]:
+    """Context manager in which `random` and `numpy.random` draw what they would not."""
+    with preserve_generators():
+        random.random()
+        np.random.random()
+        yield
+
+
+@contextlib.contextmanager
+def preserve_generators() -> Iterator[None]:
+    """Context manager after which `random` and `numpy.random` go on as without it."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def _read_ahead(batches: Iterator[Any], count: int) -> Iterator[Any]:
+    """Yield each batch after the `count` behind it were read.
+
+    >>> batches = iter(range(5))
+    >>> next(_read_ahead(batches, 2)), list(batches)
+    (0, [3, 4])
+    """
+    ahead: list[Any] = []
+    for batch in batches:
+        ahead.append(batch)
+        if len(ahead) > count:
+            yield ahead.pop(0)
+    yield from ahead
 
 
 def first_batches(dataset: tf.data.Dataset, count: int, held: list[Any]) -> list[Any]:
@@ -283,26 +300,27 @@ def first_batches(dataset: tf.data.Dataset, count: int, held: list[Any]) -> list
     [0, 1]
     """
     dataset = as_untuned(dataset)
-    if not has_cache_in_memory(dataset):
-        return list(dataset.take(count))
-    held.append(iter(dataset))
-    return list(itertools.islice(held[-1], count))
+    with preserve_generators():
+        if not has_cache_in_memory(dataset):
+            return list(dataset.take(count))
+        held.append(iter(dataset))
+        return list(itertools.islice(held[-1], count))
 
 
 def is_source(data: Any) -> bool:
-    """Tell whether `data` comes in batches that can be read one by one."""
+    """Return True if `data` comes in batches that can be read one by one."""
     if isinstance(data, (list, tuple, dict, str, bytes)) or hasattr(data, "shape"):
         return False
     is_batches = isinstance(data, (tf.data.Dataset, keras.utils.PyDataset, Iterator))
     return is_batches or hasattr(data, "__iter__")
 
 
-def standardized(batch: Any) -> Any:
+def standardize(batch: Any) -> Any:
     """Convert a batch of a sequence or an iterator to what Keras reads.
 
     That is `(x,)`, `(x, y)`, `(x, y, sample_weight)` or a dict.
 
-    >>> standardized([1, None])
+    >>> standardize([1, None])
     (1,)
     """
     if isinstance(batch, dict):
@@ -313,24 +331,20 @@ def standardized(batch: Any) -> Any:
     return tuple(keras.tree.lists_to_tuples(part) for part in pieces)
 
 
-def fingerprint_of(batches: Iterable[Any]) -> str:
-    """Digest the shapes, dtypes and values in some batches."""
-    digest = hashlib.sha256()
-    for batch in batches:
-        for leaf in tf.nest.flatten(batch, expand_composites=True):
-            array = np.asarray(leaf)
+# Begins the digest of a component whose rows are equal: that it does not differ from
+# rank to rank says nothing.
+EQUAL_ROWS = "equal rows "
+
+
+def digest_batches(batches: Iterable[Any]) -> str:
+    """Digest the shapes, dtypes and values in some batches, or of one component."""
+    digest, rows = hashlib.sha256(), set()
+    for leaf in tf.nest.flatten(list(batches)):
+        for part in tf.nest.flatten(leaf, expand_composites=True):
+            array = np.asarray(part)
             digest.update(f"{array.shape} {array.dtype}".encode())
-            is_plain = array.dtype.kind != "O"
-            digest.update(array.tobytes() if is_plain else repr(array).encode())
-    return digest.hexdigest()
-
-
-def _has_equal_rows(leaves: Sequence[Any]) -> bool:
-    arrays = [np.asarray(leaf) for leaf in leaves if not isinstance(leaf, UNEVEN)]
-    rows = {
-        repr(row) if array.dtype.kind == "O" else row.tobytes()  # text is of objects
-        for array in arrays
-        if array.ndim
-        for row in array
-    }
-    return len(rows) <= 1
+            is_text = array.dtype.kind == "O"
+            digest.update(repr(array).encode() if is_text else array.tobytes())
+        if not isinstance(leaf, UNEVEN) and array.ndim:
+            rows |= {repr(row) if is_text else row.tobytes() for row in array}
+    return EQUAL_ROWS * (len(rows) <= 1) + digest.hexdigest()

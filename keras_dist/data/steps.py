@@ -7,7 +7,7 @@ from typing import Any, Literal
 StepsRule = Literal["auto", "divide", "none"] | Callable[[int, int], int]
 
 
-def scaled_steps(
+def scale_steps(
     rule: StepsRule | float,
     steps: int | None,
     *,
@@ -33,9 +33,9 @@ def scaled_steps(
         ValueError: If the rule is unknown, or `steps` or the result is not a
             positive whole number.
 
-    >>> scaled_steps("divide", 100, size=3)
+    >>> scale_steps("divide", 100, size=3)
     34
-    >>> scaled_steps(3, 100, size=4, multiples=True)
+    >>> scale_steps(3, 100, size=4, multiples=True)
     75
     """
     factor: Any = None
@@ -65,7 +65,7 @@ def scaled_steps(
     return int(result)
 
 
-def step_multiplier_of(rule: StepsRule, *, size: int) -> int:
+def find_step_multiplier(rule: StepsRule, *, size: int) -> int:
     """Steps of one process that correspond to one step of `size` ranks.
 
     A `LearningRateSchedule` is a function of the step. If the steps of an epoch are
@@ -81,7 +81,7 @@ def _ceil(value: float, size: int) -> int:
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether `value` is a number of any library, and no `bool`."""
+    """Return True if `value` is a number of any library, and no `bool`."""
     return not isinstance(value, (bool, str)) and hasattr(value, "__float__")
 
 

@@ -12,33 +12,42 @@ from keras_dist.data.dealer import Dealer, add_class_weights, marked
 from keras_dist.data.division import ShardSpec
 from keras_dist.data.source import Source
 
-# What a rank adds to the sum before a step: it has a batch; it has none left; it had
-# none in this pass; its data raised an error. Each counts in digits of its own.
-_MORE, _END, _EMPTY, _ERROR = 0, 1, 1 + 2**20, 2**40
+# What a rank says before a step: it has a batch; it has none left; it had none in this
+# pass; its data raised an error.
+_MORE, _END, _EMPTY, _ERROR = range(4)
 
 
 class StreamReader:
     """This rank's batches, until no rank has one left: all ranks stop at once.
 
     If one rank ended earlier, the others would wait for it in the next allreduce. So
-    one number is summed over the ranks before each batch, and a rank that has no batch
-    left takes part without rows, by a copy of its last one.
+    the ranks gather one number before each batch, and a rank that has no batch left
+    takes part without rows, by a copy of its last one.
 
     Args:
         source: The data.
-        spec: The ranks, and their collectives.
+        spec: The ranks, and their collective.
         dealer: What this rank reads of the batches.
+        limit: Batches of all ranks in a pass; `None` for all that there are.
 
     Attributes:
         failure: The error that the user's data raised, if any.
         is_marked: Whether each batch comes with a mark (`dealer.marked`).
     """
 
-    def __init__(self, source: Source, spec: ShardSpec, dealer: Dealer) -> None:
+    def __init__(
+        self,
+        source: Source,
+        spec: ShardSpec,
+        dealer: Dealer,
+        *,
+        limit: int | None = None,
+    ) -> None:
         self.failure: Exception | None = None
         self._source, self._spec, self._dealer = source, spec, dealer
+        self._limit = limit
         is_joint = dealer.is_training and spec.size > 1
-        self._channel = spec.channel if is_joint else None
+        self._gather = spec.gather if is_joint else None
         self.is_marked = dealer.is_marked(None) or is_joint
 
     def dataset(self) -> tf.data.Dataset:
@@ -58,9 +67,9 @@ class StreamReader:
         return dataset.with_options(options)
 
     def _batches(self) -> Iterator[Any]:
-        batches, last = iter(self._source), None
+        batches, last = self._next_pass(), None
         while True:
-            own, message = None, None
+            own, message = None, ""
             try:
                 own = self._next(batches)
                 state = _MORE if own else _END if last else _EMPTY
@@ -75,37 +84,44 @@ class StreamReader:
             has_rows = own is not None and own[1]
             yield marked(batch, has_rows) if self.is_marked else batch
 
+    def _next_pass(self) -> Iterator[Any]:
+        shares_batches = self._spec.is_global or self._dealer.size == 1
+        batches = self._source.next_pass(1 if shares_batches else self._spec.size)
+        yield from itertools.islice(batches, self._limit)
+
     def _next(self, batches: Iterator[Any]) -> tuple[Any, Any] | None:
         """Read this rank's part of the next step; `None` at the end of the data."""
         of_step = list(itertools.islice(batches, self._dealer.per_step))
-        as_read = self._source.as_read
+        as_read = self._source.standardize
         return self._dealer.take(len(of_step), lambda index: as_read(of_step[index]))
 
-    def _goes_on(self, state: int, message: str | None) -> bool:
+    def _goes_on(self, state: int, message: str) -> bool:
         """Return True if a rank has a batch; an error of one is raised on all."""
-        channel, size = self._channel, self._spec.size
-        if channel is None:
+        if self._gather is None:
             if self.failure is not None:
                 raise self.failure
             return state == _MORE
-        total = channel.sum(state)
-        if total >= _ERROR:
-            everyone = channel.gather(message)
-            if self.failure is None:
-                rank, text = next((r, t) for r, t in enumerate(everyone) if t)
-                self.failure = RuntimeError(f"On rank {rank}: {text}")
-            raise self.failure
-        if total % _ERROR % 2**20 == size:
+        states = self._gather(state)
+        if _ERROR in states:
+            messages = self._gather(message)
+            rank = states.index(_ERROR)
+            raise self._fail(RuntimeError(f"On rank {rank}: {messages[rank]}"))
+        if _MORE not in states and _EMPTY not in states:
             return False
-        if total >= _EMPTY:
-            have = [r for r, one in enumerate(channel.gather(state)) if one != _EMPTY]
-            self.failure = ValueError(
+        if _EMPTY in states:
+            ranks = [rank for rank, other in enumerate(states) if other != _EMPTY]
+            error = ValueError(
                 "Each rank needs at least one row. Received: data of type "
-                f"{self._source.type_name} with batches on ranks {have} of {size} "
-                "alone. Pass more data, or start fewer processes."
+                f"{self._source.type_name} with batches on ranks {ranks} of "
+                f"{len(states)} alone. Pass more data, or start fewer processes."
             )
-            raise self.failure
+            raise self._fail(error)
         return True
+
+    def _fail(self, error: Exception) -> Exception:
+        """Keep the first error of this rank's data, which TensorFlow will wrap."""
+        self.failure = self.failure or error
+        return self.failure
 
     def _signature(self) -> Any:
         data, class_weight = self._source.data, self._dealer.class_weight
@@ -116,14 +132,14 @@ class StreamReader:
             if class_weight:
                 spec = (*spec[:2], tf.TensorSpec([None], "float32"))
             return spec
-        looks = [self._source.as_read(batch) for batch in self._source.first(2)]
+        looks = [self._source.standardize(batch) for batch in self._source.first(2)]
         if not looks:
             raise ValueError(
                 "There is no data. Received: "
                 f"a {self._source.type_name} without a batch."
             )
         looks = [add_class_weights(batch, class_weight) for batch in looks]
-        return keras.tree.map_structure(_spec_of, *looks)
+        return keras.tree.map_structure(_find_spec, *looks)
 
 
 def _any_rows(spec: Any) -> Any:
@@ -132,7 +148,7 @@ def _any_rows(spec: Any) -> Any:
     return spec
 
 
-def _spec_of(*leaves: Any) -> tf.TensorSpec:
+def _find_spec(*leaves: Any) -> tf.TensorSpec:
     """Find shape and dtype of arrays; where lengths differ, any length is allowed."""
     is_tensor = tf.is_tensor(leaves[0])
     dtype = leaves[0].dtype if is_tensor else np.asarray(leaves[0]).dtype

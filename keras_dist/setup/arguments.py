@@ -56,7 +56,7 @@ class KerasArguments:
 
     @property
     def has_validation(self) -> bool:
-        """Tell whether there is validation data."""
+        """Return True if there is validation data."""
         return self.validation_data is not None or bool(self.validation_split)
 
 

@@ -33,7 +33,7 @@ def check_model(model: Any, *, is_compiled: bool = True) -> None:
             f"Received: the uncompiled model {model.name!r}. Call model.compile(…) "
             "first."
         )
-    strategy = _strategy_of(model)
+    strategy = _find_strategy(model)
     if strategy is not None:
         raise ValueError(
             "The model is already distributed by TensorFlow. Received: a model under "
@@ -59,7 +59,7 @@ def check_averaging(averaging: Sequence[optimizer.Averaging], options: Options) 
         )
 
 
-def _strategy_of(model: Any) -> Any:
+def _find_strategy(model: Any) -> Any:
     """Find the `tf.distribute.Strategy` around this call or of anything in `model`.
 
     The scope may have been around the compilation alone, or around a layer.

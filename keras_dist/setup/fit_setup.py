@@ -8,15 +8,15 @@ import keras
 from keras_dist import callbacks as ours
 from keras_dist import comm, optimizer, plan
 from keras_dist.data import (
+    DataAdapter,
     Feed,
-    Part,
     ShardSpec,
     Source,
     hold_out,
     training_feed,
     validation_feed,
 )
-from keras_dist.data.steps import scaled_steps, step_multiplier_of
+from keras_dist.data.steps import find_step_multiplier, scale_steps
 from keras_dist.optimizer.rate import rate_factor
 from keras_dist.setup.arguments import KerasArguments, Options
 from keras_dist.setup.checks import check_averaging
@@ -118,8 +118,8 @@ def prepare(
     callbacks, options = _take_over_warmup(fit.callbacks, options)
     rule: Any = options.lr_scaling  # which is "auto" no more
     factor = rate_factor(rule, size=world.size)
-    step_multiplier = step_multiplier_of(options.steps_scaling, size=world.size)
-    training, validation = _feeds(fit, options, spec)
+    step_multiplier = find_step_multiplier(options.steps_scaling, size=world.size)
+    training, validation = _make_feeds(fit, options, spec)
     if options.target_accuracy is not None and not fit.has_validation:
         raise ValueError(
             "`target_accuracy` is an accuracy on validation data. Received: "
@@ -127,14 +127,14 @@ def prepare(
             "`validation_data`, or StopAtAccuracy(target, monitor=…) in `callbacks`."
         )
     return FitSetup(
-        arguments=_arguments(fit, training, validation, callbacks),
+        arguments=_make_arguments(fit, training, validation, callbacks),
         callbacks=callbacks,
         training=training,
         validation=validation,
         averaging=averaging,
         factor=factor,
         step_multiplier=step_multiplier,
-        warmup_steps=_warmup_steps(options.warmup_epochs, training.plan.steps),
+        warmup_steps=_count_warmup_steps(options.warmup_epochs, training.plan.steps),
         plan=plan.Plan(
             version=__version__,
             size=world.size,
@@ -143,7 +143,7 @@ def prepare(
             transport=comm.transport_name(),
             training=training.plan,
             validation=validation.plan if validation else None,
-            rates=_rates(model, options, factor, step_multiplier),
+            rates=_describe_rates(model, options, factor, step_multiplier),
             is_compiled=bool(model.jit_compile),
             outputs=ours.destinations(callbacks),
             metrics=metrics.exceptions(model.metrics),
@@ -166,7 +166,7 @@ def _take_over_warmup(given: Any, options: Options) -> tuple[list[Any], Options]
     return others, options
 
 
-def _arguments(
+def _make_arguments(
     fit: KerasArguments,
     training: Feed,
     validation: Feed | None,
@@ -187,7 +187,7 @@ def _arguments(
             "steps_per_epoch": training.arguments["steps_per_epoch"],
         }
         if fit.validation_steps and validation is not None:
-            changed["validation_steps"] = validation.plan.steps
+            changed["validation_steps"] = validation.keras_steps
         return fit.as_keywords() | changed
     if training.has_epochs:
         arguments["callbacks"].append(ours.NextEpoch())
@@ -197,18 +197,18 @@ def _arguments(
         arguments |= {
             "validation_split": 0.0,
             "validation_data": keras.utils.pack_x_y_sample_weight(*pieces),
-            "validation_steps": validation.plan.steps if fit.validation_steps else None,
+            "validation_steps": validation.keras_steps,
             "validation_batch_size": validation.plan.batch_size,
         }
     return arguments
 
 
-def _feeds(
+def _make_feeds(
     fit: KerasArguments, options: Options, spec: ShardSpec
 ) -> tuple[Feed, Feed | None]:
     # An unusable rule is an error even if there are no steps to apply it to.
-    steps = scaled_steps(options.steps_scaling, fit.steps_per_epoch, size=spec.size)
-    scaled_steps(
+    steps = scale_steps(options.steps_scaling, fit.steps_per_epoch, size=spec.size)
+    scale_steps(
         options.validation_steps_scaling,
         fit.validation_steps,
         size=spec.size,
@@ -242,11 +242,13 @@ def _feeds(
             raise
         # One process: Keras raises its own error, if it rejects the data, too.
         kind = type(fit.x).__name__.lstrip("_")
-        feed = Feed({"steps_per_epoch": steps}, plan.Rows(kind), Part(fit.x, None))
+        feed = Feed(
+            {"steps_per_epoch": steps}, plan.Rows(kind), DataAdapter(fit.x, None)
+        )
         return feed, None
 
 
-def _warmup_steps(warmup_epochs: float, steps: int | None) -> int:
+def _count_warmup_steps(warmup_epochs: float, steps: int | None) -> int:
     if warmup_epochs < 0:
         raise ValueError(
             "`warmup_epochs` must not be negative. "
@@ -261,7 +263,7 @@ def _warmup_steps(warmup_epochs: float, steps: int | None) -> int:
     return round(warmup_epochs * (steps or 0))
 
 
-def _rates(
+def _describe_rates(
     model: Any, options: Options, factor: float, step_multiplier: int
 ) -> tuple[plan.Rate, ...]:
     """Describe the learning rate of each optimizer, before and after scaling."""

@@ -12,10 +12,10 @@ from keras_dist.data import (
     Dealer,
     DeclaredIterable,
     ShardedSequence,
-    divided,
-    own_items,
+    divide_rows,
+    list_seeds,
+    local_items,
     presharded_of,
-    seeds_of,
 )
 
 Item = TypeVar("Item")
@@ -112,10 +112,12 @@ def shard(
                 '`shard(batch_size, batch="global")` to a tf.data.Dataset of rows.'
             )
         _check_global_batch(rows, size)
-        return lambda dataset: _divided(dataset, rows, rank, size, is_global=True)
+        return lambda dataset: _divide_dataset(
+            dataset, rows, rank, size, is_global=True
+        )
     if rows is None and batch_size is not None:
-        return _of_rank(batch_size, rank, size)
-    return lambda dataset: _divided(dataset, rows, rank, size)
+        return _take_local_part(batch_size, rank, size)
+    return lambda dataset: _divide_dataset(dataset, rows, rank, size)
 
 
 def local_batch_size(batch_size: int) -> int:
@@ -139,7 +141,7 @@ def local_batch_size(batch_size: int) -> int:
     """
     rank, size = comm.rank(), comm.size()
     _check_global_batch(batch_size, size)
-    return len(range(batch_size)[own_items(rank, size)])
+    return len(range(batch_size)[local_items(rank, size)])
 
 
 def _check_global_batch(rows: int, size: int) -> None:
@@ -151,10 +153,10 @@ def _check_global_batch(rows: int, size: int) -> None:
         )
 
 
-def _of_rank(data: Any, rank: int, size: int) -> Any:
+def _take_local_part(data: Any, rank: int, size: int) -> Any:
     """Return one rank's part of any data."""
     if isinstance(data, tf.data.Dataset):
-        return _divided(data, None, rank, size)
+        return _divide_dataset(data, None, rank, size)
     is_sequence = isinstance(data, keras.utils.PyDataset)
     is_array = hasattr(data, "shape") or isinstance(data, (str, bytes, dict))
     if is_array or not (is_sequence or isinstance(data, Iterable)):
@@ -168,11 +170,11 @@ def _of_rank(data: Any, rank: int, size: int) -> Any:
     if is_sequence:
         return ShardedSequence(data, Dealer(rank, size, is_training=False))
     if isinstance(data, (list, tuple)):
-        return data[own_items(rank, size)]
+        return data[local_items(rank, size)]
     return DeclaredIterable(data, rank=rank, size=size)
 
 
-def _divided(
+def _divide_dataset(
     dataset: tf.data.Dataset,
     batch_size: int | None,
     rank: int,
@@ -192,13 +194,13 @@ def _divided(
         )
     if size == 1:
         return dataset
-    if (0, 0) in seeds_of(dataset):
+    if (0, 0) in list_seeds(dataset):
         raise ValueError(
             "The data is shuffled without a seed before `shard`: each rank would take "
             f"its part of another order. Received: a {type(dataset).__name__}. Pass "
             "`seed` to `shuffle` (and to `list_files`), or call "
             "keras.utils.set_random_seed with the same number on every rank before."
         )
-    return divided(
+    return divide_rows(
         dataset, batch_size=batch_size, rank=rank, size=size, is_global=is_global
     )

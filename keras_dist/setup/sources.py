@@ -1,7 +1,7 @@
 """Compare the ranks' data: the same batches on all ranks, or each rank its own."""
 
-import json
 import math
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,19 +13,20 @@ import tensorflow as tf
 
 from keras_dist import comm
 from keras_dist.data import (
-    Agreed,
-    Channel,
+    EQUAL_ROWS,
     Presharded,
     ShardSpec,
     Source,
-    batch_size_of,
-    before_shuffles,
+    cache_files,
+    draw_other_numbers,
+    find_batch_size,
     is_arrays,
     is_source,
     length_before_repeat,
+    list_seeds,
     lists_to_arrays,
-    own_items,
-    seeds_of,
+    local_items,
+    presharded_of,
 )
 from keras_dist.setup.arguments import KerasArguments, Options
 
@@ -57,7 +58,7 @@ def opened(data: Any) -> Any:
     x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
     if y is not None or is_arrays(x) or not is_source(x):
         return data
-    return Source.of(x)
+    return Source(x)
 
 
 def compare(
@@ -89,7 +90,7 @@ def compare(
             comm.size(),
             options.shard,
             seed,
-            _channel(),
+            _make_gather(),
             batch=options.batch or "rank",
             keras_seed=keras_seed,
         )
@@ -108,54 +109,72 @@ def compare(
             presharded.facts() if presharded else "as declared" * source.is_declared
         )
     comm.agree(facts, advice="Give every rank the same kind of data.")
+    _check_cache_files(sources, is_split=options.shard == "none")
     unknown = {}
     for name, source in sources.items():
-        if source.is_declared:
-            source.agree(Agreed(is_same=True))
-        elif source.presharded is None and options.shard != "none":
+        is_known = source.is_declared or source.presharded is not None
+        if not is_known and options.shard != "none":
             unknown[name] = source
     if unknown:
         _compare_batches(unknown)
     for name, source in sources.items():
         if source.presharded is not None:
-            source.agree(
-                _compared_before_shard(name, source, source.presharded, options.batch)
-            )
+            _compare_before_shard(name, source, source.presharded, options.batch)
     return spec
 
 
-def _channel() -> Channel:
-    """Make collectives for threads that read data.
+def _check_cache_files(sources: Mapping[str, Source], *, is_split: bool) -> None:
+    """Raise a `ValueError` if ranks of one host would cache in one file. A collective.
 
-    They run in graphs, where Horovod knows a collective by its name. Outside of a graph
-    it knows the kind alone: where Keras reads ahead, it would take a sum of the reading
+    A file that is complete may be read by all, unless each rank caches rows of its own.
+    """
+    own = [
+        (os.uname().nodename, os.path.abspath(path), name)
+        for name, source in sources.items()
+        if isinstance(source.data, tf.data.Dataset)
+        for path, cached in cache_files(source.data).items()
+        if is_split or presharded_of(cached) or not os.path.exists(f"{path}.index")
+    ]
+    everyone = comm.gather(own)
+    for found in dict.fromkeys(one for other in everyone for one in other):
+        ranks = [rank for rank, other in enumerate(everyone) if found in other]
+        if len(ranks) > 1:
+            host, path, name = found
+            raise ValueError(
+                f"Ranks of one host would cache the {name} data in the same file. "
+                f'Received: cache("{path}") on ranks {ranks} of host {host}. Give each '
+                'rank a file of its own, as in cache(f"rows.{keras_dist.rank()}"), or '
+                "fill it by one process before."
+            )
+
+
+def _make_gather() -> Callable[[Any], list[Any]]:
+    """Make a collective for threads that read data: the numbers or texts of all ranks.
+
+    It runs in a graph, where Horovod knows a collective by its name. Outside of a graph
+    it knows the kind alone: where Keras reads ahead, it would take one of the reading
     thread for one of an eager step.
     """
-
-    def named(work: Callable[[Any], Any], shape: list[int | None]) -> Any:
-        function = tf.function(
-            work, input_signature=[tf.TensorSpec(shape, tf.int64)], autograph=False
-        )
-
-        def call(value: Any) -> np.ndarray:
-            traced = function.get_concrete_function()  # no rank waits meanwhile
-            with comm.waiting("keras_dist.reader"):
-                return traced(tf.constant(value, tf.int64)).numpy()
-
-        return call
-
-    total = named(lambda number: comm.total(number, purpose="reader"), [])
-    rows = named(
-        lambda own: comm.gather_rows(own, name="keras_dist.reader_rows"), [None]
+    rows = tf.function(
+        lambda own: comm.gather_rows(own, name="keras_dist.reader"),
+        input_signature=[tf.TensorSpec([None], tf.int64)],
+        autograph=False,
     )
 
-    def gather(value: Any) -> list[Any]:
-        text = json.dumps(value).encode()
-        ends = np.cumsum(rows([len(text)]))
-        texts = np.split(rows(list(text)), ends[:-1])
-        return [json.loads(bytes(text.tolist())) for text in texts]
+    def gather_rows(own: list[int]) -> np.ndarray:
+        traced = rows.get_concrete_function()  # no rank waits meanwhile
+        with comm.waiting("keras_dist.reader"):
+            return traced(tf.constant(own, tf.int64)).numpy()
 
-    return Channel(sum=lambda number: int(total(number)), gather=gather)
+    def gather(value: int | str) -> list[Any]:
+        if isinstance(value, int):
+            return gather_rows([value]).tolist()
+        text = value.encode()
+        ends = np.cumsum(gather_rows([len(text)]))
+        texts = np.split(gather_rows(list(text)), ends[:-1])
+        return [bytes(text.tolist()).decode() for text in texts]
+
+    return gather
 
 
 def _compare_batches(sources: Mapping[str, Source]) -> None:
@@ -170,33 +189,36 @@ def _compare_batches(sources: Mapping[str, Source]) -> None:
     )
     everyone = comm.gather(own)
     for name, source in sources.items():
-        fingerprints = {other[name][0] for other in everyone}
+        fingerprints = [other[name][0] for other in everyone]
         note: str | None = ""
-        if len(fingerprints) > 1:
-            note = _note_on_random(name, source, own[name][0])
+        if any(other != fingerprints[0] for other in fingerprints):
+            note = _note_on_random(name, source, fingerprints)
         elif any(other[name] != own[name] for other in everyone):
             note = _note_on_shuffles(name, source)  # the same rows, by other seeds
-        source.agree(Agreed(note is not None, note or ""))
+        source.is_same, source.note = note is not None, note or ""
 
 
-def _note_on_random(name: str, source: Source, before: str) -> str | None:
+def _note_on_random(
+    name: str, source: Source, fingerprints: list[list[str]]
+) -> str | None:
     """Say in the plan how batches are random; `None` if each rank has its own data.
 
     A collective. Batches that are random are sharded by index: batch i of each rank is
-    made of the same rows, if only what is made of them is random.
+    made of the same rows, if only what is made of them is random. If some components
+    are equal over the ranks, the same rows are changed at random.
     """
     if not source.is_repeatable:
         return None
-    size = comm.size()
-    now = comm.run_on_all(lambda: source.fingerprint(size))
-    if comm.sum(int(now != before)) == 0:
+    with draw_other_numbers():
+        now = comm.run_on_all(lambda: source.fingerprint(comm.size()))
+    again = comm.gather(now)
+    if again == fingerprints:
         return None
     if source.kind == "sequence":
         return _BY_INDEX
-    readings = comm.run_on_all(lambda: [source.fingerprints(size) for _ in range(2)])
-    everyone = [one for both in comm.gather(readings) for one in both]
-    if any(len(set(same)) == 1 and same[0] for same in zip(*everyone, strict=False)):
-        return _BY_INDEX
+    for same in zip(*fingerprints, *again, strict=False):
+        if len(set(same)) == 1 and not same[0].startswith(EQUAL_ROWS):
+            return _BY_INDEX
     return _note_on_shuffles(name, source)
 
 
@@ -223,9 +245,9 @@ def _note_on_shuffles(name: str, source: Source) -> str:
     )
 
 
-def _compared_before_shard(
+def _compare_before_shard(
     name: str, source: Source, presharded: Presharded, batch: str | None
-) -> Agreed:
+) -> None:
     """Compare data before it was divided. A collective.
 
     The first elements are compared, and the seeds of shuffles. Nothing that comes after
@@ -241,8 +263,8 @@ def _compared_before_shard(
                 "train."
             )
         _check_shares(name, source, presharded, is_global=batch == "global")
-        seeds = seeds_of(presharded.source)
-        first = source.fingerprint_of_sources(before_shuffles(presharded.source))
+        seeds = list_seeds(presharded.source)
+        first = source.fingerprint_before_shard()
         return {
             f"the seeds of shuffles before `shard` in the {name} data": seeds,
             f"the first elements before `shard` in the {name} data": first,
@@ -256,7 +278,7 @@ def _compared_before_shard(
         return source.length
 
     comm.agree(comm.run_on_all(seen), advice=_PRESHARDED_ADVICE)
-    lengths = tuple(comm.gather_or_raise(length))
+    source.lengths = lengths = tuple(comm.gather_or_raise(length))
     if lengths[0] == math.inf:
         passes = comm.gather(length_before_repeat(source.data))
         if len(set(passes)) > 1:
@@ -265,11 +287,9 @@ def _compared_before_shard(
                 f"passes have different lengths. Received: {passes} elements in a pass "
                 f"of ranks 0 to {len(passes) - 1}. Put `repeat` before `shard`."
             )
-    row = None
     if name == "validation" and 0 in lengths:
-        row = _row_of_another(source, lengths)
-    has_rows = lengths[comm.rank()] != 0
-    return Agreed(lengths=lengths, row=None if has_rows else row)
+        row = _get_row(source, lengths)
+        source.row = row if lengths[comm.rank()] == 0 else None
 
 
 def _check_shares(
@@ -285,10 +305,10 @@ def _check_shares(
             f'batches of batch="{other}". Received: a {source.type_name}. Pass the '
             "same `batch` to both."
         )
-    rows, of_data = presharded.batch_size, batch_size_of(source.data)
+    rows, of_data = presharded.batch_size, find_batch_size(source.data)
     if not is_global or rows is None or of_data is None:
         return
-    own = len(range(rows)[own_items(presharded.rank, presharded.size)])
+    own = len(range(rows)[local_items(presharded.rank, presharded.size)])
     if of_data != own:
         raise ValueError(
             f"Each rank must batch its own rows of a batch of {rows} rows. Received: "
@@ -297,7 +317,7 @@ def _check_shares(
         )
 
 
-def _row_of_another(source: Source, lengths: tuple[float | None, ...]) -> Any:
+def _get_row(source: Source, lengths: tuple[float | None, ...]) -> Any:
     """Get a row of the first rank that has one: Keras cannot evaluate empty data."""
     root = next((rank for rank, length in enumerate(lengths) if length != 0), None)
     if root is None:

@@ -10,12 +10,12 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, private
+from keras_dist.data import preserve_generators
 from keras_dist.optimizer import nested_optimizers, optimizers_of, step_context
 from keras_dist.optimizer.replaced_methods import replaced_methods
 from keras_dist.training import batch_norm
 from keras_dist.training.remember import (
     list_variables,
-    preserve_generators,
     preserve_variables,
 )
 

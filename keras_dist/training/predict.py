@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.data import Arrays, Part, Presharded, Source
+from keras_dist.data import Arrays, DataAdapter, Presharded, Source
 from keras_dist.training.same_values import agree_on_arrays
 
 _ADVICE = "Give every rank the same model, weights, data and arguments."
@@ -101,7 +101,7 @@ def predict_sharded(
         advice=_ADVICE,
     )
     agree_on_arrays({"x": arrays.x})
-    own = arrays.own_or_first(rank=rank, size=size)
+    own = arrays.take_local_rows(rank=rank, size=size)
     # A rank without a row predicts one of another rank, to know the shape of outputs.
     has_rows = rank < arrays.num_rows
 
@@ -141,7 +141,7 @@ def predict_presharded(
     Raises:
         ValueError: On all ranks, if it is not known which row a prediction is of.
     """
-    source, size = Source.of(dataset), presharded.size
+    source, size = Source(dataset), presharded.size
 
     def outputs_of_rows() -> Any:
         is_empty = source.length == 0 or not source.first(1)
@@ -150,7 +150,7 @@ def predict_presharded(
     outputs = comm.run_on_all(outputs_of_rows)
     counts = comm.gather(None if outputs is None else _num_rows(outputs))
     total = sum(filter(None, counts))
-    expected = [presharded.rows_of(rank, total) for rank in range(size)]
+    expected = [presharded.count_rows(rank, total) for rank in range(size)]
     if total == 0 or [n or 0 for n in counts] != expected:
         raise ValueError(
             "The predictions of divided data can be gathered only if each row has one, "
@@ -163,34 +163,30 @@ def predict_presharded(
     empty = comm.broadcast(empty if comm.rank() == 0 else None)
     outputs = empty if outputs is None else outputs
     _agree_on_outputs(outputs, model)
-    rows = [presharded.rows_at(rank, total) for rank in range(size)]
+    rows = [presharded.list_rows(rank, total) for rank in range(size)]
     return _all_in_order(outputs, rows, gather)
 
 
 def predict_in_turns(
-    part: Part,
+    data: DataAdapter,
     predict: Callable[..., Any],
     model: Any,
     *,
-    steps: int | None,
     gather: bool | Literal["first"],
 ) -> Any:
     """Predict batches that are the same on all ranks: rank r of N has r, r + N, ….
 
     Args:
-        part: This rank's batches, or a copy of a row if it has none.
-        predict: Predicts batches, without a collective. It takes them, the number of
-            steps, and what to do with the outputs of a batch.
+        data: This rank's batches, or a copy of a row if it has none.
+        predict: Predicts batches, without a collective. It takes them, and what to do
+            with the outputs of a batch.
         model: The model, whose weights have to be equal on all ranks.
-        steps: Batches of all ranks, or `None` for all that there are.
         gather: `True`, `"first"`, or `False` to return only the predictions of this
             rank's batches.
 
     Raises:
         ValueError: On all ranks, if weights or outputs differ between the ranks.
     """
-    own_steps = None if steps is None else len(range(comm.rank(), steps, comm.size()))
-    has_rows = part.has_rows and own_steps != 0
     counts: list[list[int]] = []  # rows of each batch, for each array of outputs
 
     def counted(outputs: Any) -> Any:
@@ -199,10 +195,8 @@ def predict_in_turns(
         return outputs
 
     def outputs_of_batches() -> Any:
-        limit = None if own_steps is None else max(1, own_steps)
-        limit = limit if part.has_rows else None
-        outputs = predict(part.data, limit, use=counted)
-        if has_rows:
+        outputs = predict(data.data, use=counted)
+        if data.has_rows:
             return outputs
         return keras.tree.map_structure(_without_rows, outputs)
 
@@ -210,7 +204,7 @@ def predict_in_turns(
     _agree_on_outputs(outputs, model)
     if not gather:
         return outputs
-    by_rank = comm.gather(counts if has_rows else [])
+    by_rank = comm.gather(counts if data.has_rows else [])
     # Arrays of outputs may have other numbers of rows than the batches.
     rows = [
         _rows_in_turns([[batch[index] for batch in own] for own in by_rank])

@@ -1,12 +1,13 @@
-"""Remember variables and random numbers, and put them back."""
+"""Remember variables, and put them back.
+
+`data.preserve_generators` does it for random numbers.
+"""
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from keras_dist import private
@@ -53,14 +54,3 @@ def preserve_variables(
             if unless is not None:
                 value = tf.where(unless, tf.identity(variable), value)
             variable.assign(value)
-
-
-@contextlib.contextmanager
-def preserve_generators() -> Iterator[None]:
-    """Context manager after which `random` and `numpy.random` go on as without it."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm, private
-from keras_dist.data import is_arrays
+from keras_dist.data import is_arrays, is_scipy_sparse
 
 # Of each array so many rows are compared, spread over all of it, and of each row so
 # many bytes, from its middle: no pass over a file that is larger than memory.
@@ -143,13 +143,17 @@ def _is_some(leaf: Any) -> bool:
 
 def _sample(leaf: Any) -> np.ndarray:
     """A few hundred rows spread over an array, and of long rows the middle."""
-    if not (tf.is_tensor(leaf) or isinstance(leaf, np.ndarray)):
+    is_sparse = is_scipy_sparse(leaf)
+    if not (tf.is_tensor(leaf) or isinstance(leaf, np.ndarray) or is_sparse):
         leaf = np.asarray(leaf)
-    indices = np.unique(np.linspace(0, max(len(leaf) - 1, 0), _ROWS).astype(int))
-    if tf.is_tensor(leaf):
-        rows = list(tf.gather(leaf, indices[: len(leaf)]).numpy())
+    count = leaf.shape[0]
+    indices = np.unique(np.linspace(0, max(count - 1, 0), _ROWS).astype(int))
+    if is_sparse:
+        rows = list(leaf.tocsr()[indices[:count]].toarray())
+    elif tf.is_tensor(leaf):
+        rows = list(tf.gather(leaf, indices[:count]).numpy())
     else:
-        rows = [leaf[index] for index in indices[: len(leaf)]]
+        rows = [leaf[index] for index in indices[:count]]
     return np.array([_middle(np.asarray(row)) for row in rows])
 
 

@@ -203,7 +203,7 @@ class EvaluatedData:
         """Return the facts about a validation feed, and hold the errors of others."""
         if validation is None:
             return cls(feeds=others)
-        part = validation.part
+        part = validation.adapter
         return cls(part.has_rows, (*others, validation), part.is_marked)
 
     def own_error(self, error: Exception) -> Exception:
@@ -414,7 +414,7 @@ class Session:
 
     @property
     def _is_marked(self) -> bool:
-        return self.feed is not None and self.feed.part.is_marked
+        return self.feed is not None and self.feed.adapter.is_marked
 
     def without_mark(self, data: Any) -> tuple[Any, Any]:
         """Split what a step is given into the batch and its mark.

@@ -368,5 +368,6 @@ def _not_before(session: Session, data: Any) -> Any:
     """
     if tf.executing_eagerly() or not session.may_read_on:
         return contextlib.nullcontext()
-    leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+    flat = tf.nest.flatten(data, expand_composites=True)
+    leaves = [leaf for leaf in flat if leaf is not None]
     return tf.control_dependencies(leaves)

@@ -9,7 +9,7 @@ import pytest
 from keras_dist import optimizer
 from keras_dist.checkpoint import files
 from keras_dist.checkpoint.states import CallbackStates
-from keras_dist.data import DataPosition, Division
+from keras_dist.data import DataPosition, Division, ShardSpec
 
 
 def leaf_at(updates, factor, step_multiplier):
@@ -51,9 +51,10 @@ def test_schedules_and_warmup_resume_on_other_numbers_of_ranks():
     assert type(same) is keras.optimizers.SGD
 
 
-def batches_of(position, total, size):
+def batches_of(position, total, size, before=None):
     """Batches that are dealt to some ranks."""
-    return Division.of(position, total, per_step=size, size=size, unit="batches")
+    spec = ShardSpec(0, size, position=position, facts_before=before)
+    return Division.of(spec, total, per_step=size, unit="batches")
 
 
 def test_every_batch_of_an_epoch_is_read_once():
@@ -64,25 +65,25 @@ def test_every_batch_of_an_epoch_is_read_once():
             assert (whole.steps, whole.is_within_epoch) == (steps, False)
             for done in range(1, steps):
                 position = whole.position(2, done)
-                assert position == DataPosition(2, done, steps, 2, done * before, 23)
-                rest = batches_of(position, 23, after)
+                assert position == DataPosition(2, done, 46 + done * before)
+                rest = batches_of(position, 23, after, whole.facts())
                 left = -(-(23 - done * before) // after)
-                assert rest.steps_of_epoch(2) == left and rest.epoch == 2
-                assert rest.steps_of_epoch(3) == -(-23 // after)
+                assert rest.count_steps(2) == left and rest.epoch == 2
+                assert rest.count_steps(3) == -(-23 // after)
                 for more in range(left):
                     position = rest.position(2, more)
-                    assert position.row == done * before + more * after
-                    assert position.steps - position.done == left - more
-                later = DataPosition(3, 0, -(-23 // after), 3, 0, 23)
-                assert rest.position(2, left) == later
+                    assert position.items == 46 + done * before + more * after
+                    assert rest.steps - position.step == left - more
+                assert rest.position(2, left) == DataPosition(3, 0, 69)
 
 
 def test_other_batches_are_refused_in_the_middle():
     """At the beginning of an epoch they are accepted."""
+    before = batches_of(None, 11, 2).facts()
     with pytest.raises(ValueError, match="Received: 10 batches"):
-        batches_of(DataPosition(0, 1, 5, 0, 2, 11), 10, 2)
-    later = batches_of(DataPosition(1, 0, 5, 1, 0, 11), 10, 2)
-    assert later.epoch == 1
+        batches_of(DataPosition(0, 1, 2), 10, 2, before)
+    later = batches_of(DataPosition(1, 0, 11), 10, 2, before)
+    assert (later.epoch, later.first_pass) == (1, 1)
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.data import Agreed, ShardSpec, Source, own_error
-from keras_dist.data.parts import part_of
+from keras_dist.data import ShardSpec, Source, own_error
+from keras_dist.data.adapters import adapt_batches
 from keras_dist.data.pipeline import untuned_pass
 
 ROWS, BATCH, BATCHES = 36, 4, 9
@@ -112,8 +112,8 @@ def test_a_pass_of_one_rank_reads_all(size):
         for rank in range(size):
             spec = ShardSpec(rank, size, keeps_position=size == 1)
             # Kept until the pass is read, as by a feed.
-            source = Source(dataset, agreed=Agreed(is_same=True))
-            own = part_of(source, spec, is_training=bool(number % 2))
+            source = Source(dataset, is_same=True)
+            own = adapt_batches(source, spec, is_training=bool(number % 2))
             steps = own.length or BATCHES
             for _, _batch in zip(range(int(steps)), own.data, strict=False):
                 pass
@@ -136,9 +136,9 @@ def test_a_pass_that_ends_too_early_is_an_error(tmp_path, size, batches, is_know
     assert len(dataset) == BATCHES
     for is_same in (True, False):
         for is_training in (True, False):
-            source = Source(dataset, agreed=Agreed(is_same))
+            source = Source(dataset, is_same=is_same)
             spec = ShardSpec(size - 1, size)
-            own = part_of(source, spec, is_training=is_training)
+            own = adapt_batches(source, spec, is_training=is_training)
             with pytest.raises(tf.errors.OpError) as caught:
                 list(own.data)
             error = own_error([], caught.value)
@@ -157,9 +157,9 @@ def test_a_rank_without_a_batch_begins_a_pass_where_the_others_do(batch, is_cach
 
     dataset, same = make(), make()
     expected = [[batch.numpy().tolist() for batch in same] for _ in range(3)]
-    source = Source(dataset, agreed=Agreed(is_same=True))
+    source = Source(dataset, is_same=True)
     spec = ShardSpec(2, 3, batch=batch)
-    own = part_of(source, spec, is_training=False)
+    own = adapt_batches(source, spec, is_training=False)
     assert not own.has_rows
     for index in range(2):
         found = [batch.numpy().tolist() for batch in own.data]

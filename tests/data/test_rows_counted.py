@@ -24,7 +24,6 @@ from data_kinds import (
 )
 
 from keras_dist.data import (
-    Agreed,
     ShardSpec,
     Source,
     training_feed,
@@ -67,13 +66,13 @@ def training(case: Case, rank: int) -> Any:
     )
 
 
-def validation(case: Case, rank: int) -> Any:
+def validation(case: Case, rank: int, steps: int | None = None) -> Any:
     """The same for an evaluation."""
     data = case.data()
     return validation_feed(
         data if case.kind in ARRAYS else source_of(data, case.size),
         batch_size=case.batch_size,
-        steps=None,
+        steps=steps,
         steps_rule="divide",
         spec=spec_of(case, rank, "validation"),
     )
@@ -83,7 +82,7 @@ def source_of(data, size):
     """What `dist_fit` makes of it, after its first batches were compared."""
     if size == 1:
         return data
-    source = Source(data, agreed=Agreed(is_same=True))
+    source = Source(data, is_same=True)
     source.fingerprint(size)
     return source
 
@@ -91,29 +90,31 @@ def source_of(data, size):
 def read(feed: Any, batch_size: int) -> list[list[int]]:
     """The rows that count in an epoch, batch by batch."""
     x, y = feed.arguments["x"], feed.arguments["y"]
-    if y is None and feed.part.is_marked:
-        x = counted_batches(feed.part)
+    if y is None and feed.adapter.is_marked:
+        x = counted_batches(feed.adapter)
     if y is None:
         return ids_of_batches(x)
     ids = np.asarray(y).astype(int).tolist()
     assert np.asarray(x).astype(int).tolist() == ids
-    return [ids[i : i + batch_size] for i in range(0, len(ids), batch_size)]
+    batches = [ids[i : i + batch_size] for i in range(0, len(ids), batch_size)]
+    return batches[: feed.keras_steps]
 
 
-def check_evaluation(case: Case) -> None:
-    """All rows, each once."""
+def check_evaluation(case: Case, steps: int | None = None) -> None:
+    """All rows, or those of some steps, each once."""
     batches = case.batches()
     if not batches:
         if case.size > 1:
             with pytest.raises(ValueError, match="nothing to validate on"):
                 validation(case, 0)
         return
-    feeds = [validation(case, rank) for rank in range(case.size)]
+    feeds = [validation(case, rank, steps) for rank in range(case.size)]
     ranks = [read(feed, case.batch_size) for feed in feeds]
     assert all(sum(map(len, rank)) for rank in ranks)  # Keras needs a row
     both = list(zip(feeds, ranks, strict=True))
-    own = [rank for feed, rank in both if feed.part.has_rows]
-    assert counted(own) == counted([batches])
+    own = [rank for feed, rank in both if feed.adapter.has_rows]
+    limit = None if steps is None else -(-steps // case.size) * case.size
+    assert counted(own) == counted([batches[:limit]])
     for feed, rank in both:
         assert not feed.is_exact or feed.plan.steps in (None, len(rank))
 
@@ -142,7 +143,7 @@ def steps_of(feed: Any, epoch: int) -> int:
     feed.begin_epoch(epoch)
     if isinstance(data, keras.utils.PyDataset):
         return data.num_batches
-    known = -1 if feed.part.length is None else int(data.cardinality())
+    known = -1 if feed.adapter.length is None else int(data.cardinality())
     is_read = known < 0 and feed.source.is_repeatable
     return sum(1 for _ in data) if is_read else known
 
@@ -186,7 +187,7 @@ def read_with_marks(feed: Any, epoch: int) -> list[list[int]]:
     """The rows of each step of this rank; none where its batch does not count."""
     feed.begin_epoch(epoch)
     data = list(feed.arguments["x"])
-    if not feed.part.is_marked:
+    if not feed.adapter.is_marked:
         return ids_of_batches(data)
     rows = ids_of_batches([batch for batch, _ in data])
     marks = [int(mark[0]) for _, mark in data]
@@ -196,6 +197,8 @@ def read_with_marks(feed: Any, epoch: int) -> list[list[int]]:
 def check(case: Case) -> None:
     """An evaluation and two or three epochs of training, by all ranks."""
     check_evaluation(case)
+    if case.size > 1:
+        check_evaluation(case, case.steps)
     if case.kind in BATCHES:
         check_training_on_batches(case)
     elif case.kind not in QUICK:

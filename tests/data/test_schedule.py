@@ -6,15 +6,21 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.data import Arrays, Division
+from keras_dist.data import Arrays, Division, ShardSpec
 from keras_dist.data.arrays import RowOrder
 
 NUM_ROWS = 23
 SIZES = ((1, 6), (2, 3), (3, 2), (2, 5))
 
 
+def divide(position, total, per_step, size, unit, steps=None, facts_before=None):
+    """The `Division` of some ranks, from a position or the beginning."""
+    spec = ShardSpec(0, size, position=position, facts_before=facts_before)
+    return Division.of(spec, total, per_step=per_step, unit=unit, steps=steps)
+
+
 def sized(size, batch_size, steps=None):
-    """Arguments of `Division.of`; an epoch is a pass by default."""
+    """Arguments of `divide`; an epoch is a pass by default."""
     sizes = {"total": NUM_ROWS, "per_step": batch_size * size, "size": size}
     return sizes | {"unit": "rows", "steps": steps}
 
@@ -22,18 +28,21 @@ def sized(size, batch_size, steps=None):
 def positions_of(schedule, epoch):
     """Pass and rows of each global batch of an epoch, by arithmetic."""
     batches = []
-    for step in range(schedule.steps_of_epoch(epoch)):
+    for step in range(schedule.count_steps(epoch)):
         position = schedule.position(epoch, step)
-        done = step + schedule.steps - schedule.steps_of_epoch(epoch)
-        assert (position.epoch, position.done, position.steps) == (
-            epoch,
-            done,
-            schedule.steps,
-        )
-        number, begin, end = schedule.span(schedule.first_step_of(epoch) + step)
-        assert (position.number, position.row) == (schedule.first_pass + number, begin)
-        batches.append((position.number, list(range(begin, end))))
+        done = step + schedule.steps - schedule.count_steps(epoch)
+        assert (position.epoch, position.step) == (epoch, done)
+        number, begin, end = schedule.span(schedule.find_first_step(epoch) + step)
+        number += schedule.first_pass
+        assert divmod(position.items, NUM_ROWS) == (number, begin)
+        batches.append((number, list(range(begin, end))))
     return batches
+
+
+def resumed(whole, done, after):
+    """Epoch 1, after `done` steps, on other ranks."""
+    facts = whole.facts()
+    return divide(whole.position(1, done), **sized(*after), facts_before=facts)
 
 
 @pytest.mark.parametrize("steps", [None, 2, 3, 6])
@@ -41,14 +50,14 @@ def test_a_resumed_training_reads_the_same_batches_on_as_many_ranks(steps):
     """Resumed at every step of an epoch, and again at every step of the rest."""
     for size, batch_size in SIZES:
         sizes = sized(size, batch_size, steps)
-        whole = Division.of(None, **sizes)
+        whole = divide(None, **sizes)
         expected = [positions_of(whole, epoch) for epoch in range(4)]
         for done in range(whole.steps):
-            rest = Division.of(whole.position(1, done), **sizes)
+            rest = divide(whole.position(1, done), **sizes)
             assert positions_of(rest, 1) == expected[1][done:]
             assert [positions_of(rest, 2), positions_of(rest, 3)] == expected[2:]
             for more in range(whole.steps - done):
-                again = Division.of(rest.position(1, more), **sizes)
+                again = divide(rest.position(1, more), **sizes)
                 assert positions_of(again, 1) == expected[1][done + more :]
                 assert [positions_of(again, 2), positions_of(again, 3)] == expected[2:]
 
@@ -56,10 +65,10 @@ def test_a_resumed_training_reads_the_same_batches_on_as_many_ranks(steps):
 def test_another_number_of_ranks_reads_each_row_that_is_left_once():
     """In the resumed pass and in later ones."""
     for before, after in itertools.permutations(SIZES, 2):
-        whole = Division.of(None, **sized(*before))
+        whole = divide(None, **sized(*before))
         first = positions_of(whole, 1)
         for done in range(1, whole.steps):
-            rest = Division.of(whole.position(1, done), **sized(*after))
+            rest = resumed(whole, done, after)
             own = positions_of(rest, 1)
             read = sum((part for _, part in first[:done] + own), [])
             assert {number for number, _ in own} <= {1}
@@ -73,12 +82,12 @@ def test_another_number_of_ranks_reads_each_row_that_is_left_once():
 def test_the_rows_of_each_step_are_known_beforehand():
     """The rows of all ranks at each step, counted from the beginning of epoch 0."""
     for before, after in itertools.product(SIZES[:3], repeat=2):
-        whole = Division.of(None, **sized(*before))
+        whole = divide(None, **sized(*before))
         for done in (0, 1, whole.steps - 1):
-            rest = Division.of(whole.position(1, done), **sized(*after))
+            rest = resumed(whole, done, after)
             for epoch in (rest.epoch, rest.epoch + 1):
                 positions = positions_of(rest, epoch)
-                steps = rest.first_step_of(epoch) + np.arange(len(positions))
+                steps = rest.find_first_step(epoch) + np.arange(len(positions))
                 _, begins, ends = rest.span(tf.constant(steps, tf.int64))
                 counts = (ends - begins).numpy().tolist()
                 assert counts == [len(part) for _, part in positions]
@@ -93,10 +102,10 @@ def test_the_data_set_yields_the_rows_of_the_schedule(shuffle, steps):
     orders = {}
     # Inside batches, another size has other orders.
     for after in ((2, 3, steps), (3, 3, steps))[: 1 if shuffle == "batch" else 2]:
-        whole = Division.of(None, **sized(2, 3, steps))
+        whole = divide(None, **sized(2, 3, steps))
         for schedule in (
             whole,
-            Division.of(whole.position(1, 2), **sized(*after)),
+            resumed(whole, 2, after),
         ):
             for epoch, batches in global_batches(data, schedule, shuffle, (1, 2)):
                 positions = positions_of(schedule, epoch)
@@ -134,9 +143,9 @@ def global_batches(data, schedule, shuffle, epochs):
 def test_resuming_within_an_epoch_of_other_data_is_an_error():
     """Between epochs the number of rows may change."""
     sizes = sized(2, 3)
-    position = Division.of(None, **sizes).position(1, 2)
+    whole = divide(None, **sizes)
+    other = sizes | {"total": 24, "facts_before": whole.facts()}
     with pytest.raises(ValueError, match="23 rows"):
-        Division.of(position, **sizes | {"total": 24})
-    whole = Division.of(None, **sizes)
+        divide(whole.position(1, 2), **other)
     position = whole.position(1, whole.steps)
-    assert (position.epoch, position.number, position.row) == (2, 2, 0)
+    assert (position.epoch, position.step, position.items) == (2, 0, 2 * NUM_ROWS)

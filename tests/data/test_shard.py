@@ -15,7 +15,6 @@ from data_kinds import ids_of_batches
 
 import keras_dist
 from keras_dist.data import (
-    Agreed,
     DataPosition,
     Dealer,
     DeclaredIterable,
@@ -23,11 +22,11 @@ from keras_dist.data import (
     ShardedSequence,
     ShardSpec,
     Source,
-    before_shuffles,
-    divided,
+    divide_rows,
     length_before_repeat,
+    list_seeds,
+    list_unshuffled_inputs,
     presharded_of,
-    seeds_of,
     training_feed,
     validation_feed,
 )
@@ -55,8 +54,8 @@ def in_batches(rows, size):
 def own_data(source, division, rank, finish):
     """One rank's data."""
     batch_size, size = division
-    own = divided(source, batch_size=batch_size, rank=rank, size=size)
-    return Source.of(finish(own))
+    own = divide_rows(source, batch_size=batch_size, rank=rank, size=size)
+    return Source(finish(own))
 
 
 def feeds_of(source, division, finish, *, name="training", **spec):
@@ -66,7 +65,7 @@ def feeds_of(source, division, finish, *, name="training", **spec):
     lengths = tuple(own.length for own in sources)
     feeds = []
     for rank, own in enumerate(sources):
-        own.agree(Agreed(lengths=lengths))
+        own.lengths = lengths
         of_rank = ShardSpec(rank, size, **spec)
         given = {"batch_size": None, "steps_rule": "divide", "spec": of_rank}
         if name == "training":
@@ -81,7 +80,7 @@ def read(feed, epoch=0):
     """Row numbers of each step of one epoch; none where a batch does not count."""
     feed.begin_epoch(epoch)
     data = feed.arguments["x"]
-    if not feed.part.is_marked:
+    if not feed.adapter.is_marked:
         return ids_of_batches(data)
     marks = [int(mark[0]) for _, mark in data]
     rows = ids_of_batches([batch for batch, _ in data])
@@ -223,13 +222,14 @@ def test_the_rest_of_an_epoch_begins_where_it_was_left():
         if not 0 < done < steps_before:
             continue
         read_before = done * before * batch
-        position = DataPosition(2, done, steps_before, 2, read_before, count)
+        position = DataPosition(2, done, 2 * count + read_before)
         feeds = feeds_of(
             lambda n=count: rows_of(n),
             (batch, size),
             lambda rows, b=batch: in_batches(rows, b),
             keeps_position=True,
             position=position,
+            facts_before={"items": count, "steps": steps_before, "seeds": None},
         )
         left = list(range(read_before, count))
         whole = batch * size
@@ -277,7 +277,7 @@ def counted(rows):
 def test_several_data_sets_must_be_divided_alike():
     """Zipped or concatenated: all of them, or what is made of them."""
     one, other = (
-        divided(rows_of(9), batch_size=size, rank=0, size=2) for size in (2, 3)
+        divide_rows(rows_of(9), batch_size=size, rank=0, size=2) for size in (2, 3)
     )
     assert presharded_of(tf.data.Dataset.zip((one, one))).batch_size == 2
     for mixed in (
@@ -295,11 +295,11 @@ def test_what_was_before_is_seen_through_two_private_names():
     """`_inputs` and `_seed` of a data set of TensorFlow."""
     tf.random.set_seed(5)
     data = rows_of(9).shuffle(9).map(halved).shuffle(4, seed=8).batch(2)
-    seeds = seeds_of(data)
+    seeds = list_seeds(data)
     assert len(seeds) == 2 and seeds[0] == (5, 8) and (0, 0) not in seeds
-    (first,) = before_shuffles(data)
+    (first,) = list_unshuffled_inputs(data)
     assert ids_of_batches(first.batch(9)) == [list(range(9))]
-    repeated = divided(rows_of(9), batch_size=2, rank=0, size=2)
+    repeated = divide_rows(rows_of(9), batch_size=2, rank=0, size=2)
     assert length_before_repeat(repeated.repeat().batch(2)) == 5
 
 
@@ -307,7 +307,7 @@ def test_a_division_counts_rows_as_it_divides_them():
     """Each row belongs to one rank, for all small numbers."""
     for count, batch, size in itertools.product(range(30), range(1, 5), range(1, 5)):
         counts = [
-            Presharded(batch, rank, size, None).rows_of(rank, count)
+            Presharded(batch, rank, size, None).count_rows(rank, count)
             for rank in range(size)
         ]
         assert sum(counts) == count
@@ -318,8 +318,8 @@ def test_the_rows_of_a_division_are_those_that_are_read():
     """Also where the last batch is smaller: `predict` orders predictions so."""
     for count, batch, size in shapes(COUNT, seed=6):
         for rank in range(size):
-            own = divided(rows_of(count), batch_size=batch, rank=rank, size=size)
-            expected = Presharded(batch, rank, size, None).rows_at(rank, count)
+            own = divide_rows(rows_of(count), batch_size=batch, rank=rank, size=size)
+            expected = Presharded(batch, rank, size, None).list_rows(rank, count)
             found = list(itertools.chain(*ids_of_batches(own.batch(batch))))
             assert found == expected.tolist(), (count, batch, size)
 
@@ -346,7 +346,7 @@ def test_sequences_and_iterables_have_the_elements_of_a_rank():
         assert not Numbers.made
         found += [int(own[index][1][0]) for index in range(own.num_batches)]
         assert set(Numbers.made) <= {rank, rank + 3, rank + 6}
-        assert Source.of(own).is_declared
+        assert Source(own).is_declared
         assert list(DeclaredIterable(range(7), rank=rank, size=3)) == list(
             range(rank, 7, 3)
         )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.data import Arrays, Division, is_arrays, own_items
+from keras_dist.data import Arrays, Division, ShardSpec, is_arrays, local_items
 from keras_dist.data.arrays import RowOrder
 
 CASES = list(itertools.product(range(1, 5), range(1, 6), range(1, 40)))
@@ -15,16 +15,15 @@ CASES = list(itertools.product(range(1, 5), range(1, 6), range(1, 40)))
 def divided(num_rows, batch_size, size, steps=None):
     """Rows of arrays on some ranks, in batches of each."""
     per_step = batch_size * size
-    return Division.of(
-        None, num_rows, per_step=per_step, size=size, unit="rows", steps=steps
-    )
+    spec = ShardSpec(0, size)
+    return Division.of(spec, num_rows, per_step=per_step, unit="rows", steps=steps)
 
 
 def rows_of_batch(division, step, rank):
     """Positions, in the order of a pass, of the rows that `rank` reads at `step`."""
     number, begin, end = division.span(step)
     assert number == 0
-    return range(begin, end)[own_items(rank, division.size)]
+    return range(begin, end)[local_items(rank, division.size)]
 
 
 def test_every_row_belongs_to_exactly_one_rank():
@@ -34,7 +33,7 @@ def test_every_row_belongs_to_exactly_one_rank():
             sharded = [
                 row
                 for rank in range(size)
-                for row in range(num_rows)[own_items(rank, size)]
+                for row in range(num_rows)[local_items(rank, size)]
             ]
             assert sorted(sharded) == list(range(num_rows))
 
@@ -54,7 +53,7 @@ def test_ranks_read_the_batches_of_one_process():
                 count + len(batch) for count, batch in zip(counts, batches, strict=True)
             ]
         assert read == list(range(num_rows))
-        assert counts == [division.items_of_rank(rank) for rank in range(size)]
+        assert counts == [division.count_items(rank) for rank in range(size)]
 
 
 @pytest.mark.parametrize("shuffle", [False, True, "batch"])

@@ -10,14 +10,13 @@ import tensorflow as tf
 from data_kinds import counted_batches
 
 from keras_dist.data import (
-    Agreed,
-    Channel,
+    EQUAL_ROWS,
     DataPosition,
     ShardSpec,
     Source,
-    length_of,
+    count_batches,
 )
-from keras_dist.data.parts import part_of
+from keras_dist.data.adapters import adapt_batches
 
 # Ranks, batches, and rows of the last one; the others have three.
 CASES = [(2, 1, 1), (2, 3, 1), (2, 4, 2), (3, 1, 2), (3, 4, 2), (3, 5, 1), (3, 6, 3)]
@@ -61,7 +60,7 @@ MAKERS = {
 
 def dealt(data, spec, **arguments):
     """A rank's part of data that is the same on all ranks."""
-    return part_of(Source(data, agreed=Agreed(is_same=True)), spec, **arguments)
+    return adapt_batches(Source(data, is_same=True), spec, **arguments)
 
 
 def read(data, rank, size, is_training):
@@ -143,25 +142,25 @@ def test_shuffled_batches_of_uneven_sizes_are_read_once():
         assert sorted(read) == rows.tolist()
 
 
-def take_next(sums, _):
-    """The next sum over the ranks."""
-    return sums.pop(0)
+def gather_next(others, own):
+    """What this rank says, and the next that the other one says."""
+    return [own, others.pop(0)]
 
 
 def test_a_rank_whose_data_has_ended_takes_part_without_rows():
     """Until no rank has a batch left; one that never had one is an error on all."""
-    for sums, expected in (
-        ([0, 0, 1, 1, 2], [1, 1, 0, 0]),  # the other rank has two batches more
-        ([0, 0, 2], [1, 1]),
+    for others, expected in (
+        ([0, 0, 0, 0, 1], [1, 1, 0, 0]),  # the other rank has two batches more
+        ([0, 0, 1], [1, 1]),
     ):
-        channel = Channel(sum=functools.partial(take_next, sums), gather=list)
+        gather = functools.partial(gather_next, others)
         data = Source(dataset_of(make_batches(2, 1), is_known=False))
-        own = part_of(data, ShardSpec(0, 2, channel=channel), is_training=True)
+        own = adapt_batches(data, ShardSpec(0, 2, gather=gather), is_training=True)
         assert [int(mark[0]) for _, mark in own.data] == expected
-    empty = 1 + 2**20
-    channel = Channel(sum=lambda own: empty, gather=lambda own: [own, empty])
+    empty = 2
     data = Source(dataset_of(make_batches(2, 1), is_known=False))
-    own = part_of(data, ShardSpec(0, 2, channel=channel), is_training=True)
+    spec = ShardSpec(0, 2, gather=lambda own: [own, empty])
+    own = adapt_batches(data, spec, is_training=True)
     with pytest.raises(tf.errors.OpError):
         list(own.data)
     assert "at least one row" in str(own.reader.failure)
@@ -178,25 +177,24 @@ def test_rows_of_batches_of_unknown_length_are_divided():
     assert sorted(rows) == list(range(7))
 
 
-def test_worker_processes_get_no_channel():
-    """A sequence is pickled for them, and a channel cannot be."""
+def test_worker_processes_get_no_collective():
+    """A sequence is pickled for them, and a collective cannot be."""
 
     class Shuffled(Sequence):
         def on_epoch_end(self):
             pass
 
-    channel = Channel(sum=lambda value: value, gather=lambda value: [value] * 2)
-    spec = ShardSpec(0, 2, channel=channel)
+    spec = ShardSpec(0, 2, gather=lambda value: [value] * 2)
     own = dealt(Shuffled(make_batches(4, 3)), spec, is_training=True).data
-    assert own._channel is channel
-    assert own.__getstate__()["_channel"] is None
+    assert own._gather_texts is spec.gather
+    assert own.__getstate__()["_gather_texts"] is None
 
 
 def test_an_infinite_data_set_is_sharded_without_an_end():
     """It has no tail, whose rows would be sharded."""
     data = dataset_of(make_batches(2, 3)).repeat()
     own = dealt(data, ShardSpec(1, 3), is_training=True)
-    assert own.length == math.inf == length_of(data)
+    assert own.length == math.inf == count_batches(data)
     assert [x.numpy()[0] for x, _ in own.data.take(2)] == [3, 0]
 
 
@@ -205,9 +203,9 @@ def test_one_rank_that_resumes_gets_no_marks():
     rows = np.arange(12)
     data = tf.data.Dataset.from_tensor_slices((rows, rows * 2))
     data = data.batch(3, drop_remainder=True)
-    position = DataPosition(0, 1, 4, 0, 1, 4)
+    position = DataPosition(0, 1, 1)
     spec = ShardSpec(0, 1, keeps_position=True, position=position)
-    own = part_of(Source(data), spec, is_training=True)
+    own = adapt_batches(Source(data), spec, is_training=True)
     assert not own.is_marked
     assert [x.numpy().tolist() for x, _ in own.data] == [
         [3, 4, 5],
@@ -247,6 +245,7 @@ def test_components_are_compared_by_their_rows():
         tf.ragged.constant([[1], [2, 3]]),
         tf.constant(1),
     )
-    text, numbers, *others = Source(tf.data.Dataset.from_tensors(batch)).fingerprints(1)
-    assert text and numbers and text != numbers
-    assert not any(others)
+    text, numbers, *others = Source(tf.data.Dataset.from_tensors(batch)).fingerprint(1)
+    assert text != numbers
+    is_equal = [one.startswith(EQUAL_ROWS) for one in (text, numbers, *others)]
+    assert is_equal == [False, False, True, True, True]

@@ -142,7 +142,7 @@ def test_a_look_at_validation_data_does_not_change_the_order(world, batch):
 @pytest.mark.parametrize(
     "kind", shortened(["arrays", "dataset", "sequence"], {"arrays", "sequence"})
 )
-def test_an_evaluation_of_some_batches_goes_on_where_the_last_one_ended(kind):
+def test_an_evaluation_of_some_batches_is_that_of_one_process(kind):
     """`validation_steps` are those of all ranks; sums count as on one process."""
     results = []
     for is_ours in (True, False):

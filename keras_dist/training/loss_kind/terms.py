@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm
+from keras_dist.data import preserve_generators
 from keras_dist.optimizer import step_context
 from keras_dist.training.loss_kind.probe import (
     Kind,
@@ -19,7 +20,6 @@ from keras_dist.training.loss_kind.probe import (
     Undecided,
     num_rows,
 )
-from keras_dist.training.remember import preserve_generators
 
 # Operations that do not change a scalar's value.
 _UNCHANGED = {"Identity", "Snapshot", "CheckNumerics", "Cast", "EnsureShape"}

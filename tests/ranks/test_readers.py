@@ -1,0 +1,213 @@
+"""Data that changes while it is read: generators, random loaders, caches in files."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import scipy.sparse
+import tensorflow as tf
+from claims import largest_difference
+
+import keras_dist
+
+pytestmark = [pytest.mark.several_ranks, pytest.mark.three_ranks]
+
+RATE = 0.1
+
+
+def make_model(columns=3, *, sparse=False):
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((columns,), sparse=sparse)
+    model = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+    model.compile(keras.optimizers.SGD(RATE), "mse", weighted_metrics=["mae"])
+    return model
+
+
+def endless(rows, batch):
+    """Batches of `rows` rows over and over, from where the last one ended."""
+    x = np.random.default_rng(1).normal(size=(rows, 3))
+    begin = 0
+    while True:
+        own = x[np.arange(begin, begin + batch) % rows]
+        begin += batch
+        yield own, own.sum(axis=1)
+
+
+def trained(is_ours, model, *args, **arguments):
+    options = {"batch": "global"} if is_ours else {}
+    fit = keras_dist.dist_fit if is_ours else keras.Model.fit
+    return fit(model, *args, verbose=0, **options, **arguments).history
+
+
+def assert_same(ours, one, name):
+    np.testing.assert_allclose(ours[name], one[name], rtol=1e-5, err_msg=name)
+
+
+def batches_at(*numbers):
+    """Some batches of `endless`, for plain Keras: what it reads ahead varies."""
+    batches = list(itertools.islice(endless(16, 6), max(numbers) + 1))
+    return (batches[number] for number in numbers)
+
+
+# The batches of three evaluations: those that are looked at come again, and one that
+# was read ahead is lost.
+READ = {
+    1: [(0,), (0,), (0,)],
+    2: [(0, 1), (0, 1), (0, 1)],
+    4: [(0, 1, 2, 3), (0, 1, 5, 6), (0, 1, 8, 9)],
+    5: [(0, 1, 2, 3, 4), (0, 1, 6, 7, 8), (0, 1, 10, 11, 12)],
+}
+
+
+@pytest.mark.parametrize("steps", READ)
+def test_validation_by_a_generator_goes_on_from_epoch_to_epoch(steps):
+    """It is not closed after the first pass."""
+    x = np.random.default_rng(0).normal(size=(24, 3))
+    arguments = {"batch_size": 8, "shuffle": False}
+    validation, model = endless(16, 6), make_model()
+    found = trained(
+        True,
+        model,
+        x,
+        x.sum(axis=1),
+        epochs=3,
+        validation_data=validation,
+        validation_steps=steps,
+        **arguments,
+    )
+    next(validation)
+    model = make_model()
+    for epoch, numbers in enumerate(READ[steps]):
+        trained(False, model, x, x.sum(axis=1), **arguments)
+        loss, mae = model.evaluate(batches_at(*numbers), verbose=0)
+        ours = found["val_loss"][epoch], found["val_mae"][epoch]
+        np.testing.assert_allclose(ours, (loss, mae), rtol=1e-5)
+
+
+def test_a_generator_serves_several_fits_and_evaluations():
+    """Each goes on where the one before it ended, but for a batch read ahead."""
+    model, data, losses = make_model(), endless(16, 6), []
+    for epoch in range(3):
+        arguments = {"epochs": epoch + 1, "initial_epoch": epoch}
+        losses += trained(True, model, data, steps_per_epoch=4, **arguments)["loss"]
+    ours = keras_dist.DistributedModel(model, batch="global")
+    losses += [ours.evaluate(data, steps=3, verbose=0)[0] for _ in range(2)]
+    predicted = ours.predict(data, steps=3, verbose=0)
+    assert predicted.shape == (18, 1)
+
+    model, expected = make_model(), []
+    for begin in (0, 5, 10):
+        expected += trained(False, model, batches_at(*range(begin, begin + 4)))["loss"]
+    for begin in (15, 19):
+        numbers = range(begin, begin + 3)
+        expected += model.evaluate(batches_at(*numbers), verbose=0)[:1]
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    x = np.concatenate([x for x, _ in batches_at(23, 24, 25)])
+    np.testing.assert_allclose(predicted, model.predict(x, verbose=0), rtol=1e-3)
+
+
+class Shuffled(keras.utils.PyDataset):
+    """Shuffles by NumPy's generator at the end of each epoch."""
+
+    def __init__(self, rows, batch):
+        super().__init__()
+        self.x = np.random.default_rng(2).normal(size=(rows, 3))
+        self.order, self.batch = np.arange(rows), batch
+
+    def __len__(self):
+        return len(self.x) // self.batch
+
+    def __getitem__(self, index):
+        rows = self.order[index * self.batch : (index + 1) * self.batch]
+        return self.x[rows], self.x[rows].sum(axis=1)
+
+    def on_epoch_end(self):
+        np.random.shuffle(self.order)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_validation_may_have_fewer_batches_than_ranks(count):
+    """All ranks call the user's `on_epoch_end` as often, which draws random numbers."""
+    histories = []
+    for is_ours in (True, False):
+        np.random.seed(5)
+        data, validation = Shuffled(48, 12), Shuffled(12 * count, 12)
+        arguments = {"validation_data": validation, "epochs": 3, "shuffle": False}
+        histories.append(trained(is_ours, make_model(), data, **arguments))
+    for name in ("loss", "val_loss"):
+        assert_same(*histories, name)
+
+
+class Simulated(keras.utils.PyDataset):
+    """Draws its batches."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        x = np.random.normal(size=(12, 3))
+        return x, x.sum(axis=1)
+
+
+def test_looks_at_first_batches_draw_nothing():
+    """A sequence that simulates its batches trains on those of one process."""
+    models = []
+    for is_ours in (True, False):
+        np.random.seed(5)
+        models.append(make_model())
+        trained(is_ours, models[-1], Simulated(), epochs=1, shuffle=False)
+    assert largest_difference(*models) < 1e-4  # with other batches it is 0.1
+
+
+@pytest.mark.parametrize("name", ["training", "validation"])
+def test_ranks_of_a_host_do_not_cache_in_one_file(tmp_path_factory, world, name):
+    """It is an error before training; a complete file is read by all."""
+    folder = keras_dist.broadcast(str(tmp_path_factory.mktemp("cache")))
+    x = np.ones((12, 3), "float32")
+
+    def data(file=None):
+        rows = tf.data.Dataset.from_tensor_slices((x, x[:, 0])).batch(3)
+        return rows if file is None else rows.cache(f"{folder}/{name}-{file}")
+
+    def train(cached):
+        given = (data(), cached) if name == "validation" else (cached, None)
+        model = make_model()
+        keras_dist.dist_fit(model, given[0], validation_data=given[1], verbose=0)
+
+    with pytest.raises(ValueError, match="in the same file. Received: cache"):
+        train(data("one"))
+    train(data(f"rank {world.rank}"))
+    if world.rank == 0:
+        list(data("one"))
+    keras_dist.broadcast(None)
+    train(data("one"))
+
+
+@pytest.mark.parametrize("batch", ["global", "rank"])
+def test_sparse_matrices_of_scipy_are_sharded_by_row(world, batch):
+    """In training, validation, evaluation and prediction, as on one process."""
+    matrix = scipy.sparse.random(46, 5, 0.4, "csr", "float32", random_state=1)
+    y = np.asarray(matrix.sum(axis=1)).ravel()
+    local_rows = 6 if batch == "global" else 6 // world.size
+    models, logs = [], []
+    for is_ours in (True, False):
+        model = make_model(5, sparse=True)
+        ours = keras_dist.DistributedModel(model, batch=batch, lr_scaling="none")
+        used = ours if is_ours else model
+        history = used.fit(
+            matrix,
+            y,
+            batch_size=local_rows if is_ours else 6,
+            epochs=3,
+            verbose=0,
+            sample_weight=np.arange(46.0),
+            validation_split=0.2,
+            shuffle=False,
+        ).history
+        logs.append(history["loss"] + history["val_loss"])
+        logs[-1] += used.evaluate(matrix, y, batch_size=7, verbose=0)[:1]
+        logs[-1] += used.predict(matrix, verbose=0).ravel().tolist()
+        models.append(model)
+    assert largest_difference(*models) < 1e-5
+    np.testing.assert_allclose(*logs, rtol=1e-4, atol=1e-5)
