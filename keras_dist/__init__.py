@@ -6,6 +6,7 @@ ranks changes the time, not the model.
 
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ __all__ = [
     "average",
     "broadcast",
     "dist_fit",
+    "distribute",
     "first_rank",
     "first_rank_only",
     "gather",
@@ -92,6 +94,7 @@ if not _missing and not _is_command:
         size,
         sum,
     )
+    from keras_dist.distribute import VARIABLE, distribute
     from keras_dist.fit import DistributedModel, dist_fit
     from keras_dist.optimizer import DistributedOptimizer
     from keras_dist.setup.shard import local_batch_size, shard
@@ -100,7 +103,9 @@ if not _missing and not _is_command:
 
     prepare()
     saving.install()
-    del prepare, saving, tensorflow
+    if os.environ.get(VARIABLE):
+        distribute(os.environ[VARIABLE])  # type: ignore[arg-type]
+    del prepare, saving, tensorflow, VARIABLE
 
     if TYPE_CHECKING:
         from keras_dist.launch.function import run

@@ -1,11 +1,13 @@
 """`dist_fit`, and `DistributedModel`, whose methods use all ranks."""
 
 import contextlib
+import functools
 import inspect
 import os
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import keras
@@ -18,6 +20,7 @@ from keras_dist.data import (
     Feed,
     ShardSpec,
     Source,
+    draws,
     is_arrays,
     is_dealt,
     is_uneven,
@@ -28,7 +31,6 @@ from keras_dist.data import (
     validation_feed,
 )
 from keras_dist.data.steps import StepsRule
-from keras_dist.launch.monitor import seeds
 from keras_dist.lines import show
 from keras_dist.optimizer.rate import LearningRateRule
 from keras_dist.setup import sources
@@ -178,13 +180,26 @@ def dist_fit(
         save_steps=save_steps,
         save_seconds=save_seconds,
     )
-    return _train(model, given, options)
+    return train(model, given, options)
 
 
-def _train(
-    model: Any, given: KerasArguments, options: Options
+def train(
+    model: Any,
+    given: KerasArguments,
+    options: Options,
+    loop: Callable[..., Any] | None = None,
 ) -> keras.callbacks.History:
+    """Train as `dist_fit`.
+
+    Args:
+        model: The model.
+        given: The arguments that `Model.fit` has too.
+        options: All other arguments of `dist_fit`.
+        loop: Keras's own `fit` of the model. Default: the model's, which may prepare
+            the data and then call Keras's own.
+    """
     given, options = comm.run_on_all(lambda: _opened(model, given, options))
+    draws.begin_fit(comm.broadcast(draws.get_states()))
     seeds_of_order = _seed_of_order(model), seed_of_keras()
     seed, keras_seed = comm.broadcast(seeds_of_order)
     opened = checkpoint.opened(options, given.callbacks, seed, keras_seed)
@@ -211,14 +226,13 @@ def _train(
             scope = session_of(model).metrics
             opening = raising_on_all(scope.data.own_error, scope.is_opening)
             saving = checkpoint.saving(resumed, setup)
-            alone = seeds.drawing_alone(comm.rank())
             with (
                 opening,
-                alone if comm.size() > 1 else contextlib.nullcontext(),
+                _drawing(setup, options),
                 saving as arguments,
                 autologged_once(),
             ):
-                return model.fit(**arguments)
+                return run_loop(model, "fit", arguments, loop)
 
 
 def _opened(
@@ -238,6 +252,19 @@ def _prepared(
 ) -> FitSetup:
     setup = prepare(model, given, options, spec)
     return setup if resumed is None else resumed.compared(setup)
+
+
+@contextlib.contextmanager
+def _drawing(setup: FitSetup, options: Options) -> Iterator[None]:
+    """Context manager in which a rank that reads data of its own draws its own."""
+    source = setup.training.source
+    is_alone = isinstance(source, Source) and not (source.is_same or source.presharded)
+    if comm.size() > 1 and (is_alone or options.shard == "none"):
+        draws.draw_own(comm.rank())
+    try:
+        yield
+    finally:
+        draws.draw_alike()
 
 
 def _seed_of_order(model: Any) -> int:
@@ -298,6 +325,234 @@ def _scale_rates(model: Any, setup: FitSetup) -> None:
     if factor is not None or setup.step_multiplier > 1:
         for found in optimizer.optimizers_of(model):
             optimizer.scale_rate(found, factor, step_multiplier=setup.step_multiplier)
+
+
+# The methods of `keras.Model` that `distribute` has replaced, by name.
+replaced: dict[str, Any] = {}
+
+# The model and the method whose next call is one of ours, for Keras's own loop.
+_passing: ContextVar[tuple[int, str] | None] = ContextVar("passing", default=None)
+
+
+def run_loop(
+    model: Any,
+    name: str,
+    arguments: dict[str, Any],
+    loop: Callable[..., Any] | None = None,
+) -> Any:
+    """Call `fit`, `evaluate` or `predict` of a model with the arguments of Keras's.
+
+    A method of the model's class may take others: then Keras's own is called.
+
+    Args:
+        model: The model.
+        name: Name of the method.
+        arguments: Keyword arguments.
+        loop: Keras's own method of the model, if it was called, and not the model's.
+    """
+    if loop is None and not _takes_data(getattr(model.__class__, name)):
+        loop = functools.partial(plain_method(name), model)
+    if loop is None:
+        token = _passing.set((id(model), name))
+        try:
+            return getattr(model, name)(**arguments)
+        finally:
+            _passing.reset(token)
+    is_distributed = mixin.has(model, step.DistributedStep)
+    with (
+        step.evaluating(model)
+        if name == "evaluate" and is_distributed
+        else contextlib.nullcontext()
+    ):
+        return loop(**arguments)
+
+
+def plain_method(name: str) -> Callable[..., Any]:
+    """Return a method of `keras.Model` as it is without `distribute`."""
+    return replaced.get(name) or getattr(keras.Model, name)
+
+
+def is_passing(model: Any, name: str) -> bool:
+    """Return True if `run_loop` calls the model's method, the first time."""
+    is_ours = _passing.get() == (id(model), name)
+    if is_ours:
+        _passing.set(None)  # a callback may call it once more, for all ranks
+    return is_ours
+
+
+def _takes_data(method: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(method).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    return "x" in parameters or inspect.Parameter.VAR_POSITIONAL in kinds
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The arguments of `keras.Model.evaluate`."""
+
+    x: Any = None
+    y: Any = None
+    batch_size: int | None = None
+    verbose: str | int = "auto"
+    sample_weight: Any = None
+    steps: int | None = None
+    callbacks: Callbacks = None
+    return_dict: bool = False
+
+
+def evaluate(
+    model: Any,
+    given: Evaluated,
+    options: Options,
+    loop: Callable[..., Any] | None = None,
+) -> Any:
+    """Evaluate as `DistributedModel.evaluate`; see `train`."""
+    if comm.size() == 1:
+        return run_loop(model, "evaluate", vars(given), loop)
+    options = comm.run_on_all(options.resolved)
+    pieces = lists_to_arrays((given.x, given.y, given.sample_weight))
+    x = comm.run_on_all(lambda: sources.opened(pieces[0]))
+    spec = sources.compare({"validation": x}, options)
+    pieces = (x, *pieces[1:])
+
+    def make_feed() -> Feed:
+        check_model(model)
+        return validation_feed(
+            pieces,
+            batch_size=given.batch_size,
+            steps=given.steps,
+            steps_rule=options.validation_steps_scaling,
+            spec=spec,
+        )
+
+    feed = comm.run_on_all(make_feed)
+    comm.agree(feed.facts, advice=_ADVICE)
+    if options.shard != "none":
+        names = ("x", "y", "sample_weight")
+        agree_on_arrays(dict(zip(names, pieces, strict=True)))
+    arguments = {
+        **feed.arguments,
+        "batch_size": given.batch_size,
+        "verbose": given.verbose if comm.rank() == 0 else 0,
+        "steps": feed.keras_steps,
+        "callbacks": on_this_rank(_flat(given.callbacks)) or None,
+        "return_dict": given.return_dict,
+    }
+    is_of_all = _evaluating(model, feed)
+    with comm.explained(), without_autotune(model), is_of_all, reading([feed]):
+        return run_loop(model, "evaluate", arguments, loop)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """The arguments of `keras.Model.predict`."""
+
+    x: Any
+    batch_size: int | None = None
+    verbose: str | int = "auto"
+    steps: int | None = None
+    callbacks: Callbacks = None
+
+
+def predict(
+    model: Any,
+    given: Predicted,
+    options: Options,
+    loop: Callable[..., Any] | None = None,
+    *,
+    gather: bool | Literal["first"] = True,
+) -> Any:
+    """Predict as `DistributedModel.predict`; see `train`."""
+    x, batch_size, steps = given.x, given.batch_size, given.steps
+    is_first = comm.rank() == 0
+    callbacks = [
+        callback
+        for callback in _flat(given.callbacks)
+        if is_first or not runs_on_first_rank_only(callback)
+    ]
+    shared = {
+        "batch_size": batch_size,
+        "verbose": given.verbose if is_first else 0,
+        "callbacks": callbacks,
+    }
+
+    def predict_rows(
+        rows: Any,
+        steps: int | None = None,
+        use: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        used = contextlib.nullcontext()
+        with used if use is None else each_batch(model, use):
+            arguments = {"x": rows, "steps": steps, **shared}
+            return run_loop(model, "predict", arguments, loop)
+
+    with without_autotune(model):
+        if comm.size() == 1 or options.shard == "none":
+            _check_predict(model, gather)
+            return predict_rows(x, steps)  # one rank may call it alone
+        comm.run_on_all(lambda: _check_predict(model, gather))
+        x = lists_to_arrays(x)
+        if is_uneven(x):
+            x = comm.run_on_all(lambda: rows_in_batches(x, batch_size, steps))
+        known = presharded_of(x)
+        # What decides which collectives come.
+        facts = {
+            "`gather`": gather,
+            "`steps`": steps,
+            "whether the data is arrays": is_arrays(x),
+            "whether the data was divided by `shard`": known is not None,
+        }
+        comm.agree(facts, advice=_ADVICE)
+
+        if known is not None:
+            if gather and steps is None:
+                return predict_presharded(x, known, predict_rows, model, gather=gather)
+            return predict_rows(x, steps)
+        if not is_arrays(x):
+            return _predict_batches(model, x, steps, options, predict_rows, gather)
+        arrays = comm.run_on_all(
+            lambda: rows_to_predict(x, batch_size=batch_size, steps=steps)
+        )
+        return predict_sharded(arrays, predict_rows, model, gather=gather)
+
+
+def _check_predict(model: Any, gather: bool | Literal["first"]) -> None:
+    check_model(model, is_compiled=False)
+    if gather not in (True, False, "first"):
+        raise ValueError(
+            '`gather` must be True, False or "first" (the first rank alone gets '
+            f"the predictions). Received: gather={gather!r}"
+        )
+
+
+def _predict_batches(
+    model: Any,
+    x: Any,
+    steps: int | None,
+    options: Options,
+    predict_rows: Callable[..., Any],
+    gather: bool | Literal["first"],
+) -> Any:
+    """Predict data that comes in batches, in turns if all ranks have the same."""
+    source = comm.run_on_all(lambda: sources.opened(x))
+    if not isinstance(source, Source):
+        return predict_rows(x, steps)
+    spec = sources.compare({"predicted": source}, options)
+    spec = replace(spec, batch="global")
+    feed = comm.run_on_all(
+        lambda: validation_feed(
+            (source, None, None),
+            batch_size=None,
+            steps=steps,
+            steps_rule="none",
+            spec=spec,
+        )
+    )
+    comm.agree(feed.facts, advice=_ADVICE)
+    with comm.explained(), reading([feed]):
+        if not is_dealt(source, spec):
+            return predict_rows(feed.adapter.data, steps)
+        return predict_in_turns(feed.adapter, predict_rows, model, gather=gather)
 
 
 _P = ParamSpec("_P")
@@ -420,50 +675,10 @@ class DistributedModel:
         >>> sorted(found)
         ['loss', 'mae']
         """
-        options = Options(**self.options)
-        if comm.size() == 1:
-            given = x, y, batch_size, verbose, sample_weight, steps, callbacks
-            return self.model.evaluate(*given, return_dict=return_dict)
-        options = comm.run_on_all(options.resolved)
-        given = lists_to_arrays((x, y, sample_weight))
-        x = comm.run_on_all(lambda: sources.opened(given[0]))
-        spec = sources.compare({"validation": x}, options)
-        pieces = (x, *given[1:])
-        feed = comm.run_on_all(
-            lambda: self._feed(pieces, batch_size, steps, options, spec)
+        given = Evaluated(
+            x, y, batch_size, verbose, sample_weight, steps, callbacks, return_dict
         )
-        comm.agree(feed.facts, advice=_ADVICE)
-        if options.shard != "none":
-            names = ("x", "y", "sample_weight")
-            agree_on_arrays(dict(zip(names, pieces, strict=True)))
-        is_of_all = _evaluating(self.model, feed)
-        own_data = reading([feed])
-        with comm.explained(), without_autotune(self.model), is_of_all, own_data:
-            return self.model.evaluate(
-                **feed.arguments,
-                batch_size=batch_size,
-                verbose=verbose if comm.rank() == 0 else 0,
-                steps=feed.keras_steps,
-                callbacks=on_this_rank(_flat(callbacks)) or None,
-                return_dict=return_dict,
-            )
-
-    def _feed(
-        self,
-        pieces: Any,
-        batch_size: int | None,
-        steps: int | None,
-        options: Options,
-        spec: ShardSpec,
-    ) -> Feed:
-        check_model(self.model)
-        return validation_feed(
-            pieces,
-            batch_size=batch_size,
-            steps=steps,
-            steps_rule=options.validation_steps_scaling,
-            spec=spec,
-        )
+        return evaluate(self.model, given, Options(**self.options))
 
     def predict(
         self,
@@ -510,95 +725,8 @@ class DistributedModel:
         >>> DistributedModel(model).predict(np.ones((8, 2)), verbose=0).shape
         (8, 1)
         """
-        options = Options(**self.options)
-        with without_autotune(self.model):
-            is_first = comm.rank() == 0
-            callbacks = [
-                callback
-                for callback in _flat(callbacks)
-                if is_first or not runs_on_first_rank_only(callback)
-            ]
-            arguments = {
-                "batch_size": batch_size,
-                "verbose": verbose if is_first else 0,
-                "callbacks": callbacks,
-            }
-
-            def predict(
-                rows: Any,
-                steps: int | None = None,
-                use: Callable[[Any], Any] | None = None,
-            ) -> Any:
-                used = contextlib.nullcontext()
-                with used if use is None else each_batch(self.model, use):
-                    return self.model.predict(rows, steps=steps, **arguments)
-
-            if comm.size() == 1 or options.shard == "none":
-                self._check_predict(gather)
-                return predict(x, steps)  # one rank may call it alone
-            comm.run_on_all(lambda: self._check_predict(gather))
-            x = lists_to_arrays(x)
-            if is_uneven(x):
-                x = comm.run_on_all(lambda: rows_in_batches(x, batch_size, steps))
-            known = presharded_of(x)
-            # What decides which collectives come.
-            facts = {
-                "`gather`": gather,
-                "`steps`": steps,
-                "whether the data is arrays": is_arrays(x),
-                "whether the data was divided by `shard`": known is not None,
-            }
-            comm.agree(facts, advice=_ADVICE)
-
-            if known is not None:
-                if gather and steps is None:
-                    return predict_presharded(
-                        x, known, predict, self.model, gather=gather
-                    )
-                return predict(x, steps)
-            if not is_arrays(x):
-                return self._predict_batches(x, steps, options, predict, gather)
-            arrays = comm.run_on_all(
-                lambda: rows_to_predict(x, batch_size=batch_size, steps=steps)
-            )
-            return predict_sharded(arrays, predict, self.model, gather=gather)
-
-    def _check_predict(self, gather: bool | Literal["first"]) -> None:
-        check_model(self.model, is_compiled=False)
-        if gather not in (True, False, "first"):
-            raise ValueError(
-                '`gather` must be True, False or "first" (the first rank alone gets '
-                f"the predictions). Received: gather={gather!r}"
-            )
-
-    def _predict_batches(
-        self,
-        x: Any,
-        steps: int | None,
-        options: Options,
-        predict: Callable[..., Any],
-        gather: bool | Literal["first"],
-    ) -> Any:
-        """Predict data that comes in batches, in turns if all ranks have the same."""
-        source = comm.run_on_all(lambda: sources.opened(x))
-        if not isinstance(source, Source):
-            return predict(x, steps)
-        spec = sources.compare({"predicted": source}, options)
-        spec = replace(spec, batch="global")
-        feed = comm.run_on_all(
-            lambda: validation_feed(
-                (source, None, None),
-                batch_size=None,
-                steps=steps,
-                steps_rule="none",
-                spec=spec,
-            )
-        )
-        comm.agree(feed.facts, advice=_ADVICE)
-        with comm.explained(), reading([feed]):
-            if not is_dealt(source, spec):
-                return predict(feed.adapter.data, steps)
-            return predict_in_turns(feed.adapter, predict, self.model, gather=gather)
+        given = Predicted(x, batch_size, verbose, steps, callbacks)
+        return predict(self.model, given, Options(**self.options), gather=gather)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)

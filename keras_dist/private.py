@@ -6,17 +6,20 @@ and for others in the rest of the package. A method that Keras calls on a mixin 
 package has to be defined in the mixin: `OVERRIDDEN`.
 """
 
+import contextlib
 import contextvars
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any, TypeVar
 
 import keras
+import tensorflow as tf
 
 Result = TypeVar("Result")
 
-# The state that Keras keeps for each thread: the dtype policy, scopes, counts of names.
-STATE = "GLOBAL_STATE_TRACKER"
+# The state that Keras keeps for each thread: the dtype policy, scopes, counts of names;
+# and what draws for functions of `keras.random` that are given no seed.
+STATE, SEED_GENERATOR = "GLOBAL_STATE_TRACKER", "global_seed_generator"
 
 # The methods that mixins define, and attributes of `self` that they read there.
 OVERRIDDEN = {
@@ -46,19 +49,23 @@ def run_in_thread(function: Callable[[], Result]) -> Result:
 
     The other thread is outside of a graph that is being traced here.
     """
-    # A public function of the module that has the state.
-    tracker = keras.utils.clear_session.__globals__[STATE]
-    state, context = vars(tracker), contextvars.copy_context()
+    state, context = keras_state(), contextvars.copy_context()
 
     def run() -> Result:
-        vars(tracker).update(state)
+        keras_state().update(state)
         try:
             return context.run(function)
         finally:
-            state.update(vars(tracker))
+            state.update(keras_state())
 
     with futures.ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(run).result()
+
+
+def keras_state() -> dict[str, Any]:
+    """Return what Keras keeps for this thread, by name."""
+    # A public function of the module that has the state.
+    return vars(keras.utils.clear_session.__globals__[STATE])
 
 
 def layers_of(model: Any, *, include_self: bool = True) -> list[Any]:
@@ -166,3 +173,20 @@ def is_reshuffled(dataset: Any) -> bool:
     names = ("_reshuffle_each_iteration", "_rerandomize")
     has_order = any(getattr(dataset, name, False) for name in names)
     return has_order and seeds_of(dataset) is not None
+
+
+@contextlib.contextmanager
+def change_operation_seed(change: Callable[[int], int]) -> Iterator[None]:
+    """Context manager that changes the seed of random operations, if one was set.
+
+    `tf.random.set_seed` would also forget what was drawn so far.
+    """
+    # The second one is read outside of graphs, and where a graph is begun.
+    eager = tf.random.set_seed.__globals__["context"]
+    graph, holder = tf.compat.v1.get_default_graph(), eager.context()
+    before = graph.seed, holder._seed
+    graph.seed, holder._seed = (s if s is None else change(s) for s in before)
+    try:
+        yield
+    finally:
+        graph.seed, holder._seed = before

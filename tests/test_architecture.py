@@ -33,6 +33,7 @@ LAYERS = {
     "setup": 6,
     "checkpoint": 7,
     "fit": 8,
+    "distribute": 9,
     "horovod": 9,
     "tools": 9,
     "__init__": 10,

@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -57,6 +58,29 @@ def test_digits_reaches_its_target_and_stops(ranks, request):
     assert any("rows_per_second: " in line for line in lines) and epochs < 50
     assert any(line.startswith("╭─ keras_dist") for line in lines)
     assert any("stopped after epoch" in line for line in lines)
+
+
+def test_digits_without_a_line_of_ours(tmp_path):
+    """`--distribute` trains the script of plain Keras to the bits of `dist_fit`."""
+    source = (EXAMPLES / "digits_keras.py").read_text()
+    assert "keras_dist." not in source and "import keras_dist" not in source
+    ours = source.replace("import keras\n", "import keras\n\nimport keras_dist\n", 1)
+    ours = ours.replace(
+        "model.fit(", 'keras_dist.dist_fit(model, batch="global", x=', 1
+    )
+    ours = ours.replace("x=x, y,", "x=x, y=y,")
+    for name, code, *option in (("plain", source, "--distribute"), ("ours", ours)):
+        save = f"\nmodel.save_weights({str(tmp_path / name)!r} + '.weights.h5')\n"
+        (tmp_path / f"{name}.py").write_text(code + save)
+        command = [sys.executable, "-m", "keras_dist", "run", "-np", "2", *option]
+        done = launch([*command, str(tmp_path / f"{name}.py")], ranks=None, timeout=180)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "32 global: 2 × 16 rows" in done.stdout
+    models = [h5py.File(tmp_path / f"{name}.weights.h5") for name in ("plain", "ours")]
+    names = []
+    models[0].visit(names.append)
+    arrays = [name for name in names if isinstance(models[0][name], h5py.Dataset)]
+    assert arrays and all(np.array_equal(*(m[n][()] for m in models)) for n in arrays)
 
 
 def test_callbacks_alone_train_on_all_ranks():

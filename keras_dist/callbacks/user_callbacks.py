@@ -4,14 +4,19 @@ import contextlib
 import functools
 import sys
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import keras
 
 from keras_dist import comm
+from keras_dist.data import preserve_generators
 from keras_dist.training.session import session_of
 
 Marked = TypeVar("Marked")
+
+# Whether this is inside of a callback that runs on the first rank only.
+_is_alone: ContextVar[bool] = ContextVar("is_alone", default=False)
 
 # Every rank has the same weights and logs, and two processes that write the same file
 # damage it. Older versions of Keras have no `OrbaxCheckpoint`.
@@ -79,6 +84,11 @@ def first_rank_only(callback: Marked) -> Marked:
     """
     callback._keras_dist_first_rank_only = True  # type: ignore[attr-defined]
     return callback
+
+
+def is_alone() -> bool:
+    """Return True inside of a callback that no other rank runs."""
+    return _is_alone.get()
 
 
 def is_writer(callback: Any) -> bool:
@@ -274,11 +284,19 @@ class UserCallbacks(keras.callbacks.Callback):
             if session_of(self.model).stop_request.is_collective:
                 self.model.stop_training = True
 
-    def _scope_of(self, callback: Any) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def _scope_of(self, callback: Any) -> Iterator[None]:
         """Context for a callback; on the first rank only, it has no collectives."""
-        if runs_on_first_rank_only(callback):
-            return session_of(self.model).metrics.on_this_rank()
-        return contextlib.nullcontext()
+        if not runs_on_first_rank_only(callback):
+            yield
+            return
+        token = _is_alone.set(True)
+        # The next random numbers have to be the same on all ranks.
+        with session_of(self.model).metrics.on_this_rank(), preserve_generators():
+            try:
+                yield
+            finally:
+                _is_alone.reset(token)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ Keras. From the bottom:
 - `dealer`: `Dealer`, what a rank reads of batches that all ranks have
 - `arrays`: `Arrays`, rows in memory or in memory-mapped files, in a `RowOrder`
 - `presharded`: data sets that `keras_dist.shard` divided before rows were decoded
+- `draws`: which numbers `random` and `numpy.random` draw: those of all ranks, or not
 - `source`: `Source`, one view of all data that comes in batches
 - `sequence`: read a `PyDataset` by index
 - `stream`: read data of unknown length, of which all ranks agree on the end
@@ -39,6 +40,7 @@ from keras_dist.data.division import (
     ShardSpec,
     local_items,
 )
+from keras_dist.data.draws import preserve_generators
 from keras_dist.data.feed import (
     Feed,
     hold_out,
@@ -68,7 +70,6 @@ from keras_dist.data.source import (
     Source,
     draw_other_numbers,
     is_source,
-    preserve_generators,
 )
 
 __all__ = [

@@ -1,11 +1,13 @@
 """A `keras.utils.PyDataset`, of which each rank reads its own batches by index."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 
+from keras_dist.data import draws
 from keras_dist.data.dealer import Dealer, marked
 from keras_dist.data.division import Division, ShardSpec
 from keras_dist.data.source import digest_batches, standardize
@@ -19,7 +21,8 @@ class ShardedSequence(keras.utils.PyDataset):
 
     With `seed`, the order of the batches is a function of the seed and the epoch alone,
     so it is the same on every rank and for every number of ranks. The last batch stays
-    the last one, because it may be smaller.
+    the last one, because it may be smaller. Where each batch is a step, and no position
+    is kept, it is the order that `random` draws for Keras on one process.
 
     Args:
         undivided: The user's `PyDataset`, with the same batches on all ranks.
@@ -61,6 +64,7 @@ class ShardedSequence(keras.utils.PyDataset):
         # Keras asks for the length before the first epoch begins: that of all others.
         self._skipped = 0
         self._order = self._order_of(position.epoch if position else 0)
+        self._follows_keras = dealer.splits_batches and spec is None
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes make batches and take no part in a collective.
@@ -71,6 +75,9 @@ class ShardedSequence(keras.utils.PyDataset):
         division = self.division
         self._skipped = 0 if division is None else division.count_skipped(int(epoch))
         self._order = self._order_of(epoch)
+        if self._follows_keras and self._order is not None:
+            self._order = list(range(self.undivided.num_batches))
+            random.shuffle(self._order)
 
     @property
     def _total(self) -> int | None:
@@ -103,6 +110,8 @@ class ShardedSequence(keras.utils.PyDataset):
     def on_epoch_begin(self) -> None:
         """Call the user's `on_epoch_begin`."""
         self.undivided.on_epoch_begin()
+        if not self._dealer.splits_batches:
+            draws.draw_own(self._dealer.rank)  # no other rank makes these batches
 
     def on_epoch_end(self) -> None:
         """Call the user's `on_epoch_end`; it may shuffle, the same way on all ranks.
@@ -110,10 +119,13 @@ class ShardedSequence(keras.utils.PyDataset):
         Raises:
             ValueError: On all ranks, if their first batches differ afterwards.
         """
+        draws.draw_alike()
         self.undivided.on_epoch_end()
         if self._gather_texts is None:
             return
-        fingerprints = self._gather_texts(digest_batches([self.undivided[0]]))
+        with draws.preserve_generators():
+            digest = digest_batches([self.undivided[0]])
+        fingerprints = self._gather_texts(digest)
         if len(set(fingerprints)) > 1:
             raise ValueError(
                 "After `on_epoch_end` the ranks' batches differ, so they cannot be "

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from keras_dist.data.arrays import UNEVEN
 from keras_dist.data.dealer import num_rows
+from keras_dist.data.draws import preserve_generators
 from keras_dist.data.pipeline import (
     as_untuned,
     count_batches,
@@ -260,17 +261,6 @@ def draw_other_numbers() -> Iterator[None]:
         random.random()
         np.random.random()
         yield
-
-
-@contextlib.contextmanager
-def preserve_generators() -> Iterator[None]:
-    """Context manager after which `random` and `numpy.random` go on as without it."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
 
 
 def _read_ahead(batches: Iterator[Any], count: int) -> Iterator[Any]:

@@ -15,7 +15,7 @@ from keras_dist.launch.hosts import (
     read_hostfile,
 )
 from keras_dist.launch.job import run_job
-from keras_dist.launch.monitor.rank_process import end_with
+from keras_dist.launch.monitor.rank_process import DISTRIBUTE, end_with
 from keras_dist.launch.monitor.watchdog import VARIABLE, limit_of
 from keras_dist.launch.network import is_loopback
 from keras_dist.launch.ranks import (
@@ -29,6 +29,9 @@ from keras_dist.launch.ssh import read_environment, run_by_ssh
 from keras_dist.launch.startup_noise import VARIABLE as VERBOSE
 
 _NAME, _SHORTEST_SECRET = "keras-dist run", 16
+
+
+_BATCH = "global"  # of `--distribute`
 
 
 def add_where(command: argparse.ArgumentParser) -> None:
@@ -107,6 +110,12 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         metavar="S",
         help="end the job when no rank makes progress for S seconds, 0 for never "
         "(default: 120)",
+    )
+    command.add_argument(
+        "--distribute",
+        action="store_true",
+        help="let every fit, evaluate and predict of the script use all ranks, without "
+        f"a change of the script (batch={_BATCH!r} unless {DISTRIBUTE}=rank)",
     )
     command.add_argument(
         "--dry-run",
@@ -221,6 +230,13 @@ def _make_command(words: Sequence[str], options: argparse.Namespace) -> Command:
     if options.stall_limit is not None:
         environment[VARIABLE] = str(limit_of(options.stall_limit))
     kind, words = ("module", words) if options.module else parse_command(words)
+    if options.distribute:
+        if kind == "program":
+            raise ValueError(
+                "`--distribute` is for a script of Python, or `-m module`. "
+                f"Received: {' '.join(words)}"
+            )
+        environment[DISTRIBUTE] = os.environ.get(DISTRIBUTE) or _BATCH
     return Command(kind, words, environment, options.log_dir)
 
 
@@ -231,6 +247,8 @@ def _passed_options(options: argparse.Namespace) -> list[str]:
         words += ["--stall-limit", str(options.stall_limit)]
     if options.log_dir is not None:
         words += ["--log-dir", options.log_dir]
+    if options.distribute:
+        words += ["--distribute"]
     return [*words, "-m"] if options.module else [*words, "--"]
 
 

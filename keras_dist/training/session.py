@@ -14,6 +14,7 @@ from keras_dist.optimizer.step_context import own_variable
 from keras_dist.training.build import FirstStep
 from keras_dist.training.loss_kind import EagerLog
 from keras_dist.training.metrics import UpdateCounts
+from keras_dist.training.noise import OwnNoise
 
 
 class RowsTrained:
@@ -120,13 +121,14 @@ class TracedFunctions:
         rows_trained, rows_seen, stop_request: See `Session`; they are in the graphs.
         position: Where the next step begins: rows of the pass before it, rows of the
             whole pass, and rows of all ranks in a step.
+        noise: What steps draw without a seed, on several ranks.
     """
 
     def __init__(self) -> None:
         self.options: Any = None
         self.is_split = False
         self.rows_trained, self.rows_seen = RowsTrained(), RowsSeen()
-        self.stop_request = StopRequest()
+        self.stop_request, self.noise = StopRequest(), OwnNoise()
         self.position = _counter([0, 0, 0])
         self._compiled: tuple[Any, ...] = ()
         self._functions: tuple[Any, Any] = (None, None)  # of training and evaluation

@@ -136,6 +136,7 @@ class DistributedStep(atomic.SavesWhole):
             if averages(self):
                 own_step = _of_all_rows(self, own_step, data)
             stack.enter_context(only_attached())
+            stack.enter_context(session.traced.noise.drawing())
             stack.enter_context(_not_before(session, data))
             stack.enter_context(_without_counting(self, has_rows))
             return _run(self, own_step, data)
@@ -190,11 +191,8 @@ class DistributedStep(atomic.SavesWhole):
         self.train_function = train
 
     def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        scope = self._distributed_session.metrics
-        is_of_loop = kwargs.get(private.OF_FIT, False)
-        with scope.evaluation(is_of_loop=is_of_loop):  # noqa: SIM117 - in this order
-            with raising_on_all(scope.data.own_error, scope.is_waited_for):
-                return super().evaluate(*args, **kwargs)  # type: ignore[misc]
+        with evaluating(self, is_of_loop=kwargs.get(private.OF_FIT, False)):
+            return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def reset_metrics(self: Any) -> None:
         self._distributed_session.rows_seen.reset()
@@ -231,6 +229,22 @@ class DistributedStep(atomic.SavesWhole):
         stop_request.ask(bool(value))
         if not (value and stop_request.is_collective):
             self.__dict__["stop_training"] = bool(value)
+
+
+@contextlib.contextmanager
+def evaluating(model: Any, *, is_of_loop: bool = False) -> Iterator[None]:
+    """Context manager for an evaluation by Keras's own loop.
+
+    Args:
+        model: A model on which `install` was called.
+        is_of_loop: Whether the loop of `Model.fit` calls it.
+    """
+    scope = session_of(model).metrics
+    with (
+        scope.evaluation(is_of_loop=is_of_loop),
+        raising_on_all(scope.data.own_error, scope.is_waited_for),
+    ):
+        yield
 
 
 def _of_a_copy(own_step: Callable[[Any], Any]) -> Callable[[Any], Any]:

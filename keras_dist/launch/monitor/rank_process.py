@@ -8,6 +8,7 @@ also one of the first import.
 import contextlib
 import ctypes
 import faulthandler
+import importlib
 import json
 import os
 import runpy
@@ -26,6 +27,10 @@ REPORT_VARIABLE = "KERAS_DIST_REPORT"
 # If this variable is set, a rank that has written a report does not print its error:
 # the launcher prints the first error, and one line for each other rank.
 QUIET = "KERAS_DIST_QUIET"
+
+# If this variable is set, keras_dist is imported before the script's first line, and
+# distributes what the script trains.
+DISTRIBUTE = "KERAS_DIST"
 
 # An error that contains one of these texts has its cause on another rank.
 _FROM_ANOTHER_RANK = (
@@ -146,7 +151,6 @@ def _leave_rank() -> None:
 
 def _run_script(path: str) -> None:
     """Run a script as `python PATH` does, without the frames of `runpy`."""
-    sys.path[0] = str(Path(path).resolve().parent)
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=path, __builtins__=__builtins__)
     sys.modules["__main__"] = main
@@ -172,8 +176,14 @@ def main(arguments: list[str]) -> None:
     sys.argv = command
     try:
         runpy.run_path(_SEEDS)["seed_generators"]()
-        if kind == "module":
-            sys.path[0] = os.getcwd()
+        is_module = kind == "module"
+        sys.path[0] = (
+            os.getcwd() if is_module else str(Path(command[0]).resolve().parent)
+        )
+        if os.environ.get(DISTRIBUTE):
+            os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+            importlib.import_module("keras_dist")
+        if is_module:
             runpy.run_module(command[0], run_name="__main__", alter_sys=True)
         else:
             _run_script(command[0])

@@ -68,6 +68,17 @@ def own_code(*, exclude: threading.Thread) -> str | None:
     return None
 
 
+def find_caller() -> str | None:
+    """Return the line of the user's code that calls this package; `None` if none does.
+
+    The file has no folder, which may differ from host to host.
+    """
+    for entry in reversed(traceback.extract_stack()):
+        if not entry.filename.startswith(_FOREIGN):
+            return f"{Path(entry.filename).name}, line {entry.lineno}"
+    return None
+
+
 def line_of(dump: str) -> str | None:
     """Find the line of the user's code in a dump; `None` in TensorFlow.
 

@@ -1,0 +1,63 @@
+"""Which numbers `random` and `numpy.random` draw: those of all ranks, or a rank's own.
+
+What every rank runs draws alike: a generator or an `on_epoch_end` that shuffles would
+give each rank other rows. What a rank runs for its own batches alone draws numbers of
+its own: all ranks would add the same noise to different rows.
+"""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+# What is not in use now: the states that all ranks have, and those of this rank alone.
+_alike: list[Any] = []
+_own: list[Any] = []
+
+
+def get_states() -> Any:
+    """Return the states of both generators."""
+    return random.getstate(), np.random.get_state(legacy=False)
+
+
+def set_states(states: Any) -> None:
+    """Set the states of both generators."""
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+
+
+@contextlib.contextmanager
+def preserve_generators() -> Iterator[None]:
+    """Context manager after which `random` and `numpy.random` go on as without it."""
+    states = get_states()
+    try:
+        yield
+    finally:
+        set_states(states)
+
+
+def begin_fit(states: Any) -> None:
+    """Let this rank draw what all ranks draw, from states of the first one."""
+    _alike.clear()
+    _own.clear()
+    set_states(states)
+
+
+def draw_own(rank: int) -> None:
+    """From now on, draw numbers that no other rank draws."""
+    if not _alike:
+        _alike.append(get_states())
+        if _own:
+            set_states(_own.pop())
+        else:
+            random.seed(f"{random.getrandbits(64)} {rank}")
+            np.random.seed(random.getrandbits(32))
+
+
+def draw_alike() -> None:
+    """From now on, draw again what all ranks draw."""
+    if _alike:
+        _own[:] = [get_states()]
+        set_states(_alike.pop())

@@ -1,0 +1,245 @@
+"""`distribute`: `fit`, `evaluate` and `predict` of every Keras model use all ranks."""
+
+import contextlib
+import inspect
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from threading import Timer
+from typing import Any, Literal
+
+import keras
+
+from keras_dist import comm, fit, mixin, optimizer, private
+from keras_dist.callbacks.user_callbacks import is_alone
+from keras_dist.data.steps import StepsRule
+from keras_dist.launch.monitor import stacks
+from keras_dist.lines import say
+from keras_dist.optimizer import step_context
+from keras_dist.optimizer.rate import LearningRateRule
+from keras_dist.setup.arguments import KerasArguments, Options
+
+# `global` or `rank`: `import keras_dist` calls `distribute` with this `batch`.
+VARIABLE = "KERAS_DIST"
+
+# A folder: the script's first fit resumes from its folder `fit_1`, and so on.
+RESUME = "KERAS_DIST_RESUME"
+
+# Other ranks may be this many seconds later, before a line says who waits for them.
+_LATE_SECONDS = 20.0
+
+_fits = itertools.count(1)
+_options: list[Options] = []
+
+
+def distribute(
+    batch: Literal["global", "rank"] = "global",
+    *,
+    lr_scaling: LearningRateRule | Literal["auto"] = "auto",
+    warmup_epochs: float = 0,
+    steps_scaling: StepsRule = "auto",
+    validation_steps_scaling: StepsRule | float = "auto",
+    shard: Literal["auto", "none"] = "auto",
+    save_steps: int | None = None,
+    save_seconds: float | None = 300,
+) -> contextlib.AbstractContextManager[Any]:
+    """Let `fit`, `evaluate` and `predict` of every Keras model use all ranks.
+
+    From this call on, or inside of `with distribute():`, also those that a package
+    calls. On one process nothing is changed. `keras-dist run --distribute script.py`
+    calls it before the first line of a script, `import keras_dist` does where the
+    environment variable `KERAS_DIST` is `global` or `rank`.
+
+    With the variable `KERAS_DIST_RESUME=folder` each fit resumes from a folder of its
+    own in it, by its number in the script.
+
+    Args:
+        batch, lr_scaling, warmup_epochs, steps_scaling, validation_steps_scaling,
+            shard, save_steps, save_seconds: See `dist_fit`. Here `batch` is `"global"`
+            unless you say otherwise: a script for one process gives its model.
+
+    Returns:
+        A context manager that ends it. You need not use it.
+
+    Raises:
+        ValueError: If `batch` is unknown.
+        RuntimeError: Later, on several ranks: by `train_on_batch`, `test_on_batch` and
+            `optimizer.apply` in a loop of your own, which `DistributedOptimizer` is
+            for; or if some ranks call another method than the others.
+
+    Example:
+
+    >>> import numpy as np
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> with distribute():
+    ...     history = model.fit(np.ones((8, 2)), np.ones(8), verbose=0)
+    """
+    options = Options(
+        batch=batch,
+        lr_scaling=lr_scaling,
+        warmup_epochs=warmup_epochs,
+        steps_scaling=steps_scaling,
+        validation_steps_scaling=validation_steps_scaling,
+        shard=shard,
+        save_steps=save_steps,
+        save_seconds=save_seconds,
+    )
+    options.resolved()
+    stack = contextlib.ExitStack()
+    is_rank = comm.world_of_job().size > 1 and not comm.is_child_of_rank()
+    if is_rank or (os.environ.get(RESUME) and not comm.is_child_of_rank()):
+        stack.enter_context(_distributing(options))
+    return stack
+
+
+@contextlib.contextmanager
+def _distributing(options: Options) -> Iterator[None]:
+    _options.append(options)
+    if len(_options) == 1:
+        for name, method in _METHODS.items():
+            fit.replaced[name] = getattr(keras.Model, name)
+            _replace(keras.Model, name, method)
+        fit.replaced["apply"] = keras.optimizers.Optimizer.apply
+        _replace(keras.optimizers.Optimizer, "apply", _apply)
+    try:
+        yield
+    finally:
+        _options.remove(options)
+        if not _options:
+            for restore in reversed(_restore):
+                restore()
+            _restore.clear()
+            fit.replaced.clear()
+
+
+_restore: list[Callable[[], None]] = []
+
+
+def _replace(cls: type, name: str, method: Callable[..., Any]) -> None:
+    """Replace a method, which the class may have from another one, until the end."""
+    before = vars(cls).get(name)
+
+    def restore() -> None:
+        if before is None:
+            delattr(cls, name)
+        else:
+            setattr(cls, name, before)
+
+    setattr(cls, name, method)
+    _restore.append(restore)
+
+
+def _is_plain(model: Any, name: str) -> bool:
+    """Return True for Keras's own loop: our call, or one of this rank alone."""
+    return fit.is_passing(model, name) or is_alone() or comm.is_child_of_rank()
+
+
+def _fit(model: Any, *args: Any, **kwargs: Any) -> Any:
+    plain = fit.plain_method("fit").__get__(model)
+    if _is_plain(model, "fit"):
+        return plain(*args, **kwargs)
+    given = KerasArguments(**_bind(fit.plain_method("fit"), model, args, kwargs))
+    _meet(model, "fit")
+    options, folder = _options[-1], os.environ.get(RESUME)
+    if folder:
+        path = Path(folder, f"fit_{next(_fits)}")
+        options = replace(options, resume=path)
+    return fit.train(model, given, options, plain)
+
+
+def _evaluate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    plain = fit.plain_method("evaluate").__get__(model)
+    is_called_by_fit = private.OF_FIT in kwargs
+    if is_called_by_fit or _is_plain(model, "evaluate") or comm.size() == 1:
+        return plain(*args, **kwargs)
+    given = _bind(fit.plain_method("evaluate"), model, args, kwargs)
+    _meet(model, "evaluate")
+    return fit.evaluate(model, fit.Evaluated(**given), _options[-1], plain)
+
+
+def _predict(model: Any, *args: Any, **kwargs: Any) -> Any:
+    plain = fit.plain_method("predict").__get__(model)
+    if _is_plain(model, "predict") or comm.size() == 1:
+        return plain(*args, **kwargs)
+    given = _bind(fit.plain_method("predict"), model, args, kwargs)
+    _meet(model, "predict")
+    return fit.predict(model, fit.Predicted(**given), _options[-1], plain)
+
+
+def _bind(
+    method: Callable[..., Any], model: Any, args: Any, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Name the arguments as Keras does, which raises the usual errors."""
+    bound = inspect.signature(method).bind(model, *args, **kwargs).arguments
+    more = bound.pop("kwargs", {})
+    if more:
+        raise TypeError(f"Received unknown arguments: {more}")
+    return dict(list(bound.items())[1:])
+
+
+def _on_batch(name: str) -> Callable[..., Any]:
+    def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+        averages = optimizer.is_distributed(getattr(model, "optimizer", None))
+        if averages or _is_plain(model, name) or comm.size() == 1:
+            return fit.plain_method(name)(model, *args, **kwargs)
+        raise RuntimeError(
+            f"`{name}` computes on one rank alone, so that the models of the ranks "
+            f"would drift apart. Received: a call on {comm.size()} ranks, at "
+            f"{stacks.find_caller()}. Compile the model with "
+            "keras_dist.DistributedOptimizer, give each rank its own rows, and take "
+            "averages by keras_dist.average; or call `fit`."
+        )
+
+    return call
+
+
+def _apply(optimizer_: Any, *args: Any, **kwargs: Any) -> Any:
+    is_ours = step_context.is_inside() or mixin.has(
+        optimizer_, optimizer.ReducesGradients
+    )
+    if is_ours or is_alone() or comm.size() == 1 or comm.is_child_of_rank():
+        return fit.plain_method("apply")(optimizer_, *args, **kwargs)
+    raise RuntimeError(
+        "An optimizer that does not average its gradients updates weights in a loop of "
+        f"your own on {comm.size()} ranks: their models would drift apart. Received: "
+        f"{optimizer_!r}, at {stacks.find_caller()}. Pass it to "
+        "keras_dist.DistributedOptimizer, and give each rank its own rows."
+    )
+
+
+_METHODS = {
+    "fit": _fit,
+    "evaluate": _evaluate,
+    "predict": _predict,
+    "train_on_batch": _on_batch("train_on_batch"),
+    "test_on_batch": _on_batch("test_on_batch"),
+}
+
+
+def _meet(model: Any, name: str) -> None:
+    """Compare what all ranks call; an error names the lines of those that differ."""
+    if comm.size() == 1:
+        return
+    call = f"`{name}` of a {model.__class__.__name__} at {stacks.find_caller()}"
+    late = Timer(_LATE_SECONDS, say, [f"rank {comm.rank()} waits for others in {call}"])
+    late.daemon = True
+    late.start()
+    try:
+        comm.agree(
+            {"which method of Keras is called": call},
+            advice="Inside of `distribute` all ranks call the same ones: also those "
+            "that do nothing with the result.",
+        )
+    except RuntimeError as error:
+        if comm.is_known(error):
+            raise
+        raise RuntimeError(
+            f"All ranks have to call `{name}`. Received: {call}, on rank "
+            f"{comm.rank()}, and another rank that ended without it. Call it on all "
+            "ranks: what is in `if rank == 0:` must not train, evaluate or predict."
+        ) from error
+    finally:
+        late.cancel()

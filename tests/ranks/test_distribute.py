@@ -1,0 +1,276 @@
+"""`distribute`: Keras's own methods use all ranks, and nobody changes a line."""
+
+import os
+import threading
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.model_selection import GridSearchCV
+
+import keras_dist
+from keras_dist import fit
+
+pytestmark = pytest.mark.three_ranks
+several = pytest.mark.several_ranks
+
+
+@pytest.fixture
+def compare(world):
+    """Compares what a function returns: arrays of plain Keras, and of all ranks."""
+
+    def compare(work, rtol=1e-4):
+        keras.utils.set_random_seed(5)
+        plain = work()
+        keras.utils.set_random_seed(5)
+        trained = []
+        with pytest.MonkeyPatch.context() as patch, keras_dist.distribute():
+            train = fit.train
+            patch.setattr(fit, "train", lambda *all: trained.append(1) or train(*all))
+            distributed = work()
+        assert bool(trained) == (world.size > 1)
+        for one, other in zip(plain, distributed, strict=True):
+            np.testing.assert_allclose(one, other, rtol=rtol, atol=1e-6)
+        assert keras.Model.fit is Plain.fit and not fit.replaced
+
+    return compare
+
+
+class Plain:
+    """The methods of Keras before anything is replaced."""
+
+    fit = keras.Model.fit
+
+
+def test_fit_evaluate_predict(compare, rows, make_model):
+    """The numbers of one process, positional arguments too; then Keras is as before."""
+
+    def work():
+        model = make_model(run_eagerly=False)
+        history = model.fit(*rows, 16, 3, validation_split=0.2, verbose=0)
+        loss, accuracy = model.evaluate(*rows, verbose=0)
+        losses = history.history["val_loss"]
+        return losses, loss, accuracy, model.predict(rows[0], verbose=0)
+
+    compare(work)
+
+
+class Approximator(keras.Model):
+    """A class whose `fit` and `evaluate` take other arguments (bayesflow, adapt)."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def fit(self, *, dataset=None, **kwargs):
+        if dataset is None:
+            raise ValueError("Received no data to fit on.")
+        return super().fit(x=dataset[0], y=dataset[1], **kwargs)
+
+    def evaluate(self, dataset, **kwargs):
+        return super().evaluate(*dataset, **kwargs)
+
+
+class PassesOn(Approximator):
+    """Overrides that take what Keras's take."""
+
+    def fit(self, *args, **kwargs):
+        return keras.Model.fit(self, *args, **kwargs)
+
+    def evaluate(self, x=None, y=None, **kwargs):
+        return keras.Model.evaluate(self, x, y, **kwargs)
+
+    def predict(self, x, **kwargs):
+        return keras.Model.predict(self, x, **kwargs)
+
+
+def test_a_class_with_a_fit_of_its_own(compare, rows):
+    """Its own arguments reach its own `fit`, once."""
+
+    def work():
+        model = Approximator()
+        model.compile("sgd", "mse")
+        model.fit(dataset=rows, epochs=2, verbose=0)
+        return *model.get_weights(), model.evaluate(rows, verbose=0)
+
+    compare(work)
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize("kind", [Approximator, PassesOn])
+def test_dist_fit_calls_no_override_with_other_arguments(rows, kind, is_inside):
+    """Inside of `distribute` too, where an override ends in Keras's method again."""
+    weights = []
+    for way in ("plain", "ours"):
+        keras.utils.set_random_seed(5)
+        model = kind()
+        model.compile("sgd", "mse")
+        if way == "plain":
+            keras.Model.fit(model, *rows, verbose=0)
+            weights.append([*model.get_weights(), keras.Model.predict(model, rows[0])])
+            continue
+        distributed = keras_dist.DistributedModel(model, batch="global")
+        manager = keras_dist.distribute if is_inside else open
+        with manager() if is_inside else open(os.devnull):
+            distributed.fit(*rows, verbose=0)
+            distributed.evaluate(*rows, verbose=0)
+            weights.append([*model.get_weights(), distributed.predict(rows[0])])
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+class Evaluates(keras.callbacks.Callback):
+    """Evaluates, predicts, and fits a copy, at the end of each epoch."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.rows, self.found = rows, []
+
+    def on_epoch_end(self, epoch, logs=None):
+        copy = keras.models.clone_model(self.model)
+        copy.set_weights(self.model.get_weights())
+        copy.compile("sgd", "mse")
+        copy.fit(*self.rows, batch_size=16, verbose=0)
+        found = self.model.evaluate(*self.rows, verbose=0)
+        predicted = self.model.predict(self.rows[0], verbose=0)
+        self.found.append([*found, predicted.sum(), copy.get_weights()[0].sum()])
+
+
+def test_in_callbacks(compare, rows, make_model):
+    """`evaluate`, `predict`, and a fit of a copy of the model."""
+
+    def work():
+        model, callback = make_model(), Evaluates(rows)
+        model.fit(
+            *rows,
+            epochs=2,
+            batch_size=16,
+            shuffle=False,
+            callbacks=[callback],
+            verbose=0,
+        )
+        return *model.get_weights(), callback.found
+
+    compare(work)
+
+
+def test_in_a_callback_of_the_first_rank_only(compare, rows, make_model):
+    """There everything is of that rank alone."""
+
+    def work():
+        model, callback = make_model(), keras_dist.first_rank_only(Evaluates(rows))
+        model.fit(
+            *rows,
+            epochs=2,
+            batch_size=16,
+            shuffle=False,
+            callbacks=[callback],
+            verbose=0,
+        )
+        return model.get_weights()
+
+    compare(work)
+
+
+def test_in_a_thread(compare, rows, make_model):
+    """One that the script starts and waits for."""
+
+    def work():
+        found = []
+
+        def train():
+            model = make_model()
+            model.fit(*rows, epochs=2, batch_size=16, verbose=0)
+            found.extend(model.get_weights())
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+        return found
+
+    compare(work)
+
+
+class Classifier(ClassifierMixin, BaseEstimator):
+    """An estimator of scikit-learn around a Keras model."""
+
+    def __init__(self, units=2):
+        self.units = units
+
+    def fit(self, x, y):
+        keras.utils.set_random_seed(3)
+        self.classes_ = np.unique(y)
+        hidden = keras.layers.Dense(self.units, activation="tanh")
+        out = keras.layers.Dense(1, activation="sigmoid")
+        self.model_ = keras.Sequential([hidden, out])
+        self.model_.compile(keras.optimizers.Adam(0.05), "binary_crossentropy")
+        self.model_.fit(x, y, epochs=2, verbose=0)
+        return self
+
+    def predict(self, x):
+        return (self.model_.predict(x, verbose=0)[:, 0] > 0.5).astype(int)
+
+
+@pytest.mark.slow_on_three
+def test_a_search_of_scikit_learn(compare, rows):
+    """`GridSearchCV` around a fit that nobody sees."""
+
+    def work():
+        search = GridSearchCV(Classifier(), {"units": [2, 4]}, cv=2).fit(*rows)
+        return search.cv_results_["mean_test_score"], search.predict(rows[0])
+
+    compare(work)
+
+
+@several
+def test_what_cannot_be_made_equal_is_an_error(world, rows, make_model):
+    """Loops by batches, and updates of a loop; `DistributedOptimizer` allows them."""
+    model = make_model()
+    with keras_dist.distribute():
+        for method in (model.train_on_batch, model.test_on_batch):
+            with pytest.raises(RuntimeError, match="DistributedOptimizer"):
+                method(*rows)
+        model.build((None, 5))
+        grads = [tf.zeros_like(v) for v in model.trainable_variables]
+        with pytest.raises(RuntimeError, match=r"loop of your own.*test_distribute.py"):
+            model.optimizer.apply_gradients(
+                zip(grads, model.trainable_variables, strict=True)
+            )
+        keras_dist.DistributedOptimizer(model.optimizer)
+        model.optimizer.apply(grads, model.trainable_variables)
+        model.test_on_batch(*rows)
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        keras_dist.distribute(bach="global")
+    with pytest.raises(ValueError, match="`batch` must be"):
+        keras_dist.distribute("all")
+
+
+@several
+def test_ranks_that_call_other_methods(world, rows, make_model):
+    """An error on all ranks, with the line of each."""
+    model = make_model()
+    with keras_dist.distribute(), pytest.raises(ValueError) as raised:
+        if world.rank == 0:
+            model.fit(*rows, verbose=0)
+        model.evaluate(*rows, verbose=0)
+    assert "rank 0: `fit` of a Sequential at test_distribute.py" in str(raised.value)
+    assert "rank 1: `evaluate` of a Sequential" in str(raised.value)
+    assert keras.Model.fit is Plain.fit
+
+
+def test_fits_of_a_script_resume_by_their_number(world, rows, make_model, tmp_path):
+    """KERAS_DIST_RESUME: the second fit continues as the second."""
+    folder = keras_dist.broadcast(str(tmp_path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KERAS_DIST_RESUME", folder)
+        with keras_dist.distribute():
+            for _ in range(2):
+                model = make_model()
+                model.fit(*rows, verbose=0)
+    found = sorted(name for name in os.listdir(folder) if name.startswith("fit_"))
+    assert len(found) == 2

@@ -1,0 +1,195 @@
+"""What all ranks run draws alike, without a seed too; a rank alone draws its own."""
+
+import random
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_dist
+
+pytestmark = [pytest.mark.several_ranks, pytest.mark.three_ranks]
+
+
+def counting_model(**compiled):
+    """Each visit of a row of `np.eye(48)`, in batches of 12, adds 1 to its weight."""
+    layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    model = keras.Sequential([keras.Input((48,)), layer])
+    optimizer = keras.optimizers.SGD(12.0)
+    model.compile(optimizer, loss=lambda y, p: -p, **compiled)
+    return model
+
+
+class Shuffled(keras.utils.PyDataset):
+    """Shuffles in `on_epoch_end` without a seed; notes what `__getitem__` draws."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.order = np.random.permutation(48)
+        self.drawn = []
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        self.drawn.append(np.random.rand())
+        rows = self.order[12 * index : 12 * index + 12]
+        return np.eye(48, dtype="float32")[rows], np.zeros((12, 1), "float32")
+
+    def on_epoch_end(self):
+        np.random.shuffle(self.order)
+
+
+def passes():
+    """A pass over all rows in an order of its own."""
+    order = np.random.permutation(48)
+    for row in order:
+        yield np.eye(48, dtype="float32")[row], np.zeros(1, "float32")
+
+
+def endless():
+    """Batches of one pass after the other."""
+    while True:
+        x, y = map(np.stack, zip(*passes(), strict=True))
+        for begin in range(0, 48, 12):
+            yield x[begin : begin + 12], y[begin : begin + 12]
+
+
+def dataset():
+    """A `from_generator` that shuffles in each pass."""
+    spec = tf.TensorSpec((48,), "float32"), tf.TensorSpec((1,), "float32")
+    data = tf.data.Dataset.from_generator(passes, output_signature=spec)
+    return data.batch(12).repeat()
+
+
+def unseeded(world):
+    """Other states on each rank, as in a script without a seed."""
+    random.seed(100 + world.rank)
+    np.random.seed(100 + world.rank)
+
+
+@pytest.mark.parametrize("make", [endless, dataset, Shuffled])
+def test_a_loader_without_a_seed_reads_every_row_once_an_epoch(world, make):
+    """Shuffled by `numpy.random`, in each pass or in `on_epoch_end`."""
+    unseeded(world)
+    data = keras_dist.broadcast(Shuffled() if make is Shuffled else None) or make()
+    steps = None if make is Shuffled else 4
+    model = counting_model()
+    keras_dist.dist_fit(
+        model, data, steps_per_epoch=steps, epochs=3, verbose=0, batch="global"
+    )
+    np.testing.assert_allclose(model.get_weights()[0], 3, rtol=1e-5)
+    after = keras_dist.gather([random.random(), np.random.rand()])
+    assert after.count(after[0]) == world.size
+
+
+def test_batches_of_one_rank_have_their_own_noise(world):
+    """`__getitem__` draws the rank's own; `on_epoch_end` shuffles alike."""
+    unseeded(world)
+    data = keras_dist.broadcast(Shuffled())
+    model = counting_model()
+    keras_dist.dist_fit(model, data, epochs=3, verbose=0, lr_scaling="none")
+    everyone = keras_dist.gather(data.drawn[-2])  # the last one was a look
+    assert len(set(everyone)) == world.size
+    orders = keras_dist.gather(data.order.tolist())
+    assert orders.count(orders[0]) == world.size
+
+
+class InOrder(keras.utils.PyDataset):
+    """Batches of twelve rows, which Keras shuffles."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        x = np.eye(48, dtype="float32")[12 * index : 12 * index + 12]
+        return x, x[:, :1]
+
+
+def test_batches_of_a_sequence_come_in_the_order_of_keras(world):
+    """With `shuffle=True`, the default of `fit`, and a seed."""
+    fits = (
+        keras.Model.fit,
+        lambda model, *args, **kwargs: keras_dist.dist_fit(
+            model, *args, batch="global", **kwargs
+        ),
+    )
+    weights = []
+    for fit in fits:
+        keras.utils.set_random_seed(5)
+        model = counting_model()
+        model.compile(keras.optimizers.Adam(0.1), "mse")
+        fit(model, InOrder(), shuffle=True, epochs=3, verbose=0)
+        weights.append(model.get_weights()[0])
+    np.testing.assert_allclose(*weights, rtol=2e-5)
+
+
+class Draws(keras.callbacks.Callback):
+    """Draws at the beginning of each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.drawn = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.drawn.append((random.random(), float(np.random.rand())))
+
+
+def test_callbacks_draw_alike(world):
+    """Also where one that runs on the first rank only draws, too."""
+    unseeded(world)
+    draws, alone = Draws(), keras_dist.first_rank_only(Draws())
+    x = np.ones((24, 48), "float32")
+    keras_dist.dist_fit(
+        counting_model(), x, x[:, :1], callbacks=[alone, draws], verbose=0
+    )
+    everyone = keras_dist.gather(draws.drawn)
+    assert everyone[0] and everyone.count(everyone[0]) == world.size
+
+
+class Noise(keras.layers.Layer):
+    """Adds noise that is given no seed, and keeps what it returned."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+        self.seen = self.add_weight(shape=(8,), trainable=False, initializer="zeros")
+
+    def call(self, x):
+        x = x + self.draw((8,))
+        self.seen.assign(x[0])
+        return x
+
+
+class Seen(keras.callbacks.Callback):
+    """Reads what the layers returned at the last batch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        layers = [layer for layer in self.model.layers if isinstance(layer, Noise)]
+        self.values = [layer.seen.numpy().tolist() for layer in layers]
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_noise_without_a_seed_is_each_ranks_own(world, run_eagerly, jit_compile):
+    """`tf.random` and `keras.random` in a layer, after `set_random_seed`."""
+    if run_eagerly and jit_compile:
+        pytest.skip("Keras compiles no step that runs eagerly")
+    keras.utils.set_random_seed(3)
+    layers = [Noise(keras.random.normal)]
+    if not jit_compile:  # XLA draws for `tf.random` by itself, whatever the seed
+        layers.append(Noise(tf.random.normal))
+    model = keras.Sequential([keras.Input((8,)), *layers, keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=run_eagerly, jit_compile=jit_compile)
+    x, seen = np.zeros((12, 8), "float32"), []
+    for _ in range(2):
+        callback = Seen()
+        keras_dist.dist_fit(
+            model, x, x[:, :1], batch_size=2, callbacks=[callback], verbose=0
+        )
+        seen += callback.values
+    every = [tuple(value) for values in keras_dist.gather(seen) for value in values]
+    assert len(set(every)) == len(every)
+    after = keras_dist.gather(tf.random.normal(()).numpy().item())
+    assert after.count(after[0]) == world.size
