@@ -15,6 +15,7 @@ import keras
 from keras_dist import comm, fit, mixin, optimizer, private
 from keras_dist.callbacks.user_callbacks import is_alone
 from keras_dist.data.steps import StepsRule
+from keras_dist.errors import is_known
 from keras_dist.launch.monitor import stacks
 from keras_dist.lines import say
 from keras_dist.optimizer import step_context
@@ -234,7 +235,7 @@ def _meet(model: Any, name: str) -> None:
             "that do nothing with the result.",
         )
     except RuntimeError as error:
-        if comm.is_known(error):
+        if is_known(error):
             raise
         raise RuntimeError(
             f"All ranks have to call `{name}`. Received: {call}, on rank "

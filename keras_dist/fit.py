@@ -198,7 +198,8 @@ def train(
         loop: Keras's own `fit` of the model. Default: the model's, which may prepare
             the data and then call Keras's own.
     """
-    given, options = comm.run_on_all(lambda: _opened(model, given, options))
+    with comm.together():
+        given, options = _opened(model, given, options)
     draws.begin_fit(comm.broadcast(draws.get_states()))
     seeds_of_order = _seed_of_order(model), seed_of_keras()
     seed, keras_seed = comm.broadcast(seeds_of_order)
@@ -212,7 +213,8 @@ def train(
         )
         if resumed is not None:
             spec = resumed.placed(spec)
-        setup = comm.run_on_all(lambda: _prepared(model, given, options, spec, resumed))
+        with comm.together():
+            setup = _prepared(model, given, options, spec, resumed)
         comm.agree(setup.facts(), advice=_ADVICE)
         if options.shard != "none":
             agree_on_arrays(given.data())
@@ -409,23 +411,22 @@ def evaluate(
     """Evaluate as `DistributedModel.evaluate`; see `train`."""
     if comm.size() == 1:
         return run_loop(model, "evaluate", vars(given), loop)
-    options = comm.run_on_all(options.resolved)
+    with comm.together():
+        options = options.resolved()
     pieces = lists_to_arrays((given.x, given.y, given.sample_weight))
-    x = comm.run_on_all(lambda: sources.opened(pieces[0]))
+    with comm.together():
+        x = sources.opened(pieces[0])
     spec = sources.compare({"validation": x}, options)
     pieces = (x, *pieces[1:])
-
-    def make_feed() -> Feed:
+    with comm.together():
         check_model(model)
-        return validation_feed(
+        feed = validation_feed(
             pieces,
             batch_size=given.batch_size,
             steps=given.steps,
             steps_rule=options.validation_steps_scaling,
             spec=spec,
         )
-
-    feed = comm.run_on_all(make_feed)
     comm.agree(feed.facts, advice=_ADVICE)
     if options.shard != "none":
         names = ("x", "y", "sample_weight")
@@ -490,10 +491,12 @@ def predict(
         if comm.size() == 1 or options.shard == "none":
             _check_predict(model, gather)
             return predict_rows(x, steps)  # one rank may call it alone
-        comm.run_on_all(lambda: _check_predict(model, gather))
+        with comm.together():
+            _check_predict(model, gather)
         x = lists_to_arrays(x)
         if is_uneven(x):
-            x = comm.run_on_all(lambda: rows_in_batches(x, batch_size, steps))
+            with comm.together():
+                x = rows_in_batches(x, batch_size, steps)
         known = presharded_of(x)
         # What decides which collectives come.
         facts = {
@@ -510,9 +513,8 @@ def predict(
             return predict_rows(x, steps)
         if not is_arrays(x):
             return _predict_batches(model, x, steps, options, predict_rows, gather)
-        arrays = comm.run_on_all(
-            lambda: rows_to_predict(x, batch_size=batch_size, steps=steps)
-        )
+        with comm.together():
+            arrays = rows_to_predict(x, batch_size=batch_size, steps=steps)
         return predict_sharded(arrays, predict_rows, model, gather=gather)
 
 
@@ -534,20 +536,20 @@ def _predict_batches(
     gather: bool | Literal["first"],
 ) -> Any:
     """Predict data that comes in batches, in turns if all ranks have the same."""
-    source = comm.run_on_all(lambda: sources.opened(x))
+    with comm.together():
+        source = sources.opened(x)
     if not isinstance(source, Source):
         return predict_rows(x, steps)
     spec = sources.compare({"predicted": source}, options)
     spec = replace(spec, batch="global")
-    feed = comm.run_on_all(
-        lambda: validation_feed(
+    with comm.together():
+        feed = validation_feed(
             (source, None, None),
             batch_size=None,
             steps=steps,
             steps_rule="none",
             spec=spec,
         )
-    )
     comm.agree(feed.facts, advice=_ADVICE)
     with comm.explained(), reading([feed]):
         if not is_dealt(source, spec):

@@ -22,6 +22,7 @@ LAYERS = {
     "mixin": 0,
     "private": 0,
     "lines": 0,
+    "errors": 0,
     "plan": 0,
     "data": 0,
     "clusters": 0,

@@ -118,7 +118,8 @@ class BroadcastVariables(keras.callbacks.Callback):
     def _copy_unstarted(self) -> None:
         """Broadcast what the root rank restored, if no epoch was left to train."""
         if any(comm.gather(self.model.built)):
-            comm.run_on_all(lambda: _build_optimizers(self.model))
+            with comm.together():
+                _build_optimizers(self.model)
             self.broadcast()
 
 

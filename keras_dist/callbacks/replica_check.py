@@ -169,7 +169,8 @@ class ReplicaCheck(keras.callbacks.Callback):
         difference = _difference(comm.gather((paths, own.tolist())))
         message = self._message(difference)
         if self.action == "raise":
-            raise RuntimeError(message)
+            with comm.together():
+                raise RuntimeError(message)
         found = difference.indices[:1], difference.ranks
         if comm.rank() == 0 and found != self._is_reported:
             warnings.warn(message, stacklevel=2)

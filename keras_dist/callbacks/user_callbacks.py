@@ -208,11 +208,13 @@ class UserCallbacks(keras.callbacks.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        comm.run_on_all(lambda: [c.set_model(model) for c in self._members])
+        with comm.together():
+            for callback in self._members:
+                callback.set_model(model)
         # The ranks' callbacks may differ: every rank takes part in the exchange of each
         # phase that any rank has.
-        used_by_rank = comm.gather_or_raise(
-            lambda: {hook: self._own_phases(hook) for hook in _ON_ALL_RANKS}
+        used_by_rank = comm.gather(
+            {hook: self._own_phases(hook) for hook in _ON_ALL_RANKS}
         )
         self._used = {
             hook: sorted(set().union(*(u[hook] for u in used_by_rank)), reverse=True)
@@ -252,7 +254,8 @@ class UserCallbacks(keras.callbacks.Callback):
 
     def _call_on_all(self, hook: str, *args: Any) -> None:
         for index in self._used[hook]:
-            comm.run_on_all(functools.partial(self._call, index, hook, args))
+            with comm.together():
+                self._call(index, hook, args)
 
     def _call(self, index: int, hook: str, args: tuple[Any, ...]) -> None:
         error, self._error = self._error, None

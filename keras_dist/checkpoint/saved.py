@@ -5,14 +5,14 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import keras
 
 from keras_dist import comm
-from keras_dist.checkpoint.files import DamagedError, Folder
+from keras_dist.checkpoint.files import Folder
 from keras_dist.checkpoint.lock import FolderLock
 from keras_dist.data import DataPosition, ShardSpec
 from keras_dist.plan import Plan
@@ -29,8 +29,6 @@ _MARKER = ".checkpoint.{}.marker"
 # Seconds between the times that a rank looks for it: a network file system may show it
 # late.
 _WAITS = (0, 0.1, 0.2, 0.5, 1)
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -155,10 +153,13 @@ def opened(
         return
     path = os.path.abspath(os.path.expanduser(os.fspath(options.resume)))
     folder, lock = Folder(path), FolderLock(path)
-    comm.run_on_all(lambda: _check(options, callbacks))
+    with comm.together():
+        _check(options, callbacks)
     try:
-        _on_first_rank(path, lock.take)
-        _on_first_rank(path, folder.prepare)
+        with _on_first_rank(path) as is_first:
+            if is_first:
+                lock.take()
+                folder.prepare()
         _check_shared(path)
         yield _read(options, folder, seed, keras_seed)
     finally:
@@ -168,7 +169,11 @@ def opened(
 def _read(
     options: Options, folder: Folder, seed: int, keras_seed: int | None
 ) -> Resume:
-    tree, damaged = _on_first_rank(folder.path, folder.newest) or (None, [])
+    tree: Any = None
+    damaged: list[str] = []
+    with _on_first_rank(folder.path) as is_first:
+        if is_first:
+            tree, damaged = folder.newest()
     if damaged:
         warnings.warn(
             f"A checkpoint is damaged, and an older one is used: {'; '.join(damaged)}",
@@ -187,29 +192,26 @@ def _read(
     )
 
 
-def _on_first_rank(path: str, work: Callable[[], Result]) -> Result | None:
-    """Call a function of the folder on the first rank; all ranks call this.
+@contextlib.contextmanager
+def _on_first_rank(path: str) -> Iterator[bool]:
+    """Context manager for work in the folder; all ranks call this.
+
+    Yields:
+        Whether this is the first rank, which does the work.
 
     Raises:
         ValueError: On all ranks, if all checkpoints are damaged.
         RuntimeError: On all ranks, if the folder cannot be read or written to.
     """
-
-    def explained() -> Result | None:
-        if comm.rank() > 0:
-            return None
+    with comm.together():
         try:
-            return work()
-        except DamagedError as error:  # of a type that all ranks can raise
-            raise ValueError(str(error)) from None
+            yield comm.rank() == 0
         except OSError as error:
             raise RuntimeError(
                 "Checkpoints cannot be read or written in the folder that `resume` "
                 f"names. Received: resume={path!r} on host {os.uname().nodename}, "
                 f"{error}. Pass a folder that the first rank can read and write."
             ) from error
-
-    return comm.run_on_all(explained)
 
 
 def _check_shared(path: str) -> None:
@@ -219,7 +221,9 @@ def _check_shared(path: str) -> None:
     """
     name = comm.broadcast(_MARKER.format(uuid.uuid4().hex))
     marker = os.path.join(path, name)
-    _on_first_rank(path, lambda: open(marker, "xb").close())
+    with _on_first_rank(path) as is_first:
+        if is_first:
+            open(marker, "xb").close()
     everyone = comm.gather((_sees(marker), os.uname().nodename))
     if comm.rank() == 0:
         os.remove(marker)

@@ -229,7 +229,8 @@ class Saver(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         saved = self._resume.saved
         self._requests.begin()
-        comm.run_on_all(lambda: self._states.begin(self._callback_states()))
+        with comm.together():
+            self._states.begin(self._callback_states())
         if saved is None:
             return
         if not self._is_within_epoch():
@@ -361,7 +362,8 @@ class Saver(keras.callbacks.Callback):
             is_summed: Whether accumulated gradients have to be those of all ranks, as
                 after a fit; not as before a step.
         """
-        comm.run_on_all(lambda: self._restore_first(is_summed))
+        with comm.together():
+            self._restore_first(is_summed)
 
     def _restore_first(self, is_summed: bool) -> None:
         saved = self._resume.saved
@@ -393,7 +395,8 @@ class Saver(keras.callbacks.Callback):
             own = saved.ranks[comm.rank()]
             states.restore_own(self.model, own, is_summed=is_summed)
         if self._is_within_epoch():
-            comm.run_on_all(lambda: states.restore_metrics(self.model, saved.ranks))
+            with comm.together():
+                states.restore_metrics(self.model, saved.ranks)
             states.restore_random(self._own(saved)["random"])
         elif self._random is not None:
             states.restore_random(self._random)
@@ -407,7 +410,8 @@ class Saver(keras.callbacks.Callback):
 
     def _restore_unstarted(self) -> None:
         """Restore the model at once, because no epoch is left and so no first step."""
-        comm.run_on_all(self._build)
+        with comm.together():
+            self._build()
         self._restore_shared(is_summed=True)
         for callback in self._callbacks:
             if isinstance(callback, BroadcastVariables):

@@ -3,24 +3,36 @@
 import contextlib
 import hashlib
 import pickle
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import tensorflow as tf
 
 from keras_dist.comm import runtime
 from keras_dist.comm.collectives import gather, gather_unless_equal
+from keras_dist.errors import RankError, describe, mark_known
 
-Result = TypeVar("Result")
 
-# An error of one of these types has the same type on the other ranks; an error of any
-# other type becomes a RuntimeError there.
-_SAME_TYPE: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (ValueError, TypeError, RuntimeError)
-}
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Context manager whose error is raised on all ranks, when all are at its end.
 
-# Before a digest of facts.
-_DIGEST = "digest of facts"
+    The blocks need not be the same lines of code on all ranks. If a rank fails and
+    skips some blocks, the end of its next one meets that of the block that the others
+    are in, and they raise its error. No collective may be in a block in which a single
+    rank may fail.
+
+    Raises:
+        Exception: If the block failed on this rank, its error. Otherwise `RankError`.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # every error has to be sent to the other ranks
+        error = caught
+    with tf.init_scope():  # a block may be in a graph that is being traced
+        causes = gather(None if error is None else describe(error))
+    _raise_first(error, causes)
 
 
 def agree(
@@ -42,90 +54,26 @@ def agree(
         ValueError: On all ranks, with the first name whose values differ, and the
             value of each rank.
     """
-    own_facts = dict(facts)
-    digest = hashlib.sha256(pickle.dumps(own_facts)).digest()
+    local_facts = dict(facts)
+    digest = hashlib.sha256(pickle.dumps(local_facts)).digest()  # bytes, no error
     # One short message of each rank where all is well, however many facts there are.
-    found = gather_unless_equal((_DIGEST, digest))
-    if found is None:
+    messages = gather_unless_equal(digest)
+    if messages is None:
         return
-    # A rank that has failed is in `run_on_all`, and will not gather its facts.
-    errors = [None if first == _DIGEST else second for first, second in found]
-    _raise_first(None, errors)
-    per_rank = gather(own_facts)
-    for name in dict.fromkeys(name for own in per_rank for name in own):
-        values = [own.get(name, "nothing") for own in per_rank]
+    # A rank that has failed is at the end of `together`, and will not gather its facts.
+    causes = [m if isinstance(m, str) else None for m in messages]
+    _raise_first(None, causes)
+    per_rank = gather(local_facts)
+    for name in dict.fromkeys(name for facts in per_rank for name in facts):
+        values = [facts.get(name, "nothing") for facts in per_rank]
         if any(value != values[0] for value in values):
             received = "; ".join(f"rank {r}: {value}" for r, value in enumerate(values))
             also = f" ({names[name]})" if names and name in names else ""
-            raise ValueError(
-                f"The ranks disagree on {name}{also}. Received: {received}. {advice}"
-            )
-
-
-def run_on_all(work: Callable[[], Result]) -> Result:
-    """Call a function without collectives on every rank; raise its error on all ranks.
-
-    Args:
-        work: The function. It must not call a collective.
-
-    Returns:
-        What `work` returned on this rank.
-
-    Raises:
-        Exception: If `work` failed on this rank, its error. If it failed on other
-            ranks only, a `ValueError`, `TypeError` or `RuntimeError` with the message
-            of the first rank that failed; an error of any other type is raised as a
-            `RuntimeError` whose message begins with the name of that type.
-    """
-    results: list[Result] = []
-    gather_or_raise(lambda: results.append(work()))
-    return results[0]
-
-
-def gather_or_raise(work: Callable[[], Result]) -> list[Result]:
-    """Call a function without collectives on every rank, and gather what it returned.
-
-    The calls need not be the same line of code on all ranks. If a rank fails and skips
-    some lines, its next call of `gather_or_raise` or `run_on_all` meets the current
-    call of the other ranks, and they raise its error.
-
-    Args:
-        work: The function. It must not call a collective; what it returns must be
-            picklable.
-
-    Returns:
-        What `work` returned on each rank, in rank order.
-
-    Raises:
-        Exception: As in `run_on_all`.
-    """
-    result, error = _attempt(work)
-    per_rank: list[Any] = gather((result, _name_and_message(error)))
-    _raise_first(error, [own_error for _, own_error in per_rank])
-    return [own_result for own_result, _ in per_rank]
-
-
-@contextlib.contextmanager
-def failing_together() -> Iterator[None]:
-    """A `with` block whose error is raised on all ranks, when all are at its end.
-
-    Unlike the work of `run_on_all` it may be in a graph that is being traced.
-
-    Raises:
-        Exception: As in `run_on_all`.
-    """
-    errors: list[Exception] = []
-    try:
-        yield
-    except Exception as error:  # every error has to be sent to the other ranks
-        errors.append(error)
-
-    def finish() -> None:
-        if errors:
-            raise errors[0]
-
-    with tf.init_scope():
-        run_on_all(finish)
+            with together():
+                raise ValueError(
+                    f"The ranks disagree on {name}{also}. Received: {received}. "
+                    f"{advice}"
+                )
 
 
 @contextlib.contextmanager
@@ -145,9 +93,9 @@ def first_rank() -> Iterator[bool]:
 
     Raises:
         Exception: On all ranks, if the block failed on one of them. That rank raises
-            its own error, the others a `ValueError`, `TypeError` or `RuntimeError` that
-            begins with "On rank". If it is the first rank that failed, no other rank
-            begins the block.
+            its own error; the others raise one that begins with "On rank" and is a
+            `ValueError`, a `TypeError` and a `RuntimeError`. If it is the first rank
+            that failed, no other rank begins the block.
 
     Example:
 
@@ -159,43 +107,21 @@ def first_rank() -> Iterator[bool]:
     if runtime.size() == 1:
         yield True
         return
-    if runtime.rank() == 0:
-        with failing_together(), runtime.without_collectives():
-            yield True
-        run_on_all(lambda: None)
-    else:
-        run_on_all(lambda: None)
-        with failing_together(), runtime.without_collectives():
-            yield False
+    is_first = runtime.rank() == 0
+    if not is_first:
+        with together():
+            pass  # while the first rank is in its block
+    with together(), runtime.without_collectives():
+        yield is_first
+    if is_first:
+        with together():
+            pass  # while the others are in theirs
 
 
-def is_known(error: Exception) -> bool:
-    """Tell whether an error was already raised on all ranks."""
-    return getattr(error, "_is_known_to_all_ranks", False)
-
-
-def _attempt(work: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-    try:
-        return work(), None
-    except Exception as caught:  # every error has to be sent to the other ranks
-        return None, caught
-
-
-def _name_and_message(error: Exception | None) -> tuple[str, str] | None:
-    return None if error is None else (type(error).__name__, str(error))
-
-
-def _raise_first(
-    error: Exception | None, per_rank: list[tuple[str, str] | None]
-) -> None:
+def _raise_first(error: Exception | None, causes: list[str | None]) -> None:
     """Raise this rank's error, or the error of the first rank that has one."""
-    first = next(filter(None, per_rank), None)
-    if error is None and first is not None:
-        kind, text = first
-        message = f"On rank {per_rank.index(first)}: "
-        message += text if kind in _SAME_TYPE else f"{kind}: {text}"
-        error = _SAME_TYPE.get(kind, RuntimeError)(message)
-    if error is not None:
-        with contextlib.suppress(AttributeError):  # a class of C may take no attribute
-            error._is_known_to_all_ranks = True  # type: ignore[attr-defined]
+    failed = [(rank, cause) for rank, cause in enumerate(causes) if cause is not None]
+    if failed:
+        error = error or RankError(*failed[0])
+        mark_known(error)
         raise error

@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras_dist.data.dealer import Dealer, add_class_weights, marked
 from keras_dist.data.division import ShardSpec
 from keras_dist.data.source import Source
+from keras_dist.errors import RankError, describe, mark_known
 
 # What a rank says before a step: it has a batch; it has none left; it had none in this
 # pass; its data raised an error.
@@ -75,7 +76,7 @@ class StreamReader:
                 state = _MORE if own else _END if last else _EMPTY
             except Exception as error:  # any error is sent to the other ranks
                 self.failure = error
-                state, message = _ERROR, f"{type(error).__name__}: {error}"
+                state, message = _ERROR, describe(error)
             if not self._goes_on(state, message):
                 return
             last = own or last
@@ -105,7 +106,7 @@ class StreamReader:
         if _ERROR in states:
             messages = self._gather(message)
             rank = states.index(_ERROR)
-            raise self._fail(RuntimeError(f"On rank {rank}: {messages[rank]}"))
+            raise self._fail(RankError(rank, messages[rank]))
         if _MORE not in states and _EMPTY not in states:
             return False
         if _EMPTY in states:
@@ -121,6 +122,7 @@ class StreamReader:
     def _fail(self, error: Exception) -> Exception:
         """Keep the first error of this rank's data, which TensorFlow will wrap."""
         self.failure = self.failure or error
+        mark_known(self.failure)
         return self.failure
 
     def _signature(self) -> Any:

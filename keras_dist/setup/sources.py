@@ -84,8 +84,8 @@ def compare(
             data of different kinds, validation data shuffles differently on each, or
             presharded data differs or was divided for other ranks.
     """
-    spec = comm.run_on_all(
-        lambda: ShardSpec(
+    with comm.together():
+        spec = ShardSpec(
             comm.rank(),
             comm.size(),
             options.shard,
@@ -94,7 +94,6 @@ def compare(
             batch=options.batch or "rank",
             keras_seed=keras_seed,
         )
-    )
     sources = {n: data for n, data in given.items() if isinstance(data, Source)}
     if comm.size() == 1:
         return spec
@@ -184,9 +183,8 @@ def _compare_batches(sources: Mapping[str, Source]) -> None:
     rank has data of its own.
     """
     size = comm.size()
-    own = comm.run_on_all(
-        lambda: {n: (s.fingerprint(size), s.seeds) for n, s in sources.items()}
-    )
+    with comm.together():
+        own = {n: (s.fingerprint(size), s.seeds) for n, s in sources.items()}
     everyone = comm.gather(own)
     for name, source in sources.items():
         fingerprints = [other[name][0] for other in everyone]
@@ -209,8 +207,8 @@ def _note_on_random(
     """
     if not source.is_repeatable:
         return None
-    with draw_other_numbers():
-        now = comm.run_on_all(lambda: source.fingerprint(comm.size()))
+    with comm.together(), draw_other_numbers():
+        now = source.fingerprint(comm.size())
     again = comm.gather(now)
     if again == fingerprints:
         return None
@@ -277,8 +275,12 @@ def _compare_before_shard(
             return 0
         return source.length
 
-    comm.agree(comm.run_on_all(seen), advice=_PRESHARDED_ADVICE)
-    source.lengths = lengths = tuple(comm.gather_or_raise(length))
+    with comm.together():
+        facts = seen()
+    comm.agree(facts, advice=_PRESHARDED_ADVICE)
+    with comm.together():
+        own_length = length()
+    source.lengths = lengths = tuple(comm.gather(own_length))
     if lengths[0] == math.inf:
         passes = comm.gather(length_before_repeat(source.data))
         if len(set(passes)) > 1:
@@ -333,4 +335,6 @@ def _get_row(source: Source, lengths: tuple[float | None, ...]) -> Any:
             lambda leaf: np.asarray(leaf)[:1], source.first(1)[0]
         )
 
-    return comm.broadcast(comm.run_on_all(first_row), root)
+    with comm.together():
+        row = first_row()
+    return comm.broadcast(row, root)

@@ -265,7 +265,7 @@ class FirstStep:
         ):
             is_built_here = self._builds_on_one_rank or comm.size() > 1
             if is_built_here or holds_unbuilt_optimizers(model):
-                with comm.failing_together():
+                with comm.together():
                     build(model, step)
             # Outside of the graph that is being traced, so that this runs once, now.
             with tf.init_scope():

@@ -113,7 +113,8 @@ def predict_sharded(
             lambda leaf: leaf if has_rows or leaf is None else leaf[:0], outputs
         )
 
-    outputs = comm.run_on_all(outputs_of_rows)
+    with comm.together():
+        outputs = outputs_of_rows()
     _agree_on_outputs(outputs, model)
     if not gather:
         return outputs
@@ -147,7 +148,8 @@ def predict_presharded(
         is_empty = source.length == 0 or not source.first(1)
         return None if is_empty else predict(dataset)
 
-    outputs = comm.run_on_all(outputs_of_rows)
+    with comm.together():
+        outputs = outputs_of_rows()
     counts = comm.gather(None if outputs is None else _num_rows(outputs))
     total = sum(filter(None, counts))
     expected = [presharded.count_rows(rank, total) for rank in range(size)]
@@ -200,7 +202,8 @@ def predict_in_turns(
             return outputs
         return keras.tree.map_structure(_without_rows, outputs)
 
-    outputs = comm.run_on_all(outputs_of_batches)
+    with comm.together():
+        outputs = outputs_of_batches()
     _agree_on_outputs(outputs, model)
     if not gather:
         return outputs

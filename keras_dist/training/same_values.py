@@ -44,15 +44,14 @@ def agree_on_arrays(data: Mapping[str, Any]) -> None:
     """
     if comm.size() == 1:
         return
-    samples = comm.run_on_all(
-        lambda: {
+    with comm.together():
+        samples = {
             name: [
                 _sample(leaf) for leaf in keras.tree.flatten(given) if _is_some(leaf)
             ]
             for name, given in data.items()
             if is_arrays(given)
         }
-    )
     if differing := first_difference(samples):
         name, rank = differing
         raise ValueError(
@@ -76,9 +75,8 @@ def agree_on_constants(model: Any) -> None:
             the first rank warns: it may hold what it has computed last.
     """
     layers = private.layers_of(model)
-    constants = comm.run_on_all(
-        lambda: {str(n): _constants(layer) for n, layer in enumerate(layers)}
-    )
+    with comm.together():
+        constants = {str(n): _constants(layer) for n, layer in enumerate(layers)}
     differing = first_difference(constants)
     if differing is None:
         return

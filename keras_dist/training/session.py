@@ -3,12 +3,13 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import tensorflow as tf
 
 from keras_dist import comm, private
 from keras_dist.data import Feed, own_error
+from keras_dist.errors import is_known
 from keras_dist.optimizer import StopRequest, step_context
 from keras_dist.optimizer.step_context import own_variable
 from keras_dist.training.build import FirstStep
@@ -345,23 +346,16 @@ def raising_on_all(
 
     Args:
         own_error: Returns the error of the user's data that is behind an error.
-        is_waited_for: Whether the next call of the other ranks is
-            `comm.gather_or_raise` or `comm.run_on_all`; called after an error.
+        is_waited_for: Whether the other ranks come next to the end of a block of
+            `comm.together`; called after an error.
     """
     try:
         yield
     except Exception as error:
-        if comm.size() > 1 and is_waited_for() and not comm.is_known(error):
-            _raise_on_all(own_error(error))
+        if comm.size() > 1 and is_waited_for() and not is_known(error):
+            with comm.together():
+                raise own_error(error)  # noqa: B904 - as it was
         raise
-
-
-def _raise_on_all(error: Exception) -> NoReturn:
-    def fail() -> NoReturn:
-        raise error
-
-    comm.gather_or_raise(fail)
-    raise error
 
 
 @dataclass

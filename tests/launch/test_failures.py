@@ -35,7 +35,7 @@ def test_an_error_on_one_rank_ends_all_of_them(tmp_path, ranks):
     others = [line for line in done.stderr.splitlines() if line.startswith("[0]")]
     # The launcher ends the others as soon as the first one has ended.
     if any("Error: " in line for line in others):
-        named = "RuntimeError: On rank 1: KeyError: 'tea'"
+        named = "RankError: On rank 1: KeyError: 'tea'"
         assert any(named in line for line in others)
     assert "UnknownError" not in done.stderr
 

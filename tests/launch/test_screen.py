@@ -206,7 +206,7 @@ def test_the_line_of_an_error_is_its_innermost_message(fail, line):
     found = telling_line(type(error.value).__name__, str(error.value))
     assert found.startswith(line)
     assert "Exception encountered" not in found and "\n" not in found
-    other = telling_line("RuntimeError", f"On rank 1: {error.value}")
+    other = telling_line("RankError", f"On rank 1: {error.value}")
     assert "Exception encountered" not in other
 
 

@@ -93,8 +93,10 @@ def distribute_jobs(jobs):
     """
     rank, size = keras_dist.rank(), keras_dist.size()
     numbers = range(rank, len(jobs), size)
-    done = {}
-    for part in comm.gather_or_raise(lambda: {i: jobs[i]() for i in numbers}):
+    done, results = {}, {}
+    with comm.together():
+        results = {i: jobs[i]() for i in numbers}
+    for part in comm.gather(results):
         done |= part
     return [done[index] for index in range(len(jobs))]
 

@@ -15,6 +15,7 @@ from claims import raises_everywhere
 import keras_dist
 from keras_dist import comm
 from keras_dist.comm import collectives, transport
+from keras_dist.errors import RankError, is_known
 
 pytestmark = pytest.mark.three_ranks
 
@@ -244,16 +245,20 @@ def test_values_that_cannot_be_summed_are_refused(world):
 
 
 def test_an_error_on_one_rank_is_raised_on_all(world):
-    """`run_on_all` raises it; `agree` names the value of each rank."""
+    """`together` raises it; `agree` names the value of each rank."""
+    last = world.size - 1
 
-    def work():
-        if world.rank == world.size - 1:
-            raise ValueError("no more tea")
-        return 1
+    def fail():
+        with comm.together():
+            if world.rank == last:
+                raise ValueError("no more tea")
 
-    for message in raises_everywhere(ValueError, lambda: comm.run_on_all(work)):
-        assert "no more tea" in message
-    assert comm.run_on_all(lambda: 2) == 2
+    for rank, message in enumerate(raises_everywhere(ValueError, fail)):
+        assert message == (
+            "no more tea" if rank == last else f"On rank {last}: no more tea"
+        )
+    with comm.together():
+        pass
     comm.agree({"size": world.size}, advice="")
     if world.size > 1:
         for message in raises_everywhere(
@@ -306,9 +311,31 @@ def test_a_rank_that_has_failed_meets_those_that_compare_facts(world):
 
     def meet():
         if world.rank == 0:
-            comm.run_on_all(lambda: 1 // 0)
+            with comm.together():
+                raise ZeroDivisionError("division by zero")
         comm.agree({"size": world.size}, advice="")
 
     kind = ZeroDivisionError if world.rank == 0 else RuntimeError
     with pytest.raises(kind, match="by zero"):
         meet()
+
+
+@pytest.mark.several_ranks
+def test_the_error_of_another_rank_says_which_and_why(world):
+    """Its class can be caught as most errors can; no rank raises it a second time."""
+    kind = KeyError if world.rank == 0 else RankError
+    with pytest.raises(kind) as caught, comm.together():
+        if world.rank == 0:
+            raise KeyError("tea")
+    assert is_known(caught.value)
+    if world.rank > 0:
+        assert isinstance(caught.value, ValueError | TypeError | RuntimeError)
+        assert (caught.value.rank, caught.value.cause) == (0, "KeyError: 'tea'")
+
+
+@pytest.mark.several_ranks
+def test_an_error_that_all_ranks_raise_is_known(world):
+    """Where what they have gathered is wrong: none of them tells the others again."""
+    with pytest.raises(ValueError, match="disagree") as caught:
+        comm.agree({"color": world.rank}, advice="")
+    assert is_known(caught.value)

@@ -225,7 +225,7 @@ def test_an_error_in_one_ranks_data_is_raised_on_all(world, rows, make_model):
     except (KeyError, RuntimeError) as error:
         message = f"{type(error).__name__}: {error}"
     assert keras_dist.gather(message) == [
-        "KeyError: 'tea'" if rank == 1 else "RuntimeError: On rank 1: KeyError: 'tea'"
+        "KeyError: 'tea'" if rank == 1 else "RankError: On rank 1: KeyError: 'tea'"
         for rank in range(world.size)
     ]
 
@@ -255,7 +255,7 @@ def test_an_error_in_one_ranks_evaluation_is_raised_on_all(world, rows, make_mod
             return f"{type(error).__name__}: {error}"
 
     expected = [
-        "KeyError: 'tea'" if rank == 1 else "RuntimeError: On rank 1: KeyError: 'tea'"
+        "KeyError: 'tea'" if rank == 1 else "RankError: On rank 1: KeyError: 'tea'"
         for rank in range(world.size)
     ]
     model = make_model()

@@ -63,7 +63,7 @@ def raised(call):
 def test_an_error_on_one_rank_is_one_on_all(rows, make_model):
     """At any hook: its own error there; elsewhere one that names the rank."""
     last = keras_dist.size() - 1
-    elsewhere = "RuntimeError", f"On rank {last}: KeyError: 'tea'"
+    elsewhere = "RankError", f"On rank {last}: KeyError: 'tea'"
     model = make_model()
     for hook in (
         "on_epoch_begin",

@@ -79,9 +79,9 @@ def global_result(
     if comm.size() == 1:
         return result()
     stateful = stateful_metrics(metrics)
-    reports = comm.gather_or_raise(
-        lambda: _report_of_rank(stateful, seen or UpdateCounts(), logs)
-    )
+    with comm.together():
+        report = _report_of_rank(stateful, seen or UpdateCounts(), logs)
+    reports = comm.gather(report)
     _check(reports)
     with _synchronized(stateful, reports):
         exact = _on_host(result())

@@ -1,0 +1,40 @@
+"""Errors that one rank has and all ranks raise."""
+
+import contextlib
+
+
+class RankError(ValueError, TypeError, RuntimeError):
+    """An error of another rank; it can be caught as most errors on that rank can.
+
+    Args:
+        rank: The first rank that failed.
+        cause: Its error in words, as `describe` returns it.
+    """
+
+    def __init__(self, rank: int, cause: str) -> None:
+        super().__init__(f"On rank {rank}: {cause}")
+        self.rank, self.cause = rank, cause
+
+
+def describe(error: Exception) -> str:
+    """Describe an error for other ranks: its message, after the name of its class.
+
+    The name is left out of those that a `RankError` is.
+
+    >>> describe(KeyError("tea")), describe(ValueError("no more tea"))
+    ("KeyError: 'tea'", 'no more tea')
+    """
+    name = type(error).__name__
+    is_plain = name in ("ValueError", "TypeError", "RuntimeError", "RankError")
+    return str(error) if is_plain else f"{name}: {error}"
+
+
+def mark_known(error: Exception) -> None:
+    """Note that an error is raised on all ranks, so that none tells the others."""
+    with contextlib.suppress(AttributeError):  # a class of C may take no attribute
+        error._is_known_to_all_ranks = True  # type: ignore[attr-defined]
+
+
+def is_known(error: Exception) -> bool:
+    """Return True if an error was already raised on all ranks."""
+    return getattr(error, "_is_known_to_all_ranks", False)
