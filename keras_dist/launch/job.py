@@ -235,7 +235,8 @@ class Host:
             if self._state["start"] == start:
                 report = self._run_start(start, command, job, *ends)
                 name = f"report.{start}.{self._number}"
-                self._client.put_surely(name, report.values())
+                if not self._gone:
+                    self._client.put_surely(name, report.values())
                 start += 1
             elif self._stopped and not start and self._number:
                 self._client.put(f"host.{self._number}", None)  # others may come

@@ -42,7 +42,7 @@ _PORTS = range(20_000, 30_000)
 
 # Seconds in which all commands end after one has; after that of the first host, which
 # waits for the others; and after the end of their input.
-_TOGETHER_SECONDS, _FIRST_SECONDS, _END_SECONDS, _TICK = 5.0, 1.0, 2.0, 0.1
+_TOGETHER_SECONDS, _FIRST_SECONDS, _END_SECONDS, _TICK = 3.0, 1.0, 2.0, 0.1
 
 # The exit code of ssh where the connection, or the command, was lost.
 _LOST = 255

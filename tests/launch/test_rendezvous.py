@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 from launch import ROOT
@@ -212,3 +213,23 @@ def test_a_rank_that_fails_is_named_on_the_others_and_to_torchrun(tmp_path):
     message = json.loads((tmp_path / "1.json").read_text())["message"]
     assert message["message"] == "KeyError: 'tea'"
     assert "Traceback" in message["extraInfo"]["py_callstack"]
+
+
+DIES = (
+    """
+import os, threading, time
+import keras_dist.comm.rendezvous as rendezvous
+if os.environ["RANK"] == "0":
+    threading.Timer(3.0, os._exit, [9]).start()
+"""
+    + TRAIN
+)
+
+
+def test_a_first_rank_that_ends_before_all_have_come_is_named():
+    """Within seconds, on a rank that waits for its answer."""
+    begin = time.monotonic()
+    (first, _), (code, out) = run_ranks(torchrun, [0, 1], 3, script=DIES)
+    assert (first, code) == (9, 1)
+    assert "Rank 0, started by torchrun, has ended before the ranks" in out, out
+    assert time.monotonic() - begin < 60
