@@ -32,7 +32,6 @@ _WITH_ENTRY = {
     "no way to the first host": "The first host cannot be reached.",
     "another secret": "does not have the signature of this job",
     "a port in use": "The job's store cannot listen",
-    "a port in use on rank 0": "cannot serve the rendezvous of the job",
     "a rank that is gone": "Another rank has ended while this one waited for it.",
     "a host that is gone": "has not responded for",
     "a rank that was killed": "was ended by",

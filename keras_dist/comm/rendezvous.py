@@ -79,7 +79,12 @@ def meet(place: Place) -> None:
     address = resolve_node(place.address) if is_node else place.address
     secret = os.environ.get(SECRET) or derived(job, "without a secret")
     if place.rank == 0:
-        _stores.append(_serve(place, address, secret))
+        is_alone = place.local_size == place.size
+        try:
+            store = serve_at(address, place.port, secret, is_alone=is_alone)
+        except OSError as error:
+            raise RuntimeError(str(error)) from error
+        _stores.append(store)
     client = StoreClient(address, place.port, secret)
     try:
         own, reached = client.wait(socket.gethostname(), timeout=_TIMEOUT) or ("", "")
@@ -150,25 +155,6 @@ def _report_failures(rank: int, client: StoreClient) -> None:
         print_error(kind, error, trace)
 
     sys.excepthook = report
-
-
-def _serve(place: Place, address: str, secret: str) -> Store:
-    """Return the store of the job, on rank 0.
-
-    Raises:
-        RuntimeError: If the port is in use.
-    """
-    is_alone = place.local_size == place.size
-    try:
-        return serve_at(address, place.port, secret, is_alone=is_alone)
-    except OSError as error:
-        raise RuntimeError(
-            f"Rank 0, started by {place.launcher}, cannot serve the rendezvous of the "
-            f"job. Received: port {place.port} at {place.address} ({error}). Another "
-            "program may use it: start the job again, or with another port "
-            "(MASTER_PORT, TF_CONFIG, KERAS_DIST_RDZV; srun's follows from the numbers "
-            "of job and step)."
-        ) from error
 
 
 def _gather_ranks(place: Place, client: StoreClient) -> dict[str, Any]:

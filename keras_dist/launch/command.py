@@ -3,7 +3,7 @@
 import argparse
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from keras_dist.clusters import Place, find_nodes
 from keras_dist.launch.hosts import (
@@ -146,15 +146,8 @@ def _run(options: argparse.Namespace) -> int:
             "A script to start is needed. Received: none. "
             "For example: keras-dist run -np 2 script.py"
         )
-    place, hosts, secret = _find_hosts(options), dict[str, int](), ""
-    if place is None:
-        hosts = dict(parse_hosts(_named_hosts(options), options.np))
-        count = sum(hosts.values())
-    else:
-        count = options.np
-        if count is None:  # a launcher of hosts may say how many ranks each has
-            count = place.local_size if place.local_size > 1 else num_gpus() or 1
-        secret = _read_secret(place)
+    place, hosts = _find_place(options), _named_hosts(options)
+    count = _count_ranks(options, place, hosts)
     if count < 1 or options.restarts < 0:
         raise ValueError(
             "At least one rank is needed, and no negative number of restarts. "
@@ -162,12 +155,12 @@ def _run(options: argparse.Namespace) -> int:
         )
     command = _make_command(words, options)
     if options.dry_run:
-        print(dry_run_text(command, hosts))
+        print(dry_run_text(command, {} if place else hosts or {"localhost": count}))
         return 0
-    if place is None and not all(is_here(host) for host in hosts):
+    if not all(is_here(host) for host in hosts):
         return run_by_ssh(hosts, [*_passed_options(options), *words], options.rdzv)
-    if place is None:
-        place, secret = Place(_NAME, 0, 1, address=LOOPBACK), secrets.token_hex(16)
+    secret = _read_secret(place) if place else secrets.token_hex(16)
+    place = place or Place(_NAME, 0, 1, address=LOOPBACK)
     return run_job(
         command,
         place,
@@ -179,25 +172,55 @@ def _run(options: argparse.Namespace) -> int:
     )
 
 
-def _find_hosts(options: argparse.Namespace) -> Place | None:
-    """Return the place of this host, by the options or a launcher of hosts."""
+def _count_ranks(
+    options: argparse.Namespace, place: Place | None, hosts: Mapping[str, int]
+) -> int:
+    """Return the number of ranks of this host, or of those that are named."""
+    if hosts:
+        return sum(hosts.values())
+    if options.np is not None:
+        return int(options.np)
+    if place is not None and place.local_size > 1:  # by a launcher of hosts
+        return place.local_size
+    if place is None and not num_gpus():
+        raise ValueError(
+            "The number of ranks is needed, since this host has no GPU. Received: "
+            "neither -np N nor -H. For example: keras-dist run -np 2 script.py"
+        )
+    return num_gpus() or 1
+
+
+def _named_hosts(options: argparse.Namespace) -> dict[str, int]:
+    """Return the hosts that are reached by ssh, and the ranks of each."""
+    if options.hosts is not None and options.hostfile is not None:
+        raise ValueError(
+            "Hosts are named by `-H` or by `--hostfile`. "
+            f"Received: -H {options.hosts} and --hostfile {options.hostfile}"
+        )
+    named = options.hosts
+    if options.hostfile is not None:
+        named = read_hostfile(options.hostfile)
+    return {} if named is None else parse_hosts(named, options.np)
+
+
+def _find_place(options: argparse.Namespace) -> Place | None:
+    """Return the place of this host among hosts with the same command."""
     given = options.nnodes, options.node_rank, options.rdzv
-    if options.hosts or options.hostfile:
-        if given[:2] == (None, None):
-            return None
-    elif given == (None, None, None):
+    is_named = options.hosts is not None or options.hostfile is not None
+    if is_named and given[:2] == (None, None):
+        return None
+    if not is_named and given == (None, None, None):
         is_inner = options.with_parent is not None or "HOROVOD_RANK" in os.environ
         return None if is_inner else find_nodes()
-    elif None not in given:
+    if not is_named and None not in given:
         address, port = parse_endpoint(options.rdzv)
-        names = ("--nnodes", "--node-rank")
         return Place(
             _NAME,
             options.node_rank,
             options.nnodes,
             address=address,
             port=port,
-            variables=names,
+            variables=("--nnodes", "--node-rank"),
         )
     raise ValueError(
         "The same command on each host needs `--nnodes`, `--node-rank` and `--rdzv`, "
@@ -250,14 +273,3 @@ def _passed_options(options: argparse.Namespace) -> list[str]:
     if options.distribute:
         words += ["--distribute"]
     return [*words, "-m"] if options.module else [*words, "--"]
-
-
-def _named_hosts(options: argparse.Namespace) -> str | None:
-    if options.hostfile is None:
-        return options.hosts
-    if options.hosts is not None:
-        raise ValueError(
-            "Hosts are named by `-H` or by `--hostfile`. "
-            f"Received: -H {options.hosts} and --hostfile {options.hostfile}"
-        )
-    return read_hostfile(options.hostfile)

@@ -38,30 +38,20 @@ def check_host(name: str, *, source: str) -> None:
         )
 
 
-def parse_hosts(argument: str | None, num_ranks: int | None) -> list[tuple[str, int]]:
-    """Parse `-H`: name and number of ranks of each host; the first are filled first.
+def parse_hosts(argument: str, num_ranks: int | None) -> dict[str, int]:
+    """Parse `-H`: number of ranks of each host; the first hosts are filled first.
 
     Args:
-        argument: Hosts and their slots, as in `-H a:2,b:2`; `None` for this host alone.
-        num_ranks: Number of ranks; `None` for as many as there are slots or, on this
-            host alone, GPUs.
+        argument: Hosts and their slots, as in `-H a:2,b:2`.
+        num_ranks: Number of ranks; `None` for as many as there are slots.
 
-    >>> parse_hosts("localhost:2", None), parse_hosts("a:2,b:2", 3)
-    ([('localhost', 2)], [('a', 2), ('b', 1)])
-    >>> parse_hosts(None, 4)
-    [('localhost', 4)]
+    >>> parse_hosts("a:2,b:2", 3)
+    {'a': 2, 'b': 1}
 
     Raises:
         ValueError: If `argument` has another form, a name that no host has, or fewer
             slots than ranks.
     """
-    if argument is None:
-        if num_ranks is None and not (num_ranks := num_gpus()):
-            raise ValueError(
-                "The number of ranks is needed, since this host has no GPU. Received: "
-                "neither -np N nor -H. For example: keras-dist run -np 2 script.py"
-            )
-        return [("localhost", num_ranks)]
     hosts = [host.strip().rpartition(":") for host in argument.split(",")]
     names = [name for name, _, _ in hosts]
     if not all(name and count.isdecimal() for name, _, count in hosts) or (
@@ -74,12 +64,11 @@ def parse_hosts(argument: str | None, num_ranks: int | None) -> list[tuple[str, 
     for name in names:
         check_host(name, source=f"-H {argument}")
     left = sum(int(count) for _, _, count in hosts) if num_ranks is None else num_ranks
-    result = []
+    result = {}
     for name, _, count in hosts:
-        used = min(left, int(count))
-        left -= used
-        if used:
-            result.append((name, used))
+        if used := min(left, int(count)):
+            result[name] = used
+            left -= used
     if left:
         raise ValueError(
             "There are fewer slots than ranks. "
@@ -90,10 +79,10 @@ def parse_hosts(argument: str | None, num_ranks: int | None) -> list[tuple[str, 
 
 
 def read_hostfile(path: str | os.PathLike[str]) -> str:
-    """Read the hosts of a file, in the form of `-H`.
+    """Read the hosts of a file of `horovodrun` or `mpirun`, in the form of `-H`.
 
-    The file is one of `horovodrun` or `mpirun`: a line for each host, `NAME slots=N`.
-    Empty lines, and what stands behind a `#`, do not count.
+    A line for each host is `NAME slots=N`. Empty lines, and what stands behind a `#`,
+    do not count.
 
     Args:
         path: Path of the file.
@@ -105,17 +94,14 @@ def read_hostfile(path: str | os.PathLike[str]) -> str:
     hosts = []
     for number, line in enumerate(Path(path).read_text().splitlines(), 1):
         words = line.partition("#")[0].split()
-        if not words:
-            continue
-        name, *rest = words
-        key, _, count = rest[0].partition("=") if len(rest) == 1 else ("", "", "")
-        if key != "slots" or not count.isdecimal():
+        if words and not re.fullmatch(r"\S+ slots=\d+", " ".join(words)):
             raise ValueError(
                 "A line of a hosts file must be a name and its slots, as in "
                 f"`a slots=2`. Received: line {number} of {path}: {line.strip()}"
             )
-        check_host(name, source=f"line {number} of {path}")
-        hosts.append(f"{name}:{count}")
+        if words:
+            check_host(words[0], source=f"line {number} of {path}")
+            hosts.append(f"{words[0]}:{words[1].removeprefix('slots=')}")
     return ",".join(hosts)
 
 

@@ -70,9 +70,6 @@ _LONGEST_LOOK = 5.0
 # may save before. And seconds for which the store stays until all hosts have left.
 _STOP_SECONDS, _SAVE_SECONDS, _LEAVE_SECONDS = LOST_SECONDS + 2, 45.0, 10.0
 
-# Files that are open at once: three pipes of each host, a connection of each rank.
-_FILES_OF_RANK = 8
-
 # Of these errors the message is enough.
 _NAMED_ERRORS = (ImportError, OSError, RuntimeError, ValueError)
 
@@ -128,12 +125,13 @@ def run_job(
         stopped_by_signals(*[SIGUSR1] * is_slurm) as stopped,
         contextlib.ExitStack() as stack,
     ):
+        processes.allow_files()
         if over_ssh:
             _start_thread(_read_signals, stopped)
         port, timeout = place.port, _SSH_TIMEOUT if over_ssh else _TIMEOUT
         is_quiet, coordinator = over_ssh or is_slurm, None
         if place.rank == 0:
-            store = _serve(place, address, secret)
+            store = serve_at(address, port, secret, is_alone=place.size == 1)
             stack.callback(store.close)
             address, port = store.address, store.port
             client = StoreClient(address, port, secret)
@@ -148,16 +146,6 @@ def run_job(
         if coordinator is not None:
             coordinator.join()
         return code
-
-
-def _serve(place: Place, address: str, secret: str) -> Store:
-    try:
-        return serve_at(address, place.port, secret, is_alone=place.size == 1)
-    except OSError as error:
-        raise OSError(
-            f"The job's store cannot listen at {place.address}:{place.port}. "
-            f"Received: {error}. Name another port by `--rdzv`, the same on all hosts."
-        ) from error
 
 
 def _start_thread(function: Any, *args: Any) -> threading.Thread:
@@ -307,13 +295,13 @@ class Host:
         host = state["hosts"][self._number][1]
         if is_loopback(own):
             own = state["reached"]  # as the others see this host
+        seed = str(int(derived(state["nonce"], "seed")[:8], 16))  # after a restart, too
         variables = {
             **store_variables(reached, self._client.port, self._secret),
             SECRET: derived(self._secret, f"ranks {state['nonce']} {start}"),
-            seeds.VARIABLE: str(int(derived(state["nonce"], "seed")[:8], 16)),
+            seeds.VARIABLE: os.environ.get(seeds.VARIABLE) or seed,
             **({RESTART: str(start)} if start else {}),
         }
-        variables = {**variables, **_given_seed()}
         try:
             if self._num_hosts > 1 and not horovod_library.uses_named_network():
                 check_own_name(own)
@@ -334,12 +322,6 @@ class Host:
             return self._stopped[0]
         is_over = self._gone or self._state["start"] != start or "code" in self._state
         return int(ORDERED if is_over else self._state["stop"])
-
-
-def _given_seed() -> dict[str, str]:
-    """Return the seed that the user has set."""
-    given = os.environ.get(seeds.VARIABLE)
-    return {seeds.VARIABLE: given} if given else {}
 
 
 class Coordinator:
@@ -462,7 +444,6 @@ class Coordinator:
             k: [slot.rank for slot in slots if slot.hostname == self._hosts[k][1]]
             for k in self._numbers
         }
-        processes.allow_files(_FILES_OF_RANK * len(slots))
         self._store.open(slots)
         ways = [way for *_, way in hosts if not is_loopback(way)]
         way = ways[0] if ways else LOOPBACK

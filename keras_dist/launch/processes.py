@@ -24,8 +24,8 @@ _STOPS, _SAVES = (SIGINT, SIGTERM, SIGHUP), (SIGTERM, SIGUSR1)
 _TERM_SECONDS = 2.0
 _KILL_SECONDS = 5.0
 
-# Files that a small job has open.
-_FEW_FILES = 256
+# What a thousand ranks need: three pipes and a connection to the store for each.
+_MOST_FILES = 1 << 14
 
 
 def mark(job: str) -> str:
@@ -52,18 +52,11 @@ def make_folder(job: str) -> Path:
     return Path(tempfile.mkdtemp(prefix=_prefix(job)))
 
 
-def allow_files(count: int) -> None:
-    """Let this process, and those that it starts, open so many files, if they may.
-
-    Args:
-        count: Number of files beside those of a small job.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    count += _FEW_FILES
+def allow_files() -> None:
+    """Let this process, and those that it starts, open as many files as they may."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:
-        count = min(count, hard)
-    if soft != resource.RLIM_INFINITY and soft < count:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _MOST_FILES), hard))
 
 
 def members(job: str) -> list[int]:

@@ -170,11 +170,19 @@ def serve_at(address: str, port: int, secret: str, *, is_alone: bool) -> Store:
     if is_loopback(found) and not (is_alone or is_loopback(address)):
         found = EVERYWHERE
     try:
-        return Store(secret, found, port)
+        try:
+            return Store(secret, found, port)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            return Store(secret, EVERYWHERE, port)
     except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise
-    return Store(secret, EVERYWHERE, port)
+        raise OSError(
+            f"The job's store cannot listen at {address}:{port}. Received: {error}. "
+            "Another program may use the port: start the job again, or name another "
+            "port on all hosts (--rdzv, MASTER_PORT, TF_CONFIG, KERAS_DIST_RDZV; that "
+            "of srun follows from the numbers of job and step)."
+        ) from error
 
 
 def _import_horovod() -> tuple[Any, Any]:

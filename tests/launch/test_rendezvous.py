@@ -165,7 +165,7 @@ def test_a_port_in_use_is_an_error_that_names_it():
         other.listen()
         port = other.getsockname()[1]
         [(code, out)] = run_ranks(tf_config, [0], 2, port=port, script=SHORT)
-    assert code == 1 and f"port {port} at 127.0.0.1" in out, out
+    assert code == 1 and f"cannot listen at 127.0.0.1:{port}." in out, out
 
 
 def test_ranks_that_disagree_on_their_number_are_an_error():
