@@ -211,7 +211,9 @@ class Host:
             ValueError: If the first host cannot be reached, is lost, or has another
                 job.
         """
-        ends = self._client.wait(self._name, timeout=timeout, stopped=self._stopped)
+        # The first host waits for the coordinator, which lets all know of a signal.
+        stopped = self._stopped if self._number else ()
+        ends = self._client.wait(self._name, timeout=timeout, stopped=stopped)
         if ends is None:
             return 128 + self._stopped[0]
         self._join(*ends)

@@ -33,6 +33,9 @@ SCOPE, _HOSTS = "keras_dist_watch", "keras_dist_hosts"
 # A name that ends so reads all values whose names begin with it.
 _ALL = "*"
 
+# Between two looks of the server whether it is to end.
+_POLL_SECONDS = 0.1
+
 _OK, _FORBIDDEN, _NOT_FOUND = 200, 403, 404
 
 # Seconds for a request, between two attempts to connect, and between two lines about
@@ -130,7 +133,9 @@ class Store:
         self.port = int(self._server.server_address[1])
         # The address at which this host reaches it.
         self.address = LOOPBACK if address == EVERYWHERE else address
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=[_POLL_SECONDS], daemon=True
+        )
         self._thread.start()
 
     def open(self, slots: Sequence[Any]) -> None:
