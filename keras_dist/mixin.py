@@ -45,9 +45,28 @@ def add(target: Any, mixin: type) -> None:
                 "__doc__": own.__doc__,
                 "_keras_dist_mixin": mixin,
                 "_keras_dist_own": own,
+                "__reduce_ex__": _reduce_as_plain,
             },
         )
     _CLASS.__set__(target, _combined[mixin, own])
+
+
+def _reduce_as_plain(self: Any, protocol: Any) -> Any:
+    """Let `pickle` and `copy` make an object of the class without mixins.
+
+    Pickle looks a class up by its name, and finds that one.
+    """
+    own: Any = type(self)
+    while "_keras_dist_own" in own.__dict__:
+        own = own._keras_dist_own
+    reduced = own.__reduce_ex__(self, protocol)
+    if isinstance(reduced, str):
+        return reduced
+    function, arguments, *rest = reduced
+    if getattr(function, "__self__", None) is type(self):  # a class method
+        function = getattr(self.__class__, function.__name__)
+    plain = (self.__class__ if a is type(self) else a for a in arguments)
+    return function, tuple(plain), *rest
 
 
 def remove(target: Any, mixin: type) -> None:

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 import warnings
+from concurrent import futures
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
@@ -28,7 +29,7 @@ EXIT_CODE = 75
 
 
 class Writer:
-    """A thread that writes checkpoints to a folder.
+    """Writes checkpoints to a folder, in a thread.
 
     If a checkpoint is submitted while another one is still being written, it waits. A
     waiting checkpoint is replaced by the next one, so that a slow disk does not slow
@@ -40,55 +41,27 @@ class Writer:
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
-        self._changed = threading.Condition()
-        self._next: Any = None
-        self._is_busy = self._is_closed = False
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._thread = futures.ThreadPoolExecutor(1)
+        self._writes: list[futures.Future[str]] = []
 
-    def submit(self, tree: Any) -> None:
+    def submit(self, value: Any) -> None:
         """Let the thread write a checkpoint; its arrays must not be changed later."""
-        with self._changed:
-            self._next = tree
-            self._changed.notify_all()
+        self._writes = [write for write in self._writes if not write.cancel()]
+        self._writes.append(self._thread.submit(self._folder.write, value))
 
     def wait(self) -> None:
         """Wait until the thread has nothing left to write, with or without an error."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_busy and self._next is None)
+        futures.wait(self._writes)
 
     def close(self) -> None:
         """Write what is left, and end the thread."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        self._thread.join()
+        self._thread.shutdown()
 
-    def take_error(self) -> Exception | None:
-        """Return the error of the last write, if any, and forget it."""
-        with self._changed:
-            error, self._error = self._error, None
-        return error
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._next is not None or self._is_closed
-                )
-                if self._next is None:
-                    return
-                tree, self._next, self._is_busy = self._next, None, True
-            error: Exception | None = None
-            try:
-                self._folder.write(tree)
-            except Exception as caught:  # raised here, it would only end this thread
-                error = caught
-            del tree  # as large as the model
-            with self._changed:
-                self._error, self._is_busy = error, False
-                self._changed.notify_all()
+    def take_error(self) -> BaseException | None:
+        """Return the error of the last write that is done, if any, and forget it."""
+        done = [write for write in self._writes if write.done()]
+        self._writes = [write for write in self._writes if write not in done]
+        return done[-1].exception() if done else None
 
 
 class Agreed(NamedTuple):
