@@ -59,9 +59,9 @@ from keras_dist.version import __version__
 # has to reach the first host.
 _TIMEOUT, _SSH_TIMEOUT = 300.0, 20.0
 
-# Seconds between two looks, between two heartbeats (before the start, and then), and
-# between two lines about hosts that are missing.
-_TICK, _FIRST_BEAT_SECONDS, _BEAT_SECONDS, _SAY_SECONDS = 0.05, 0.1, 1.0, 15.0
+# Seconds between two looks, between two heartbeats (while ranks run, and while this
+# host waits for the others), and between two lines about hosts that are missing.
+_TICK, _BEAT_SECONDS, _WAIT_SECONDS, _SAY_SECONDS = 0.05, 1.0, 0.1, 15.0
 
 # Between two looks at the heartbeats; more means that this machine was suspended.
 _LONGEST_LOOK = 5.0
@@ -193,6 +193,7 @@ class Host:
         self._name = next(filter(None, given), socket.gethostname())
         self._id = secrets.token_hex(8)
         self._state: Mapping[str, Any] = {}
+        self._is_running = False
         # Why the coordinator is not followed any more; empty if it is.
         self._gone = ""
 
@@ -223,7 +224,9 @@ class Host:
             if self._gone:
                 raise ValueError(self._gone)
             if self._state["start"] == start:
+                self._is_running = True
                 report = self._run_start(start, command, job, *ends)
+                self._is_running = False
                 name = f"report.{start}.{self._number}"
                 if not self._gone:
                     self._client.put_surely(name, report.values())
@@ -278,9 +281,10 @@ class Host:
                 )
             elif state:
                 self._state = state
-            has_started = self._state["start"] >= 0
-            pause = _BEAT_SECONDS if has_started else _FIRST_BEAT_SECONDS
-            while time.monotonic() - begin < pause and told == self._stopped[:1]:
+            while told == list(self._stopped[:1]):
+                pause = _BEAT_SECONDS if self._is_running else _WAIT_SECONDS
+                if time.monotonic() - begin > pause:
+                    break
                 time.sleep(_TICK)
 
     def _run_start(
@@ -435,7 +439,8 @@ class Coordinator:
                 host[1] = f"{host[1]}-{number}"
         if self._begin is not None:
             counts = [host[2] for host in self._hosts.values()]
-            print_message(begin_text(counts, is_importing=self._begin))
+            name = names[0] if self._is_quiet else "this host"
+            print_message(begin_text(counts, name, is_importing=self._begin))
         return 0, ""
 
     def _run_start(self, start: int) -> tuple[int, str, bool]:
@@ -545,16 +550,17 @@ class Coordinator:
         self._client.put_surely("state", self._state)
 
 
-def begin_text(counts: Sequence[int], *, is_importing: bool = True) -> str:
+def begin_text(counts: Sequence[int], name: str, *, is_importing: bool = True) -> str:
     """Return the line that says what is started: nothing else does, for seconds.
 
     Args:
         counts: Number of ranks of each host.
+        name: Name of the first one.
         is_importing: Whether the ranks will import TensorFlow, as far as is known.
 
-    >>> print(begin_text([2]))
+    >>> print(begin_text([2], "this host"))
     keras-dist: 2 ranks on this host, importing TensorFlow
     """
-    where = f"{len(counts)} hosts" if len(counts) > 1 else "this host"
+    where = f"{len(counts)} hosts" if len(counts) > 1 else name
     text = f"keras-dist: {sum(counts)} rank{'s' * (sum(counts) != 1)} on {where}"
     return f"{text}, importing TensorFlow" if is_importing else text

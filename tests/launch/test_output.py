@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 from launch import ROOT
+from test_launch import free_port, stand_in
 
 RUN = [sys.executable, "-m", "keras_dist", "run"]
 
@@ -58,14 +59,6 @@ def printed(*words):
     return done.stdout, done.stderr, time.monotonic() - begin
 
 
-def by_ssh(tmp_path, *hosts):
-    """Options for hosts that are all this one."""
-    ssh = tmp_path / "ssh"
-    ssh.write_text('#!/bin/sh\nexec sh -c "$3"\n')
-    ssh.chmod(0o755)
-    return ["-H", ",".join(hosts), "--ssh", str(ssh), "--address", "127.0.0.1"]
-
-
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_line_of_100_mb_passes_in_5_seconds(script, stream):
     """As the rank has printed it."""
@@ -77,9 +70,14 @@ def test_a_line_of_100_mb_passes_in_5_seconds(script, stream):
 
 
 @pytest.mark.parametrize("is_by_ssh", [False, True])
-def test_long_lines_of_several_ranks_come_in_pieces(script, tmp_path, is_by_ssh):
+def test_long_lines_of_several_ranks_come_in_pieces(
+    script, tmp_path, monkeypatch, is_by_ssh
+):
     """A piece that does not follow the one before has its rank; no byte is lost."""
-    where = by_ssh(tmp_path, "a:1", "b:1") if is_by_ssh else ["-np", "2"]
+    where = ["-np", "2"]
+    if is_by_ssh:
+        monkeypatch.setenv("PATH", stand_in(tmp_path, 'exec sh -c "$3"\n'))
+        where = ["-H", "a:1,b:1", "--rdzv", f"127.0.0.1:{free_port()}"]
     stdout, _, _ = printed(*where, script, "line", "stdout", "10000000")
     counts = {b"a": 0, b"b": 0}
     for line in stdout.splitlines():

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from launch import PYTHONPATH, launch, prefix
+from test_launch import free_port, stand_in
 
 from keras_dist.launch.output import Output
 from keras_dist.launch.startup_noise import VARIABLE, has_nvidia, is_startup_noise
@@ -325,16 +326,15 @@ def test_all_that_a_script_prints_is_shown_but_noise(tmp_path, verbose):
 def test_ranks_on_other_hosts_are_as_quiet(tmp_path, verbose):
     """The stand-in for ssh passes on no variable, as ssh does not.
 
-    The agent decides, not the launcher, whose host may have other devices.
+    The command there decides, not the one here, whose host may have other devices.
     """
-    script, ssh = tmp_path / "script.py", tmp_path / "ssh"
+    script = tmp_path / "script.py"
     script.write_text(f"import os\nos.write(2, {KNOWN[0]!r} + b'\\nmine\\n')\n")
     say = f"printf '%s\\n' {shlex.quote(KNOWN[1].decode())} >&2"
-    ssh.write_text(f'#!/bin/sh\nunset {VARIABLE}\n{say}\nexec sh -c "$3"\n')
-    ssh.chmod(0o755)
-    hosts = ["-H", "a:1", "--ssh", ssh, "--address", "127.0.0.1"]
-    done = _run(*hosts, script, **{VARIABLE: verbose})
+    path = stand_in(tmp_path, f'unset {VARIABLE}\n{say}\nexec sh -c "$3"\n')
+    hosts = ["-H", "a:1", "--rdzv", f"127.0.0.1:{free_port()}"]
+    done = _run(*hosts, script, **{VARIABLE: verbose, "PATH": path})
     expected = [KNOWN[0].decode(), "mine"] if verbose == "1" else ["mine"]
     begin = "keras-dist: 1 rank on a, importing TensorFlow"
-    expected = [begin, KNOWN[1].decode(), *expected]
+    expected = [KNOWN[1].decode(), begin, *expected]
     assert done.stderr.splitlines() == expected
