@@ -87,8 +87,9 @@ def reduce_gradients(
     if comm.size() == 1:
         return list(gradients)
     if state.number is None:
-        _check_same_gradients(gradients, known, state.options)
-        state.number = next(_numbers)
+        number = next(_numbers)
+        _check_same_gradients(gradients, known, state.options, number)
+        state.number = number
     if accumulates(optimizer) and not optimizer.built:
         with tf.init_scope():
             optimizer.build(known)
@@ -406,7 +407,10 @@ def _wire_of(gradient: Any) -> Any:
 
 
 def _check_same_gradients(
-    gradients: Sequence[Any], variables: Sequence[Any], options: Averaging
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    options: Averaging,
+    number: int,
 ) -> None:
     """Check that all ranks have gradients of the same kinds and shapes.
 
@@ -414,6 +418,7 @@ def _check_same_gradients(
         gradients: Those of this rank; `None` where there is none.
         variables: Their variables.
         options: How they are going to be averaged.
+        number: The number in the names of their collectives.
 
     Raises:
         ValueError: On all ranks, if some differ.
@@ -431,6 +436,7 @@ def _check_same_gradients(
             {
                 "the number of gradients": len(gradients),
                 "`op` and `compression`": (options.op, options.compression),
+                "the number of optimizers that averaged before": number,
             }
             | {name: _described(*pair) for name, pair in own.items()},
             names={

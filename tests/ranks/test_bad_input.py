@@ -1,5 +1,7 @@
 """Input that would make the ranks diverge is an error on all, before training."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import tensorflow as tf
 from claims import raises_everywhere
 
 import keras_dist
+from keras_dist.optimizer import reduce
 
 
 def fit(model, *args, **kwargs):
@@ -214,3 +217,13 @@ def test_a_data_set_that_was_cut_short_is_an_error(world, rows, make_model, tmp_
     ):
         for message in raises_everywhere(RuntimeError, call):
             assert "another number of batches than the data set's" in message
+
+
+@pytest.mark.several_ranks
+def test_ranks_that_count_optimizers_differently_do_not_wait(
+    world, make_model, rows, monkeypatch
+):
+    """Collectives of other names would never meet; the ranks compare the numbers."""
+    monkeypatch.setattr(reduce, "_numbers", itertools.count(1000 + world.rank))
+    for message in raises_everywhere(ValueError, fit(make_model(), *rows)):
+        assert "optimizers that averaged before. Received: rank 0: 1000" in message
