@@ -188,7 +188,7 @@ MUTATIONS = [
     Mutation(
         "training: a gradient on one rank only is an error",
         "optimizer/reduce.py",
-        "check_same_gradients(gradients, known, state.options)",
+        "_check_same_gradients(gradients, known, state.options, number)",
         "pass",
         ("test_bad_input.py", "one_rank_only"),
     ),
