@@ -42,7 +42,7 @@ def distribute(
     warmup_epochs: float = 0,
     steps_scaling: StepsRule = "auto",
     validation_steps_scaling: StepsRule | float = "auto",
-    shard: Literal["auto", "none"] = "auto",
+    shard: Literal["auto", "none", "first"] = "auto",
     save_steps: int | None = None,
     save_seconds: float | None = 300,
 ) -> contextlib.AbstractContextManager[Any]:

@@ -81,7 +81,7 @@ def dist_fit(
     warmup_epochs: float = 0,
     steps_scaling: StepsRule = "auto",
     validation_steps_scaling: StepsRule | float = "auto",
-    shard: Literal["auto", "none"] = "auto",
+    shard: Literal["auto", "none", "first"] = "auto",
     target_accuracy: float | None = None,
     resume: str | os.PathLike[str] | None = None,
     save_steps: int | None = None,
@@ -120,7 +120,8 @@ def dist_fit(
             number m for m × steps / size.
         shard: `"auto"`: arrays are sharded by row; data that comes in batches is
             sharded by batch if all ranks have the same batches. `"none"`: you have
-            split all data.
+            split all data. `"first"`: the first rank reads such data, and sends every
+            batch to all ranks, for a loader that you cannot give a seed.
         target_accuracy: Stop when `val_accuracy` has reached it: adds
             `StopAtAccuracy(target_accuracy)`.
         resume: A folder for checkpoints, which all hosts share. The same command
@@ -242,7 +243,7 @@ def _opened(
 ) -> tuple[KerasArguments, Options]:
     check_model(model)
     options = options.resolved()
-    return sources.with_sources(given), options
+    return sources.with_sources(given, options.shard), options
 
 
 def _prepared(
@@ -415,7 +416,7 @@ def evaluate(
         options = options.resolved()
     pieces = lists_to_arrays((given.x, given.y, given.sample_weight))
     with comm.together():
-        x = sources.opened(pieces[0])
+        x = sources.opened(pieces[0], options.shard)
     spec = sources.compare({"validation": x}, options)
     pieces = (x, *pieces[1:])
     with comm.together():
@@ -537,7 +538,7 @@ def _predict_batches(
 ) -> Any:
     """Predict data that comes in batches, in turns if all ranks have the same."""
     with comm.together():
-        source = sources.opened(x)
+        source = sources.opened(x, options.shard)
     if not isinstance(source, Source):
         return predict_rows(x, steps)
     spec = sources.compare({"predicted": source}, options)

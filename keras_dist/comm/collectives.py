@@ -294,6 +294,24 @@ def gather_rows(tensor: Any, *, name: str) -> Any:
     return tf.cast(result, tensor.dtype)
 
 
+def broadcast_in_thread(value: Any) -> Any:
+    """Return the first rank's value, in a thread that reads data.
+
+    It runs in a graph, where Horovod knows a collective by its name, and not by its
+    order among those of the training.
+    """
+    own = np.empty(0, np.uint8)
+    if runtime.rank() == 0:
+        own = np.frombuffer(sign(value), np.uint8)
+    with transport.waiting("keras_dist.reader_batch"):
+        return verify(_gather_in_graph(tf.constant(own, tf.uint8)).numpy().tobytes())
+
+
+@tf.function(input_signature=[tf.TensorSpec([None], tf.uint8)], autograph=False)
+def _gather_in_graph(own: Any) -> Any:
+    return gather_rows(own, name="keras_dist.reader_batch")
+
+
 def name_of(purpose: str) -> str:
     """Name of a collective, the same on every rank however often it has traced before.
 

@@ -39,7 +39,8 @@ class ShardSpec:
     Args:
         rank: This rank.
         size: Number of ranks.
-        shard: `"auto"` to shard the data, `"none"` if the user has already split it.
+        shard: `"auto"` to shard the data, `"none"` if the user has already split it,
+            `"first"` if the first rank reads and sends it.
         seed: Seed of the order of the rows, the same on all ranks.
         keras_seed: The seed with which Keras shuffles arrays, the same on all ranks;
             `None` if it draws one.
@@ -69,10 +70,10 @@ class ShardSpec:
     facts_before: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.shard not in ("auto", "none"):
+        if self.shard not in ("auto", "none", "first"):
             raise ValueError(
-                '`shard` must be "auto" or "none" (the data is already split). '
-                f"Received: shard={self.shard!r}"
+                '`shard` must be "auto", "none" (the data is already split) or "first" '
+                f"(the first rank reads). Received: shard={self.shard!r}"
             )
 
     @property

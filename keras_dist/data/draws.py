@@ -6,6 +6,7 @@ its own: all ranks would add the same noise to different rows.
 """
 
 import contextlib
+import inspect
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -26,6 +27,24 @@ def set_states(states: Any) -> None:
     """Set the states of both generators."""
     random.setstate(states[0])
     np.random.set_state(states[1])
+
+
+def find_generators(data: Any) -> dict[str, str]:
+    """Return the states of random generators that data has, by their names.
+
+    They are attributes of an object, or variables of a generator function.
+    """
+    held = inspect.getgeneratorlocals(data) if inspect.isgenerator(data) else {}
+    held = held or getattr(data, "__dict__", {})
+    states: dict[str, Any] = {}
+    for name, value in held.items():
+        if isinstance(value, random.Random):
+            states[name] = value.getstate()
+        elif isinstance(value, np.random.RandomState):
+            states[name] = value.get_state(legacy=False)
+        elif isinstance(value, np.random.Generator):
+            states[name] = value.bit_generator.state
+    return {name: repr(state) for name, state in states.items()}
 
 
 @contextlib.contextmanager

@@ -69,7 +69,7 @@ class Options:
     warmup_epochs: float = 0
     steps_scaling: StepsRule = "auto"
     validation_steps_scaling: StepsRule | float = "auto"
-    shard: Literal["auto", "none"] = "auto"
+    shard: Literal["auto", "none", "first"] = "auto"
     target_accuracy: float | None = None
     resume: str | os.PathLike[str] | None = None
     save_steps: int | None = None

@@ -19,6 +19,7 @@ from keras_dist.data import (
     Source,
     cache_files,
     draw_other_numbers,
+    draws,
     find_batch_size,
     is_arrays,
     is_source,
@@ -29,6 +30,7 @@ from keras_dist.data import (
     presharded_of,
 )
 from keras_dist.setup.arguments import KerasArguments, Options
+from keras_dist.setup.first_rank import read_on_first_rank
 
 # In the plan, behind how the data is sharded.
 _BY_INDEX = "; they differ from rank to rank: each rank takes its index"
@@ -43,21 +45,24 @@ _PRESHARDED_ADVICE = (
 )
 
 
-def with_sources(given: KerasArguments) -> KerasArguments:
+def with_sources(given: KerasArguments, shard: str) -> KerasArguments:
     """Put a `Source` in place of data that comes in batches, and arrays for lists."""
     pieces = {name: lists_to_arrays(piece) for name, piece in given.data().items()}
     for name in ("x", "validation_data"):
-        pieces[name] = opened(pieces[name])
+        shuffle = name == "x" and bool(given.shuffle)
+        pieces[name] = opened(pieces[name], shard, shuffle=shuffle)
     return replace(given, **pieces)
 
 
-def opened(data: Any) -> Any:
+def opened(data: Any, shard: str, *, shuffle: bool = False) -> Any:
     """Make a `Source` of data that comes in batches, if there are several ranks."""
     if comm.size() == 1 or isinstance(data, Source) or is_arrays(data):
         return data  # a list of arrays has any number of inputs
     x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
     if y is not None or is_arrays(x) or not is_source(x):
         return data
+    if shard == "first":
+        return Source(read_on_first_rank(x, shuffle=shuffle), is_same=True)
     return Source(x)
 
 
@@ -111,7 +116,7 @@ def compare(
     _check_cache_files(sources, is_split=options.shard == "none")
     unknown = {}
     for name, source in sources.items():
-        is_known = source.is_declared or source.presharded is not None
+        is_known = source.is_same or source.presharded is not None
         if not is_known and options.shard != "none":
             unknown[name] = source
     if unknown:
@@ -184,15 +189,20 @@ def _compare_batches(sources: Mapping[str, Source]) -> None:
     """
     size = comm.size()
     with comm.together():
-        own = {n: (s.fingerprint(size), s.seeds) for n, s in sources.items()}
+        own = {
+            n: (s.fingerprint(size), s.seeds, draws.find_generators(s.data))
+            for n, s in sources.items()
+        }
     everyone = comm.gather(own)
     for name, source in sources.items():
         fingerprints = [other[name][0] for other in everyone]
         note: str | None = ""
         if any(other != fingerprints[0] for other in fingerprints):
             note = _note_on_random(name, source, fingerprints)
-        elif any(other[name] != own[name] for other in everyone):
+        elif any(other[name][1] != own[name][1] for other in everyone):
             note = _note_on_shuffles(name, source)  # the same rows, by other seeds
+        if note is not None and (names := _find_unlike([o[name][2] for o in everyone])):
+            note += _note_on_generators(name, source, names)
         source.is_same, source.note = note is not None, note or ""
 
 
@@ -218,6 +228,25 @@ def _note_on_random(
         if len(set(same)) == 1 and not same[0].startswith(EQUAL_ROWS):
             return _BY_INDEX
     return _note_on_shuffles(name, source)
+
+
+def _find_unlike(everyone: list[dict[str, str]]) -> list[str]:
+    """List the generators that draw other numbers on each rank."""
+    return [n for n in everyone[0] if len({o.get(n) for o in everyone}) > 1]
+
+
+def _note_on_generators(name: str, source: Source, names: list[str]) -> str:
+    """Say in the plan that the data has generators of its own; the first rank warns."""
+    shown = ", ".join(f"`{each}`" for each in names)
+    if comm.rank() == 0:
+        warnings.warn(
+            f"The {name} data draws from a generator that differs from rank to rank: "
+            "if it shuffles, rows of an epoch are left out or come twice. Received: x "
+            f"of type {source.type_name} with {shown}. Give it a seed, or pass "
+            'shard="first".',
+            stacklevel=2,
+        )
+    return f"; {shown} differs from rank to rank: pass a seed"
 
 
 def _note_on_shuffles(name: str, source: Source) -> str:

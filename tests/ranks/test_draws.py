@@ -84,6 +84,68 @@ def test_a_loader_without_a_seed_reads_every_row_once_an_epoch(world, make):
     assert after.count(after[0]) == world.size
 
 
+class Unseeded(Shuffled):
+    """Shuffles by a generator of its own, as loaders inside of packages do."""
+
+    def __init__(self, generator, order):
+        super().__init__()
+        self.generator, self.order = generator, order
+
+    def on_epoch_end(self):
+        self.generator.shuffle(self.order)
+
+
+def endless_unseeded(generator):
+    """The same of a generator function."""
+    while True:
+        order = generator.permutation(48)
+        for begin in range(0, 48, 12):
+            rows = order[begin : begin + 12]
+            yield np.eye(48, dtype="float32")[rows], np.zeros((12, 1), "float32")
+
+
+@pytest.mark.parametrize("is_sequence", [True, False])
+def test_the_first_rank_reads_a_loader_with_its_own_generator(world, is_sequence):
+    """With `shard="first"` every row is trained on once an epoch."""
+    generator = np.random.default_rng(world.rank)
+    data = endless_unseeded(generator)
+    if is_sequence:
+        data = Unseeded(generator, generator.permutation(48))
+    model = counting_model()
+    keras_dist.dist_fit(
+        model,
+        data,
+        steps_per_epoch=None if is_sequence else 4,
+        epochs=3,
+        verbose=0,
+        batch="global",
+        shard="first",
+    )
+    np.testing.assert_allclose(model.get_weights()[0], 3, rtol=1e-5)
+
+
+def test_an_error_of_the_first_ranks_loader(world):
+    """It is raised on all ranks."""
+
+    def broken():
+        yield from [next(endless_unseeded(np.random.default_rng(0)))] * 3
+        raise OSError("no such picture")
+
+    with pytest.raises((OSError, RuntimeError), match="no such picture"):
+        keras_dist.dist_fit(counting_model(), broken(), verbose=0, shard="first")
+
+
+def test_a_generator_that_differs_is_named_before_training(world):
+    """A warning on the first rank; the shuffle after epoch 1 is then an error."""
+    data = Unseeded(np.random.default_rng(world.rank), np.arange(48))
+    with pytest.raises(ValueError, match="After `on_epoch_end`"):
+        if world.rank == 0:
+            with pytest.warns(UserWarning, match='`generator`.*shard="first"'):
+                keras_dist.dist_fit(counting_model(), data, epochs=2, verbose=0)
+        else:
+            keras_dist.dist_fit(counting_model(), data, epochs=2, verbose=0)
+
+
 def test_batches_of_one_rank_have_their_own_noise(world):
     """`__getitem__` draws the rank's own; `on_epoch_end` shuffles alike."""
     unseeded(world)
