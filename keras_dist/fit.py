@@ -298,6 +298,7 @@ def distributed(model: Any, setup: FitSetup, *, is_resumed: bool) -> Iterator[No
         session.first_step.call_last(average)
         # A MultiOptimizer may have no inner optimizers before it is built.
         session.first_step.call_last(lambda: _scale_rates(model, setup))
+        session.on_compile += [average, lambda: _scale_rates(model, setup)]
         if not is_resumed:  # which continues rates and accumulated gradients
             rates = setup.factor, setup.warmup_steps, setup.step_multiplier
             step.reuse_train_function(model, rates)

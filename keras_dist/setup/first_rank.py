@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from keras_dist import comm
 from keras_dist.data import draws, is_arrays
+from keras_dist.errors import RankError, describe
 
 
 def read_on_first_rank(data: Any, *, shuffle: bool = False) -> Any:
@@ -65,14 +66,14 @@ def _receive(batches: Iterator[Any]) -> Iterator[Any]:
                 found = [_to_arrays(batch) for batch in itertools.islice(batches, 1)]
                 message = ("batch", found[0]) if found else ("end", None)
             except Exception as caught:  # the other ranks wait
-                error, message = caught, ("error", f"{type(caught).__name__}: {caught}")
+                error, message = caught, ("error", describe(caught))
             finally:
                 draws.draw_alike()
         kind, value = comm.broadcast_in_thread(message)
         if kind == "end":
             return
         if kind == "error":
-            raise error or RuntimeError(f"On rank 0: {value}")
+            raise error or RankError(0, value)
         yield value
 
 

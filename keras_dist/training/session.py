@@ -374,6 +374,7 @@ class Session:
         rates: The learning rates of the epoch's last updates, by a name for the logs,
             before callbacks such as `ReduceLROnPlateau` set those of the next epoch;
             `None` if nobody reads them.
+        on_compile: What is called when a callback has compiled the model once more.
         is_held: Whether `dist_fit` ends the session, when all callbacks have ended:
             they may save and evaluate. Otherwise the first callback that ends does.
     """
@@ -386,6 +387,7 @@ class Session:
     eager_log: EagerLog = field(default_factory=EagerLog)
     feed: Feed | None = None
     rates: dict[str, float] | None = None
+    on_compile: list[Callable[[], None]] = field(default_factory=list)
     is_held: bool = False
 
     @property

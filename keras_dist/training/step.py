@@ -190,6 +190,11 @@ class DistributedStep(atomic.SavesWhole):
 
         self.train_function = train
 
+    def compile(self: Any, *args: Any, **kwargs: Any) -> None:
+        super().compile(*args, **kwargs)  # type: ignore[misc]
+        for prepare in self._distributed_session.on_compile:
+            prepare()
+
     def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
         with evaluating(self, is_of_loop=kwargs.get(private.OF_FIT, False)):
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]

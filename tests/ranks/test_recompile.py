@@ -1,0 +1,59 @@
+"""A callback compiles the model in the middle of a fit, to thaw its layers."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_dist
+
+pytestmark = pytest.mark.three_ranks
+
+
+class Thaws(keras.callbacks.Callback):
+    """Makes the first layer trainable at the second epoch."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.rate = rate
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            self.model.layers[0].trainable = True
+            compile_model(self.model, self.rate)
+            self.model.make_train_function(force=True)
+
+
+def compile_model(model, rate):
+    optimizer = keras.optimizers.SGD(rate, momentum=0.9)
+    model.compile(optimizer, "binary_crossentropy", metrics=["mae"])
+
+
+@pytest.mark.parametrize("batch", ["global", "rank"])
+def test_the_new_optimizer_averages_and_its_rate_is_scaled(world, rows, batch):
+    """The weights are those of one process with the global batch."""
+    x, y = rows
+    factor = world.size if batch == "rank" else 1
+    weights = []
+    for is_ours in (False, True):
+        keras.utils.set_random_seed(3)
+        hidden = keras.layers.Dense(4, activation="tanh", trainable=False)
+        out = keras.layers.Dense(1, activation="sigmoid")
+        model = keras.Sequential([keras.Input((5,)), hidden, out])
+        rate = 0.1 if is_ours else 0.1 * factor
+        compile_model(model, rate)
+        options = {
+            "batch_size": 16 if is_ours else 16 * factor,
+            "epochs": 3,
+            "shuffle": False,
+            "callbacks": [Thaws(rate)],
+            "validation_data": (x[:9], y[:9]),
+            "verbose": 0,
+        }
+        if is_ours:
+            keras_dist.dist_fit(model, x, y, batch=batch, **options)
+        else:
+            model.fit(x, y, **options)
+        weights.append(model.get_weights())
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    assert type(model.optimizer).__mro__[0] is keras.optimizers.SGD
