@@ -16,8 +16,7 @@ from keras_dist import comm, fit, mixin, optimizer, private
 from keras_dist.callbacks.user_callbacks import is_alone
 from keras_dist.data.steps import StepsRule
 from keras_dist.errors import is_known
-from keras_dist.launch.monitor import stacks
-from keras_dist.lines import say
+from keras_dist.lines import find_caller, say
 from keras_dist.optimizer import step_context
 from keras_dist.optimizer.rate import LearningRateRule
 from keras_dist.setup.arguments import KerasArguments, Options
@@ -189,7 +188,7 @@ def _on_batch(name: str) -> Callable[..., Any]:
         raise RuntimeError(
             f"`{name}` computes on one rank alone, so that the models of the ranks "
             f"would drift apart. Received: a call on {comm.size()} ranks, at "
-            f"{stacks.find_caller()}. Compile the model with "
+            f"{find_caller()}. Compile the model with "
             "keras_dist.DistributedOptimizer, give each rank its own rows, and take "
             "averages by keras_dist.average; or call `fit`."
         )
@@ -206,7 +205,7 @@ def _apply(optimizer_: Any, *args: Any, **kwargs: Any) -> Any:
     raise RuntimeError(
         "An optimizer that does not average its gradients updates weights in a loop of "
         f"your own on {comm.size()} ranks: their models would drift apart. Received: "
-        f"{optimizer_!r}, at {stacks.find_caller()}. Pass it to "
+        f"{optimizer_!r}, at {find_caller()}. Pass it to "
         "keras_dist.DistributedOptimizer, and give each rank its own rows."
     )
 
@@ -224,7 +223,7 @@ def _meet(model: Any, name: str) -> None:
     """Compare what all ranks call; an error names the lines of those that differ."""
     if comm.size() == 1:
         return
-    call = f"`{name}` of a {model.__class__.__name__} at {stacks.find_caller()}"
+    call = f"`{name}` of a {model.__class__.__name__} at {find_caller()}"
     late = Timer(_LATE_SECONDS, say, [f"rank {comm.rank()} waits for others in {call}"])
     late.daemon = True
     late.start()

@@ -1,4 +1,4 @@
-"""Lines for the user beside the plan, the progress bar and failures.
+"""Lines and warnings for the user beside the plan, the progress bar and failures.
 
 They go to the standard library's logger `keras_dist`, which shows them on standard
 output. To turn them off: `logging.getLogger("keras_dist").setLevel(logging.WARNING)`.
@@ -6,8 +6,19 @@ output. To turn them off: `logging.getLogger("keras_dist").setLevel(logging.WARN
 
 import logging
 import sys
+import sysconfig
+import traceback
+import warnings
+from pathlib import Path
 
 _logger = logging.getLogger("keras_dist")
+
+# Files that begin with one of these are not the user's code.
+FOREIGN = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    str(Path(__file__).parent),
+    "<frozen",
+)
 
 
 class _StandardOutput(logging.Handler):
@@ -39,3 +50,25 @@ def show(text: str) -> None:
     """
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     print(text.encode(encoding, "replace").decode(encoding), flush=True)
+
+
+def warn(text: str) -> None:
+    """Warn at the line of the user's code that is running.
+
+    Args:
+        text: What happened, what was received, and what to do.
+    """
+    levels = enumerate(reversed(traceback.extract_stack()), 1)
+    level = next((n for n, e in levels if not e.filename.startswith(FOREIGN)), 2)
+    warnings.warn(text, stacklevel=level)
+
+
+def find_caller() -> str:
+    """Return the line of the user's code that is running, for messages of ranks.
+
+    The file has no folder, which may differ from host to host.
+    """
+    for entry in reversed(traceback.extract_stack()):
+        if not entry.filename.startswith(FOREIGN):
+            return f"{Path(entry.filename).name}, line {entry.lineno}"
+    return "an unknown line"

@@ -1,7 +1,6 @@
 """Check that all ranks hold the same model."""
 
 import hashlib
-import warnings
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm, optimizer
+from keras_dist.lines import warn
 
 # Elements that are processed at a time on a GPU, so that intermediate results stay
 # small beside a model that fills the memory.
@@ -173,7 +173,7 @@ class ReplicaCheck(keras.callbacks.Callback):
                 raise RuntimeError(message)
         found = difference.indices[:1], difference.ranks
         if comm.rank() == 0 and found != self._is_reported:
-            warnings.warn(message, stacklevel=2)
+            warn(message)
         self._is_reported = found
         if self.action == "resync":
             self._is_reported = None

@@ -4,7 +4,6 @@ import contextlib
 import os
 import time
 import uuid
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -15,6 +14,7 @@ from keras_dist import comm
 from keras_dist.checkpoint.files import Folder
 from keras_dist.checkpoint.lock import FolderLock
 from keras_dist.data import DataPosition, ShardSpec
+from keras_dist.lines import warn
 from keras_dist.plan import Plan
 from keras_dist.setup.arguments import Options
 from keras_dist.setup.fit_setup import FitSetup
@@ -175,10 +175,7 @@ def _read(
         if is_first:
             tree, damaged = folder.newest()
     if damaged:
-        warnings.warn(
-            f"A checkpoint is damaged, and an older one is used: {'; '.join(damaged)}",
-            stacklevel=2,
-        )
+        warn(f"A checkpoint is damaged, and an older one is used: {'; '.join(damaged)}")
     # Without the weights, which are broadcast when the model is built.
     small = comm.broadcast(None if tree is None else {**tree, "arrays": []})
     saved = None if small is None else Saved.of(small if tree is None else tree)

@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 import time
-import warnings
 from concurrent import futures
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
@@ -18,7 +17,7 @@ from keras_dist.checkpoint.files import Folder
 from keras_dist.checkpoint.saved import Resume, Saved, scale_of
 from keras_dist.checkpoint.states import CallbackStates
 from keras_dist.data import DataPosition, Source
-from keras_dist.lines import say
+from keras_dist.lines import say, warn
 from keras_dist.setup.fit_setup import FitSetup
 from keras_dist.training import step
 from keras_dist.training.session import session_of
@@ -305,10 +304,9 @@ class Saver(keras.callbacks.Callback):
         """Warn once if this rank could not write its last checkpoint."""
         error = None if self._writer is None else self._writer.take_error()
         if error is not None:
-            warnings.warn(
+            warn(
                 "A checkpoint could not be written. The training continues, and the "
-                f"checkpoints before it are still there. Received: {error}",
-                stacklevel=2,
+                f"checkpoints before it are still there. Received: {error}"
             )
 
     def _is_within_epoch(self) -> bool:

@@ -2,7 +2,6 @@
 
 import math
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -29,6 +28,7 @@ from keras_dist.data import (
     local_items,
     presharded_of,
 )
+from keras_dist.lines import warn
 from keras_dist.setup.arguments import KerasArguments, Options
 from keras_dist.setup.first_rank import read_on_first_rank
 
@@ -239,12 +239,11 @@ def _note_on_generators(name: str, source: Source, names: list[str]) -> str:
     """Say in the plan that the data has generators of its own; the first rank warns."""
     shown = ", ".join(f"`{each}`" for each in names)
     if comm.rank() == 0:
-        warnings.warn(
+        warn(
             f"The {name} data draws from a generator that differs from rank to rank: "
             "if it shuffles, rows of an epoch are left out or come twice. Received: x "
             f"of type {source.type_name} with {shown}. Give it a seed, or pass "
-            'shard="first".',
-            stacklevel=2,
+            'shard="first".'
         )
     return f"; {shown} differs from rank to rank: pass a seed"
 
@@ -257,10 +256,9 @@ def _note_on_shuffles(name: str, source: Source) -> str:
     """
     if name == "training":
         if comm.rank() == 0:
-            warnings.warn(
+            warn(
                 "The ranks' training batches differ, and change when they are read "
-                f"again. Received: x of type {source.type_name}. {_MAY_BE_SHUFFLED}.",
-                stacklevel=2,
+                f"again. Received: x of type {source.type_name}. {_MAY_BE_SHUFFLED}."
             )
         return f"{_BY_INDEX}. {_MAY_BE_SHUFFLED}"
     raise ValueError(

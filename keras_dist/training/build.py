@@ -1,7 +1,6 @@
 """Build the model, its metrics and its optimizers before the first step."""
 
 import contextlib
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import tensorflow as tf
 
 from keras_dist import comm, private
 from keras_dist.data import preserve_generators
+from keras_dist.lines import warn
 from keras_dist.optimizer import nested_optimizers, optimizers_of, step_context
 from keras_dist.optimizer.replaced_methods import replaced_methods
 from keras_dist.training import batch_norm
@@ -208,11 +208,10 @@ def _by_running(model: Any, step: OwnStep) -> None:
 
 
 def _warn(model: Any, error: Exception) -> None:
-    warnings.warn(
+    warn(
         f"{type(model).__name__} could not be built before its first step "
         f"({type(error).__name__}: {error}). Build it before the fit, for example by "
-        "calling it on one batch.",
-        stacklevel=2,
+        "calling it on one batch."
     )
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import tensorflow as tf
 
 from keras_dist import comm, private
 from keras_dist.data import is_arrays, is_scipy_sparse
+from keras_dist.lines import warn
 
 # Of each array so many rows are compared, spread over all of it, and of each row so
 # many bytes, from its middle: no pass over a file that is larger than memory.
@@ -90,7 +90,7 @@ def agree_on_constants(model: Any) -> None:
     if type(layer).__module__.startswith("keras."):
         raise ValueError(text)
     if comm.rank() == 0:
-        warnings.warn(text, stacklevel=2)
+        warn(text)
 
 
 def first_difference(

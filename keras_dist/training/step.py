@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ import tensorflow as tf
 
 from keras_dist import comm, mixin, private
 from keras_dist.data import is_mark, marked
+from keras_dist.lines import warn
 from keras_dist.optimizer import (
     averages,
     averaging_of,
@@ -351,7 +351,7 @@ def _run(model: Any, own_step: Callable[[Any], Any], data: Any) -> Any:
         return step.run(data)
     session.traced.split(False)
     if comm.rank() == 0:
-        warnings.warn(f"Training without XLA: {reason}.", stacklevel=2)
+        warn(f"Training without XLA: {reason}.")
     return own_step(data)
 
 

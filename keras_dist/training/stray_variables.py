@@ -1,11 +1,11 @@
 """Warn of variables that a train step changes and the model does not keep."""
 
-import warnings
 from typing import Any
 
 import tensorflow as tf
 
 from keras_dist import comm, private
+from keras_dist.lines import warn
 from keras_dist.optimizer.step_context import known_as
 from keras_dist.training.remember import list_variables
 
@@ -39,11 +39,10 @@ def warn_of_stray_variables(model: Any) -> None:
             if handle is not None and is_stray:
                 found[id(handle)] = names.get(id(handle), f"that of {op.name}")
     if found:
-        warnings.warn(
+        warn(
             "A train step changes variables that the model does not keep, so that each "
             f"rank has its own value of them. Received: {', '.join(found.values())}. "
-            "Make them weights of the model: `add_weight(…, trainable=False)`.",
-            stacklevel=2,
+            "Make them weights of the model: `add_weight(…, trainable=False)`."
         )
 
 

@@ -2,21 +2,14 @@
 
 import re
 import sys
-import sysconfig
 import threading
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 
-MAIN = "the main thread"
+from keras_dist.lines import FOREIGN
 
-# Files that begin with one of these are not the user's code.
-_FOREIGN = (
-    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    str(Path(__file__).parents[2]),
-    "<frozen",
-)
+MAIN = "the main thread"
 
 # The file that runs the user's script under `keras-dist run`.
 _LAUNCHED_FILE = "keras_dist/launch/monitor/rank_process.py"
@@ -63,19 +56,8 @@ def own_code(*, exclude: threading.Thread) -> str | None:
         if waits_for_tensorflow or not (name == MAIN or is_py_function):
             continue
         for entry in reversed(stack):
-            if not entry.filename.startswith(_FOREIGN):
+            if not entry.filename.startswith(FOREIGN):
                 return f"{entry.filename}, line {entry.lineno}, in {entry.name}"
-    return None
-
-
-def find_caller() -> str | None:
-    """Return the line of the user's code that calls this package; `None` if none does.
-
-    The file has no folder, which may differ from host to host.
-    """
-    for entry in reversed(traceback.extract_stack()):
-        if not entry.filename.startswith(_FOREIGN):
-            return f"{Path(entry.filename).name}, line {entry.lineno}"
     return None
 
 
@@ -91,7 +73,7 @@ def line_of(dump: str) -> str | None:
     if not calls or calls[0][0].endswith(_WAITING_FILE):
         return None
     for file, line, name in calls:
-        if not file.startswith(_FOREIGN):
+        if not file.startswith(FOREIGN):
             return f"{file}, line {line}, in {name}"
     return None
 
