@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist import comm, optimizer
+from keras_dist import comm, optimizer, private
 from keras_dist.lines import warn
 
 # Elements that are processed at a time on a GPU, so that intermediate results stay
@@ -190,7 +190,7 @@ class ReplicaCheck(keras.callbacks.Callback):
             advice = f"They are copied from rank {found.root} to all."
         else:
             advice = (
-                "Make callbacks change weights and rates alike on every rank. "
+                f"{_name_causes(self.model)} "
                 'ReplicaCheck(action="resync") copies the variables that differ.'
             )
         return (
@@ -269,3 +269,14 @@ def _named(ranks: Sequence[int]) -> str:
     """
     *others, last = map(str, ranks)
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
+
+
+def _name_causes(model: Any) -> str:
+    own_step = model.__class__.train_step
+    if own_step.__module__.startswith(private.MODULES):
+        return "Make callbacks change weights and rates alike on every rank."
+    return (
+        f"Make callbacks and `{own_step.__qualname__}` change weights and rates alike "
+        "on every rank. A step that adds to a weight and subtracts it again leaves "
+        "roundings: assign a copy of the weight instead."
+    )

@@ -212,3 +212,45 @@ def test_a_fingerprint_depends_on_every_bit_and_its_position(world, of):
     assert int(of(tf.constant([-0.0]))) != int(of(tf.constant([0.0])))
     assert int(of(tf.constant(np.nan))) == int(of(tf.constant(np.nan)))
     assert int(of(tf.zeros([0]))) == int(of(tf.zeros([0])))
+
+
+class Sam(keras.Model):
+    """Goes up the gradient, takes a second one there, and goes down again."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        weights = self.trainable_variables
+
+        def gradients():
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            return loss, tape.gradient(loss, weights)
+
+        _, up = gradients()
+        norm = tf.linalg.global_norm(up)
+        ascent = [0.0527 * grad / norm for grad in up]
+        for weight, each in zip(weights, ascent, strict=True):
+            weight.assign_add(each)
+        loss, grads = gradients()
+        for weight, each in zip(weights, ascent, strict=True):
+            weight.assign_sub(each)
+        self.optimizer.apply(grads, weights)
+        return {"loss": loss}
+
+
+@several_ranks
+def test_a_step_that_leaves_roundings_is_named(world, rows):
+    """Sharpness-aware minimization, with the weights put back by a subtraction."""
+    keras.utils.set_random_seed(3)
+    model = Sam()
+    model.build((None, 5))
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    with pytest.raises(RuntimeError, match=r"`Sam.train_step`.*leaves roundings"):
+        keras_dist.dist_fit(model, *rows, epochs=4, batch_size=4, verbose=0)
