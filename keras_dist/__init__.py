@@ -94,7 +94,7 @@ if not _missing and not _is_command:
         size,
         sum,
     )
-    from keras_dist.distribute import VARIABLE, distribute
+    from keras_dist.distribution import VARIABLE, distribute
     from keras_dist.fit import DistributedModel, dist_fit
     from keras_dist.optimizer import DistributedOptimizer
     from keras_dist.setup.shard import local_batch_size, shard

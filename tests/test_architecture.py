@@ -34,7 +34,7 @@ LAYERS = {
     "setup": 6,
     "checkpoint": 7,
     "fit": 8,
-    "distribute": 9,
+    "distribution": 9,
     "horovod": 9,
     "tools": 9,
     "__init__": 10,
