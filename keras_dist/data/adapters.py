@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from keras_dist.data.dealer import (
     Dealer,
-    add_class_weights,
     marked,
     num_rows,
 )
@@ -77,7 +76,6 @@ def adapt_batches(
     is_training: bool,
     shuffle: bool = False,
     limit: int | None = None,
-    class_weight: dict[int, float] | None = None,
 ) -> DataAdapter:
     """Adapt data in batches: those that this rank is dealt, or all if they are its own.
 
@@ -88,24 +86,22 @@ def adapt_batches(
         shuffle: Whether a `PyDataset` is read in another order each epoch.
         limit: Batches of all ranks in an evaluation, where they are dealt; `None` for
             all.
-        class_weight: Weights of classes, which become weights of rows.
 
     Raises:
         ValueError: If there is no row to train on or to evaluate, or the numbers of
             presharded batches do not fit together.
     """
     if source.kind == "presharded" and spec.size > 1:
-        return _adapt_presharded(source, spec, is_training, class_weight)
+        return _adapt_presharded(source, spec, is_training)
     keeps_position = is_training and spec.keeps_position and source.has_known_order()
     if spec.size == 1 and not keeps_position:
         return DataAdapter(source.data, source.length)
     if not is_dealt(source, spec):
         if source.length is None:
-            dealer = Dealer(0, 1, is_training, class_weight=class_weight)
-            return _adapt_stream(source, spec, dealer)
+            return _adapt_stream(source, spec, Dealer(0, 1, is_training))
         return DataAdapter(_check_length(source), source.length)
     splits = spec.is_global and is_training
-    dealer = Dealer(spec.rank, spec.size, is_training, splits, class_weight)
+    dealer = Dealer(spec.rank, spec.size, is_training, splits)
     has_rows = True
     if splits:
         _check_divisible(source, spec)
@@ -189,6 +185,7 @@ def _adapt_sequence(
         source.data,
         dealer,
         limit=limit,
+        class_weight=source.class_weight,
         seed=spec.seed if shuffle else None,
         gather=spec.gather if dealer.is_training else None,
         spec=spec if spec.keeps_position and dealer.is_training else None,
@@ -224,7 +221,7 @@ def _adapt_dataset(
     keeps_position: bool,
     limit: int | None,
 ) -> DataAdapter:
-    data = source.data if limit is None else first_steps(source.data, limit)
+    data = source.weigh() if limit is None else first_steps(source.data, limit)
     length = finite_or_none(count_batches(data))
     is_resumed = length is not None and spec.position is not None
     is_marked = dealer.is_marked(length or 0, is_resumed=is_resumed)
@@ -244,15 +241,11 @@ def _adapt_dataset(
         division,
         deal(data),
         lambda: deal(data.skip(division.begin)),
-        dealer.class_weight,
     )
 
 
 def _adapt_presharded(
-    source: Source,
-    spec: ShardSpec,
-    is_training: bool,
-    class_weight: dict[int, float] | None,
+    source: Source, spec: ShardSpec, is_training: bool
 ) -> DataAdapter:
     """Find this rank's batches, which are all that there are in its data set.
 
@@ -260,7 +253,7 @@ def _adapt_presharded(
     part in its step without rows, by a copy of their last one.
     """
     assert source.presharded is not None
-    lengths, data = source.lengths, source.data
+    lengths, data = source.lengths, source.weigh()
     shown = ", ".join("unknown" if one is None else str(one) for one in lengths)
     received = (
         f"Received: {shown} batches of ranks 0 to {spec.size - 1} in a "
@@ -275,11 +268,7 @@ def _adapt_presharded(
         row = tf.data.Dataset.from_tensors(source.row)
         return DataAdapter(row, 1, has_rows=False)
     if None in lengths:
-        dealer = Dealer(0, 1, is_training, class_weight=class_weight)
-        return _adapt_stream(source, spec, dealer)
-    if is_training and class_weight:
-        weigh = functools.partial(add_class_weights, class_weight=class_weight)
-        data = data.map(tf.autograph.experimental.do_not_convert(lambda *b: weigh(b)))
+        return _adapt_stream(source, spec, Dealer(0, 1, is_training))
     if math.inf in lengths:
         return DataAdapter(disable_auto_shard(data), math.inf, is_weighed=True)
     counts = [int(length or 0) for length in lengths]
@@ -319,7 +308,7 @@ def _adapt_presharded(
         first = _add_copies(first_steps(assert_length(data, own), 1), 1, 1)
         return first.map(lambda batch, mark: (batch, 0 * mark))
 
-    return _resume(source, spec, adapter, division, whole, left, class_weight)
+    return _resume(source, spec, adapter, division, whole, left)
 
 
 def _division_of_presharded(
@@ -348,7 +337,6 @@ def _resume(
     division: Division,
     whole: tf.data.Dataset,
     rest: Callable[[], tf.data.Dataset],
-    class_weight: dict[int, float] | None,
 ) -> DataAdapter:
     """Begin with the rest of a pass, if some of it was read before a checkpoint."""
     adapter = replace(adapter, division=division)
@@ -357,10 +345,9 @@ def _resume(
     if source.has_seeded_passes:
 
         def as_made(batch: Any) -> Any:
-            batch = add_class_weights(batch, class_weight)
             return marked(batch, has_rows=True) if adapter.is_marked else batch
 
-        whole = begin_unread_pass(source.data, as_made).concatenate(whole)
+        whole = begin_unread_pass(source.weigh(), as_made).concatenate(whole)
     epoch = tf.Variable(division.epoch, dtype=tf.int64, trainable=False)
     dataset = resume_in_first_epoch(rest(), whole, epoch=epoch, steps=division.steps)
     data = disable_auto_shard(dataset)

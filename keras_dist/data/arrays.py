@@ -60,11 +60,6 @@ class Arrays:
         """Length of the first axis."""
         return int(self._leaves()[0].shape[0])
 
-    @property
-    def is_on_disk(self) -> bool:
-        """Return True if at least one array is a memory-mapped file."""
-        return any(isinstance(leaf, np.memmap) for leaf in self._leaves())
-
     def row_shapes(self) -> list[tuple[int, ...]]:
         """Shape of one row of each array."""
         return [tuple(leaf.shape)[1:] for leaf in self._leaves()]
@@ -123,15 +118,13 @@ class Arrays:
         return self[slice(0, split_at)], self[slice(split_at, None)]
 
     def in_batches(
-        self,
-        batch_size: int,
-        own: Callable[[tf.data.Dataset], tf.data.Dataset] = lambda rows: rows,
+        self, batch_size: int, select: Callable[[tf.data.Dataset], tf.data.Dataset]
     ) -> tf.data.Dataset:
         """Read rows in order, batch by batch, also of arrays larger than memory.
 
-        `own` selects some of the batches of row indices, before they are read.
+        `select` takes some of the batches of row indices, before they are read.
         """
-        rows = own(tf.data.Dataset.range(self.num_rows).batch(batch_size))
+        rows = select(tf.data.Dataset.range(self.num_rows).batch(batch_size))
         read = _make_reader(self.pack())
         return disable_auto_shard(rows.map(read, tf.data.AUTOTUNE, deterministic=True))
 

@@ -49,15 +49,12 @@ class Dealer:
         is_training: Whether all ranks have to make the same number of steps.
         splits_batches: Whether each batch is a step, of which rank r of N has the rows
             r, r + N, …. Where its tensors differ in length, the first rank has it all.
-        class_weight: Weights of classes, which become weights of rows here: Keras would
-            take a mark for the targets.
     """
 
     rank: int
     size: int
     is_training: bool
     splits_batches: bool = False
-    class_weight: dict[int, float] | None = None
 
     @property
     def per_step(self) -> int:
@@ -100,10 +97,8 @@ class Dealer:
         if not count or not (has_batch or self.is_training or self.splits_batches):
             return None
         if self.splits_batches:
-            batch = add_class_weights(batch_at(0), self.class_weight)
-            return take_local_rows(batch, self.rank, self.size)
-        batch = batch_at(min(self.rank, count - 1))
-        return add_class_weights(batch, self.class_weight), has_batch
+            return take_local_rows(batch_at(0), self.rank, self.size)
+        return batch_at(min(self.rank, count - 1)), has_batch
 
     def deal(self, dataset: tf.data.Dataset, *, is_marked: bool) -> tf.data.Dataset:
         """Read this rank's batches of a data set that is not of unknown length.
@@ -119,15 +114,9 @@ class Dealer:
         def split(*batch: Any) -> Any:
             return marked(*self.take(1, lambda _: batch if is_tuple else batch[0]))  # type: ignore[misc]
 
-        @tf.autograph.experimental.do_not_convert
-        def weigh(*batch: Any) -> Any:
-            return add_class_weights(batch, self.class_weight)
-
         if self.splits_batches:
             local = dataset.map(split, tf.data.AUTOTUNE, deterministic=True)
             return local if total is None else assert_length(local, total)
-        if self.class_weight:
-            dataset = dataset.map(weigh, tf.data.AUTOTUNE, deterministic=True)
         if length == math.inf:
             return dataset.shard(self.size, self.rank)
         assert total is not None  # data of unknown length is read by `StreamReader`

@@ -81,6 +81,11 @@ class ShardSpec:
         """Return True if ranks share the batches that the user asked for."""
         return self.batch == "global" and self.size > 1
 
+    @property
+    def batches_per_step(self) -> int:
+        """The user's batches that all ranks together read in a step of a training."""
+        return 1 if self.is_global else self.size
+
     def local_batch(self, batch_size: int) -> int:
         """Return this rank's rows of a full batch of the user's `batch_size`."""
         if not self.is_global:

@@ -160,7 +160,7 @@ def training_feed(
     division = Division.of(
         spec,
         arrays.num_rows,
-        per_step=batch_size if spec.is_global else batch_size * spec.size,
+        per_step=batch_size * spec.batches_per_step,
         unit="rows",
         steps=steps,
     )
@@ -228,11 +228,10 @@ def validation_feed(
     if not is_arrays(tuple(pieces.values())) and x is not None:
         source = x if isinstance(x, Source) else Source(x)
         limit = own_steps if is_dealt(source, spec) and spec.size > 1 else None
-        if limit is not None and not spec.is_global:
-            limit *= spec.size
-        adapter = adapt_batches(source, spec, is_training=False, limit=limit)
         if limit is not None:
+            limit *= spec.batches_per_step
             own_steps = -(-limit // spec.size)
+        adapter = adapt_batches(source, spec, is_training=False, limit=limit)
         # With `steps`, a rank that has fewer rows left makes fewer of them.
         is_exact = adapter.length is not None and source.presharded is None
         plan = Rows(
@@ -250,15 +249,15 @@ def validation_feed(
             keras_steps=None if limit is not None else own_steps and plan.steps,
             is_exact=is_exact or spec.size == 1,
         )
-    plan = Rows(
-        "arrays, already split" if spec.size > 1 else "arrays",
-        batch_size=batch_size,
-        steps_before=steps,
-        steps=own_steps,
-        rule=rule,
-    )
     if spec.size == 1 or spec.shard == "none":
-        plan = replace(plan, total=keras.tree.flatten(x)[0].shape[0])
+        plan = Rows(
+            "arrays, already split" if spec.size > 1 else "arrays",
+            batch_size=batch_size,
+            total=keras.tree.flatten(x)[0].shape[0],
+            steps_before=steps,
+            steps=own_steps,
+            rule=rule,
+        )
         return Feed(pieces, plan, DataAdapter(x, own_steps), keras_steps=own_steps)
     arrays = Arrays.of(x, y, sample_weight)
     if arrays.num_rows == 0:
@@ -267,58 +266,48 @@ def validation_feed(
             "Pass at least one row, or no `validation_data`."
         )
     rows_per_step = batch_size or _BATCH_SIZE
-    if spec.is_global:
-        return _deal_arrays(arrays, rows_per_step, steps, own_steps, rule, spec)
-    own = arrays.take_local_rows(rank=spec.rank, size=spec.size)
-    steps_per_pass = -(-own.num_rows // rows_per_step)
-    pieces = own.pieces()
-    if own.is_on_disk:
-        pieces = dict.fromkeys(pieces) | {"x": own.in_batches(rows_per_step)}
-    plan = replace(
-        plan,
-        kind="arrays, sharded by row",
-        total=arrays.num_rows,
-        of_rank=own.num_rows,
-        steps_before=steps or -(-arrays.num_rows // rows_per_step),
-        steps=min(own_steps or steps_per_pass, steps_per_pass),
-    )
-    adapter = DataAdapter(
-        pieces["x"], steps_per_pass, has_rows=spec.rank < arrays.num_rows
-    )
-    facts = {"the number of validation rows": arrays.num_rows}
-    keras_steps = own_steps and plan.steps
-    return Feed(pieces, plan, adapter, arrays, keras_steps=keras_steps, facts=facts)
-
-
-def _deal_arrays(
-    arrays: Arrays,
-    batch_size: int,
-    steps_before: int | None,
-    steps: int | None,
-    rule: str,
-    spec: ShardSpec,
-) -> Feed:
-    """Deal whole batches of validation rows: the batches of one process."""
-    in_pass = -(-arrays.num_rows // batch_size)
-    total = min(steps or in_pass, in_pass)
-    has_rows = spec.rank < total
-    dealer = Dealer(spec.rank if has_rows else 0, spec.size, is_training=False)
-    dataset = arrays.in_batches(
-        batch_size, lambda rows: dealer.deal(rows.take(total), is_marked=False)
-    )
+    adapter = _evaluate_arrays(arrays, rows_per_step, own_steps, spec)
     plan = Rows(
-        "arrays, sharded by batch",
-        batch_size=batch_size,
-        is_global=True,
+        "arrays, sharded by " + ("batch" if spec.is_global else "row"),
+        batch_size=rows_per_step if spec.is_global else batch_size,
+        is_global=spec.is_global,
         total=arrays.num_rows,
-        steps_before=steps_before or in_pass,
-        steps=-(-total // spec.size),
+        of_rank=None
+        if spec.is_global
+        else len(range(spec.rank, arrays.num_rows, spec.size)),
+        steps_before=steps or -(-arrays.num_rows // rows_per_step),
+        steps=finite_or_none(adapter.length),
         rule=rule,
     )
-    pieces = {"x": dataset, "y": None, "sample_weight": None}
-    facts = {"the number of validation rows": arrays.num_rows}
-    adapter = DataAdapter(dataset, count_batches(dataset), has_rows=has_rows)
-    return Feed(pieces, plan, adapter, arrays, facts=facts)
+    return Feed(
+        dict.fromkeys(pieces) | {"x": adapter.data},
+        plan,
+        adapter,
+        arrays,
+        facts={"the number of validation rows": arrays.num_rows},
+    )
+
+
+def _evaluate_arrays(
+    arrays: Arrays, batch_size: int, steps: int | None, spec: ShardSpec
+) -> DataAdapter:
+    """Shard rows; with `batch="global"` deal the batches of one process, undivided.
+
+    `steps` are those of this rank, or with `batch="global"` of all together.
+    """
+    if spec.is_global:
+        in_pass = -(-arrays.num_rows // batch_size)
+        total = min(steps or in_pass, in_pass)
+        has_rows = spec.rank < total
+        dealer = Dealer(spec.rank if has_rows else 0, spec.size, is_training=False)
+        data = arrays.in_batches(
+            batch_size, lambda rows: dealer.deal(rows.take(total), is_marked=False)
+        )
+    else:
+        has_rows = spec.rank < arrays.num_rows
+        local = arrays.take_local_rows(rank=spec.rank, size=spec.size)
+        data = local.in_batches(batch_size, lambda rows: rows.take(steps or -1))
+    return DataAdapter(data, count_batches(data), has_rows=has_rows)
 
 
 def hold_out(
@@ -405,12 +394,12 @@ def _feed_batches(
     steps = arguments["steps_per_epoch"]
     if source.has_seeded_passes and steps is None and spec.position:
         skip_epochs(source.data, spec.position.epoch)
+    source.class_weight = class_weight
     adapter = adapt_batches(
         source,
         spec,
         is_training=True,
         shuffle=shuffle,
-        class_weight=class_weight,
     )
     if adapter.is_weighed:
         arguments = arguments | {"class_weight": None}  # the batches have it

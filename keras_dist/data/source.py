@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import itertools
 import random
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.data.arrays import UNEVEN
-from keras_dist.data.dealer import num_rows
+from keras_dist.data.dealer import add_class_weights, num_rows
 from keras_dist.data.draws import preserve_generators
 from keras_dist.data.pipeline import (
     as_untuned,
@@ -31,6 +32,10 @@ from keras_dist.data.presharded import Presharded, presharded_of
 
 # The number of batches that are compared to see whether ranks read the same data.
 _LOOKS = 2
+
+# How many batches of an iterator TensorFlow would have read ahead on one process.
+_READ_AHEAD: "weakref.WeakKeyDictionary[Iterator[Any], int]"
+_READ_AHEAD = weakref.WeakKeyDictionary()
 
 
 class DeclaredIterable:
@@ -68,6 +73,8 @@ class Source:
         presharded: How it was divided before its rows were decoded, if it was.
         is_declared: Whether the user says that all ranks have the same batches: of what
             `shard` returned, `data` is all of it.
+        class_weight: Weights of classes, which become weights of rows (`weigh`,
+            `standardize`): Keras would take a mark for the targets. `None` for none.
         has_seeded_passes: Whether the order of each pass follows from seeds and its
             number, so that beginning one changes all later ones.
         note: What the plan says of it, beside how it is sharded.
@@ -87,6 +94,7 @@ class Source:
         self.is_same, self.note = is_same or self.is_declared, ""
         self.lengths: tuple[float | None, ...] = ()
         self.row: Any = None
+        self.class_weight: dict[int, float] | None = None
         self.length = count_batches(self.data)
         is_dataset = isinstance(self.data, tf.data.Dataset)
         self.has_seeded_passes = is_dataset and has_seeded_passes(self.data)
@@ -144,6 +152,8 @@ class Source:
         if self.has_seeded_passes and self.length is None:
             self._begun = self._begun or self.new_pass()
         if self._begun is not None:
+            if not self.is_repeatable and not self._buffered:
+                self._skip_read_ahead(self._begun)
             more = 0 if self._unread else max(count - len(self._buffered), 0)
             self._buffered += itertools.islice(self._begun, more)
             return self._buffered[:count]
@@ -156,20 +166,38 @@ class Source:
         """Begin a pass, as Keras does on one process.
 
         A generator goes on where the pass before it ended. Keras has looked at two
-        batches of it, with which each pass begins, and reads one batch ahead, which is
-        lost where a pass ends before the generator.
+        batches of it, with which each pass begins, and TensorFlow reads one ahead,
+        which is lost where a pass ends. It is left out when the next pass begins: to
+        wait for it before might take forever.
 
         Args:
             global_batch: The batches that are one of one process.
         """
         if self.is_repeatable:
             return iter(self)
-        looks = self.first(_LOOKS * global_batch)
+        count = _LOOKS * global_batch
+        looks = self.first(count)
         if self._unread is None:
             # `chain` does not close a generator that it reads.
-            rest = self._buffered[_LOOKS * global_batch :]
-            self._unread = itertools.chain(rest, self.data)
-        return _read_ahead(itertools.chain(looks, self._unread), global_batch)
+            self._unread = itertools.chain(self._buffered[count:], self.data)
+        else:
+            self._skip_read_ahead(self._unread)
+
+        return self._read_on(looks, self._unread, global_batch)
+
+    def _read_on(
+        self, looks: list[Any], unread: Iterator[Any], global_batch: int
+    ) -> Iterator[Any]:
+        yield from looks[:-1]
+        with contextlib.suppress(TypeError):  # some have no weak references
+            _READ_AHEAD[self.data] = global_batch
+        yield from itertools.chain(looks[-1:], unread)
+
+    def _skip_read_ahead(self, batches: Iterator[Any]) -> None:
+        count = 0
+        with contextlib.suppress(TypeError):
+            count = _READ_AHEAD.pop(self.data, 0)
+        next(itertools.islice(batches, count, count), None)
 
     def __iter__(self) -> Iterator[Any]:
         if not self.is_repeatable:
@@ -221,7 +249,20 @@ class Source:
     def standardize(self, batch: Any) -> Any:
         """Convert a batch to what Keras hands to a step; of a data set it is that."""
         is_dataset = isinstance(self.data, tf.data.Dataset)
-        return batch if is_dataset else standardize(batch)
+        batch = batch if is_dataset else standardize(batch)
+        return add_class_weights(batch, self.class_weight)
+
+    def weigh(self) -> Any:
+        """Return the data set, with the weights of its rows' classes, if any."""
+        if not self.class_weight:
+            return self.data
+        is_tuple = type(self.data.element_spec) is tuple
+
+        @tf.autograph.experimental.do_not_convert
+        def weigh(*batch: Any) -> Any:
+            return self.standardize(batch if is_tuple else batch[0])
+
+        return self.data.map(weigh, tf.data.AUTOTUNE, deterministic=True)
 
     def fingerprint(self, size: int) -> list[str]:
         """Digest each component of the first batches: alike if ranks read the same.
@@ -261,21 +302,6 @@ def draw_other_numbers() -> Iterator[None]:
         random.random()
         np.random.random()
         yield
-
-
-def _read_ahead(batches: Iterator[Any], count: int) -> Iterator[Any]:
-    """Yield each batch after the `count` behind it were read.
-
-    >>> batches = iter(range(5))
-    >>> next(_read_ahead(batches, 2)), list(batches)
-    (0, [3, 4])
-    """
-    ahead: list[Any] = []
-    for batch in batches:
-        ahead.append(batch)
-        if len(ahead) > count:
-            yield ahead.pop(0)
-    yield from ahead
 
 
 def first_batches(dataset: tf.data.Dataset, count: int, held: list[Any]) -> list[Any]:

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.data.dealer import Dealer, add_class_weights, marked
+from keras_dist.data.dealer import Dealer, marked
 from keras_dist.data.division import ShardSpec
 from keras_dist.data.source import Source
 from keras_dist.errors import RankError, describe, mark_known
@@ -86,8 +86,8 @@ class StreamReader:
             yield marked(batch, has_rows) if self.is_marked else batch
 
     def _next_pass(self) -> Iterator[Any]:
-        shares_batches = self._spec.is_global or self._dealer.size == 1
-        batches = self._source.next_pass(1 if shares_batches else self._spec.size)
+        is_local = self._dealer.size == 1
+        batches = self._source.next_pass(1 if is_local else self._spec.batches_per_step)
         yield from itertools.islice(batches, self._limit)
 
     def _next(self, batches: Iterator[Any]) -> tuple[Any, Any] | None:
@@ -126,13 +126,10 @@ class StreamReader:
         return self.failure
 
     def _signature(self) -> Any:
-        data, class_weight = self._source.data, self._dealer.class_weight
-        if isinstance(data, tf.data.Dataset):
-            spec = data.element_spec
+        if isinstance(self._source.data, tf.data.Dataset):
+            spec = self._source.weigh().element_spec
             if self._dealer.splits_batches:
                 spec = keras.tree.map_structure(_any_rows, spec)
-            if class_weight:
-                spec = (*spec[:2], tf.TensorSpec([None], "float32"))
             return spec
         looks = [self._source.standardize(batch) for batch in self._source.first(2)]
         if not looks:
@@ -140,7 +137,6 @@ class StreamReader:
                 "There is no data. Received: "
                 f"a {self._source.type_name} without a batch."
             )
-        looks = [add_class_weights(batch, class_weight) for batch in looks]
         return keras.tree.map_structure(_find_spec, *looks)
 
 

@@ -1,6 +1,7 @@
 """Data that changes while it is read: generators, random loaders, caches in files."""
 
 import itertools
+import threading
 
 import keras
 import numpy as np
@@ -105,6 +106,32 @@ def test_a_generator_serves_several_fits_and_evaluations():
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     x = np.concatenate([x for x, _ in batches_at(23, 24, 25)])
     np.testing.assert_allclose(predicted, model.predict(x, verbose=0), rtol=1e-3)
+
+
+class Counts(keras.callbacks.Callback):
+    """Counts the steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = threading.Semaphore(0)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps.release()
+
+
+def test_a_generator_may_wait_for_a_callback():
+    """No batch is asked for before the step that it depends on is done."""
+    callback = Counts()
+
+    def wait():
+        yield from itertools.islice(endless(16, 6), 2)
+        assert callback.steps.acquire(timeout=30)
+        for batch in endless(16, 6):
+            assert callback.steps.acquire(timeout=30)
+            yield batch
+
+    arguments = {"steps_per_epoch": 3, "epochs": 2, "callbacks": [callback]}
+    assert len(trained(True, make_model(), wait(), **arguments)["loss"]) == 2
 
 
 class Shuffled(keras.utils.PyDataset):
