@@ -126,8 +126,6 @@ def run_job(
         contextlib.ExitStack() as stack,
     ):
         processes.allow_files()
-        if over_ssh:
-            _start_thread(_read_signals, stopped)
         port, timeout = place.port, _SSH_TIMEOUT if over_ssh else _TIMEOUT
         is_quiet, coordinator = over_ssh or is_slurm, None
         if place.rank == 0:
@@ -142,8 +140,10 @@ def run_job(
             coordinator = _start_thread(first.run)
         client = StoreClient(address, port, secret)
         host = Host(client, secret, place, num_ranks, stopped, is_quiet=is_quiet)
+        if over_ssh:
+            _start_thread(_read_signals, stopped, host)
         code = host.run(command, job, timeout)
-        if coordinator is not None:
+        if coordinator is not None and not host.is_cut:
             coordinator.join()
         return code
 
@@ -154,13 +154,14 @@ def _start_thread(function: Any, *args: Any) -> threading.Thread:
     return thread
 
 
-def _read_signals(stopped: list[int]) -> None:
-    """In a thread, read what `launch.ssh` writes."""
+def _read_signals(stopped: list[int], host: "Host") -> None:
+    """In a thread, read what `launch.ssh` writes, to the end of the connection."""
     # Without a buffer, whose lock this thread would hold when Python ends.
     lines = io.FileIO(0, closefd=False)
     for line in iter(lines.readline, b""):
         stopped.append(int(line))
     stopped.append(SIGHUP)
+    host.cut()
 
 
 class Host:
@@ -194,6 +195,7 @@ class Host:
         self._id = secrets.token_hex(8)
         self._state: Mapping[str, Any] = {}
         self._is_running = False
+        self.is_cut = False
         # Why the coordinator is not followed any more; empty if it is.
         self._gone = ""
 
@@ -221,6 +223,8 @@ class Host:
         _start_thread(self._keep_in_touch)
         start = 0
         while "code" not in self._state:
+            if self.is_cut:
+                return 128 + SIGHUP
             if self._gone:
                 raise ValueError(self._gone)
             if self._state["start"] == start:
@@ -239,6 +243,10 @@ class Host:
         if self._number and not self._is_quiet and self._state["text"]:
             print_message(self._state["text"])
         return int(self._state["code"])
+
+    def cut(self) -> None:
+        """End the ranks, and wait for nobody: what has started this host is gone."""
+        self.is_cut, self._gone = True, "The command that has started this one is gone."
 
     def _join(self, own: str, reached: str) -> None:
         """Describe this host to the coordinator."""
