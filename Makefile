@@ -93,6 +93,7 @@ clusters libraries: %: setup .venv-%/.ready
 	.venv-$@/bin/python -m pytest tests/$@ $(ALSO)
 
 libraries: ALSO := tests/trackers
+clusters: ALSO := tests/trackers/test_tune.py
 
 # Every claimed version, and what users install next; see noxfile.py.
 matrix: .venv-nox/.ready

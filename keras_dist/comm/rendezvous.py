@@ -5,22 +5,18 @@ serves a store there; every rank writes to it where it runs, and rank 0 answers 
 numbers of all. Then Horovod finds the ranks by the same store.
 """
 
-import contextlib
-import json
+import atexit
 import os
 import secrets
 import socket
-import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from keras_dist.clusters import Place
 from keras_dist.clusters.slurm import Slurm
+from keras_dist.launch import monitor
 from keras_dist.launch.failures import LOST_SECONDS
 from keras_dist.launch.hosts import ranges
 from keras_dist.launch.network import (
@@ -48,15 +44,8 @@ _TIMEOUT, _TICK = 120.0, 0.1
 # Seconds for which rank 0 stays, so that others read why they do not meet.
 _READ_SECONDS = 2.0
 
-# The store of the job, if this is rank 0: its thread ends with the process. And the
-# client of each rank that has met the others.
+# The store of the job, if this is rank 0: its thread ends with the process.
 _stores: list[Store] = []
-_clients: list[StoreClient] = []
-
-# The file in which torchrun looks for the error of a process.
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-
-_SECONDARY = "Another rank has ended while this one waited for it."
 
 
 def meet(place: Place) -> None:
@@ -85,6 +74,7 @@ def meet(place: Place) -> None:
         except OSError as error:
             raise RuntimeError(str(error)) from error
         _stores.append(store)
+        atexit.register(monitor.stay_for_readers)  # runs after Horovod's
     client = StoreClient(address, place.port, secret)
     try:
         own, reached = client.wait(socket.gethostname(), timeout=_TIMEOUT) or ("", "")
@@ -118,43 +108,6 @@ def meet(place: Place) -> None:
             SECRET: derived(secret, f"ranks {start['nonce']}"),
         }
     )
-    _clients.append(client)
-    _report_failures(place.rank, client)
-
-
-def describe_ended_rank() -> str:
-    """Return why a collective has ended early: by which rank, if that is known."""
-    for client in _clients:
-        for rank, host in client.of_kind("failed").items():
-            cause = f"Rank {rank} on {host} has failed; its traceback is the cause."
-            return f"{_SECONDARY} {cause}"
-    return f"{_SECONDARY} Its own error, printed by that rank, is the cause."
-
-
-def _report_failures(rank: int, client: StoreClient) -> None:
-    """Let the other ranks, and torchrun, know of an error that ends this rank.
-
-    Under `keras-dist run` the launcher does so.
-    """
-    print_error = sys.excepthook
-
-    def report(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        if not str(error).startswith(_SECONDARY):
-            client.put(f"failed.{rank}", socket.gethostname())
-        if path := os.environ.get(_ERROR_FILE):
-            lines = traceback.format_exception(kind, error, trace)
-            details = {
-                "py_callstack": "".join(lines),
-                "timestamp": f"{time.time():.0f}",
-            }
-            message = {"message": f"{kind.__name__}: {error}", "extraInfo": details}
-            with contextlib.suppress(OSError):
-                Path(path).write_text(json.dumps({"message": message}))
-        print_error(kind, error, trace)
-
-    sys.excepthook = report
 
 
 def _gather_ranks(place: Place, client: StoreClient) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def limited_start(rank: int, size: int) -> Iterator[None]:
         rank: Rank of this process, for the message.
         size: Number of ranks.
     """
-    limit = monitor.current_limit()
+    limit = monitor.limit_of()
     timer = threading.Timer(limit, _end, [rank, size, limit])
     timer.daemon = True
     if limit:

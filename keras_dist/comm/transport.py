@@ -13,7 +13,6 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.comm import settings
-from keras_dist.comm.rendezvous import describe_ended_rank
 from keras_dist.comm.world import World
 from keras_dist.launch import monitor
 
@@ -158,7 +157,7 @@ def explained() -> Iterator[None]:
     except tf.errors.UnknownError as error:
         if "Horovod has been shut down" not in str(error):
             raise
-        raise RuntimeError(describe_ended_rank()) from None
+        raise RuntimeError(monitor.describe_ended_rank()) from None
 
 
 def _check_size(link: ModuleType, tensor: Any) -> None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 from keras_dist.launch.hosts import ranges
 
@@ -28,32 +28,19 @@ _SAVED = "SavedExit"
 # The most characters of a line that is shown.
 _LONGEST = 500
 
-# Keras, AutoGraph and TensorFlow put the message of an error into one of their own,
-# which begins with where they were.
-# Keras: its head, the message, and the arguments of the call.
-_OF_CALL = re.compile(
-    r"Exception encountered when calling [^\n]*\n\n(.*?)"
-    r"(?=\n\nArguments received by |\Z)",
-    re.DOTALL,
+# Lines by which Keras, AutoGraph and TensorFlow say where they were, before a message;
+# code is indented further than a message is.
+_WHERE = re.compile(
+    r"\s*$| {5}|\s*File \"|(?:\w+: )?(?:in user code:|Exception encountered when "
+    r"|Could not automatically infer .* Error encountered:|Graph execution error:)"
+    r"|Detected at node |Node: |<stack traces unavailable>|\d+ root error\(s\) found"
 )
-# Keras, where it calls a layer without data to know the shape of what it returns.
-_OF_SHAPES = re.compile(
-    r"Could not automatically infer the output shape .*?Error encountered:\n\n",
-    re.DOTALL,
+# Colors, and what TensorFlow puts around a message.
+_MARKS = re.compile(
+    r"\x1b\[[\d;]*m|\{\{function_node [^}]*\}\} ?| \[Op:\w+\](?: name: ?)?$"
+    r"|^ *\(0\)\s*(?:\w+:)?\s*",
+    re.MULTILINE,
 )
-# AutoGraph: lines of code, each indented further, and the error with its name.
-_IN_USER_CODE = re.compile(
-    r"in user code:\n(?:\n|    File [^\n]*\n|     [^\n]*\n)*    (?=\S)"
-)
-# TensorFlow: where each node was made, whose lines are indented, and the message.
-_IN_GRAPH = re.compile(
-    r"Graph execution error:\n(?:\n|Detected at node [^\n]*\n|Node: [^\n]*\n"
-    r"|<stack traces unavailable>\n|[ \t][^\n]*\n"
-    r"|\d+ root error\(s\) found\.\n)*(?:\(0\)\s*(?:\w+:)?\s*)?"
-)
-_NODE = re.compile(r"\{\{function_node [^}]*\}\} ?")
-_OPERATION = re.compile(r" \[Op:\w+\](?: name: ?)?$", re.MULTILINE)
-_COLORS = re.compile(r"\x1b\[[\d;]*m")
 
 
 @dataclass(frozen=True)
@@ -97,28 +84,25 @@ def find_failure(
         ended_at: Time at which it ended; `None` while it runs.
         memory: The most memory that it used, in KiB.
     """
-    report = _report_of(Path(f"{path}.json"))
-    if not report and not returncode:
-        return None
-    code = 1 if not returncode else returncode if returncode > 0 else 128 - returncode
     # A rank that has written its report may still run, or be ended before its exit.
-    code = report.get("code", code)
-    if report:
+    if report := _read_report(f"{path}.json"):
         return Failure(
             rank=rank,
             time=report["time"],
-            code=code,
+            code=report["code"],
             summary=telling_line(report["kind"], report["message"]),
             text=report["text"],
             is_secondary=report["is_secondary"],
             is_saved=report["kind"] == _SAVED,
         )
+    if not returncode:
+        return None
     return Failure(
         rank=rank,
         time=ended_at or 0.0,
-        code=code,
-        summary=_summary(returncode or 0, memory),
-        text=_read(Path(f"{path}.crash")),
+        code=returncode if returncode > 0 else 128 - returncode,
+        summary=_describe_end(returncode, memory),
+        text=_read(f"{path}.crash"),
         is_secondary=False,
     )
 
@@ -169,18 +153,15 @@ def parse_report(values: Mapping[str, Any]) -> Report:
         AttributeError, KeyError, TypeError, ValueError: If it is none.
     """
     failures = [Failure(**failure) for failure in values["failures"]]
-    texts = [values["error"], *values["where"].values()]
-    for failure in failures:
-        texts += [failure.summary, failure.text]
-        numbers = [failure.rank, failure.code, failure.is_secondary, failure.is_saved]
-        is_timed = isinstance(failure.time, (int, float))
-        if not is_timed or not all(isinstance(number, int) for number in numbers):
-            raise TypeError(failure)
-    if not all(isinstance(text, str) for text in texts):
-        raise TypeError(texts)
     where = {int(rank): text for rank, text in values["where"].items()}
-    saved, finished = bool(values["saved"]), bool(values["finished"])
-    return Report(failures, where, saved, values["error"], finished)
+    report = Report(**{**values, "failures": failures, "where": where})
+    for part in (*failures, report):
+        for name, kind in get_type_hints(type(part)).items():
+            value = getattr(part, name)
+            kind = get_origin(kind) or ((int, float) if kind is float else kind)
+            if not isinstance(value, kind):
+                raise TypeError(f"{name}: {value!r}")
+    return report
 
 
 def verdict(
@@ -192,26 +173,37 @@ def verdict(
 ) -> tuple[str, int]:
     """Return the message for the user, and the exit code, of a job that has failed.
 
+    It is the first failure, with a line for each other rank.
+
     Args:
         reports: The reports that have come.
         cause: What happened to a host, and the exit code for it; `None` for nothing.
             It counts if no rank was the first to fail.
-        hosts: The host of each rank.
+        hosts: The host of each rank; empty names if there is one host alone.
         unknown: Ranks of hosts that have sent no report.
     """
     failures = sort_failures(
         [failure for report in reports for failure in report.failures]
     )
-    where = {rank: text for report in reports for rank, text in report.where.items()}
+    positions = {r: text for report in reports for r, text in report.where.items()}
+    where = {rank: f" on {host}" for rank, host in hosts.items() if host}
     if cause is not None and all(failure.is_secondary for failure in failures):
-        text, code = cause
-        text = explain_lost(text, failures, where, hosts=hosts, unknown=unknown)
-        return text, code
-    if failures:
-        size = len(hosts)
-        text = explain(failures, where, num_ranks=size, hosts=hosts, unknown=unknown)
-        return text, failures[0].code
-    return "keras-dist: the job was ended.", 1
+        lines, code = [f"keras-dist: {cause[0]}"], cause[1]
+        others = sorted(set(hosts) - set(unknown))
+    elif not failures:
+        return "keras-dist: the job was ended.", 1
+    elif all(each.is_saved or each.is_secondary for each in failures) and (
+        failures[0].is_saved
+    ):
+        return (
+            "keras-dist: the ranks were asked to end by SIGTERM, and have saved. "
+            "The same command goes on from there."
+        ), failures[0].code
+    else:
+        lines, code = _describe_first(failures[0], positions, where), failures[0].code
+        others = sorted(set(hosts) - {failures[0].rank})
+    outcomes = _describe_others(others, failures, positions, where, unknown)
+    return "\n".join([*lines, *outcomes]), code
 
 
 def lost_text(host: str, ranks: Sequence[int]) -> str:
@@ -220,66 +212,21 @@ def lost_text(host: str, ranks: Sequence[int]) -> str:
     return f"host {host} has not responded for {LOST_SECONDS:g} s ({named})."
 
 
-def explain(
-    failures: Sequence[Failure],
-    positions: Mapping[int, str],
-    *,
-    num_ranks: int,
-    hosts: Mapping[int, str] | None = None,
-    unknown: Collection[int] = (),
-) -> str:
-    """Describe the first failure, with a line for each other rank.
-
-    Args:
-        failures: The failures, sorted by `sort_failures`; at least one.
-        positions: The position of each rank in words; see `Ranks.where`. Ranks that
-            have ended with exit code 0 are left out.
-        num_ranks: Number of ranks.
-        hosts: The host of each rank; empty names if there is one host alone.
-        unknown: Ranks of hosts that have sent no report.
-    """
-    first = failures[0]
-    if all(failure.is_saved or failure.is_secondary for failure in failures) and (
-        first.is_saved
-    ):
-        return (
-            "keras-dist: the ranks were asked to end by SIGTERM, and have saved. "
-            "The same command goes on from there."
-        )
-    where = {r: f" on {host}" for r, host in (hosts or {}).items() if host}
+def _describe_first(
+    first: Failure, positions: Mapping[int, str], where: Mapping[int, str]
+) -> list[str]:
+    """Return the lines for the rank that failed first: where it was, and its error."""
     named = f"{first.rank}{where.get(first.rank, '')}"
-    position = positions.get(first.rank, "and it is not known where")
-    lines = [f"keras-dist: rank {named} failed first, {position}."]
-    lines += [first.text.rstrip()] if first.text else []
-    lines += [f"Rank {named}: {first.summary}"]
-    others = [rank for rank in range(num_ranks) if rank != first.rank]
-    return "\n".join(lines + _outcomes(others, failures, positions, where, unknown))
+    if first.rank not in positions:  # it ended inside of a fit, with exit code 0
+        return [f"keras-dist: rank {named} {first.summary}."]
+    return [
+        f"keras-dist: rank {named} failed first, {positions[first.rank]}.",
+        *([first.text.rstrip()] if first.text else []),
+        f"Rank {named}: {first.summary}",
+    ]
 
 
-def explain_lost(
-    message: str,
-    failures: Sequence[Failure],
-    positions: Mapping[int, str],
-    *,
-    hosts: Mapping[int, str],
-    unknown: Collection[int],
-) -> str:
-    """Return the message for the user if the cause is a host, and not a rank.
-
-    Args:
-        message: What happened to the host.
-        failures: The failures of the ranks of other hosts.
-        positions: See `explain`.
-        hosts: The host of each rank.
-        unknown: Ranks of hosts that have sent no report.
-    """
-    where = {rank: f" on {host}" for rank, host in hosts.items() if host}
-    known = sorted(set(hosts) - set(unknown))
-    lines = _outcomes(known, failures, positions, where, ())
-    return "\n".join([f"keras-dist: {message}", *lines])
-
-
-def _outcomes(
+def _describe_others(
     ranks: Sequence[int],
     failures: Sequence[Failure],
     positions: Mapping[int, str],
@@ -299,12 +246,14 @@ def _outcomes(
             outcome = f" was {positions[rank]}: {summaries.get(rank, 'ended with it')}"
         alike.setdefault(outcome, []).append(rank)
     if len(ranks) > _MOST_LINES:
-        return [_line(own, outcome, where) for outcome, own in alike.items()]
+        return [_describe_alike(own, outcome, where) for outcome, own in alike.items()]
     pairs = sorted((rank, text) for text, own in alike.items() for rank in own)
-    return [_line([rank], outcome, where) for rank, outcome in pairs]
+    return [_describe_alike([rank], outcome, where) for rank, outcome in pairs]
 
 
-def _line(ranks: Sequence[int], outcome: str, where: Mapping[int, str]) -> str:
+def _describe_alike(
+    ranks: Sequence[int], outcome: str, where: Mapping[int, str]
+) -> str:
     """One line for ranks with the same outcome."""
     if len(ranks) == 1:
         return f"Rank {ranks[0]}{where.get(ranks[0], '')}{outcome}"
@@ -325,7 +274,7 @@ def print_message(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _summary(returncode: int, memory: int) -> str:
+def _describe_end(returncode: int, memory: int) -> str:
     """Return how a rank ended that wrote no report."""
     if returncode >= 0:
         return f"ended with exit code {returncode}, and without a Python error"
@@ -361,33 +310,26 @@ def telling_line(kind: str, message: str) -> str:
     >>> telling_line("ValueError", "in user code:\\n\\n    ValueError: No tea.\\n")
     'ValueError: No tea.'
     """
-    text = _COLORS.sub("", message)
-    before = None
-    while before != text:  # one may be inside of the other
-        before = text
-        text = _OF_CALL.sub(lambda found: found[1], text, count=1)
-        text = _OF_SHAPES.sub("", text, count=1)
-        text = _IN_USER_CODE.sub("", text, count=1)
-        text = _IN_GRAPH.sub("", text, count=1)
-        text = _NODE.sub("", text)
-        text = _OPERATION.sub("", text)
-    line = next((each.strip() for each in text.splitlines() if each.strip()), "")
-    line = line.removeprefix(f"{kind}: ")
+    text = _MARKS.sub("", message)
+    head = text[: text.find(": ") + 2] if text.startswith("On rank ") else ""
+    lines = text.removeprefix(head).splitlines()
+    line = next((each.strip() for each in lines if not _WHERE.match(each)), "")
+    line = head + line.removeprefix(f"{kind}: ")
     if len(line) > _LONGEST:
         line = f"{line[:_LONGEST]} …"
     return f"{kind}: {line}" if line else kind
 
 
-def _report_of(path: Path) -> dict[str, Any]:
+def _read_report(path: str) -> dict[str, Any]:
     try:
-        report = json.loads(path.read_text())
-    except (OSError, ValueError):
+        report = json.loads(_read(path))
+    except ValueError:
         return {}
     return report if isinstance(report, dict) else {}
 
 
-def _read(path: Path) -> str:
+def _read(path: str) -> str:
     try:
-        return path.read_text(errors="replace")
+        return Path(path).read_text(errors="replace")
     except OSError:
         return ""

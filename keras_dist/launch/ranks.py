@@ -272,7 +272,18 @@ class Ranks:
             )
             if failure is not None:
                 failures.append(failure)
+        if failures and all(failure.is_secondary for failure in failures):
+            failures += self._find_early_ends()
         return failures
+
+    def _find_early_ends(self) -> list[Failure]:
+        """Return ranks that ended inside of a fit, for which others have failed."""
+        return [
+            Failure(rank, ended_at, 1, position.describe_end("exit code 0"), "", False)
+            for rank, (ended_at, _) in self._ended.items()
+            if not self._processes[rank].returncode
+            and (position := record.read(self._path(rank, "record"))).phase
+        ]
 
     def _request_stacks(self) -> None:
         """Let running ranks write their stacks, and wait for it, at most a second."""

@@ -68,6 +68,44 @@ def test_data_that_fails_after_a_callback_has_read_results_ends_all(tmp_path):
     assert done.returncode == 1 and "KeyError" in done.stderr and "tea" in done.stderr
 
 
+_LEAVES = """
+import sys
+import keras, keras_dist, numpy as np
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+class Leaves(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 2 and keras_dist.rank() in map(int, sys.argv[1:]):
+            sys.exit(0)
+keras_dist.dist_fit(model, np.ones((9, 2)), np.ones(9), batch_size=4, verbose=0,
+                    epochs=4, callbacks=[Leaves()])
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_leaves_while_others_train_is_the_cause(tmp_path, rank):
+    """By `sys.exit(0)`: said by the launcher, and by the other rank."""
+    script = tmp_path / "script.py"
+    script.write_text(_LEAVES)
+    command = [str(script), str(rank)]
+    done = launch(command, ranks=2, timeout=100)
+    assert done.returncode == 1, done.stderr
+    text = "ended with exit code 0 in epoch 3 while others were training."
+    report = done.stderr[done.stderr.rindex("keras-dist: rank") :].splitlines()
+    assert report[0] == f"keras-dist: rank {rank} {text}"
+    other = f"Rank {1 - rank} was at the beginning of epoch 3"
+    assert report[1].startswith(other) and "one waited for it. Rank" in report[1]
+    assert len(report) == 2
+
+
+def test_ranks_that_leave_together_have_not_failed(tmp_path):
+    """Each by `sys.exit(0)` in the same epoch."""
+    script = tmp_path / "script.py"
+    script.write_text(_LEAVES)
+    done = launch([str(script), "0", "1"], ranks=2, timeout=100)
+    assert done.returncode == 0 and "epoch 3" not in done.stderr, done.stderr
+
+
 _KILLED = """
 import os, signal, sys
 import keras, keras_dist, numpy as np

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 from test_launch import start
 
-from keras_dist.launch.failures import Failure, explain
+from keras_dist.launch.failures import Failure, Report, verdict
 from keras_dist.launch.monitor.watchdog import OtherRanks
 from keras_dist.launch.store import (
     Store,
@@ -150,7 +150,8 @@ def test_the_outcomes_of_a_thousand_ranks_are_few_lines():
     where = {rank: "in step 7 of epoch 1" for rank in range(992)}
     hosts = {rank: f"h{rank // 8}" for rank in range(1000)}
     unknown = range(992, 1000)
-    text = explain([failure], where, num_ranks=1000, hosts=hosts, unknown=unknown)
+    report = Report([failure], where)
+    text, _ = verdict([report], None, hosts=hosts, unknown=unknown)
     assert text.splitlines() == [
         "keras-dist: rank 7 on h0 failed first, in step 7 of epoch 1.",
         "Rank 7 on h0: KeyError: 'tea'",

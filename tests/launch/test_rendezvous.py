@@ -191,26 +191,29 @@ def test_another_secret_is_refused():
 
 
 FAIL = """
+import os, sys
 import keras_dist
-if keras_dist.rank() == 1:
+if keras_dist.rank() == int(os.environ["FAILS"]):
     raise KeyError("tea")
 keras_dist.gather("never")
 """
 
 
-def test_a_rank_that_fails_is_named_on_the_others_and_to_torchrun(tmp_path):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_is_named_on_the_others_and_to_torchrun(tmp_path, rank):
     """Its traceback on itself, a line on the others, and torchrun's error file."""
 
     def variables(rank, size, port):
         file = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / f"{rank}.json")}
         return torchrun(rank, size, port) | file
 
-    (code, first), (failed, second) = run_ranks(variables, [0, 1], 2, script=FAIL)
-    assert code == failed == 1
-    assert "KeyError: 'tea'" in second and "Traceback" in second
-    line = f"Rank 1 on {socket.gethostname()} has failed; its traceback is the cause."
-    assert line in first and line not in second, first
-    message = json.loads((tmp_path / "1.json").read_text())["message"]
+    done = run_ranks(variables, [0, 1], 2, script=FAIL, env={"FAILS": f"{rank}"})
+    assert [code for code, _ in done] == [1, 1]
+    failed, other = done[rank][1], done[1 - rank][1]
+    assert "KeyError: 'tea'" in failed and "Traceback" in failed
+    line = f"Rank {rank} on {socket.gethostname()} has failed; its traceback is the"
+    assert line in other and line not in failed, other
+    message = json.loads((tmp_path / f"{rank}.json").read_text())["message"]
     assert message["message"] == "KeyError: 'tea'"
     assert "Traceback" in message["extraInfo"]["py_callstack"]
 
@@ -233,3 +236,25 @@ def test_a_first_rank_that_ends_before_all_have_come_is_named():
     assert (first, code) == (9, 1)
     assert "Rank 0, started by torchrun, has ended before the ranks" in out, out
     assert time.monotonic() - begin < 60
+
+
+LEAVE = """
+import os, sys
+import keras, keras_dist, numpy as np
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+class Leaves(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 2 and keras_dist.rank() == 0:
+            sys.exit(0)
+keras_dist.dist_fit(model, np.ones((9, 2)), np.ones(9), batch_size=4, verbose=0,
+                    epochs=4, callbacks=[Leaves()])
+"""
+
+
+def test_a_rank_that_leaves_while_others_train_is_named_on_them():
+    """By `sys.exit(0)` on the rank with the store, which stays for a moment."""
+    (code, _), (failed, second) = run_ranks(torchrun, [0, 1], 2, script=LEAVE)
+    assert (code, failed) == (0, 1)
+    text = "ended with no error in epoch 3 while others were training."
+    assert f"Rank 0 on {socket.gethostname()} {text}" in second, second

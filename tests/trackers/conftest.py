@@ -9,7 +9,7 @@ from needs import leave_out
 _NEEDS = {
     "test_mlflow": ("mlflow",),
     "test_wandb": ("wandb",),
-    "test_tune": ("keras_tuner", "optuna"),
+    "test_tune": ("optuna",),
 }
 
 

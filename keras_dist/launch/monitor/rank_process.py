@@ -86,12 +86,16 @@ def _shortened(text: str) -> str:
     return f"{text[:half]} … ({left_out} characters left out) … {text[-half:]}"
 
 
+def is_secondary(message: str) -> bool:
+    """Return True if an error with this message has its cause on another rank."""
+    return message.startswith("On rank ") or any(
+        text in message for text in _FROM_ANOTHER_RANK
+    )
+
+
 def report_error(error: BaseException) -> None:
     """Write the report that this error ends the rank."""
     message = str(error)
-    is_secondary = message.startswith("On rank ") or any(
-        text in message for text in _FROM_ANOTHER_RANK
-    )
     lines = traceback.format_exception(type(error), error, _own(error.__traceback__))
     code = 1
     if isinstance(error, SystemExit) and isinstance(error.code, int):
@@ -100,7 +104,7 @@ def report_error(error: BaseException) -> None:
         type(error).__name__,
         message,
         "".join(lines),
-        is_secondary=is_secondary,
+        is_secondary=is_secondary(message),
         code=code,
     )
 

@@ -6,7 +6,6 @@ all the time, do not count; `psutil` has bytes for whole processes alone.
 
 import atexit
 import os
-import re
 import socket
 import sys
 import threading
@@ -15,8 +14,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from keras_dist.launch.hosts import ranges
+from keras_dist.launch.failures import ranks_in_words
 from keras_dist.launch.monitor import rank_process, record, stacks
+from keras_dist.launch.monitor.end_note import note_end
 from keras_dist.launch.store import StoreClient, client_of
 
 VARIABLE = "KERAS_DIST_STALL_SECONDS"
@@ -30,15 +30,15 @@ EXIT_CODE = 70
 # the rank that looks at all others, and what it has found when none makes progress.
 _OBSERVER, _STALLED = "observer", "stalled"
 
+# In the line about ranks for which the others wait.
+_MISSING = " missing: "
+
 # Another rank counts as idle after this fraction of the limit, since the last progress
 # of all may have been noticed a little later there.
 _ALMOST = 0.8
 
 # A rank has no heartbeat after this fraction of the limit without a new one.
 _SILENT = 0.25
-
-# A line of `OtherRanks.announce`.
-_MISSING = re.compile(r"Ranks? [\d, to]+ (is|are) missing")
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -100,8 +100,10 @@ class Watchdog(threading.Thread):
             before = now
             idle = progress.idle(now)
             self.publish(idle)
-            if idle > self._limit / 2 and self._is_stalled(idle, now):
-                self._end(idle)
+            if idle > self._limit / 2:
+                own = self._status(idle)
+                if (rank_lines := self._find_stall(own, now)) is not None:
+                    self._end(own, rank_lines)
 
     def publish(self, idle: float) -> None:
         """Write a heartbeat to the store.
@@ -130,37 +132,21 @@ class Watchdog(threading.Thread):
             "without": sorted(self._ignored_threads),
         }
 
-    def _is_stalled(self, idle: float, now: float) -> bool:
-        """Return whether no rank makes progress while one is in a fit."""
-        if self._others is None:
-            # A rank that waits in a collective cannot know whether the others work. So
-            # only a rank that is idle in the user's code, in a fit, ends the job.
-            status = self._status(idle)
-            return idle > self._limit and bool(
-                status["is_with_others"] and status["code"]
-            )
-        if self._others.announced() is not None:
-            return True
-        if not self._others.observes(now):
-            return False
-        are_idle, is_any_with_others = self._others.are_idle(now)
-        own = self._status(idle)
-        is_any_with_others |= own["is_with_others"]
-        return are_idle and idle > self._limit and is_any_with_others
-
-    def _end(self, idle: float) -> None:
-        """Print where every rank is and the stacks of this one, and exit."""
-        own = self._status(idle)
-        rank_lines: list[str] = []
+    def _find_stall(self, own: dict[str, Any], now: float) -> list[str] | None:
+        """Return lines about all ranks if none makes progress while one is in a fit."""
         if self._others is not None:
-            announced = self._others.announced()
-            now = time.monotonic()
-            rank_lines = announced or self._others.announce(own, now)
+            return self._others.find_stall(own, now)
+        # A rank that waits in a collective cannot know whether the others work. So
+        # only a rank that is idle in the user's code, in a fit, ends the job.
+        is_cause = own["idle"] > self._limit and own["is_with_others"] and own["code"]
+        return [] if is_cause else None
+
+    def _end(self, own: dict[str, Any], rank_lines: list[str]) -> None:
+        """Print where every rank is and the stacks of this one, and exit."""
         message = f"no rank has made progress for {self._limit:g} s"
-        code = own["code"] or "it waits there"
         lines = [
-            f"keras_dist: {message}, and the job ends. "
-            f"Rank {self._rank} is {own['position']}: {code}.",
+            f"keras_dist: {message}, and the job ends. Rank {self._rank} is "
+            f"{own['position']}: {own['code'] or 'it waits there'}.",
             *rank_lines,
             stacks.text(exclude=self),
             "If the ranks were working, raise the limit: "
@@ -169,9 +155,7 @@ class Watchdog(threading.Thread):
         text = "\n".join(lines) + "\n"
         os.write(2, text.encode(errors="replace"))
         # A rank that is in the user's code while others wait for it is the cause.
-        is_secondary = not own["code"] and any(
-            _MISSING.match(line) for line in rank_lines
-        )
+        is_secondary = not own["code"] and any(_MISSING in line for line in rank_lines)
         rank_process.write_report(
             "Stalled", message, text, is_secondary=is_secondary, code=EXIT_CODE
         )
@@ -208,6 +192,22 @@ class OtherRanks:
     def publish(self, status: dict[str, Any]) -> None:
         """Write this rank's heartbeat."""
         self._store.put(str(self._rank), status)
+
+    def find_stall(self, own: dict[str, Any], now: float) -> list[str] | None:
+        """Return a line for each group of ranks if none makes progress.
+
+        Args:
+            own: The status of this rank.
+            now: The time, as of `time.monotonic`.
+        """
+        if (lines := self.announced()) is not None:
+            return lines
+        if not self.observes(now):
+            return None
+        are_idle, is_any_with_others = self.are_idle(now)
+        is_any_with_others |= own["is_with_others"]
+        is_stalled = are_idle and is_any_with_others and own["idle"] > self._limit
+        return self.announce(own, now) if is_stalled else None
 
     def observes(self, now: float) -> bool:
         """Return whether this rank, which is idle, is the one that looks at all others.
@@ -263,10 +263,9 @@ class OtherRanks:
         Returns:
             A line for each missing rank, and for each position in which ranks wait.
         """
-        statuses = {self._rank: own, **dict(self._statuses())}
         missing: dict[str, list[int]] = {}
         waiting: dict[str, list[int]] = {}
-        for rank, status in sorted(statuses.items()):
+        for rank, status in sorted({self._rank: own, **dict(self._statuses())}.items()):
             if status is None or self._is_silent(rank, status, now):
                 missing.setdefault("it does not answer", []).append(rank)
             elif status["code"]:
@@ -274,14 +273,13 @@ class OtherRanks:
                 missing.setdefault(position, []).append(rank)
             else:
                 waiting.setdefault(status["position"], []).append(rank)
-        lines = []
-        for position, ranks in missing.items():
-            found = f"Rank {ranks[0]} is missing"
-            if len(ranks) > 1:
-                found = f"{_named(ranks)} are missing"
-            lines.append(f"{found}: {position}.")
+        lines = [
+            f"{ranks_in_words(ranks).capitalize()} {'is' if len(ranks) == 1 else 'are'}"
+            f"{_MISSING}{position}."
+            for position, ranks in missing.items()
+        ]
         for position, ranks in waiting.items():
-            lines.append(f"Waiting {position}: {_named(ranks).lower()}.")
+            lines.append(f"Waiting {position}: {ranks_in_words(ranks)}.")
         self._store.put(_STALLED, lines)
         return lines
 
@@ -296,30 +294,24 @@ class OtherRanks:
 
     def _is_idle(self, rank: int, status: dict[str, Any], now: float) -> bool:
         """Return whether another rank makes no progress, by its heartbeats."""
-        beat, since, before = self._seen.get(rank, (-1, 0.0, {}))
-        is_here = status["host"] == socket.gethostname()
+        beat, _, before = self._seen.get(rank, (-1, 0.0, {}))
         now_used: Usage = {}
-        if is_here:
+        if is_here := status["host"] == socket.gethostname():
             now_used = used(status["pid"], ignored_threads=status["without"])
-        if status["beat"] == beat:
-            # No new heartbeat: the process is suspended, has ended, or works in a
-            # library that keeps the GIL so that its watchdog cannot run.
-            if is_here and is_work(growth(before, now_used), now - since):
-                self._seen[rank] = beat, now, now_used
-                return False
-            # Or it is about to send one, and was idle when it sent the last one.
-            is_silent = now - since > _SILENT * self._limit
-            return is_silent or bool(status["idle"] > _ALMOST * self._limit)
-        self._seen[rank] = status["beat"], now, now_used
-        return bool(status["idle"] > _ALMOST * self._limit)
+        if status["beat"] != beat:
+            self._seen[rank] = status["beat"], now, now_used
+        # No new heartbeat: the process is suspended, has ended, or works in a library
+        # that keeps the GIL so that its watchdog cannot run.
+        elif is_here and is_work(growth(before, now_used), now - self._seen[rank][1]):
+            self._seen[rank] = beat, now, now_used
+            return False
+        # Or it is about to send one, and was idle when it sent the last one.
+        is_idle = status["idle"] > _ALMOST * self._limit
+        return bool(is_idle or self._is_silent(rank, status, now))
 
     def _is_silent(self, rank: int, status: dict[str, Any], now: float) -> bool:
         beat, since, _ = self._seen.get(rank, (-1, 0.0, {}))
         return bool(status["beat"] == beat and now - since > _SILENT * self._limit)
-
-
-def _named(ranks: list[int]) -> str:
-    return f"Rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
 
 
 class Progress:
@@ -426,7 +418,6 @@ def _children(folder: Path) -> list[int]:
 
 
 _watchdog: list[Watchdog] = []
-_limit: list[float] = []
 
 
 def limit_of(argument: float | None = None) -> float:
@@ -439,9 +430,9 @@ def limit_of(argument: float | None = None) -> float:
     Raises:
         ValueError: If the limit is not a number, or negative.
     """
-    value = os.environ.get(VARIABLE) if argument is None else argument
+    value = os.environ.get(VARIABLE, DEFAULT_LIMIT) if argument is None else argument
     try:
-        limit = DEFAULT_LIMIT if value is None else float(value)
+        limit = float(value)
     except (TypeError, ValueError):
         limit = -1.0
     if not limit >= 0:
@@ -455,24 +446,22 @@ def limit_of(argument: float | None = None) -> float:
 def set_limit(argument: float | None) -> None:
     """Set the limit to what the user passed, before `start`; `None` changes nothing."""
     if argument is not None:
-        _limit[:] = [limit_of(argument)]
-
-
-def current_limit() -> float:
-    """Return the limit that `set_limit` has set, else that of the environment."""
-    return _limit[0] if _limit else limit_of()
+        os.environ[VARIABLE] = str(limit_of(argument))
 
 
 def start(*, rank: int, size: int, ignored_threads: Collection[int]) -> None:
-    """Start the watchdog of this rank; on one rank, which never waits, do nothing.
+    """Watch this rank and note what ends it; do nothing if there is no other rank.
 
     Args:
         rank: Rank of this process.
         size: Number of ranks.
         ignored_threads: Ids of Horovod's threads.
     """
-    limit = current_limit()
-    if size > 1 and limit and not _watchdog:
+    if size == 1:
+        return
+    note_end(rank)
+    limit = limit_of()
+    if limit and not _watchdog:
         watchdog = Watchdog(
             rank=rank,
             size=size,
