@@ -4,6 +4,7 @@ import contextlib
 import mmap
 import os
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -85,6 +86,8 @@ class Record:
     def __init__(self, path: str | None = None) -> None:
         self._buffer: Any = _mapped(path) if path else bytearray(_LAYOUT.size)
         self._position = RankPosition()
+        # The thread that trains: Ray Train's is not the main one.
+        self.thread = threading.main_thread().ident
 
     @property
     def position(self) -> RankPosition:
@@ -99,6 +102,7 @@ class Record:
             epoch: Epoch of the fit; by default the one recorded before.
             step: Step of the epoch or of the evaluation.
         """
+        self.thread = threading.get_ident()
         epoch = self._position.epoch if epoch is None else epoch
         self._write(phase, epoch, step, "")
 

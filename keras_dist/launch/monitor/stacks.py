@@ -4,12 +4,11 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
-from types import FrameType
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+from keras_dist.launch.monitor import record
 from keras_dist.lines import FOREIGN
-
-MAIN = "the main thread"
 
 # The file that runs the user's script under `keras-dist run`.
 _LAUNCHED_FILE = "keras_dist/launch/monitor/rank_process.py"
@@ -21,43 +20,38 @@ _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 def text(*, exclude: threading.Thread) -> str:
-    """Return the stacks of all Python threads, the main thread first.
+    """Return the stacks of all Python threads, that of the training first.
 
     Args:
         exclude: A thread to leave out.
     """
+    names = {thread.ident: f"thread {thread.name}" for thread in threading.enumerate()}
+    names[threading.main_thread().ident] = "the main thread"
     texts = []
-    for name, frame in _frames(exclude):
-        entries = [
-            entry
-            for entry in traceback.extract_stack(frame)
-            if not entry.filename.endswith(_LAUNCHED_FILE)
-        ]
-        stack = "".join(traceback.format_list(entries))
-        texts.append(f"Stack of {name} (most recent call last):\n{stack}")
+    for thread, stack in _stacks(exclude):
+        entries = [e for e in stack if not e.filename.endswith(_LAUNCHED_FILE)]
+        lines = "".join(traceback.format_list(entries))
+        name = names.get(thread, f"thread {thread}")
+        texts.append(f"Stack of {name} (most recent call last):\n{lines}")
     return "\n".join(texts)
 
 
 def own_code(*, exclude: threading.Thread) -> str | None:
     """Return the line of the user's code that runs now, or `None` if TensorFlow runs.
 
-    Two kinds of threads can run the user's code: the main thread, and the threads in
-    which TensorFlow calls the user's generator or `py_function` while the main thread
-    waits for the step.
+    Two kinds of threads can run the user's code: the one that trains, and those in
+    which TensorFlow calls the user's generator or `py_function` while it waits for the
+    step.
 
     Args:
         exclude: A thread to leave out.
     """
-    for name, frame in _frames(exclude):
-        stack = traceback.extract_stack(frame)
-        files = [entry.filename for entry in stack]
-        waits_for_tensorflow = files[-1].endswith(_WAITING_FILE)
-        is_py_function = any(file.endswith("ops/script_ops.py") for file in files)
-        if waits_for_tensorflow or not (name == MAIN or is_py_function):
-            continue
-        for entry in reversed(stack):
-            if not entry.filename.startswith(FOREIGN):
-                return f"{entry.filename}, line {entry.lineno}, in {entry.name}"
+    for thread, stack in _stacks(exclude):
+        calls = [(each.filename, each.lineno, each.name) for each in reversed(stack)]
+        is_py_function = any(file.endswith("ops/script_ops.py") for file, *_ in calls)
+        is_candidate = thread == record.here.thread or is_py_function
+        if is_candidate and (line := _find_line(calls)):
+            return line
     return None
 
 
@@ -70,6 +64,11 @@ def line_of(dump: str) -> str | None:
     'a.py, line 3, in f'
     """
     calls = _CALL.findall(dump.rpartition("(most recent call first):")[2])
+    return _find_line(calls)
+
+
+def _find_line(calls: Sequence[tuple[str, Any, str]]) -> str | None:
+    """Find the user's code in calls, the most recent first; `None` in TensorFlow."""
     if not calls or calls[0][0].endswith(_WAITING_FILE):
         return None
     for file, line, name in calls:
@@ -78,13 +77,11 @@ def line_of(dump: str) -> str | None:
     return None
 
 
-def _frames(exclude: threading.Thread) -> Iterator[tuple[str, FrameType]]:
-    """Names and current frames of all threads but one, the main thread first."""
+def _stacks(
+    exclude: threading.Thread,
+) -> Iterator[tuple[int, traceback.StackSummary]]:
+    """Identifiers and stacks of all threads but one, that of the training first."""
     frames = sys._current_frames()
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    main = threading.main_thread().ident
-    if main in frames:
-        yield MAIN, frames[main]
-    for thread, frame in frames.items():
-        if thread not in (main, exclude.ident):
-            yield f"thread {names.get(thread, thread)}", frame
+    for thread in sorted(frames, key=lambda thread: thread != record.here.thread):
+        if thread != exclude.ident:
+            yield thread, traceback.extract_stack(frames[thread])
