@@ -26,9 +26,10 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "generated",
+    "terminal",
     "wrapping",
 ]
-exclude_patterns = ["_build", "_ext"]
+exclude_patterns = ["_build", "_ext", "_terminal"]
 
 # Every link between pages is checked; nothing is downloaded, so that names of Keras,
 # TensorFlow and Python are shown without a link.
