@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from threading import Timer
@@ -91,12 +91,12 @@ def distribute(
     stack = contextlib.ExitStack()
     is_rank = comm.world_of_job().size > 1 and not comm.is_child_of_rank()
     if is_rank or (os.environ.get(RESUME) and not comm.is_child_of_rank()):
-        stack.enter_context(_distributing(options))
+        _begin(options)
+        stack.callback(_end, options)  # not a generator, which ends when it is dropped
     return stack
 
 
-@contextlib.contextmanager
-def _distributing(options: Options) -> Iterator[None]:
+def _begin(options: Options) -> None:
     _options.append(options)
     if len(_options) == 1:
         for name, method in _METHODS.items():
@@ -104,15 +104,15 @@ def _distributing(options: Options) -> Iterator[None]:
             _replace(keras.Model, name, method)
         fit.replaced["apply"] = keras.optimizers.Optimizer.apply
         _replace(keras.optimizers.Optimizer, "apply", _apply)
-    try:
-        yield
-    finally:
-        _options.remove(options)
-        if not _options:
-            for restore in reversed(_restore):
-                restore()
-            _restore.clear()
-            fit.replaced.clear()
+
+
+def _end(options: Options) -> None:
+    _options.remove(options)
+    if not _options:
+        for restore in reversed(_restore):
+            restore()
+        _restore.clear()
+        fit.replaced.clear()
 
 
 _restore: list[Callable[[], None]] = []
