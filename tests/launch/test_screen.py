@@ -124,7 +124,7 @@ def test_the_report_stands_at_the_end(seen):
     says = "the traceback of the rank that failed first, then a line for each rank"
     done = start("--help", COLUMNS="500")
     page = (ROOT / "docs" / "how_to" / "launch.md").read_text()
-    for text in (done.stdout, page, (ROOT / "README.md").read_text()):
+    for text in (done.stdout, page):
         assert says in " ".join(text.split())
 
 
