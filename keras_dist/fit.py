@@ -48,11 +48,7 @@ from keras_dist.training.predict import (
     rows_to_predict,
 )
 from keras_dist.training.same_values import agree_on_arrays
-from keras_dist.training.session import (
-    EvaluatedData,
-    raising_on_all,
-    session_of,
-)
+from keras_dist.training.session import session_of
 
 _ADVICE = "Start every rank with the same script, arguments and data."
 
@@ -226,8 +222,7 @@ def train(
             distributed(model, setup, is_resumed=resumed is not None),
             reading(setup.feeds),
         ):
-            scope = session_of(model).metrics
-            opening = raising_on_all(scope.data.own_error, scope.is_opening)
+            opening = session_of(model).raising_on_all()
             saving = checkpoint.saving(resumed, setup)
             with (
                 opening,
@@ -290,14 +285,13 @@ def distributed(model: Any, setup: FitSetup, *, is_resumed: bool) -> Iterator[No
         stack.callback(step.uninstall, model, is_over=True)
         session = step.install(model)
         session.is_held = True
-        session.metrics.use(EvaluatedData.of(setup.validation, setup.training))
-        session.use(setup.training)
+        session.use(setup.training, setup.validation)
         average = _averaging(model, stack)
         average()
         # A train step may make an optimizer when it is first traced.
-        session.first_step.call_last(average)
+        session.call_at_start(average)
         # A MultiOptimizer may have no inner optimizers before it is built.
-        session.first_step.call_last(lambda: _scale_rates(model, setup))
+        session.call_at_start(lambda: _scale_rates(model, setup))
         session.on_compile += [average, lambda: _scale_rates(model, setup)]
         if not is_resumed:  # which continues rates and accumulated gradients
             rates = setup.factor, setup.warmup_steps, setup.step_multiplier
@@ -767,8 +761,7 @@ def _evaluating(model: Any, feed: Feed) -> Iterator[None]:
     """
     is_training = mixin.has(model, step.DistributedStep)
     try:
-        scope = step.install(model).metrics
-        with scope.collective_evaluation(EvaluatedData.of(feed)):
+        with step.install(model).evaluating_next(feed):
             yield
     finally:
         if not is_training:

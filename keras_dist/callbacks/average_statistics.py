@@ -46,7 +46,7 @@ class AverageStatistics(keras.callbacks.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        step.install(model).first_step.call_last(self._remember)
+        step.install(model).call_at_start(self._remember)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         # Gradients that an earlier fit has left accumulated are equal on all ranks.
@@ -72,7 +72,7 @@ class AverageStatistics(keras.callbacks.Callback):
         self._synchronize()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        session_of(self.model).metrics.end_opening()
+        session_of(self.model).end_opening()
         self._synchronize()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -86,7 +86,7 @@ class AverageStatistics(keras.callbacks.Callback):
         for found in _between_updates(self.model):
             optimizer.sum_accumulated(found)
         by_rule = variables_by_rule(self.model)
-        _average(by_rule["mean"], session_of(self.model).rows_trained.as_tensor())
+        _average(by_rule["mean"], session_of(self.model).rows_trained)
         _add_up(by_rule["sum"], self._before)
         comm.broadcast_variables(by_rule["first"], 0)
         self._remember()

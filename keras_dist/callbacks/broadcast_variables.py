@@ -57,7 +57,7 @@ class BroadcastVariables(keras.callbacks.Callback):
         if getattr(model, "optimizer", None) is not None:
             optimizer.move_to_outermost(model.optimizer)
         # First, so that the other hooks see the state that all ranks start from.
-        step.install(model).first_step.call_first(self.broadcast)
+        step.install(model).call_at_start(self.broadcast, index=0)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         # If the root rank has restored a backup, all ranks start at its epoch.
@@ -68,7 +68,7 @@ class BroadcastVariables(keras.callbacks.Callback):
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
-        if comm.size() > 1 and not session_of(self.model).first_step.has_started:
+        if comm.size() > 1 and not session_of(self.model).has_started:
             raise RuntimeError(
                 "A batch was trained on without the `train_step` of the model's class, "
                 "so the ranks have not got the same weights. Received: "
@@ -78,7 +78,7 @@ class BroadcastVariables(keras.callbacks.Callback):
             )
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        if comm.size() > 1 and not session_of(self.model).first_step.has_started:
+        if comm.size() > 1 and not session_of(self.model).has_started:
             self._copy_unstarted()
         step.uninstall(self.model)
 

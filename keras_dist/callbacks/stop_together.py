@@ -29,17 +29,17 @@ class StopTogether(keras.callbacks.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        step.install(model).stop_request.make_collective(comm.size() > 1)
+        step.install(model).traced.stop_request.make_collective(comm.size() > 1)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if comm.size() > 1:  # a fit that raised may have left a stop request
-            stop_request = session_of(self.model).stop_request
+            stop_request = session_of(self.model).traced.stop_request
             stop_request.grant(self.model, is_agreed=False)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if comm.size() == 1:
             return  # Keras stops without an exchange
-        stop_request = session_of(self.model).stop_request
+        stop_request = session_of(self.model).traced.stop_request
         is_agreed = comm.sum(int(stop_request.is_asked)) > 0
         stop_request.grant(self.model, is_agreed=is_agreed)
 

@@ -43,7 +43,7 @@ class Throughput(keras.callbacks.Callback):
         step.install(model)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        session_of(self.model).rows_trained.begin_epoch()
+        session_of(self.model).reset_rows_trained()
         self._measured = None
         self._begin = time.perf_counter()
 
@@ -63,7 +63,7 @@ class Throughput(keras.callbacks.Callback):
         Each of them is taken to have as many rows as this one or, from the second epoch
         on, as many for each row of this one as in the epoch before.
         """
-        rows = session_of(self.model).rows_trained.of_this_process()
+        rows = session_of(self.model).rows_of_process
         rows_of_all = rows * (self._total_per_local_row or comm.size())
         return rows_of_all / (time.perf_counter() - self._begin)
 
@@ -81,7 +81,7 @@ class Throughput(keras.callbacks.Callback):
         """Return rows and seconds of this rank's training in this epoch."""
         if self._measured is None:
             # Reading the number of rows waits for the last step to end.
-            rows = session_of(self.model).rows_trained.of_this_process()
+            rows = session_of(self.model).rows_of_process
             self._measured = rows, time.perf_counter() - self._begin
         return self._measured
 

@@ -292,7 +292,7 @@ class UserCallbacks(keras.callbacks.Callback):
             self._error = error
             if hook.startswith("on_test"):
                 self.model.stop_evaluating = True
-            if session_of(self.model).stop_request.is_collective:
+            if session_of(self.model).traced.stop_request.is_collective:
                 self.model.stop_training = True
 
     @contextlib.contextmanager
@@ -303,7 +303,7 @@ class UserCallbacks(keras.callbacks.Callback):
             return
         token = _is_alone.set(True)
         # The next random numbers have to be the same on all ranks.
-        with session_of(self.model).metrics.on_this_rank(), preserve_generators():
+        with session_of(self.model).on_this_rank(), preserve_generators():
             try:
                 yield
             finally:

@@ -110,13 +110,13 @@ class SaveRequests:
     def request(self, model: Any) -> None:
         """If this rank has a request, send it with the gradients of the next update."""
         if comm.size() > 1 and (self._is_asked or self._is_due()):
-            session_of(model).stop_request.ask_to_save()
+            session_of(model).traced.stop_request.ask_to_save()
 
     def agreed(self, model: Any) -> Agreed:
         """Agree on what to do after this batch."""
         if comm.size() == 1:
             return Agreed(self._is_due(), self._is_asked)
-        stop_request = session_of(model).stop_request
+        stop_request = session_of(model).traced.stop_request
         if not stop_request.is_agreed():
             return Agreed()
         everyone = comm.gather((self._is_due(), self._is_asked, stop_request.is_asked))
@@ -128,7 +128,7 @@ class SaveRequests:
     def settled(self, model: Any) -> Agreed:
         """Agree on what to do at the end of an epoch; drop its batches' requests."""
         if comm.size() > 1:
-            session_of(model).stop_request.clear()
+            session_of(model).traced.stop_request.clear()
         return Agreed(end=any(comm.gather(self._is_asked)))
 
     def has_saved(self) -> None:
@@ -190,13 +190,14 @@ class Saver(keras.callbacks.Callback):
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
-        first_step = session_of(model).first_step
-        first_step.build_on_one_rank()
+        session = session_of(model)
+        session.builds_on_one_rank = True
         # Around the broadcast, which is the first of all: what the first rank holds is
         # restored before it is copied, and what each has of its own behind it.
-        first_step.call_first(self._restore_shared)
-        first_step.call_first(self._restore_own, after=1 if comm.size() == 1 else 2)
-        first_step.call_last(self._restore_rates)
+        session.call_at_start(self._restore_shared, index=0)
+        index = 1 if comm.size() == 1 else 2
+        session.call_at_start(self._restore_own, index=index)
+        session.call_at_start(self._restore_rates)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         saved = self._resume.saved

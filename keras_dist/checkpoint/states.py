@@ -83,7 +83,7 @@ def own_state(model: Any) -> dict[str, Any]:
     digests = {index: digest(value) for index, value in values.items()}
     of_first = comm.broadcast(digests)
     session = session_of(model)
-    rows = session.rows_trained.total()
+    rows = session.rows_trained
     return {
         "variables": {
             index: value
@@ -97,7 +97,9 @@ def own_state(model: Any) -> dict[str, Any]:
         ],
         "rows": rows,
         # One rank alone does not count for its metrics.
-        "seen": session.rows_seen.counts() if comm.size() > 1 else [0, rows, 0],
+        "seen": session.traced.rows_seen.numpy().tolist()
+        if comm.size() > 1
+        else [0, rows, 0],
     }
 
 
@@ -238,10 +240,9 @@ def restore_metrics(model: Any, ranks: Sequence[Any]) -> None:
                 variable.assign(keras.ops.cast(value, variable.dtype))
     else:
         rows = 0
-    session.rows_seen.restore([steps, rows, last])
     # Statistics are weighted by these rows; the rate of the epoch is not.
     rows_trained = own["rows"] if is_same else own["rows"] // comm.size()
-    session.rows_trained.restore(rows_trained)
+    session.restore_rows(rows_trained, [steps, rows, last])
 
 
 def array_of(variable: Any) -> np.ndarray:

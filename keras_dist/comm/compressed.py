@@ -43,16 +43,16 @@ def sum_compressed(
             two so that its largest number fits; bfloat16 has the range of float32.
         name: Name of the collectives: fixed, and the same on all ranks.
         is_mean: Whether to divide by the sum of the weights.
-        extra: One more number of this rank, summed in float32 over all ranks.
+        extra: One more number of this rank, sent in float32.
 
     Returns:
-        The sum or mean of the vectors, the sum of the weights, and the sum of the
-        extra numbers.
+        The sum or mean of the vectors, the sum of the weights, and a vector of the
+        extra numbers of all ranks.
     """
     link, world = runtime.connection()
     weight = tf.cast(weight, tf.float32)
     if link is None:
-        return (flat if is_mean else flat * weight), weight, extra
+        return (flat if is_mean else flat * weight), weight, tf.stack([extra])
     length = math.prod(flat.shape)
     chunk_length = -(-length // world.size)
     padded = tf.pad(flat * weight, [[0, chunk_length * world.size - length]])
@@ -68,7 +68,7 @@ def sum_compressed(
     gathered = transport.allgather(link, sums, name=f"{name}.sums")
     vectors, extras = _decoded(gathered, kind)
     vector = tf.reshape(vectors, [-1])[:length]
-    return vector, total_weight, tf.reduce_sum(extras)
+    return vector, total_weight, extras
 
 
 def _encoded(chunks: Any, number: Any, kind: str) -> Any:

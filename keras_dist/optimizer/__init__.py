@@ -54,6 +54,7 @@ from keras_dist.optimizer.rate import (
 from keras_dist.optimizer.reduce import (
     Averaging,
     AveragingState,
+    explain_updates,
     reduce_gradients,
 )
 from keras_dist.optimizer.sparse import times, with_shape
@@ -74,6 +75,7 @@ __all__ = [
     "attached",
     "divide_accumulated",
     "effective_rate",
+    "explain_updates",
     "effective_rates",
     "restore_rate_progress",
     "move_to_outermost",

@@ -1,6 +1,7 @@
 """From a rank's own gradients to those that Keras applies: one exchange a dtype."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Literal, get_args
@@ -16,6 +17,20 @@ from keras_dist.optimizer.sparse import Lookups, with_shape
 # Horovod matches collectives by name, and Keras's names repeat. An optimizer gets its
 # number where all ranks compare its gradients, so that they count alike.
 _numbers = count()
+
+# Around the ranks in an error of TensorFlow.
+_MARK = "keras_dist: no update of rank "
+
+_SKIPPED = (
+    "A rank made no update in a step in which others made one. Received: no call of "
+    "`optimizer.apply` on rank {}. The ranks average their gradients there. Apply "
+    "zeros instead of leaving an update out, for example "
+    "`tf.where(is_finite, gradient, 0.0)`; or let all ranks decide alike: "
+    "`keras_dist.sum` of a flag is the same on all."
+)
+
+# A float32 holds these integers.
+_MOST_STEPS = 2**20
 
 Op = Literal["average", "sum"]
 Compression = Literal["fp16", "bf16"]
@@ -364,38 +379,85 @@ def _dense_sums(
 ) -> tuple[list[Any], Any, list[Any]]:
     """Means or sums of dense gradients, of the weights, and of counts of rows.
 
-    The stop request is summed with them.
+    The stop request, and the number of each rank's step, are summed with them.
     """
     wire = weight.dtype
     is_mean = options.op == "average"
-    stop_request = step_context.current().stop_request
-    request = [] if stop_request is None else [stop_request.as_tensor(wire)]
+    context = step_context.current()
+    stop_request = context.stop_request
+    step = 0 if context.step is None else context.step % _MOST_STEPS
+    asked = 0 if stop_request is None else stop_request.as_tensor(wire)
     if options.compression and wire == tf.float32 and dense:
         flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in dense], axis=0)
-        vector, total, agreed = comm.sum_compressed(
+        # One number a rank: twice its step, and one more if it has a request.
+        vector, total, numbers = comm.sum_compressed(
             flat,
             weight,
             kind=options.compression,
             name=name,
             is_mean=is_mean,
-            extra=request[0] if request else 0.0,
+            extra=tf.cast(2 * step, wire) + asked,
         )
-        if stop_request is not None:
-            stop_request.collect(agreed)
         pieces = tf.split(vector, [tensor.shape.num_elements() for tensor in dense])
         sums = [tf.reshape(p, t.shape) for p, t in zip(pieces, dense, strict=True)]
-        return sums, total, comm.sum_tensors(counts, name=f"{name}.counts", dtype=wire)
-    weighted = [tensor * weight for tensor in dense] if is_mean else dense
-    everything = comm.sum_tensors(
-        [*weighted, weight, *request, *counts], name=name, dtype=wire
-    )
-    sums, everything = everything[: len(dense)], everything[len(dense) :]
-    total, *everything = everything
+        counts = comm.sum_tensors(counts, name=f"{name}.counts", dtype=wire)
+        agreed, steps = tf.reduce_sum(numbers % 2), numbers // 2
+    else:
+        weighted = [tensor * weight for tensor in dense] if is_mean else dense
+        of_rank = tf.one_hot(comm.rank(), comm.size(), dtype=wire)
+        summed = comm.sum_tensors(
+            [*weighted, weight, asked, tf.cast(step, wire) * of_rank, *counts],
+            name=name,
+            dtype=wire,
+        )
+        sums, (total, agreed, steps, *counts) = (
+            summed[: len(dense)],
+            summed[len(dense) :],
+        )
+        if is_mean:
+            sums = [each / total for each in sums]
     if stop_request is not None:
-        stop_request.collect(everything.pop(0))
-    if is_mean:
-        sums = [summed / total for summed in sums]
-    return sums, total, everything
+        stop_request.collect(agreed)
+    if context.step is not None:
+        _check_steps(steps)
+    return sums, total, counts
+
+
+def _check_steps(steps: Any) -> None:
+    """Raise on all ranks if one of them is in a later step than others.
+
+    Args:
+        steps: The number of the step in which each rank makes this update.
+
+    Raises:
+        RuntimeError: From a graph as an InvalidArgumentError: see `explain_updates`.
+    """
+    first = tf.reduce_min(steps)
+    is_equal = tf.reduce_all(tf.equal(steps, first))
+    if tf.executing_eagerly():
+        if not is_equal:
+            ranks = ", ".join(map(str, tf.where(steps > first)[:, 0].numpy()))
+            raise RuntimeError(_SKIPPED.format(ranks))
+        return
+    ranks = tf.strings.as_string(tf.where(steps > first)[:, 0])
+    ranks = tf.strings.reduce_join(ranks, separator=", ")
+    tf.debugging.Assert(is_equal, [tf.strings.join([_MARK, ranks, _MARK])])
+
+
+@contextlib.contextmanager
+def explain_updates() -> Iterator[None]:
+    """Context manager that raises the error of `_check_steps` as it is meant.
+
+    Raises:
+        RuntimeError: In place of TensorFlow's error.
+    """
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        _, *found = str(error).split(_MARK)
+        if not found:
+            raise
+        raise RuntimeError(_SKIPPED.format(found[0])) from None
 
 
 def _wire_of(gradient: Any) -> Any:

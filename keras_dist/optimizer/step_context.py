@@ -28,6 +28,7 @@ class StepContext:
         length: The number of rows with which the graph is traced; `None` if it is open.
         has_rows: Whether the batch is this rank's own; a boolean scalar, if it may be a
             copy of another rank's, whose rows count as 0. `None`: it is.
+        step: Number of the step, a scalar tensor; `None` if unknown.
         rows_of_all: Rows of the batches of all ranks, if known without a collective.
         is_strided: Whether rank r of N has the rows r, r + N, … of the global batch; if
             not, the batches of the ranks follow one another in it.
@@ -47,6 +48,7 @@ class StepContext:
     rows: Any = None
     length: int | None = None
     has_rows: Any = None
+    step: Any = None
     rows_of_all: Any = None
     is_strided: bool = False
     is_compiled: bool = False

@@ -18,6 +18,7 @@ from keras_dist.training.remember import (
     list_variables,
     preserve_variables,
 )
+from keras_dist.training.session import Session
 
 # Builds a model; raises an error if it cannot.
 Method = Callable[[Any, "OwnStep"], None]
@@ -83,17 +84,6 @@ def build(model: Any, step: OwnStep) -> None:
     else:
         _warn(model, errors[0])
     _build_optimizer(model)
-
-
-def build_metrics(model: Any, step: OwnStep) -> None:
-    """Make the variables of the model and its metrics before a first test step.
-
-    Args:
-        model: A `keras.Model`.
-        step: Its own `test_step`, which begins after this.
-    """
-    if _num_unbuilt(model) or not all(getattr(m, "built", True) for m in model.metrics):
-        (_by_running if step.is_eager else _by_tracing)(model, step)
 
 
 def holds_unbuilt_optimizers(model: Any) -> bool:
@@ -215,68 +205,41 @@ def _warn(model: Any, error: Exception) -> None:
     )
 
 
-class FirstStep:
-    """Builds the model from its first batch, then calls hooks.
+def start(
+    model: Any, session: Session, data: Any, own_step: Callable[[Any], Any]
+) -> None:
+    """Build `model` and call the hooks; called when its first step begins.
 
-    The hooks copy weights to all ranks and scale learning rates: all variables exist by
-    then, and none has changed.
+    Args:
+        model: In the middle of its first train step, perhaps in a graph.
+        session: Its session.
+        data: The batch.
+        own_step: The model's own train step.
     """
+    step = OwnStep(own_step, data, is_eager=tf.executing_eagerly())
+    session.has_started = True
+    # TensorFlow would trace a step once more in which variables were made.
+    with (
+        step_context.entered(step_context.StepContext()),
+        tf.variable_creator_scope(_made_now),
+    ):
+        is_built_here = session.builds_on_one_rank or comm.size() > 1
+        if is_built_here or holds_unbuilt_optimizers(model):
+            with comm.together():
+                build(model, step)
+        # Outside of the graph that is being traced, so that this runs once, now.
+        with tf.init_scope():
+            _call_hooks(model, session)
 
-    def __init__(self) -> None:
-        self._hooks: list[Callable[[], None]] = []
-        self._has_started = False
-        self._builds_on_one_rank = False
 
-    @property
-    def has_started(self) -> bool:
-        """True if a train step has begun in this fit."""
-        return self._has_started
+def start_traced(model: Any, session: Session) -> None:
+    """Call the hooks before the first step of a function that was traced before."""
+    session.has_started = True
+    with step_context.entered(step_context.StepContext()):
+        _call_hooks(model, session)
 
-    def call_last(self, hook: Callable[[], None]) -> None:
-        """Add `hook` at the end of the list, unless it is there already."""
-        if hook not in self._hooks:
-            self._hooks.append(hook)
 
-    def call_first(self, hook: Callable[[], None], *, after: int = 0) -> None:
-        """Insert `hook` after the first `after` hooks, unless it is there already."""
-
-        if hook not in self._hooks:
-            self._hooks.insert(after, hook)
-
-    def build_on_one_rank(self) -> None:
-        """Build everything before the first step on one rank too, unlike Keras."""
-        self._builds_on_one_rank = True
-
-    def start(self, model: Any, data: Any, own_step: Callable[[Any], Any]) -> None:
-        """Build `model` and call the hooks; called when its first step begins.
-
-        Args:
-            model: In the middle of its first train step, perhaps in a graph.
-            data: The batch.
-            own_step: The model's own train step.
-        """
-        self._has_started = True
-        step = OwnStep(own_step, data, is_eager=tf.executing_eagerly())
-        # TensorFlow would trace a step once more in which variables were made.
-        with (
-            step_context.entered(step_context.StepContext()),
-            tf.variable_creator_scope(_made_now),
-        ):
-            is_built_here = self._builds_on_one_rank or comm.size() > 1
-            if is_built_here or holds_unbuilt_optimizers(model):
-                with comm.together():
-                    build(model, step)
-            # Outside of the graph that is being traced, so that this runs once, now.
-            with tf.init_scope():
-                self._call_hooks(model)
-
-    def start_traced(self, model: Any) -> None:
-        """Call the hooks before the first step of a function that was traced before."""
-        self._has_started = True
-        with step_context.entered(step_context.StepContext()):
-            self._call_hooks(model)
-
-    def _call_hooks(self, model: Any) -> None:
-        batch_norm.synchronize(model)
-        for hook in self._hooks:
-            hook()
+def _call_hooks(model: Any, session: Session) -> None:
+    batch_norm.synchronize(model)
+    for hook in session.hooks:
+        hook()

@@ -16,6 +16,7 @@ from keras_dist.optimizer import (
     averaging_of,
     check_again,
     effective_rates,
+    explain_updates,
     only_attached,
     optimizers_of,
     step_context,
@@ -34,7 +35,6 @@ from keras_dist.training.saving import atomic
 from keras_dist.training.session import (
     Session,
     TracedFunctions,
-    raising_on_all,
     session_of,
 )
 from keras_dist.training.stray_variables import warn_of_stray_variables
@@ -90,7 +90,7 @@ def reuse_train_function(model: Any, options: Any) -> None:
         averaging_of(model),
         session.knows_rows,
         session.may_read_on,
-        session.has_marks,
+        session.is_marked,
     )
     function = session.traced.train_function(session.options)
     session.is_traced = all(comm.gather(function is not None))
@@ -117,20 +117,22 @@ class DistributedStep(atomic.SavesWhole):
     def train_step(self: Any, data: Any) -> Any:
         session = self._distributed_session
         own_step = _of_a_copy(super().train_step)  # type: ignore[misc]
-        data, has_rows = session.without_mark(data)
-        if not session.first_step.has_started:
-            session.first_step.start(self, data, own_step)
+        data, has_rows = session.split_mark(data)
+        if not session.has_started:
+            build.start(self, session, data, own_step)
         length = rows = num_rows(data)
         if has_rows is not None:
             rows = tf.where(has_rows, length, 0)
-        session.rows_trained.add(rows)
+        session.train_rows(rows)
         if comm.size() == 1:
             entered = step_context.entered(step_context.StepContext())
             with entered, _not_before(session, data):
                 return own_step(data)
         data = _after_updates(self, data)
-        session.rows_seen.add(rows)
-        context = _context(self, rows, length, has_rows)
+        session.see_rows(rows)
+        with _after(data):
+            number = session.traced.next_step()
+        context = _context(self, rows, length, has_rows, number)
         with contextlib.ExitStack() as stack:
             stack.enter_context(step_context.entered(context))
             if averages(self):
@@ -142,26 +144,17 @@ class DistributedStep(atomic.SavesWhole):
             return _run(self, own_step, data)
 
     def test_step(self: Any, data: Any) -> Any:
-        session = self._distributed_session
-        data, has_rows = session.metrics.without_mark(data)
         if comm.size() > 1:
-            rows = num_rows(data)
-            rows = rows if has_rows is None else tf.where(has_rows, rows, 0)
-            session.rows_seen.add(rows)
-        own_step = super().test_step  # type: ignore[misc]
+            self._distributed_session.see_rows(num_rows(data))
         with step_context.entered(step_context.StepContext()):
-            if has_rows is not None:
-                is_eager = tf.executing_eagerly()
-                build.build_metrics(self, build.OwnStep(own_step, data, is_eager))
-            with _without_counting(self, has_rows):
-                return own_step(data)
+            return super().test_step(data)  # type: ignore[misc]
 
     def preprocess_samples(
         self: Any, x: Any, y: Any = None, sample_weight: Any = None
     ) -> Any:
-        # KerasHub's `fit` and `evaluate` map this over the batches, marks and all.
+        # KerasHub's `fit` maps this over the batches, marks and all.
         own = super().preprocess_samples  # type: ignore[misc]
-        if self._distributed_session.has_marks and is_mark(y):
+        if self._distributed_session.is_marked and is_mark(y):
             return marked(own(*keras.utils.unpack_x_y_sample_weight(x)), y)
         return own(x, y, sample_weight)
 
@@ -184,9 +177,10 @@ class DistributedStep(atomic.SavesWhole):
 
         def train(iterator: Any) -> Any:
             session = session_of(self)
-            if session.is_traced and not session.first_step.has_started:
-                session.first_step.start_traced(self)
-            return function(iterator)
+            if session.is_traced and not session.has_started:
+                build.start_traced(self, session)
+            with explain_updates():
+                return function(iterator)
 
         self.train_function = train
 
@@ -200,8 +194,8 @@ class DistributedStep(atomic.SavesWhole):
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def reset_metrics(self: Any) -> None:
-        self._distributed_session.rows_seen.reset()
-        self._distributed_session.metrics.end_opening()
+        self._distributed_session.reset_rows_seen()
+        self._distributed_session.end_opening()
         super().reset_metrics()  # type: ignore[misc]
 
     def get_metrics_result(self: Any) -> Any:
@@ -210,18 +204,17 @@ class DistributedStep(atomic.SavesWhole):
     def _get_metrics_result_or_logs(self: Any, logs: Any) -> Any:
         # Keras's loops log this: the results, or values that the last step returned.
         session = self._distributed_session
-        if session.rates is not None and not session.metrics.is_evaluating:
+        if session.rates is not None and session.evaluation is None:
             session.rates = effective_rates(self)
-        is_of_all = session.metrics.is_of_all()
-        if comm.size() == 1 or not is_of_all:
+        if comm.size() == 1 or not session.is_of_all():
             return super()._get_metrics_result_or_logs(logs)  # type: ignore[misc]
         results = _results(self, super().get_metrics_result, logs)  # type: ignore[misc]
-        session.metrics.end_steps()
+        session.end_steps()
         return results
 
     @property
     def stop_training(self: Any) -> bool:
-        stop_request = self._distributed_session.stop_request
+        stop_request = self._distributed_session.traced.stop_request
         if stop_request.is_collective and stop_request.is_agreed():
             return True
         return self.__dict__.get("stop_training", False)
@@ -230,26 +223,24 @@ class DistributedStep(atomic.SavesWhole):
     def stop_training(self: Any, value: bool) -> None:
         # A request of one rank: all ranks agree on it after the next batch, or in
         # `StopTogether` at the end of the epoch.
-        stop_request = self._distributed_session.stop_request
+        stop_request = self._distributed_session.traced.stop_request
         stop_request.ask(bool(value))
         if not (value and stop_request.is_collective):
             self.__dict__["stop_training"] = bool(value)
 
 
-@contextlib.contextmanager
-def evaluating(model: Any, *, is_of_loop: bool = False) -> Iterator[None]:
+def evaluating(
+    model: Any, *, is_of_loop: bool = False
+) -> contextlib.AbstractContextManager[None]:
     """Context manager for an evaluation by Keras's own loop.
 
     Args:
         model: A model on which `install` was called.
         is_of_loop: Whether the loop of `Model.fit` calls it.
     """
-    scope = session_of(model).metrics
-    with (
-        scope.evaluation(is_of_loop=is_of_loop),
-        raising_on_all(scope.data.own_error, scope.is_waited_for),
-    ):
-        yield
+    session = session_of(model)
+    evaluation = session.validation if is_of_loop else session.next_evaluation
+    return session.evaluating(evaluation)
 
 
 def _of_a_copy(own_step: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -266,7 +257,7 @@ def _of_a_copy(own_step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _context(
-    model: Any, rows: Any, length: Any, has_rows: Any
+    model: Any, rows: Any, length: Any, has_rows: Any, number: Any
 ) -> step_context.StepContext:
     """Return the context that this train step passes to the optimizer."""
     session = session_of(model)
@@ -275,10 +266,11 @@ def _context(
         rows=rows,
         length=length if isinstance(length, int) else None,
         has_rows=has_rows,
+        step=number,
         rows_of_all=session.next_rows_of_all(),
         is_strided=session.feed is not None and session.feed.is_strided,
         is_keras_path=is_keras_path and not session.traced.is_split,
-        stop_request=session.stop_request,
+        stop_request=session.traced.stop_request,
     )
 
 
@@ -357,9 +349,9 @@ def _run(model: Any, own_step: Callable[[Any], Any], data: Any) -> Any:
 
 def _results(model: Any, own_result: Callable[[], Any], logs: Any = None) -> Any:
     session = session_of(model)
-    if not session.metrics.is_of_all():
+    if not session.is_of_all():
         return own_result()
-    seen = session.rows_seen.seen(has_rows=session.metrics.has_rows())
+    seen = session.update_counts()
     return metrics.global_result(model.metrics, own_result, seen=seen, logs=logs)
 
 
@@ -385,7 +377,12 @@ def _not_before(session: Session, data: Any) -> Any:
     the data, and sees then that there is no batch. What does not depend on the batch is
     done nevertheless, such as counting the update, or drawing a random number.
     """
-    if tf.executing_eagerly() or not session.may_read_on:
+    return _after(data) if session.may_read_on else contextlib.nullcontext()
+
+
+def _after(data: Any) -> Any:
+    """Context manager in which a graph does nothing before the batch was read."""
+    if tf.executing_eagerly():
         return contextlib.nullcontext()
     flat = tf.nest.flatten(data, expand_composites=True)
     leaves = [leaf for leaf in flat if leaf is not None]

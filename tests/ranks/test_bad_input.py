@@ -227,3 +227,52 @@ def test_ranks_that_count_optimizers_differently_do_not_wait(
     monkeypatch.setattr(reduce, "_numbers", itertools.count(1000 + world.rank))
     for message in raises_everywhere(ValueError, fit(make_model(), *rows)):
         assert "optimizers that averaged before. Received: rank 0: 1000" in message
+
+
+class SkipsNaN(keras.Model):
+    """Leaves an update out where its loss is NaN."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        weights = self.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, weights)
+        is_finite = tf.math.is_finite(loss)
+        if tf.executing_eagerly():
+            if is_finite:
+                self.optimizer.apply(gradients, weights)
+        else:
+            tf.cond(
+                is_finite,
+                lambda: self.optimizer.apply(gradients, weights),
+                lambda: None,
+            )
+        return {"loss": loss}
+
+
+@pytest.mark.three_ranks
+@pytest.mark.several_ranks
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_an_update_that_one_rank_leaves_out_is_an_error_on_all(world, rows, is_eager):
+    """In the step after, where it would be averaged with those of another step."""
+    x, y = (array[:96].copy() for array in rows)
+    x[13] = np.nan
+    model = SkipsNaN()
+    model.build((None, 5))
+    model.compile("sgd", "mse", run_eagerly=is_eager)
+
+    def fit():
+        given = {"batch_size": 12, "shuffle": False, "verbose": 0}
+        keras_dist.dist_fit(model, x, y, batch="global", **given)
+
+    messages = raises_everywhere(RuntimeError, fit)
+    assert all(f"on rank {13 % world.size}." in text for text in messages)
+    assert int(model.optimizer.iterations) <= 2
