@@ -241,5 +241,6 @@ def start_traced(model: Any, session: Session) -> None:
 
 def _call_hooks(model: Any, session: Session) -> None:
     batch_norm.synchronize(model)
+    session.traced.noise.prepare()
     for hook in session.hooks:
         hook()

@@ -5,7 +5,6 @@ import random
 from collections.abc import Iterator
 
 import keras
-import tensorflow as tf
 
 from keras_dist import comm, private
 from keras_dist.optimizer.step_context import make_known
@@ -24,15 +23,18 @@ class OwnNoise:
         self._seed: int | None = None
         self._generator: keras.random.SeedGenerator | None = None
 
+    def prepare(self) -> None:
+        """Make the generator; a step in which it is made would be traced once more."""
+        if self._seed is None:
+            self._seed = _draw_seed()
+            self._generator = keras.random.SeedGenerator(self._seed)
+            make_known(self._generator.state.value.handle, "ours")
+
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
         """Context manager in which a step is traced, or runs eagerly."""
-        if self._seed is None:
-            with tf.init_scope():
-                self._seed = _draw_seed()
-                self._generator = keras.random.SeedGenerator(self._seed)
-                make_known(self._generator.state.value.handle, "ours")
         own, state = self._seed, private.keras_state()
+        assert own is not None  # `prepare` was called before the first step
         before = state.get(private.SEED_GENERATOR)
         state[private.SEED_GENERATOR] = self._generator
         try:
