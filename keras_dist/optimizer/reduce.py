@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import tensorflow as tf
 
 from keras_dist import comm, private
+from keras_dist.errors import mark_known
 from keras_dist.optimizer import sparse, step_context
 from keras_dist.optimizer.accumulation import accumulates, is_update, take
 from keras_dist.optimizer.nested import nested_optimizers, variables_of
@@ -20,14 +21,6 @@ _numbers = count()
 
 # Around the ranks in an error of TensorFlow.
 _MARK = "keras_dist: no update of rank "
-
-_SKIPPED = (
-    "A rank made no update in a step in which others made one. Received: no call of "
-    "`optimizer.apply` on rank {}. The ranks average their gradients there. Apply "
-    "zeros instead of leaving an update out, for example "
-    "`tf.where(is_finite, gradient, 0.0)`; or let all ranks decide alike: "
-    "`keras_dist.sum` of a flag is the same on all."
-)
 
 # A float32 holds these integers.
 _MOST_STEPS = 2**20
@@ -437,7 +430,7 @@ def _check_steps(steps: Any) -> None:
     if tf.executing_eagerly():
         if not is_equal:
             ranks = ", ".join(map(str, tf.where(steps > first)[:, 0].numpy()))
-            raise RuntimeError(_SKIPPED.format(ranks))
+            raise _describe_skipped(ranks)
         return
     ranks = tf.strings.as_string(tf.where(steps > first)[:, 0])
     ranks = tf.strings.reduce_join(ranks, separator=", ")
@@ -457,7 +450,19 @@ def explain_updates() -> Iterator[None]:
         _, *found = str(error).split(_MARK)
         if not found:
             raise
-        raise RuntimeError(_SKIPPED.format(found[0])) from None
+        raise _describe_skipped(found[0]) from None
+
+
+def _describe_skipped(ranks: str) -> RuntimeError:
+    error = RuntimeError(
+        "A rank made no update in a step in which others made one. Received: no call "
+        f"of `optimizer.apply` on rank {ranks}. The ranks average their gradients "
+        "there. Apply zeros instead of leaving an update out, for example "
+        "`tf.where(is_finite, gradient, 0.0)`; or let all ranks decide alike: "
+        "`keras_dist.sum` of a flag is the same on all."
+    )
+    mark_known(error)
+    return error
 
 
 def _wire_of(gradient: Any) -> Any:
