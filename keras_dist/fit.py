@@ -12,9 +12,8 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import keras
 
-from keras_dist import checkpoint, comm, mixin, optimizer
+from keras_dist import checkpoint, comm, mixin
 from keras_dist.callbacks import on_this_rank, runs_on_first_rank_only
-from keras_dist.callbacks.learning_rate_warmup import rate_factor_of_step
 from keras_dist.callbacks.user_callbacks import autologged_once
 from keras_dist.data import (
     Feed,
@@ -39,6 +38,7 @@ from keras_dist.setup.checks import check_model
 from keras_dist.setup.fit_setup import FitSetup, prepare
 from keras_dist.training import step
 from keras_dist.training.autotune import without_autotune
+from keras_dist.training.install import evaluate_on_all, train_on_all
 from keras_dist.training.predict import (
     each_batch,
     predict_in_turns,
@@ -219,7 +219,13 @@ def train(
             show(str(setup.plan))
         with (
             comm.explained(),
-            distributed(model, setup, is_resumed=resumed is not None),
+            train_on_all(
+                model,
+                setup.training,
+                setup.validation,
+                rates=(setup.factor, setup.warmup_steps, setup.step_multiplier),
+                is_resumed=resumed is not None,
+            ),
             reading(setup.feeds),
         ):
             opening = session_of(model).raising_on_all()
@@ -275,54 +281,6 @@ def _seed_of_order(model: Any) -> int:
     generator.setstate(random.getstate())
     made = getattr(getattr(model, "optimizer", None), "iterations", 0)
     return (generator.getrandbits(31) + int(made)) % 2**31
-
-
-@contextlib.contextmanager
-def distributed(model: Any, setup: FitSetup, *, is_resumed: bool) -> Iterator[None]:
-    """Inside the block, `model` trains on all ranks; then it is a plain model again."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(without_autotune(model))
-        stack.callback(step.uninstall, model, is_over=True)
-        session = step.install(model)
-        session.is_held = True
-        session.use(setup.training, setup.validation)
-        average = _averaging(model, stack)
-        average()
-        # A train step may make an optimizer when it is first traced.
-        session.call_at_start(average)
-        # A MultiOptimizer may have no inner optimizers before it is built.
-        session.call_at_start(lambda: _scale_rates(model, setup))
-        session.on_compile += [average, lambda: _scale_rates(model, setup)]
-        if not is_resumed:  # which continues rates and accumulated gradients
-            rates = setup.factor, setup.warmup_steps, setup.step_multiplier
-            step.reuse_train_function(model, rates)
-        try:
-            yield
-        except BaseException:
-            session.options = None
-            raise
-
-
-def _averaging(model: Any, stack: contextlib.ExitStack) -> Callable[[], None]:
-    """A function that makes all optimizers average that do not yet, until the end."""
-    known: set[int] = set()
-
-    def average() -> None:
-        for found in optimizer.optimizers_of(model):
-            if id(found) not in known:
-                known.add(id(found))
-                if comm.size() > 1:
-                    stack.enter_context(optimizer.attached(found))
-                stack.callback(optimizer.unscale_rate, found)
-
-    return average
-
-
-def _scale_rates(model: Any, setup: FitSetup) -> None:
-    factor = rate_factor_of_step(full=setup.factor, warmup_steps=setup.warmup_steps)
-    if factor is not None or setup.step_multiplier > 1:
-        for found in optimizer.optimizers_of(model):
-            optimizer.scale_rate(found, factor, step_multiplier=setup.step_multiplier)
 
 
 # The methods of `keras.Model` that `distribute` has replaced, by name.
@@ -435,8 +393,8 @@ def evaluate(
         "callbacks": on_this_rank(_flat(given.callbacks)) or None,
         "return_dict": given.return_dict,
     }
-    is_of_all = _evaluating(model, feed)
-    with comm.explained(), without_autotune(model), is_of_all, reading([feed]):
+    is_of_all = evaluate_on_all(model, feed)
+    with comm.explained(), is_of_all, reading([feed]):
         return run_loop(model, "evaluate", arguments, loop)
 
 
@@ -749,20 +707,3 @@ def _flat(callbacks: Callbacks) -> list[Any]:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
     return keras.tree.flatten(callbacks or [])
-
-
-@contextlib.contextmanager
-def _evaluating(model: Any, feed: Feed) -> Iterator[None]:
-    """Inside the block, `model.evaluate` returns the metrics of all ranks.
-
-    Args:
-        model: A compiled model; it may be in the middle of a fit.
-        feed: This rank's shard of the data.
-    """
-    is_training = mixin.has(model, step.DistributedStep)
-    try:
-        with step.install(model).evaluating_next(feed):
-            yield
-    finally:
-        if not is_training:
-            step.uninstall(model, is_over=True)

@@ -1,11 +1,23 @@
-"""Change the class of one object in place, and change it back."""
+"""Change the class of one object, or methods of classes in one step; change it back."""
 
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 # The descriptor by which Python sets the class of an object. The classes made here
 # override `__class__` by a property, so `target.__class__ = …` does not work.
 _CLASS = object.__dict__["__class__"]
 _combined: dict[tuple[type, type], type] = {}
+
+Method = tuple[type, str]
+
+_lock = threading.Lock()
+_num_users: dict[Method, int] = {}
+_before: dict[Method, Any] = {}  # the class's own method; `None`: inherited
+_replaced: ContextVar[Mapping[Method, Callable[..., Any]]] = ContextVar("replaced")
 
 
 def add(target: Any, mixin: type) -> None:
@@ -83,5 +95,67 @@ def remove(target: Any, mixin: type) -> None:
 
 
 def has(target: Any, mixin: type) -> bool:
-    """Tell whether `mixin` was added to `target`."""
+    """Return True if `mixin` was added to `target`."""
     return mixin in type(target).__mro__
+
+
+@contextlib.contextmanager
+def use(target: Any, mixin: type) -> Iterator[None]:
+    """Context manager in which `mixin` is added to `target`, if it is not before."""
+    if has(target, mixin):
+        yield
+        return
+    add(target, mixin)
+    try:
+        yield
+    finally:
+        remove(target, mixin)
+
+
+@contextlib.contextmanager
+def replace_methods(methods: Mapping[Method, Callable[..., Any]]) -> Iterator[None]:
+    """Context manager that calls functions in place of methods of classes.
+
+    A class has one method for all threads. So as long as somebody asks for it, the
+    class has a method that looks up where it is called: what runs in another thread,
+    such as another fit, calls what the class had before.
+
+    Args:
+        methods: By class and name of the method, a function whose arguments are the
+            plain method bound to its object, the object, and those of the call.
+    """
+    with contextlib.ExitStack() as stack:
+        for method in methods:
+            stack.enter_context(_redirect(*method))
+        token = _replaced.set({**_replaced.get({}), **methods})
+        stack.callback(_replaced.reset, token)
+        yield
+
+
+@contextlib.contextmanager
+def _redirect(cls: Any, name: str) -> Iterator[None]:
+    """Context manager in which a method asks its context for what replaces it."""
+    key = cls, name
+    with _lock:
+        if not _num_users.get(key):
+            plain, _before[key] = getattr(cls, name), vars(cls).get(name)
+            setattr(cls, name, functools.partialmethod(_call, key, plain))
+        _num_users[key] = _num_users.get(key, 0) + 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_users[key] -= 1
+            if not _num_users[key]:
+                before = _before.pop(key)
+                if before is None:
+                    delattr(cls, name)
+                else:
+                    setattr(cls, name, before)
+
+
+def _call(self: Any, key: Method, plain: Any, *args: Any, **kwargs: Any) -> Any:
+    ours = _replaced.get({}).get(key)
+    if ours is None:
+        return plain(self, *args, **kwargs)
+    return ours(functools.partial(plain, self), self, *args, **kwargs)

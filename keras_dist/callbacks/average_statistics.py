@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, optimizer
-from keras_dist.training import step
+from keras_dist.training.install import install, uninstall
 from keras_dist.training.session import session_of
 
 
@@ -46,7 +46,7 @@ class AverageStatistics(keras.callbacks.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        step.install(model).call_at_start(self._remember)
+        install(model).call_at_start(self._remember)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         # Gradients that an earlier fit has left accumulated are equal on all ranks.
@@ -76,7 +76,7 @@ class AverageStatistics(keras.callbacks.Callback):
         self._synchronize()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        step.uninstall(self.model)
+        uninstall(self.model)
 
     def _synchronize(self) -> None:
         if comm.size() == 1 or not self._has_changed:

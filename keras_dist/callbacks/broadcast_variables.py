@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from keras_dist import comm, optimizer, private
 from keras_dist.lines import say
-from keras_dist.training import step
+from keras_dist.training.install import install, uninstall
 from keras_dist.training.same_values import agree_on_constants
 from keras_dist.training.session import session_of
 
@@ -57,7 +57,7 @@ class BroadcastVariables(keras.callbacks.Callback):
         if getattr(model, "optimizer", None) is not None:
             optimizer.move_to_outermost(model.optimizer)
         # First, so that the other hooks see the state that all ranks start from.
-        step.install(model).call_at_start(self.broadcast, index=0)
+        install(model).call_at_start(self.broadcast, index=0)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         # If the root rank has restored a backup, all ranks start at its epoch.
@@ -80,7 +80,7 @@ class BroadcastVariables(keras.callbacks.Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if comm.size() > 1 and not session_of(self.model).has_started:
             self._copy_unstarted()
-        step.uninstall(self.model)
+        uninstall(self.model)
 
     def broadcast(self) -> None:
         """Broadcast now: called when the model is built, before the first step."""

@@ -1,13 +1,12 @@
 """Scale the learning rate, with a warm-up."""
 
-import functools
 from typing import Any
 
 import keras
 
 from keras_dist import comm, optimizer
-from keras_dist.optimizer.rate import LearningRateRule, rate_factor
-from keras_dist.training import step
+from keras_dist.optimizer.rate import LearningRateRule, make_factor, rate_factor
+from keras_dist.training.install import install, uninstall
 
 
 class LearningRateWarmup(keras.callbacks.Callback):
@@ -56,7 +55,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        step.install(model)
+        install(model)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         steps = self.steps_per_epoch or self.params.get("steps")
@@ -69,31 +68,11 @@ class LearningRateWarmup(keras.callbacks.Callback):
         full = rate_factor(self.lr_scaling, size=comm.size())
         optimizer.scale_rate(
             self.model.optimizer,
-            rate_factor_of_step(
+            make_factor(
                 full=full, warmup_steps=round(self.warmup_epochs * (steps or 0))
             ),
         )
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         optimizer.unscale_rate(self.model.optimizer)
-        step.uninstall(self.model)
-
-
-def rate_factor_of_step(*, full: float, warmup_steps: int) -> Any:
-    """Return the factor as a function of the step; `None` if it is always 1.
-
-    Args:
-        full: The factor after the warm-up.
-        warmup_steps: Steps until then; 0 for the full factor at once.
-    """
-    if full == 1.0:
-        return None
-    if warmup_steps <= 0:
-        return lambda step: full
-    return functools.partial(_warmup, full=full, warmup_steps=warmup_steps)
-
-
-def _warmup(step: Any, *, full: float, warmup_steps: int) -> Any:
-    # As `warmup_factor`, but for a tensor inside the compiled update.
-    progress = keras.ops.cast(step, "float32") / warmup_steps
-    return 1.0 + (full - 1.0) * keras.ops.minimum(progress, 1.0)
+        uninstall(self.model)

@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from keras_dist.training import step
+from keras_dist.training.install import install, uninstall
 
 
 class MetricAverage(keras.callbacks.Callback):
@@ -42,7 +42,7 @@ class MetricAverage(keras.callbacks.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        step.install(model).average_metrics()
+        install(model).average_metrics()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        step.uninstall(self.model)
+        uninstall(self.model)

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 
 from keras_dist import comm
-from keras_dist.training import step
+from keras_dist.training.install import install, uninstall
 from keras_dist.training.session import session_of
 
 
@@ -29,7 +29,7 @@ class StopTogether(keras.callbacks.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        step.install(model).traced.stop_request.make_collective(comm.size() > 1)
+        install(model).traced.stop_request.make_collective(comm.size() > 1)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if comm.size() > 1:  # a fit that raised may have left a stop request
@@ -44,4 +44,4 @@ class StopTogether(keras.callbacks.Callback):
         stop_request.grant(self.model, is_agreed=is_agreed)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        step.uninstall(self.model)
+        uninstall(self.model)

@@ -7,7 +7,7 @@ import keras
 
 from keras_dist import comm
 from keras_dist.lines import say
-from keras_dist.training import step
+from keras_dist.training.install import install, uninstall
 from keras_dist.training.session import session_of
 
 
@@ -40,7 +40,7 @@ class Throughput(keras.callbacks.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        step.install(model)
+        install(model)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         session_of(self.model).reset_rows_trained()
@@ -68,7 +68,7 @@ class Throughput(keras.callbacks.Callback):
         return rows_of_all / (time.perf_counter() - self._begin)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        step.uninstall(self.model)
+        uninstall(self.model)
 
     def state_dict(self) -> dict[str, Any]:
         """Empty: another process has another clock."""

@@ -10,8 +10,7 @@ and *scale* its rate while it updates.
 - `sparse`: gradients of an `Embedding`, gathered as they are, or merged
 - `accumulation`: gradient accumulation with one allreduce for each update
 - `stop_request`: the stop request that a step carries
-- `step_context`: the context that a train step passes to `apply`; `replaced_methods`:
-  methods of Keras and TensorFlow that are replaced in such a step
+- `step_context`: the context that a train step passes to `apply`
 - `nested`: the optimizers of a model, and those inside an optimizer
 """
 

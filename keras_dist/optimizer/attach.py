@@ -19,7 +19,6 @@ from keras_dist.optimizer.reduce import (
     reduce_gradients,
     weight_loss,
 )
-from keras_dist.optimizer.replaced_methods import replaced_methods
 from keras_dist.optimizer.sparse import added_in_order, with_shape
 
 Optimizer = TypeVar("Optimizer", bound=keras.optimizers.Optimizer)
@@ -178,7 +177,7 @@ def apply_recorded(call: Recorded, averaged: Sequence[Any]) -> None:
 
 
 def only_attached() -> contextlib.AbstractContextManager[None]:
-    """Inside the block, an update by an optimizer that does not average is an error.
+    """Context manager in which an update by an optimizer that does not average fails.
 
     All optimizers that a model keeps do average. One that its train step has from
     elsewhere would let the ranks drift apart.
@@ -196,7 +195,7 @@ def only_attached() -> contextlib.AbstractContextManager[None]:
             )
         return plain(*args, **kwargs)
 
-    return replaced_methods({(keras.optimizers.Optimizer, "apply"): apply})
+    return mixin.replace_methods({(keras.optimizers.Optimizer, "apply"): apply})
 
 
 def update(

@@ -1,5 +1,6 @@
 """The learning rate: rules for its factor, and the scaled rate inside an update."""
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,13 +61,13 @@ def rate_factor(rule: LearningRateRule, *, size: int) -> float:
     return float(value)
 
 
-def warmup_factor(step: float, *, warmup_steps: int, full: float) -> float:
+def warmup_factor(step: Any, *, warmup_steps: int, full: float) -> Any:
     """Factor on the learning rate at `step`: a straight line from 1 to `full`.
 
     Goyal et al., 2017, section 2.2 (https://arxiv.org/abs/1706.02677).
 
     Args:
-        step: Updates made so far, 0 at the first one.
+        step: Updates made so far, 0 at the first one; a number or a tensor.
         warmup_steps: Updates until the full factor is reached; 0 for no warm-up.
         full: The factor after the warm-up.
 
@@ -77,7 +78,17 @@ def warmup_factor(step: float, *, warmup_steps: int, full: float) -> float:
     """
     if warmup_steps <= 0:
         return full
-    return 1.0 + (full - 1.0) * min(step / warmup_steps, 1.0)
+    if isinstance(step, (int, float)):
+        return 1.0 + (full - 1.0) * min(step / warmup_steps, 1.0)
+    progress = keras.ops.cast(step, "float32") / warmup_steps  # in a compiled update
+    return 1.0 + (full - 1.0) * keras.ops.minimum(progress, 1.0)
+
+
+def make_factor(*, full: float, warmup_steps: int) -> Callable[[Any], Any] | None:
+    """Return `warmup_factor` as a function of the step; `None` if it is always 1."""
+    if full == 1.0:
+        return None
+    return functools.partial(warmup_factor, warmup_steps=warmup_steps, full=full)
 
 
 @dataclass

@@ -299,7 +299,7 @@ def all_or_none_finite(slices: tf.IndexedSlices) -> tf.IndexedSlices:
 
 @contextlib.contextmanager
 def added_in_order(optimizer: Any, gradients: Sequence[Any]) -> Iterator[None]:
-    """Inside the block, each rank that makes an update gets the same bits.
+    """Context manager in which each rank that makes an update gets the same bits.
 
     TensorFlow's scatter adds a thousand slices and more in several threads, repeated
     rows in any order. The conversion to a whole gradient has one order.
@@ -309,15 +309,10 @@ def added_in_order(optimizer: Any, gradients: Sequence[Any]) -> Iterator[None]:
         gradients: The gradients of the update, which are those of all ranks.
     """
     has_rows = any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
-    changed = leaves(optimizer) if has_rows and comm.size() > 1 else []
-    changed = [leaf for leaf in changed if not mixin.has(leaf, AddsInOrder)]
-    try:
-        for leaf in changed:
-            mixin.add(leaf, AddsInOrder)
+    with contextlib.ExitStack() as stack:
+        for leaf in leaves(optimizer) if has_rows and comm.size() > 1 else []:
+            stack.enter_context(mixin.use(leaf, AddsInOrder))
         yield
-    finally:
-        for leaf in changed:
-            mixin.remove(leaf, AddsInOrder)
 
 
 class AddsInOrder:

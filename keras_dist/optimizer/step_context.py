@@ -1,7 +1,7 @@
 """The context that a train step passes to `Optimizer.apply` through Keras's code."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -41,8 +41,6 @@ class StepContext:
         is_averaged: Whether the gradients given to `apply` are averaged already.
         weighted: States of the optimizers whose loss is multiplied by this rank's
             fraction of the rows.
-        methods: What is called in place of methods of Keras and TensorFlow, by class
-            and name (`replaced_methods`).
     """
 
     rows: Any = None
@@ -57,7 +55,6 @@ class StepContext:
     recorded: list[Any] | None = None
     is_averaged: bool = False
     weighted: list[Any] = field(default_factory=list)
-    methods: Mapping[tuple[type, str], Callable[..., Any]] = field(default_factory=dict)
 
     def row_fraction(self, dtype: Any) -> Any:
         """This rank's rows divided by those of all ranks; a scalar tensor.

@@ -1,44 +1,18 @@
 """Turn off the tuning of input pipelines, which delays the end of each pass."""
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from keras_dist import comm, mixin
 from keras_dist.data import as_untuned
 
 
-@contextlib.contextmanager
-def without_autotune(model: Any) -> Iterator[None]:
-    """Inside the block, a pass over the data of `model` ends with its last batch.
+def without_autotune(model: Any) -> contextlib.AbstractContextManager[None]:
+    """Context manager in which a pass over the data ends with its last batch.
 
-    TensorFlow tunes each pass over a `tf.data.Dataset` (Keras makes one of all data) in
-    a thread, which sleeps for 10 ms, then twice as long each time, up to a minute. At
-    the end of the pass TensorFlow wakes the thread and waits for it. But the thread is
-    woken before the stop flag is set: it may see no flag, and sleep again. On a rank
-    with one core this happens nearly always, and a pass takes up to twice as long, or
-    a minute more. Without the thread, the stages of the pipeline that use
-    `tf.data.AUTOTUNE` keep their initial parallelism: all threads of this rank, at
-    most 16.
-
-    On one rank nothing is changed, and neither is a data set whose options turn tuning
-    on or off.
-
-    Args:
-        model: A `keras.Model`.
-
-    Source:
-        `CancellationManager::StartCancelWithStatus` and `Model::OptimizeLoop` of
-        TensorFlow: waiters are woken before `IsCancelled` is true.
+    See `WithoutAutotune`.
     """
-    if comm.size() == 1 or mixin.has(model, _WithoutAutotune):
-        yield
-        return
-    mixin.add(model, _WithoutAutotune)
-    try:
-        yield
-    finally:
-        mixin.remove(model, _WithoutAutotune)
+    return mixin.use(model, WithoutAutotune)
 
 
 def plain_strategy(model: Any) -> Any:
@@ -62,9 +36,27 @@ class _Strategy:
         return getattr(self.plain, name)
 
 
-class _WithoutAutotune:
-    """Mixin that `without_autotune` adds to the class of a model."""
+class WithoutAutotune:
+    """Mixin for a model: read data without TensorFlow's tuning thread.
+
+    TensorFlow tunes each pass over a `tf.data.Dataset` (Keras makes one of all data) in
+    a thread, which sleeps for 10 ms, then twice as long each time, up to a minute. At
+    the end of the pass TensorFlow wakes the thread and waits for it. But the thread is
+    woken before the stop flag is set: it may see no flag, and sleep again. On a rank
+    with one core this happens nearly always, and a pass takes up to twice as long, or
+    a minute more. Without the thread, the stages of the pipeline that use
+    `tf.data.AUTOTUNE` keep their initial parallelism: all threads of this rank, at
+    most 16.
+
+    On one rank nothing is changed, and neither is a data set whose options turn tuning
+    on or off.
+
+    Source:
+        `CancellationManager::StartCancelWithStatus` and `Model::OptimizeLoop` of
+        TensorFlow: waiters are woken before `IsCancelled` is true.
+    """
 
     @property
     def distribute_strategy(self) -> Any:
-        return _Strategy(super().distribute_strategy)  # type: ignore[misc]
+        strategy = super().distribute_strategy  # type: ignore[misc]
+        return strategy if comm.size() == 1 else _Strategy(strategy)

@@ -8,11 +8,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import comm, private
+from keras_dist import comm, mixin, private
 from keras_dist.data import preserve_generators
 from keras_dist.lines import warn
 from keras_dist.optimizer import nested_optimizers, optimizers_of, step_context
-from keras_dist.optimizer.replaced_methods import replaced_methods
 from keras_dist.training import batch_norm
 from keras_dist.training.remember import (
     list_variables,
@@ -183,7 +182,7 @@ def _run_inline() -> contextlib.AbstractContextManager[None]:
     def run(plain: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         return function.python_function(*args, **kwargs)
 
-    return replaced_methods({(type(tf.function(run)), "__call__"): run})
+    return mixin.replace_methods({(type(tf.function(run)), "__call__"): run})
 
 
 def _by_running(model: Any, step: OwnStep) -> None:

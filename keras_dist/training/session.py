@@ -389,5 +389,5 @@ class Session:
 
 
 def session_of(model: Any) -> Session:
-    """Return the session of a model that trains on many ranks (`step.install`)."""
+    """Return the session of a model that trains on many ranks (`install`)."""
     return model._distributed_session

@@ -8,25 +8,21 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import comm, mixin, private
+from keras_dist import comm, private
 from keras_dist.data import is_mark, marked
 from keras_dist.lines import warn
 from keras_dist.optimizer import (
     averages,
-    averaging_of,
     check_again,
     effective_rates,
     explain_updates,
     only_attached,
-    optimizers_of,
     step_context,
 )
 from keras_dist.training import (
-    batch_norm,
     build,
     loss_kind,
     metrics,
-    saving,
 )
 from keras_dist.training.loss_kind import num_rows
 from keras_dist.training.recorded_step import RecordedStep
@@ -34,68 +30,9 @@ from keras_dist.training.remember import preserve_variables
 from keras_dist.training.saving import atomic
 from keras_dist.training.session import (
     Session,
-    TracedFunctions,
     session_of,
 )
 from keras_dist.training.stray_variables import warn_of_stray_variables
-
-
-def install(model: Any) -> Session:
-    """Make `model` train on all ranks; a second call returns the same session."""
-    if not mixin.has(model, DistributedStep):
-        saving.begin_interval()
-        traced = model.__dict__.get("_traced_functions") or TracedFunctions()
-        # Keras does not track attributes that are set so; it would save them.
-        object.__setattr__(model, "_traced_functions", traced)
-        object.__setattr__(model, "_distributed_session", Session(traced))
-        mixin.add(model, DistributedStep)
-        traced.enter(model)
-    return session_of(model)
-
-
-def uninstall(model: Any, *, is_over: bool = False) -> None:
-    """Make `model` a plain Keras model again, unless `dist_fit` is still running.
-
-    Args:
-        model: A model on which `install` was called.
-        is_over: Whether a `dist_fit` or an evaluation on all ranks is over, so that
-            nobody reads the session any more. Callbacks may, after the first of them
-            has called this.
-    """
-    if not mixin.has(model, DistributedStep):
-        return
-    session = session_of(model)
-    if is_over or not session.is_held:
-        saving.begin_interval()
-        stopped = model.stop_training
-        mixin.remove(model, DistributedStep)
-        batch_norm.desynchronize(model)
-        model.stop_training = stopped
-        session.traced.leave(model, session.options)
-        if is_over:
-            object.__delattr__(model, "_distributed_session")
-
-
-def reuse_train_function(model: Any, options: Any) -> None:
-    """Use the train function of the last fit, if all ranks can. A collective.
-
-    Args:
-        model: A model on which `install` was called.
-        options: What is part of the graph of a step beside what is compiled.
-    """
-    session = session_of(model)
-    session.options = (
-        options,
-        optimizers_of(model),
-        averaging_of(model),
-        session.knows_rows,
-        session.may_read_on,
-        session.is_marked,
-    )
-    function = session.traced.train_function(session.options)
-    session.is_traced = all(comm.gather(function is not None))
-    if session.is_traced:
-        model.train_function = function
 
 
 def build_now(model: Any, data: Any) -> None:
@@ -109,7 +46,7 @@ def build_now(model: Any, data: Any) -> None:
     build.build(model, build.OwnStep(own_step, data, is_eager=model.run_eagerly))
 
 
-class DistributedStep(atomic.SavesWhole):
+class DistributedStep(atomic.SavesWhole, WithoutAutotune):
     """Mixin for a model: the methods that Keras's loops call, on many ranks."""
 
     _distributed_session: Session

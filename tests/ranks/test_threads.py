@@ -9,8 +9,7 @@ import tensorflow as tf
 from keras import ops
 
 import keras_dist
-from keras_dist.optimizer import step_context
-from keras_dist.optimizer.replaced_methods import replaced_methods
+from keras_dist import mixin
 
 
 def doubled(plain, loss, *args, **kwargs):
@@ -27,10 +26,7 @@ def test_a_method_is_replaced_in_one_thread_alone():
     begun, may_end, seen = threading.Event(), threading.Event(), []
 
     def other():
-        with (
-            step_context.entered(step_context.StepContext()),
-            replaced_methods(methods),
-        ):
+        with mixin.replace_methods(methods):
             begun.set()
             assert may_end.wait(60)
             seen.append(float(loss(ones, zeros)))
@@ -39,7 +35,7 @@ def test_a_method_is_replaced_in_one_thread_alone():
     thread.start()
     assert begun.wait(60)
     assert float(loss(ones, zeros)) == 1.0  # this thread's own
-    with replaced_methods(methods):
+    with mixin.replace_methods(methods):
         assert float(loss(ones, zeros)) == 2.0
     may_end.set()
     thread.join()

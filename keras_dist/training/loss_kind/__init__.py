@@ -28,8 +28,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import private
-from keras_dist.optimizer.replaced_methods import replaced_methods
+from keras_dist import mixin, private
 from keras_dist.training.loss_kind.probe import num_rows
 from keras_dist.training.loss_kind.row_losses import (
     RowLosses,
@@ -71,5 +70,5 @@ def of_all_rows(model: Any, log: EagerLog) -> Iterator[RowLosses]:
         (keras.metrics.Mean, "update_state"): losses.update_state,
         (keras.Model, private.ADDITIONAL_LOSS): losses.additional,
     }
-    with replaced_methods(methods):
+    with mixin.replace_methods(methods):
         yield losses

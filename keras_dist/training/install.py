@@ -1,0 +1,148 @@
+"""Change Keras for the time of a fit; each change has its undoing beside it.
+
+- the class of the model: `DistributedStep`
+- its train and test functions: `TracedFunctions`
+- the class of each optimizer: `ReducesGradients` at the outermost, `ScalesRate` at the
+  innermost
+- the class of `BatchNormalization(synchronized=True)`: `GlobalMoments`
+
+While a step is traced, or runs eagerly, methods of classes are replaced, too
+(`mixin.replace_methods`). All of it is undone when the fit is over.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from keras_dist import comm, mixin, optimizer
+from keras_dist.data import Feed
+from keras_dist.optimizer.rate import make_factor
+from keras_dist.training import batch_norm, saving
+from keras_dist.training.session import Session, TracedFunctions, session_of
+from keras_dist.training.step import DistributedStep
+
+
+def install(model: Any) -> Session:
+    """Make `model` train on all ranks; a second call returns the same session."""
+    if not mixin.has(model, DistributedStep):
+        saving.begin_interval()
+        traced = model.__dict__.get("_traced_functions") or TracedFunctions()
+        # Keras does not track attributes that are set so; it would save them.
+        object.__setattr__(model, "_traced_functions", traced)
+        object.__setattr__(model, "_distributed_session", Session(traced))
+        mixin.add(model, DistributedStep)
+        traced.enter(model)
+    return session_of(model)
+
+
+def uninstall(model: Any, *, is_over: bool = False) -> None:
+    """Make `model` a plain Keras model again, unless `dist_fit` is still running.
+
+    Args:
+        model: A model on which `install` was called.
+        is_over: Whether a `dist_fit` or an evaluation on all ranks is over, so that
+            nobody reads the session any more. Callbacks may, after the first of them
+            has called this.
+    """
+    if not mixin.has(model, DistributedStep):
+        return
+    session = session_of(model)
+    if is_over or not session.is_held:
+        saving.begin_interval()
+        stopped = model.stop_training
+        mixin.remove(model, DistributedStep)
+        batch_norm.desynchronize(model)
+        model.stop_training = stopped
+        session.traced.leave(model, session.options)
+        if is_over:
+            object.__delattr__(model, "_distributed_session")
+
+
+@contextlib.contextmanager
+def train_on_all(
+    model: Any,
+    training: Feed,
+    validation: Feed | None,
+    *,
+    rates: tuple[float, int, int],
+    is_resumed: bool,
+) -> Iterator[None]:
+    """Context manager in which `model` trains on all ranks.
+
+    Args:
+        model: A compiled model.
+        training, validation: This rank's data.
+        rates: The full factor on learning rates, the steps until then, and the steps
+            of one process that one step stands for in schedules.
+        is_resumed: Whether the fit may continue rates and accumulated gradients.
+    """
+    full, warmup_steps, step_multiplier = rates
+    averaging: set[int] = set()
+
+    def average() -> None:
+        for each in optimizer.optimizers_of(model):
+            if id(each) not in averaging:
+                averaging.add(id(each))
+                if comm.size() > 1:
+                    stack.enter_context(optimizer.attached(each))
+                stack.callback(optimizer.unscale_rate, each)
+
+    def scale_rates() -> None:
+        factor = make_factor(full=full, warmup_steps=warmup_steps)
+        if factor is not None or step_multiplier > 1:
+            for each in optimizer.optimizers_of(model):
+                optimizer.scale_rate(each, factor, step_multiplier=step_multiplier)
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(uninstall, model, is_over=True)
+        session = install(model)
+        session.is_held = True
+        session.use(training, validation)
+        average()
+        # A train step may make an optimizer when it is first traced.
+        session.call_at_start(average)
+        # A MultiOptimizer may have no inner optimizers before it is built.
+        session.call_at_start(scale_rates)
+        session.on_compile += [average, scale_rates]
+        if not is_resumed:
+            _reuse_train_function(model, rates)
+        try:
+            yield
+        except BaseException:
+            session.options = None  # a step that has failed is traced again
+            raise
+
+
+@contextlib.contextmanager
+def evaluate_on_all(model: Any, feed: Feed) -> Iterator[None]:
+    """Context manager in which `model.evaluate` returns the metrics of all ranks.
+
+    Args:
+        model: A compiled model; it may be in the middle of a fit.
+        feed: This rank's shard of the data.
+    """
+    is_training = mixin.has(model, DistributedStep)
+    try:
+        with install(model).evaluating_next(feed):
+            yield
+    finally:
+        if not is_training:
+            uninstall(model, is_over=True)
+
+
+def _reuse_train_function(model: Any, rates: tuple[float, int, int]) -> None:
+    """Use the train function of the last fit, if all ranks can. A collective."""
+    session = session_of(model)
+    session.options = (
+        rates,
+        optimizer.optimizers_of(model),
+        optimizer.averaging_of(model),
+        session.knows_rows,
+        session.may_read_on,
+        session.is_marked,
+        session.feed is not None and session.feed.is_strided,
+    )
+    function = session.traced.train_function(session.options)
+    session.is_traced = all(comm.gather(function is not None))
+    if session.is_traced:
+        model.train_function = function
