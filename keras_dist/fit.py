@@ -16,7 +16,6 @@ from keras_dist import checkpoint, comm, mixin
 from keras_dist.callbacks import on_this_rank, runs_on_first_rank_only
 from keras_dist.callbacks.user_callbacks import autologged_once
 from keras_dist.data import (
-    Feed,
     ShardSpec,
     Source,
     draws,

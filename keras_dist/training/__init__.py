@@ -1,7 +1,8 @@
 """What a model does in a step, an evaluation and a prediction.
 
-- `step`: `install` makes a model train on all ranks: the mixin `DistributedStep`
-- `session`: `Session`, the state of a model during one fit: rows, metrics, functions
+- `install`: change Keras for a fit, and undo it
+- `step`: the train step, in stages: the mixin `DistributedStep`
+- `session`: `Session`, what a fit remembers; `TracedFunctions`, what a model keeps
 - `build`: build the model at its first batch, then call hooks
 - `loss_kind/`: which losses are means and which are sums: `of_all_rows`
 - `rows`: losses over the rows of all ranks: `sum_over_rows`, `gather_rows`
@@ -11,7 +12,7 @@
 - `batch_norm`: normalize by the statistics of the global batch
 - `recorded_step`: a step in parts, gradients, allreduce and update, where XLA compiles
   the first and the last
-- `remember`: remember variables and random numbers, and put them back
+- `remember`: remember variables, and put them back
 - `predict`: predict shards of the rows, and gather the predictions
 - `autotune`: read data without TensorFlow's tuning thread
 """

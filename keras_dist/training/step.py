@@ -1,4 +1,13 @@
-"""The train step on many ranks: weights by rows, and no collective inside XLA."""
+"""The train step on many ranks, in stages.
+
+1. *Rows that count*: how many rows this rank has, and all ranks have, in this step
+2. *Building and first copy*: once, before the first step (`build.start`)
+3. *Losses*: each becomes this rank's part of that of the global batch
+4. *Gradients*: by the model's own step; XLA may compile it (`recorded_step`)
+5. *Exchange*: in `apply` of the outermost optimizer (`optimizer.reduce`)
+6. *Update*: by Keras, at the scaled rate (`optimizer.rate`)
+7. *Statistics*: metrics and counters do not count a batch that is a copy
+"""
 
 import contextlib
 import functools
@@ -24,6 +33,7 @@ from keras_dist.training import (
     loss_kind,
     metrics,
 )
+from keras_dist.training.autotune import WithoutAutotune
 from keras_dist.training.loss_kind import num_rows
 from keras_dist.training.recorded_step import RecordedStep
 from keras_dist.training.remember import preserve_variables
@@ -54,7 +64,9 @@ class DistributedStep(atomic.SavesWhole, WithoutAutotune):
     def train_step(self: Any, data: Any) -> Any:
         session = self._distributed_session
         own_step = _of_a_copy(super().train_step)  # type: ignore[misc]
+        # Rows that count
         data, has_rows = session.split_mark(data)
+        # Building and first copy
         if not session.has_started:
             build.start(self, session, data, own_step)
         length = rows = num_rows(data)
@@ -72,12 +84,15 @@ class DistributedStep(atomic.SavesWhole, WithoutAutotune):
         context = _context(self, rows, length, has_rows, number)
         with contextlib.ExitStack() as stack:
             stack.enter_context(step_context.entered(context))
+            # Losses
             if averages(self):
                 own_step = _of_all_rows(self, own_step, data)
             stack.enter_context(only_attached())
             stack.enter_context(session.traced.noise.drawing())
             stack.enter_context(_not_before(session, data))
+            # Statistics
             stack.enter_context(_without_counting(self, has_rows))
+            # Gradients; exchange and update, when the step calls `apply`
             return _run(self, own_step, data)
 
     def test_step(self: Any, data: Any) -> Any:
@@ -213,7 +228,7 @@ def _context(
 
 @contextlib.contextmanager
 def _without_counting(model: Any, has_rows: Any) -> Iterator[None]:
-    """Inside the block, metrics and counters do not change if the batch is a copy.
+    """Context manager in which a copied batch changes no metrics and counters.
 
     Other state does: the statistics of the copy are those of the last global batch.
 
