@@ -210,6 +210,8 @@ def update(
 class ReducesGradients:
     """Mixin for the outermost optimizer: average the gradients, then update."""
 
+    _averaging: AveragingState
+
     def scale_loss(self, loss: Any) -> Any:
         loss = super().scale_loss(loss)  # type: ignore[misc]
         return weight_loss(self, loss)
