@@ -240,6 +240,7 @@ def start_traced(model: Any, session: Session) -> None:
 
 def _call_hooks(model: Any, session: Session) -> None:
     batch_norm.synchronize(model)
-    session.traced.noise.prepare()
     for hook in session.hooks:
         hook()
+    if comm.size() > 1:
+        session.traced.noise.prepare()
