@@ -30,6 +30,7 @@ __all__ = [
     "__version__",
     "average",
     "broadcast",
+    "check_split",
     "dist_fit",
     "distribute",
     "first_rank",
@@ -99,6 +100,7 @@ if not _missing and not _is_command:
     from keras_dist.optimizer import DistributedOptimizer
     from keras_dist.setup.shard import local_batch_size, shard
     from keras_dist.training import saving
+    from keras_dist.training.check_split import check_split
     from keras_dist.training.rows import gather_rows, sum_over_rows, weighted_mean
 
     prepare()

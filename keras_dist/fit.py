@@ -227,6 +227,7 @@ def train(
             ),
             reading(setup.feeds),
         ):
+            session_of(model).is_verbose = given.verbose != 0
             opening = session_of(model).raising_on_all()
             saving = checkpoint.saving(resumed, setup)
             with (

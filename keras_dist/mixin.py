@@ -28,6 +28,10 @@ def add(target: Any, mixin: type) -> None:
     reads it to save an object, so that saved files do not depend on this package.
     Nothing happens if `mixin` was already added.
 
+    A mixin that inherits from a class from which that of `target` also inherits comes
+    right before that class instead: also what the object's own methods call of it with
+    `super()` is then the mixin's.
+
     >>> class Loud:
     ...     def greet(self):
     ...         return super().greet().upper()
@@ -47,9 +51,10 @@ def add(target: Any, mixin: type) -> None:
     own = type(target)
     if (mixin, own) not in _combined:
         original = target.__class__
+        is_below = any(base in own.__mro__[1:-1] for base in mixin.__bases__)
         _combined[mixin, own] = type(
             own.__name__,
-            (mixin, own),
+            (own, mixin) if is_below else (mixin, own),
             {
                 "__class__": property(lambda self: original),
                 "__module__": own.__module__,

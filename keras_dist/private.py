@@ -23,13 +23,11 @@ STATE, SEED_GENERATOR = "GLOBAL_STATE_TRACKER", "global_seed_generator"
 
 # The methods that mixins define, and attributes of `self` that they read there.
 OVERRIDDEN = {
+    "_aggregate_additional_loss": "`Model`: a loss of `add_loss`, or a regularizer",
     "_get_metrics_result_or_logs": "`Model`: what the loops log after an epoch",
     "_moments": "`BatchNormalization`: mean and variance of the batch",
     "_reduction_axes": "`BatchNormalization`: the axes of `_moments`",
 }
-
-# `Model`: the method whose calls are losses of `add_loss`, replaced in one step.
-ADDITIONAL_LOSS = "_aggregate_additional_loss"
 
 # An argument of `Model.evaluate`: whether `fit` calls it, for its validation.
 OF_FIT = "_use_cached_eval_dataset"
@@ -90,6 +88,21 @@ def compiled_parts(model: Any) -> tuple[Any, Any]:
     return loss, metrics
 
 
+def losses_in(compiled: Any) -> list[Any]:
+    """List the losses in Keras's container of them; none before it is built."""
+    return [part.loss for part in getattr(compiled, "_flat_losses", None) or ()]
+
+
+def compiled_losses(model: Any) -> list[Any]:
+    """List the losses of `compile`; none before the first step is built."""
+    return losses_in(compiled_parts(model)[0])
+
+
+def function_of(metric: Any) -> Any:
+    """Return the function of a `MeanMetricWrapper`; `None` for other metrics."""
+    return getattr(metric, "_fn", None)
+
+
 def initial_epoch(model: Any) -> int | None:
     """Return the epoch to which `BackupAndRestore` has set a model."""
     return getattr(model, "_initial_epoch", None)
@@ -103,6 +116,12 @@ def set_initial_epoch(model: Any, epoch: int) -> None:
 def mask_of(tensor: Any) -> Any:
     """Return the mask that a layer gave its output; `None` for none."""
     return getattr(tensor, "_keras_mask", None)
+
+
+def set_mask(tensor: Any, mask: Any) -> None:
+    """Give a tensor a mask, unless it is `None`."""
+    if mask is not None:
+        tensor._keras_mask = mask
 
 
 def given_metrics(metric: Any) -> list[Any]:

@@ -123,6 +123,8 @@ def made_objects() -> dict[str, object]:
         **dict.fromkeys(of_optimizer, optimizer),
         "_batch_size": numbers.batch(2),
         "_filename": numbers.cache(),
+        "_flat_losses": model._compile_loss,
+        "_fn": keras.metrics.MeanSquaredError(),
         "_handle_data": tf.Variable(0.0).handle,
         "_inputs": numbers.cache(),
         "_iterator_resource": iter(numbers),

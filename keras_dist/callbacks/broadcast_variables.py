@@ -68,7 +68,7 @@ class BroadcastVariables(keras.callbacks.Callback):
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
-        if comm.size() > 1 and not session_of(self.model).has_started:
+        if comm.size() > 1 and not session_of(self.model).has_run:
             raise RuntimeError(
                 "A batch was trained on without the `train_step` of the model's class, "
                 "so the ranks have not got the same weights. Received: "

@@ -32,11 +32,13 @@ class Recorded:
         optimizer: The optimizer.
         gradients: Of this rank's batch.
         variables: The variables of the gradients; `None`: all of the optimizer.
+        is_sum: Whether the gradients are sums over rows.
     """
 
     optimizer: Any
     gradients: Sequence[Any]
     variables: Sequence[Any] | None
+    is_sum: bool = False
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's own name
@@ -219,13 +221,16 @@ class ReducesGradients:
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         grads = list(grads)
         context = step_context.current()
+        is_sum = context.next_site("apply") in context.kinds.sums
         if context.recorded is not None:
-            grads = mark_recorded(self, grads, trainable_variables)
-            context.recorded.append(Recorded(self, grads, trainable_variables))
+            if context.trial is None:
+                grads = mark_recorded(self, grads, trainable_variables)
+            call = Recorded(self, grads, trainable_variables, is_sum)
+            context.recorded.append(call)
             return None
         apply = super().apply  # type: ignore[misc]
         if context.is_averaged or not grads:
             return apply(grads, trainable_variables)
-        averaged = reduce_gradients(self, grads, trainable_variables)
+        averaged = reduce_gradients(self, grads, trainable_variables, is_sum=is_sum)
         update(self, apply, averaged, trainable_variables)
         return None

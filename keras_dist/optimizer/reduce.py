@@ -13,7 +13,7 @@ from keras_dist.errors import mark_known
 from keras_dist.optimizer import sparse, step_context
 from keras_dist.optimizer.accumulation import accumulates, is_update, take
 from keras_dist.optimizer.nested import nested_optimizers, variables_of
-from keras_dist.optimizer.sparse import Lookups, with_shape
+from keras_dist.optimizer.sparse import Lookups, times, with_shape
 
 # Horovod matches collectives by name, and Keras's names repeat. An optimizer gets its
 # number where all ranks compare its gradients, so that they count alike.
@@ -76,7 +76,11 @@ class AveragingState:
 
 
 def reduce_gradients(
-    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any] | None
+    optimizer: Any,
+    gradients: Sequence[Any],
+    variables: Sequence[Any] | None,
+    *,
+    is_sum: bool = False,
 ) -> list[Any]:
     """Take this rank's gradients, and return those that Keras applies.
 
@@ -89,6 +93,7 @@ def reduce_gradients(
         gradients: Tensors, `tf.IndexedSlices` or `None`.
         variables: The variables of the gradients; `None`: all that the optimizer was
             built for.
+        is_sum: Whether they are sums over rows, so that the ranks' are added up.
     """
     state: AveragingState = optimizer._averaging
     known = variables_of(optimizer, variables)
@@ -107,7 +112,7 @@ def reduce_gradients(
         if gradient is not None
     ]
     average = _accumulate if accumulates(optimizer) else _average
-    averaged = iter(average(optimizer, present))
+    averaged = iter(average(optimizer, present, is_sum=is_sum))
     return [None if gradient is None else next(averaged) for gradient in gradients]
 
 
@@ -153,19 +158,24 @@ def _keeps_digits(loss: Any, optimizer: Any) -> bool:
     return loss.dtype == tf.float64 or (loss.dtype == tf.float32 and not is_double)
 
 
-def _average(optimizer: Any, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+def _average(
+    optimizer: Any, pairs: Sequence[tuple[Any, Any]], *, is_sum: bool
+) -> list[Any]:
     """Reduce gradients over all ranks.
 
     Args:
         optimizer: An optimizer that averages.
         pairs: This rank's gradients, and their variables.
+        is_sum: Whether they are sums over rows.
     """
     state: AveragingState = optimizer._averaging
     context, lookups = step_context.current(), state.lookups
     weight = 1 if context.rows is None else context.rows
-    if context.is_weighted(state):
+    if is_sum or context.is_weighted(state):
         weight = None
     local = [with_shape(*pair) for pair in pairs]
+    if is_sum and context.has_rows is not None:
+        local = [times(g, tf.cast(context.has_rows, g.dtype)) for g in local]
     variables = [variable for _, variable in pairs]
     name = f"keras_dist.gradients.{state.number}"
     is_merged = _is_merged(optimizer, local)
@@ -223,18 +233,23 @@ def _as_applied(gradient: Any, is_scaled: bool) -> Any:
     return sparse.all_or_none_finite(gradient) if is_rows and is_scaled else gradient
 
 
-def _accumulate(optimizer: Any, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+def _accumulate(
+    optimizer: Any, pairs: Sequence[tuple[Any, Any]], *, is_sum: bool
+) -> list[Any]:
     """Add up this rank's own part; the ranks exchange when an update is due.
 
     Args:
         optimizer: An optimizer that accumulates.
         pairs: This rank's gradients, and their variables.
+        is_sum: Whether they are sums over rows.
     """
     state: AveragingState = optimizer._averaging
-    options = state.options
-    factor = 1.0
+    options, context = state.options, step_context.current()
+    factor: Any = 1.0
     if options.op == "average":
-        factor = step_context.current().row_fraction(tf.float64)
+        factor = context.row_fraction(tf.float64)
+        if is_sum:
+            factor = context.counted(tf.ones((), tf.float64))
         options = replace(options, op="sum")
     local: list[Any] = [
         tf.convert_to_tensor(gradient) * tf.cast(factor, gradient.dtype)

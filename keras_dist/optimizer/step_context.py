@@ -1,10 +1,10 @@
 """The context that a train step passes to `Optimizer.apply` through Keras's code."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import tensorflow as tf
 
@@ -12,6 +12,48 @@ from keras_dist import comm
 
 if TYPE_CHECKING:
     from keras_dist.optimizer.stop_request import StopRequest
+
+# A place in a step where a number or gradients pass: what it is ("loss", "compute",
+# "tracker", "log", "apply"), and how many of these came before.
+Site = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class LossKinds:
+    """What the trial of a step found out; by default, everything is a mean over rows.
+
+    Args:
+        sums: Places of sums over rows.
+        gathered: Losses of `compile` that are computed from the rows of all ranks.
+    """
+
+    sums: frozenset[Site] = frozenset()
+    gathered: frozenset[Site] = frozenset()
+
+
+class TrialRun(Protocol):
+    """One run of a step in its trial, which takes parts of one batch for ranks."""
+
+    def share(self, value: Any) -> Any:
+        """Return the value that the run of the whole batch had here."""
+
+    def gather(self, rows: Any, *, is_known: bool = False) -> Any:
+        """Return the rows of the whole batch; those of this run have a gradient."""
+
+    def note(self, site: Site, value: Any) -> None:
+        """Remember a number."""
+
+    def is_sum(self, site: Site) -> Any:
+        """Return a boolean scalar: whether `site` was found to be a sum."""
+
+    def choose(
+        self,
+        site: Site,
+        plain: Callable[[], Any],
+        gathered: Callable[[], Any],
+        inverse_fraction: Callable[[Any], Any],
+    ) -> Any:
+        """Compute a loss by what was found of it: from these rows, or from all."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +72,8 @@ class StepContext:
             copy of another rank's, whose rows count as 0. `None`: it is.
         step: Number of the step, a scalar tensor; `None` if unknown.
         rows_of_all: Rows of the batches of all ranks, if known without a collective.
+        global_rows: Rows of all ranks in the first step, a number that all ranks agree
+            on; `None` if unknown.
         is_strided: Whether rank r of N has the rows r, r + N, … of the global batch; if
             not, the batches of the ranks follow one another in it.
         is_compiled: Whether XLA compiles this part of the step, so that no collective
@@ -41,6 +85,10 @@ class StepContext:
         is_averaged: Whether the gradients given to `apply` are averaged already.
         weighted: States of the optimizers whose loss is multiplied by this rank's
             fraction of the rows.
+        kinds: Which losses, logged numbers and gradients are sums over rows.
+        trial: The run of a trial, which communicates nothing; `None` in a real step.
+        passed: How many numbers and gradients have passed, of each kind.
+        fractions: This rank's fraction of the rows, by graph.
     """
 
     rows: Any = None
@@ -48,6 +96,7 @@ class StepContext:
     has_rows: Any = None
     step: Any = None
     rows_of_all: Any = None
+    global_rows: int | None = None
     is_strided: bool = False
     is_compiled: bool = False
     is_keras_path: bool = False
@@ -55,20 +104,43 @@ class StepContext:
     recorded: list[Any] | None = None
     is_averaged: bool = False
     weighted: list[Any] = field(default_factory=list)
+    kinds: LossKinds = LossKinds()
+    trial: TrialRun | None = None
+    passed: dict[str, int] = field(default_factory=dict)
+    fractions: dict[Any, Any] = field(default_factory=dict)
 
     def row_fraction(self, dtype: Any) -> Any:
         """This rank's rows divided by those of all ranks; a scalar tensor.
 
-        If the rows of all ranks are unknown, they are summed by a collective.
+        If the rows of all ranks are unknown, they are summed by a collective, once in
+        each graph.
         """
         if self.rows is None:
             return tf.constant(1 / comm.size(), dtype)
-        rows = tf.cast(self.rows, tf.float64)
-        total = self.rows_of_all
-        if total is None:
-            total = comm.total(rows, purpose="rows")
-        fraction = tf.cast(rows / tf.cast(total, tf.float64), dtype)
-        return make_known(fraction, "constant")
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        if graph not in self.fractions:
+            rows = tf.cast(self.rows, tf.float64)
+            total = self.rows_of_all
+            if total is None:
+                total = self.total(rows, purpose="rows")
+            self.fractions[graph] = rows / tf.cast(total, tf.float64)
+        return tf.cast(self.fractions[graph], dtype)
+
+    def total(self, value: Any, *, purpose: str) -> Any:
+        """Sum a tensor over all ranks, as `comm.total`; in a trial, over all parts."""
+        if self.trial is not None:
+            return self.trial.share(value)
+        return comm.total(value, purpose=purpose)
+
+    def next_site(self, level: str) -> Site:
+        """Return the place of the number, or the gradients, that pass now."""
+        index = self.passed.get(level, 0)
+        self.passed[level] = index + 1
+        return level, index
+
+    def is_sum_next(self, level: str) -> bool:
+        """Return True if what passes next is a sum over rows."""
+        return (level, self.passed.get(level, 0)) in self.kinds.sums
 
     def counted(self, value: Any) -> Any:
         """A number of this rank's rows; 0 if its batch is a copy of another rank's."""
@@ -83,7 +155,8 @@ class StepContext:
             loss: The loss that Keras gives to `scale_loss`.
             state: AveragingState of the optimizer that differentiates the loss.
         """
-        if self.rows_of_all is None or not self.is_keras_path:
+        is_mean = self.is_keras_path and not self.is_sum_next("apply")
+        if self.rows_of_all is None or not is_mean:
             return loss
         self.weighted.append(state)
         return loss * self.row_fraction(loss.dtype)

@@ -1,5 +1,7 @@
 """Batch normalization by the statistics of the global batch."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -23,6 +25,36 @@ def desynchronize(model: Any) -> None:
     """Undo `synchronize`."""
     for layer in synchronized_layers(model):
         mixin.remove(layer, GlobalMoments)
+
+
+class TriedMoments:
+    """Mixin for a `BatchNormalization` in a trial: statistics of the whole batch.
+
+    They are taken for constants, so that each row is normalized by itself.
+    """
+
+    def _moments(self: Any, inputs: Any, mask: Any) -> Any:
+        context = step_context.current()
+        if context.trial is None:
+            return super()._moments(inputs, mask)  # type: ignore[misc]
+        # Not those of `GlobalMoments`, which communicate.
+        moments = keras.layers.BatchNormalization._moments(self, inputs, mask)
+        return [context.trial.share(tf.stop_gradient(found)) for found in moments]
+
+
+@contextlib.contextmanager
+def share_moments(model: Any) -> Iterator[None]:
+    """Context manager in which all `BatchNormalization` layers are `TriedMoments`."""
+    layers = [
+        layer
+        for layer in private.layers_of(model, include_self=False)
+        if isinstance(layer, keras.layers.BatchNormalization)
+    ]
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            mixin.add(layer, TriedMoments)
+            stack.callback(mixin.remove, layer, TriedMoments)
+        yield
 
 
 class GlobalMoments:
@@ -92,6 +124,7 @@ def _gathered(own: Any) -> Any:
         # multiplied by their rows here, and the sum is divided by this rank's. If each
         # rank's loss was multiplied by its fraction of the rows, nothing is left to do.
         is_done = context.rows is None or context.is_loss_weighted()
+        is_done |= context.is_sum_next("apply")
         weight = tf.cast(1 if is_done else context.rows, upstream.dtype)
         total = comm.total(upstream * weight, purpose="moments_gradient")
         return tf.math.divide_no_nan(total[comm.rank()], weight)

@@ -205,17 +205,23 @@ def _warn(model: Any, error: Exception) -> None:
 
 
 def start(
-    model: Any, session: Session, data: Any, own_step: Callable[[Any], Any]
+    model: Any,
+    session: Session,
+    data: Any,
+    own_step: Callable[[Any], Any],
+    *,
+    is_eager: bool,
 ) -> None:
-    """Build `model` and call the hooks; called when its first step begins.
+    """Build `model` and call the hooks, before its first step or as it begins.
 
     Args:
-        model: In the middle of its first train step, perhaps in a graph.
+        model: The model; a graph of its step may be being traced.
         session: Its session.
         data: The batch.
         own_step: The model's own train step.
+        is_eager: Whether its steps run without a graph.
     """
-    step = OwnStep(own_step, data, is_eager=tf.executing_eagerly())
+    step = OwnStep(own_step, data, is_eager=is_eager)
     session.has_started = True
     # TensorFlow would trace a step once more in which variables were made.
     with (
@@ -233,7 +239,7 @@ def start(
 
 def start_traced(model: Any, session: Session) -> None:
     """Call the hooks before the first step of a function that was traced before."""
-    session.has_started = True
+    session.has_started = session.has_run = True
     with step_context.entered(step_context.StepContext()):
         _call_hooks(model, session)
 

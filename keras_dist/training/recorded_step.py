@@ -66,7 +66,9 @@ class RecordedStep:
         [call], [own] = self._calls, gradients
         variables = variables_of(call.optimizer, call.variables)
         own = [with_shape(*pair) for pair in zip(own, variables, strict=True)]
-        averaged = reduce_gradients(call.optimizer, own, call.variables)
+        averaged = reduce_gradients(
+            call.optimizer, own, call.variables, is_sum=call.is_sum
+        )
         self._apply_gradients([averaged])
         return logs
 

@@ -1,5 +1,7 @@
 """Losses over the rows of all ranks: `sum_over_rows`, `weighted_mean`, `gather_rows`.
 
+And `gather_loss`, for the losses of `compile` that are neither means nor sums.
+
 The ranks average their gradients, weighted by rows: L = Σᵣ fᵣ Lᵣ, where fᵣ is the
 fraction of the global batch's rows that rank r has. Each function returns what makes L,
 and its gradient, the loss of one process with the global batch.
@@ -8,13 +10,20 @@ In an evaluation, while a model is built, and on one rank, they communicate noth
 there they are the plain sum, the plain mean, and the identity.
 """
 
+import math
+import os
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_dist import comm
+from keras_dist import comm, private
 from keras_dist.optimizer import step_context
+
+# The MiB of targets and predictions of all ranks that a step may gather for one loss.
+VARIABLE = "KERAS_DIST_GATHER_MIB"
 
 
 def sum_over_rows(loss: Any) -> Any:
@@ -48,7 +57,7 @@ def sum_over_rows(loss: Any) -> Any:
     if context is None:
         return loss
     factor = _inverse(context.row_fraction(tf.float64))
-    return step_context.make_known(loss * tf.cast(factor, loss.dtype), "mean")
+    return loss * tf.cast(factor, loss.dtype)
 
 
 def weighted_mean(values: Any, weights: Any) -> Any:
@@ -95,15 +104,13 @@ def weighted_mean(values: Any, weights: Any) -> Any:
     if context is None:
         return tf.cast(tf.math.divide_no_nan(numerator, divisor), narrow)
     local = tf.stop_gradient(tf.stack([numerator, divisor]))
-    total = comm.total(context.counted(local), purpose="weighted_mean")
+    total = context.total(context.counted(local), purpose="weighted_mean")
     mean = tf.math.divide_no_nan(total[0], total[1])
     # Its gradient is that of the quotient of both sums: of the weights, too.
     part = numerator - mean * (divisor - tf.stop_gradient(divisor))
     factor = _inverse(context.row_fraction(tf.float64))
     part *= tf.cast(factor, part.dtype)
-    return step_context.make_known(
-        tf.cast(tf.math.divide_no_nan(part, total[1]), narrow), "mean"
-    )
+    return tf.cast(tf.math.divide_no_nan(part, total[1]), narrow)
 
 
 def gather_rows(z: Any) -> Any:
@@ -133,7 +140,60 @@ def gather_rows(z: Any) -> Any:
     context = _communicating_context("gather_rows")
     if context is None:
         return z
-    return keras.tree.map_structure(GlobalBatch(context).gather, z)
+    batch = GlobalBatch(context)
+
+    def gather(leaf: Any) -> Any:
+        return batch.gather(_check_rows(tf.convert_to_tensor(leaf), context))
+
+    return keras.tree.map_structure(gather, z)
+
+
+def gather_loss(
+    compute: Callable[[Any, Any, Any], Any],
+    y_true: Any,
+    y_pred: Any,
+    sample_weight: Any = None,
+) -> Any:
+    """Compute a loss of `compile` from the rows of all ranks, on each of them.
+
+    Targets and predictions are small beside a model. Each rank has the gradient with
+    respect to its own rows; by the chain rule the ranks' gradients add up to that of
+    one process, whatever the loss does with the rows.
+
+    Args:
+        compute: Computes the loss from targets, predictions and weights, which may be
+            `None`; it reads the mask of the predictions.
+        y_true, y_pred, sample_weight: This rank's rows.
+
+    Returns:
+        The loss of all rows; `None` if it cannot be computed: XLA compiles the step, or
+        more than `KERAS_DIST_GATHER_MIB` would be sent.
+
+    Raises:
+        ValueError: If that is not a positive number.
+    """
+    context = step_context.current()
+    masks = keras.tree.map_structure(private.mask_of, y_pred)
+    pieces = [y_true, y_pred, sample_weight, masks]
+    tensors = [leaf for leaf in keras.tree.flatten(pieces) if leaf is not None]
+    reason = _why_not_gathered(tensors, context)
+    if reason:
+        if context.trial is None and comm.rank() == 0:
+            warnings.warn(
+                "A loss of `compile` that compares the rows of the batch with one "
+                "another is not that of one process: each rank computes it from its "
+                f"own rows, and the ranks average it. Received: {reason}.",
+                stacklevel=2,
+            )
+        return None
+    batch = GlobalBatch(context, is_shared=True)
+
+    def gather(leaf: Any) -> Any:
+        return batch.gather(leaf) if leaf is not None and leaf.shape.rank else leaf
+
+    y_true, y_pred, sample_weight, masks = keras.tree.map_structure(gather, pieces)
+    keras.tree.map_structure(private.set_mask, y_pred, masks)
+    return compute(y_true, y_pred, sample_weight)
 
 
 class GlobalBatch:
@@ -152,49 +212,43 @@ class GlobalBatch:
         self._is_shared = is_shared
         self._order: Any = None
         self._places: Any = None
-        self.fraction = context.row_fraction(tf.float64)
 
     def gather(self, tensor: Any) -> Any:
         """Return the rows of all ranks of a tensor; the gradient goes to its own."""
-        tensor = self._check_rows(tf.convert_to_tensor(tensor))
+        if self._context.trial is not None:
+            return self._context.trial.gather(tensor, is_known=self._is_shared)
         if self._order is None:
             self._set_order(tensor)
-        # A loss that is computed from it needs no factor.
         if not tensor.dtype.is_floating:
-            return step_context.make_known(self._gather(tensor), "constant")
+            return self._gather(tensor)
 
         @tf.custom_gradient
         def gather(tensor: Any) -> Any:
             return self._gather(tensor), lambda upstream: self._own(upstream, tensor)
 
-        return step_context.make_known(gather(tensor), "constant")
+        return gather(tensor)
 
     def _gather(self, tensor: Any) -> Any:
         name = comm.name_of("gathered_rows")
-        rows = comm.gather_rows(self._counted(tensor), name=name)
+        rows = comm.gather_rows(_counted(tensor, self._context), name=name)
         return tf.gather(tf.ensure_shape(rows, [None, *tensor.shape[1:]]), self._order)
 
     def _own(self, upstream: Any, tensor: Any) -> Any:
         """Return the gradient of this rank's rows, to be weighted by its fraction."""
         upstream = tf.convert_to_tensor(upstream)
+        fraction = self._context.row_fraction(tf.float64)
         if not self._is_shared:
-            upstream *= tf.cast(self.fraction, upstream.dtype)
+            upstream *= tf.cast(fraction, upstream.dtype)
             upstream = comm.total(upstream, purpose="gathered_gradients")
         own = tf.gather(upstream, self._places)
-        own *= tf.cast(_inverse(self.fraction), own.dtype)
+        own *= tf.cast(_inverse(fraction), own.dtype)
         if self._context.has_rows is None:
             return own
         left = tf.shape(tensor)[0] - tf.shape(own)[0]  # of a copied batch
         return tf.pad(own, [[0, left], *[[0, 0]] * (own.shape.rank - 1)])
 
-    def _counted(self, tensor: Any) -> Any:
-        has_rows = self._context.has_rows
-        if has_rows is None:
-            return tensor
-        return tensor[: tf.shape(tensor)[0] * tf.cast(has_rows, tf.int32)]
-
     def _set_order(self, tensor: Any) -> None:
-        count = tf.shape(self._counted(tensor))[:1]
+        count = tf.shape(_counted(tensor, self._context))[:1]
         counts = comm.gather_rows(count, name=comm.name_of("row_counts"))
         ranks = tf.repeat(tf.range(comm.size()), counts)
         self._order = tf.range(tf.size(ranks))
@@ -204,26 +258,77 @@ class GlobalBatch:
         is_own = tf.equal(tf.gather(ranks, self._order), comm.rank())
         self._places = tf.where(is_own)[:, 0]
 
-    def _check_rows(self, tensor: Any) -> Any:
-        """Return a tensor that has the rows of this rank's batch, or raise."""
-        rows, expected = self._context.rows, self._context.length
-        found = tensor.shape[0] if tensor.shape.rank else 0
-        message = (
-            "`gather_rows` takes a tensor with one entry for each row of the batch, "
-            "since it puts the rows of all ranks in the order of the global batch. "
-            "Gather parts of another length one by one."
+
+def _counted(tensor: Any, context: step_context.StepContext) -> Any:
+    """Return the rows of a tensor; none if they are copies of another rank's."""
+    if context.has_rows is None:
+        return tensor
+    return tensor[: tf.shape(tensor)[0] * tf.cast(context.has_rows, tf.int32)]
+
+
+def _check_rows(tensor: Any, context: step_context.StepContext) -> Any:
+    """Return a tensor that has the rows of this rank's batch, or raise."""
+    rows, expected = context.rows, context.length
+    found = tensor.shape[0] if tensor.shape.rank else 0
+    message = (
+        "`gather_rows` takes a tensor with one entry for each row of the batch, "
+        "since it puts the rows of all ranks in the order of the global batch. "
+        "Gather parts of another length one by one."
+    )
+    if rows is None or (found == expected and expected is not None):
+        return tensor
+    if None not in (found, expected) or found == 0:
+        raise ValueError(
+            f"{message} Received: shape {tensor.shape} and a batch of "
+            f"{'?' if expected is None else expected} rows."
         )
-        if rows is None or found == expected is not None:
-            return tensor
-        if None not in (found, expected) or found == 0:
-            raise ValueError(
-                f"{message} Received: shape {tensor.shape} and a batch of "
-                f"{'?' if expected is None else expected} rows."
-            )
-        count = tf.shape(self._counted(tensor))[0]
-        check = tf.debugging.assert_equal(count, tf.cast(rows, tf.int32), message)
-        with tf.control_dependencies([check] if check is not None else []):
-            return tf.identity(tensor)
+    count = tf.shape(_counted(tensor, context))[0]
+    check = tf.debugging.assert_equal(count, tf.cast(rows, tf.int32), message)
+    with tf.control_dependencies([check] if check is not None else []):
+        return tf.identity(tensor)
+
+
+def _why_not_gathered(
+    tensors: list[Any], context: step_context.StepContext
+) -> str | None:
+    """Say why the rows of tensors are not sent to all ranks; `None` if they are."""
+    if context.is_compiled:
+        return "`jit_compile`, and XLA compiles nothing that communicates"
+    if not all(isinstance(tensor, tf.Tensor) for tensor in tensors):
+        return "ragged or sparse tensors"
+    shapes = [tensor.shape for tensor in tensors if tensor.shape.rank]
+    if any(None in shape[1:] for shape in shapes):
+        return f"rows of the shapes {shapes}, which may differ from rank to rank"
+    if len({shape[0] for shape in shapes} - {None}) > 1:
+        return f"targets and predictions of the shapes {shapes}"
+    limit = _most_mib()
+    mib = sum(map(_row_bytes, tensors)) * (context.global_rows or 0) / 2**20
+    if mib > limit:
+        return (
+            f"{mib:.1f} MiB of targets and predictions in a step, of which at most "
+            f"{limit:g} MiB are sent to all ranks ({VARIABLE})"
+        )
+    return None
+
+
+def _row_bytes(tensor: Any) -> int:
+    """Count the bytes in which a row is sent."""
+    shape, dtype = tensor.shape, tensor.dtype
+    width = max(4, dtype.size) if dtype.is_floating or dtype == tf.int32 else 8
+    return math.prod(shape[1:]) * width if shape.rank else 0
+
+
+def _most_mib() -> float:
+    given = os.environ.get(VARIABLE, "16")
+    try:
+        limit = float(given)
+    except ValueError:
+        limit = -1
+    if not limit >= 0:
+        raise ValueError(
+            f"{VARIABLE} must be a number of MiB of at least 0. Received: {given!r}"
+        )
+    return limit
 
 
 def _communicating_context(caller: str = "") -> step_context.StepContext | None:
@@ -238,6 +343,8 @@ def _communicating_context(caller: str = "") -> step_context.StepContext | None:
         RuntimeError: If XLA compiles the step, and `caller` is given.
     """
     context = step_context.current()
+    if context.trial is not None:
+        return context
     if comm.size() == 1 or (step_context.is_inside() and context.rows is None):
         return None
     if caller and context.is_compiled:

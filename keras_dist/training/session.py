@@ -12,9 +12,9 @@ from keras_dist.data import Feed, own_error
 from keras_dist.errors import is_known
 from keras_dist.optimizer import StopRequest, step_context
 from keras_dist.optimizer.step_context import own_variable
-from keras_dist.training.loss_kind import EagerLog
 from keras_dist.training.metrics import UpdateCounts
 from keras_dist.training.noise import OwnNoise
+from keras_dist.training.trial import Trial
 
 
 def _counter(value: Any) -> tf.Variable:
@@ -36,6 +36,9 @@ class TracedFunctions:
             allreduce between them.
         rows_trained: Rows that this rank has trained on in this epoch.
         rows_seen: Since the metrics were reset: batches, rows, rows of the last batch.
+        trial: What the trial of the step found, since the model was compiled.
+        global_rows: Rows of all ranks in the first step that was traced.
+        is_changed: Whether the step has to be tried again: compiled in a fit.
         position: Where the next step begins: rows of the pass before it, rows of the
             whole pass, and rows of all ranks in a step.
         stop_request: This rank's stop request, and whether all ranks have agreed.
@@ -45,6 +48,9 @@ class TracedFunctions:
     def __init__(self) -> None:
         self.options: Any = None
         self.is_split = False
+        self.trial: Trial | None = None
+        self.global_rows: int | None = None
+        self.is_changed = False
         self.rows_trained, self.rows_seen = _counter(0), _counter([0, 0, 0])
         self.position, self._steps = _counter([0, 0, 0]), _counter(0)
         self.stop_request, self.noise = StopRequest(), OwnNoise()
@@ -55,7 +61,7 @@ class TracedFunctions:
     def enter(self, model: Any) -> None:
         """Give a model that becomes distributed its test function of the last fit."""
         if not _is_same(self._compiled, _compiled(model)):
-            self._functions = (None, None)
+            self._functions, self.trial = (None, None), None
         self._compiled = _compiled(model)
         self._plain = model.train_function, model.test_function
         model.train_function, model.test_function = None, self._functions[1]
@@ -70,6 +76,14 @@ class TracedFunctions:
     def split(self, is_split: bool) -> None:
         """Set whether XLA compiles parts of a step."""
         self.is_split = is_split
+
+    def use_trial(self, trial: Trial, *, global_rows: int) -> None:
+        """Set what the steps are traced with."""
+        self.trial, self.global_rows, self.is_changed = trial, global_rows, False
+
+    def forget_trial(self) -> None:
+        """Note that the model was compiled again in the middle of a fit."""
+        self.trial, self.is_changed = None, True
 
     def train_function(self, options: Any) -> Any:
         """Return the train function of the last fit, if it was one with `options`."""
@@ -152,8 +166,10 @@ class Session:
         is_traced: Whether this fit uses the train function of the last one.
         hooks: What is called before the first step, when all variables exist and none
             has changed: copies of weights to all ranks, scaled rates.
-        has_started: Whether a train step has begun in this fit.
+        has_started: Whether everything is built and copied in this fit.
+        has_run: Whether the model's own train step has begun in this fit.
         builds_on_one_rank: Whether all is built before the first step on one rank, too.
+        is_verbose: Whether the fit prints what it does.
         feed: The training data.
         feeds: All data, which holds errors that the user's data raised.
         validation: How Keras's loop evaluates.
@@ -167,7 +183,6 @@ class Session:
             before callbacks such as `ReduceLROnPlateau` set those of the next epoch;
             `None` if nobody reads them.
         on_compile: What is called when a callback has compiled the model once more.
-        eager_log: Which losses of a step that runs eagerly are sums over rows.
         is_held: Whether `dist_fit` ends the session, when all callbacks have ended:
             they may save and evaluate. Otherwise the first callback that ends does.
     """
@@ -177,6 +192,8 @@ class Session:
     is_traced: bool = False
     hooks: list[Callable[[], None]] = field(default_factory=list)
     has_started: bool = False
+    has_run: bool = False
+    is_verbose: bool = False
     builds_on_one_rank: bool = False
     feed: Feed | None = None
     feeds: tuple[Feed, ...] = ()
@@ -188,7 +205,6 @@ class Session:
     rows_restored: int = 0
     rates: dict[str, float] | None = None
     on_compile: list[Callable[[], None]] = field(default_factory=list)
-    eager_log: EagerLog = field(default_factory=EagerLog)
     is_held: bool = False
 
     def use(self, training: Feed, validation: Feed | None) -> None:

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from keras_dist import comm, private
 from keras_dist.data import is_mark, marked
-from keras_dist.lines import warn
+from keras_dist.lines import say, warn
 from keras_dist.optimizer import (
     averages,
     check_again,
@@ -30,11 +30,13 @@ from keras_dist.optimizer import (
 )
 from keras_dist.training import (
     build,
-    loss_kind,
+    losses,
     metrics,
+    trial,
 )
 from keras_dist.training.autotune import WithoutAutotune
-from keras_dist.training.loss_kind import num_rows
+from keras_dist.training.first_batch import start_on_first_batch
+from keras_dist.training.losses import num_rows
 from keras_dist.training.recorded_step import RecordedStep
 from keras_dist.training.remember import preserve_variables
 from keras_dist.training.saving import atomic
@@ -52,7 +54,7 @@ def build_now(model: Any, data: Any) -> None:
         model: A model on which `install` was called.
         data: Its first batch.
     """
-    own_step = _of_a_copy(super(DistributedStep, model).train_step)  # type: ignore[misc]
+    own_step = own_train_step(model)
     build.build(model, build.OwnStep(own_step, data, is_eager=model.run_eagerly))
 
 
@@ -66,9 +68,10 @@ class DistributedStep(atomic.SavesWhole, WithoutAutotune):
         own_step = _of_a_copy(super().train_step)  # type: ignore[misc]
         # Rows that count
         data, has_rows = session.split_mark(data)
-        # Building and first copy
+        session.has_run = True
+        # Building and first copy, if the first batch was not read before
         if not session.has_started:
-            build.start(self, session, data, own_step)
+            build.start(self, session, data, own_step, is_eager=tf.executing_eagerly())
         length = rows = num_rows(data)
         if has_rows is not None:
             rows = tf.where(has_rows, length, 0)
@@ -86,7 +89,7 @@ class DistributedStep(atomic.SavesWhole, WithoutAutotune):
             stack.enter_context(step_context.entered(context))
             # Losses
             if averages(self):
-                own_step = _of_all_rows(self, own_step, data)
+                own_step = _of_all_rows(self, own_step)
             stack.enter_context(only_attached())
             stack.enter_context(session.traced.noise.drawing())
             stack.enter_context(_not_before(session, data))
@@ -128,16 +131,29 @@ class DistributedStep(atomic.SavesWhole, WithoutAutotune):
         function = self.train_function
 
         def train(iterator: Any) -> Any:
-            session = session_of(self)
-            if session.is_traced and not session.has_started:
-                build.start_traced(self, session)
             with explain_updates():
                 return function(iterator)
 
-        self.train_function = train
+        self.train_function = start_on_first_batch(
+            train,
+            steps=self.steps_per_execution,
+            needs_batch=lambda: _needs_batch(self),
+            start=lambda data: _start(self, data),
+        )
+
+    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = super().compute_loss  # type: ignore[misc]
+        if losses.is_keras_method(self, "compute_loss", DistributedStep):
+            return plain(*args, **kwargs)
+        return losses.compute_part(plain, args, kwargs)
+
+    def _aggregate_additional_loss(self: Any, loss: Any) -> Any:
+        loss = super()._aggregate_additional_loss(loss)  # type: ignore[misc]
+        return losses.weigh("loss", loss)
 
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
         super().compile(*args, **kwargs)  # type: ignore[misc]
+        self._distributed_session.traced.forget_trial()
         for prepare in self._distributed_session.on_compile:
             prepare()
 
@@ -195,6 +211,43 @@ def evaluating(
     return session.evaluating(evaluation)
 
 
+def _needs_batch(model: Any) -> bool:
+    """Return True before the first step, unless the last fit traced it."""
+    session = session_of(model)
+    if session.is_traced and not session.has_started:
+        build.start_traced(model, session)
+    return not session.has_started or session.traced.is_changed
+
+
+def _start(model: Any, data: Any) -> None:
+    """Build the model, copy it to all ranks and try its step, before it is traced.
+
+    Args:
+        model: The model.
+        data: The first batch, as numbers.
+    """
+    session = session_of(model)
+    own_step = own_train_step(model)
+    data, _ = session.split_mark(data)
+    if not session.has_started:
+        build.start(model, session, data, own_step, is_eager=model.run_eagerly)
+    result = session.traced.trial or trial.Trial()
+    is_averaged = comm.size() > 1 and averages(model)
+    is_tried = session.traced.trial is not None
+    if is_averaged and not (is_tried or losses.is_declared(model, DistributedStep)):
+        step = losses.split_step(model, own_step, DistributedStep)
+        result = trial.try_step(model, step, data)
+        trial.warn(result)
+        if session.is_verbose and comm.rank() == 0:
+            say(f"gradients: {result}")
+    session.traced.use_trial(result, global_rows=int(comm.sum(int(num_rows(data)))))
+
+
+def own_train_step(model: Any) -> Callable[[Any], Any]:
+    """Return the model's own step, on a model on which `install` was called."""
+    return _of_a_copy(super(DistributedStep, model).train_step)  # type: ignore[misc]
+
+
 def _of_a_copy(own_step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Let a step change the lists and dicts of its batch; a `tf.function` may not.
 
@@ -213,13 +266,20 @@ def _context(
 ) -> step_context.StepContext:
     """Return the context that this train step passes to the optimizer."""
     session = session_of(model)
-    is_keras_path = loss_kind.is_keras_path_to_update(model, DistributedStep)
+    is_keras_path = all(
+        losses.is_keras_method(owner, name, DistributedStep)
+        for owner, name in (
+            (model, "train_step"),
+            (model.optimizer, "apply_gradients"),
+        )
+    )
     return step_context.StepContext(
         rows=rows,
         length=length if isinstance(length, int) else None,
         has_rows=has_rows,
         step=number,
         rows_of_all=session.next_rows_of_all(),
+        global_rows=session.traced.global_rows,
         is_strided=session.feed is not None and session.feed.is_strided,
         is_keras_path=is_keras_path and not session.traced.is_split,
         stop_request=session.traced.stop_request,
@@ -252,35 +312,22 @@ def _without_counting(model: Any, has_rows: Any) -> Iterator[None]:
         yield
 
 
-def _of_all_rows(
-    model: Any, own_step: Callable[[Any], Any], data: Any
-) -> Callable[[Any], Any]:
+def _of_all_rows(model: Any, own_step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Wrap the model's own step: its losses and logs are those of the global batch.
 
     Args:
         model: The model.
         own_step: Its own `train_step`.
-        data: The batch.
     """
-    log = session_of(model).eager_log
-    is_of_keras = loss_kind.definer(model, "train_step", DistributedStep).startswith(
-        "keras."
-    )
+    result = session_of(model).traced.trial
+    kinds = None if result is None else result.kinds
+    split = losses.split_step(model, own_step, DistributedStep, kinds)
 
     def step(data: Any) -> Any:
-        log.begin_step()
-        with loss_kind.of_all_rows(model, log) as row_losses:
-            logs = own_step(data)
-            warn_of_stray_variables(model)
-            if is_of_keras:
-                return logs
-            return keras.tree.map_structure(row_losses.of_all_logged, logs)
+        logs = split(data)
+        warn_of_stray_variables(model)
+        return logs
 
-    if tf.executing_eagerly() and not log.is_read:
-        if loss_kind.is_all_of_keras(model, DistributedStep):
-            log.skip()
-        else:
-            log.read(step, data)
     return step
 
 

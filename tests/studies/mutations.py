@@ -76,7 +76,7 @@ MUTATIONS = [
     Mutation(
         "every optimizer: gradients are averaged",
         "optimizer/attach.py",
-        "averaged = reduce_gradients(self, grads, trainable_variables)",
+        "averaged = reduce_gradients(self, grads, trainable_variables, is_sum=is_sum)",
         "pass",
         ("test_cases.py", "Nadam"),
     ),
@@ -125,8 +125,11 @@ MUTATIONS = [
     Mutation(
         "XLA: averaging between the two compiled functions",
         "training/recorded_step.py",
-        "reduce_gradients(call.optimizer, own, call.variables)",
-        "own",
+        "own = [with_shape(*pair) for pair in zip(own, variables, strict=True)]\n"
+        "        averaged = reduce_gradients(\n"
+        "            call.optimizer, own, call.variables, is_sum=call.is_sum\n"
+        "        )",
+        "averaged = [with_shape(*pair) for pair in zip(own, variables, strict=True)]",
         ("test_equivalence.py", "sgd-True"),
     ),
     Mutation(
@@ -222,31 +225,31 @@ MUTATIONS = [
     ),
     Mutation(
         "losses: masks",
-        "training/loss_kind/row_losses.py",
-        "term = Term(value, divisor=divisor)",
-        "term = Term(value * 0)",
+        "training/losses.py",
+        'part = tf.math.divide_no_nan(own, context.total(own, purpose="divisors"))',
+        "part = context.row_fraction(tf.float64)",
         ("test_cases.py", "padded"),
     ),
     Mutation(
-        "losses: weights that are divided by a number of the batch",
-        "training/loss_kind/row_losses.py",
-        "return found, True",
-        "return weight, True",
+        "losses: a compute_loss that is neither is gathered",
+        "training/losses.py",
+        "    if site in context.kinds.gathered:",
+        "    if False:",
         ("test_sums.py", "weights_sum"),
     ),
     Mutation(
-        "losses: sums outside of Loss objects",
-        "training/loss_kind/probe.py",
-        "return Kind.MEAN if is_mean else Kind.SUM",
-        "return Kind.MEAN",
+        "losses: sums in a step of the user's own",
+        "training/trial.py",
+        'return "sum" if of_sum <= tolerance else "neither"',
+        'return "neither"',
         ("test_sums.py", "own_sum"),
     ),
     Mutation(
-        "losses: masked means by a user's code",
-        "training/loss_kind/terms.py",
-        "term = Term(tensor, coefficient, below, probe, kind)",
-        "term = Term(tensor, coefficient)",
-        ("test_sums.py", "masked"),
+        "losses: steps that are random",
+        "training/trial.py",
+        'return "sum" if after > least * before else "mean"',
+        'return "mean"',
+        ("test_trial.py", "noisy_sum"),
     ),
     Mutation(
         "options: float16 has a scale",

@@ -1,0 +1,104 @@
+"""`check_split`: would several ranks train this model as one process does?"""
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dist import private
+from keras_dist.optimizer import attached, optimizers_of
+from keras_dist.training import build, install, losses, step, trial
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the gradients of two parts of a batch are related to those of all of it.
+
+    Args:
+        kinds: What the gradients of each update of the step are: "mean", "sum" or
+            "neither" over rows.
+        weights: For each weight, by how much the gradient that several ranks would
+            apply differs, of the length of its gradient; 0.01 is 1 %. Empty if the step
+            is random, so that rows were repeated instead.
+        notes: What the gradients do not show, in sentences.
+    """
+
+    kinds: tuple[str, ...]
+    weights: dict[str, float]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_exact(self) -> bool:
+        """True if several ranks make the updates of one process."""
+        return "neither" not in self.kinds
+
+    def __str__(self) -> str:
+        width = max(map(len, self.weights), default=0)
+        rows = [f"{path:<{width}}  {d:.2%}" for path, d in self.weights.items()]
+        return "\n".join([f"gradients: {', '.join(self.kinds)}", *rows, *self.notes])
+
+
+def check_split(
+    model: keras.Model, x: Any, y: Any = None, sample_weight: Any = None
+) -> Split:
+    """Try the train step of `model` on a batch and on two parts of it.
+
+    `dist_fit` does the same before its first step. Here it is for a notebook: on one
+    process, without training. The model is built, and otherwise not changed.
+
+    Args:
+        model: A compiled `keras.Model`.
+        x, y, sample_weight: One batch of at least two rows, as in
+            `keras.Model.train_on_batch`.
+
+    Returns:
+        What was found: `print` it.
+
+    Raises:
+        ValueError: If the step cannot be tried, with the reason.
+
+    Example:
+
+    >>> import numpy as np
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", lambda y, p: keras.ops.sum((y - p) ** 2))
+    >>> check_split(model, np.ones((8, 2)), np.ones((8, 1))).is_exact
+    True
+    """
+    data = keras.tree.map_structure(
+        lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf),
+        keras.utils.pack_x_y_sample_weight(x, y, sample_weight),
+    )
+    reason = trial.explain_untriable(data)
+    found: Any = reason
+    if not reason:
+        session = install.install(model)
+        with contextlib.ExitStack() as stack:
+            stack.callback(install.uninstall, model, is_over=True)
+            own_step = step.own_train_step(model)
+            session.builds_on_one_rank = True
+            build.start(model, session, data, own_step, is_eager=model.run_eagerly)
+            for optimizer in optimizers_of(model):
+                stack.enter_context(attached(optimizer))
+            split = losses.split_step(model, own_step, step.DistributedStep)
+            found = trial.find_kinds(model, split, data)
+    if isinstance(found, str):
+        raise ValueError(f"`check_split` cannot try this train step: {found}.")
+    kinds = tuple(kind or "mean" for kind, _ in found.verdicts)
+    return Split(kinds, dict(sorted(found.weights.items())), _notes(model))
+
+
+def _notes(model: Any) -> tuple[str, ...]:
+    layers = [
+        layer.name
+        for layer in private.layers_of(model, include_self=False)
+        if isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized
+    ]
+    if not layers:
+        return ()
+    return (
+        f"{', '.join(layers)}: each rank would normalize by the rows of its own batch, "
+        "which is not in these numbers; `synchronized=True` normalizes by all rows.",
+    )

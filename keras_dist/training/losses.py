@@ -1,0 +1,366 @@
+"""Losses and logged numbers of a rank, as its parts of those of the global batch.
+
+The ranks average their gradients, weighted by rows: Σᵣ fᵣ gᵣ, where fᵣ is the fraction
+of the global batch's rows that rank r has. That is the gradient of one process if each
+rank's loss is a mean over its rows. A loss that is something else is multiplied first:
+
+- a sum over rows by 1 / fᵣ;
+- a sum divided by another sum, such as the number of elements that are not masked, by
+  this rank's part of that sum over all ranks, / fᵣ;
+- a loss that compares rows with one another is computed from the rows of all ranks.
+
+Keras's losses *declare* which of these they are, by their reduction, masks and sample
+weights. All others are *tried* on the first batch (`trial`), and `LossKinds` says what
+was found. The same holds for the numbers that a step logs, which are averaged, too.
+
+Only objects of one model are changed, while its step runs or is traced.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dist import comm, mixin, private
+from keras_dist.optimizer import step_context
+from keras_dist.training.metrics.sync import stateful_metrics
+from keras_dist.training.rows import gather_loss
+
+# Losses of Keras that are one number for the whole batch, whatever their reduction.
+_OVER_BATCH = {"dice", "tversky", "circle"}
+
+
+def num_rows(data: Any) -> Any:
+    """Rows in a batch: the length of the first axis of its targets, or of its inputs.
+
+    Inputs may be longer, as the atoms of a batch of molecules that is one graph.
+    """
+    x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+    for leaf in (*keras.tree.flatten(y), *keras.tree.flatten(x)):
+        if leaf is not None and len(leaf.shape):
+            return tf.shape(leaf)[0] if leaf.shape[0] is None else leaf.shape[0]
+    return 1
+
+
+def is_declared(model: Any, ours: type) -> bool:
+    """Return True if Keras's code alone computes what a step differentiates and logs.
+
+    Args:
+        model: A compiled model.
+        ours: The mixin of this package, whose methods are ignored.
+    """
+    methods = ("call", "compute_loss", "train_step")
+    layers = private.layers_of(model, include_self=False)
+    compiled, losses = private.compiled_parts(model)[0], private.compiled_losses(model)
+    return (
+        all(is_keras_method(model, name, ours) for name in methods)
+        and (compiled is None or bool(losses))
+        and all(type(layer).__module__.startswith("keras.") for layer in layers)
+        and (
+            _divides_activity()
+            or all(layer.activity_regularizer is None for layer in layers)
+        )
+        and all(declared_kind(loss) is not None for loss in losses)
+        and all(map(_is_keras_metric, stateful_metrics(model.metrics)))
+    )
+
+
+def is_keras_method(owner: Any, name: str, ours: type) -> bool:
+    """Return True if a class of Keras defines a method of an object.
+
+    Args:
+        owner: The object.
+        name: The name of the method.
+        ours: A mixin of this package, which is ignored.
+    """
+    defining = (c for c in type(owner).__mro__ if name in vars(c) and c is not ours)
+    return next(defining, object).__module__.startswith("keras.")
+
+
+def declared_kind(loss: Any) -> str | None:
+    """Return "reduction" or "batch" for a loss of Keras, `None` for one of the user's.
+
+    Args:
+        loss: A `keras.losses.Loss`.
+
+    Returns:
+        "reduction" if the loss has a value for each row, which its `reduction` adds up
+        or averages; "batch" if it is one number for all rows.
+    """
+    function = getattr(loss, "fn", None)
+    modules = [type(loss).__module__, getattr(function, "__module__", "keras.")]
+    if not all(module.startswith("keras.") for module in modules):
+        return None
+    if loss.reduction in (None, "none"):
+        return None
+    is_one = getattr(function, "__name__", "") in _OVER_BATCH
+    is_one |= isinstance(loss, keras.losses.Circle)
+    return "batch" if is_one else "reduction"
+
+
+def split_step(
+    model: Any,
+    step: Callable[[Any], Any],
+    ours: type,
+    kinds: step_context.LossKinds | None = None,
+) -> Callable[[Any], Any]:
+    """Return a step whose losses and logs are this rank's parts of the global batch.
+
+    Args:
+        model: The model.
+        step: Its own `train_step`.
+        ours: The mixin of this package, whose methods are ignored.
+        kinds: What the trial of the step found; by default, that all is a mean.
+    """
+    is_logged = not is_keras_method(model, "train_step", ours)
+
+    def run(data: Any) -> Any:
+        with _take_parts(model, kinds or step_context.LossKinds()):
+            logs = step(data)
+            if is_logged:
+                logs = keras.tree.map_structure(lambda v: weigh("log", v), logs)
+            return logs
+
+    return run
+
+
+@contextlib.contextmanager
+def _take_parts(model: Any, kinds: step_context.LossKinds) -> Iterator[None]:
+    """Context manager in which losses and logged numbers are parts of the global batch.
+
+    Args:
+        model: The model whose step runs, or is traced, in it.
+        kinds: What the trial of the step found.
+    """
+    compiled, _ = private.compiled_parts(model)
+    context = replace(step_context.current(), kinds=kinds, passed={})
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(step_context.entered(context))
+        for metric in stateful_metrics(model.metrics):
+            if isinstance(metric, keras.metrics.Mean):
+                _add(stack, metric, PartOfMean)
+        if compiled is not None:
+            _add(stack, compiled, AddsParts)
+            stack.callback(_remove_from_losses, model)
+            for loss in private.compiled_losses(model):
+                mixin.add(loss, PartOfLoss)
+        yield
+
+
+def weigh(level: str, value: Any) -> Any:
+    """Multiply a number so that the average over ranks is that of the global batch.
+
+    Args:
+        level: What it is: see `step_context.Site`.
+        value: A scalar tensor; anything else is returned as it is.
+    """
+    context = step_context.current()
+    if context.rows is None or not is_number(value):
+        return value
+    site = context.next_site(level)
+    if context.trial is not None:
+        context.trial.note(site, value)
+        is_sum = context.trial.is_sum(site)
+        return value * tf.where(is_sum, _inverse_fraction(value.dtype), 1)
+    if site not in context.kinds.sums:
+        return value
+    return value * _inverse_fraction(value.dtype)
+
+
+def is_number(value: Any) -> bool:
+    """Return True for a scalar tensor of a floating dtype."""
+    return (
+        isinstance(value, tf.Tensor)
+        and value.shape.rank == 0
+        and value.dtype.is_floating
+    )
+
+
+class AddsParts:
+    """Mixin for Keras's container of the losses of `compile`."""
+
+    def build(self: Any, *args: Any, **kwargs: Any) -> None:
+        super().build(*args, **kwargs)  # type: ignore[misc]
+        for loss in private.losses_in(self):
+            mixin.add(loss, PartOfLoss)
+
+
+class PartOfLoss:
+    """Mixin for one loss of `compile`: this rank's part of that of all rows."""
+
+    _values_mask: Any
+
+    def __call__(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        context = step_context.current()
+
+        def plain(*rows: Any) -> Any:
+            return super(PartOfLoss, self).__call__(*rows)  # type: ignore[misc]
+
+        if context.rows is None:
+            return plain(y_true, y_pred, sample_weight)
+        kind = declared_kind(self)
+
+        def part() -> Any:
+            value = plain(y_true, y_pred, sample_weight)
+            masks = [private.mask_of(y_pred), self.__dict__.pop("_values_mask", None)]
+            if kind is not None and self.reduction == "sum":
+                return value * _inverse_fraction(value.dtype)
+            return value * _part(self.reduction, masks, sample_weight, value.dtype)
+
+        if kind == "reduction":
+            return part()
+        if kind == "batch":
+            value = gather_loss(plain, y_true, y_pred, sample_weight)
+            return plain(y_true, y_pred, sample_weight) if value is None else value
+        return _choose(
+            context.next_site("loss"),
+            part,
+            lambda: gather_loss(plain, y_true, y_pred, sample_weight),
+        )
+
+    def call(self: Any, y_true: Any, y_pred: Any) -> Any:
+        values = super().call(y_true, y_pred)  # type: ignore[misc]
+        # Of targets that the loss ignores.
+        object.__setattr__(self, "_values_mask", private.mask_of(values))
+        return values
+
+
+class PartOfMean(keras.metrics.Mean):
+    """Mixin for a `keras.metrics.Mean` that a step may update with one number.
+
+    One process counts each number as one. The ranks together count it as their
+    number, each in proportion to its rows: so steps weigh the same.
+    """
+
+    def update_state(self, values: Any, sample_weight: Any = None) -> Any:
+        context = step_context.current()
+        has_axes = getattr(sample_weight, "shape", ()) != ()
+        if context.rows is None or has_axes:
+            return super().update_state(values, sample_weight)
+        if getattr(values, "shape", ()) == ():
+            values = weigh("tracker", values)
+            if sample_weight is None:
+                sample_weight = context.row_fraction(tf.float64) * comm.size()
+        return super().update_state(values, sample_weight)
+
+
+def compute_part(plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Return this rank's part of what a `compute_loss` of the user's returns.
+
+    If that is neither a mean nor a sum of its rows, it is computed from all rows, if
+    they are few.
+
+    Args:
+        plain: The user's `compute_loss`.
+        args, kwargs: What it is called with.
+    """
+    context, names = step_context.current(), ("x", "y", "y_pred", "sample_weight")
+    if context.rows is None:
+        return plain(*args, **kwargs)
+    site = context.next_site("compute")
+    given = dict(zip(names, args, strict=False))
+    rows = given | {name: kwargs[name] for name in names if name in kwargs}
+
+    def compute(rows: dict[str, Any]) -> Any:
+        positional = [rows[name] for name in given]
+        others = {name: rows.get(name, value) for name, value in kwargs.items()}
+        # So the losses in it have the same places if it is computed again.
+        context.passed["loss"] = 100 * (site[1] + 1)
+        return plain(*positional, *args[len(given) :], **others)
+
+    def compute_all(x_y: Any, y_pred: Any, sample_weight: Any) -> Any:
+        found = {**x_y, "y_pred": y_pred, "sample_weight": sample_weight}
+        with step_context.entered(replace(context, rows=None)):
+            return compute(found)
+
+    x_y = {name: rows[name] for name in ("x", "y") if name in rows}
+    others = rows.get("y_pred"), rows.get("sample_weight")
+    return _choose(
+        site,
+        lambda: compute(rows),
+        lambda: gather_loss(compute_all, x_y, *others),
+    )
+
+
+def _choose(
+    site: step_context.Site, plain: Callable[[], Any], gathered: Callable[[], Any]
+) -> Any:
+    """Return this rank's part of a loss that does not say what it is.
+
+    Args:
+        site: Its place.
+        plain: Computes it from this rank's rows.
+        gathered: Computes it from the rows of all ranks; `None` if it cannot.
+    """
+    context = step_context.current()
+    if context.trial is not None:
+        return context.trial.choose(site, plain, gathered, _inverse_fraction)
+    if site in context.kinds.gathered:
+        value = gathered()
+        return plain() if value is None else value
+    value = plain()
+    is_sum = site in context.kinds.sums
+    return value * _inverse_fraction(value.dtype) if is_sum else value
+
+
+def _part(reduction: str, masks: list[Any], sample_weight: Any, dtype: Any) -> Any:
+    """Return the factor of a mean of which a mask or weights change the divisor."""
+    mask = None
+    for found in masks:
+        if found is not None:
+            found = tf.cast(found, tf.bool)
+            mask = found if mask is None else mask & found
+    divisor = None
+    if reduction == "mean_with_sample_weight":
+        if sample_weight is not None:
+            divisor = tf.cast(sample_weight, tf.float64)
+            if mask is not None:
+                mask = tf.cast(tf.reshape(mask, tf.shape(divisor)), tf.float64)
+                divisor *= mask
+        elif mask is not None:
+            divisor = tf.cast(mask, tf.float64)
+    elif reduction in ("sum_over_batch_size", "mean") and mask is not None:
+        divisor = tf.cast(mask, tf.float64)
+    if divisor is None:
+        return 1
+    context = step_context.current()
+    own = context.counted(tf.reduce_sum(divisor))
+    part = tf.math.divide_no_nan(own, context.total(own, purpose="divisors"))
+    fraction = context.row_fraction(tf.float64)
+    return tf.cast(tf.math.divide_no_nan(part, fraction), dtype)
+
+
+def _inverse_fraction(dtype: Any) -> Any:
+    """1 / this rank's fraction of the rows; 0 for a rank that has none."""
+    fraction = step_context.current().row_fraction(tf.float64)
+    one = tf.ones((), tf.float64)
+    return tf.cast(tf.math.divide_no_nan(one, fraction), dtype)
+
+
+def _add(stack: contextlib.ExitStack, target: Any, added: type) -> None:
+    mixin.add(target, added)
+    stack.callback(mixin.remove, target, added)
+
+
+def _remove_from_losses(model: Any) -> None:
+    for loss in private.compiled_losses(model):
+        mixin.remove(loss, PartOfLoss)
+        loss.__dict__.pop("_values_mask", None)
+
+
+def _is_keras_metric(metric: Any) -> bool:
+    function = private.function_of(metric)
+    modules = [type(metric).__module__, getattr(function, "__module__", "keras.")]
+    return all(module.startswith("keras.") for module in modules)
+
+
+@cache
+def _divides_activity() -> bool:
+    """Return True if Keras divides activity regularizers by rows: from 3.14 on."""
+    layer = keras.layers.ActivityRegularization(l1=1.0)
+    layer(tf.ones((2, 1)))
+    return float(layer.losses[0]) < 1.5

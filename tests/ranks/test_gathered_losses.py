@@ -1,0 +1,204 @@
+"""A loss of `compile` that is neither a mean nor a sum equals one process.
+
+Its rows are gathered. In float64.
+"""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from claims import assert_equal_to_the_bit, models_in, shortened
+from keras import ops
+
+import keras_dist
+
+pytestmark = pytest.mark.several_ranks
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(51, 4))
+Y = RANDOM.random((51, 3))
+LABELS = RANDOM.integers(0, 3, (51, 5))
+LABELS[RANDOM.random((51, 5)) < 0.3] = 9
+LABELS[::2, :3] = 9  # more of them on the first of two ranks
+MISSING = np.where(RANDOM.random((51, 3)) < 0.4, np.nan, Y)
+MISSING[:10:2] = np.nan  # the first of two ranks has no label of the first batch
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    """Everything in this file is computed in float64."""
+    with models_in("float64"):
+        yield
+
+
+def masked_mean(y, p):
+    """A mean over the labels that are there."""
+    is_known = ~tf.math.is_nan(y)
+    return tf.reduce_mean(
+        tf.square(tf.boolean_mask(y, is_known) - tf.boolean_mask(p, is_known))
+    )
+
+
+def quotient(y, p):
+    """The same by a sum and a count."""
+    is_known = tf.cast(~tf.math.is_nan(y), p.dtype)
+    y = tf.where(tf.math.is_nan(y), tf.zeros_like(y), y)
+    return tf.reduce_sum(is_known * tf.square(y - p)) / tf.reduce_sum(is_known)
+
+
+def columns(y, p):
+    """Each target by its own number of labels."""
+    is_known = tf.cast(~tf.math.is_nan(y), p.dtype)
+    y = tf.where(tf.math.is_nan(y), tf.zeros_like(y), y)
+    sums = tf.reduce_sum(is_known * tf.square(y - p), axis=0)
+    return tf.reduce_mean(tf.math.divide_no_nan(sums, tf.reduce_sum(is_known, axis=0)))
+
+
+def balanced(y, p):
+    """Weights by the fraction of positive targets of the batch."""
+    share = tf.reduce_mean(tf.cast(y > 0.7, p.dtype))
+    return tf.reduce_mean(tf.where(y > 0.7, 1 - share, share) * tf.square(y - p))
+
+
+def dice_of_channels(y, p):
+    """Dice, of each channel over all rows."""
+    overlap = ops.sum(y * p, axis=0)
+    return 1 - ops.mean((2 * overlap + 1) / (ops.sum(y, 0) + ops.sum(p, 0) + 1))
+
+
+def ratio(y, p):
+    """Weights that are divided by their mean, with a gradient."""
+    weight = 1 + tf.exp(-tf.square(p))
+    return tf.reduce_mean(weight / tf.reduce_mean(weight) * tf.square(y - p))
+
+
+def scaled_targets(y, p):
+    """Targets that are scaled by their batch."""
+    scaled = (y - tf.reduce_mean(y, 0)) / (tf.math.reduce_std(y, 0) + 1e-3)
+    return tf.reduce_mean(tf.square(scaled - p))
+
+
+def hardest(y, p):
+    """The hardest third of the rows."""
+    errors = tf.reduce_mean(tf.square(y - p), axis=1)
+    return tf.reduce_mean(tf.math.top_k(errors, tf.size(errors) // 3).values)
+
+
+def ranking(y, p):
+    """All pairs of rows."""
+    y, p = y[:, 0], p[:, 0]
+    signs = tf.sign(y[:, None] - y[None])
+    return tf.reduce_mean(tf.nn.softplus(-signs * (p[:, None] - p[None])))
+
+
+def neighbors(y, p):
+    """A loss that depends on the order of the rows."""
+    return tf.reduce_mean(tf.abs(tf.square(p[1:] - p[:-1]) - tf.square(y[1:] - y[:-1])))
+
+
+def root(y, p):
+    """The root of a mean."""
+    return tf.sqrt(tf.reduce_mean(tf.square(y - p)))
+
+
+LOSSES = {
+    f.__name__: (f, MISSING if f in (masked_mean, quotient, columns) else Y)
+    for f in (
+        masked_mean,
+        quotient,
+        columns,
+        balanced,
+        dice_of_channels,
+        ratio,
+        scaled_targets,
+        hardest,
+        ranking,
+        neighbors,
+        root,
+    )
+}
+LOSSES |= {
+    "dice": (keras.losses.Dice(), Y),
+    "tversky": (keras.losses.Tversky(alpha=0.3, beta=0.7), Y),
+    "circle": (keras.losses.Circle(), RANDOM.integers(0, 4, 51)),
+    "ignore_class": (
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=9),
+        LABELS,
+    ),
+    "ignore_class_as_function": (
+        lambda y, p: keras.losses.sparse_categorical_crossentropy(
+            y, p, from_logits=True, ignore_class=9
+        ),
+        LABELS,
+    ),
+}
+
+
+def trained(name, fit, *, compiled=None, **options):
+    """The model after two epochs, its log, and the warnings."""
+    keras.utils.set_random_seed(3)
+    loss, y = LOSSES[name]
+    outputs = [keras.layers.Dense(15), keras.layers.Reshape((5, 3))]
+    if y.ndim == 1:
+        outputs = [keras.layers.Dense(6), keras.layers.UnitNormalization()]
+    if y.ndim == 2 and y is not LABELS:
+        outputs = [keras.layers.Dense(3, activation="sigmoid")]
+    model = keras.Sequential([keras.Input((4,)), *outputs])
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(optimizer, loss, **(compiled or {}))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        history = fit(model, X, y, epochs=2, shuffle=False, verbose=0, **options)
+    return model, history.history, [str(warning.message) for warning in caught]
+
+
+def assert_equal(name, *, batch="global", **compiled):
+    """All ranks train the model of one process, without a warning."""
+    rows = 10 if batch == "global" else 10 * keras_dist.size()
+    plain, expected, _ = trained(name, keras.Model.fit, batch_size=rows)
+    model, found, messages = trained(
+        name,
+        keras_dist.dist_fit,
+        compiled=compiled,
+        batch_size=10,
+        batch=batch,
+        lr_scaling=1.0,
+    )
+    assert_equal_to_the_bit(model)
+    for many, one in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(many, one, rtol=1e-9, atol=1e-11)
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-9)
+    assert not [text for text in messages if "one process" in text], messages
+
+
+QUICK = {"masked_mean", "ratio", "neighbors", "dice", "ignore_class"}
+
+
+@pytest.mark.three_ranks
+@pytest.mark.parametrize("name", shortened(sorted(LOSSES), QUICK))
+def test_a_loss_of_compile_that_is_neither_equals_one_process(name):
+    """The last batch has one row: the other ranks take part without rows."""
+    assert_equal(name)
+
+
+@pytest.mark.parametrize("name", shortened(sorted(LOSSES), {"neighbors"}))
+def test_it_does_so_with_a_batch_of_each_rank(name):
+    """Rows are strided over the ranks there too."""
+    assert_equal(name, batch="rank")
+
+
+@pytest.mark.parametrize("name", shortened(["ratio", "dice", "ranking"], {"dice"}))
+def test_it_does_so_without_a_graph(name):
+    """The same collectives run one after the other."""
+    assert_equal(name, run_eagerly=True)
+
+
+@pytest.mark.parametrize("name", shortened(["dice", "ranking"], {"dice"}))
+def test_above_the_limit_it_is_said(world, name, monkeypatch):
+    """Each rank then computes the loss from its own rows."""
+    monkeypatch.setenv("KERAS_DIST_GATHER_MIB", "0.0001")
+    _, _, messages = trained(name, keras_dist.dist_fit, batch_size=10, batch="global")
+    said = [text for text in messages if "one process" in text]
+    assert len(said) == (world.rank == 0), messages

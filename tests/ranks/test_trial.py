@@ -1,0 +1,133 @@
+"""A step is tried before the first update: what N ranks cannot equal is said."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from claims import assert_equal_to_the_bit, models_in
+
+import keras_dist
+
+pytestmark = pytest.mark.several_ranks
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(48, 3))
+Y = RANDOM.normal(size=(48, 1))
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    """Everything in this file is computed in float64."""
+    with models_in("float64"):
+        yield
+
+
+class Steps(keras.Sequential):
+    """A train step that changes something between the loss and the update."""
+
+    way = ""
+
+    def train_step(self, data):
+        """One update."""
+        x, y = data
+        variables = self.trainable_variables
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                p = self(x, training=True)
+                loss = tf.reduce_mean(tf.square(y - p))
+            if self.way == "adversarial":
+                moved = x + tf.stop_gradient(inner.gradient(loss, x))
+                loss += tf.reduce_mean(tf.square(y - self(moved, training=True)))
+            if self.way == "sign":
+                moved = x + 0.1 * tf.sign(inner.gradient(loss, x))
+                loss += tf.reduce_mean(tf.square(y - self(moved, training=True)))
+            if self.way == "ratio":
+                weight = tf.exp(p) / tf.reduce_mean(tf.exp(p))
+                loss = tf.reduce_mean(weight * tf.square(y - p))
+            if self.way == "noisy_sum":
+                noise = tf.random.normal(tf.shape(p), dtype=p.dtype)
+                loss = tf.reduce_sum(tf.square(y - p + 0.1 * noise))
+            if self.way == "noisy_mean":
+                noise = tf.random.normal(tf.shape(p), dtype=p.dtype)
+                loss = tf.reduce_mean(tf.square(y - p + 0.1 * noise))
+        gradients = tape.gradient(loss, variables)
+        if self.way == "clip":
+            gradients, _ = tf.clip_by_global_norm(gradients, 0.05)
+        self.optimizer.apply(gradients, variables)
+        return {"loss": loss}
+
+
+def make(way, rate=0.0):
+    """A small model with such a step."""
+    keras.utils.set_random_seed(3)
+    layers = [
+        keras.Input((3,)),
+        keras.layers.Dense(4, activation="tanh"),
+        keras.layers.Dropout(rate),
+        keras.layers.Dense(1),
+    ]
+    model = Steps(layers)
+    model.way = way
+    model.compile(keras.optimizers.SGD(0.1), jit_compile=False)
+    return model
+
+
+def fit(model):
+    """Train on all ranks, and return the warnings of the trial."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        keras_dist.dist_fit(
+            model, X, Y, batch_size=24, batch="global", shuffle=False, verbose=0
+        )
+    texts = [str(warning.message) for warning in caught]
+    return [text for text in texts if "differs from the gradient of the whole" in text]
+
+
+@pytest.mark.parametrize("way", ["clip", "ratio", "adversarial"])
+def test_a_step_that_ranks_cannot_equal_is_said(world, way):
+    """With a number, once, on the first rank."""
+    model = make(way)
+    assert len(fit(model)) == (world.rank == 0 and world.size > 1)
+    assert_equal_to_the_bit(model)
+
+
+@pytest.mark.parametrize("way", ["", "sign"])
+def test_a_step_that_they_equal_is_not(way):
+    """A gradient with respect to inputs, of which only the sign counts, is one."""
+    models = [make(way), make(way)]
+    models[0].fit(X, Y, batch_size=24, shuffle=False, verbose=0)
+    assert not fit(models[1])
+    for one, many in zip(*(model.get_weights() for model in models), strict=True):
+        np.testing.assert_allclose(many, one, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("way", "kind"), [("noisy_sum", "sum"), ("noisy_mean", "mean")]
+)
+def test_a_random_sum_is_told_from_a_random_mean(way, kind):
+    """By rows that are repeated; `Dropout` does not count."""
+    assert keras_dist.check_split(make(way, rate=0.5), X, Y).kinds == (kind,)
+
+
+def test_check_split_changes_nothing():
+    """Weights, optimizer, random numbers and the class of the model are as before."""
+    model = make("clip", rate=0.5)
+    model.optimizer.build(model.trainable_variables)
+    before = [np.array(v) for v in (*model.variables, *model.optimizer.variables)]
+    split = keras_dist.check_split(model, X, Y)
+    after = [np.array(v) for v in (*model.variables, *model.optimizer.variables)]
+    for old, new in zip(before, after, strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert not split.is_exact
+    assert max(split.weights.values()) > 0.01
+    assert type(model) is Steps
+    assert "gradients: neither" in str(split)
+
+
+def test_a_batch_of_one_row_is_not_tried():
+    """The error says why."""
+    with pytest.raises(ValueError, match="the batch has one row"):
+        keras_dist.check_split(make(""), X[:1], Y[:1])
