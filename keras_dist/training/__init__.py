@@ -10,7 +10,7 @@
 - `rows`: losses over the rows of all ranks: `sum_over_rows`, `gather_rows`
 - `metrics/`: synchronize metrics; `saving/`: save models once and whole
 - `same_values`: compare what has to be equal on all ranks
-- `stray_variables`: warn of variables that a step changes and the model does not keep
+- `state_trial`: metrics and state that the parts of a batch do not add up to
 - `batch_norm`: normalize by the statistics of the global batch
 - `recorded_step`: a step in parts, gradients, allreduce and update, where XLA compiles
   the first and the last

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from keras_dist import private
 from keras_dist.optimizer import attached, optimizers_of
-from keras_dist.training import build, install, losses, step, trial
+from keras_dist.training import build, install, losses, state_trial, step, trial
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ def check_split(
     if isinstance(found, str):
         raise ValueError(f"`check_split` cannot try this train step: {found}.")
     kinds = tuple(kind or "mean" for kind, _ in found.verdicts)
-    return Split(kinds, dict(sorted(found.weights.items())), _notes(model))
+    notes = (*_notes(model), *state_trial.describe(found.states))
+    return Split(kinds, dict(sorted(found.weights.items())), notes)
 
 
 def _notes(model: Any) -> tuple[str, ...]:

@@ -12,7 +12,6 @@ there they are the plain sum, the plain mean, and the identity.
 
 import math
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, private
+from keras_dist.lines import warn
 from keras_dist.optimizer import step_context
 
 # The MiB of targets and predictions of all ranks that a step may gather for one loss.
@@ -179,11 +179,10 @@ def gather_loss(
     reason = _why_not_gathered(tensors, context)
     if reason:
         if context.trial is None and comm.rank() == 0:
-            warnings.warn(
+            warn(
                 "A loss of `compile` that compares the rows of the batch with one "
                 "another is not that of one process: each rank computes it from its "
-                f"own rows, and the ranks average it. Received: {reason}.",
-                stacklevel=2,
+                f"own rows, and the ranks average it. Received: {reason}."
             )
         return None
     batch = GlobalBatch(context, is_shared=True)

@@ -44,7 +44,6 @@ from keras_dist.training.session import (
     Session,
     session_of,
 )
-from keras_dist.training.stray_variables import warn_of_stray_variables
 
 
 def build_now(model: Any, data: Any) -> None:
@@ -321,14 +320,7 @@ def _of_all_rows(model: Any, own_step: Callable[[Any], Any]) -> Callable[[Any], 
     """
     result = session_of(model).traced.trial
     kinds = None if result is None else result.kinds
-    split = losses.split_step(model, own_step, DistributedStep, kinds)
-
-    def step(data: Any) -> Any:
-        logs = split(data)
-        warn_of_stray_variables(model)
-        return logs
-
-    return step
+    return losses.split_step(model, own_step, DistributedStep, kinds)
 
 
 def _run(model: Any, own_step: Callable[[Any], Any], data: Any) -> Any:

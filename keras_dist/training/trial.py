@@ -40,6 +40,14 @@ from keras_dist.optimizer.step_context import LossKinds, Site, StepContext
 from keras_dist.training.batch_norm import share_moments
 from keras_dist.training.losses import is_number, num_rows
 from keras_dist.training.remember import list_variables, preserve_variables
+from keras_dist.training.state_trial import (
+    State,
+    StateDifference,
+    compare_states,
+    find_stray_variables,
+    list_watched_variables,
+    warn_of_states,
+)
 
 # In the order in which they depend on one another.
 _LEVELS = ("loss", "compute", "tracker", "log")
@@ -98,6 +106,7 @@ class Trial:
         kinds: What is to be added up, or computed from the rows of all ranks.
         reason: Why the step was not tried; "" if it was.
         weights: For each weight, by how much its gradient differs.
+        states: Metrics and other state that the parts do not add up to.
         seconds: How long it took.
     """
 
@@ -105,6 +114,7 @@ class Trial:
     kinds: LossKinds = LossKinds()
     reason: str = ""
     weights: dict[str, float] = field(default_factory=dict)
+    states: tuple[StateDifference, ...] = ()
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -131,13 +141,13 @@ class Run:
             or the values and indices of a sparse one.
         numbers: Values by their site.
         shared: Tensors that the runs of parts need.
-        state: Values of the variables afterwards, by path.
+        state: Values of metrics and of layers' state afterwards.
     """
 
     gradients: list[dict[str, Any]]
     numbers: dict[Site, float]
     shared: list[Any]
-    state: dict[str, np.ndarray]
+    state: State
 
 
 @dataclass(frozen=True)
@@ -149,12 +159,14 @@ class Found:
         numbers: The kind of each number.
         gatherable: Losses that can be computed from the rows of all ranks.
         weights: For each weight, by how much its gradient differs.
+        states: Metrics and other state that the parts do not add up to.
     """
 
     verdicts: list[tuple[str | None, float | None]]
     numbers: dict[Site, str | None]
     gatherable: set[Site]
     weights: dict[str, float]
+    states: list[StateDifference]
 
 
 def try_step(model: Any, step: Callable[[Any], Any], data: Any) -> Trial:
@@ -207,7 +219,7 @@ def _find(runner: "_Runner") -> Found:
     with runner.preserve_seeds():
         whole = runner.run_whole()
         if not whole.gradients:
-            return Found([], {}, set(), {})
+            return Found([], {}, set(), {}, [])
         parts = [runner.run_part(whole, *cut) for cut in cuts]
         kinds: dict[Site, str | None] = {}
         for level in _LEVELS:
@@ -232,10 +244,14 @@ def _find(runner: "_Runner") -> Found:
             if [k for k, _ in others[0]] != [k for k, _ in verdicts]:
                 kinds |= dict.fromkeys(in_doubt, "neither")
                 verdicts, weights = others
-        has_doubt = any(kind == "neither" for kind, _ in verdicts)
+        states = compare_states(
+            runner.model, whole.state, [part.state for part in parts], fractions
+        )
+        has_doubt = bool(states) or any(kind == "neither" for kind, _ in verdicts)
         if has_doubt and runner.is_random(whole):
             return _find_by_repeating(runner)
-    return Found(verdicts, kinds, set(runner.memory.gathered), weights)
+    gathered = set(runner.memory.gathered)
+    return Found(verdicts, kinds, gathered, weights, [*states, *runner.strays])
 
 
 def _find_by_repeating(runner: "_Runner") -> Found:
@@ -270,7 +286,7 @@ def _find_by_repeating(runner: "_Runner") -> Found:
             for runs in both
         )
         verdicts.append((_kind_of_growth(before, after, _TIMES**0.25), None))
-    return Found(verdicts, kinds, set(), {})
+    return Found(verdicts, kinds, set(), {}, runner.strays)
 
 
 class _TrialRun:
@@ -398,6 +414,7 @@ class _Runner:
         self.rows = int(self._leaves[0].shape[0])
         self.memory = _Memory()
         self.has_gathered = False
+        self.strays: list[StateDifference] = []
         self._kinds = np.zeros(_MOST_NUMBERS, np.int32)
         self._traced: dict[bool, Any] = {}
         self._paths: list[list[str]] = []
@@ -517,9 +534,12 @@ class _Runner:
 
     def _run(self, leaves: list[Any], begin: int, fraction: float, shared: Any) -> Run:
         function, variables = self._step_on, _changing_variables(self.model)
+        graph = None
         if not self.model.run_eagerly:
             function = self._traced_for(leaves, shared)
-            variables += function.graph.variables
+            graph = function.graph
+            variables += graph.variables
+            self.strays = find_stray_variables(self.model, graph)
         with preserve_variables([v for v in variables if not _is_seed(v)]):
             for found in optimizers_of(self.model):
                 if isinstance(found, keras.optimizers.LossScaleOptimizer):
@@ -533,9 +553,9 @@ class _Runner:
                 shared,
             )
             state = {
-                _path(v): keras.ops.convert_to_numpy(v)
-                for v in self.model.variables
-                if not v.trainable and not _is_seed(v)
+                id(variable): np.array(keras.ops.convert_to_numpy(variable))
+                for variable in list_watched_variables(self.model, graph)
+                if not _is_seed(variable)
             }
         named = [
             dict(zip(paths, keras.tree.map_structure(np.array, update), strict=True))
@@ -631,10 +651,12 @@ def _merge(found_by_rank: Sequence[Found | str], seconds: float) -> Trial:
     gatherable = set.intersection(*(found.gatherable for found in every))
     gathered = {site for site in gatherable if numbers.get(site) == "neither"}
     paths = {path for found in every for path in found.weights}
+    states = {(s.kind, s.name): s for found in every[::-1] for s in found.states}
     return Trial(
         tuple(verdicts),
         LossKinds(frozenset(sums), frozenset(gathered)),
         weights={p: max(f.weights.get(p, 0.0) for f in every) for p in sorted(paths)},
+        states=tuple(states[key] for key in sorted(states)),
         seconds=seconds,
     )
 
@@ -720,9 +742,9 @@ def _changing_variables(model: Any) -> list[Any]:
 
 
 def _is_seed(variable: Any) -> bool:
-    """Return True for the state of a generator of random numbers."""
+    """Return True for the state of a generator of Keras, or of TensorFlow."""
     dtype, shape = keras.backend.standardize_dtype(variable.dtype), variable.shape
-    return dtype.startswith("uint") or (dtype == "int64" and tuple(shape) == (3,))
+    return dtype == "int64" and tuple(shape) in ((2,), (3,))
 
 
 def _path(variable: Any) -> str:
@@ -742,11 +764,12 @@ def _without_noise(model: Any) -> Iterator[None]:
 
 
 def warn(trial: Trial) -> None:
-    """Warn on the first rank of gradients that no average makes those of one process.
+    """Warn on the first rank of what is not that of one process on N ranks.
 
     Args:
         trial: What all ranks found.
     """
+    warn_of_states(trial.states)
     neither = [v.difference or 0.0 for v in trial.verdicts if v.kind == "neither"]
     if not neither or comm.rank() > 0:
         return

@@ -1,0 +1,299 @@
+"""What N ranks do not add up: metrics, layers' state and variables outside the model.
+
+A step was run on a batch and on two parts of it (`trial`), which stand for ranks.
+Metrics and weights that no gradient changes are combined here over the parts as over
+ranks, and compared with those of the whole batch.
+"""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dist import comm, private
+from keras_dist.lines import warn
+from keras_dist.optimizer.step_context import known_as
+from keras_dist.training.metrics.sync import merges, rule_of, stateful_metrics
+from keras_dist.training.remember import list_variables, preserve_variables
+
+# Values of variables after a run, by the variable's id.
+State = Mapping[int, np.ndarray]
+
+# Equal but for the rounding of float32.
+_TOLERANCE = 2e-3
+
+# Operations that leave a variable as it is.
+_READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}
+
+_ADVICE = {
+    "metric": "Metrics that the ranks' states do not add up to: {}. Sum over rows in "
+    "`update_state` and divide in `result`, or define `merge_states(states)`.",
+    "weight": "Weights that layers change, which are averaged over the ranks, weighted "
+    'by rows: {}. Set their `aggregation` ("sum" for counts and sums), or let them '
+    "depend on means over rows alone.",
+    "variable": "Variables that the model does not keep, so that each rank has its own "
+    "value: {}. Make them weights of the model: `add_weight(…, trainable=False)`.",
+}
+
+
+@dataclass(frozen=True)
+class StateDifference:
+    """Something whose value on N ranks is not that of one process.
+
+    Args:
+        kind: `"metric"`, `"weight"` (that no gradient changes) or `"variable"` (outside
+            of the model).
+        name: Its name.
+        values: The value after the whole batch, and the one combined from its parts;
+            `None` for a variable outside of the model.
+    """
+
+    kind: str
+    name: str
+    values: tuple[float, float] | None = None
+
+    def __str__(self) -> str:
+        if self.values is None:
+            return self.name
+        one, combined = self.values
+        return f"{self.name} ({one:.4g} from the batch, {combined:.4g} from its parts)"
+
+
+def compare_states(
+    model: Any, whole: State, parts: Sequence[State], fractions: Sequence[float]
+) -> list[StateDifference]:
+    """Return what the parts of a batch do not add up to.
+
+    Args:
+        model: The model, whose variables have the values from before the runs.
+        whole: Values after the run of the whole batch.
+        parts: Values after the runs of its parts.
+        fractions: The rows of each part, of those of the whole.
+    """
+    return [
+        *_compare_metrics(model, whole, parts, fractions),
+        *_compare_weights(model, whole, parts, fractions),
+    ]
+
+
+def list_watched_variables(model: Any, graph: Any) -> list[Any]:
+    """List the variables whose values after a run `compare_states` needs.
+
+    Args:
+        model: The model.
+        graph: The graph of its step, in which those that it only reads can be seen: a
+            copy of all frozen weights would need much memory. `None` without a graph.
+    """
+    metrics = stateful_metrics(model.metrics)
+    variables = [variable for metric in metrics for variable in metric.variables]
+    variables += model.non_trainable_weights
+    if graph is None:
+        return variables
+    changed = _find_changed(graph, or_passed_on=True)
+    return [v for v in variables if id(_handle(v)) in changed]
+
+
+def find_stray_variables(model: Any, graph: Any) -> list[StateDifference]:
+    """Return the variables that a traced step changes and the model does not keep.
+
+    Changes in a branch or in a loop of the graph are not seen.
+
+    Args:
+        model: The model whose train step was traced.
+        graph: The graph of the step.
+    """
+    known = {id(_handle(variable)) for variable in list_variables(model)}
+    names = {
+        id(value.handle): f"{layer.name}.{name}"
+        for layer in private.layers_of(model)
+        for name, value in vars(layer).items()
+        if isinstance(value, tf.Variable)
+    }
+    changed = _find_changed(graph)
+    return [
+        StateDifference("variable", names.get(handle, f"the one of {op_name}"))
+        for handle, op_name in changed.items()
+        if handle not in known
+    ]
+
+
+def describe(differences: Sequence[StateDifference]) -> list[str]:
+    """Say what differs, and what to do about it."""
+    sentences = []
+    for kind, advice in _ADVICE.items():
+        found = [str(each) for each in differences if each.kind == kind]
+        if found:
+            sentences.append(advice.format(", ".join(found)))
+    return sentences
+
+
+def warn_of_states(differences: Sequence[StateDifference]) -> None:
+    """Warn on the first rank, once, of all that was found.
+
+    Args:
+        differences: What the ranks found, the same on all of them.
+    """
+    if not differences or comm.rank() > 0:
+        return
+    warn(
+        "The first batch was tried whole and in two parts, as two ranks have them. N "
+        f"ranks give other values than one process. {' '.join(describe(differences))}"
+    )
+
+
+def _compare_metrics(
+    model: Any, whole: State, parts: Sequence[State], fractions: Sequence[float]
+) -> list[StateDifference]:
+    differences = []
+    for metric in stateful_metrics(model.metrics):
+        variables = metric.variables
+        if not any(id(variable) in whole for variable in variables):
+            continue
+        before = [np.array(keras.ops.convert_to_numpy(v)) for v in variables]
+        expected_state, *states = (
+            [state.get(id(v), b) for v, b in zip(variables, before, strict=True)]
+            for state in (whole, *parts)
+        )
+        with preserve_variables(variables):
+            _assign(variables, expected_state)
+            expected = _result(metric)
+            if merges(metric):
+                metric.merge_states(states)
+            else:
+                values = [
+                    _combine(rule_of(variable), start, after, fractions)
+                    for variable, start, after in zip(
+                        variables, before, zip(*states, strict=True), strict=True
+                    )
+                ]
+                _assign(variables, values)
+            found = _result(metric)
+        numbers = _largest_difference(expected, found)
+        if numbers is not None:
+            differences.append(StateDifference("metric", metric.name, numbers))
+    return differences
+
+
+def _compare_weights(
+    model: Any, whole: State, parts: Sequence[State], fractions: Sequence[float]
+) -> list[StateDifference]:
+    differences = []
+    normalized = {
+        id(variable)
+        for layer in private.layers_of(model)
+        if isinstance(layer, keras.layers.BatchNormalization)
+        for variable in layer.variables
+    }
+    for variable in model.non_trainable_weights:
+        if id(variable) in normalized or id(variable) not in whole:
+            continue
+        before = keras.ops.convert_to_numpy(variable)
+        after = [state.get(id(variable), before) for state in (whole, *parts)]
+        if before.dtype.kind not in "fiu" or all(
+            np.array_equal(before, value) for value in after
+        ):
+            continue
+        rule = rule_of(variable)
+        if rule == "mean" and before.dtype.kind != "f":
+            rule = "first"  # a counter of steps
+        combined = _combine(rule, before, after[1:], fractions)
+        values = _largest_difference(after[0], combined)
+        if values is not None:
+            differences.append(StateDifference("weight", variable.path, values))
+    return differences
+
+
+def _combine(
+    rule: str,
+    before: np.ndarray,
+    states: Sequence[np.ndarray],
+    fractions: Sequence[float],
+) -> np.ndarray:
+    """Combine values of parts as values of ranks are (`metrics.sync.rule_of`)."""
+    if rule == "first":
+        return states[0]
+    factors = fractions if rule == "mean" else [1] * len(states)
+    pairs = zip(states, factors, strict=True)
+    return before + np.sum([(value - before) * f for value, f in pairs], axis=0)
+
+
+def _assign(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(keras.ops.cast(value, variable.dtype))
+
+
+def _result(metric: Any) -> np.ndarray | None:
+    """Return the numbers that a metric gives; `None` if it gives none yet."""
+    with contextlib.suppress(Exception):  # as one that has seen no row may raise
+        leaves = keras.tree.flatten(metric.result())
+        arrays = [np.ravel(keras.ops.convert_to_numpy(leaf)) for leaf in leaves]
+        return np.concatenate(arrays).astype("float64")
+    return None
+
+
+def _largest_difference(expected: Any, found: Any) -> tuple[float, float] | None:
+    """Return the two numbers that differ most; `None` if none differ."""
+    if expected is None or found is None or np.shape(expected) != np.shape(found):
+        return None
+    one, other = (np.ravel(np.asarray(v, np.float64)) for v in (expected, found))
+    is_known = np.isfinite(one)
+    if not is_known.any():
+        return None
+    one, other = one[is_known], other[is_known]
+    gaps = np.where(np.isfinite(other), np.abs(one - other), np.inf)
+    worst = int(np.argmax(gaps))
+    scale = max(np.abs(one).max(), np.abs(other[np.isfinite(other)]).max(initial=0))
+    if gaps[worst] <= _TOLERANCE * scale:
+        return None
+    return float(one[worst]), float(other[worst])
+
+
+def _find_changed(graph: Any, *, or_passed_on: bool = False) -> dict[int, str]:
+    """Find the variables that the operations of a graph change.
+
+    Args:
+        graph: A graph.
+        or_passed_on: Whether to count variables that a function or a branch inside of
+            it gets, which may change them.
+
+    Returns:
+        The name of an operation by the id of the variable's handle, outside of graphs.
+    """
+    handles = _map_handles(graph)
+    changed = {}
+    for op in graph.get_operations():
+        is_change = op.type.startswith(("Assign", "ResourceScatter"))
+        if is_change and _is_seed(op.inputs[-1]):
+            continue  # each rank draws its own random numbers
+        if is_change or (or_passed_on and op.type not in _READS):
+            for tensor in op.inputs:
+                handle = handles.get(id(tensor))
+                if handle is not None and known_as(handle) != "ours":
+                    changed[id(handle)] = op.name
+    return changed
+
+
+def _is_seed(value: Any) -> bool:
+    """Return True for the next state of a generator of Keras."""
+    return value.dtype == tf.int64 and value.shape.as_list() == [2]
+
+
+def _handle(variable: Any) -> Any:
+    return getattr(getattr(variable, "value", variable), "handle", None)
+
+
+def _map_handles(graph: Any) -> dict[int, Any]:
+    """Map each tensor that stands for a handle to the handle outside of any graph."""
+    outer = getattr(graph, "outer_graph", None)
+    outside = {} if outer is None else _map_handles(outer)
+    found = {}
+    for handle, inner in getattr(graph, "captures", ()):
+        if handle.dtype == tf.resource:
+            origin = outside.get(id(handle), handle)
+            if hasattr(origin, "numpy"):
+                found[id(inner)] = origin
+    return found
