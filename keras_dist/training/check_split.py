@@ -54,7 +54,7 @@ def check_split(
             `keras.Model.train_on_batch`.
 
     Returns:
-        What was found: `print` it.
+        A `Split`, which says what was found when it is printed.
 
     Raises:
         ValueError: If the step cannot be tried, with the reason.
