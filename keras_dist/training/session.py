@@ -60,9 +60,12 @@ class TracedFunctions:
 
     def enter(self, model: Any) -> None:
         """Give a model that becomes distributed its test function of the last fit."""
-        if not _is_same(self._compiled, _compiled(model)):
-            self._functions, self.trial = (None, None), None
-        self._compiled = _compiled(model)
+        compiled = _compiled(model)
+        if not _is_same(self._compiled, compiled):
+            self._functions = (None, None)
+        if self._compiled != compiled:
+            self.trial = None
+        self._compiled = compiled
         self._plain = model.train_function, model.test_function
         model.train_function, model.test_function = None, self._functions[1]
         self.stop_request.reset()
