@@ -71,6 +71,15 @@ def layers_of(model: Any, *, include_self: bool = True) -> list[Any]:
     return list(model._flatten_layers(include_self=include_self))
 
 
+def check_hooks(cls: type) -> None:
+    """Raise an `AttributeError` if Keras does not call what a mixin of a model defines.
+
+    Args:
+        cls: The class of a model.
+    """
+    _ = cls._aggregate_additional_loss, cls._get_metrics_result_or_logs  # type: ignore[attr-defined]
+
+
 def clear_losses(model: Any) -> None:
     """Forget the losses that layers have added, such as those of another graph."""
     model._clear_losses()

@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from keras_dist import comm, mixin, optimizer
+from keras_dist import comm, mixin, optimizer, private
 from keras_dist.data import Feed
 from keras_dist.optimizer.rate import make_factor
 from keras_dist.training import batch_norm, saving
@@ -25,6 +25,7 @@ from keras_dist.training.step import DistributedStep
 def install(model: Any) -> Session:
     """Make `model` train on all ranks; a second call returns the same session."""
     if not mixin.has(model, DistributedStep):
+        private.check_hooks(type(model))
         saving.begin_interval()
         traced = model.__dict__.get("_traced_functions") or TracedFunctions()
         # Keras does not track attributes that are set so; it would save them.

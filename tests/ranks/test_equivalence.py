@@ -141,7 +141,14 @@ def batches_of_all(world, **options):
     return batches
 
 
+@pytest.fixture
+def is_untried(monkeypatch):
+    """A trial of the step on its first batch would call it on parts of it, too."""
+    monkeypatch.setenv("KERAS_DIST_TRIAL", "0")
+
+
 @pytest.mark.three_ranks
+@pytest.mark.usefixtures("is_untried")
 @pytest.mark.parametrize("shuffle", [True, "batch"])
 def test_rows_are_shuffled_as_on_one_process(world, shuffle):
     """With the script's seed, in Keras's own order, in each fit."""
@@ -152,6 +159,7 @@ def test_rows_are_shuffled_as_on_one_process(world, shuffle):
 
 
 @pytest.mark.three_ranks
+@pytest.mark.usefixtures("is_untried")
 def test_without_a_seed_each_epoch_has_another_order(world):
     """The same for every size: what three ranks see is what two see."""
     tf.random.set_seed(None)

@@ -66,9 +66,11 @@ def test_a_fit_for_each_epoch_is_traced_once(rows):
             losses += history.history["loss"] + history.history["val_mae"]
         return losses
 
-    model, _ = pair(run)
+    model, expected = pair(run)
     # Once more for the shape of the last batch of 101 rows; Keras's own cache has both.
-    assert len(model.optimizer.noted) <= 2 * 4
+    # One rank makes variables in its first trace, as plain Keras does.
+    most = 2 * 4 if keras_dist.size() > 1 else len(expected.optimizer.noted)
+    assert len(model.optimizer.noted) <= most
 
 
 @pytest.mark.parametrize("is_trained_first", [False, True])

@@ -4,8 +4,6 @@ import os
 import random
 import zlib
 
-import numpy as np
-
 # `keras-dist run` draws one for each job; other launchers give all ranks an id.
 VARIABLE = "KERAS_DIST_SEED"
 _IDS = "HOROVOD_GLOO_RENDEZVOUS_PORT PMIX_NAMESPACE OMPI_MCA_ess_base_jobid PMI_JOBID"
@@ -13,6 +11,8 @@ _IDS = "HOROVOD_GLOO_RENDEZVOUS_PORT PMIX_NAMESPACE OMPI_MCA_ess_base_jobid PMI_
 
 def seed_generators() -> None:
     """Seed both, unless the script has seeded NumPy's before."""
+    import numpy as np  # noqa: PLC0415 - the launcher and `install-horovod` have none
+
     found = next(
         filter(None, map(os.environ.get, f"{_IDS} SLURM_JOB_ID".split())), None
     )
