@@ -7,6 +7,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_dist.data import as_untuned
+
 
 def start_on_first_batch(
     function: Callable[[Any], Any],
@@ -54,7 +56,7 @@ def _prepend(batches: list[Any], iterator: Any) -> Any:
         dataset = dataset.concatenate(tf.data.Dataset.from_tensors(batch))
     # With the lengths that the data's own spec leaves open: else the step was traced
     # once more.
-    return iter(dataset.map(lambda *batch: _relax(batch, spec)))
+    return iter(as_untuned(dataset.map(lambda *batch: _relax(batch, spec))))
 
 
 def _relax(batch: tuple[Any, ...], spec: Any) -> Any:

@@ -444,8 +444,12 @@ class Noisy(keras.Model):
         weight = tf.cast(x[:, :1] > -1, x.dtype)
         with tf.GradientTape() as tape:
             error = tf.square(self(x + noise, training=True) - y[:, None])
+            # A step whose rows are a constant cannot be tried on parts of a batch.
             if self.kind == "sum":
                 loss = tf.reduce_sum(error)
+                loss = keras_dist.sum_over_rows(loss) if self.batch_size else loss
+            elif self.kind == "masked" and self.batch_size:
+                loss = keras_dist.weighted_mean(error, weight)
             elif self.kind == "masked":
                 loss = tf.reduce_sum(error * weight) / tf.reduce_sum(weight)
             else:
