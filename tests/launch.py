@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,6 +26,15 @@ _HOROVOD = {
     # A process that does not end says where it is, when it is asked by SIGABRT.
     "PYTHONFAULTHANDLER": "1",
 }
+
+
+def free_port() -> int:
+    """Return a port at which nobody listens, and that no connection takes by itself."""
+    for port in random.SystemRandom().sample(range(15_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError("100 ports are in use.")
 
 
 def launch(

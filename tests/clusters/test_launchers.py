@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import PYTHONPATH, launch
+from launch import PYTHONPATH, free_port, launch
 
 HERE = Path(__file__).parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -35,13 +34,6 @@ def by_ray(folder, case, *, restarts=0, **variables):
     words = [sys.executable, HERE / "ray_train.py", folder, restarts, case]
     env = ENV | variables
     return launch(list(map(str, words)), ranks=None, timeout=300, env=env)
-
-
-def free_port():
-    """A port that nobody listens at."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from launch import PYTHONPATH, ROOT, launch, prefix
+from launch import PYTHONPATH, ROOT, free_port, launch, prefix
 
 import keras_dist
 from keras_dist.launch.function import CALL, call_and_keep, pickled_call
@@ -271,13 +271,6 @@ if rank == 2:
     raise KeyError("tea")
 keras_dist.gather("never")
 """
-
-
-def free_port():
-    """A port at which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def stand_in(folder, text):

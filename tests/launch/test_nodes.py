@@ -10,8 +10,8 @@ import uuid
 
 import psutil
 import pytest
-from launch import PYTHONPATH, ROOT, launch
-from test_launch import RUN, free_port, left_behind
+from launch import PYTHONPATH, ROOT, free_port, launch
+from test_launch import RUN, left_behind
 from test_launch import start as run
 
 from keras_dist.launch.store import (

@@ -9,8 +9,8 @@ import time
 
 import psutil
 import pytest
-from launch import ROOT
-from test_launch import free_port, stand_in
+from launch import ROOT, free_port
+from test_launch import stand_in
 
 RUN = [sys.executable, "-m", "keras_dist", "run"]
 

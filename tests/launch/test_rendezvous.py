@@ -5,13 +5,14 @@ Each process here has the variables that such a launcher sets, and no launcher o
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 
 import pytest
-from launch import ROOT
+from launch import ROOT, free_port
 
 # Prints the weights' digest: the same for all launchers, and on all ranks.
 TRAIN = """
@@ -33,13 +34,6 @@ sys.stdout.flush()
 keras_dist.gather("done")
 os._exit(0)
 """
-
-
-def free_port():
-    """A port that nobody listens at."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def slurm(rank, size, port):
@@ -91,12 +85,13 @@ def pods(rank, size, port):
 
 
 def run_ranks(variables, ranks, size, *, port=None, timeout=100, script=TRAIN, env=()):
-    """What each rank printed, and how it ended."""
+    """What each rank printed, and how it ended; if one does not end, their stacks."""
     port = port or free_port()
     common = {
         **{n: v for n, v in os.environ.items() if not n.startswith("HOROVOD_")},
         "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60",
+        "PYTHONFAULTHANDLER": "1",
         **dict(env),
     }
     processes = [
@@ -111,6 +106,10 @@ def run_ranks(variables, ranks, size, *, port=None, timeout=100, script=TRAIN, e
     ]
     try:
         outputs = [p.communicate(timeout=timeout)[0] for p in processes]
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            process.send_signal(signal.SIGABRT)
+        raise AssertionError([p.communicate()[0] for p in processes]) from None
     finally:
         for process in processes:
             process.kill()

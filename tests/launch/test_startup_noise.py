@@ -7,8 +7,8 @@ import shlex
 import sys
 
 import pytest
-from launch import PYTHONPATH, launch, prefix
-from test_launch import free_port, stand_in
+from launch import PYTHONPATH, free_port, launch, prefix
+from test_launch import stand_in
 
 from keras_dist.launch.output import Output
 from keras_dist.launch.startup_noise import VARIABLE, has_nvidia, is_startup_noise
