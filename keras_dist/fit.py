@@ -15,19 +15,13 @@ import keras
 from keras_dist import checkpoint, comm, mixin
 from keras_dist.callbacks import on_this_rank, runs_on_first_rank_only
 from keras_dist.callbacks.user_callbacks import autologged_once
-from keras_dist.data import (
-    ShardSpec,
-    Source,
-    draws,
-    is_arrays,
-    is_dealt,
-    is_uneven,
-    lists_to_arrays,
-    presharded_of,
-    reading,
-    seed_of_keras,
-    validation_feed,
-)
+from keras_dist.data import draws
+from keras_dist.data.adapters import is_dealt
+from keras_dist.data.arrays import is_arrays, is_uneven, lists_to_arrays, seed_of_keras
+from keras_dist.data.division import ShardSpec
+from keras_dist.data.feed import reading, validation_feed
+from keras_dist.data.presharded import presharded_of
+from keras_dist.data.source import Source
 from keras_dist.data.steps import StepsRule
 from keras_dist.lines import show
 from keras_dist.optimizer.rate import LearningRateRule

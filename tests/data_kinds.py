@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.data import as_untuned
+from keras_dist.data.pipeline import as_untuned
 
 # The length of a window of a time series.
 WINDOW = 3

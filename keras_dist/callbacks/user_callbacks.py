@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import keras
 
 from keras_dist import comm
-from keras_dist.data import preserve_generators
+from keras_dist.data.draws import preserve_generators
 from keras_dist.training.session import session_of
 
 Marked = TypeVar("Marked")

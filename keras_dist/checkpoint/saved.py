@@ -13,7 +13,7 @@ import keras
 from keras_dist import comm
 from keras_dist.checkpoint.files import Folder
 from keras_dist.checkpoint.lock import FolderLock
-from keras_dist.data import DataPosition, ShardSpec
+from keras_dist.data.division import DataPosition, ShardSpec
 from keras_dist.lines import warn
 from keras_dist.plan import Plan
 from keras_dist.setup.arguments import Options

@@ -16,7 +16,8 @@ from keras_dist.checkpoint import states
 from keras_dist.checkpoint.files import Folder
 from keras_dist.checkpoint.saved import Resume, Saved, scale_of
 from keras_dist.checkpoint.states import CallbackStates
-from keras_dist.data import DataPosition, Source
+from keras_dist.data.division import DataPosition
+from keras_dist.data.source import Source
 from keras_dist.lines import say, warn
 from keras_dist.setup.fit_setup import FitSetup
 from keras_dist.training import step

@@ -10,7 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.data import draws, is_arrays
+from keras_dist.data import draws
+from keras_dist.data.arrays import is_arrays
 from keras_dist.errors import RankError, describe
 
 

@@ -7,15 +7,10 @@ import keras
 
 from keras_dist import callbacks as ours
 from keras_dist import comm, optimizer, plan
-from keras_dist.data import (
-    DataAdapter,
-    Feed,
-    ShardSpec,
-    Source,
-    hold_out,
-    training_feed,
-    validation_feed,
-)
+from keras_dist.data.adapters import DataAdapter
+from keras_dist.data.division import ShardSpec
+from keras_dist.data.feed import Feed, hold_out, training_feed, validation_feed
+from keras_dist.data.source import Source
 from keras_dist.data.steps import find_step_multiplier, scale_steps
 from keras_dist.optimizer.rate import rate_factor
 from keras_dist.setup.arguments import KerasArguments, Options

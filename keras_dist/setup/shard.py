@@ -8,15 +8,12 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.data import (
-    Dealer,
-    DeclaredIterable,
-    ShardedSequence,
-    divide_rows,
-    list_seeds,
-    local_items,
-    presharded_of,
-)
+from keras_dist.data.dealer import Dealer
+from keras_dist.data.division import local_items
+from keras_dist.data.pipeline import list_seeds
+from keras_dist.data.presharded import divide_rows, presharded_of
+from keras_dist.data.sequence import ShardedSequence
+from keras_dist.data.source import DeclaredIterable
 
 Item = TypeVar("Item")
 Data: TypeAlias = tf.data.Dataset | keras.utils.PyDataset | Iterable[Any]

@@ -11,23 +11,12 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.data import (
-    EQUAL_ROWS,
-    Presharded,
-    ShardSpec,
-    Source,
-    cache_files,
-    draw_other_numbers,
-    draws,
-    find_batch_size,
-    is_arrays,
-    is_source,
-    length_before_repeat,
-    list_seeds,
-    lists_to_arrays,
-    local_items,
-    presharded_of,
-)
+from keras_dist.data import draws
+from keras_dist.data.arrays import is_arrays, lists_to_arrays
+from keras_dist.data.division import ShardSpec, local_items
+from keras_dist.data.pipeline import cache_files, find_batch_size, list_seeds
+from keras_dist.data.presharded import Presharded, length_before_repeat, presharded_of
+from keras_dist.data.source import EQUAL_ROWS, Source, draw_other_numbers, is_source
 from keras_dist.lines import warn
 from keras_dist.setup.arguments import KerasArguments, Options
 from keras_dist.setup.first_rank import read_on_first_rank

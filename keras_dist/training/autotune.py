@@ -4,7 +4,7 @@ import contextlib
 from typing import Any
 
 from keras_dist import comm, mixin
-from keras_dist.data import as_untuned
+from keras_dist.data.pipeline import as_untuned
 
 
 def without_autotune(model: Any) -> contextlib.AbstractContextManager[None]:

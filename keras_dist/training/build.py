@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, mixin, private
-from keras_dist.data import preserve_generators
+from keras_dist.data.draws import preserve_generators
 from keras_dist.lines import warn
 from keras_dist.optimizer import nested_optimizers, optimizers_of, step_context
 from keras_dist.training import batch_norm

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.data import as_untuned
+from keras_dist.data.pipeline import as_untuned
 
 
 def start_on_first_batch(

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from keras_dist import comm, mixin, optimizer, private
-from keras_dist.data import Feed
+from keras_dist.data.feed import Feed
 from keras_dist.optimizer.rate import make_factor
 from keras_dist.training import batch_norm, saving
 from keras_dist.training.session import Session, TracedFunctions, session_of

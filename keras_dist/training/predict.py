@@ -15,7 +15,10 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.data import Arrays, DataAdapter, Presharded, Source
+from keras_dist.data.adapters import DataAdapter
+from keras_dist.data.arrays import Arrays
+from keras_dist.data.presharded import Presharded
+from keras_dist.data.source import Source
 from keras_dist.training.same_values import agree_on_arrays
 
 _ADVICE = "Give every rank the same model, weights, data and arguments."

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm, private
-from keras_dist.data import is_arrays, is_scipy_sparse
+from keras_dist.data.arrays import is_arrays, is_scipy_sparse
 from keras_dist.lines import warn
 
 # Of each array so many rows are compared, spread over all of it, and of each row so

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist import comm, private
-from keras_dist.data import Feed, own_error
+from keras_dist.data.feed import Feed, own_error
 from keras_dist.errors import is_known
 from keras_dist.optimizer import StopRequest, step_context
 from keras_dist.optimizer.step_context import own_variable

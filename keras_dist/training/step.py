@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, private
-from keras_dist.data import is_mark, marked
+from keras_dist.data.dealer import is_mark, marked
 from keras_dist.lines import say, warn
 from keras_dist.optimizer import (
     averages,

@@ -29,7 +29,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm, private
-from keras_dist.data import preserve_generators
+from keras_dist.data.draws import preserve_generators
 from keras_dist.optimizer import (
     Recorded,
     optimizers_of,

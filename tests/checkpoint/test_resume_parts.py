@@ -9,7 +9,7 @@ import pytest
 from keras_dist import optimizer
 from keras_dist.checkpoint import files
 from keras_dist.checkpoint.states import CallbackStates
-from keras_dist.data import DataPosition, Division, ShardSpec
+from keras_dist.data.division import DataPosition, Division, ShardSpec
 
 
 def leaf_at(updates, factor, step_multiplier):

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.data import ShardSpec, Source, own_error
 from keras_dist.data.adapters import adapt_batches
+from keras_dist.data.division import ShardSpec
+from keras_dist.data.feed import own_error
 from keras_dist.data.pipeline import untuned_pass
+from keras_dist.data.source import Source
 
 ROWS, BATCH, BATCHES = 36, 4, 9
 

@@ -23,12 +23,9 @@ from data_kinds import (
     ids_of_batches,
 )
 
-from keras_dist.data import (
-    ShardSpec,
-    Source,
-    training_feed,
-    validation_feed,
-)
+from keras_dist.data.division import ShardSpec
+from keras_dist.data.feed import training_feed, validation_feed
+from keras_dist.data.source import Source
 
 FIRST = int(os.environ.get("ROWS_FIRST", "0"))
 COUNT = int(os.environ.get("ROWS_COUNT", "20"))

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.data import Arrays, Division, ShardSpec
-from keras_dist.data.arrays import RowOrder
+from keras_dist.data.arrays import Arrays, RowOrder
+from keras_dist.data.division import Division, ShardSpec
 
 NUM_ROWS = 23
 SIZES = ((1, 6), (2, 3), (3, 2), (2, 5))

@@ -14,22 +14,18 @@ import tensorflow as tf
 from data_kinds import ids_of_batches
 
 import keras_dist
-from keras_dist.data import (
-    DataPosition,
-    Dealer,
-    DeclaredIterable,
+from keras_dist.data.dealer import Dealer
+from keras_dist.data.division import DataPosition, ShardSpec
+from keras_dist.data.feed import training_feed, validation_feed
+from keras_dist.data.pipeline import list_seeds, list_unshuffled_inputs
+from keras_dist.data.presharded import (
     Presharded,
-    ShardedSequence,
-    ShardSpec,
-    Source,
     divide_rows,
     length_before_repeat,
-    list_seeds,
-    list_unshuffled_inputs,
     presharded_of,
-    training_feed,
-    validation_feed,
 )
+from keras_dist.data.sequence import ShardedSequence
+from keras_dist.data.source import DeclaredIterable, Source
 
 # Random shapes of data that are tried; LONG_TESTS=1 tries more.
 COUNT = 60 if os.environ.get("LONG_TESTS") else 8

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.data import Arrays, Division, ShardSpec, is_arrays, local_items
-from keras_dist.data.arrays import RowOrder
+from keras_dist.data.arrays import Arrays, RowOrder, is_arrays
+from keras_dist.data.division import Division, ShardSpec, local_items
 
 CASES = list(itertools.product(range(1, 5), range(1, 6), range(1, 40)))
 

@@ -9,14 +9,10 @@ import pytest
 import tensorflow as tf
 from data_kinds import counted_batches
 
-from keras_dist.data import (
-    EQUAL_ROWS,
-    DataPosition,
-    ShardSpec,
-    Source,
-    count_batches,
-)
 from keras_dist.data.adapters import adapt_batches
+from keras_dist.data.division import DataPosition, ShardSpec
+from keras_dist.data.pipeline import count_batches
+from keras_dist.data.source import EQUAL_ROWS, Source
 
 # Ranks, batches, and rows of the last one; the others have three.
 CASES = [(2, 1, 1), (2, 3, 1), (2, 4, 2), (3, 1, 2), (3, 4, 2), (3, 5, 1), (3, 6, 3)]

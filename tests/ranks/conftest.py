@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import keras_dist
-from keras_dist.data import as_untuned
+from keras_dist.data.pipeline import as_untuned
 
 
 def pytest_configure(config):

@@ -16,7 +16,7 @@ from claims import (
 )
 
 import keras_dist
-from keras_dist.data import divide_rows as of_rank
+from keras_dist.data.presharded import divide_rows as of_rank
 
 BATCH = 5
 
