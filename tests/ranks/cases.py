@@ -30,6 +30,9 @@ EPOCHS = 2
 HALF = 2.0**-8
 BRAIN = 2.0**-5
 
+# Runs of one process with other orders of summation, to measure rounding.
+ORDERS = 3
+
 
 @dataclass(frozen=True)
 class Case:
@@ -48,7 +51,6 @@ class Case:
         averaging: Options of `DistributedOptimizer`, on all ranks.
         factor: On the learning rate of one process, as a function of the ranks.
         tolerance: Largest relative difference, if no optimizer amplifies rounding.
-        orders: Runs of one process with other orders of summation, to measure rounding.
         dtype: Of the model, unless the subject sets another.
         on_three: Whether the tests run it on three ranks, too.
         is_global: Whether the ranks share the batches, by `batch="global"`.
@@ -67,7 +69,6 @@ class Case:
     factor: Callable[[int], float] = float
     tolerance: float = 1e-5
     on_three: bool = False
-    orders: int = 3
     dtype: str = "float32"
     is_global: bool = False
 
@@ -105,7 +106,7 @@ class Case:
             others = distribute_jobs(
                 [
                     lambda seed=seed: self.state_of_one_process(size, seed)
-                    for seed in range(self.orders)
+                    for seed in range(ORDERS)
                 ]
             )
             tolerance = max(difference_of_states(other, expected) for other in others)

@@ -1,6 +1,7 @@
 """Models put together from parts: loss × where it stands × data × step × optimizer.
 
-Each is compared with plain Keras on one process, in float64.
+Each is a function of its seed alone, and compared with plain Keras on one process, in
+float64.
 """
 
 import dataclasses
@@ -339,8 +340,10 @@ def state_of(model: Any, history: Any) -> list[Any]:
     return [keras.ops.convert_to_numpy(v) for v in variables] + logged
 
 
-def draw(number: int, draws: random.Random) -> Parts:
-    """One of all combinations that Keras can train."""
+def draw(number: int) -> tuple[int, Parts]:
+    """How many ranks, and one of all combinations that Keras can train."""
+    draws = random.Random(number)
+    size = draws.choice([2, 3])
     step = draws.choice(sorted(WHERE))
     where = draws.choice(WHERE[step])
     holders = ["compile", *HOLDERS] if step != "Keras's" else ["compile"]
@@ -364,7 +367,7 @@ def draw(number: int, draws: random.Random) -> Parts:
         batch_size = max(drawn.batch_size, 3)  # a row for each rank
         drawn = dataclasses.replace(drawn, is_global=True, batch_size=batch_size)
     is_warned = drawn.mode == "eager" and _adds_sum_to_other(drawn)
-    return dataclasses.replace(drawn, mode="graph") if is_warned else drawn
+    return size, dataclasses.replace(drawn, mode="graph") if is_warned else drawn
 
 
 def _adds_sum_to_other(parts: Parts) -> bool:

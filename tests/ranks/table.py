@@ -2,7 +2,7 @@
 
 Usage: python table.py FILE               all of `cases.CASES`
        python table.py FILE part NAME     those of one part
-       python table.py FILE FIRST COUNT   random cases, those drawn for so many ranks
+       python table.py FILE FIRST COUNT   random models, those drawn for so many ranks
        python table.py FILE ways [PATTERN]  ways of keras.io that match: title, dtype,
                                             and "global" where the ranks share batches
 """
@@ -17,8 +17,8 @@ import warnings
 from pathlib import Path
 
 import cases
-import fuzz
 import keras
+import parts
 import tensorflow as tf
 from claims import assert_equal_to_the_bit, distribute_jobs
 from keras_ways import WAYS
@@ -46,7 +46,7 @@ def measure(chosen, size):
         )
         for case, expected in zip(chunk, oracles, strict=True):
             row = {"part": case.part, "name": case.name, "tolerance": case.tolerance}
-            row["is_global"] = getattr(case, "is_global", False)
+            row["is_global"] = case.is_global
             try:
                 row["difference"], row["tolerance"], model = case.measure(
                     size, expected
@@ -106,7 +106,7 @@ def main(path, *chosen_by):
         rows = measure_ways("".join(chosen_by[1:]), size)
     elif chosen_by and chosen_by[0] != "part":
         first, count = map(int, chosen_by)
-        drawn = [fuzz.draw(seed) for seed in range(first, first + count)]
+        drawn = [parts.draw(seed) for seed in range(first, first + count)]
         rows = measure([case for ranks, case in drawn if ranks == size], size)
     else:
         warnings.filterwarnings("error", "Training without XLA")
