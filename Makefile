@@ -12,7 +12,7 @@ FOR_WHEELS := .venv-wheels
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo docs bench equivalence matrix wheels wheel release libraries clusters hosts
+.PHONY: help setup check test demo docs bench equivalence matrix wheels wheel release release-check libraries clusters hosts
 
 help:
 	@echo "make setup   a virtual environment in .venv, with Horovod built for its TensorFlow"
@@ -27,7 +27,8 @@ help:
 	@echo "make libraries   KerasHub, KerasRS, trackers and tuners: installs them into .venv-libraries"
 	@echo "make matrix  try each claimed Python, TensorFlow and Keras in a new environment (noxfile.py): ONLY='py313'"
 	@echo "make wheels  a wheel of Horovod for each Python and TensorFlow, into WHEELS=dist/wheels"
-	@echo "make release the package, its wheels and the site, in dist/, and a tag; nothing is uploaded"
+	@echo "make release-check   the package in dist/, tried in an empty environment"
+	@echo "make release the same, with wheels of Horovod, the site and a tag; nothing is uploaded"
 	@echo "LONG_TESTS=1 also runs the variants for which make test has no time"
 	@echo "WHEEL_DIR=... a folder in which \`make setup\` keeps Horovod, and finds it the next time"
 	@echo "HOROVOD=...  more options of \`keras-dist install-horovod\`: HOROVOD=--no-mpi"
@@ -115,10 +116,16 @@ endef
 	$(@D)/bin/python -m pip install -e '.[$*]'
 	@touch $@
 
-# Everything that is published, in dist/, and the tag. Nothing is uploaded. The package is
-# tried as those have it who install from an index: in an empty environment.
-release: setup $(RELEASE)/.ready
+# Everything that is published, in dist/, and the tag. Nothing is uploaded.
+release: setup
 	$(BIN)/python .ci/release.py check
+	$(MAKE) release-check
+	$(MAKE) wheels
+	$(MAKE) docs
+	$(BIN)/python .ci/release.py finish
+
+# The package as users have it who install from an index: in an empty environment.
+release-check: $(RELEASE)/.ready
 	rm -rf dist $(RELEASE)/empty
 	$(RELEASE)/tools/bin/python -m build
 	$(RELEASE)/tools/bin/twine check --strict dist/keras_dist-*
@@ -131,9 +138,6 @@ release: setup $(RELEASE)/.ready
 	$(RELEASE)/empty/bin/python -m pip install "$$(echo dist/keras_dist-*.whl)[dev]"
 	mkdir $(RELEASE)/empty/source && tar -xzf dist/keras_dist-*.tar.gz -C $(RELEASE)/empty/source --strip-components 1
 	cd $(RELEASE)/empty/source && ../bin/python -m pytest -qq --collect-only tests
-	$(MAKE) wheels
-	$(MAKE) docs
-	$(BIN)/python .ci/release.py finish
 
 $(RELEASE)/.ready: pyproject.toml
 	$(PYTHON) -m venv --clear $(RELEASE)/tools
