@@ -1,10 +1,12 @@
 """Pictures in files, by `tf.data`: each is read and decoded on one rank alone.
 
-    keras-dist run -np 2 examples/files.py
+    keras-dist run -np 2 examples/files.py digits
 
 `keras_dist.shard` stands before the `map` that decodes. With `batch="global"` the
-result is that of one process: `python examples/files.py`.
+result is that of one process: `python examples/files.py digits`.
 """
+
+import sys
 
 import keras
 import numpy as np
@@ -13,7 +15,7 @@ from sklearn.datasets import load_digits
 
 import keras_dist
 
-FOLDER = "digits"
+FOLDER = sys.argv[1]
 BATCH = 64  # rows of all ranks together
 
 keras.utils.set_random_seed(0)

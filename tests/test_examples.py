@@ -93,6 +93,23 @@ def test_callbacks_alone_train_on_all_ranks():
     assert any("rows_per_second: " in line for line in lines)
 
 
+@pytest.mark.parametrize("name", ["files", "train_step"])
+def test_two_ranks_print_the_result_of_one_process(name, tmp_path):
+    """Files that `tf.data` decodes, and a train step that compares all rows."""
+    results = []
+    for ranks in (None, 2):
+        folder = tmp_path / f"{ranks}"
+        *_, result = run(name, *([str(folder)] if name == "files" else []), ranks=ranks)
+        results.append([float(number) for number in re.findall(r"\d\.\d+", result)])
+        assert results[-1] == pytest.approx(results[0], abs=2e-4) and results[0]
+
+
+def test_examples_are_short():
+    """A reader sees all of one at once."""
+    lengths = [len(p.read_text().splitlines()) for p in EXAMPLES.glob("*.py")]
+    assert max(lengths) <= 80
+
+
 @needs_fashion_mnist
 def test_fashion_mnist_stops_itself_and_logs_once(tmp_path):
     """Two epochs in a row at the target end it; one rank writes the logs."""
