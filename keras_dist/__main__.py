@@ -52,9 +52,9 @@ def _add_install_horovod(commands: argparse._SubParsersAction) -> None:
         help="build Horovod for the TensorFlow of this environment",
         description=(
             "Build Horovod for the TensorFlow that is installed in this environment, "
-            "with Gloo, and with MPI and NCCL if they are found. Takes about two "
-            "minutes on two cores; with --wheel-dir only the first time, and with "
-            "--find-links never where a wheel fits."
+            "with Gloo, and with MPI and NCCL if they are found, in about two minutes "
+            "on two cores. --wheel-dir keeps what was built for the next time; "
+            "--find-links takes what somebody else has built."
         ),
     )
     command.add_argument(

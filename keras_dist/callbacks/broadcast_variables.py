@@ -71,7 +71,7 @@ class BroadcastVariables(keras.callbacks.Callback):
         if comm.size() > 1 and not session_of(self.model).has_run:
             raise RuntimeError(
                 "A batch was trained on without the `train_step` of the model's class, "
-                "so the ranks have not got the same weights. Received: "
+                "so the ranks do not have the same weights. Received: "
                 f"{_overridden(self.model)}. Define `train_step` in the class, and let "
                 "`make_train_function` return a new function that calls "
                 "`self.train_step`."

@@ -228,7 +228,7 @@ def _check_shared(path: str) -> None:
     if hosts:
         raise RuntimeError(
             "The folder that `resume` names must be one that all hosts share: a "
-            "training may go on with its first rank on another host. Received: "
+            "training may continue with its first rank on another host. Received: "
             f"resume={path!r}, where a file that the first rank has written on host "
             f"{everyone[0][1]} is not seen by {len(hosts)} of {len(everyone)} ranks, "
             f"on {', '.join(dict.fromkeys(hosts))}. Pass a folder on a file system "

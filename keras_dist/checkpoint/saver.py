@@ -296,7 +296,7 @@ class Saver(keras.callbacks.Callback):
         comm.gather(None)  # no rank ends before, since its end ends the others
         if comm.rank() == 0:
             say(
-                f"keras_dist: asked to end by SIGTERM in epoch {self._epoch + 1}; the "
+                f"keras_dist: received SIGTERM in epoch {self._epoch + 1}; the "
                 f"same command resumes from {self._resume.folder.path}"
             )
         self._requests.is_leaving = True

@@ -92,9 +92,9 @@ def check_not_stranded(environ: Mapping[str, str] | None = None) -> None:
             found = f"PMIx, {_PMIX_RANK}={environ[_PMIX_RANK]}"
     if found is not None:
         raise RuntimeError(
-            "Several tasks were started, and nobody says how they meet: each would "
-            f"train alone, and write the same files. Received: {found}. Start the "
-            "ranks with `keras-dist run`, `srun`, `torchrun`, `horovodrun` or Open "
+            "Several tasks were started, and no variable says how they meet: each "
+            f"would train alone, and write the same files. Received: {found}. Start "
+            "the ranks with `keras-dist run`, `srun`, `torchrun`, `horovodrun` or Open "
             "MPI's `mpirun`. If they are to train side by side, remove these variables "
             "from their environment."
         )

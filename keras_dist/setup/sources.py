@@ -29,8 +29,8 @@ _MAY_BE_SHUFFLED = (
 )
 
 _PRESHARDED_ADVICE = (
-    "`shard` takes from the same data another part on each rank: make it alike on all "
-    "ranks, and pass `seed` to its `shuffle`."
+    "`shard` takes another part of the same data on each rank: make the data alike on "
+    "all ranks, and pass `seed` to its `shuffle`."
 )
 
 

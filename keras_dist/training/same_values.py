@@ -84,7 +84,7 @@ def agree_on_constants(model: Any) -> None:
     text = (
         f"The layer {layer.name!r} ({type(layer).__name__}) differs between the ranks: "
         "they would train different functions. Received: constants or a vocabulary on "
-        f"rank {differing[1]} that are not those of rank 0. Adapt it to the same rows "
+        f"rank {differing[1]} that differ from rank 0's. Adapt it to the same rows "
         "on all ranks, and seed what is drawn (keras.utils.set_random_seed)."
     )
     if type(layer).__module__.startswith("keras."):

@@ -30,8 +30,8 @@ _TOLERANCE = 2e-3
 _READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}
 
 _ADVICE = {
-    "metric": "Metrics that the ranks' states do not add up to: {}. Sum over rows in "
-    "`update_state` and divide in `result`, or define `merge_states(states)`.",
+    "metric": "Metrics whose state does not add up over the ranks: {}. Sum over rows "
+    "in `update_state` and divide in `result`, or define `merge_states(states)`.",
     "weight": "Weights that layers change, which are averaged over the ranks, weighted "
     'by rows: {}. Set their `aggregation` ("sum" for counts and sums), or let them '
     "depend on means over rows alone.",

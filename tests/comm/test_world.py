@@ -28,7 +28,7 @@ _ALONE = [
 @pytest.mark.parametrize("program", _TASKS)
 def test_tasks_that_do_not_know_how_they_meet_are_an_error(program):
     """It says which program started them, and what to do."""
-    with pytest.raises(RuntimeError, match="nobody says how they meet") as error:
+    with pytest.raises(RuntimeError, match="no variable says how they meet") as error:
         check_not_stranded(_TASKS[program])
     assert program in str(error.value) and "keras-dist run" in str(error.value)
 

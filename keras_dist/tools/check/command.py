@@ -40,9 +40,9 @@ def add_check(commands: argparse._SubParsersAction) -> None:
         "check",
         help="test whether these machines are ready to train",
         description=(
-            "Check what is installed here, start ranks as `run` does, and check their "
-            "devices, their sums and a small training. Each check is a line: what was "
-            "seen, and what to do if it failed. The exit code is 0 if none did."
+            "Check the installation, start ranks as `run` does, and check their "
+            "devices, sums and a small training. Each check prints what was seen, and "
+            "what to do if it failed. The exit code is 0 if none failed."
         ),
     )
     add_where(check)

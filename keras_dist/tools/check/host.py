@@ -74,7 +74,9 @@ def check_horovod(built: Built | None, error: str) -> Result:
 def check_gpus(gpus: list[str], error: str, built: Built | None) -> Result:
     """Check that TensorFlow and Horovod are built for the GPUs of this host."""
     if error:
-        cure = "If there are GPUs: their driver, or the container's start, is at fault."
+        cure = (
+            "If this host has GPUs: load the driver, or start the container with them."
+        )
         return Result("GPUs", "warning", f"nvidia-smi lists none: {error}", cure)
     if not gpus:
         return Result("GPUs", "untried", "no nvidia-smi: ranks compute on CPUs")
