@@ -316,6 +316,15 @@ def test_each_supported_python_is_tried_by_the_workflow():
     assert supported and json.loads(tried) == supported
 
 
+def test_the_files_that_the_architecture_names_are_there():
+    """Of the package, and of its tests."""
+    text = (DOCS / "concepts" / "architecture.md").read_text()
+    files = re.findall(r"[\w/]+\.py", text)
+    assert len(files) > 10
+    for file in files:
+        assert (ROOT / "keras_dist" / file).exists() or (ROOT / file).exists(), file
+
+
 def test_contributing_is_short():
     """Nobody reads a long one."""
     assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) < 45
