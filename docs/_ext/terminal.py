@@ -10,6 +10,7 @@ import pty
 import shutil
 import struct
 import sys
+import sysconfig
 import tempfile
 import termios
 from dataclasses import dataclass
@@ -121,7 +122,8 @@ def draw(command: str, printed: str, path: Path) -> None:
 
     Names of this machine's folders are left out.
     """
-    for folder in (str(DOCS.parent), sys.prefix):
+    packages = sysconfig.get_path("purelib")
+    for folder in (packages, sysconfig.get_path("stdlib"), str(DOCS.parent)):
         printed = printed.replace(f"{folder}/", "")
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
     console.print(Text(f"$ {command}", "bold"), soft_wrap=False)
@@ -134,7 +136,8 @@ def _record(app: Any) -> None:
     FOLDER.mkdir()
     for name, scene in SCENES.items():
         with tempfile.TemporaryDirectory() as folder:
-            draw(scene.command, play(scene, Path(folder)), FOLDER / f"{name}.svg")
+            printed = play(scene, Path(folder)).replace(f"{folder}/", "")
+            draw(scene.command, printed, FOLDER / f"{name}.svg")
 
 
 def setup(app: Any) -> dict[str, bool]:
