@@ -16,7 +16,7 @@ from keras_dist import comm, optimizer, private
 from keras_dist.callbacks import runs_on_first_rank_only
 from keras_dist.callbacks.average_statistics import variables_by_rule
 from keras_dist.checkpoint.files import digest, to_json
-from keras_dist.training.metrics.sync import (
+from keras_dist.training.metrics import (
     UpdateCounts,
     merges,
     rule_of,

@@ -56,7 +56,7 @@ from keras_dist.optimizer.reduce import (
     explain_updates,
     reduce_gradients,
 )
-from keras_dist.optimizer.sparse import times, with_shape
+from keras_dist.optimizer.sparse import with_shape
 from keras_dist.optimizer.stop_request import StopRequest
 
 __all__ = [
@@ -90,7 +90,6 @@ __all__ = [
     "schedule_of",
     "reduce_gradients",
     "sum_accumulated",
-    "times",
     "unscale_rate",
     "update",
     "variables_of",

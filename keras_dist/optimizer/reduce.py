@@ -13,7 +13,7 @@ from keras_dist.errors import mark_known
 from keras_dist.optimizer import sparse, step_context
 from keras_dist.optimizer.accumulation import accumulates, is_update, take
 from keras_dist.optimizer.nested import nested_optimizers, variables_of
-from keras_dist.optimizer.sparse import Lookups, times, with_shape
+from keras_dist.optimizer.sparse import Lookups, map_values, with_shape
 
 # Horovod matches collectives by name, and Keras's names repeat. An optimizer gets its
 # number where all ranks compare its gradients, so that they count alike.
@@ -119,7 +119,7 @@ def reduce_gradients(
 def mark_recorded(
     optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any] | None
 ) -> list[Any]:
-    """A rank's own gradients in a graph, as `reduce_gradients` takes them outside.
+    """Mark gradients in a graph, for a `reduce_gradients` outside of it.
 
     Outside of a compiled function nothing shows any more how a table was read.
     """
@@ -140,22 +140,28 @@ def weight_loss(optimizer: Any, loss: Any) -> Any:
 
     Then the gradients only have to be summed. To multiply each gradient, and to divide
     the sums, would read and write all of their bytes twice more.
+
+    Args:
+        optimizer: The optimizer that differentiates the loss.
+        loss: The loss that Keras gives to `scale_loss`.
     """
     state: AveragingState = optimizer._averaging
-    is_possible = (
+    context = step_context.current()
+    variables = private.trainable_variables_of(optimizer)
+    is_double = any(str(v.dtype).endswith("float64") for v in variables)
+    if not (
         comm.size() > 1
         and state.options == Averaging()
         and not accumulates(optimizer)
-        and _keeps_digits(loss, optimizer)
-    )
-    return step_context.current().weight_loss(loss, state) if is_possible else loss
-
-
-def _keeps_digits(loss: Any, optimizer: Any) -> bool:
-    """Tell whether a fraction in the loss's dtype is precise enough."""
-    variables = private.trainable_variables_of(optimizer)
-    is_double = any(str(v.dtype).endswith("float64") for v in variables)
-    return loss.dtype == tf.float64 or (loss.dtype == tf.float32 and not is_double)
+        # A fraction in the loss's dtype has to be precise enough.
+        and loss.dtype in (tf.float64, tf.float64 if is_double else tf.float32)
+        and context.rows_of_all is not None
+        and context.is_keras_path
+        and not context.is_sum_next("apply")
+    ):
+        return loss
+    context.weighted.append(state)
+    return loss * context.row_fraction(loss.dtype)
 
 
 def _average(
@@ -171,46 +177,56 @@ def _average(
     state: AveragingState = optimizer._averaging
     context, lookups = step_context.current(), state.lookups
     weight = 1 if context.rows is None else context.rows
-    if is_sum or context.is_weighted(state):
+    if is_sum or any(state is weighted for weighted in context.weighted):
         weight = None
     local = [with_shape(*pair) for pair in pairs]
     if is_sum and context.has_rows is not None:
-        local = [times(g, tf.cast(context.has_rows, g.dtype)) for g in local]
+        local = [map_values(context.counted, gradient) for gradient in local]
     variables = [variable for _, variable in pairs]
     name = f"keras_dist.gradients.{state.number}"
     is_merged = _is_merged(optimizer, local)
-    prepare = lookups.unmarked if is_merged else lookups.before_gather
-    local = [_counted(prepare(*pair)) for pair in zip(local, variables, strict=True)]
+    prepare = lookups.unmark if is_merged else lookups.prepare
+    local = [
+        _keep_counted(prepare(*pair)) for pair in zip(local, variables, strict=True)
+    ]
     result = exchange(local, weight, state.options, is_merged=is_merged, name=name)
     if not is_merged:
-        lengths = [_num_slices(gradient) for gradient in local]
         result = [
-            lookups.after_gather(*each, rows=context.rows, name=name)
-            for each in zip(result, lengths, variables, strict=True)
+            lookups.add_up(
+                reduced, _num_slices(own), variable, rows=context.rows, name=name
+            )
+            for reduced, own, variable in zip(result, local, variables, strict=True)
         ]
-    is_scaled = len(nested_optimizers(optimizer)) > 1
+    result = [
+        tf.cast(reduced, gradient.dtype)
+        for reduced, (gradient, _) in zip(result, pairs, strict=True)
+    ]
+    if len(nested_optimizers(optimizer)) == 1:
+        return result
     return [
-        _as_applied(tf.cast(averaged, gradient.dtype), is_scaled)
-        for averaged, (gradient, _) in zip(result, pairs, strict=True)
+        map_values(sparse.all_or_none_finite, reduced)
+        if isinstance(reduced, tf.IndexedSlices)
+        else reduced
+        for reduced in result
     ]
 
 
-def _counted(gradient: Any) -> Any:
-    """A gradient without slices, if this rank's batch is a copy of another rank's.
+def _keep_counted(gradient: Any) -> Any:
+    """Drop all slices if this rank's batch is a copy of another rank's.
 
     A slice of zeros is not nothing: some optimizers decay the row that it is of.
     """
     has_rows = step_context.current().has_rows
     if has_rows is None or not isinstance(gradient, tf.IndexedSlices):
         return gradient
-    count = tf.shape(gradient.indices)[0] * tf.cast(has_rows, tf.int32)
+    count = _num_slices(gradient) * tf.cast(has_rows, tf.int32)
     values, indices = gradient.values[:count], gradient.indices[:count]
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
 def _num_slices(gradient: Any) -> Any:
-    is_rows = isinstance(gradient, tf.IndexedSlices)
-    return tf.shape(gradient.indices)[0] if is_rows else None
+    is_slices = isinstance(gradient, tf.IndexedSlices)
+    return tf.shape(gradient.indices)[0] if is_slices else None
 
 
 def _is_merged(optimizer: Any, gradients: Sequence[Any]) -> bool:
@@ -225,12 +241,6 @@ def _is_merged(optimizer: Any, gradients: Sequence[Any]) -> bool:
                 is_merged = not all(comm.gather(sparse.is_ordered()))
         state.is_merged = is_merged
     return state.is_merged
-
-
-def _as_applied(gradient: Any, is_scaled: bool) -> Any:
-    """An averaged gradient as the optimizer gets it."""
-    is_rows = isinstance(gradient, tf.IndexedSlices)
-    return sparse.all_or_none_finite(gradient) if is_rows and is_scaled else gradient
 
 
 def _accumulate(
@@ -295,113 +305,77 @@ def exchange(
         An unmerged `tf.IndexedSlices` gives the slices of all ranks, everything else
         tensors.
     """
-    if weight is None:
-        options = replace(options, op="sum")
-    if options.op != "average":
-        weight = 1
-    result: list[Any] = [None] * len(gradients)
-    wires = [_wire_of(gradient) for gradient in gradients]
+    is_mean = weight is not None and options.op == "average"
+    # Horovod does not support bfloat16, and float16 is too narrow for a sum.
+    wires = [g.dtype if g.dtype == tf.float64 else tf.float32 for g in gradients]
+    result: dict[int, Any] = {}
     for wire in sorted(set(wires), key=str):
-        indices = [index for index, own in enumerate(wires) if own == wire]
-        summed = _sums(
-            [gradients[index] for index in indices],
-            tf.cast(weight, wire),
-            options,
-            is_merged=is_merged,
-            name=f"{name}.{wire.name}",
+        factor = tf.cast(weight if is_mean else 1, wire)
+        wire_name = f"{name}.{wire.name}"
+        slices, dense = {}, {}
+        for index, gradient in enumerate(gradients):
+            if wires[index] == wire:
+                is_slices = isinstance(gradient, tf.IndexedSlices)
+                (slices if is_slices else dense)[index] = tf.cast(gradient, wire)
+        if is_merged:
+            slices = {index: sparse.merge(own) for index, own in slices.items()}
+        counts = [
+            _by_rank(tf.cast(_num_slices(own), wire))
+            for own in (slices.values() if is_merged else ())
+        ]
+        sums, total, counts = _sum_dense(
+            list(dense.values()),
+            factor,
+            counts,
+            is_mean=is_mean,
+            compression=options.compression,
+            name=wire_name,
         )
-        for index, gradient in zip(indices, summed, strict=True):
-            result[index] = gradient
-    return result
+        result |= zip(dense, sums, strict=True)
+        for number, (index, own) in enumerate(slices.items()):
+            own_name = f"{wire_name}.{number}"
+            weighted = map_values(lambda v, f=factor: v * f, own) if is_mean else own
+            summed = (
+                sparse.sum_slices(weighted, counts[number], name=own_name)
+                if is_merged
+                else sparse.gather_slices(weighted, name=own_name)
+            )
+            if is_mean:
+                summed = map_values(lambda v, t=total: v / t, summed)
+            result[index] = summed
+    return [result[index] for index in range(len(gradients))]
 
 
-def _sums(
-    gradients: list[Any],
-    weight: Any,
-    options: Averaging,
-    *,
-    is_merged: bool,
-    name: str,
-) -> list[Any]:
-    """See `exchange`; for gradients that are all sent in the dtype of `weight`."""
-    wire = weight.dtype
-    is_rows = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
-    both = list(zip(gradients, is_rows, strict=True))
-    rows = [gradient for gradient, is_sparse in both if is_sparse]
-    dense = [tf.cast(gradient, wire) for gradient, is_sparse in both if not is_sparse]
-    counts = []
-    if is_merged:
-        rows = [sparse.merged(gradient) for gradient in rows]
-        counts = [sparse.counts_of_ranks(gradient, wire) for gradient in rows]
-    sums, total, counts = _dense_sums(dense, weight, counts, options, name=name)
-    merged_counts = counts if is_merged else None
-    of_rows = _sums_of_rows(rows, weight, total, merged_counts, options, name=name)
-    kinds = {True: iter(of_rows), False: iter(sums)}
-    return [next(kinds[is_sparse]) for is_sparse in is_rows]
+def _by_rank(number: Any) -> Any:
+    """Return zeros, with a number at this rank: their sum holds that of each rank."""
+    return number * tf.one_hot(comm.rank(), comm.size(), dtype=number.dtype)
 
 
-def _sums_of_rows(
-    rows: list[Any],
-    weight: Any,
-    total: Any,
-    counts: list[Any] | None,
-    options: Averaging,
-    *,
-    name: str,
-) -> list[Any]:
-    """Means or sums of sparse gradients: whole ones if merged, otherwise slices.
-
-    Args:
-        rows: The gradients; if they are to be merged, each row once.
-        weight: The weight of this rank's gradients.
-        total: The sum of the weights.
-        counts: The number of rows of each rank for each gradient, if they are merged;
-            else `None`.
-        options: The options of the averaging.
-        name: A fixed name, the same on all ranks.
-    """
-    is_mean = options.op == "average"
-    result: list[Any] = []
-    for index, own in enumerate(rows):
-        own_name, shape = f"{name}.{index}", tuple(own.shape)
-        values = tf.cast(own.values, weight.dtype)
-        weighted = tf.IndexedSlices(values * weight if is_mean else values, own.indices)
-        if counts is not None:
-            whole = sparse.sum_of_ranks(weighted, shape, counts[index], name=own_name)
-            result.append(whole / total if is_mean else whole)
-        else:
-            all_rows = sparse.gathered(weighted, shape, name=own_name)
-            divided = all_rows.values / total if is_mean else all_rows.values
-            slices = tf.IndexedSlices(divided, all_rows.indices, all_rows.dense_shape)
-            result.append(slices)
-    return result
-
-
-def _dense_sums(
+def _sum_dense(
     dense: list[Any],
     weight: Any,
     counts: list[Any],
-    options: Averaging,
     *,
+    is_mean: bool,
+    compression: Compression | None,
     name: str,
 ) -> tuple[list[Any], Any, list[Any]]:
-    """Means or sums of dense gradients, of the weights, and of counts of rows.
+    """Compute means or sums of dense gradients, and sums of weights and counts.
 
     The stop request, and the number of each rank's step, are summed with them.
     """
     wire = weight.dtype
-    is_mean = options.op == "average"
     context = step_context.current()
     stop_request = context.stop_request
     step = 0 if context.step is None else context.step % _MOST_STEPS
     asked = 0 if stop_request is None else stop_request.as_tensor(wire)
-    if options.compression and wire == tf.float32 and dense:
+    if compression and wire == tf.float32 and dense:
         flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in dense], axis=0)
         # One number a rank: twice its step, and one more if it has a request.
         vector, total, numbers = comm.sum_compressed(
             flat,
             weight,
-            kind=options.compression,
+            kind=compression,
             name=name,
             is_mean=is_mean,
             extra=tf.cast(2 * step, wire) + asked,
@@ -412,16 +386,13 @@ def _dense_sums(
         agreed, steps = tf.reduce_sum(numbers % 2), numbers // 2
     else:
         weighted = [tensor * weight for tensor in dense] if is_mean else dense
-        of_rank = tf.one_hot(comm.rank(), comm.size(), dtype=wire)
         summed = comm.sum_tensors(
-            [*weighted, weight, asked, tf.cast(step, wire) * of_rank, *counts],
+            [*weighted, weight, asked, _by_rank(tf.cast(step, wire)), *counts],
             name=name,
             dtype=wire,
         )
-        sums, (total, agreed, steps, *counts) = (
-            summed[: len(dense)],
-            summed[len(dense) :],
-        )
+        sums = summed[: len(dense)]
+        total, agreed, steps, *counts = summed[len(dense) :]
         if is_mean:
             sums = [each / total for each in sums]
     if stop_request is not None:
@@ -480,14 +451,6 @@ def _describe_skipped(ranks: str) -> RuntimeError:
     return error
 
 
-def _wire_of(gradient: Any) -> Any:
-    """Return the dtype in which a gradient is sent and summed.
-
-    Horovod does not support bfloat16, and float16 is too narrow for a sum.
-    """
-    return tf.float64 if gradient.dtype == tf.float64 else tf.float32
-
-
 def _check_same_gradients(
     gradients: Sequence[Any],
     variables: Sequence[Any],
@@ -507,12 +470,9 @@ def _check_same_gradients(
     """
     # Only at the first update, which all ranks trace. Later, a single rank may trace
     # again, when its last batch has a new shape.
-    own = {
-        f"gradient {index}": (gradient, variable)
-        for index, (gradient, variable) in enumerate(
-            zip(gradients, variables, strict=True)
-        )
-    }
+    names = [f"gradient {index}" for index in range(len(gradients))]
+    kinds = map(_describe_gradient, gradients, variables)
+    paths = [getattr(v, "path", v.name) for v in variables]  # of Keras or TensorFlow
     with tf.init_scope():
         comm.agree(
             {
@@ -520,21 +480,14 @@ def _check_same_gradients(
                 "`op` and `compression`": (options.op, options.compression),
                 "the number of optimizers that averaged before": number,
             }
-            | {name: _described(*pair) for name, pair in own.items()},
-            names={
-                name: f"of {_name(variable)}" for name, (_, variable) in own.items()
-            },
+            | dict(zip(names, kinds, strict=True)),
+            names={n: f"of {p}" for n, p in zip(names, paths, strict=True)},
             advice="Make the same model on every rank, and let every variable take "
             "part in the loss on all ranks or on none.",
         )
 
 
-def _name(variable: Any) -> str:
-    """Return the variable's path in the model; the name of a plain `tf.Variable`."""
-    return getattr(variable, "path", variable.name)
-
-
-def _described(gradient: Any, variable: Any) -> str:
+def _describe_gradient(gradient: Any, variable: Any) -> str:
     if gradient is None:
         return "none"
     kind = "rows of " if isinstance(gradient, tf.IndexedSlices) else ""

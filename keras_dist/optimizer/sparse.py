@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -20,13 +20,17 @@ _LENGTHS = {"Shape", "ShapeN", "Size"}
 
 
 class Lookups:
-    """Which tables are read for each row of a batch, and which once for all rows."""
+    """Which tables are read for each row of a batch, and which once for all rows.
+
+    The slices of the latter are sums over rows, which the ranks add up. Their indices
+    are *marked* until then: index i is -1 - i.
+    """
 
     def __init__(self) -> None:
         self._kinds: dict[int, str] = {}  # "rows", "batch" or "both", by variable
 
     def kind_of(self, variable: Any) -> str | None:
-        """Tell what is read in a table: "rows", "batch", "both"; `None` if unknown."""
+        """Name what is read in a table: "rows", "batch", "both"; `None` if unknown."""
         return self._kinds.get(id(variable))
 
     def mark(self, slices: tf.IndexedSlices, variable: Any) -> tf.IndexedSlices:
@@ -49,33 +53,27 @@ class Lookups:
             lookup if is_of_rows else -1 - lookup
             for lookup, is_of_rows in zip(lookups, are_of_rows, strict=True)
         ]
-        return tf.IndexedSlices(slices.values, tf.concat(both, 0), slices.dense_shape)
+        return _with_indices(slices, tf.concat(both, 0))
 
-    def unmarked(self, gradient: Any, variable: Any) -> Any:
+    def unmark(self, gradient: Any, variable: Any) -> Any:
         """Return the gradient; marked slices get their own indices back."""
-        if not self._may_be_marked(gradient, variable):
+        if not self._is_marked(gradient, variable):
             return gradient
-        indices = gradient.indices
-        own = _unmarked(indices, variable.shape[0])
-        return tf.IndexedSlices(gradient.values, own, gradient.dense_shape)
+        return _with_indices(gradient, _unmark(gradient.indices, variable.shape[0]))
 
-    def before_gather(self, gradient: Any, variable: Any) -> Any:
-        """A rank's own gradient; if it is slices, as `after_gather` needs them."""
+    def prepare(self, gradient: Any, variable: Any) -> Any:
+        """Return a rank's own gradient; if it is slices, as `add_up` needs them."""
         if not isinstance(gradient, tf.IndexedSlices):
             return gradient
-        slices = gradient
-        if not _is_eager(slices):
-            slices = self.mark(slices, variable)
+        if not _is_eager(gradient):
+            gradient = self.mark(gradient, variable)
         elif self.kind_of(variable) == "batch":
-            slices = tf.IndexedSlices(
-                slices.values, -1 - slices.indices, slices.dense_shape
-            )
-        if not self._may_be_marked(slices, variable):
-            return slices
-        indices = _numbered(slices.indices, variable.shape[0])
-        return tf.IndexedSlices(slices.values, indices, slices.dense_shape)
+            gradient = _with_indices(gradient, -1 - gradient.indices)
+        if not self._is_marked(gradient, variable):
+            return gradient
+        return _with_indices(gradient, _number(gradient.indices, variable.shape[0]))
 
-    def after_gather(
+    def add_up(
         self, gradient: Any, count: Any, variable: Any, *, rows: Any, name: str
     ) -> Any:
         """Return the slices of all ranks, and add up those that are sums over rows.
@@ -87,11 +85,10 @@ class Lookups:
             rows: The rows of this rank's batch, if known.
             name: A fixed name, the same on all ranks.
         """
-        if not isinstance(gradient, tf.IndexedSlices):
+        kind = self.kind_of(variable)
+        if kind == "rows" or not isinstance(gradient, tf.IndexedSlices):
             return gradient
-        indices, kind = gradient.indices, self.kind_of(variable)
-        if kind == "rows":
-            return gradient
+        indices, length = gradient.indices, variable.shape[0]
         if _is_eager(gradient) and kind != "batch":
             own = tf.stack([count, tf.cast(0 if rows is None else rows, count.dtype)])
             sizes = comm.gather_rows(own[tf.newaxis], name=f"{name}.sizes").numpy()
@@ -99,19 +96,22 @@ class Lookups:
             if not _look_alike([part.numpy() for part in per_rank], sizes[:, 1]):
                 self._kinds[id(variable)] = "rows"
                 return gradient
-            numbered = [_numbered(-1 - part, variable.shape[0]) for part in per_rank]
-            indices = tf.concat(numbered, 0)
-        values, indices = _added_up(gradient.values, indices)
-        indices = _unmarked(indices, variable.shape[0])
-        return tf.IndexedSlices(values, indices, gradient.dense_shape)
+            indices = tf.concat([_number(-1 - part, length) for part in per_rank], 0)
+        # Each marked index once, with the sum of its slices.
+        positions = tf.range(tf.size(indices, tf.int64))
+        keys, segments = tf.unique(tf.where(indices < 0, indices, positions))
+        number = tf.size(keys)
+        values = tf.math.unsorted_segment_sum(gradient.values, segments, number)
+        indices = tf.math.unsorted_segment_max(indices, segments, number)
+        return tf.IndexedSlices(values, _unmark(indices, length), gradient.dense_shape)
 
-    def _may_be_marked(self, gradient: Any, variable: Any) -> bool:
-        is_rows = isinstance(gradient, tf.IndexedSlices)
-        return is_rows and self._kinds.get(id(variable), "rows") != "rows"
+    def _is_marked(self, gradient: Any, variable: Any) -> bool:
+        is_slices = isinstance(gradient, tf.IndexedSlices)
+        return is_slices and self.kind_of(variable) in ("batch", "both")
 
 
-def _numbered(indices: Any, count: int) -> Any:
-    """Indices of one rank; the marked ones tell repetitions apart.
+def _number(indices: Any, count: int) -> Any:
+    """Make the marked indices of one rank tell repetitions apart.
 
     The second slice of index i, of a table that is read repeatedly for all rows, has to
     be added to the second slice of i of the other ranks.
@@ -129,30 +129,13 @@ def _numbered(indices: Any, count: int) -> Any:
     return tf.where(indices < 0, indices - repetition * count, indices)
 
 
-def _added_up(values: Any, indices: Any) -> tuple[Any, Any]:
-    """Add up those slices of all ranks that are sums over rows.
-
-    Args:
-        values: The values of all ranks.
-        indices: The indices of all ranks, `_numbered` by each.
-
-    Returns:
-        Values and indices, each marked one once.
-    """
-    positions = tf.range(tf.size(indices, tf.int64))
-    keys, segments = tf.unique(tf.where(indices < 0, indices, positions))
-    number = tf.size(keys)
-    added = tf.math.unsorted_segment_sum(values, segments, number)
-    return added, tf.math.unsorted_segment_max(indices, segments, number)
-
-
-def _unmarked(indices: Any, count: int) -> Any:
-    """Indices without marks and numbers; `count` is the number of rows of the table."""
+def _unmark(indices: Any, count: int) -> Any:
+    """Undo marks and numbers; `count` is the number of rows of the table."""
     return tf.where(indices < 0, (-1 - indices) % count, indices)
 
 
 def _look_alike(per_rank: Sequence[np.ndarray], rows: np.ndarray) -> bool:
-    """Tell whether the indices of the ranks look like those of one lookup.
+    """Return True if the indices of the ranks look like those of one lookup.
 
     A step that runs eagerly has no graph to read it from. Words differ between the
     ranks. Positions do not, but their number may, with the longest row of a batch.
@@ -176,7 +159,7 @@ def _is_eager(slices: tf.IndexedSlices) -> bool:
 
 
 def _is_of_rows(indices: Any) -> bool:
-    """Tell whether the number of indices grows with the rows of the batch.
+    """Return True if the number of indices grows with the rows of the batch.
 
     It does if they are computed from data, but for numbers: a number has no rows,
     unless it is the length of an axis of rows.
@@ -204,7 +187,7 @@ def _is_of_rows(indices: Any) -> bool:
 
 
 def _is_other_axis(tensor: Any) -> bool:
-    """Tell whether a tensor is the length of an axis that is not the first one."""
+    """Return True if a tensor is the length of an axis other than the first one."""
     if tensor.op.type != "StridedSlice" or tensor.op.inputs[0].op.type != "Shape":
         return False
     begin = tf.get_static_value(tensor.op.inputs[1])
@@ -224,7 +207,7 @@ def _captured(tensor: Any) -> Any:
 
 
 def may_merge(optimizer: Any) -> bool:
-    """Tell whether an update is the same if repeated rows are added up before it.
+    """Return True if an update is the same if repeated rows are added up before it.
 
     It is so for an optimizer that computes with gradients only what is linear in them,
     and for those that accumulate, since Keras then adds up whole gradients first. Most
@@ -249,13 +232,13 @@ def _is_linear(leaf: Any) -> bool:
 
 
 def _is_of_keras(optimizer: Any) -> bool:
-    """Tell whether the class is Keras's own, and not derived from it by a user."""
+    """Return True if the class is Keras's own, and not derived from it by a user."""
     own = optimizer.__class__
     return getattr(keras.optimizers, own.__name__, None) is own
 
 
 def is_ordered() -> bool:
-    """Tell whether this rank adds up repeated rows in the same order each time.
+    """Return True if this rank adds up repeated rows in the same order each time.
 
     Operations on a GPU do not, and then the weights of the ranks would drift apart by
     roundings.
@@ -264,37 +247,32 @@ def is_ordered() -> bool:
 
 
 def with_shape(gradient: Any, variable: Any) -> Any:
-    """A gradient; if it is `tf.IndexedSlices`, with the shape of its variable."""
+    """Return a gradient; `tf.IndexedSlices` get the shape of their variable."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     shape = tf.constant(tuple(variable.shape), tf.int64)
     return tf.IndexedSlices(gradient.values, gradient.indices, shape)
 
 
-def gathered(slices: tf.IndexedSlices, shape: Any, *, name: str) -> tf.IndexedSlices:
-    """Gather the slices of all ranks in rank order; repeated rows stay repeated.
-
-    Args:
-        slices: This rank's gradient, of any number of slices, also none.
-        shape: Shape of the variable.
-        name: A fixed name, the same on all ranks.
-    """
-    return tf.IndexedSlices(
-        comm.gather_rows(slices.values, name=f"{name}.values"),
-        comm.gather_rows(slices.indices, name=f"{name}.indices"),
-        tf.constant(shape, tf.int64),
-    )
+def _with_indices(slices: tf.IndexedSlices, indices: Any) -> tf.IndexedSlices:
+    return tf.IndexedSlices(slices.values, indices, slices.dense_shape)
 
 
-def all_or_none_finite(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+def map_values(function: Callable[[Any], Any], gradient: Any) -> Any:
+    """Apply a function to the numbers of a gradient, whole or by rows."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return function(tf.convert_to_tensor(gradient))
+    values = function(gradient.values)
+    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+
+
+def all_or_none_finite(values: Any) -> Any:
     """Set all values of slices to NaN if one is not finite.
 
     A `LossScaleOptimizer` looks at one of the slices of a row only.
     """
-    values = slices.values
     is_finite = tf.reduce_all(tf.math.is_finite(values))
-    values = tf.where(is_finite, values, tf.constant(math.nan, values.dtype))
-    return tf.IndexedSlices(values, slices.indices, slices.dense_shape)
+    return tf.where(is_finite, values, tf.constant(math.nan, values.dtype))
 
 
 @contextlib.contextmanager
@@ -319,49 +297,43 @@ class AddsInOrder:
     """Mixin for a leaf: slices are added up before they are added to a variable."""
 
     def assign_add(self, variable: Any, value: Any) -> None:
-        super().assign_add(variable, _whole(value))  # type: ignore[misc]
+        super().assign_add(variable, _to_dense(value))  # type: ignore[misc]
 
     def assign_sub(self, variable: Any, value: Any) -> None:
-        super().assign_sub(variable, _whole(value))  # type: ignore[misc]
+        super().assign_sub(variable, _to_dense(value))  # type: ignore[misc]
 
 
-def _whole(value: Any) -> Any:
+def _to_dense(value: Any) -> Any:
     is_rows = isinstance(value, tf.IndexedSlices)
     return tf.convert_to_tensor(value) if is_rows else value
 
 
-def times(gradient: Any, factor: Any) -> Any:
-    """Multiply a gradient, whole or by rows, by a number."""
-    if isinstance(gradient, tf.IndexedSlices):
-        values = gradient.values * factor
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return tf.convert_to_tensor(gradient) * factor
-
-
-def merged(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+def merge(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     """Add up repeated rows of a gradient, so that it has each row once."""
     rows, index = tf.unique(slices.indices)
     values = tf.math.unsorted_segment_sum(slices.values, index, tf.size(rows))
     return tf.IndexedSlices(values, rows, slices.dense_shape)
 
 
-def counts_of_ranks(slices: tf.IndexedSlices, dtype: Any) -> Any:
-    """A vector of zeros, with this rank's number of rows at the index of its rank.
+def gather_slices(slices: tf.IndexedSlices, *, name: str) -> tf.IndexedSlices:
+    """Gather the slices of all ranks in rank order; repeated rows stay repeated.
 
-    The sum over all ranks holds the number of rows of each rank.
+    Args:
+        slices: This rank's gradient, of any number of slices, also none.
+        name: A fixed name, the same on all ranks.
     """
-    count = tf.cast(tf.shape(slices.indices)[0], dtype)
-    return count * tf.one_hot(comm.rank(), comm.size(), dtype=dtype)
+    return tf.IndexedSlices(
+        comm.gather_rows(slices.values, name=f"{name}.values"),
+        comm.gather_rows(slices.indices, name=f"{name}.indices"),
+        slices.dense_shape,
+    )
 
 
-def sum_of_ranks(
-    slices: tf.IndexedSlices, shape: Any, counts: Any, *, name: str
-) -> Any:
+def sum_slices(slices: tf.IndexedSlices, counts: Any, *, name: str) -> Any:
     """Sum a gradient over all ranks, sent as rows or whole, whichever is smaller.
 
     Args:
         slices: This rank's gradient, each row once.
-        shape: Shape of the variable.
         counts: The number of rows of each rank. It is equal on all ranks, so all make
             the same choice.
         name: A fixed name, the same on all ranks.
@@ -370,15 +342,15 @@ def sum_of_ranks(
         A dense tensor: Keras's optimizers would make one of it anyway.
     """
     values, indices = slices.values, slices.indices
+    shape = tuple(slices.shape)
     row_bytes = math.prod(shape[1:]) * values.dtype.size
     # A rank receives the rows of all ranks, or in a ring allreduce the whole gradient
     # twice.
     as_rows = tf.reduce_sum(counts) * (row_bytes + indices.dtype.size)
     as_whole = tf.cast(2 * shape[0] * row_bytes, as_rows.dtype)
 
-    def gather_rows() -> Any:
-        all_values = comm.gather_rows(values, name=f"{name}.values")
-        all_indices = comm.gather_rows(indices, name=f"{name}.indices")
+    def sum_rows() -> Any:
+        gathered = gather_slices(slices, name=name)
         total = tf.zeros(shape, values.dtype)
         ends = tf.cumsum(tf.cast(counts, tf.int32))
         begins = tf.concat([[0], ends[:-1]], axis=0)
@@ -387,14 +359,13 @@ def sum_of_ranks(
             rows = tf.range(begins[rank], ends[rank])
             total = tf.tensor_scatter_nd_add(
                 total,
-                tf.gather(all_indices, rows)[:, tf.newaxis],
-                tf.gather(all_values, rows),
+                tf.gather(gathered.indices, rows)[:, tf.newaxis],
+                tf.gather(gathered.values, rows),
             )
         return total
 
     def sum_whole() -> Any:
-        own = tf.IndexedSlices(values, indices, tf.constant(shape, indices.dtype))
-        dense = tf.reshape(tf.convert_to_tensor(own), shape)
+        dense = tf.reshape(tf.convert_to_tensor(slices), shape)
         return comm.sum_tensors([dense], name=f"{name}.dense", dtype=values.dtype)[0]
 
-    return tf.cond(as_rows < as_whole, gather_rows, sum_whole)
+    return tf.cond(as_rows < as_whole, sum_rows, sum_whole)

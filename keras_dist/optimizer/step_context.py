@@ -143,47 +143,13 @@ class StepContext:
         return (level, self.passed.get(level, 0)) in self.kinds.sums
 
     def counted(self, value: Any) -> Any:
-        """A number of this rank's rows; 0 if its batch is a copy of another rank's."""
+        """Return a number; 0 if this rank's batch is a copy of another rank's."""
         if self.has_rows is None:
             return value
         return value * tf.cast(self.has_rows, value.dtype)
 
-    def weight_loss(self, loss: Any, state: Any) -> Any:
-        """Multiply the loss by this rank's fraction of the rows, if it is known.
 
-        Args:
-            loss: The loss that Keras gives to `scale_loss`.
-            state: AveragingState of the optimizer that differentiates the loss.
-        """
-        is_mean = self.is_keras_path and not self.is_sum_next("apply")
-        if self.rows_of_all is None or not is_mean:
-            return loss
-        self.weighted.append(state)
-        return loss * self.row_fraction(loss.dtype)
-
-    def is_loss_weighted(self) -> bool:
-        """Tell whether the loss was multiplied by this rank's fraction of the rows."""
-        return bool(self.weighted)
-
-    def is_weighted(self, state: Any) -> bool:
-        """Tell whether `weight_loss` has multiplied the loss of an optimizer."""
-        return any(found is state for found in self.weighted)
-
-
-def make_known(tensor: Any, kind: str) -> Any:
-    """Note on a tensor what is known of it, and return the tensor.
-
-    Args:
-        tensor: A tensor that is computed from a rank's batch.
-        kind: `"mean"`: a mean over the rows of the batch, or a number whose mean over
-            the ranks, weighted by rows, is that of the global batch; `"constant"`: a
-            factor that is not to be looked into; `"ours"`: a variable of this package.
-    """
-    tensor._keras_dist_known_as = kind
-    return tensor
-
-
-def own_variable(value: Any, **options: Any) -> tf.Variable:
+def internal_variable(value: Any, **options: Any) -> tf.Variable:
     """Make a variable of this package, which is no state of the model.
 
     Args:
@@ -191,13 +157,18 @@ def own_variable(value: Any, **options: Any) -> tf.Variable:
         **options: See `tf.Variable`.
     """
     variable = tf.Variable(value, trainable=False, **options)
-    make_known(variable.handle, "ours")
+    mark_internal(variable.handle)
     return variable
 
 
-def known_as(tensor: Any) -> str | None:
-    """Return what was noted by `make_known`."""
-    return getattr(tensor, "_keras_dist_known_as", None)
+def mark_internal(handle: Any) -> None:
+    """Note on the handle of a variable that it belongs to this package."""
+    handle._keras_dist_is_internal = True
+
+
+def is_internal(handle: Any) -> bool:
+    """Return True for a handle that was given to `mark_internal`."""
+    return getattr(handle, "_keras_dist_is_internal", False)
 
 
 # Set around each train step; read in `apply` while the step is traced or run.
@@ -210,13 +181,13 @@ def current() -> StepContext:
 
 
 def is_inside() -> bool:
-    """Tell whether this is called inside of a step of training or evaluation."""
+    """Return True inside of a step of training or evaluation."""
     return _current.get() is not None
 
 
 @contextlib.contextmanager
 def entered(context: StepContext) -> Iterator[StepContext]:
-    """Inside the block, `current()` is `context`."""
+    """Context manager in which `current()` is `context`."""
     token = _current.set(context)
     try:
         yield context

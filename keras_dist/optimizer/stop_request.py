@@ -4,7 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.optimizer.step_context import own_variable
+from keras_dist.optimizer.step_context import internal_variable
 
 
 class StopRequest:
@@ -22,8 +22,8 @@ class StopRequest:
     def __init__(self) -> None:
         # On the CPU, since it is read after each batch. Keras does not save it.
         with tf.init_scope(), tf.device("CPU:0"):
-            self._own = own_variable(0.0)
-            self._agreed = own_variable(0.0)
+            self._own = internal_variable(0.0)
+            self._agreed = internal_variable(0.0)
         self._is_asked = False
         self._is_collective = False
 

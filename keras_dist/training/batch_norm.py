@@ -123,7 +123,7 @@ def _gathered(own: Any) -> Any:
         # this rank's rows. So the other ranks' gradients of this rank's values are
         # multiplied by their rows here, and the sum is divided by this rank's. If each
         # rank's loss was multiplied by its fraction of the rows, nothing is left to do.
-        is_done = context.rows is None or context.is_loss_weighted()
+        is_done = context.rows is None or bool(context.weighted)
         is_done |= context.is_sum_next("apply")
         weight = tf.cast(1 if is_done else context.rows, upstream.dtype)
         total = comm.total(upstream * weight, purpose="moments_gradient")

@@ -27,7 +27,7 @@ import tensorflow as tf
 
 from keras_dist import comm, mixin, private
 from keras_dist.optimizer import step_context
-from keras_dist.training.metrics.sync import stateful_metrics
+from keras_dist.training.metrics import stateful_metrics
 from keras_dist.training.rows import gather_loss
 
 # Losses of Keras that are one number for the whole batch, whatever their reduction.

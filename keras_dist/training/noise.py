@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import keras
 
 from keras_dist import comm, private
-from keras_dist.optimizer.step_context import make_known
+from keras_dist.optimizer.step_context import mark_internal
 
 _GOLDEN = 0x9E3779B9  # 2³² over the golden ratio: seeds of adjacent ranks differ much
 
@@ -28,7 +28,7 @@ class OwnNoise:
         if self._seed is None:
             self._seed = _draw_seed()
             self._generator = keras.random.SeedGenerator(self._seed)
-            make_known(self._generator.state.value.handle, "ours")
+            mark_internal(self._generator.state.value.handle)
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:

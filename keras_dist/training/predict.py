@@ -5,9 +5,10 @@ keeps them; the other ranks return `None`.
 """
 
 import contextlib
+import itertools
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import keras
@@ -39,11 +40,7 @@ def rows_to_predict(x: Any, *, batch_size: int | None, steps: int | None) -> Arr
         ValueError: If there is no row.
     """
     arrays = Arrays.of(x)
-    if arrays.num_rows == 0:
-        raise ValueError(
-            "There is nothing to predict. Received: arrays of 0 rows. Pass at least "
-            "one row."
-        )
+    _check_some(arrays.num_rows)
     if steps is None:
         return arrays
     # Keras's own default: as many rows a batch as the steps need.
@@ -65,14 +62,17 @@ def rows_in_batches(
         ValueError: If there is no row, or other numbers of them.
     """
     rows = tf.data.Dataset.from_tensor_slices((keras.tree.lists_to_tuples(x),))
-    if not len(rows):
-        raise ValueError(
-            "There is nothing to predict. Received: tensors of 0 rows. Pass at least "
-            "one row."
-        )
+    _check_some(len(rows))
     if steps is not None:
         batch_size = batch_size or math.ceil(len(rows) / steps)
     return rows.batch(batch_size or 32)
+
+
+def _check_some(num_rows: int) -> None:
+    if num_rows == 0:
+        raise ValueError(
+            "There is nothing to predict. Received: 0 rows. Pass at least one row."
+        )
 
 
 def predict_sharded(
@@ -104,25 +104,26 @@ def predict_sharded(
         advice=_ADVICE,
     )
     agree_on_arrays({"x": arrays.x})
-    own = arrays.take_local_rows(rank=rank, size=size)
     # A rank without a row predicts one of another rank, to know the shape of outputs.
-    has_rows = rank < arrays.num_rows
-
-    def outputs_of_rows() -> Any:
-        outputs = predict(own.x)
-        for leaf in keras.tree.flatten(outputs):
-            _check_rows(leaf, own.num_rows)
-        return keras.tree.map_structure(
-            lambda leaf: leaf if has_rows or leaf is None else leaf[:0], outputs
-        )
-
+    local = arrays.take_local_rows(rank=rank, size=size)
     with comm.together():
-        outputs = outputs_of_rows()
+        outputs = predict(local.x)
+        if _num_rows(outputs) != local.num_rows:
+            leaves = keras.tree.flatten(outputs)
+            shapes = [getattr(leaf, "shape", None) for leaf in leaves]
+            raise ValueError(
+                "Predictions can be gathered only if an output has one value of one "
+                f"shape for each row. Received: outputs of the shapes {shapes} for "
+                f"{local.num_rows} rows. Shard the rows yourself and use "
+                'DistributedModel(…, shard="none"), or use model.predict.'
+            )
+    if rank >= arrays.num_rows:
+        outputs = _without_rows(outputs)
     _agree_on_outputs(outputs, model)
     if not gather:
         return outputs
     rows = [np.arange(first, arrays.num_rows, size) for first in range(size)]
-    return _all_in_order(outputs, rows, gather)
+    return _gather_in_order(outputs, itertools.repeat(rows), gather)
 
 
 def predict_presharded(
@@ -146,13 +147,9 @@ def predict_presharded(
         ValueError: On all ranks, if it is not known which row a prediction is of.
     """
     source, size = Source(dataset), presharded.size
-
-    def outputs_of_rows() -> Any:
-        is_empty = source.length == 0 or not source.first(1)
-        return None if is_empty else predict(dataset)
-
     with comm.together():
-        outputs = outputs_of_rows()
+        is_empty = source.length == 0 or not source.first(1)
+        outputs = None if is_empty else predict(dataset)
     counts = comm.gather(None if outputs is None else _num_rows(outputs))
     total = sum(filter(None, counts))
     expected = [presharded.count_rows(rank, total) for rank in range(size)]
@@ -164,12 +161,11 @@ def predict_presharded(
             "none out after `shard`, or pass gather=False."
         )
     # The first rank has a row if any has one.
-    empty = keras.tree.map_structure(_without_rows, outputs)
-    empty = comm.broadcast(empty if comm.rank() == 0 else None)
+    empty = comm.broadcast(_without_rows(outputs) if comm.rank() == 0 else None)
     outputs = empty if outputs is None else outputs
     _agree_on_outputs(outputs, model)
     rows = [presharded.list_rows(rank, total) for rank in range(size)]
-    return _all_in_order(outputs, rows, gather)
+    return _gather_in_order(outputs, itertools.repeat(rows), gather)
 
 
 def predict_in_turns(
@@ -199,33 +195,26 @@ def predict_in_turns(
         counts.append([0 if leaf is None else int(leaf.shape[0]) for leaf in leaves])
         return outputs
 
-    def outputs_of_batches() -> Any:
-        outputs = predict(data.data, use=counted)
-        if data.has_rows:
-            return outputs
-        return keras.tree.map_structure(_without_rows, outputs)
-
     with comm.together():
-        outputs = outputs_of_batches()
+        outputs = predict(data.data, use=counted)
+    if not data.has_rows:
+        outputs = _without_rows(outputs)
+        counts.clear()
     _agree_on_outputs(outputs, model)
     if not gather:
         return outputs
-    by_rank = comm.gather(counts if data.has_rows else [])
     # Arrays of outputs may have other numbers of rows than the batches.
+    by_rank = comm.gather(counts)
     rows = [
-        _rows_in_turns([[batch[index] for batch in own] for own in by_rank])
+        _list_rows_in_turns([[batch[index] for batch in own] for own in by_rank])
         for index in range(len(keras.tree.flatten(outputs)))
     ]
-    leaves = [
-        None if leaf is None else _in_order(leaf, own, gather)
-        for leaf, own in zip(keras.tree.flatten(outputs), rows, strict=True)
-    ]
-    return keras.tree.pack_sequence_as(outputs, leaves) if _keeps(gather) else None
+    return _gather_in_order(outputs, rows, gather)
 
 
 @contextlib.contextmanager
 def each_batch(model: Any, use: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside the block, `model.predict` keeps what `use` makes of each batch's outputs.
+    """Context manager in which `model.predict` keeps what `use` makes of the outputs.
 
     Keras's callbacks get outputs with nested names flattened, and of a batch of one row
     perhaps a number.
@@ -247,117 +236,95 @@ def each_batch(model: Any, use: Callable[[Any], Any]) -> Iterator[None]:
         model.predict_function = plain if before == 1 else None
 
 
-def _in_order(
-    leaf: Any, rows: Sequence[np.ndarray], gather: bool | Literal["first"]
-) -> Any:
-    """Gather an array of all ranks, piece by piece, and put its rows in order.
+def _gather_in_order(
+    outputs: Any,
+    rows: Iterable[Sequence[np.ndarray]],
+    gather: bool | Literal["first"],
+) -> Any | None:
+    """Gather outputs, and put their rows in order; `None` on a rank that keeps none.
 
     Args:
-        leaf: This rank's outputs: an array, or a `tf.RaggedTensor`.
-        rows: For each rank, the index of each of its rows among all of them.
+        outputs: Arrays or ragged tensors of this rank.
+        rows: For each of them and each rank, the index of each row among all.
         gather: `True` or `"first"`.
     """
+    keeps = gather is True or comm.rank() == 0
+    leaves = [
+        None if leaf is None else _gather_leaf(leaf, indices, keeps)
+        for leaf, indices in zip(keras.tree.flatten(outputs), rows, strict=False)
+    ]
+    return keras.tree.pack_sequence_as(outputs, leaves) if keeps else None
+
+
+def _gather_leaf(leaf: Any, rows: Sequence[np.ndarray], keeps: bool) -> Any:
+    """Gather an array or a ragged tensor of all ranks, piece by piece."""
     is_ragged = isinstance(leaf, tf.RaggedTensor)
-    row_bytes = max(comm.gather(_bytes_of_row(leaf)))  # rows may differ in length
-    piece = max(1, _MESSAGE_BYTES // row_bytes)
-    whole = None
-    if _keeps(gather) and not is_ragged:
-        whole = np.empty((sum(map(len, rows)), *leaf.shape[1:]), leaf.dtype)
-    read: list[np.ndarray] = []
+    row_bytes = max(comm.gather(_row_bytes(leaf)))  # rows may differ in length
+    length = max(1, _MESSAGE_BYTES // row_bytes)
+    result = None
+    if keeps and not is_ragged:
+        result = np.empty((sum(map(len, rows)), *leaf.shape[1:]), leaf.dtype)
+    order: list[np.ndarray] = []
     ragged: list[Any] = []
-    for begin in range(0, max(map(len, rows)), piece):
-        parts = comm.gather(_packed(leaf[begin : begin + piece]))
-        for own, part in zip(rows, parts, strict=True):
-            indices = own[begin : begin + piece]
-            if whole is not None:
-                whole[indices] = part
-            elif _keeps(gather):
-                read.append(indices)
-                ragged.append(tf.RaggedTensor.from_nested_row_splits(*part))
-    if is_ragged and _keeps(gather):
-        return tf.gather(tf.concat(ragged, 0), np.argsort(np.concatenate(read)))
-    return whole
+    for begin in range(0, max(map(len, rows)), length):
+        pieces = comm.gather(_sendable(leaf[begin : begin + length]))
+        for indices, piece in zip(rows, pieces, strict=True):
+            if result is not None:
+                result[indices[begin : begin + length]] = piece
+            elif keeps:
+                order.append(indices[begin : begin + length])
+                ragged.append(tf.RaggedTensor.from_nested_row_splits(*piece))
+    if is_ragged and keeps:
+        return tf.gather(tf.concat(ragged, 0), np.argsort(np.concatenate(order)))
+    return result
 
 
-def _all_in_order(
-    outputs: Any, rows: Sequence[np.ndarray], gather: bool | Literal["first"]
-) -> Any | None:
-    """Gather all arrays, whose rows are those of the data; see `_in_order`."""
-    whole = keras.tree.map_structure(
-        lambda leaf: None if leaf is None else _in_order(leaf, rows, gather), outputs
-    )
-    return whole if _keeps(gather) else None
-
-
-def _rows_in_turns(counts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+def _list_rows_in_turns(counts: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """Find each rank's rows where rank r of N has the batches r, r + N, ….
 
     Args:
         counts: For each rank, the rows of each of its batches.
 
-    >>> [rows.tolist() for rows in _rows_in_turns([[2, 1], [2]])]
+    >>> [rows.tolist() for rows in _list_rows_in_turns([[2, 1], [2]])]
     [[0, 1, 4], [2, 3]]
     """
-    found: list[list[np.ndarray]] = [[np.empty(0, np.int64)] for _ in counts]
+    rows: list[list[np.ndarray]] = [[np.empty(0, np.int64)] for _ in counts]
     total = 0
-    for step in range(max(map(len, counts))):
-        for own, batches in zip(found, counts, strict=True):
-            if step < len(batches):
-                own.append(np.arange(total, total + batches[step]))
-                total += batches[step]
-    return [np.concatenate(own) for own in found]
+    for batches in itertools.zip_longest(*counts, fillvalue=0):
+        for rank_rows, count in zip(rows, batches, strict=True):
+            rank_rows.append(np.arange(total, total + count))
+            total += count
+    return [np.concatenate(rank_rows) for rank_rows in rows]
 
 
-def _packed(leaf: Any) -> Any:
+def _sendable(leaf: Any) -> Any:
     """Return an array as it is, and a ragged tensor as arrays that can be sent."""
     if not isinstance(leaf, tf.RaggedTensor):
         return leaf
-    splits = [part.numpy() for part in leaf.nested_row_splits]
-    return leaf.flat_values.numpy(), splits
+    return leaf.flat_values.numpy(), [part.numpy() for part in leaf.nested_row_splits]
 
 
-def _bytes_of_row(leaf: Any) -> int:
+def _row_bytes(leaf: Any) -> int:
     if isinstance(leaf, tf.RaggedTensor):
-        return max(1, len(leaf.flat_values.numpy().tobytes()) // max(1, leaf.shape[0]))
+        return max(1, leaf.flat_values.numpy().nbytes // max(1, leaf.shape[0]))
     return max(1, leaf.dtype.itemsize * math.prod(leaf.shape[1:]))
-
-
-def _keeps(gather: bool | Literal["first"]) -> bool:
-    """Tell whether this rank returns the predictions of all."""
-    return gather is True or comm.rank() == 0
 
 
 def _agree_on_outputs(outputs: Any, model: Any) -> None:
     """Raise an error on all ranks if their weights, or kinds of outputs, differ."""
     leaves = [leaf for leaf in keras.tree.flatten(outputs) if leaf is not None]
     kinds = [(leaf.shape[1:], str(leaf.dtype)) for leaf in leaves]
+    checksum = 0
+    for weight in model.weights:
+        checksum = zlib.crc32(keras.ops.convert_to_numpy(weight).tobytes(), checksum)
     comm.agree(
         {
-            "the weights": _checksum(model.weights),
+            "the weights": checksum,
             "the shapes of the predictions": kinds,
         },
         advice=_ADVICE,
         names={"the weights": "these are checksums"},
     )
-
-
-def _check_rows(leaf: Any, num_rows: int) -> None:
-    is_array = isinstance(leaf, np.ndarray) and leaf.ndim > 0
-    if leaf is not None and not (is_array and len(leaf) == num_rows):
-        kind = f"{type(leaf).__name__} of shape {tuple(leaf.shape)}"
-        raise ValueError(
-            "Predictions can be gathered only if an output has one value of one shape "
-            f"for each row. Received: an output of type {kind} for {num_rows} rows. "
-            "Shard the rows yourself and use DistributedModel(…, "
-            'shard="none"), or use model.predict.'
-        )
-
-
-def _checksum(weights: Sequence[Any]) -> int:
-    checksum = 0
-    for weight in weights:
-        checksum = zlib.crc32(keras.ops.convert_to_numpy(weight).tobytes(), checksum)
-    return checksum
 
 
 def _num_rows(outputs: Any) -> int:
@@ -369,5 +336,7 @@ def _num_rows(outputs: Any) -> int:
     return counts.pop() if len(counts) == 1 else -1
 
 
-def _without_rows(leaf: Any) -> Any:
-    return None if leaf is None else leaf[:0]
+def _without_rows(outputs: Any) -> Any:
+    return keras.tree.map_structure(
+        lambda leaf: None if leaf is None else leaf[:0], outputs
+    )

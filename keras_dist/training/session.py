@@ -11,7 +11,7 @@ from keras_dist import comm, private
 from keras_dist.data.feed import Feed, own_error
 from keras_dist.errors import is_known
 from keras_dist.optimizer import StopRequest, step_context
-from keras_dist.optimizer.step_context import own_variable
+from keras_dist.optimizer.step_context import internal_variable
 from keras_dist.training.metrics import UpdateCounts
 from keras_dist.training.noise import OwnNoise
 from keras_dist.training.trial import Trial
@@ -20,7 +20,7 @@ from keras_dist.training.trial import Trial
 def _counter(value: Any) -> tf.Variable:
     # Made outside of any graph. Keras does not track it, or it would be saved.
     with tf.init_scope():
-        return own_variable(value, dtype=tf.int64)
+        return internal_variable(value, dtype=tf.int64)
 
 
 class TracedFunctions:

@@ -16,8 +16,8 @@ import tensorflow as tf
 
 from keras_dist import comm, private
 from keras_dist.lines import warn
-from keras_dist.optimizer.step_context import known_as
-from keras_dist.training.metrics.sync import merges, rule_of, stateful_metrics
+from keras_dist.optimizer.step_context import is_internal
+from keras_dist.training.metrics import merges, rule_of, stateful_metrics
 from keras_dist.training.remember import list_variables, preserve_variables
 
 # Values of variables after a run, by the variable's id.
@@ -213,7 +213,7 @@ def _combine(
     states: Sequence[np.ndarray],
     fractions: Sequence[float],
 ) -> np.ndarray:
-    """Combine values of parts as values of ranks are (`metrics.sync.rule_of`)."""
+    """Combine values of parts as values of ranks are (`metrics.rule_of`)."""
     if rule == "first":
         return states[0]
     factors = fractions if rule == "mean" else [1] * len(states)
@@ -272,7 +272,7 @@ def _find_changed(graph: Any, *, or_passed_on: bool = False) -> dict[int, str]:
         if is_change or (or_passed_on and op.type not in _READS):
             for tensor in op.inputs:
                 handle = handles.get(id(tensor))
-                if handle is not None and known_as(handle) != "ours":
+                if handle is not None and not is_internal(handle):
                     changed[id(handle)] = op.name
     return changed
 

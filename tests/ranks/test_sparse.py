@@ -174,7 +174,7 @@ def test_only_what_is_linear_in_the_slices_is_merged(name):
 
     with models_in("float64"):
         optimizer, repeated = after(own)
-        _, merged = after(sparse.merged(own))
+        _, merged = after(sparse.merge(own))
     is_same = np.abs(repeated - merged).max() < 1e-12
     assert sparse.may_merge(optimizer) == is_same
 
@@ -401,7 +401,7 @@ def on_ranks(optimizer, **options):
 def all_merged(step):
     """The mean over the ranks of a step's slices, each row once."""
     values, indices = slices_of_all(step, "float64")
-    merged = sparse.merged(tf.IndexedSlices(values, indices))
+    merged = sparse.merge(tf.IndexedSlices(values, indices))
     return merged.values, merged.indices
 
 

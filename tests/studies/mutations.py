@@ -135,8 +135,8 @@ MUTATIONS = [
     Mutation(
         "embeddings: repeated rows are merged",
         "optimizer/reduce.py",
-        "sparse.merged(gradient)",
-        "gradient",
+        "sparse.merge(own)",
+        "own",
         ("test_wire.py", "merged"),
     ),
     Mutation(
@@ -163,8 +163,8 @@ MUTATIONS = [
     Mutation(
         "embeddings: an inf of any slice",
         "optimizer/reduce.py",
-        "sparse.all_or_none_finite(gradient) if is_rows and is_scaled else gradient",
-        "gradient",
+        "map_values(sparse.all_or_none_finite, reduced)",
+        "reduced",
         ("test_sparse.py", "loss_scale"),
     ),
     Mutation(
@@ -260,23 +260,23 @@ MUTATIONS = [
     ),
     Mutation(
         "metrics: summed over the ranks",
-        "training/metrics/sync.py",
+        "training/metrics.py",
         "if comm.size() == 1:",
         "if True:",
         ("test_metrics.py", "own_rule"),
     ),
     Mutation(
         "metrics: a rank without rows does not count",
-        "training/metrics/sync.py",
-        'factors = {"sum": has_rows,',
-        'factors = {"sum": True,',
+        "training/metrics.py",
+        '"sum": seen[rank].has_rows,',
+        '"sum": True,',
         ("test_metrics.py", "every_metric"),
     ),
     Mutation(
         "metrics: values of the last step by the rows of its batch",
-        "training/metrics/sync.py",
-        "seen.has_rows and seen.steps == last",
-        "seen.has_rows",
+        "training/metrics.py",
+        "counts.has_rows and counts.steps == last",
+        "counts.has_rows",
         ("test_metrics.py", "without_a_metric"),
     ),
     Mutation(
