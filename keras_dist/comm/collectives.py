@@ -4,7 +4,6 @@ Every rank calls the same ones in the same order. On one rank they return their 
 """
 
 import math
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -30,11 +29,8 @@ _HEAD_BYTES = 1024
 _LARGE = 4 * 2**20
 _MOST_SEPARATE = 16
 
-# For each graph, the number of collectives of each kind traced in it so far.
-_counts: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
-
-# And the numbers of the keys of each kind that were traced in it.
-_keys: WeakKeyDictionary[Any, dict[str, dict[Hashable, int]]] = WeakKeyDictionary()
+# For each graph, the numbers of the collectives of each kind that were traced in it.
+_numbers: WeakKeyDictionary[Any, dict[str, dict[Hashable, int]]] = WeakKeyDictionary()
 
 Value = TypeVar("Value")
 
@@ -312,38 +308,22 @@ def _gather_in_graph(own: Any) -> Any:
     return gather_rows(own, name="keras_dist.reader_batch")
 
 
-def name_of(purpose: str) -> str:
-    """Name of a collective, the same on every rank however often it has traced before.
+def name_of(purpose: str, key: Hashable = None) -> str:
+    """Name a collective, the same on every rank however often it has traced before.
 
     Several collectives of a graph may run at once, so they need different names: those
     of one kind are numbered in the order in which they are traced.
 
     Args:
         purpose: What the collective is for.
+        key: What distinguishes it from others of this purpose in the same graph, if one
+            rank may trace it twice there: a function inside of another one is traced
+            again if it has made variables, which a rank with a loaded model does not.
     """
     if tf.executing_eagerly():
         return f"keras_dist.{purpose}"
-    counts = _counts.setdefault(_outermost_graph(), Counter())
-    counts[purpose] += 1
-    return f"keras_dist.{purpose}.{counts[purpose]}"
-
-
-def name_by(purpose: str, key: Hashable) -> str:
-    """Name of a collective, the same on every rank, also where one rank traced twice.
-
-    A function inside of another one is traced again if it has made variables, as only
-    that rank's may do that has not loaded a model.
-
-    Args:
-        purpose: What the collective is for.
-        key: What distinguishes it from others of this purpose in the same graph. They
-            are numbered in the order in which they are traced first; outside of a graph
-            all have the number 1.
-    """
-    if tf.executing_eagerly():
-        return f"keras_dist.{purpose}.1"
-    keys = _keys.setdefault(_outermost_graph(), {})
-    numbers = keys.setdefault(purpose, {})
+    numbers = _numbers.setdefault(_outermost_graph(), {}).setdefault(purpose, {})
+    key = len(numbers) if key is None else key
     return f"keras_dist.{purpose}.{numbers.setdefault(key, len(numbers) + 1)}"
 
 

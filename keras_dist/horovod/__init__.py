@@ -4,20 +4,23 @@ Names, arguments and meaning are Horovod's: each rank counts the same, and the s
 scales its own rate and divides its own steps. `docs/how_to/migrate.md` lists what
 differs.
 
-- `basics`: `init`, and names that are Horovod's own: process sets, what it was built
-  with, the timeline, `alltoall`, `join`
 - `collectives`: Horovod's, of values, variables, objects, and of several at once
-- `gradients`: how gradients are averaged; `DistributedGradientTape`
-- `optimizer`: `DistributedOptimizer` and its mixin
+- `optimizer`: `DistributedOptimizer`, `DistributedGradientTape`, and
+  `SyncBatchNormalization`
 - `callbacks`: Horovod's callbacks, those of the learning rate, too
 - `loading`: `load_model`; what `compile` does more
-- `sync_batch_norm`: `SyncBatchNormalization`
+
+Process sets, what Horovod was built with, the timeline, `alltoall` and `join` are
+Horovod's own.
 """
 
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 from keras_dist import comm
-from keras_dist.comm import local_rank, local_size, rank, size
-from keras_dist.horovod import basics, callbacks
-from keras_dist.horovod.basics import init
+from keras_dist.comm import local_rank, local_size, rank, size, transport
+from keras_dist.horovod import callbacks
 from keras_dist.horovod.collectives import (
     Adasum,
     Average,
@@ -37,10 +40,12 @@ from keras_dist.horovod.collectives import (
     grouped_reducescatter,
     reducescatter,
 )
-from keras_dist.horovod.gradients import DistributedGradientTape
 from keras_dist.horovod.loading import install, load_model
-from keras_dist.horovod.optimizer import DistributedOptimizer
-from keras_dist.horovod.sync_batch_norm import SyncBatchNormalization
+from keras_dist.horovod.optimizer import (
+    DistributedGradientTape,
+    DistributedOptimizer,
+    SyncBatchNormalization,
+)
 
 __all__ = [
     "Adasum",
@@ -76,7 +81,56 @@ __all__ = [
 
 is_initialized, shutdown = comm.is_started, comm.stop
 
-# `ProcessSet`, `nccl_built` and other names that are Horovod's own.
-__getattr__ = basics.from_horovod
+# Names of `horovod.tensorflow` that this module has as they are there. They are looked
+# up when they are used, since on one process Horovod need not be installed.
+FROM_HOROVOD = frozenset(
+    {
+        *("ProcessSet", "add_process_set", "global_process_set", "remove_process_set"),
+        *("ccl_built", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled"),
+        *("mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built"),
+        *("alltoall", "broadcast_global_variables", "join"),
+        *("cross_rank", "cross_size", "is_homogeneous"),
+        *("rocm_built", "start_timeline", "stop_timeline"),
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Return what `horovod.tensorflow` has by one of these names.
+
+    Raises:
+        AttributeError: If it is not one of `FROM_HOROVOD`.
+        RuntimeError: If Horovod cannot be imported.
+    """
+    if name not in FROM_HOROVOD:
+        raise AttributeError(f"module 'keras_dist.horovod' has no attribute {name!r}")
+    return getattr(transport.library(), name)
+
+
+def init(comm: Any = None, process_sets: Sequence[Any] | str | None = None) -> None:
+    """Connect to the other ranks.
+
+    Args:
+        comm: Only `None`, for all ranks.
+        process_sets: Objects of `ProcessSet` to register, or `"dynamic"`:
+            `add_process_set` registers them later.
+
+    Raises:
+        ValueError: If `comm` is given, or a process set cannot be registered.
+    """
+    if process_sets:
+        # With it Horovod lets process sets be added after its start.
+        os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+    rank()
+    ranks = list(comm) if isinstance(comm, Iterable) else comm
+    if ranks is not None and ranks != list(range(size())):
+        raise ValueError(
+            "keras_dist.horovod connects all ranks that the launcher started. "
+            f"Received: comm={comm!r}. Pass groups of ranks as `process_sets`."
+        )
+    if size() > 1 and process_sets and not isinstance(process_sets, str):
+        for process_set in process_sets:
+            transport.library().add_process_set(process_set)
+
 
 install()

@@ -10,8 +10,11 @@ import tensorflow as tf
 
 from keras_dist import comm, mixin, private
 from keras_dist.horovod.collectives import broadcast_variables
-from keras_dist.horovod.gradients import check_all_ranks
-from keras_dist.horovod.optimizer import average_outermost, is_next_an_update
+from keras_dist.horovod.optimizer import (
+    average_outermost,
+    check_all_ranks,
+    is_next_an_update,
+)
 from keras_dist.optimizer import leaves
 from keras_dist.training import build
 

@@ -13,8 +13,7 @@ import numpy as np
 
 from keras_dist import comm
 from keras_dist.horovod.collectives import Compression
-from keras_dist.horovod.gradients import Settings
-from keras_dist.horovod.optimizer import average, average_outermost, averages
+from keras_dist.horovod.optimizer import Settings, average, average_outermost, averages
 
 
 def load_model(

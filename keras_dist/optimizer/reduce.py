@@ -1,6 +1,7 @@
 """From a rank's own gradients to those that Keras applies: one exchange a dtype."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -312,7 +313,8 @@ def exchange(
     for wire in sorted(set(wires), key=str):
         factor = tf.cast(weight if is_mean else 1, wire)
         wire_name = f"{name}.{wire.name}"
-        slices, dense = {}, {}
+        slices: dict[int, Any] = {}
+        dense: dict[int, Any] = {}
         for index, gradient in enumerate(gradients):
             if wires[index] == wire:
                 is_slices = isinstance(gradient, tf.IndexedSlices)
@@ -334,14 +336,15 @@ def exchange(
         result |= zip(dense, sums, strict=True)
         for number, (index, own) in enumerate(slices.items()):
             own_name = f"{wire_name}.{number}"
-            weighted = map_values(lambda v, f=factor: v * f, own) if is_mean else own
+            if is_mean:
+                own = map_values(functools.partial(tf.multiply, factor), own)
             summed = (
-                sparse.sum_slices(weighted, counts[number], name=own_name)
+                sparse.sum_slices(own, counts[number], name=own_name)
                 if is_merged
-                else sparse.gather_slices(weighted, name=own_name)
+                else sparse.gather_slices(own, name=own_name)
             )
             if is_mean:
-                summed = map_values(lambda v, t=total: v / t, summed)
+                summed = map_values(functools.partial(tf.divide, y=total), summed)
             result[index] = summed
     return [result[index] for index in range(len(gradients))]
 

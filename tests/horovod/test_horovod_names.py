@@ -11,7 +11,7 @@ import pytest
 from horovod.common.basics import HorovodBasics
 
 import keras_dist.horovod as hvd
-from keras_dist.horovod.basics import FROM_HOROVOD
+from keras_dist.horovod import FROM_HOROVOD
 
 KERAS = horovod.tensorflow.keras
 OF_KERAS = [
