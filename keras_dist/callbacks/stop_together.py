@@ -29,7 +29,7 @@ class StopTogether(keras.callbacks.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        install(model).traced.stop_request.make_collective(comm.size() > 1)
+        install(model).traced.stop_request.is_collective = comm.size() > 1
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if comm.size() > 1:  # a fit that raised may have left a stop request

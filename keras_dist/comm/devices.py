@@ -39,15 +39,6 @@ class Device:
         return f"CPU, {self.threads} thread{'s' if self.threads > 1 else ''} each"
 
 
-def threads_of_rank(*, cores: int, local_size: int) -> int:
-    """Number of threads of one rank when `local_size` ranks share `cores`; at least 1.
-
-    >>> [threads_of_rank(cores=8, local_size=n) for n in (1, 2, 3, 16)]
-    [8, 4, 2, 1]
-    """
-    return max(1, cores // local_size)
-
-
 def choose_device(world: World, *, is_binding: bool = False) -> Device:
     """Select the GPU of this rank, or set its number of CPU threads.
 
@@ -93,7 +84,7 @@ def cores_of_rank(
 
 
 def is_unbound() -> bool:
-    """Tell whether this process may run on all cores of the host."""
+    """Return True if this process may run on all cores of the host."""
     return len(os.sched_getaffinity(0)) == os.cpu_count()
 
 
@@ -110,7 +101,7 @@ def _set_threads(world: World, *, is_binding: bool) -> int:
     if chosen or any(variable in os.environ for variable in _THREAD_VARIABLES):
         return int(chosen)
     cores = len(os.sched_getaffinity(0))
-    threads = threads_of_rank(cores=cores, local_size=world.local_size)
+    threads = max(1, cores // world.local_size)
     if world.local_size == 1:
         return threads
     if is_binding and os.environ.get(_BIND) != "0":

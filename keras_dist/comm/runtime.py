@@ -164,13 +164,13 @@ def world_of_job() -> World:
 
 
 def is_started() -> bool:
-    """Tell whether `start` was called before."""
+    """Return True if `start` was called before."""
     return _runtime.world is not None
 
 
 @contextlib.contextmanager
 def without_collectives() -> Iterator[None]:
-    """Inside the block, a collective is an error: the other ranks are elsewhere."""
+    """Context manager in which a collective is an error: others are elsewhere."""
     token = _is_forbidden.set(True)
     try:
         yield
@@ -280,6 +280,6 @@ def local_size() -> int:
 
 
 def is_child_of_rank() -> bool:
-    """Tell whether a rank of this job has started or forked this process."""
+    """Return True if a rank of this job has started or forked this process."""
     process, _, job = os.environ.get(_RANK_PROCESS, "").partition(" ")
     return bool(process) and job == identity() and int(process) != os.getpid()

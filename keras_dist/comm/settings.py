@@ -94,7 +94,7 @@ def bridges_in(names: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def limited_start(rank: int, size: int) -> Iterator[None]:
-    """Inside the block MPI starts; if that takes longer than the stall limit, end.
+    """Context manager that ends this rank if it takes longer than the stall limit.
 
     MPI itself waits forever, and under `mpirun` there is no store in which the ranks
     could see each other.

@@ -139,14 +139,14 @@ def library() -> ModuleType:
 
 @contextlib.contextmanager
 def waiting(name: str) -> Iterator[None]:
-    """Inside the block, record that this rank waits in a collective; explain errors."""
+    """Context manager that records a wait in a collective, and explains errors."""
     with explained(), monitor.here.waiting(name):
         yield
 
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Inside the block, the end of another rank is a short error instead of a long one.
+    """Context manager in which the end of another rank is a short error.
 
     Raises:
         RuntimeError: Instead of TensorFlow's error, if another rank ended and so shut

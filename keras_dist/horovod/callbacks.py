@@ -188,16 +188,13 @@ def _is_built(model: Any) -> bool:
 
 def _means(logs: dict[str, Any]) -> dict[str, Any]:
     """Return the mean over the ranks of each value."""
-    of_ranks = comm.gather({k: np.asarray(v, "float64") for k, v in logs.items()})
-    names = [sorted(each) for each in of_ranks]
-    if any(found != names[0] for found in names):
-        received = "; ".join(f"rank {r}: {found}" for r, found in enumerate(names))
-        raise ValueError(
-            "The ranks have logged different values, which cannot be averaged. "
-            f"Received: {received}. Give all ranks the same metrics, validation data "
-            "and callbacks that log, or put such a callback after this one."
-        )
-    means = {name: sum(r[name] for r in of_ranks) / len(of_ranks) for name in names[0]}
+    advice = (
+        "Give all ranks the same metrics, validation data and callbacks that log, or "
+        "put such a callback after MetricAverageCallback."
+    )
+    comm.agree({"the names in the logs": sorted(logs)}, advice=advice)
+    values = comm.gather({k: np.asarray(v, "float64") for k, v in logs.items()})
+    means = {name: sum(v[name] for v in values) / len(values) for name in sorted(logs)}
     return {k: value if np.ndim(value) else float(value) for k, value in means.items()}
 
 

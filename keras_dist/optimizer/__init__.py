@@ -9,8 +9,7 @@ and *scale* its rate while it updates.
 - `rate`: the scaled learning rate, its rules and its warm-up
 - `sparse`: gradients of an `Embedding`, gathered as they are, or merged
 - `accumulation`: gradient accumulation with one allreduce for each update
-- `stop_request`: the stop request that a step carries
-- `step_context`: the context that a train step passes to `apply`
+- `step_context`: what a train step passes to `apply`, with the stop request
 - `nested`: the optimizers of a model, and those inside an optimizer
 """
 
@@ -57,7 +56,7 @@ from keras_dist.optimizer.reduce import (
     reduce_gradients,
 )
 from keras_dist.optimizer.sparse import with_shape
-from keras_dist.optimizer.stop_request import StopRequest
+from keras_dist.optimizer.step_context import StopRequest
 
 __all__ = [
     "ReducesGradients",

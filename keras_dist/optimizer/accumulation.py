@@ -9,7 +9,7 @@ from keras_dist.optimizer.nested import leaves
 
 
 def accumulates(optimizer: Any) -> bool:
-    """Tell whether each rank adds up its own gradients of several batches.
+    """Return True if each rank adds up its own gradients of several batches.
 
     In two cases gradients are averaged after each batch instead: inside a
     `LossScaleOptimizer`, which decides for each batch by the gradients of all ranks;
@@ -28,7 +28,7 @@ def own_sums(optimizer: Any) -> list[Any]:
 
 
 def is_update(optimizer: Any) -> Any:
-    """Tell whether this batch ends with an update; the same on all ranks."""
+    """Return True if this batch ends with an update; the same on all ranks."""
     done = tf.convert_to_tensor(private.batches_of(optimizer).value)
     return (done + 1) % optimizer.gradient_accumulation_steps == 0
 
@@ -41,7 +41,7 @@ def take(accumulator: Any, gradient: Any) -> Any:
 
 
 def is_between_updates(optimizer: Any) -> bool:
-    """Tell whether the accumulators hold gradients that no update has used yet."""
+    """Return True if the accumulators hold gradients that no update has used yet."""
     if not (optimizer.built and accumulates(optimizer)):
         return False
     done = int(private.batches_of(optimizer).value)

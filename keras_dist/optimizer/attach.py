@@ -110,33 +110,28 @@ def check_again(model: Any) -> None:
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Tell whether `optimizer`, or one inside it, averages its gradients."""
-    return any(
-        mixin.has(part, ReducesGradients) for part in nested_optimizers(optimizer)
-    )
+    """Return True if `optimizer`, or one inside it, averages its gradients."""
+    return _find_options(optimizer) is not None
 
 
 def averaging_of(model: Any) -> list[Averaging]:
     """List how the gradients of each optimizer of `model` are averaged in a fit."""
-    return [
-        next(
-            (
-                part._averaging.options
-                for part in nested_optimizers(optimizer)
-                if mixin.has(part, ReducesGradients)
-            ),
-            Averaging(),
-        )
-        for optimizer in optimizers_of(model)
-    ]
+    found = map(_find_options, optimizers_of(model))
+    return [options or Averaging() for options in found]
 
 
 def averages(model: Any) -> bool:
     """Return True if the gradients of `model` are averaged, and not added up."""
-    optimizers = optimizers_of(model)
-    return any(map(is_distributed, optimizers)) and all(
-        options.op == "average" for options in averaging_of(model)
-    )
+    found = [*map(_find_options, optimizers_of(model))]
+    return any(found) and all(o is None or o.op == "average" for o in found)
+
+
+def _find_options(optimizer: Any) -> Averaging | None:
+    """Find how an optimizer, or one inside it, averages; `None` if it does not."""
+    for part in nested_optimizers(optimizer):
+        if mixin.has(part, ReducesGradients):
+            return part._averaging.options
+    return None
 
 
 def move_to_outermost(optimizer: Any) -> None:

@@ -1,17 +1,14 @@
-"""The context that a train step passes to `Optimizer.apply` through Keras's code."""
+"""What a train step passes to `Optimizer.apply` through Keras's code."""
 
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import tensorflow as tf
 
 from keras_dist import comm
-
-if TYPE_CHECKING:
-    from keras_dist.optimizer.stop_request import StopRequest
 
 # A place in a step where a number or gradients pass: what it is ("loss", "compute",
 # "tracker", "log", "apply"), and how many of these came before.
@@ -54,6 +51,92 @@ class TrialRun(Protocol):
         inverse_fraction: Callable[[Any], Any],
     ) -> Any:
         """Compute a loss by what was found of it: from these rows, or from all."""
+
+
+def internal_variable(value: Any, **options: Any) -> tf.Variable:
+    """Make a variable of this package, which is no state of the model.
+
+    Args:
+        value: Its first value.
+        **options: See `tf.Variable`.
+    """
+    variable = tf.Variable(value, trainable=False, **options)
+    mark_internal(variable.handle)
+    return variable
+
+
+def mark_internal(handle: Any) -> None:
+    """Note on the handle of a variable that it belongs to this package."""
+    handle._keras_dist_is_internal = True
+
+
+def is_internal(handle: Any) -> bool:
+    """Return True for a handle that was given to `mark_internal`."""
+    return getattr(handle, "_keras_dist_is_internal", False)
+
+
+class StopRequest:
+    """The stop request of one rank, until all ranks act on it after the same step.
+
+    If one rank left Keras's loop first, the others would wait for it in the next
+    allreduce. So a request goes through three states:
+
+    1. *requested*: this rank has called `ask`, or `ask_to_save` for a checkpoint;
+    2. *agreed*: the sum of all requests came with the gradients of an update
+       (`collect`), on all ranks in the same step;
+    3. *done*: the ranks act on it (`grant`, `clear`).
+
+    `is_asked` is true if this rank has requested to stop; `is_collective`, if it stops
+    only when all ranks have agreed.
+    """
+
+    def __init__(self) -> None:
+        # On the CPU, since it is read after each batch. Keras does not save it.
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._own = internal_variable(0.0)
+            self._agreed = internal_variable(0.0)
+        self.is_asked = False
+        self.is_collective = False
+
+    def reset(self) -> None:
+        """Begin a fit: nothing is requested."""
+        self.is_asked = self.is_collective = False
+        self.clear()
+
+    def ask(self, is_asked: bool) -> None:
+        """Request to stop, or withdraw the request; sent with the next update."""
+        self.is_asked = is_asked
+        with tf.init_scope():
+            self._own.assign(float(is_asked))
+
+    def ask_to_save(self) -> None:
+        """Make all ranks gather their save requests after the next update."""
+        self._own.assign(1.0)
+
+    def as_tensor(self, dtype: Any) -> Any:
+        """Return 1 if this rank has a request, else 0: a scalar, to be summed."""
+        return tf.cast(self._own.read_value(), dtype)
+
+    def collect(self, total: Any) -> None:
+        """Store the sum of all ranks' requests, in an update that all ranks make."""
+        self._agreed.assign_add(tf.cast(total, self._agreed.dtype))
+
+    def is_agreed(self) -> bool:
+        """Return True if a request of some rank has reached all; equal on all ranks."""
+        return tf.executing_eagerly() and float(self._agreed.numpy()) > 0
+
+    def grant(self, model: Any, *, is_agreed: bool) -> None:
+        """Set `stop_training` of `model` for Keras's loop; equal on all ranks.
+
+        This rank's own request stays until it is withdrawn.
+        """
+        model.__dict__["stop_training"] = is_agreed
+        self._agreed.assign(0.0)
+
+    def clear(self) -> None:
+        """Drop requests that were acted on; all ranks call this after the same step."""
+        self._own.assign(0.0)
+        self._agreed.assign(0.0)
 
 
 @dataclass(frozen=True)
@@ -100,7 +183,7 @@ class StepContext:
     is_strided: bool = False
     is_compiled: bool = False
     is_keras_path: bool = False
-    stop_request: "StopRequest | None" = None
+    stop_request: StopRequest | None = None
     recorded: list[Any] | None = None
     is_averaged: bool = False
     weighted: list[Any] = field(default_factory=list)
@@ -147,28 +230,6 @@ class StepContext:
         if self.has_rows is None:
             return value
         return value * tf.cast(self.has_rows, value.dtype)
-
-
-def internal_variable(value: Any, **options: Any) -> tf.Variable:
-    """Make a variable of this package, which is no state of the model.
-
-    Args:
-        value: Its first value.
-        **options: See `tf.Variable`.
-    """
-    variable = tf.Variable(value, trainable=False, **options)
-    mark_internal(variable.handle)
-    return variable
-
-
-def mark_internal(handle: Any) -> None:
-    """Note on the handle of a variable that it belongs to this package."""
-    handle._keras_dist_is_internal = True
-
-
-def is_internal(handle: Any) -> bool:
-    """Return True for a handle that was given to `mark_internal`."""
-    return getattr(handle, "_keras_dist_is_internal", False)
 
 
 # Set around each train step; read in `apply` while the step is traced or run.

@@ -1,6 +1,6 @@
 """Metrics over the rows of all ranks: synchronize their state, then take `result()`.
 
-One allreduce sums, averages or copies the state of all metrics, and `result()` is read
+An allreduce sums, averages or copies the state of all metrics, and `result()` is read
 before the state is restored.
 """
 
@@ -225,9 +225,10 @@ def _synchronized(metrics: Sequence[Any], reports: Sequence[_Report]) -> Iterato
 def _synchronize(
     variables: Sequence[Any], seen: Sequence[UpdateCounts]
 ) -> list[np.ndarray]:
-    """Compute the value of each variable over all ranks by its rule; one allreduce.
+    """Compute the value of each variable over all ranks, by its rule.
 
-    Each rank sends its state × 1 or 0 where the rule is "sum" or "first", and × its
+    One allreduce sums all floats, and one all integers, whose sums are exact. Each rank
+    sends its state × 1 or 0 where the rule is "sum" or "first", and × its
     fraction of all rows where the rule is "mean".
 
     Args:

@@ -38,14 +38,16 @@ def folder(tmp_path_factory):
     return folder
 
 
-def _results(folder, scripts, launcher):
+@pytest.fixture(scope="module")
+def by_keras_dist(folder):
     """What each script has recorded, by its name: a list of both ranks."""
-    results = folder / launcher
+    names = NAMES if os.environ.get("LONG_TESTS") else QUICK
+    scripts = [folder / f"{name}.py" for name in [*names, "unchanged"]]
+    results = folder / "results"
     done = launch(
         [sys.executable, str(folder / "run.py"), str(results), *map(str, scripts)],
         ranks=2,
         timeout=600,
-        launcher=launcher,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-8000:]
     return {
@@ -55,21 +57,6 @@ def _results(folder, scripts, launcher):
         ]
         for script in scripts
     }
-
-
-@pytest.fixture(scope="module")
-def by_keras_dist(folder):
-    """By `keras-dist run`; the last one is the script that imports Horovod's layer."""
-    names = NAMES if os.environ.get("LONG_TESTS") else QUICK
-    scripts = [folder / f"{name}.py" for name in [*names, "unchanged"]]
-    return _results(folder, scripts, "keras-dist")
-
-
-@pytest.fixture(scope="module")
-def by_horovodrun(folder):
-    """By Horovod's own launcher."""
-    scripts = [folder / f"{name}.py" for name in NAMES]
-    return _results(folder, scripts, "horovodrun")
 
 
 def assert_close(found, expected, where):
@@ -104,13 +91,6 @@ def assert_close(found, expected, where):
 def test_a_script_reaches_the_results_of_keras_2(name, by_keras_dist):
     """On each of two ranks under `keras-dist run`: weights, logs, rates and scores."""
     assert_close(by_keras_dist[name], RECORDED[name], name)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", NAMES)
-def test_a_script_reaches_them_under_horovodrun(name, by_horovodrun):
-    """Where it was started before."""
-    assert_close(by_horovodrun[name], RECORDED[name], name)
 
 
 def test_horovod_itself_averages_nothing_on_keras_3(by_keras_dist):

@@ -73,14 +73,6 @@ def test_messages_around_the_length_of_one_collective(world):
 
 
 @pytest.mark.several_ranks
-def test_settings_of_horovod_are_the_users_first():
-    """Its fusion is off on the CPU; the cycles are those that the tests have chosen."""
-    assert os.environ["HOROVOD_FUSION_THRESHOLD"] == "0"
-    assert os.environ["HOROVOD_CYCLE_TIME"] == "2.5"
-    assert os.environ["KERAS_DIST_LONGEST_CYCLE_MS"] == "200"
-
-
-@pytest.mark.several_ranks
 def test_a_tensor_does_not_wait_for_the_end_of_a_cycle(world):
     """Of 200 ms here, so that 200 sums would take 40 s."""
     begin = time.monotonic()

@@ -5,7 +5,6 @@ square each slice, and clip by each; so do N ranks.
 """
 
 import hashlib
-from collections import Counter
 
 import keras
 import numpy as np
@@ -21,7 +20,6 @@ from models import embedding, words
 
 import keras_dist
 from keras_dist import comm
-from keras_dist.comm import transport
 from keras_dist.optimizer import sparse
 from keras_dist.optimizer.sparse import Lookups
 
@@ -150,33 +148,6 @@ def test_an_optimizer_gets_the_slices_that_it_gets_on_one_process(world, way, dt
     assert difference_of_states(ours, expected) <= TOLERANCES[dtype]
     digest = hashlib.sha256(b"".join(array.tobytes() for array in ours))
     assert len(set(keras_dist.gather(digest.hexdigest()))) == 1
-
-
-@pytest.mark.several_ranks
-@pytest.mark.parametrize(
-    "name", [*sorted(set(OPTIMIZERS) & optimizer_names()), "SGD and clipvalue"]
-)
-def test_only_what_is_linear_in_the_slices_is_merged(name):
-    """Measured with plain Keras: one step, of repeated rows and of their sums."""
-    arguments = {"clipvalue": 0.1} if "clipvalue" in name else {}
-    values, indices = np.random.default_rng(3).normal(size=(8, 3)), [1, 1, 2, 2] * 2
-    shape = tf.constant(SHAPE, tf.int64)
-    own = tf.IndexedSlices(tf.constant(values), tf.constant(indices), shape)
-
-    def after(gradient):
-        cls = getattr(keras.optimizers, name.split()[0])
-        table = keras.Variable(np.ones(SHAPE), dtype="float64", name="embeddings")
-        optimizer = cls(learning_rate=0.1, **arguments)
-        optimizer.build([table])
-        for _ in range(2):
-            optimizer.apply([gradient], [table])
-        return optimizer, table.numpy()
-
-    with models_in("float64"):
-        optimizer, repeated = after(own)
-        _, merged = after(sparse.merge(own))
-    is_same = np.abs(repeated - merged).max() < 1e-12
-    assert sparse.may_merge(optimizer) == is_same
 
 
 def compiled(optimizer, make=embedding, loss="mse", **arguments):
@@ -418,25 +389,6 @@ def test_a_gpu_on_one_rank_makes_all_ranks_merge(world, monkeypatch):
         merged = on_ranks(make_optimizer("Adam {}"))
     assert difference_of_states(merged, expected) <= 1e-10
     assert difference_of_states(repeated, merged) > 1e-3
-
-
-@pytest.mark.several_ranks
-def test_slices_are_sent_only_where_their_sums_are_not_enough(monkeypatch):
-    """For an optimizer that is linear, each row once, or the whole table if less."""
-    moved, own = Counter(), transport.allgather
-
-    def counted(link, tensor, *, name):
-        if name.startswith("keras_dist.gradients"):
-            moved[name.rsplit(".", 1)[1]] += int(tensor.shape[0])
-        return own(link, tensor, name=name)
-
-    monkeypatch.setattr(transport, "allgather", counted)
-    slices = [slices_of(keras_dist.rank(), step, "float64")[1] for step in range(4)]
-    on_ranks(keras.optimizers.Adam())
-    assert moved["values"] == sum(map(len, slices))
-    moved.clear()
-    on_ranks(keras.optimizers.SGD())
-    assert moved["values"] <= sum(len(set(own)) for own in slices)
 
 
 @pytest.mark.several_ranks

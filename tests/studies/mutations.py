@@ -54,7 +54,7 @@ MUTATIONS = [
     ),
     Mutation(
         "stop: a request is sent with the gradients",
-        "optimizer/stop_request.py",
+        "optimizer/step_context.py",
         "self._agreed.assign_add(tf.cast(total, self._agreed.dtype))",
         "pass",
         ("test_every_callback.py", "stop_request_at"),
