@@ -128,12 +128,7 @@ def mark_recorded(
     known = variables_of(optimizer, variables)
     if comm.size() == 1 or accumulates(optimizer):
         return list(gradients)
-    return [
-        state.lookups.mark(gradient, variable)
-        if isinstance(gradient, tf.IndexedSlices)
-        else gradient
-        for gradient, variable in zip(gradients, known, strict=True)
-    ]
+    return [state.lookups.mark(*pair) for pair in zip(gradients, known, strict=True)]
 
 
 def weight_loss(optimizer: Any, loss: Any) -> Any:

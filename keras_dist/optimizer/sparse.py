@@ -33,27 +33,29 @@ class Lookups:
         """Name what is read in a table: "rows", "batch", "both"; `None` if unknown."""
         return self._kinds.get(id(variable))
 
-    def mark(self, slices: tf.IndexedSlices, variable: Any) -> tf.IndexedSlices:
+    def mark(self, gradient: Any, variable: Any) -> Any:
         """In a graph, mark the slices that are sums over rows.
 
         Args:
-            slices: A rank's own gradient.
+            gradient: A rank's own gradient; only `tf.IndexedSlices` have slices.
             variable: The variable of the gradient.
         """
-        indices = slices.indices
+        if not isinstance(gradient, tf.IndexedSlices):
+            return gradient
+        indices = gradient.indices
         is_joined = indices.op.type == "ConcatV2"  # gradients of several lookups
         lookups = list(indices.op.inputs)[:-1] if is_joined else [indices]
         are_of_rows = [_is_of_rows(lookup) for lookup in lookups]
         if all(are_of_rows):
             # Of a graph around the one in which the slices were marked, too.
             self._kinds.setdefault(id(variable), "rows")
-            return slices
+            return gradient
         self._kinds[id(variable)] = "both" if any(are_of_rows) else "batch"
         both = [
             lookup if is_of_rows else -1 - lookup
             for lookup, is_of_rows in zip(lookups, are_of_rows, strict=True)
         ]
-        return _with_indices(slices, tf.concat(both, 0))
+        return _with_indices(gradient, tf.concat(both, 0))
 
     def unmark(self, gradient: Any, variable: Any) -> Any:
         """Return the gradient; marked slices get their own indices back."""
