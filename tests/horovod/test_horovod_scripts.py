@@ -6,7 +6,6 @@ import `keras_dist.horovod`, and spell what Keras 3 has renamed as it does.
 """
 
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -21,8 +20,6 @@ RUNNER = ("run.py", "results.py")
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.name not in RUNNER)
 # Run by Horovod's own layer on Keras 3, too.
 UNCHANGED = "no_callbacks"
-# For which `make test` has time; the others need 40 s.
-QUICK = ("collectives", "mnist_recipe", UNCHANGED, "set_value")
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +38,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def by_keras_dist(folder):
     """What each script has recorded, by its name: a list of both ranks."""
-    names = NAMES if os.environ.get("LONG_TESTS") else QUICK
-    scripts = [folder / f"{name}.py" for name in [*names, "unchanged"]]
+    scripts = [folder / f"{name}.py" for name in [*NAMES, "unchanged"]]
     results = folder / "results"
     done = launch(
         [sys.executable, str(folder / "run.py"), str(results), *map(str, scripts)],
@@ -81,13 +77,7 @@ def assert_close(found, expected, where):
         )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in QUICK else pytest.param(name, marks=pytest.mark.long)
-        for name in NAMES
-    ],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_script_reaches_the_results_of_keras_2(name, by_keras_dist):
     """On each of two ranks under `keras-dist run`: weights, logs, rates and scores."""
     assert_close(by_keras_dist[name], RECORDED[name], name)
