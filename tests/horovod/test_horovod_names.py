@@ -123,11 +123,3 @@ def test_every_public_name_is_there():
     assert {*OWN, *constants} <= set(hvd.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'elastic'"):
         hvd.elastic  # noqa: B018
-
-
-def test_submodules_are_imported_as_in_horovod():
-    """In the ways that scripts do."""
-    from keras_dist.horovod import callbacks  # noqa: PLC0415
-    from keras_dist.horovod.callbacks import MetricAverageCallback  # noqa: PLC0415
-
-    assert callbacks.MetricAverageCallback is MetricAverageCallback

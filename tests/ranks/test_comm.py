@@ -30,17 +30,12 @@ def test_the_world_is_the_launchers(world):
     assert keras_dist.init() is keras_dist.init()
 
 
-def test_cores_are_divided_between_the_ranks(world):
-    """No more threads than this rank's part of the cores."""
-    if world.size > 1:
-        threads = tf.config.threading.get_intra_op_parallelism_threads()
-        assert threads == comm.device().threads >= 1
-
-
 @pytest.mark.several_ranks
 @pytest.mark.three_ranks
 def test_each_rank_keeps_to_its_own_cores(world):
     """If there are enough; otherwise every rank uses all of them."""
+    threads = tf.config.threading.get_intra_op_parallelism_threads()
+    assert threads == comm.device().threads >= 1
     by_rank = keras_dist.gather(sorted(os.sched_getaffinity(0)))
     cores = {core for own in by_rank for core in own}
     if len(cores) < world.size:
